@@ -11,8 +11,6 @@ from torch import Tensor
 
 from services.common.errors import FailedPreconditionError, InvalidArgumentError
 from services.common.fields import group_of
-from services.common.models.head import use_float32_head
-from services.common.models.invariant import use_invariant_operators
 from services.common.models.loading import build_model, load_config, stored_tensors
 from services.common.models.tokenizer import load_tokenizer
 from services.common.runspec.run import RunSpec
@@ -59,6 +57,8 @@ class Regeneration:
 
     spec: RunSpec
     responses: list[Response]
+    device: str = "cpu"
+    """Device of the run's engines."""
     _batch: DecodeBatch | None = field(default=None, init=False)
     _weights: dict[str, Tensor] = field(default_factory=dict, init=False)
 
@@ -73,10 +73,8 @@ class Regeneration:
         if self._batch is None:
             config = load_config(self.spec.model, load_tokenizer(self.spec.model))
             dtype = getattr(torch, self.spec.trainer.dtype)
-            model = build_model(config, dtype=dtype, device="cpu")
-            use_decoding_kernels(model)
-            use_float32_head(model)
-            use_invariant_operators(model)
+            model = build_model(config, dtype=dtype, device=self.device)
+            use_decoding_kernels(model, is_invariant=True)
             self._weights, self._batch = (
                 stored_tensors(model),
                 DecodeBatch(model, is_invariant=True),

@@ -95,6 +95,7 @@ def replay(
     print_line(errors, f"replaying {run.name} from the {start} to step {plan.last}")
     if regeneration is None:
         raise typer.Exit(_show(plan, as_json=as_json))
+    regeneration.device = plan.device
     raise typer.Exit(_regenerate(plan, regeneration, as_json=as_json))
 
 

@@ -1,36 +1,53 @@
-"""Operators whose result for one row does not depend on the other rows of the batch (CPU).
+"""Operators whose result for one token does not depend on other tokens, for the engine torch and its trainer.
 
-A matrix product adds in an order that its kernel chooses by the shape. Here products have a fixed number of
-rows, so that a token has the same bits alone and in any batch
-(https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference). Torch's attention of one query
-computes each head alone; hidden keys at the end change nothing if their number is a multiple of :data:`KEYS`.
+A kernel adds in an order that it chooses by the shape, so a token may have other bits in another batch
+(https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference). Three rules prevent that:
+
+- A matrix product equals the one that is computed in tiles of a fixed number of rows. A larger product is
+  used only if it was compared with the tiles: the order depends on the shape and not on the numbers.
+- Attention computes each query alone on a CPU; on a GPU, torch's memory-efficient kernel takes the keys in
+  blocks of fixed size, in their order. Hidden keys at the end change nothing if their number is a multiple of
+  :data:`KEYS`.
+- On a CPU, one thread computes, and a pass has a multiple of :func:`token_multiple` tokens: kernels that
+  compute exponentials and sines by vectors then have no rest.
 """
 
-from typing import Final
+import math
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import PreTrainedModel
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import AttentionInterface, PreTrainedModel
 
 from services.common.models.families import has_plain_scores, is_mixture, recurrent_module
 from services.common.models.head import Float32Head
 
-ROWS: Final = 32
-"""Rows of one product. Kernels that compute elements by vectors then never have a rest, for any width."""
-KEYS: Final = 64
+KEYS: Final = 32
 """Attention reads a multiple of this many keys."""
+INVARIANT: Final = "slipstream_invariant"
+"""Name of the attention of engines in transformers."""
+_VECTOR = 32
+"""Elements of one turn of a vectorized loop on a CPU."""
+_TILES: Final = {"cpu": 8, "cuda": 128}
+"""Rows of a tile: few on a CPU, where they cost; a GPU needs more to be occupied."""
+_MAX_ROWS = 512
+"""Rows of the largest product, which bounds the number of shapes to compare."""
+_QUERIES = 128
+"""Queries of one call on a CPU, which read the keys of the last one."""
+_exact: dict[tuple[object, ...], bool] = {}
+"""True for the shapes of products that equal their tiles."""
 
 
 def use_invariant_operators(model: PreTrainedModel) -> None:
-    """Makes the operators of a model invariant, for inputs of a multiple of :data:`ROWS` rows of one token.
+    """Makes the products and norms of a model invariant; its attention is set separately.
 
     Raises:
-        ValueError: If the model is on a GPU, or has experts, recurrent layers, or capped scores.
+        ValueError: If the model has experts, recurrent layers, or capped scores.
     """
     config = model.config.get_text_config().to_dict()
     lacks = {
-        "a GPU": model.device.type != "cpu",
         "experts": is_mixture(config),
         "recurrent layers": recurrent_module(config) is not None,
         "capped or sink scores": not has_plain_scores(config),
@@ -40,28 +57,194 @@ def use_invariant_operators(model: PreTrainedModel) -> None:
             f"rollout.reproducible is batch_invariant, which the engine torch does not support with "
             f"{' and '.join(found)}; use vllm or sglang on a GPU, or set rollout.reproducible to true"
         )
-    # Several threads divide elements anywhere, and compute the rest of each part by other code.
-    torch.set_num_threads(1)
+    if model.device.type != "cuda":
+        # Several threads divide elements anywhere, and compute the rest of each part by other code.
+        torch.set_num_threads(1)
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = _InvariantLinear
         elif isinstance(module, Float32Head):
-            module.product = tiled_linear
+            module.product = float32_invariant_products
+        elif type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
+            _use_row_norm(module)
+
+
+def token_multiple(model: PreTrainedModel) -> int:
+    """Returns the number of which the tokens of a pass must be a multiple."""
+    config = model.config.get_text_config()
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return _VECTOR // math.gcd(_VECTOR, config.intermediate_size, head)
 
 
 class _InvariantLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
-        products = tiled_linear(input, self.weight)
+        products: Tensor = (
+            _Products.apply(input, self.weight)  # type: ignore[no-untyped-call]
+            if torch.is_grad_enabled()
+            else invariant_products(input, self.weight)
+        )
         return products if self.bias is None else products + self.bias
 
 
-def tiled_linear(states: Tensor, weight: Tensor) -> Tensor:
-    """Returns ``[..., N]`` products of ``[..., K]`` states and an ``[N, K]`` weight, by tiles of rows."""
-    weight = weight.to(states.dtype)
+class _Products(torch.autograd.Function):
+    """Invariant products with ordinary gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(states, weight)
+        return invariant_products(states, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        states, weight = ctx.saved_tensors
+        of_states = grad @ weight if ctx.needs_input_grad[0] else None
+        of_weight = None
+        if ctx.needs_input_grad[1]:
+            of_weight = grad.flatten(0, -2).T @ states.flatten(0, -2)
+        return of_states, of_weight
+
+
+def invariant_products(
+    states: Tensor, weight: Tensor, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Returns ``[..., N]`` products of ``[..., K]`` states and an ``[N, K]`` weight.
+
+    Args:
+        dtype: Dtype of the result, on a GPU; None is that of the arguments.
+    """
     rows = states.reshape(-1, states.shape[-1])
-    count = len(rows)
-    if count % ROWS:
-        rows = functional.pad(rows, (0, 0, 0, -count % ROWS))
-    tiles = rows.view(-1, ROWS, rows.shape[1])
-    products = torch.bmm(tiles, weight.T.expand(len(tiles), -1, -1))
-    return products.view(-1, len(weight))[:count].view(*states.shape[:-1], len(weight))
+    count, tile = len(rows), _TILES[rows.device.type]
+    if count % tile:
+        rows = functional.pad(rows, (0, 0, 0, -count % tile))
+    parts = [_product(part, weight, tile, dtype) for part in rows.split(_MAX_ROWS)]
+    products = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return products[:count].view(*states.shape[:-1], len(weight))
+
+
+def float32_invariant_products(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Returns ``[..., V]`` float32 products of ``[..., H]`` states and a ``[V, H]`` output embedding."""
+    if hidden.is_cuda and hidden.dtype != torch.float32:
+        return invariant_products(hidden, weight, dtype=torch.float32)
+    return invariant_products(hidden.float(), weight.float())
+
+
+def _product(rows: Tensor, weight: Tensor, tile: int, dtype: torch.dtype | None) -> Tensor:
+    if len(rows) == tile:
+        return _multiply(rows, weight, dtype)
+    shape = (rows.device, rows.dtype, dtype, len(rows), *weight.shape)
+    if shape not in _exact:
+        tried = torch.randn(rows.shape, generator=torch.Generator().manual_seed(0)).to(rows)
+        whole = _multiply(tried, weight, dtype)
+        if bool(whole.any()):  # adapters begin with zeros, which are equal in any order
+            _exact[shape] = torch.equal(whole, _by_tiles(tried, weight, tile, dtype))
+    if _exact.get(shape):
+        return _multiply(rows, weight, dtype)
+    return _by_tiles(rows, weight, tile, dtype)
+
+
+def _by_tiles(rows: Tensor, weight: Tensor, tile: int, dtype: torch.dtype | None) -> Tensor:
+    return torch.cat([_multiply(part, weight, dtype) for part in rows.split(tile)])
+
+
+def _multiply(rows: Tensor, weight: Tensor, dtype: torch.dtype | None) -> Tensor:
+    if dtype is None:
+        return torch.mm(rows, weight.T)
+    return torch.mm(rows, weight.T, out_dtype=dtype)
+
+
+def _use_row_norm(norm: Any) -> None:
+    """Computes a norm row by row: on a GPU, the order in which torch's mean adds depends on the rows."""
+    plain = norm.forward
+
+    def forward(states: Tensor) -> Tensor:
+        if not states.is_cuda:
+            found: Tensor = plain(states)
+            return found
+        weight = norm.weight
+        return functional.rms_norm(
+            states, weight.shape, weight.to(states.dtype), norm.variance_epsilon
+        )
+
+    norm.forward = forward
+
+
+def invariant_attention(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, *, scaling: float
+) -> Tensor:
+    """Computes attention of queries that each see some of the keys.
+
+    Args:
+        query: ``[B, heads, L, D]``.
+        key: ``[B, kv_heads, K, D]``.
+        value: ``[B, kv_heads, K, D]``.
+        visible: ``[B or 1, 1, L, K]`` bool: keys that each query sees, at least one. The last query that is
+            no padding sees the last visible key.
+
+    Returns:
+        ``[B, heads, L, D]``.
+    """
+    if missing := -key.shape[2] % KEYS:
+        key, value = (functional.pad(states, (0, 0, 0, missing)) for states in (key, value))
+        visible = functional.pad(visible, (0, missing))
+    groups = query.shape[1] // key.shape[1]
+    if query.is_cuda:
+        key, value = (states.repeat_interleave(groups, 1) for states in (key, value))
+        with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+            return functional.scaled_dot_product_attention(
+                query, key, value, attn_mask=visible, scale=scaling
+            )
+    visible = visible.expand(len(query), -1, -1, -1)
+    if query.shape[2] == 1:
+        return _attend_by_slot(query, key, value, visible, scaling)
+    output = torch.empty_like(query)
+    for row, (keys, values) in enumerate(zip(key, value, strict=True)):
+        keys, values = (states.repeat_interleave(groups, 0) for states in (keys, values))
+        for start in range(0, query.shape[2], _QUERIES):
+            part = slice(start, start + _QUERIES)
+            seen = visible[row, 0, part]
+            reach = math.ceil((int(seen[-1].nonzero()[-1]) + 1) / KEYS) * KEYS
+            output[row, :, part] = functional.scaled_dot_product_attention(
+                query[row, :, part].transpose(0, 1)[:, :, None],
+                keys[:, :reach].expand(len(seen), -1, -1, -1),
+                values[:, :reach].expand(len(seen), -1, -1, -1),
+                attn_mask=seen[:, None, None, :reach],
+                scale=scaling,
+            )[:, :, 0].transpose(0, 1)
+    return output
+
+
+def _attend_by_slot(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scaling: float
+) -> Tensor:
+    """Computes one query of each slot without copies of the keys that several heads share."""
+    slots, heads, _, size = query.shape
+    kv_heads, span = key.shape[1:3]
+    groups = heads // kv_heads
+    return functional.scaled_dot_product_attention(
+        query.reshape(slots * kv_heads, groups, 1, size),
+        key.flatten(0, 1)[:, None].expand(-1, groups, -1, -1),
+        value.flatten(0, 1)[:, None].expand(-1, groups, -1, -1),
+        attn_mask=visible.expand(-1, kv_heads, -1, -1).reshape(-1, 1, 1, span),
+        scale=scaling,
+    ).view(slots, heads, 1, -1)
+
+
+def _engine_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Computes the attention of an engine's pass; without a mask each query sees all earlier ones."""
+    if attention_mask is None:
+        size = query.shape[2]
+        attention_mask = torch.ones(1, 1, size, size, dtype=torch.bool, device=query.device).tril()
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    output = invariant_attention(query, key, value, attention_mask, scaling=scaling)
+    return output.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(INVARIANT, _engine_attention)

@@ -153,8 +153,9 @@ class RolloutSpec(SpecPart):
     """If true, the same seed, weights and context produce the same tokens in ``vllm`` and
     ``sglang``, as they always do in ``torch``. Each request then has its own random generator,
     which makes every decode step slower. ``batch_invariant``: in addition, logprobs do not depend
-    on what else is decoded, to the last bit: ``torch`` on a CPU, and the modes of ``vllm`` and
-    ``sglang`` for it."""
+    on what else is decoded, to the last bit: ``torch``, and on a GPU the modes of ``vllm`` and
+    ``sglang`` for it. With ``torch`` the trainer computes with the same operators, so that its
+    logprobs equal the engine's."""
     sampling: SamplingSpec = SamplingSpec()
     """Sampling of training responses."""
     kv_policy: Literal["recompute", "keep"] = "recompute"

@@ -385,6 +385,22 @@ class RunSpec(SpecPart):
         )
 
     @property
+    def computes_as_engine(self) -> bool:
+        """True if the trainer's logprobs equal those of the engine torch with equal weights, to the last bit.
+
+        Both then compute with invariant operators. Ranks that divide a layer or a pack add in another
+        order, and an engine adds adapters to the weights.
+        """
+        trainer = self.trainer
+        return (
+            self.rollout.engine == "torch"
+            and self.rollout.reproducible == "batch_invariant"
+            and trainer.engine == "fsdp"
+            and trainer.tensor_parallel == trainer.context_parallel == 1
+            and trainer.lora is None
+        )
+
+    @property
     def needs_proximal(self) -> bool:
         """True if training needs logprobs of the weights at the start of the step, from a separate pass.
 

@@ -86,9 +86,16 @@ def make_engine(name: str, order: EngineConfig) -> Engine:
     """Builds an engine, not started yet; on a CPU, with the settings that it needs there.
 
     Raises:
-        ValueError: If the engine is unknown or not installed, or refuses its arguments.
+        ValueError: If the engine is unknown or not installed, refuses its arguments, or cannot be
+            batch-invariant on the device.
     """
     kind = engine_kind(name)
+    if order.is_invariant and kind.package is not None and order.device.type == "cpu":
+        # Their invariant operators are Triton kernels; vLLM's CPU build fails in its first pass.
+        raise ValueError(
+            f"rollout.reproducible is batch_invariant, which {name} supports on a GPU only; on a CPU set "
+            "rollout.engine to torch, or rollout.reproducible to true"
+        )
     if kind.package is not None and not _is_installed(kind.package):
         raise ValueError(
             f"rollout.engine is {name!r}, but the package {kind.package!r} is not installed; install it "

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from services.common.models.head import float32_products
+from services.common.models.invariant import float32_invariant_products
 
 _CHUNK_BYTES = 24 * (1 << 30) // 10
 """Max bytes of logits at once."""
@@ -43,6 +44,8 @@ class OutputHead:
     """Factor of the logits: Granite divides them, Cohere multiplies."""
     cap: float | None = None
     """Bound of the logits (Gemma 2); None for no bound."""
+    is_invariant: bool = False
+    """True if logprobs must equal those of the engine torch, to the last bit."""
 
 
 def token_logprobs(
@@ -112,6 +115,24 @@ def _reduce(
     return logprobs, normalizer, normalizer - expected
 
 
+def _reduce_as_engine(
+    products: Tensor,
+    targets: Tensor,
+    excluded: Tensor | None,
+    numbers: _Numbers,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes :func:`_reduce` with the operators by which the engine torch computes logprobs."""
+    scale, cap, temperature = numbers
+    # A GPU divides by a number as a multiplication with its inverse, but not by a tensor.
+    divisor = torch.full((1,), temperature, device=products.device)
+    scaled, _ = bounded_logits(products, excluded, (scale, cap, 1.0))
+    scaled = scaled / divisor
+    log_p = torch.log_softmax(scaled, -1)
+    logprobs = log_p.gather(1, targets[:, None]).squeeze(1)
+    normalizer = scaled.gather(1, targets[:, None]).squeeze(1) - logprobs
+    return logprobs, normalizer, -(log_p.exp() * log_p).sum(-1)
+
+
 def _gradient(
     products: Tensor,
     targets: Tensor,
@@ -169,9 +190,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
         divergence = torch.empty_like(logprobs)
         numbers = head.scale, head.cap, temperature
         for part in chunks(hidden, weight, copies=1 if extra is None else _DIVERGENCE_COPIES):
-            products = float32_products(hidden[part], weight)
+            multiply = float32_invariant_products if head.is_invariant else float32_products
+            products = multiply(hidden[part], weight)
             excluded = _excluded(mask, part, products)
-            reduced = _fused(_reduce, products)(products, targets[part], excluded, numbers)
+            reduce = _reduce_as_engine if head.is_invariant else _fused(_reduce, products)
+            reduced = reduce(products, targets[part], excluded, numbers)
             logprobs[part], normalizer[part], entropy[part] = reduced
             if extra is not None:
                 compute, teacher = extra
@@ -184,7 +207,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, grad_divergence: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None, None, None, None, None, None]:
+    ) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, normalizer, entropy = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         # Summed over chunks, so it is float32 regardless of the model's dtype. A frozen head has no gradient.
@@ -211,7 +234,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             if grad_weight is not None:
                 grad_weight += grad.T @ hidden[part]
         of_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, of_weight, None, None, None, None, None
+        return grad_hidden, of_weight, *[None] * 5
 
 
 def _divergence_gradient(

@@ -6,6 +6,9 @@ variable-length kernel (torch's, or FlashAttention 4 if it is installed) takes t
 and of their keys, copied to each branch. A flex kernel is used instead if scores are capped, heads have
 sinks, or copies would be too many. Otherwise branches of similar length run as one batch, whose padding is
 masked.
+
+Under :data:`PACKED_INVARIANT` the forward pass computes each query as an engine does that decodes it
+(``rollout.reproducible: batch_invariant``); its gradients are those of the other kernels.
 """
 
 import inspect
@@ -21,11 +24,13 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
+from services.common.models.invariant import invariant_attention
 from services.trainer.batch import flash
 from services.trainer.batch.context import ContextRanks
 from services.trainer.batch.layout import AttentionBatch, AttentionLayout
 
 PACKED = "slipstream_packed"
+PACKED_INVARIANT = "slipstream_packed_invariant"
 _HEAD_MULTIPLE = 8
 """Multiple of head sizes that the variable-length kernel supports."""
 # Before torch 2.12 the kernel supported fewer key-value heads without this argument.
@@ -65,6 +70,7 @@ def packed_attention(  # noqa: PLR0913 -- transformers decides its arguments
     s_aux: Tensor | None = None,
     layout: AttentionLayout,
     context: ContextRanks | None = None,
+    is_invariant: bool = False,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Computes causal attention inside each sequence of a pack, along its own path.
@@ -79,6 +85,8 @@ def packed_attention(  # noqa: PLR0913 -- transformers decides its arguments
         softcap: See :attr:`Scores.cap`.
         s_aux: See :attr:`Scores.sinks`.
         context: Ranks that compute the pack together; ``T`` is then the number of this rank's tokens.
+        is_invariant: True if a token's result must not depend on other packed sequences. The states may then
+            have more tokens than the layout: padding at the end, whose results are 0.
 
     Returns:
         ``[1, T, heads, D]``, and no attention weights.
@@ -100,6 +108,10 @@ def packed_attention(  # noqa: PLR0913 -- transformers decides its arguments
         cap=softcap,
         sinks=s_aux,
     )
+    if is_invariant:
+        inputs = query, key, value
+        invariant: Tensor = _InvariantAttention.apply(*inputs, scores, layout)  # type: ignore[no-untyped-call]
+        return invariant, None
     output = _packed(query, key, value, scores=scores, layout=layout)
     return output if context is None else context.to_tokens(output), None
 
@@ -119,10 +131,40 @@ def _packed(
     return output[None]
 
 
+class _InvariantAttention(torch.autograd.Function):
+    """Computes each query like an engine that decodes it; the gradients are those of the packed kernels."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, scores: Scores, layout: AttentionLayout
+    ) -> Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.scores, ctx.layout = scores, layout
+        flat = [states[0].transpose(0, 1) for states in (query, key, value)]
+        output: Tensor = _batched(*flat, scores=scores, layout=layout, is_invariant=True)
+        return functional.pad(output, (0, 0, 0, 0, 0, query.shape[2] - len(output)))[None]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        length = len(ctx.layout.ends)
+        padding = ctx.saved_tensors[0].shape[2] - length
+        with torch.enable_grad():
+            leaves = [each[:, :, :length].detach().requires_grad_() for each in ctx.saved_tensors]
+            output = _packed(*leaves, scores=ctx.scores, layout=ctx.layout)
+        found = torch.autograd.grad(output, leaves, grad[:, :length])
+        return *(functional.pad(each, (0, 0, 0, padding)) for each in found), None, None
+
+
 # The number of batches differs from pack to pack, and each number would be another graph.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _batched(
-    query: Tensor, key: Tensor, value: Tensor, *, scores: Scores, layout: AttentionLayout
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scores: Scores,
+    layout: AttentionLayout,
+    is_invariant: bool = False,
 ) -> Tensor:
     outputs = []
     for batch in layout.batches:
@@ -131,7 +173,11 @@ def _batched(
             tensor[places.flatten()].view(*places.shape, *tensor.shape[1:]).transpose(1, 2)
             for tensor, places in ((query, batch.queries), (key, keys), (value, keys))
         )
-        output = _attend(q, k, v, scores, batch)
+        if is_invariant:
+            visible = _visible(batch, scores.window)
+            output = invariant_attention(q, k, v, visible, scaling=scores.scaling)
+        else:
+            output = _attend(q, k, v, scores, batch)
         outputs.append(output.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs)[layout.gather]
 
@@ -287,3 +333,4 @@ def _block_mask(layout: AttentionLayout, window: int | None) -> BlockMask:
 
 
 AttentionInterface.register(PACKED, packed_attention)
+AttentionInterface.register(PACKED_INVARIANT, partial(packed_attention, is_invariant=True))

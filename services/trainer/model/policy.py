@@ -6,14 +6,16 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from services.common.models.families import check_trainer, is_mixture
+from services.common.models.invariant import token_multiple, use_invariant_operators
 from services.common.models.vision import set_attention, vision_tower
 from services.common.runspec.formulas import DistillArguments
 from services.trainer.algorithm.divergence import TokenDivergence, most_likely
 from services.trainer.algorithm.logprobs import OutputHead, token_logprobs
-from services.trainer.batch.attention import PACKED
+from services.trainer.batch.attention import PACKED, PACKED_INVARIANT
 from services.trainer.batch.context import ContextRanks
 from services.trainer.batch.packing import PackedTokens
 from services.trainer.batch.recurrence import use_packed_recurrence
@@ -33,6 +35,7 @@ class Policy(nn.Module):
         routing_replay: Use of the engine's choice of experts, if a pack has it: value of
             ``rollout.routing_replay``.
         distill: Divergence from the teacher, if the loss is one.
+        is_invariant: True if logprobs must equal those of the engine torch, to the last bit.
 
     Raises:
         ValueError: If the trainer does not compute the architecture exactly.
@@ -45,12 +48,14 @@ class Policy(nn.Module):
         temperature: float,
         routing_replay: str = "off",
         distill: DistillArguments | None = None,
+        is_invariant: bool = False,
     ) -> None:
         super().__init__()
         problems = check_trainer(model.config.to_dict())
         if problems:
             raise ValueError("; ".join(problems))
-        _use_packs(model)
+        _use_packs(model, is_invariant=is_invariant)
+        self._is_invariant = is_invariant
         self.model = model
         config = model.config.to_dict()
         self.routing = Routing(model, config) if is_mixture(config) else None
@@ -83,8 +88,11 @@ class Policy(nn.Module):
         packed = packed if self.context is None else packed.shared_with(self.context)
         if self.routing is not None:
             self.routing.begin(packed, self._routing_replay)
-        hidden = decoder_states(self.model, packed)[packed.predictors]
-        head, temperature = output_head(self.model), temperature or self._temperature
+        multiple = token_multiple(self.model) if self._is_invariant else 1
+        states = decoder_states(self.model, packed, multiple=multiple)
+        hidden = states[packed.predictors]
+        head = replace(output_head(self.model), is_invariant=self._is_invariant)
+        temperature = temperature or self._temperature
         if teaches is not None:
             if teaches.top_k is None:
                 return (packed.of_responses(hidden.float()),)
@@ -147,16 +155,21 @@ def output_head(model: PreTrainedModel) -> OutputHead:
     )
 
 
-def decoder_states(model: PreTrainedModel, packed: PackedTokens) -> Tensor:
-    """Returns the ``[T, H]`` final hidden states of a pack, or of this rank's part of it."""
+def decoder_states(model: PreTrainedModel, packed: PackedTokens, *, multiple: int = 1) -> Tensor:
+    """Returns the ``[T, H]`` final hidden states of a pack, or of this rank's part of it.
+
+    Args:
+        multiple: Tokens are padded at the end to a multiple of this number.
+    """
     decoder = _untyped(model).get_decoder()
+    padding = (0, -len(packed.input_ids) % multiple)
     bundles = [placed.inputs for placed in packed.inputs]
     arguments = model_arguments(decoder, bundles, packed.input_ids.device)
     if bundles and vision_tower(model) is not None:
         arguments["prompts"] = torch.tensor([[each.start, each.end] for each in packed.inputs])
     output = decoder(
-        input_ids=packed.input_ids[None],
-        position_ids=packed.position_ids[None],
+        input_ids=functional.pad(packed.input_ids, padding)[None],
+        position_ids=functional.pad(packed.position_ids, padding)[None],
         use_cache=False,
         layout=packed.layout,
         context=packed.context,
@@ -166,9 +179,11 @@ def decoder_states(model: PreTrainedModel, packed: PackedTokens) -> Tensor:
     return states
 
 
-def _use_packs(model: PreTrainedModel) -> None:
+def _use_packs(model: PreTrainedModel, *, is_invariant: bool = False) -> None:
     """Switches a model to our attention, recurrent layers and experts, as far as it has them."""
-    set_attention(model, PACKED)
+    if is_invariant:
+        use_invariant_operators(model)
+    set_attention(model, PACKED_INVARIANT if is_invariant else PACKED)
     use_packed_recurrence(model)
     if is_mixture(model.config.to_dict()):
         model.set_experts_implementation(EXPERTS)

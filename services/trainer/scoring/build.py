@@ -73,7 +73,14 @@ def _build(
         # Engines chose experts under the policy; the reference chooses its own.
         replay = "off" if is_reference else spec.rollout.routing_replay
         temperature = spec.rollout.sampling.temperature
-        return freeze(Policy(model, temperature=temperature, routing_replay=replay))
+        is_policy = not is_reference or spec.teacher is None
+        policy = Policy(
+            model,
+            temperature=temperature,
+            routing_replay=replay,
+            is_invariant=spec.computes_as_engine and is_policy,
+        )
+        return freeze(policy)
 
     policy = loader.load(make) if is_reference else loader.shape(make)
     oom_limits = load_oom_limits(settings, spec.trainer, ranks=topology.data)

@@ -42,6 +42,12 @@ def test_an_engine_that_is_not_installed_is_asked_for(engine: str) -> None:
         build(engine=engine)
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_an_external_engine_is_not_batch_invariant_on_a_cpu(engine: str) -> None:
+    with pytest.raises(ValueError, match=r"rollout\.reproducible is batch_invariant"):
+        build(engine=engine, reproducible="batch_invariant")
+
+
 @pytest.mark.parametrize(
     ("package", "is_cpu", "begun"),
     [(None, False, ["json.tool"]), (None, True, []), ("a_package_that_is_missing", False, [])],

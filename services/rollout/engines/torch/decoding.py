@@ -20,7 +20,7 @@ from services.common.models.families import (
     recurrent_module,
     windows_of,
 )
-from services.common.models.invariant import KEYS, ROWS
+from services.common.models.invariant import KEYS, token_multiple
 from services.common.models.vision import vision_tower
 from services.rollout.engines.base import (
     Decode,
@@ -60,7 +60,6 @@ class SlotCache(Cache):
         self._sources: Tensor | None = None
         self._positions: Tensor | None = None
         self._first = self._span = 0
-        self._gathers = False
 
     @property
     def layout(self) -> tuple[int, int]:
@@ -106,7 +105,7 @@ class SlotCache(Cache):
             first: Position of the part's first token.
         """
         self._targets, self._sources, self._positions = targets, sources, None
-        self._first, self._gathers = first, False
+        self._first = first
 
     def begin_decode(self, positions: Tensor, span: int) -> None:
         """Begins a pass of one token for each of the first ``N`` slots.
@@ -115,18 +114,8 @@ class SlotCache(Cache):
             positions: ``[N]`` int64 position of each new token.
             span: Number of tokens to attend over, greater than any position.
         """
-        self._positions, self._span, self._gathers = positions, span, False
+        self._positions, self._span = positions, span
         self._targets = torch.arange(len(positions), device=positions.device)
-
-    def begin_rows(self, slots: Tensor, positions: Tensor, span: int) -> None:
-        """Begins a pass of one token for each of ``N`` rows, several of which may be of one slot.
-
-        Args:
-            slots: ``[N]`` int64 slot of each token.
-            positions: ``[N]`` int64 position of each token; earlier ones are stored, or in this pass.
-            span: Number of tokens to attend over, greater than any position.
-        """
-        self._targets, self._positions, self._span, self._gathers = slots, positions, span, True
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
@@ -149,8 +138,6 @@ class SlotCache(Cache):
             return keys[holders, :, :end], values[holders, :, :end]
         keys[self._targets, :, self._positions] = key_states[:, :, 0]
         values[self._targets, :, self._positions] = value_states[:, :, 0]
-        if self._gathers:
-            return keys[self._targets, :, : self._span], values[self._targets, :, : self._span]
         num_rows = len(self._positions)
         return keys[:num_rows, :, : self._span], values[:num_rows, :, : self._span]
 
@@ -335,7 +322,8 @@ def draw_tokens(
     is_greedy = temperatures == 0
     scaled = logits.float() / torch.where(is_greedy, 1.0, temperatures)[:, None]
     logprobs = torch.log_softmax(scaled, dim=-1)
-    probabilities = logprobs.exp()
+    # Exponentials of a whole batch would depend on a row's place in it.
+    probabilities = torch.softmax(scaled, dim=-1)
     allowed = None
     if truncation is not None:
         probabilities = _truncate(probabilities, truncation)
@@ -421,7 +409,7 @@ class DecodeStep:
         *,
         is_invariant: bool = False,
     ) -> None:
-        self._is_invariant = is_invariant
+        self._rows_multiple = token_multiple(model) if is_invariant else None
         self._model = model
         self._watch = watch
         self._cache = cache
@@ -442,17 +430,15 @@ class DecodeStep:
             truncation: Restricts the tokens that may be drawn; None allows all.
         """
         num_rows, span = len(inputs.tokens), int(inputs.positions.max()) + 1
-        if self._is_invariant:
-            size, span = _multiple(num_rows, ROWS), _multiple(span, KEYS)
-            self._cache.reserve(size, span)
-            truncation = truncation and truncation.padded(size)
-            return self._compute(self._move(_pad(inputs, size)), span, truncation).first(num_rows)
-        if not self._is_cuda:
+        if self._is_cuda:
+            size, span = rounded_up(num_rows), max(rounded_up(span), _MIN_SPAN)
+        elif self._rows_multiple is not None:
+            size, span = _multiple(num_rows, self._rows_multiple), _multiple(span, KEYS)
+        else:
             return self._compute(self._move(inputs), span, truncation)
-        size, span = rounded_up(num_rows), max(rounded_up(span), _MIN_SPAN)
         self._cache.reserve(size, span)
         padded = _pad(inputs, size)
-        is_captured = self._is_captured and truncation is None
+        is_captured = self._is_cuda and self._is_captured and truncation is None
         graph = self._graph(size, span) if is_captured else None
         if graph is not None:
             outputs = graph.replay(padded)
@@ -580,8 +566,6 @@ _Context = tuple[tuple[int, ...], str]
 
 _MAX_PREFILL_TOKENS = 16_384
 """Max padded tokens of one prefill pass; bounds the memory of activations."""
-_MAX_ROW_KEYS = 1 << 16
-"""Max keys that the rows of one invariant pass attend to; bounds the memory of their copies."""
 _MAX_MASK = 1 << 25
 """Max token pairs in the mask of one prefill pass; longer contexts take several passes."""
 
@@ -633,7 +617,7 @@ class DecodeBatch:
         routing: RoutingShape | None = None,
         is_invariant: bool = False,
     ) -> None:
-        self._is_invariant = is_invariant
+        self._length_multiple = token_multiple(model) if is_invariant else 1
         self._routing = routing
         self._watch = None if routing is None else RouterWatch(model)
         self._model = model
@@ -811,16 +795,14 @@ class DecodeBatch:
         for (tokens, _), owners in slots_by_context.items():
             self.prompt_tokens_total += len(tokens) * len(owners)
             self.shared_tokens_total += len(tokens) * (len(owners) - 1)
-        if self._is_invariant:
-            self._store_rows(slots_by_context)
-            return {}
         failures: dict[int, Exception] = {}
         by_length = sorted(slots_by_context, key=lambda each: len(each[0]))
         for contexts in _split_by_size(by_length, pads=self._pads):
             holders = [slots_by_context[context] for context in contexts]
             targets = [slot for own in holders for slot in own]
             sources = [row for row, own in enumerate(holders) for _ in own]
-            longest = len(contexts[-1][0])
+            longest = _multiple(len(contexts[-1][0]), self._length_multiple)
+            self._cache.reserve(len(self._rows), longest)
             inputs = self._tensor([[*ids, *[0] * (longest - len(ids))] for ids, _ in contexts])
             given = self._rows[targets[0]].request.model_inputs if contexts[0][1] else None
             try:
@@ -881,35 +863,6 @@ class DecodeBatch:
                     chosen_experts.reshape(num_rows, end - first, *chosen_experts.shape[1:])
                 )
         return np.concatenate(chosen, axis=1) if chosen else None
-
-    def _store_rows(self, slots_by_context: Mapping[_Context, Sequence[int]]) -> None:
-        """Stores contexts as a decode step would, token by token, so that their bits are the same."""
-        rows = [
-            (token, owners[0], position)
-            for (tokens, _), owners in slots_by_context.items()
-            for position, token in enumerate(tokens)
-        ]
-        longest = max((len(tokens) for tokens, _ in slots_by_context), default=0)
-        self._cache.reserve(len(self._rows), _multiple(longest, KEYS))
-        most = max(ROWS, _MAX_ROW_KEYS // _multiple(longest + 1, KEYS) // ROWS * ROWS)
-        for first in range(0, len(rows), most):
-            part = rows[first : first + most]
-            part += part[-1:] * (-len(part) % ROWS)  # stores the same again
-            tokens, slots, positions = self._tensor(part).unbind(1)
-            span = _multiple(int(positions.max()) + 1, KEYS)
-            self._cache.begin_rows(slots, positions, span)
-            keys = torch.arange(span, device=self._device)
-            self._model.base_model(
-                input_ids=tokens[:, None],
-                position_ids=positions[:, None],
-                attention_mask=self._visibility.masks(positions[:, None], keys),
-                past_key_values=self._cache,
-                use_cache=True,
-            )
-        for owners in slots_by_context.values():
-            if len(owners) > 1:
-                holders = [owners[0]] * (len(owners) - 1)
-                self._cache.move(self._tensor(holders), self._tensor(owners[1:]))
 
     def _note_masks(self, allowed: Tensor) -> None:
         slots = [slot for slot, row in enumerate(self._rows) if row.request.returns_mask]

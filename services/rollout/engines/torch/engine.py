@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from services.common.host import usable_processors
 from services.common.models.families import check_trainer, has_plain_scores, routing_shape
 from services.common.models.head import use_float32_head
-from services.common.models.invariant import use_invariant_operators
+from services.common.models.invariant import INVARIANT, use_invariant_operators
 from services.common.models.loading import build_model, stored_tensors
 from services.common.models.vision import set_attention
 from services.common.runspec.trainer import OF_EXPERTS
@@ -38,13 +38,24 @@ from services.wire.data.model_inputs import ModelInputs, check_arguments, model_
 _ROW_BYTES = 16
 
 
-def use_decoding_kernels(model: PreTrainedModel) -> None:
-    """Selects the attention and expert kernels for decoding.
+def use_decoding_kernels(model: PreTrainedModel, *, is_invariant: bool = False) -> None:
+    """Selects attention, expert kernels and output head for decoding.
 
     Torch's grouped kernel multiplies all experts at once but needs rows of a multiple of 16 bytes;
     models with other sizes compute one expert after the other.
+
+    Args:
+        is_invariant: True if a token's results must not depend on other tokens.
+
+    Raises:
+        ValueError: If the model has no invariant operators.
     """
     config = model.config.get_text_config().to_dict()
+    use_float32_head(model)
+    if is_invariant:
+        use_invariant_operators(model)
+        set_attention(model, INVARIANT)
+        return
     set_attention(model, "sdpa" if has_plain_scores(config) else "eager")
     experts = (
         value for name, value in model.named_parameters() if OF_EXPERTS in name and value.ndim == 3
@@ -128,11 +139,8 @@ class TorchEngine:
         problems = check_trainer(config.to_dict())
         if problems:
             raise ValueError("; ".join(problems))
-        use_decoding_kernels(model)
-        use_float32_head(model)
+        use_decoding_kernels(model, is_invariant=is_invariant)
         self._is_invariant = is_invariant
-        if is_invariant:
-            use_invariant_operators(model)
         self._model = model.train(False).requires_grad_(False)
         # Found once: a search through all modules takes milliseconds, in which no token would be
         # produced.

@@ -100,8 +100,14 @@ def _reference(spec: RunSpec) -> Callable[[PreTrainedModel], Policy]:
     """Returns the function that makes the frozen reference: the policy's base, or a teacher."""
 
     def make(model: PreTrainedModel) -> Policy:
-        policy = freeze(Policy(model, temperature=spec.rollout.sampling.temperature))
-        if spec.teacher is None:
+        is_policy = spec.teacher is None
+        policy = Policy(
+            model,
+            temperature=spec.rollout.sampling.temperature,
+            is_invariant=spec.computes_as_engine and is_policy,
+        )
+        policy = freeze(policy)
+        if is_policy:
             _quantize(policy, spec.trainer)
         return policy
 
@@ -123,6 +129,7 @@ def load_policy(loader: "Loader", spec: RunSpec) -> Policy:
             temperature=spec.rollout.sampling.temperature,
             routing_replay=spec.rollout.routing_replay,
             distill=spec.distillation,
+            is_invariant=spec.computes_as_engine,
         )
         freeze_tower(model, is_frozen=spec.trainer.freeze_vision_tower)
         if spec.trainer.lora is not None:
@@ -234,6 +241,10 @@ def fitted_to_gpu(spec: RunSpec, settings: TrainerSettings, *, device: torch.dev
             changes["activation_checkpointing"] = False
         trainer = spec.trainer.model_copy(update=changes)
         return spec.model_copy(update={"trainer": trainer})
+    if spec.computes_as_engine:
+        # Compiled layers would compute with other operators than the engine.
+        trainer = spec.trainer.model_copy(update={"compile": False})
+        spec = spec.model_copy(update={"trainer": trainer})
     config = load_config(spec.model, load_tokenizer(spec.model))
     gpu_bytes = torch.cuda.get_device_properties(device).total_memory
     engines = 0 if spec.topology.is_colocated else settings.gpu_neighbours.count("rollout")

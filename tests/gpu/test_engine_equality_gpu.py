@@ -1,0 +1,54 @@
+"""On a GPU in bfloat16, the trainer's logprobs equal those of the engine torch to the last bit."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.equality import Subject, decoded, groups, logprobs
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.timeout(600),
+]
+_SHAPE: dict[str, Any] = {
+    "vocab_size": 32_000,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 4096,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_logprobs_of_packs_equal_those_of_decoding(family: str) -> None:
+    subject = Subject({"model_type": family, **_SHAPE}, device="cuda", dtype=torch.bfloat16)
+    given = groups(160, tokens=150, vocabulary=32_000, context=700)
+    results = decoded(subject.batch(), given, running=48)
+    policy, total = subject.policy(), 0
+    for start in range(0, len(given), 16):
+        part = given[start : start + 16]
+        packed = subject.packed(part, results, shares_prefixes=start % 32 == 0)
+        with torch.no_grad():
+            found = policy(packed)[0].cpu()
+        assert torch.equal(found, logprobs(part, results))
+        total += len(found)
+    assert total >= 10_000
+
+
+def test_a_pass_with_gradients_has_the_same_logprobs() -> None:
+    subject = Subject({"model_type": "qwen3", **_SHAPE}, device="cuda", dtype=torch.bfloat16)
+    given = groups(8, tokens=60, vocabulary=32_000, context=100)
+    results = decoded(subject.batch(), given, running=8)
+    policy = subject.policy()
+    found, _ = policy(subject.packed(given, results, shares_prefixes=True))
+    found.sum().backward()
+    assert torch.equal(found.detach().cpu(), logprobs(given, results))
+    assert all(parameter.grad.isfinite().all() for parameter in policy.parameters())
