@@ -33,7 +33,7 @@ _SIZES: Final = (
 
 
 def model_facts(spec: RunSpec, config: Any, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Returns JSON that describes the trained model."""
+    """Returns JSON that describes the trained model and its optimizer's state."""
     sizes = config.get_text_config().to_dict()
     tokens = json.dumps(sorted(tokenizer.vocabulary.items())).encode()
     lora = spec.trainer.lora
@@ -41,6 +41,10 @@ def model_facts(spec: RunSpec, config: Any, tokenizer: Tokenizer) -> dict[str, A
         "sizes": {key: sizes[key] for key in _SIZES if sizes.get(key) is not None},
         "tokens": hashlib.sha256(tokens).hexdigest(),
         "lora": None,
+        # The state of another optimizer, or of other tensors, cannot be loaded.
+        "optimizer": spec.trainer.optimizer.kind,
+        "loss": "values" if spec.algorithm.loss_kind.trains_values else "tokens",
+        "vision": spec.model.images and not spec.trainer.freeze_vision_tower,
     }
     if lora is not None:
         facts["lora"] = {
@@ -87,6 +91,24 @@ def mismatches(
             f"trainer.lora: the checkpoint has {_adapters(saved['lora'])}, but this run trains "
             f"{_adapters(own['lora'])}; set trainer.lora and model.path to those of the checkpoint's run, "
             "or export it (python -m services.trainer.checkpoint.export) and set model.path to the folder"
+        )
+
+    # Checkpoints of former releases lack these facts.
+    if saved.get("optimizer", own["optimizer"]) != own["optimizer"]:
+        yield (
+            f"trainer.optimizer.kind: the checkpoint has the state of {saved['optimizer']!r}, but this run's "
+            f"optimizer is {own['optimizer']!r}; set it to that of the checkpoint's run"
+        )
+    if saved.get("loss", own["loss"]) != own["loss"]:
+        yield (
+            f"algorithm.loss: the checkpoint's model has a head for {saved['loss']}, but this run's model "
+            f"has one for {own['loss']}; start a reward model only from one, and a policy only from a policy"
+        )
+    if saved.get("vision", own["vision"]) != own["vision"]:
+        yield (
+            "trainer.freeze_vision_tower: the checkpoint's run "
+            f"{'trained' if saved['vision'] else 'did not train'} a vision tower; set model.images and "
+            "trainer.freeze_vision_tower to those of the checkpoint's run"
         )
 
 

@@ -14,6 +14,8 @@ from services.trainer.checkpoint import compatibility, manifest
 from tests.helpers.batches import policy_of, random_queue, rank_of, spec_of
 from tests.helpers.specs import changed
 
+MUON = {"kind": "muon", "learning_rate": 1e-3}
+SEEING = {"model": {"path": "tiny:qwen2_5_vl-0.6m", "tokenizer": "chars:abcd", "images": True}}
 LORA = {"rank": 4, "target_modules": ["q_proj"]}
 
 
@@ -48,6 +50,10 @@ GIVEN: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"trainer": {"lora": LORA}}, {"trainer": {"lora": {**LORA, "rank": 8}}}, "trainer.lora"),
     ({}, {"algorithm": {"advantage": "gae"}}, "algorithm.advantage"),
     ({}, {"trainer": {"steps": 3}}, "trainer.steps"),
+    ({}, {"trainer": {"optimizer": MUON}}, "trainer.optimizer.kind"),
+    ({"trainer": {"optimizer": MUON}}, {}, "trainer.optimizer.kind"),
+    ({"algorithm": "reward_model", "rollout": {"rewards": []}}, {}, "algorithm.loss"),
+    (SEEING, {**SEEING, "trainer": {"freeze_vision_tower": False}}, "trainer.freeze_vision_tower"),
 ]
 
 
