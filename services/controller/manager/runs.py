@@ -213,7 +213,7 @@ class RunManager:
             run_id,
             revision=revision,
             values=values,
-            changed=sorted(patch.model_dump(exclude_none=True)),
+            changed=sorted(patch.model_dump(include=set(RunPatch.model_fields), exclude_none=True)),
             check=check,
             actor=actor,
         )

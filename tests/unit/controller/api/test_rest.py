@@ -77,6 +77,8 @@ async def test_a_patch_needs_the_revision_that_was_read(api):
     etag = (await api.get(path)).headers["ETag"]
     changed = await api.patch(path, json=patch, headers={"If-Match": etag})
     assert changed.json()["labels"] == {"team": "blue"}
+    noted = (await api.get(f"{path}/events", params={"type": "RunChanged"})).json()["items"]
+    assert [event["data"]["changed"] for event in noted] == [["labels"]]
     listed = (await api.get("/v1/runs", params={"label": "team=blue"})).json()["items"]
     assert len(listed) == 1
     assert (await api.get("/v1/runs", params={"label": "team=red"})).json()["items"] == []
