@@ -27,6 +27,7 @@ bench-joins: $(READY) ## A rollout that joins and leaves a running run, on one G
 
 bench-rollout: $(READY) ## Engines, interruptions, failing rewards, learning; half an hour
 	$(BIN)/python -m bench.rollout.throughput
+	$(BIN)/python -m bench.rollout.invariant
 	$(BIN)/python -m bench.rollout.interruption
 	$(BIN)/python -m bench.rollout.rewards
 	$(BIN)/python -m bench.rollout.learning

@@ -177,6 +177,13 @@ def test_a_damaged_record_is_refused_before_anything_is_computed(tmp_path: Path,
     plan_replay(record, last=1)
 
 
+def test_a_start_that_was_cut_off_is_refused(tmp_path: Path) -> None:
+    record = record_run(tmp_path, spec_of())
+    cut_off(record / "run.json")
+    with pytest.raises(DataLossError, match=r"run\.json"):
+        plan_replay(record)
+
+
 def started_with(record: Path, part: str, **values: Any) -> None:
     file = record / "run.json"
     starts = json.loads(file.read_text())
