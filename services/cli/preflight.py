@@ -670,6 +670,32 @@ def _workflow(spec: RunSpec) -> Iterator[str]:
         named = [("rollout.workflow_arguments.tools", str(tool)) for tool in tools]
     for key, reference in named:
         yield from _called(key, reference, None, {})
+        if rollout.workflow == "environment":
+            yield from _without_methods(key, reference, arguments.get("arguments"))
+
+
+def _without_methods(key: str, reference: str, arguments: Any) -> Iterator[str]:
+    """Yields problems of an environment class that has not the methods, or does not take the arguments."""
+    try:
+        made = load_callable(reference)
+    except (ValueError, ImportError):
+        return  # reported already
+    if not inspect.isclass(made):
+        return  # a function creates the instance
+    if missing := [name for name in ("reset", "step") if not callable(getattr(made, name, None))]:
+        yield (
+            f"{key}: class {reference!r} has no method {' and no method '.join(missing)}; an environment "
+            "needs reset(task, seed) and step(message)"
+        )
+    try:
+        inspect.signature(made).bind(**(arguments if isinstance(arguments, dict) else {}))
+    except TypeError as error:
+        yield (
+            f"rollout.workflow_arguments.arguments: {reference!r} cannot be created with them ({error}); "
+            "change the class, or its arguments in the specification"
+        )
+    except ValueError:
+        return  # no signature
 
 
 def _formulas(spec: RunSpec) -> Iterator[str]:

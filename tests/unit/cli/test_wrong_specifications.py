@@ -24,6 +24,11 @@ def rows(count): return [{"prompt": "a", "answer": "b"}] * count
 def nothing(): return []
 value = 3
 class Flow: pass
+class Silent:
+    def reset(self, task, seed): return "begin"
+class Game(Silent):
+    def __init__(self, size=4): pass
+    def step(self, message): return "end"
 class Broken:
     def __init__(self): raise RuntimeError("broken")
 """
@@ -303,6 +308,23 @@ WRONG = [
     ),
     ({"topology": {**GROUPS, "task_groups": ["train", "gen"], "gpus": 2}}, "topology.task_groups"),
     ({"topology": {**GROUPS, "gpus": 3, "granularity": "node"}}, "topology.task_groups"),
+    (
+        {
+            "rollout.workflow": "environment",
+            "rollout.workflow_arguments": {"environment": "task.py:Silent"},
+        },
+        "rollout.workflow_arguments.environment",
+    ),
+    (
+        {
+            "rollout.workflow": "environment",
+            "rollout.workflow_arguments": {
+                "environment": "task.py:Game",
+                "arguments": {"siz": 3},
+            },
+        },
+        "rollout.workflow_arguments.arguments",
+    ),
     # Keys without effect, because another key disables what they configure.
     ({"data.demonstration": {"turns": "last"}}, "data.demonstration"),
     ({"data.rejected_column": "worse"}, "data.rejected_column"),
