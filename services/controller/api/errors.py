@@ -134,7 +134,7 @@ def _add_domain_handlers(app: FastAPI) -> None:
 
 def _pointer(problem: str) -> str:
     """Returns the key at the start of a problem's message as a JSON pointer; empty if it names none."""
-    key = re.match(r"\w+(\.\w+)+|\w+(?=: )", problem)
+    key = re.match(r"[\w-]+(\.[\w-]+)+|\w+(?=: )", problem)
     return "/" + key[0].replace(".", "/") if key else ""
 
 

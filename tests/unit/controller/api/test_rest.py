@@ -330,6 +330,10 @@ async def test_a_body_that_is_too_large_is_refused(api):
             "/trainer/nnodes",
         ),
         ({"validation": {"replicas": 2}}, "/validation/replicas"),
+        (
+            {"rollout": {**SPEC["rollout"], "workflow_arguments": {"x-api-key": "k"}}},
+            "/rollout/workflow_arguments/x-api-key",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
