@@ -17,6 +17,7 @@ fit these rules.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from torch import Tensor
 
@@ -104,16 +105,24 @@ def copy_weights(
     Raises:
         UnknownLayoutError: If the layout of the parameters is unknown.
     """
-    pieces = plan_pieces(
-        _shapes(sources),
-        _shapes(targets),
-        rank=rank,
-        ranks=ranks,
-        has_plain_experts=has_plain_experts,
-    )
+    place = (rank, ranks, has_plain_experts)
+    pieces = _planned(tuple(_shapes(sources).items()), tuple(_shapes(targets).items()), place)
     copy_all(
         [targets[p.target].narrow(p.dim, p.target_start, p.length) for p in pieces],
         [sources[p.source].narrow(p.dim, p.start, p.length) for p in pieces],
+    )
+
+
+@lru_cache(maxsize=4)
+def _planned(
+    sources: tuple[tuple[str, Shape], ...],
+    targets: tuple[tuple[str, Shape], ...],
+    place: tuple[int, int, bool],
+) -> list[Piece]:
+    """Returns :func:`plan_pieces`, once for all versions of a model."""
+    rank, ranks, has_plain_experts = place
+    return plan_pieces(
+        dict(sources), dict(targets), rank=rank, ranks=ranks, has_plain_experts=has_plain_experts
     )
 
 

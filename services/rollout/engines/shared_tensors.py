@@ -8,6 +8,7 @@ import json
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +64,33 @@ def open_shared(description: str) -> dict[str, Tensor]:
         ]
     else:
         buffers = [_open_cuda(handle) for handle in described["handles"]]
-    return {
-        name: _view(buffers[buffer], offset, shape, getattr(torch, dtype))
-        for name, buffer, offset, shape, dtype in described["tensors"]
-    }
+    typed: dict[tuple[int, torch.dtype], Tensor] = {}
+    opened = {}
+    for name, buffer, offset, shape, stride, dtype in _entries(described["tensors"]):
+        whole = typed.get((buffer, dtype))
+        if whole is None:
+            size = buffers[buffer].nbytes // dtype.itemsize * dtype.itemsize
+            whole = typed[buffer, dtype] = buffers[buffer][:size].view(dtype)
+        # One operation per tensor: a model has hundreds, and decoding waits.
+        opened[name] = whole.as_strided(shape, stride, offset)
+    return opened
+
+
+_Entry = tuple[str, int, int, tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
+@lru_cache(maxsize=4)
+def _entries(described: str) -> tuple[_Entry, ...]:
+    """Returns name, buffer, first element, shape, strides and dtype of each described tensor."""
+    entries = []
+    for name, buffer, offset, shape, dtype_name in json.loads(described):
+        dtype = getattr(torch, dtype_name)
+        strides = [1]
+        for size in reversed(shape[1:]):
+            strides.insert(0, strides[0] * size)
+        stride = tuple(strides[-len(shape) :]) if shape else ()
+        entries.append((name, buffer, offset // dtype.itemsize, tuple(shape), stride, dtype))
+    return tuple(entries)
 
 
 def _view(buffer: Tensor, offset: int, shape: list[int], dtype: torch.dtype) -> Tensor:
@@ -86,7 +110,7 @@ def _write(path: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     buffer = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
     for tensor, (_, _, offset, shape, _) in zip(tensors.values(), entries, strict=True):
         _view(buffer, offset, shape, tensor.dtype).copy_(tensor)
-    return {"path": path, "size": size, "tensors": entries}
+    return {"path": path, "size": size, "tensors": json.dumps(entries)}
 
 
 def _memory_folder() -> str | None:
@@ -97,22 +121,37 @@ def _memory_folder() -> str | None:
 
 def _cuda_handles(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Returns handles of the tensors' memory blocks: usually one, the arena of a received version."""
-    handles: list[list[Any]] = []
+    places = tuple((name, each.data_ptr(), each.shape) for name, each in tensors.items())
+    if places not in _DESCRIBED:
+        _DESCRIBED.clear()
+        _DESCRIBED[places] = _describe(tensors)
+    owners, described = _DESCRIBED[places]
+    handles = []
+    for owner in owners:
+        parts = tensors[owner].untyped_storage()._share_cuda_()
+        handles.append([part.hex() if isinstance(part, bytes) else part for part in parts])
+    for device in {tensors[owner].device for owner in owners}:
+        torch.cuda.synchronize(device)
+    return {"handles": handles, "tensors": described}
+
+
+_DESCRIBED: dict[Any, tuple[list[str], str]] = {}
+"""Result of :func:`_describe` for the newest tensors: the arena of received versions stays in place."""
+
+
+def _describe(tensors: Mapping[str, Tensor]) -> tuple[list[str], str]:
+    """Returns the name of one tensor in each memory block, and the description of all tensors."""
+    owners: list[str] = []
     known: dict[int, int] = {}
     entries = []
     for name, tensor in tensors.items():
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            known[storage.data_ptr()] = len(handles)
-            shared_parts = storage._share_cuda_()
-            handles.append(
-                [part.hex() if isinstance(part, bytes) else part for part in shared_parts]
-            )
+        block = tensor.untyped_storage().data_ptr()
+        if block not in known:
+            known[block] = len(owners)
+            owners.append(name)
         offset = int(tensor.storage_offset()) * tensor.itemsize
-        entries.append(_entry(name, known[storage.data_ptr()], offset, tensor))
-    for device in {tensor.device for tensor in tensors.values()}:
-        torch.cuda.synchronize(device)
-    return {"handles": handles, "tensors": entries}
+        entries.append(_entry(name, known[block], offset, tensor))
+    return owners, json.dumps(entries)
 
 
 def _open_cuda(handle: list[Any]) -> Tensor:

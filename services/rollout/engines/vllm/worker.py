@@ -7,6 +7,7 @@ only vLLM's wrapped loaders defer them. gpt-oss copies its experts and its sinks
 import logging
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -136,6 +137,7 @@ def _copy(model: Any, tensors: dict[str, Tensor]) -> bool:
     return True
 
 
+@lru_cache(maxsize=1)
 def _place(model: Any) -> dict[str, Any]:
     """Returns the arguments that determine which parts of the tensors this worker holds."""
     return {
