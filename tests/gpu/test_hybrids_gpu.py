@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.common.models.families import FAMILIES
+from services.common.models.families import FAMILIES, is_mixture
 from services.common.models.loading import build_model
 from services.trainer.batch.packing import pack
 from services.trainer.model.policy import Policy
@@ -37,20 +37,22 @@ def test_packed_logprobs_and_gradients_are_those_of_single_sequences(
         initializer_range=0.05,
         max_position_embeddings=512,
     )
-    model = build_model(config, dtype=torch.bfloat16, device="cuda", seed=0)
-    weights = list(model.parameters())
+    own, model = (
+        build_model(config, dtype=torch.bfloat16, device="cuda", seed=0) for _ in range(2)
+    )
+    policy = Policy(model, temperature=1.0)
+    # In bfloat16, a rounding can change which experts a token chooses.
+    bounds = (2e-2, 0.2) if is_mixture(config.to_dict()) else (5e-3, 5e-2)
     for seed in range(4):
         rows = random_trie(random.Random(seed), vocabulary=61, most_samples=6, longest=80)
         samples = zip(*(part.unbind() for part in rows), strict=True)
-        expected = torch.cat([_own(model, *sample) for sample in samples])
+        expected = torch.cat([_own(own, *sample) for sample in samples])
         factors = torch.randn(len(expected), generator=torch.Generator().manual_seed(seed)).cuda()
-        wanted = _gradient(expected @ factors, weights)
-        actual, _ = Policy(model, temperature=1.0)(
-            pack(*rows, device=_CUDA, shares_prefixes=shares)
-        )
-        assert (actual - expected).detach().abs().mean() <= 5e-3
-        gradient = _gradient(actual @ factors, weights)
-        assert (gradient - wanted).norm() <= 5e-2 * wanted.norm()
+        wanted = _gradient(expected @ factors, list(own.parameters()))
+        actual, _ = policy(pack(*rows, device=_CUDA, shares_prefixes=shares))
+        assert (actual - expected).detach().abs().mean() <= bounds[0]
+        gradient = _gradient(actual @ factors, list(model.parameters()))
+        assert (gradient - wanted).norm() <= bounds[1] * wanted.norm()
 
 
 def _own(model: torch.nn.Module, prompt: Tensor, response: Tensor) -> Tensor:

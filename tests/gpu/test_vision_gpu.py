@@ -45,7 +45,8 @@ def test_packed_logprobs_are_those_of_the_whole_model_on_a_cpu(
         inputs=[given for _, _, given in rows],
     )
     logprobs, _ = Policy(model, temperature=1.0)(packed)
-    assert (logprobs.cpu() - expected).abs().max() <= 1e-3
+    # The convolution that embeds patches computes in TF32.
+    assert (logprobs.cpu() - expected).abs().max() <= 5e-3
 
 
 @pytest.mark.parametrize("freezes", ["true", "false"])
