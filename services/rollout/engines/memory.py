@@ -164,10 +164,13 @@ class MemoryPlan:
         """Bytes for the KV cache: the available memory, up to ``kv_token_limit``."""
         return min(self.max_kv_cache, self.kv_token_limit * self.kv_per_token)
 
-    @property
-    def wanted_share(self) -> float:
-        """Fraction of the GPU that must be free when the engine starts, in steps of 0.01."""
-        needed = (self.weights + _WORKING + self.kv_cache) / self.total
+    def wanted_share(self, kv_cache: float) -> float:
+        """Returns the fraction of the GPU that must be free when the engine starts, in steps of 0.01.
+
+        Args:
+            kv_cache: Bytes for the KV cache.
+        """
+        needed = (self.weights + _WORKING + kv_cache) / self.total
         return min(self.engine_share, ceil(100 * needed) / 100)
 
     @property
@@ -376,7 +379,9 @@ def _checked_share(
         # This fraction is of the memory that is free at that time; the explicit KV cache size
         # bounds the use.
         is_bounded = kind.memory_excludes_working and plan.others
-        return {name: _LARGEST_SHARE if is_bounded else round(plan.wanted_share - excluded, 2)}
+        own = arguments.get(kind.cache_argument or "") if kind.cache_in_bytes else None
+        wanted = plan.wanted_share(plan.kv_cache if own is None else own)
+        return {name: _LARGEST_SHARE if is_bounded else round(wanted - excluded, 2)}
     if given > maximum:
         beside = f" and other workers {plan.others / _GB:.1f}" if plan.others else ""
         raise ValueError(

@@ -246,6 +246,13 @@ def test_a_cache_that_is_given_must_fit(engine: str, argument: str, fits: int) -
         plan_of(spec(2 * fits), qwen_7b(), gpu_bytes=80 * GB)
 
 
+def test_an_engine_with_a_given_cache_needs_no_more_free_memory_than_that() -> None:
+    plan = plan_of(spec_of(), qwen_7b(), gpu_bytes=80 * GB)
+    share = engine_share(plan, VLLM, {"kv_cache_memory_bytes": 8 * GB})
+    own = (plan.weights + 4 * GB + 8 * GB) / (80 * GB)
+    assert own <= share["gpu_memory_utilization"] <= own + 0.01
+
+
 def test_an_engine_in_turns_maps_no_more_cache_than_its_places_can_fill() -> None:
     config, total = qwen_7b(), 300 * GB
     few, many = in_turns(max_running_samples=8), in_turns(max_running_samples=512)
