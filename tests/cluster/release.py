@@ -21,6 +21,8 @@ from tests.helpers.tools import require
 NAMESPACE = "slipstream"
 WORKERS = f"{NAMESPACE}-workers"
 """Namespace of the worker pods, which the chart makes."""
+TEAM = "team-a"
+"""Namespace whose RLRuns the release serves."""
 CLEARING_S = 180.0
 """Pods end with their run; a busy node takes a while to clear them away."""
 _EXAMPLES = ROOT / "examples"
@@ -176,7 +178,8 @@ def installed_release(cluster: Cluster) -> Iterator[Installed]:
 
 
 def _install(cluster: Cluster) -> Installed:
-    create_namespace(cluster)
+    for namespace in (NAMESPACE, TEAM):
+        create_namespace(cluster, namespace)
     make_volume(cluster, "state")
     begin = time.monotonic()
     helm(
@@ -185,7 +188,7 @@ def _install(cluster: Cluster) -> Installed:
         "--set", "workers.codeConfigMap=code,workers.checkpoints.existingClaim=checkpoints",
         "--set", "workers.modelCache.existingClaim=models,controller.persistence.existingClaim=state",
         "--set", "controller.persistence.enabled=true,transferqueue.shards=2",
-        "--set", "workers.rolloutScales.enabled=true",
+        "--set", f"workers.rolloutScales.enabled=true,rlruns.namespaces={{{TEAM}}}",
     )  # fmt: skip
     install_s = time.monotonic() - begin
     code = {"sort4.py": (_EXAMPLES / "sort4.py").read_text(encoding="utf-8")}
@@ -267,10 +270,10 @@ def namespaces(cluster: Cluster) -> set[str]:
     return {namespace.metadata.name for namespace in cluster.core.list_namespace().items}
 
 
-def create_namespace(cluster: Cluster) -> None:
-    """Creates the release's namespace unless it is there."""
+def create_namespace(cluster: Cluster, name: str) -> None:
+    """Creates a namespace unless it is there."""
     try:
-        cluster.core.create_namespace({"metadata": {"name": NAMESPACE}})
+        cluster.core.create_namespace({"metadata": {"name": name}})
     except ApiException as error:
         if error.status != 409:
             raise

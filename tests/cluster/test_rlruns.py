@@ -5,7 +5,7 @@ import collections
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from services.controller.rules.run_state import RunState
 from services.controller.store.database import Database
 from services.controller.store.records import Note, RunFilter
 from tests.cluster.node import Cluster
+from tests.cluster.release import eventually
 from tests.cluster.test_control_plane import controller_account, helm, install, may
 from tests.helpers.chart import ROOT
 from tests.helpers.rest import SPEC, open_manager
@@ -49,9 +50,17 @@ def release(cluster: Cluster) -> Iterator[None]:
         cluster.core.create_namespace({"metadata": {"name": namespace}})
     install(cluster, "--set", _SERVED)
     kubectl(cluster, "wait", "--for=condition=Established", f"crd/{_DEFINITION}", "--timeout=60s")
+    eventually(lambda: _is_described(cluster), timeout_s=60)  # kubectl finds unknown keys by it
     yield
     helm(cluster, "uninstall", "demo", "--wait", "--ignore-not-found")
     kubectl(cluster, "delete", "crd", _DEFINITION, "--ignore-not-found")
+
+
+def _is_described(cluster: Cluster) -> bool:
+    try:
+        return "steps" in kubectl(cluster, "explain", "rlrun.spec.trainer")
+    except RuntimeError:
+        return False
 
 
 def kubectl(cluster: Cluster, *arguments: str, **options: Any) -> str:
@@ -81,13 +90,18 @@ class Served:
         return await asyncio.to_thread(kubectl, self.cluster, *arguments)
 
     async def apply(
-        self, name: str, spec: dict[str, Any], *options: str, namespace: str = BLUE
+        self,
+        name: str,
+        spec: dict[str, Any],
+        *options: str,
+        namespace: str = BLUE,
+        kubectl: Sequence[str] = (),
     ) -> str:
         """Applies an object by `kubectl apply -f`."""
         body = {"apiVersion": f"{GROUP}/{VERSION}", "kind": "RLRun", "metadata": {"name": name}}
         file = self._folder / f"{namespace}-{name}.yaml"
         file.write_text(yaml.safe_dump({**body, "spec": spec}), encoding="utf-8")
-        return await self.kubectl("-n", namespace, *options, "apply", "-f", str(file))
+        return await self.kubectl("-n", namespace, *options, "apply", *kubectl, "-f", str(file))
 
     async def get(self, name: str, namespace: str = BLUE) -> dict[str, Any]:
         text = await self.kubectl("-n", namespace, "get", "rlrun", name, "-o", "json")
@@ -183,13 +197,12 @@ async def test_a_run_is_applied_watched_edited_suspended_and_deleted(served: Ser
     await served.manager.cancel(run.run_id)
     await watch
     events = await served.kubectl("-n", BLUE, "get", "events", "-o", "json")
-    told = [
+    told = {
         each["reason"]
         for each in json.loads(events)["items"]
         if each["involvedObject"]["name"] == "one"
-    ]
-    assert told[0] == "Starting"
-    assert {"Rejected", "Cancelled"} <= set(told)
+    }
+    assert {"Starting", "Rejected", "Cancelled"} <= told
     await served.delete("one")
     found = (await served.reached("two", "Starting"))["runId"]
     await served.delete("two")
@@ -205,7 +218,7 @@ async def test_the_api_server_refuses_a_wrong_value_and_the_controller_a_wrong_c
         await served.apply("bad", changed(trainer={"stepz": 3}))
     spec = changed()
     del spec["rollout"]
-    with pytest.raises(RuntimeError, match=r"spec\.rollout"):
+    with pytest.raises(RuntimeError, match="rollout"):
         await served.apply("bad", spec)
     await served.apply(
         "bad",
@@ -221,7 +234,8 @@ async def test_every_example_is_accepted_by_the_definition(served: Served) -> No
         spec = yaml.safe_load(file.read_text(encoding="utf-8"))
         if spec.get("kind") is None:
             name = file.stem.replace("_", "-")
-            assert "created" in await served.apply(name, {**spec, "suspend": True})
+            # Without this option kubectl drops nulls.
+            await served.apply(name, {**spec, "suspend": True}, kubectl=("--server-side",))
             body = await served.get(name)
             del body["spec"]["suspend"]
             assert body["spec"] == json.loads(json.dumps(spec)), file.name
@@ -364,19 +378,28 @@ async def test_fifty_runs_in_a_minute_stay_equal_to_their_objects_with_few_write
 async def _watch_lag(
     served: Served, statuses: Callable[[], dict[str, dict[str, Any]]], *, seconds: float
 ) -> float:
-    """Returns the longest time for which an object showed another phase than its run had."""
+    """Returns the longest time for which an object may have shown another phase than its run had.
+
+    It is the time between the samples before and after those in which they differed.
+    """
     since: dict[str, float] = {}
+    equal: dict[str, float] = {}
     longest, end = 0.0, time.monotonic() + seconds
+    clock = time.time() - time.monotonic()
     while time.monotonic() < end:
         runs = await served.manager.list_runs(limit=99, only=RunFilter(project=BLUE))
         shown = await asyncio.to_thread(statuses)
         now = time.monotonic()
         phases = {status.get("runId"): status.get("phase") for status in shown.values()}
         for run in runs:
-            if phases.get(run.run_id) == run.state.value.capitalize():
+            is_equal = phases.get(run.run_id) == run.state.value.capitalize()
+            if not is_equal:
+                since.setdefault(run.run_id, equal.get(run.run_id, run.create_time - clock))
+            if run.run_id in since:
+                longest = max(longest, now - since[run.run_id])
+            if is_equal:
                 since.pop(run.run_id, None)
-            else:
-                longest = max(longest, now - since.setdefault(run.run_id, now))
+                equal[run.run_id] = now
         await asyncio.sleep(0.2)
     return longest
 
