@@ -47,6 +47,7 @@ each family, half of them with shared prefixes, are compared with transformers e
   graphs.
 - **Kernels**: on GPUs, install the extra `linear-attention` (`flash-linear-attention`) in the trainer's
   environment; transformers uses it if it is there. Without it, and on CPUs, torch computes the layers.
+  On Hopper GPUs with Triton 3.4 to 3.7.0 (PyTorch 2.11) its backward pass also needs `tilelang`.
 - **vLLM**: its CPU build computes gated delta nets in bfloat16 and with heads of 128 only. `qwen3_next` is
   compared there in bfloat16; `qwen3_5_text` and `qwen3_5_moe_text` need `torchvision`, which the test
   environment lacks, and are not compared. None of their experts is reported on a CPU.
