@@ -294,6 +294,11 @@ class Tokenizer:
                 "or use the tokenizer of a chat model"
             )
         offered = [dict(tool) for tool in tools] or None
+        if offered and self.chat_template != _CHAT_TEMPLATE and "tools" not in self.chat_template:
+            raise ValueError(
+                f"the chat template of tokenizer {self._name!r} does not show tools; offer none, or use "
+                "a model that calls tools"
+            )
         arguments = {
             # As in transformers: many templates print None for a key with that value.
             "conversations": [[self._escape(one) for one in messages]],

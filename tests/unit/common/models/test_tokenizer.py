@@ -109,3 +109,10 @@ def test_the_chat_template_reads_its_arguments(llama_like: ModelSpec) -> None:
     chat = [{"role": "user", "content": "a"}]
     assert load_tokenizer(llama_like).apply_chat_template(chat) == [3, 4]
     assert load_tokenizer(llama_like, {"thinks": True}).apply_chat_template(chat) == [3]
+
+
+def test_tools_that_the_chat_template_does_not_show_are_refused(llama_like: ModelSpec) -> None:
+    chat = [{"role": "user", "content": "a"}]
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    with pytest.raises(ValueError, match="tools"):
+        load_tokenizer(llama_like).render_chat(chat, [tool])
