@@ -34,7 +34,7 @@ fetch_wheels() { # the dependencies of all services, for the Python of the base 
   "$python" -m pip download -q -d "$wheels" -c "$source/constraints.txt" \
     "$(sed -n 's/^requires = \["\(.*\)"\]/\1/p' "$source/pyproject.toml")" \
     "$(grep -o 'torch==[0-9.]*' "$source/deploy/docker/bake.json" | head -1)" \
-    "$source[cluster,rollout,trainer,tracing]" 2> "$folder/download/pip.log"
+    "$source[cluster,rollout,kubernetes,trainer,tracing]" 2> "$folder/download/pip.log"
   touch "$stamp"
 }
 
