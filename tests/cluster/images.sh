@@ -29,12 +29,13 @@ make_base() {
 }
 
 fetch_wheels() { # the dependencies of all services, for the Python of the base image
-  local stamp="$wheels/.$(cat "$source"/{pyproject.toml,constraints.txt,deploy/docker/bake.json} | sha256sum | cut -c1-16)"
+  local extras="cluster,rollout,kubernetes,trainer,tracing" stamp
+  stamp="$wheels/.$({ cat "$source"/{pyproject.toml,constraints.txt,deploy/docker/bake.json}; echo "$extras"; } | sha256sum | cut -c1-16)"
   [ -e "$stamp" ] && return
   "$python" -m pip download -q -d "$wheels" -c "$source/constraints.txt" \
     "$(sed -n 's/^requires = \["\(.*\)"\]/\1/p' "$source/pyproject.toml")" \
     "$(grep -o 'torch==[0-9.]*' "$source/deploy/docker/bake.json" | head -1)" \
-    "$source[cluster,rollout,kubernetes,trainer,tracing]" 2> "$folder/download/pip.log"
+    "$source[$extras]" 2> "$folder/download/pip.log"
   touch "$stamp"
 }
 
