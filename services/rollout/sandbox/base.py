@@ -18,6 +18,8 @@ START_TIMEOUT_S: Final = 120.0
 """Deadline in seconds for the start of a sandbox, image included."""
 END_TIMEOUT_S: Final = 30.0
 """Deadline in seconds for its end."""
+KILLED_STATUS: Final = 128 + 9
+"""Exit status of a command that SIGKILL ended."""
 _STARTS_PER_CORE = 2
 _FILE_TIMEOUT_S = 120.0
 _MAX_FILE_BYTES = 64 << 20
@@ -45,6 +47,23 @@ class CommandResult:
     @property
     def text(self) -> str:
         return self.output.decode(errors="replace")
+
+    @classmethod
+    def of_timeout(
+        cls, status: int, output: bytes, *, is_truncated: bool, seconds: float, timeout_s: float
+    ) -> "CommandResult":
+        """Returns the result of a command that ``timeout -s KILL`` ran.
+
+        Args:
+            seconds: Wall time of the command; a command killed earlier was not killed by ``timeout``.
+        """
+        is_late = status == KILLED_STATUS and seconds >= timeout_s
+        return cls(
+            exit_status=status,
+            output=output,
+            is_truncated=is_truncated,
+            limit="time" if is_late else "",
+        )
 
 
 class Sandbox(Protocol):

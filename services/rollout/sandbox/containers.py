@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager, suppress
 from services.common.runspec.rollout import IMAGE, SandboxSpec
 from services.rollout.sandbox.base import (
     END_TIMEOUT_S,
+    KILLED_STATUS,
     START_TIMEOUT_S,
     WORK_FOLDER,
     CommandResult,
@@ -28,7 +29,6 @@ _READ_BYTES = 1 << 16
 _CHECK_TIMEOUT_S = 30.0
 # The answer to a command may come later than its time limit, on a busy host.
 _GRACE_S = 30.0
-_KILLED_STATUS = 137
 
 _FIRST_PROCESS = f'[ "$PWD" = / ] && cd {WORK_FOLDER}; pwd; cat > /dev/null; :'
 """Script of a container's first process: prints the working folder and waits for the end of its input."""
@@ -147,16 +147,16 @@ class Container:
                 )
                 status = await process.wait()
         except TimeoutError:
-            output, is_truncated, status = b"", False, _KILLED_STATUS
+            output, is_truncated, status = b"", False, KILLED_STATUS
         finally:
             if process.returncode is None:
                 process.kill()
-        is_late = status == _KILLED_STATUS and time.monotonic() - begin >= timeout_s
-        return CommandResult(
-            exit_status=status,
-            output=output,
+        return CommandResult.of_timeout(
+            status,
+            output,
             is_truncated=is_truncated,
-            limit="time" if is_late else "",
+            seconds=time.monotonic() - begin,
+            timeout_s=timeout_s,
         )
 
     async def end(self) -> None:

@@ -16,6 +16,7 @@ from e2b.sandbox.commands.command_handle import CommandExitException
 from services.common.runspec.rollout import SandboxSpec
 from services.rollout.sandbox.base import (
     END_TIMEOUT_S,
+    KILLED_STATUS,
     START_TIMEOUT_S,
     CommandResult,
     SandboxError,
@@ -26,7 +27,6 @@ LIFETIME_S: Final = 3600
 """Seconds until E2B ends a sandbox whose lifetime is not renewed; its max without a paid account."""
 # The answer to a command may come later than its time limit.
 _GRACE_S = 30.0
-_KILLED_STATUS = 137
 # Linux limits the size of one argument of a program.
 _MAX_COMMAND_BYTES = 64 << 10
 
@@ -110,15 +110,15 @@ class HostedSandbox:
                 timeout_s + _GRACE_S,
             )
         except TimeoutException:
-            output, status = b"", _KILLED_STATUS
+            output, status = b"", KILLED_STATUS
         except Exception as error:
             raise SandboxError(f"E2B did not run the command: {error!r}") from error
-        is_late = status == _KILLED_STATUS and time.monotonic() - begin >= timeout_s
-        return CommandResult(
-            exit_status=status,
-            output=output[:output_bytes],
+        return CommandResult.of_timeout(
+            status,
+            output[:output_bytes],
             is_truncated=len(output) > output_bytes,
-            limit="time" if is_late else "",
+            seconds=time.monotonic() - begin,
+            timeout_s=timeout_s,
         )
 
     async def end(self) -> None:

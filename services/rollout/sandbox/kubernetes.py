@@ -22,6 +22,7 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidSta
 from services.common.runspec.rollout import IMAGE, SandboxSpec
 from services.rollout.sandbox.base import (
     END_TIMEOUT_S,
+    KILLED_STATUS,
     START_TIMEOUT_S,
     WORK_FOLDER,
     Cluster,
@@ -36,7 +37,6 @@ _CONTAINER = "sandbox"
 _REQUEST_TIMEOUT_S = 30.0
 # The answer to a command may come later than its time limit, on a busy node.
 _GRACE_S = 30.0
-_KILLED_STATUS = 137
 # A command is part of an address; longer ones travel as a file.
 _MAX_COMMAND_BYTES = 4 << 10
 # Each frame begins with the number of its stream.
@@ -215,13 +215,13 @@ class Pod:
             ):
                 output, is_truncated, status = await _talk(connection, stdin, output_bytes)
         except TimeoutError:
-            output, is_truncated, status = b"", False, _KILLED_STATUS
-        is_late = status == _KILLED_STATUS and time.monotonic() - begin >= timeout_s
-        return CommandResult(
-            exit_status=status,
-            output=output,
+            output, is_truncated, status = b"", False, KILLED_STATUS
+        return CommandResult.of_timeout(
+            status,
+            output,
             is_truncated=is_truncated,
-            limit="time" if is_late else "",
+            seconds=time.monotonic() - begin,
+            timeout_s=timeout_s,
         )
 
     async def end(self) -> None:
