@@ -77,9 +77,9 @@ class Waits:
     """Seconds that honest requests took."""
 
     known: list[float] = field(default_factory=list)
-    """Those over a connection that is kept."""
+    """Requests over one connection that stays open."""
     new: list[float] = field(default_factory=list)
-    """Those over a new connection."""
+    """Requests over a new connection each."""
     lag: list[float] = field(default_factory=list)
     """Seconds by which this process's timers were late."""
     num_failed: int = 0

@@ -36,7 +36,7 @@ def order(config: Any, *, dtype: torch.dtype, max_running: int, **changes: Any) 
 
 @asynccontextmanager
 async def opened(name: str, ordered: EngineConfig) -> AsyncIterator[Engine]:
-    """Yields a running engine behind its adapter."""
+    """Yields a running engine with its adapter."""
     engine = make_engine(name, ordered)
     async with serving(engine):
         yield engine

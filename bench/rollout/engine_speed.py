@@ -1,16 +1,16 @@
-"""Compares vLLM or SGLang behind the adapter with the engine alone: tokens/s, CPU time, cost of updates.
+"""Compares vLLM or SGLang through the adapter with the engine alone: tokens/s, CPU time, cost of updates.
 
 Usage: ``python -m bench.rollout.engine_speed vllm [--smoke] [--running 512 1024] [--out FILE]``,
 where the engine is installed; about four minutes with CUDA graphs. ``--smoke`` runs a tiny model on
 a CPU.
 
 All slots are filled at once with responses of equal length, with logprobs. ``share`` is the rate
-behind the adapter over that of the engine alone, each with a separate engine, one after the other.
+through the adapter over that of the engine alone, each with a separate engine, one after the other.
 The CPU time is that of the calling process, where adapter and front end run. ``updates`` adopts
 weights during generation: it reports the seconds without a token, and the additional time of the
 whole batch per update, with caches recomputed (``recompute``) or kept (``keep``).
 
-Bars: ``share`` >= .97, ``cpu_us_per_token`` behind the adapter <= 12.
+Bars: ``share`` >= .97, ``cpu_us_per_token`` through the adapter <= 12.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def median(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
 async def behind_adapter(
     name: str, ordered: EngineConfig, *, num_tokens: int, repeats: int, num_updates: int
 ) -> dict[str, Any]:
-    """Measures an engine behind its adapter, without and with weight updates."""
+    """Measures an engine through its adapter, without and with weight updates."""
     async with opened(name, ordered) as engine:
         weights = {
             spec.name: torch.randn(spec.shape, dtype=ordered.dtype, device=ordered.device) * 0.02

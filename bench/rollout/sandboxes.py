@@ -99,7 +99,7 @@ async def hold(num_sandboxes: int) -> None:
 
 
 def kill(num_sandboxes: int) -> dict[str, Any]:
-    """Kills a process with running sandboxes; returns what is left."""
+    """Kills a process with running sandboxes; returns the processes and folders that remain."""
     with tempfile.TemporaryDirectory() as folder:
         return _kill(num_sandboxes, folder)
 

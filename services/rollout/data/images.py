@@ -241,7 +241,7 @@ class ImageReader:
 def with_parts(
     messages: Sequence[Mapping[str, Any]], images: Sequence[Any]
 ) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Returns messages whose images are parts of their own, and the images in the order of the parts.
+    """Returns messages with one content part per image, and the images in the order of these parts.
 
     Args:
         messages: Chat messages; their content is text, or a list of parts.

@@ -45,7 +45,7 @@ class SlotCache(Cache):
     :meth:`begin_decode`. Entries beyond a request's length are never attended to.
 
     A recurrent layer has the last inputs of its short convolution and a state instead, ``[slots, ...]``. It
-    cannot tell padding from tokens, so contexts of one prefill pass must have the same length.
+    cannot distinguish padding from tokens, so contexts of one prefill pass must have the same length.
     """
 
     def __init__(self) -> None:
