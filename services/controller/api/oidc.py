@@ -46,7 +46,13 @@ class OidcProvider:
             PermissionDeniedError: If the token does not give a role in exactly one project.
             UnavailableError: If the provider does not publish its keys.
         """
-        claims = self._verify(bearer_token(authorization))
+        token = bearer_token(authorization)
+        if token.count(".") != 2:
+            raise UnauthenticatedError(
+                f"the token is unknown, expired or revoked here, and it is no JSON web token of "
+                f"{self._issuer}; log in again"
+            )
+        claims = self._verify(token)
         project, role = self._role(claims)
         return Principal(
             name=str(claims[self._name_claim]),

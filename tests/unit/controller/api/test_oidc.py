@@ -64,6 +64,11 @@ def header(issuer: str, *, key=KEY, algorithm="RS256", **changes) -> str:
     return f"Bearer {token}"
 
 
+def test_a_token_that_is_no_web_token_is_not_called_a_broken_one(issuer):
+    with pytest.raises(UnauthenticatedError, match="expired or revoked"):
+        provider_at(issuer).authenticate("Bearer sl_ended-page-token")
+
+
 def test_a_token_gives_name_project_and_role(issuer):
     found = provider_at(issuer).authenticate(header(issuer))
     assert found == Principal(name="ann", project="blue", role="operator")
