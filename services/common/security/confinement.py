@@ -269,18 +269,26 @@ class _Judge:
 
 
 def runs_named(spec: RunSpec) -> set[str]:
-    """Returns the runs whose folders a specification names, for example to start from a checkpoint."""
-    texts = _texts(spec.model_dump(mode="json"), "")
-    return {run_id for _, value in texts for run_id in _RUN.findall(value)}
+    """Returns the runs whose folders a specification names, for example to start from a checkpoint.
+
+    Blocks: symbolic links are resolved.
+    """
+    texts = [value for _, value in _texts(spec.model_dump(mode="json"), "")]
+    targets = [str(path) for path in paths_named(spec)]
+    return {run_id for text in (*texts, *targets) for run_id in _RUN.findall(text)}
 
 
 def paths_named(spec: RunSpec) -> set[Path]:
-    """Returns the absolute paths that a specification names, without ``..``; links are not resolved."""
-    paths = {
-        Path(os.path.normpath(_plain(value)))
-        for _, value in _texts(spec.model_dump(mode="json"), "")
-    }
-    return {path for path in paths if path.is_absolute()}
+    """Returns the absolute paths that a specification names, without ``..``, and what they link to.
+
+    Blocks: symbolic links are resolved, where this process sees the files.
+    """
+    paths: set[Path] = set()
+    for _, value in _texts(spec.model_dump(mode="json"), ""):
+        path = os.path.normpath(_plain(value))
+        if os.path.isabs(path) and "\0" not in path:  # noqa: PTH117
+            paths |= {Path(path), Path(os.path.realpath(path))}
+    return paths
 
 
 def _names(spec: RunSpec) -> Iterator[tuple[str, Kind, Any]]:

@@ -1,5 +1,6 @@
 """Policy that decides what a specification may name, and for which role."""
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
@@ -70,7 +71,7 @@ class SpecPolicy:
             NotFoundError: If a named run belongs to another project or does not exist.
         """
         self.check(spec, role)
-        for run_id in runs_named(spec):
+        for run_id in await asyncio.to_thread(runs_named, spec):
             try:
                 is_own = (await self._find(run_id)).project == project
             except NotFoundError:
@@ -79,7 +80,7 @@ class SpecPolicy:
             if not is_own:
                 raise NotFoundError(f"run {run_id!r} does not exist", run_id=run_id)
         # A checkpoint's folder need not contain the id of its run.
-        for run_id in await self._saved_at(paths_named(spec)):
+        for run_id in await self._saved_at(await asyncio.to_thread(paths_named, spec)):
             if (await self._find(run_id)).project != project:
                 raise NotFoundError(
                     "the specification names a folder that does not belong to this project; use a "

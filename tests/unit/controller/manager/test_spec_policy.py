@@ -32,3 +32,15 @@ async def test_an_unknown_run_does_not_exist_for_a_project() -> None:
     policy = SpecPolicy(CodePolicy(roots=(Path("/data"),)), find, saved_at)
     with pytest.raises(NotFoundError):
         await policy.check_for("default", STARTING, "admin")
+
+
+async def test_a_link_does_not_hide_the_run_whose_folder_it_names(tmp_path: Path) -> None:
+    (tmp_path / RUN / "checkpoints" / "step-1").mkdir(parents=True)
+    (tmp_path / "mine").symlink_to(tmp_path / RUN)
+    linked = spec_with(
+        trainer={"checkpoint": {"start_from": str(tmp_path / "mine" / "checkpoints" / "step-1")}},
+        data={"train": {"source": "jsonl", "path": str(tmp_path / "rows.jsonl")}},
+    )
+    policy = SpecPolicy(CodePolicy(roots=(tmp_path,)), find, saved_at)
+    with pytest.raises(NotFoundError):
+        await policy.check_for("default", linked, "admin")
