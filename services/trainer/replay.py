@@ -27,7 +27,7 @@ from services.trainer.ranks.build import build_rank, device_of
 from services.trainer.ranks.rank import Rank
 from services.trainer.record import files
 from services.trainer.record.files import RecordedStep
-from services.trainer.record.recorder import comparable, compute_deterministically, digests
+from services.trainer.record.recorder import comparable, compute_deterministically, start_digests
 from services.trainer.settings import TrainerSettings
 from services.wire.batch import KVBatchMeta
 from services.wire.data.jagged import Jagged
@@ -138,7 +138,7 @@ def _compared(
 ) -> ReplayedStep:
     engine, expected = rank.runner.engine, recorded.ranks[settings.rank].numbers
     rows = engine.export_weights(rows=True)
-    found = digests((name, value) for name, value in rows if name in expected.weights)
+    found = start_digests((name, value) for name, value in rows if name in expected.weights)()
     differing = [name for name, digest in found.items() if expected.weights[name] != digest]
     everywhere: list[list[str]] = [differing]
     if settings.world_size > 1:

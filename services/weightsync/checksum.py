@@ -1,12 +1,13 @@
-"""128-bit checksums of buckets that detect every changed and every misplaced word.
+"""128-bit checksums of buckets and tensors that detect every changed and every misplaced word.
 
-On a CPU the checksum is XXH3. On a GPU a bucket's 64-bit words form a matrix with 1024 columns, and
-the checksum is two sums modulo 2**64: of each word times the odd factor ``2 * row + 1``, and of
-each word times ``2 * column + 1``. A changed word changes both sums; two exchanged words change at
-least one. One kernel reads the bytes once. All members of a transfer keep its buffers on the same
-kind of device, so they compute the same checksum.
+On a CPU the checksum is XXH3. On a GPU the words form a matrix with 1024 columns, and the checksum is
+two sums modulo 2**64: of each word times the odd factor ``2 * row + 1``, and of each word times
+``2 * column + 1``. Words of a bucket have 64 bits, and those of a tensor are its elements. A changed
+word changes both sums; two exchanged words change at least one. One kernel reads the bytes once. All
+members of a transfer keep its buffers on the same kind of device, so they compute the same checksum.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -21,6 +22,8 @@ _STAGES = 3
 # Max. multiprocessors for a checksum during a transfer and decoding: more would delay the
 # transfer's own kernels, fewer could not keep up with the wire.
 _BLOCKS_BESIDE = 8
+# Rows of a tensor that a block sums at once; their sums fit into registers.
+_TENSOR_BLOCK_ROWS = 4
 
 
 def write_checksum(bucket: Tensor, sums: Tensor, *, alone: bool = False) -> None:
@@ -39,7 +42,7 @@ def write_checksum(bucket: Tensor, sums: Tensor, *, alone: bool = False) -> None
     block_rows = _block_rows(bucket.device)
     most = torch.cuda.get_device_properties(bucket.device).multi_processor_count
     blocks = -(-words.shape[0] // block_rows)
-    _weighted_sums()[(min(blocks, most if alone else _BLOCKS_BESIDE),)](
+    _kernels().weighted_sums[(min(blocks, most if alone else _BLOCKS_BESIDE),)](
         words,
         sums,
         words.shape[0],
@@ -48,6 +51,37 @@ def write_checksum(bucket: Tensor, sums: Tensor, *, alone: bool = False) -> None
         stages=_STAGES,
         num_warps=_WARPS,
     )
+
+
+def write_tensor_checksums(tensors: Sequence[Tensor], sums: Tensor) -> None:
+    """Computes the checksum of each tensor; on a GPU without waiting, with one kernel for each element size.
+
+    Args:
+        tensors: ``[n]`` tensors of one device, of any shape and dtype.
+        sums: ``[n, 2]`` int64 zeros on that device; receives the checksums.
+    """
+    if not sums.is_cuda:
+        for tensor, total in zip(tensors, sums, strict=True):
+            write_checksum(tensor.contiguous().view(-1).view(torch.uint8), total)
+        return
+    # Copies of tensors with gaps must outlive the start of the kernel.
+    whole = [tensor.contiguous() for tensor in tensors]
+    sizes: dict[int, list[tuple[int, int, int]]] = {}
+    for index, tensor in enumerate(whole):
+        entry = (tensor.data_ptr(), tensor.numel(), index)
+        sizes.setdefault(tensor.element_size(), []).append(entry)
+    programs = torch.cuda.get_device_properties(sums.device).multi_processor_count
+    for size, entries in sizes.items():
+        # Pinned memory, because a copy from other memory waits for the GPU.
+        table = torch.tensor(entries, dtype=torch.int64).pin_memory()
+        _kernels().weighted_sums_of_tensors[(len(entries), programs)](
+            table.to(sums.device, non_blocking=True),
+            sums,
+            word=_kernels().WORDS[size],
+            block_rows=_TENSOR_BLOCK_ROWS,
+            row_words=WORDS_PER_ROW,
+            num_warps=_WARPS,
+        )
 
 
 @cache
@@ -60,8 +94,8 @@ def _block_rows(device: torch.device) -> int:
 
 
 @cache
-def _weighted_sums() -> Any:
-    """Returns the GPU kernel; imported at first use, as only torch's GPU builds contain Triton."""
-    from services.weightsync.checksum_kernel import weighted_sums
+def _kernels() -> Any:
+    """Returns the GPU kernels; imported at first use, as only torch's GPU builds contain Triton."""
+    from services.weightsync import checksum_kernel
 
-    return weighted_sums
+    return checksum_kernel

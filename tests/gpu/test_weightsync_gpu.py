@@ -8,7 +8,8 @@ from torch import Tensor
 
 from services.common.models.loading import build_model, load_config, load_folder
 from services.common.models.tokenizer import load_tokenizer
-from services.weightsync.checksum import WORDS_PER_ROW, write_checksum
+from services.trainer.record.recorder import start_digests
+from services.weightsync.checksum import WORDS_PER_ROW, write_checksum, write_tensor_checksums
 from tests.helpers.batches import spec_of
 
 pytestmark = [
@@ -46,6 +47,39 @@ def test_one_changed_bit_and_two_exchanged_words_change_a_checksum() -> None:
     exchanged = words.clone()
     exchanged[0, 5], exchanged[8, 5] = words[8, 5], words[0, 5]
     assert not torch.equal(_checksum(exchanged, alone=False), before)
+
+
+def _as_words(tensor: Tensor) -> Tensor:
+    sizes = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.contiguous().view(-1).view(sizes[tensor.element_size()]).long()
+
+
+def test_checksums_of_tensors_are_the_weighted_sums_of_their_elements() -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = [(), (1,), (0,), (1_023,), (4_097,), (577, 1_531), (3_000, 2_000)]
+    dtypes = [torch.float32, torch.bfloat16, torch.uint8, torch.int64]
+    tensors = [
+        (1e3 * torch.randn(shape, device="cuda", generator=generator)).to(dtype)
+        for shape in shapes
+        for dtype in dtypes
+    ]
+    tensors += [tensors[-4].T, tensors[-3].view(-1)[1:], tensors[-4][:, ::3]]
+    sums = torch.zeros(len(tensors), 2, dtype=torch.int64, device="cuda")
+    write_tensor_checksums(tensors, sums)
+    for tensor, found in zip(tensors, sums, strict=True):
+        words = _as_words(tensor)
+        place = torch.arange(len(words), device="cuda")
+        factors = 2 * (place // WORDS_PER_ROW) + 1, 2 * (place % WORDS_PER_ROW) + 1
+        assert found.tolist() == [int((words * factor).sum()) for factor in factors]
+
+
+def test_digests_are_of_the_weights_when_they_started() -> None:
+    weights = torch.randn(64 << 20, device="cuda")
+    expected = start_digests([("weights", weights.clone())])()
+    finished = start_digests([("weights", weights)])
+    weights.add_(1)
+    assert finished() == expected
+    assert start_digests([("weights", weights)])() != expected
 
 
 def test_a_model_built_on_a_gpu_is_the_one_that_is_loaded(tmp_path: Path) -> None:

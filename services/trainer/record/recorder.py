@@ -4,7 +4,7 @@ import hashlib
 import json
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor
 
 import services
@@ -28,6 +27,7 @@ from services.trainer.record import files
 from services.trainer.record.files import Columns, StepNumbers
 from services.trainer.steps.step import StepResult
 from services.trainer.transfers import Fetch
+from services.weightsync.checksum import write_tensor_checksums
 from services.wire.batch import KVBatchMeta
 from services.wire.data.jagged import Jagged
 
@@ -35,15 +35,16 @@ _PACKAGES = ("torch", "triton", "transformers", "peft", "numpy", "flash-attn", "
 """Packages that take part in a step; all whose names begin with one of these are recorded."""
 _TIMES = ("seconds_", "idle_", "tokens_per_s", "mfu", "compilations", "gpu_memory_")
 """Beginnings of the names of metrics that differ between equal steps."""
-_CHUNK_BYTES = 64 << 20
+_GPU_DIGESTS = "sums by row and column"
+"""Digests that a GPU computes. Records with others cannot be compared."""
 _nondeterministic: dict[str, None] = {}
 
 
 class StepRecorder:
     """Writes a file for each step: the samples that this rank fetched, and the result.
 
-    A thread writes while training continues. The digests of the weights are computed before :meth:`finish`
-    returns, because the next step changes them.
+    A thread writes while training continues. :meth:`finish` computes the digests of the weights on a CPU. On
+    a GPU it only starts the kernels, which the GPU executes before those of the next step.
 
     Args:
         folder: Folder of the record, visible to every rank.
@@ -76,7 +77,7 @@ class StepRecorder:
         everyone.sum(torch.zeros(1))  # no rank writes before rank 0 has deleted
         if not files.rank_file(self._folder, step, self._rank).exists():
             # The weights that the first step starts from.
-            self._submit(self._numbers(step, step, 0, engine), (), {})
+            self._submit(*self._numbers(step, step, 0, engine), (), {})
 
     def recorded(self, fetch: Fetch) -> Fetch:
         """Wraps ``fetch`` so that fetched samples become a part of the next step's record."""
@@ -111,14 +112,15 @@ class StepRecorder:
         parts = self._parts if self._parts_version == weight_version else []
         # Parts that are not of this batch had no effect: their gradients were dropped.
         parts = parts if all(keys.issuperset(part.keys) for part in parts) else []
+        numbers, weights = self._numbers(step, weight_version, num_steps, engine)
         numbers = replace(
-            self._numbers(step, weight_version, num_steps, engine),
+            numbers,
             num_parts=len(parts),
             skipped=result.skipped,
             metrics=comparable(result.metrics),
         )
         fetched, self._fetched, self._parts = self._fetched, {}, []
-        self._submit(numbers, (meta, *parts), fetched)
+        self._submit(numbers, weights, (meta, *parts), fetched)
 
     def wait(self) -> None:
         """Waits until the last step is safe on disk, before a checkpoint that continues after it.
@@ -137,29 +139,32 @@ class StepRecorder:
 
     def _numbers(
         self, step: int, weight_version: int, num_steps: int, engine: TrainEngine
-    ) -> StepNumbers:
-        rows = engine.export_weights(rows=True)
-        return StepNumbers(
+    ) -> tuple[StepNumbers, Callable[[], dict[str, str]]]:
+        """Returns the numbers of a step without digests, and the function that waits for the digests."""
+        numbers = StepNumbers(
             step=step,
             weight_version=weight_version,
             num_steps=num_steps,
-            weights=digests((name, value) for name, value in rows if self._marker in name),
             max_tokens=engine.bounds.max_tokens,
             nondeterministic=(*_nondeterministic,),
         )
+        rows = engine.export_weights(rows=True)
+        return numbers, start_digests((n, v) for n, v in rows if self._marker in n)
 
     def _submit(
         self,
         numbers: StepNumbers,
+        weights: Callable[[], dict[str, str]],
         metas: Sequence[KVBatchMeta],
         fetched: Mapping[str, Sequence[tuple[Sequence[str], Jagged]]],
     ) -> None:
         self.wait()
-        self._writing = self._thread.submit(self._write, numbers, metas, fetched)
+        self._writing = self._thread.submit(self._write, numbers, weights, metas, fetched)
 
     def _write(
         self,
         numbers: StepNumbers,
+        weights: Callable[[], dict[str, str]],
         metas: Sequence[KVBatchMeta],
         fetched: Mapping[str, Sequence[tuple[Sequence[str], Jagged]]],
     ) -> None:
@@ -172,6 +177,7 @@ class StepRecorder:
                     ([rows.get(key, -1) for key in keys], values) for keys, values in parts
                 )
         own = metas if self._rank == 0 else ()
+        numbers = replace(numbers, weights=weights())
         files.write_step(self._folder, self._rank, numbers, metas=own, columns=columns)
         self.written_s = time.thread_time() - began
 
@@ -181,34 +187,33 @@ def comparable(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if not name.startswith(_TIMES)}
 
 
-def digests(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """Returns a 128-bit digest of each tensor, by name: XXH3 on a CPU, weighted sums on a GPU."""
-    found: dict[str, str] = {}
-    sums: dict[str, Tensor] = {}
-    for name, value in tensors:
-        data = value.detach().contiguous().view(-1).view(torch.uint8)
-        if data.is_cuda:
-            sums[name] = _weighted_sums(data)
-        else:
-            found[name] = xxhash.xxh3_128_hexdigest(data.numpy().data)
-    if sums:
-        words = torch.stack([*sums.values()]).cpu().numpy()
-        found |= {name: words[index].tobytes().hex() for index, name in enumerate(sums)}
-    return found
+def start_digests(tensors: Iterable[tuple[str, Tensor]]) -> Callable[[], dict[str, str]]:
+    """Starts to compute a 128-bit digest of each tensor; changes that start later have no effect on it.
 
-
-def _weighted_sums(data: Tensor) -> Tensor:
-    """Returns ``[2]`` int64: sums of all words, each times an odd factor that depends on its place.
-
-    Sums of integers do not depend on the order in which a GPU adds them.
+    Returns:
+        Function that waits for the digests and returns them by name. Any thread may call it.
     """
-    total = torch.zeros(2, dtype=torch.int64, device=data.device)
-    for index, part in enumerate(data.split(_CHUNK_BYTES)):
-        whole = torch.nn.functional.pad(part, (0, -len(part) % 8)).view(torch.int64)
-        places = 2 * torch.arange(len(whole), device=data.device) + 1
-        total[0] += (whole * places).sum() * (2 * index + 1)
-        total[1] += (whole * (places * places + 2 * index)).sum()
-    return total
+    groups: dict[torch.device, dict[str, Tensor]] = {}
+    for name, value in tensors:
+        groups.setdefault(value.device, {})[name] = value.detach()
+    started: list[tuple[list[str], Tensor, torch.cuda.Event | None]] = []
+    for device, group in groups.items():
+        sums = torch.zeros(len(group), 2, dtype=torch.int64, device=device)
+        write_tensor_checksums([*group.values()], sums)
+        found = sums.to("cpu", non_blocking=True)
+        event = torch.cuda.current_stream(device).record_event() if sums.is_cuda else None
+        started.append(([*group], found, event))
+
+    def finished() -> dict[str, str]:
+        digests: dict[str, str] = {}
+        for names, found, event in started:
+            if event is not None:
+                event.synchronize()
+            pairs = zip(names, found.numpy(), strict=True)
+            digests |= {name: each.tobytes().hex() for name, each in pairs}
+        return digests
+
+    return finished
 
 
 def compute_deterministically() -> None:
@@ -240,12 +245,17 @@ def start_facts(spec: RunSpec, device: torch.device) -> dict[str, Any]:
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
-    """Returns the kind of device, and the number of threads among which sums are divided."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    kernels = (
-        torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else torch.version.cuda
-    )
-    return {"device": name, "kernels": kernels, "threads": torch.get_num_threads()}
+    """Returns the kind of device, its digests, and the number of threads among which sums are divided."""
+    threads = torch.get_num_threads()
+    if device.type == "cpu":
+        kernels = torch.backends.cpu.get_cpu_capability()
+        return {"device": "cpu", "kernels": kernels, "threads": threads}
+    return {
+        "device": torch.cuda.get_device_name(device),
+        "kernels": torch.version.cuda,
+        "threads": threads,
+        "digests": _GPU_DIGESTS,
+    }
 
 
 @cache

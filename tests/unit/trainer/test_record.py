@@ -20,7 +20,7 @@ from services.trainer.ranks.rank import Rank
 from services.trainer.record import files
 from services.trainer.record.comparing import compare_records
 from services.trainer.record.planning import plan_replay
-from services.trainer.record.recorder import StepRecorder, digests
+from services.trainer.record.recorder import StepRecorder, start_digests
 from services.trainer.replay import RecordedBatches
 from services.wire.data.jagged import Jagged
 from tests.helpers.batches import Queue, policy_of, random_queue, rank_of, spec_of
@@ -64,7 +64,7 @@ def replayed_weights(record: Path, spec: RunSpec) -> list[bool]:
             rank.accumulate(part, weight_version=found.numbers.weight_version)
         rank.train(step, meta, num_steps=found.numbers.num_steps)
         rows = rank.runner.engine.export_weights(rows=True)
-        equal.append(digests(rows) == found.numbers.weights)
+        equal.append(start_digests(rows)() == found.numbers.weights)
     return equal
 
 
