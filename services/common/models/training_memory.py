@@ -18,7 +18,12 @@ from transformers import PretrainedConfig
 
 from services.common.models.families import num_attention_layers, num_experts
 from services.common.models.loading import build_model, stored_tensors
-from services.common.models.quantization import base_bytes, largest_quantized
+from services.common.models.quantization import (
+    PART_BYTES,
+    base_bytes,
+    largest_quantized,
+    moment_bytes,
+)
 from services.common.runspec.engines import engine_kind
 from services.common.runspec.run import RunSpec
 from services.common.runspec.trainer import LoraSpec, TrainerSpec
@@ -113,6 +118,8 @@ SPARE: Final = 1.05
 """Memory that a trainer's allocator reserves, relative to the used memory."""
 _FLOAT32: Final = 4
 _MOMENTS: Final = 2 * _FLOAT32
+# Up to two parts of float32 moments, and as much again to quantize one of them.
+_DEQUANTIZED: Final = 4.0
 # Chunks of logits and tensors derived from them; see ``trainer/algorithm/logprobs.py``.
 _LOGITS: Final = 5.0e9
 _CONTEXT: Final = 1.5e9
@@ -258,18 +265,23 @@ def _memory_of(
     )
     # A critic is trained without adapters.
     trained_in_all = trained + critics * weights
+    in_8bit = trainer.optimizer.kind == "adamw_8bit"
     activations = _activations(trainer, config, item=item)
     num_tokens = _max_micro_batch_tokens(spec)
     parts = {
         "weights, float32": _FLOAT32 * trained_in_all / ranks,
         "weights, frozen": base / frozen_ranks if trainer.lora is not None else 0.0,
-        "optimizer": _MOMENTS * trained_in_all / ranks,
+        "optimizer": (
+            moment_bytes(shapes) * (1 + critics) if in_8bit else _MOMENTS * trained_in_all
+        )
+        / ranks,
         "gradients": _gradients(trainer, trained_in_all),
         "weights gathered for a forward pass": _gathered(
             trainer, config, trained, frozen, item=item
         )
         + critics * _gathered(trainer, config, weights, 0.0, item=item),
         "a weight, dequantized": 0.0 if base_dtype is None else item * largest_quantized(shapes),
+        "moments, dequantized": _DEQUANTIZED * PART_BYTES * in_8bit,
         "activations": num_tokens * activations.here,
         "logits": min(_LOGITS, 3.0 * _FLOAT32 * config.vocab_size * num_tokens),
         "weights in transfer": _sent(spec, shapes, item=item),

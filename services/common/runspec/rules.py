@@ -1199,8 +1199,8 @@ def _optimizer(spec: RunSpec) -> Iterator[str]:
     ):
         if value != needed:
             yield (
-                f"trainer.optimizer.kind is {trainer.optimizer.kind!r}, which needs whole layers on the GPU, "
-                f"but trainer.{key} is {'set' if key == 'lora' else value}; remove it, or use the optimizer "
+                f"trainer.optimizer.kind {trainer.optimizer.kind!r} takes full layers on the GPU only, but "
+                f"trainer.{key} is {'set' if key == 'lora' else value}; remove it, or use the optimizer "
                 "'adamw'"
             )
 

@@ -15,8 +15,9 @@ OF_EXPERTS = "experts."
 class OptimizerSpec(SpecPart):
     """Optimizer and its learning-rate schedule."""
 
-    kind: Literal["adamw", "muon"] = "adamw"
-    """Optimizer. ``muon``: Muon (arXiv:2502.16982) for the matrices of layers, with updates scaled to
+    kind: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
+    """Optimizer. ``adamw_8bit``: moments of matrices in 8 bits, in blocks with a scale each
+    (arXiv:2110.02861). ``muon``: Muon (arXiv:2502.16982) for the matrices of layers, with updates scaled to
     those of AdamW, and AdamW for embeddings, output and value heads, fused experts and vectors."""
     learning_rate: float = Field(1e-6, gt=0)
     """Peak learning rate."""

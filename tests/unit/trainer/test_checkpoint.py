@@ -42,6 +42,25 @@ def test_training_resumes_exactly_from_the_checkpoint(
         torch.testing.assert_close(dict(other.named_parameters())[name], value, rtol=0, atol=1e-7)
 
 
+def test_moments_in_8_bits_resume_bit_by_bit(tmp_path: Path) -> None:
+    spec = spec_of(trainer={"optimizer": {"kind": "adamw_8bit", "learning_rate": 1e-3}})
+    queue = random_queue(policy_of(spec))
+    policy = policy_of(spec)
+    rank = rank_of(spec, policy, queue, root=tmp_path)
+    for step in (1, 2):
+        rank.train(step, queue.meta)
+    snapshot = rank.snapshot(2)
+    assert any(tensor.dtype == torch.uint8 for tensor in snapshot.parts[""].tensors.values())
+    rank.checkpointer.write(snapshot)
+    rank.train(3, queue.meta)
+    other = policy_of(spec, seed=1)
+    resumed = rank_of(spec, other, queue, root=tmp_path)
+    assert resumed.restore() == 2
+    resumed.train(3, queue.meta)
+    for name, value in policy.named_parameters():
+        assert torch.equal(dict(other.named_parameters())[name], value), name
+
+
 def test_a_running_checkpoint_reports_written_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

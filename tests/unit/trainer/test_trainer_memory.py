@@ -92,6 +92,11 @@ def test_what_saves_memory_saves_it(trainer, part):
     assert memory_of(**trainer).parts[part] < 0.5 * memory_of().parts[part]
 
 
+def test_moments_in_8_bits_take_two_bytes_a_parameter():
+    plain, packed = memory_of(), memory_of(optimizer={"kind": "adamw_8bit"})
+    assert packed.parts["optimizer"] == pytest.approx(plain.parts["optimizer"] * 2 / 8, rel=0.02)
+
+
 def test_adapters_of_experts_are_counted():
     config, rank = tiny_config("qwen3_moe"), 4
     targets = ("q_proj", "experts.gate_up_proj", "experts.down_proj")

@@ -9,13 +9,14 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from services.common.runspec.trainer import OptimizerSpec
 from services.trainer.engines.fsdp.host_optimizer import HostAdamW
+from services.trainer.engines.fsdp.moments_8bit import AdamW8bit
 from services.trainer.model.local_parts import local_part, spread_like
 
 
 def build_optimizer(
     module: nn.Module, spec: OptimizerSpec, *, in_host: bool = False
 ) -> torch.optim.AdamW:
-    """Creates AdamW with one fused kernel, or Muon for matrices with AdamW for the rest.
+    """Creates AdamW with one fused kernel, AdamW with moments in 8 bits, or Muon for matrices.
 
     The caller sets the learning rate before every update.
 
@@ -46,6 +47,8 @@ def build_optimizer(
     }
     if in_host:
         return HostAdamW(groups, **options)
+    if spec.kind == "adamw_8bit":
+        return AdamW8bit(groups, **options)
     if spec.kind == "muon":
         return MuonWithAdamW(groups, momentum=spec.momentum, fused=True, **options)
     return torch.optim.AdamW(groups, fused=True, **options)

@@ -1,0 +1,188 @@
+"""AdamW with moments in 8 bits, whose result does not depend on the sharding.
+
+The type is the dynamic tree of 8-bit optimizers (arXiv:2110.02861), as in bitsandbytes and torchao, with
+a scale for each block of consecutive values. A block never leaves its row, so every sharding by rows has the
+same blocks, and any number of processes can load a checkpoint. An update dequantizes some rows at a time.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
+
+from services.common.models.quantization import PART_BYTES, block_of_moments
+from services.trainer.model.local_parts import local_part, spread_like
+
+_IS_SIGNED: Final = {"exp_avg": True, "exp_avg_sq": False}
+_PART_VALUES: Final = PART_BYTES // 8
+"""Values whose two float32 moments are one part."""
+_EXPONENTS: Final = 7
+"""Exponents of the type, powers of ten from ``10**-6`` to 1; the larger one is, the more values it has."""
+
+
+class AdamW8bit(torch.optim.AdamW):
+    """AdamW whose moments of large matrices have 8 bits; vectors and small matrices keep float32.
+
+    The states of a parameter are ``exp_avg`` and ``exp_avg_sq``, and for 8 bits the ``*_scale`` of each.
+
+    Args:
+        groups: Parameter groups, as in other optimizers.
+        **options: Options of ``torch.optim.AdamW``.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]], **options: Any) -> None:
+        super().__init__(list(groups), fused=True, **options)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter] = _no_moments(parameter)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Updates all parameters that have a gradient."""
+        for group in self.param_groups:
+            part: list[_Rows] = []
+            for rows in _rows_of(group["params"], self.state):
+                part.append(rows)
+                if sum(each.weight.numel() for each in part) >= _PART_VALUES:
+                    _update(part, group)
+                    part = []
+            _update(part, group)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.state[parameter]["step"] += 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Some rows of this rank's part of a parameter."""
+
+    weight: Tensor
+    gradient: Tensor
+    state: Mapping[str, Tensor]
+    """The optimizer's state of these rows, and ``step`` before the update."""
+
+
+def _rows_of(
+    parameters: Iterable[nn.Parameter], states: Mapping[Tensor, Mapping[str, Tensor]]
+) -> Iterator[_Rows]:
+    """Yields the rows of parameters with gradients, so many at a time that their moments fit into a part."""
+    for parameter in parameters:
+        if parameter.grad is None:
+            continue
+        weight, gradient = local_part(parameter.detach()), local_part(parameter.grad)
+        state = {name: local_part(value) for name, value in states[parameter].items()}
+        step = state.pop("step")
+        if block_of_moments(tuple(parameter.shape)) is None:
+            yield _Rows(weight, gradient, {**state, "step": step.clone()})
+            continue
+        size = max(1, _PART_VALUES * len(weight) // max(1, weight.numel()))
+        for start in range(0, len(weight), size):
+            rows = slice(start, start + size)
+            some = {name: value[rows] for name, value in state.items()}
+            yield _Rows(weight[rows], gradient[rows], {**some, "step": step.clone()})
+
+
+def _update(part: list[_Rows], group: Mapping[str, Any]) -> None:
+    beta1, beta2 = group["betas"]
+    moments = {name: [_read(rows.state, name) for rows in part] for name in _IS_SIGNED}
+    if not part:
+        return
+    adamw(
+        [rows.weight for rows in part],
+        [rows.gradient for rows in part],
+        moments["exp_avg"],
+        moments["exp_avg_sq"],
+        [],
+        [rows.state["step"] for rows in part],
+        fused=True,
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
+    for name, values in moments.items():
+        for rows, value in zip(part, values, strict=True):
+            _write(rows.state, name, value)
+
+
+def _no_moments(parameter: nn.Parameter) -> dict[str, Tensor]:
+    block = block_of_moments(tuple(parameter.shape))
+    state = {"step": torch.zeros((), device=parameter.device)}
+    for name, is_signed in _IS_SIGNED.items():
+        if block is None:
+            state[name] = torch.zeros_like(parameter, dtype=torch.float32)
+            continue
+        local = local_part(parameter)
+        zero = int((levels_of_moments(is_signed=is_signed) == 0).nonzero())
+        codes = torch.full_like(local, zero, dtype=torch.uint8)
+        scales = local.new_zeros((*local.shape[:-1], local.shape[-1] // block), dtype=torch.float32)
+        whole = (*parameter.shape[:-1], parameter.shape[-1] // block)
+        state[name] = spread_like(codes, parameter)
+        state[_scale(name)] = spread_like(scales, parameter, shape=whole)
+    return state
+
+
+def _scale(name: str) -> str:
+    return f"{name}_scale"
+
+
+def _read(state: Mapping[str, Tensor], name: str) -> Tensor:
+    """Returns a moment in float32; the state itself if it has no scales."""
+    values, scales = state[name], state.get(_scale(name))
+    if scales is None:
+        return values
+    levels = _on_device(is_signed=_IS_SIGNED[name], device=values.device)[0]
+    blocks = levels[values.int()].unflatten(-1, (scales.shape[-1], -1))
+    moments: Tensor = (blocks * scales[..., None]).flatten(-2)
+    return moments
+
+
+def _write(state: Mapping[str, Tensor], name: str, value: Tensor) -> None:
+    if (scales := state.get(_scale(name))) is None:
+        return
+    is_signed = _IS_SIGNED[name]
+    midpoints = _on_device(is_signed=is_signed, device=value.device)[1]
+    codes, found = _quantized(value, scales.shape[-1], midpoints, is_signed=is_signed)
+    state[name].copy_(codes)
+    scales.copy_(found)
+
+
+def _quantized(
+    values: Tensor, num_blocks: int, midpoints: Tensor, *, is_signed: bool
+) -> tuple[Tensor, Tensor]:
+    """Returns the uint8 codes of the nearest levels, and the ``[..., num_blocks]`` scales."""
+    blocks = values.unflatten(-1, (num_blocks, -1))
+    scales = blocks.abs().amax(-1)
+    relative = blocks / torch.where(scales == 0, 1.0, scales)[..., None]
+    codes = torch.bucketize(relative, midpoints, right=True, out_int32=True)
+    if not is_signed:
+        # A second moment of 0 beside a first one that is not would make an update very large.
+        codes = torch.where(blocks > 0, codes.clamp(min=1), codes)
+    return codes.to(torch.uint8).flatten(-2), scales
+
+
+@cache
+def _on_device(*, is_signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns the levels of the type, and the midpoints between neighbours."""
+    levels = levels_of_moments(is_signed=is_signed)
+    return levels.to(device), ((levels[1:] + levels[:-1]) / 2).to(device)
+
+
+def levels_of_moments(*, is_signed: bool) -> Tensor:
+    """Returns the ``[256]`` float32 values of the type, ascending: between -1 and 1, or 0 and 1."""
+    levels = [0.0, 1.0]
+    for exponent in range(_EXPONENTS):
+        count = 1 << exponent if is_signed else 2 << exponent
+        edges = torch.linspace(0.1, 1.0, count + 1, dtype=torch.float64)
+        means = 10.0 ** (exponent - _EXPONENTS + 1) * (edges[1:] + edges[:-1]) / 2
+        levels += means.tolist()
+        if is_signed:
+            levels += (-means).tolist()
+    return torch.tensor(sorted(levels), dtype=torch.float32)
