@@ -21,7 +21,7 @@ from services.common.runspec.formulas import ADVANTAGES, LOSSES, Formula
 from services.common.runspec.rollout import IMAGE, RewardSpec
 from services.common.runspec.run import TINY_PREFIX, RunSpec, TeacherSpec
 from services.common.runspec.train_engines import train_engine_kind
-from services.common.runspec.trainer import CriticSpec, LoraSpec
+from services.common.runspec.trainer import CriticSpec, LoraSpec, LossScaleSpec
 from services.common.runspec.weight_modes import HANDLE, MODES, transport_of
 from services.common.runspec.workers import WORKERS, kinds_with_own_gpus, scoring_ranks
 
@@ -1064,6 +1064,13 @@ def _without_effect(spec: RunSpec) -> Iterator[str]:
                 "teacher.url",
             )
             for name in served
+        ),
+        (
+            "trainer.loss_scale",
+            spec.trainer.loss_scale,
+            LossScaleSpec(),
+            spec.trainer.dtype == "float16",
+            "trainer.dtype float16",
         ),
         (
             "teacher.min_reward",

@@ -87,6 +87,15 @@ class BalancingSpec(SpecPart):
     """Change of an expert's bias per update."""
 
 
+class LossScaleSpec(SpecPart):
+    """Dynamic loss scaling of ``dtype: float16``, with the rules of ``torch.amp.GradScaler``."""
+
+    initial: float = Field(65_536.0, ge=1, le=1e12)
+    """First factor of the loss. An overflow halves it and skips the update, on all processes."""
+    growth_interval: int = Field(2000, ge=1)
+    """Consecutive updates without overflow after which the factor is doubled."""
+
+
 class BestSpec(SpecPart):
     """The held-out score that selects the best checkpoint."""
 
@@ -156,9 +165,13 @@ class TrainerSpec(SpecPart):
     computed once. Logprobs and gradients are the same as without."""
     optimizer: OptimizerSpec = OptimizerSpec()
     """Optimizer and its learning-rate schedule."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Computation dtype. Trained weights are always float32; frozen weights (the base under
-    ``lora``, and the reference) have this dtype."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Computation dtype of trainer and engines. Trained weights are always float32; frozen weights
+    (the base under ``lora``, and the reference) have this dtype. ``float16`` has 8 times the
+    precision of ``bfloat16``, so logprobs of trainer and engine differ less, and a smaller range:
+    the loss is scaled (``loss_scale``)."""
+    loss_scale: LossScaleSpec = LossScaleSpec()
+    """Dynamic loss scaling of ``dtype: float16``."""
     world_size: int = Field(1, ge=1)
     """Number of trainer processes, one per GPU."""
     tensor_parallel: int = Field(1, ge=1)

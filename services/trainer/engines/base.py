@@ -210,10 +210,11 @@ class TrainEngine(Protocol):
         make_loss: Callable[[Micros], LossT],
         *,
         may_repeat: bool = True,
+        loss_scale: float = 1.0,
     ) -> Passes[LossT]:
         """Adds the gradients of micro-batches to the accumulated ones.
 
-        The gradients are those of the sum of the losses of all ranks.
+        The gradients are those of the sum of the losses of all ranks, times ``loss_scale``.
 
         Args:
             samples: This rank's samples, with all columns that their loss needs.
@@ -221,6 +222,8 @@ class TrainEngine(Protocol):
             make_loss: Returns the loss of an update with these micro-batches. It is called again if
                 micro-batches had to be divided. All ranks call it equally often.
             may_repeat: False if gradients were accumulated before, which a repetition would lose.
+            loss_scale: Multiplies the loss, so that gradients do not underflow in float16;
+                :meth:`optimizer_step` must divide by it.
 
         Raises:
             OomLimitError: If a micro-batch does not fit into memory and the passes cannot be repeated.

@@ -165,6 +165,7 @@ class ReferenceEngine:
         make_loss: Callable[[Micros], LossT],
         *,
         may_repeat: bool = True,
+        loss_scale: float = 1.0,
     ) -> Passes[LossT]:
         """Adds the gradients of micro-batches; each micro-batch has one backward pass."""
         loss_of = make_loss(micros)
@@ -173,7 +174,7 @@ class ReferenceEngine:
             found = [self._sequence(samples, position, self._temperature) for position in micro]
             columns = [torch.cat(each) for each in zip(*found, strict=True)]
             loss = loss_of(samples.select(micro), *columns)
-            loss.backward()
+            (loss * loss_scale).backward()
             passes.loss += loss.detach()
             for position in micro:
                 responses = int(samples.responses.lengths[position])

@@ -222,7 +222,7 @@ class Rank:
         Raises:
             IncompleteBatchError: If the batch lacks what the algorithm needs.
             NotFiniteError: If too many consecutive steps were skipped, even after going back to a
-                checkpoint.
+                checkpoint, or gradients overflowed in float16 at the lowest loss scale.
             NotFoundError: If too many were skipped and there is no checkpoint to go back to.
         """
         version = step - 1 if weight_version is None else weight_version
@@ -236,9 +236,12 @@ class Rank:
                 raise
             # Accumulated gradients are dropped, so the whole step starts over.
             result = self._trained(step, meta, version)
-        if result.skipped:
+        if result.overflowed:
+            logger.warning("step skipped: overflow", extra={"step": step})
+        elif result.skipped:
             logger.error("step skipped", extra={"step": step, "keys": " ".join(meta.keys[:64])})
-        if self._guard.must_rewind(step, skipped=result.skipped):
+        # A lower loss scale ends overflows; the lowest one has its own limit.
+        if not result.overflowed and self._guard.must_rewind(step, skipped=result.skipped):
             result.metrics["rewound_to_step"] = float(self.restore())
         if self._step_recorder is not None:
             timer = PhaseTimer()

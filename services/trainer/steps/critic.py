@@ -1,18 +1,16 @@
 """The critic of GAE: predicts returns and trains on the same batches as the policy."""
 
-import math
-
 import torch
 from torch import Tensor
 
 from services.common.runspec.algorithm import AlgorithmSpec
 from services.common.runspec.run import RunSpec
-from services.trainer.algorithm import loss
+from services.trainer.algorithm.loss import Denominators, aggregate, value_loss
 from services.trainer.batch.samples import Samples
 from services.trainer.collectives import MetricTotals
 from services.trainer.engines.base import Micros, TrainEngine
 from services.trainer.steps.objective import num_counted
-from services.trainer.steps.updates import Updates
+from services.trainer.steps.updates import Outcome, Updates
 
 
 class ValueLoss:
@@ -43,7 +41,7 @@ class ValueLoss:
         device = scores.device
         columns, (tokens, sequences) = part.to(device).tokens, self.totals.to(device).unbind()
         mask = columns["loss_mask"]
-        error = loss.value_loss(
+        error = value_loss(
             torch.where(mask, scores, 0.0),
             columns["values"],
             columns["returns"],
@@ -52,12 +50,12 @@ class ValueLoss:
         self.tally.mean("value_loss", error.values, mask)
         for name, indicator in error.indicators.items():
             self.tally.mean(name, indicator, mask)
-        return loss.aggregate(
+        return aggregate(
             error.values,
             mask,
             part.segments.to(device),
             mode="token-mean",
-            denominators=loss.Denominators(tokens=tokens, sequences=sequences, horizon=1),
+            denominators=Denominators(tokens=tokens, sequences=sequences, horizon=1),
         )
 
 
@@ -72,7 +70,7 @@ class CriticRunner:
         self.updates = Updates(
             engine,
             spec.trainer.optimizer.model_copy(update=changes),
-            updates_per_step=spec.trainer.updates_per_step,
+            trainer=spec.trainer,
         )
 
     def update(
@@ -82,10 +80,10 @@ class CriticRunner:
         *,
         tally: MetricTotals,
         num_steps: int,
-    ) -> bool:
-        """Runs one optimizer update towards ``returns``; returns False if the gradient is not finite.
+    ) -> Outcome:
+        """Runs one optimizer update towards ``returns``.
 
-        The update is skipped if the gradient is not finite or if no token trains.
+        The update is skipped if loss or gradient is not finite, or if no token trains.
 
         Args:
             samples: This rank's samples, with ``values`` and ``returns``.
@@ -93,17 +91,19 @@ class CriticRunner:
         """
         mask, ranks = samples.tokens["loss_mask"], self.engine.ranks
         if not num_counted(mask, samples, work, ranks)[0]:
-            return True
+            return "applied"
 
         def make_loss(micros: Micros) -> ValueLoss:
             return ValueLoss(self._spec.algorithm, num_counted(mask, samples, micros, ranks))
 
-        passes = self.engine.forward_backward(samples, work, make_loss)
+        passes = self.engine.forward_backward(
+            samples, work, make_loss, loss_scale=self.updates.loss_scale
+        )
         if not passes.loss_of.num_trained:  # nothing fitted into memory
             self.engine.optimizer_step(None)
-            return True
+            return "applied"
         tally.merge(passes.loss_of.tally)
         left_out = torch.tensor([float(len(passes.left_out))])
         tally.max("critic_left_out_sequences", left_out, torch.ones(1, dtype=torch.bool))
-        taken, _ = self.updates.apply(moves=True, num_steps=num_steps)
-        return math.isfinite(taken.grad_norm)
+        loss = ranks.sum(passes.loss.reshape(1).double()).item()
+        return self.updates.apply(moves=True, loss=loss, num_steps=num_steps).outcome

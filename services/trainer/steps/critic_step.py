@@ -9,7 +9,6 @@ from services.common.errors import FailedPreconditionError
 from services.common.runspec.run import RunSpec
 from services.trainer.batch.plan import StepPlan
 from services.trainer.batch.samples import BatchFacts, Samples
-from services.trainer.checkpoint.compatibility import counter
 from services.trainer.collectives import MetricTotals
 from services.trainer.engines.base import TrainEngine
 from services.trainer.steps.credit import CreditAssigner
@@ -45,14 +44,19 @@ class CriticStepRunner:
         credit = self._credit(samples, cohort, kl_coefficient=0.0)
         assert credit.returns is not None, "an advantage with a critic gives its targets"
         samples = samples.with_tokens(returns=credit.returns)
-        applied = [
+        outcomes = [
             self.critic.update(samples, work, tally=tally, num_steps=self.num_steps)
             for work in plan.updates
         ]
         metrics = tally.reduce(self.engine.ranks)
         metrics["seconds_critic"] = time.perf_counter() - begin
-        metrics["nonfinite_critic"] = float(applied.count(False))
-        return StepResult(metrics=metrics, skipped=not any(applied))
+        metrics["nonfinite_critic"] = float(outcomes.count("not_finite"))
+        metrics |= self.critic.updates.describe_scale(outcomes, "critic_")
+        return StepResult(
+            metrics=metrics,
+            skipped="applied" not in outcomes,
+            overflowed=set(outcomes) == {"overflow"},
+        )
 
     def accumulate(
         self, weight_version: int, samples: Samples, cohort: BatchFacts, plan: StepPlan
@@ -76,7 +80,7 @@ class CriticStepRunner:
 
     def facts(self) -> dict[str, float]:
         """Returns the numbers that a checkpoint stores besides the tensors."""
-        return {counter(""): self.critic.updates.count}
+        return self.critic.updates.facts("")
 
     def restore(self, facts: Mapping[str, float]) -> None:
-        self.critic.updates.count = int(facts[counter("")])
+        self.critic.updates.restore(facts, "")

@@ -17,6 +17,7 @@ from services.trainer.collectives import MetricTotals, Ranks
 from services.trainer.engines.base import TrainEngine
 from services.trainer.model.flops import peak_flops, training_flops
 from services.trainer.phases import PhaseTimer
+from services.trainer.steps.updates import Outcome
 
 
 def num_compiled() -> int:
@@ -105,25 +106,26 @@ class Update:
     loss: float
     grad_norm: float
     learning_rate: float
-    applied: bool
+    outcome: Outcome
     is_empty: bool = False
-    critic_applied: bool = True
+    critic: Outcome = "applied"
     expert_counts: Tensor | None = None
     """``[layers, experts]`` tokens that chose each expert; None for a dense model."""
 
 
 def describe_updates(updates: Sequence[Update]) -> dict[str, float]:
-    unapplied = sum(not update.applied for update in updates)
+    outcomes = [update.outcome for update in updates]
+    nonfinite = outcomes.count("not_finite")
     nonfinite_losses = sum(not math.isfinite(update.loss) for update in updates)
     return {
         "loss": sum(update.loss for update in updates) / len(updates),
         "grad_norm": max(update.grad_norm for update in updates),
         "learning_rate": updates[-1].learning_rate,
-        "nonfinite_updates": float(unapplied),
+        "nonfinite_updates": float(nonfinite),
         "nonfinite_loss": float(nonfinite_losses),
-        "nonfinite_grad": float(unapplied - nonfinite_losses),
+        "nonfinite_grad": float(nonfinite - nonfinite_losses),
         "empty_updates": float(sum(update.is_empty for update in updates)),
-        "nonfinite_critic": float(sum(not update.critic_applied for update in updates)),
+        "nonfinite_critic": float(sum(update.critic == "not_finite" for update in updates)),
         **_expert_load(updates),
     }
 

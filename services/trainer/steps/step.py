@@ -21,7 +21,7 @@ from services.common.runspec.run import RunSpec
 from services.trainer.algorithm.loss import adapted_entropy, adapted_kl, kl_penalty
 from services.trainer.batch.plan import StepPlan
 from services.trainer.batch.samples import TEACHER_STATES, BatchFacts, Samples
-from services.trainer.checkpoint.compatibility import CRITIC, counter
+from services.trainer.checkpoint.compatibility import CRITIC
 from services.trainer.collectives import MetricTotals
 from services.trainer.engines.base import UNSCORED, Micros, Passes, TrainEngine
 from services.trainer.phases import PhaseTimer
@@ -52,6 +52,8 @@ class StepResult:
     """Metrics, reduced over all ranks, by name."""
     skipped: bool
     """True if no update was applied because a number was not finite."""
+    overflowed: bool = False
+    """True if all skipped updates of a skipped step overflowed in float16, which lowers the loss scale."""
     left_out: Mapping[str, int] = field(default_factory=dict)
     """Tokens of sequences that did not fit into memory, by sample key."""
 
@@ -77,9 +79,7 @@ class StepRunner:
         self.on_trained: OnTrained | None = None
         self._spec = spec
         self._ranks = ranks = engine.ranks
-        self._updates = Updates(
-            engine, spec.trainer.optimizer, updates_per_step=spec.trainer.updates_per_step
-        )
+        self._updates = Updates(engine, spec.trainer.optimizer, trainer=spec.trainer)
         self._credit = CreditAssigner(
             spec.algorithm, ranks, max_response_tokens=spec.rollout.max_response_tokens
         )
@@ -166,7 +166,8 @@ class StepRunner:
         metrics |= utilization(early, self.engine, num_gpus=self._spec.trainer.world_size)
         return StepResult(
             metrics=metrics,
-            skipped=not any(update.applied for update in updates),
+            skipped=not any(update.outcome == "applied" for update in updates),
+            overflowed=all(update.outcome == "overflow" for update in updates),
             left_out=early.left_out.tokens,
         )
 
@@ -182,9 +183,9 @@ class StepRunner:
 
     def facts(self) -> dict[str, float]:
         """Returns the numbers that a checkpoint stores besides the tensors."""
-        critic = {} if self.critic is None else {counter(CRITIC): self.critic.updates.count}
+        critic = {} if self.critic is None else self.critic.updates.facts(CRITIC)
         return {
-            counter(""): self.num_updates,
+            **self._updates.facts(""),
             "kl_coefficient": self.kl_coefficient,
             "entropy_weight": self.entropy_weight,
             "entropy_coefficient": self._objective.entropy_coefficient,
@@ -192,12 +193,12 @@ class StepRunner:
         }
 
     def restore(self, facts: Mapping[str, float]) -> None:
-        self._updates.count = int(facts[counter("")])
+        self._updates.restore(facts, "")
         self.kl_coefficient = float(facts["kl_coefficient"])
         self.entropy_weight = float(facts["entropy_weight"])
         self._objective.entropy_coefficient = float(facts["entropy_coefficient"])
         if self.critic is not None:
-            self.critic.updates.count = int(facts[counter(CRITIC)])
+            self.critic.updates.restore(facts, CRITIC)
 
     def _prepared(
         self, weight_version: int, samples: Samples, cohort: BatchFacts, plan: StepPlan
@@ -286,23 +287,23 @@ class StepRunner:
         moves = trains_policy and bool(counts[0])
         with early.timer("optimizer"):
             loss = self._ranks.sum(share.reshape(1).double()).item()
-            taken, rate = self._updates.apply(
-                moves=moves and math.isfinite(loss), num_steps=self.num_steps, scale=scale
+            applied = self._updates.apply(
+                moves=moves, loss=loss, num_steps=self.num_steps, scale=scale
             )
         update = Update(
             loss=loss,
-            grad_norm=taken.grad_norm,
-            learning_rate=rate,
-            applied=math.isfinite(loss) and math.isfinite(taken.grad_norm),
+            grad_norm=applied.taken.grad_norm,
+            learning_rate=applied.learning_rate,
+            outcome=applied.outcome,
             is_empty=not counts[0],
-            expert_counts=taken.expert_counts,
+            expert_counts=applied.taken.expert_counts,
         )
-        if self.critic is not None and update.applied:
+        if self.critic is not None and update.outcome != "not_finite":
             with early.timer("critic"):
-                applied = self.critic.update(
+                outcome = self.critic.update(
                     samples, passes.micros, tally=early.tally, num_steps=self.num_steps
                 )
-            update = replace(update, critic_applied=applied)
+            update = replace(update, critic=outcome)
         return update, passes
 
     def _add(
@@ -321,7 +322,13 @@ class StepRunner:
             )
 
         with early.timer("forward_backward"):
-            passes = self.engine.forward_backward(samples, work, make_loss, may_repeat=may_repeat)
+            passes = self.engine.forward_backward(
+                samples,
+                work,
+                make_loss,
+                may_repeat=may_repeat,
+                loss_scale=self._updates.loss_scale,
+            )
         if self.on_trained is not None:
             for part, logprobs in passes.loss_of.trained:
                 self.on_trained(part, logprobs)
@@ -339,6 +346,10 @@ class StepRunner:
         metrics["kl_coefficient"] = self.kl_coefficient
         if self._spec.algorithm.entropy_target is not None:
             metrics["entropy_coefficient"] = self._objective.entropy_coefficient
+        metrics |= self._updates.describe_scale([update.outcome for update in updates])
+        if self.critic is not None:
+            outcomes = [update.critic for update in updates]
+            metrics |= self.critic.updates.describe_scale(outcomes, "critic_")
         metrics["divided_micro_batches"] = float(early.num_divided)
         metrics["left_out_sequences"] = float(early.left_out.num_sequences)
         return metrics

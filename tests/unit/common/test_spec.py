@@ -33,6 +33,10 @@ from tests.helpers.specs import SMALLEST, changed
             ["trainer.lora.sync", "inplace", "shadow"],
         ),
         (
+            changed(trainer={"dtype": "bfloat16", "loss_scale": {"initial": 1024}}),
+            ["trainer.loss_scale", "trainer.dtype float16"],
+        ),
+        (
             changed(trainer={"lora": {"base_dtype": "nf4"}}),
             ["trainer.lora.base_dtype", "preset", "folder"],
         ),

@@ -86,7 +86,12 @@ def _batch(seed: int = 0, spec: RunSpec = SPEC) -> Samples:
 
 
 def _accumulate(
-    engine: TrainEngine, samples: Samples, micros: Any = ALL[0], *, unit: Tensor | None = None
+    engine: TrainEngine,
+    samples: Samples,
+    micros: Any = ALL[0],
+    *,
+    unit: Tensor | None = None,
+    loss_scale: float = 1.0,
 ) -> PolicyLoss:
     objective = Objective(SPEC.algorithm, correction="bypass", horizon=16)
 
@@ -100,7 +105,9 @@ def _accumulate(
             keeps_logprobs=True,
         )
 
-    passes = engine.forward_backward(samples, micros, make_loss, may_repeat=unit is None)
+    passes = engine.forward_backward(
+        samples, micros, make_loss, may_repeat=unit is None, loss_scale=loss_scale
+    )
     assert passes.micros == micros
     assert passes.loss.isfinite()
     assert passes.work.sequence_tokens > 0
@@ -144,6 +151,8 @@ def test_gradients_add_up_until_a_step_drops_them(name: str) -> None:
     _accumulate(engine, samples)
     half = engine.optimizer_step(0.0, scale=torch.tensor(0.5))
     assert half.grad_norm == pytest.approx(whole.grad_norm / 2, rel=1e-5)
+    _accumulate(engine, samples, loss_scale=1024.0)
+    assert engine.optimizer_step(0.0).grad_norm == pytest.approx(whole.grad_norm * 1024, rel=1e-5)
     _accumulate(engine, samples)
     assert math.isnan(engine.optimizer_step(None).grad_norm)
     assert engine.optimizer_step(0.0).grad_norm == 0

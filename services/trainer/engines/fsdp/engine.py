@@ -135,10 +135,11 @@ class FsdpEngine:
         make_loss: Callable[[Micros], LossT],
         *,
         may_repeat: bool = True,
+        loss_scale: float = 1.0,
     ) -> Passes[LossT]:
         """Adds the gradients of micro-batches; divides and repeats them if they exceed memory."""
         self._fitting.begin()
-        attempt = partial(self._attempt, samples, make_loss)
+        attempt = partial(self._attempt, samples, make_loss, loss_scale)
         passes, _ = self._fitting.run_with_retry(attempt, samples, micros, once=not may_repeat)
         passes.left_out = frozenset(self._fitting.left_out)
         passes.num_divided = self._fitting.num_divided
@@ -146,7 +147,11 @@ class FsdpEngine:
         return passes
 
     def _attempt(
-        self, samples: Samples, make_loss: Callable[[Micros], LossT], micros: Micros
+        self,
+        samples: Samples,
+        make_loss: Callable[[Micros], LossT],
+        loss_scale: float,
+        micros: Micros,
     ) -> Passes[LossT]:
         loss_of = make_loss(micros)
         passes = Passes(loss_of, micros, torch.zeros((), device=self.device), Work())
@@ -162,7 +167,7 @@ class FsdpEngine:
                 if self._balancer is not None:
                     loss += self._balancer.loss(part, loss_of.num_trained, loss_of.tally)
                 # Data parallelism averages gradients over ranks, but the loss is a sum over them.
-                (loss * self.ranks.size).backward()
+                (loss * (self.ranks.size * loss_scale)).backward()
             passes.loss += loss.detach()
             passes.work += packed.work
         return passes
