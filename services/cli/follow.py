@@ -26,6 +26,7 @@ _TOLD = (
     "CheckpointFailed",
     "NoProgress",
     "NothingLearned",
+    "StepSkipped",
     "Advice",
 )
 

@@ -104,7 +104,10 @@ class CriticClient:
             num_steps=num_steps,
             timeout_s=timeout_s,
         )
-        names = ("value_loss", "value_clip_fraction", "seconds_critic", "nonfinite_critic")
+        names = (
+            *("value_loss", "value_clip_fraction", "seconds_critic", "nonfinite_critic"),
+            *("critic_loss_scale", "critic_overflow_updates"),
+        )
         return {name: trained.metrics[name] for name in names if name in trained.metrics}
 
     async def save(self, step: int, *, keep_steps: Sequence[int], timeout_s: float) -> None:

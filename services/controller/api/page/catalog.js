@@ -18,6 +18,8 @@ export const CATALOG = [
     ["Loss", "", [["loss", "loss"]]],
     ["Entropy", "nats", [["entropy", "entropy"]]],
     ["Gradient norm", "", [["norm", "grad_norm"]]],
+    ["Loss scale", "", [["policy", "loss_scale"], ["critic", "critic_loss_scale"]]],
+    ["Overflows in float16", "updates", [["policy", "overflow_updates"], ["critic", "critic_overflow_updates"]]],
   ]],
   ["Off-policy", [
     ["Staleness", "versions", [["mean", "staleness_mean"], ["max", "staleness_max"]]],

@@ -363,15 +363,18 @@ class TrainSteps:
             **self._count_skipped(step),
             "histograms": spread,
         }
-        text = f"trained step {step}"
+        text, events = f"trained step {step}", []
         if trained.skipped:
             data["is_skipped"] = 1.0
             text = f"step {step} did not change the weights: {_why_skipped(trained.metrics)}"
+            events.append(Note("StepSkipped", text, {"step": step}, step))
+        if trained.left_out:
+            events.append(_left_out(step, trained.left_out))
         reported = {**data, "rollouts": {"idle_s": use.idle_s}}
         note = Note("StepCommitted", text, reported, step, None, self.progress.summary(self.ledger))
         await self.journal.commit_step(step, self.ledger, note=note, metrics=data)
-        if trained.left_out:
-            await self.journal.record_event(_left_out(step, trained.left_out))
+        for event in events:
+            await self.journal.record_event(event)
         self.advisor.record_step(data)
         tracing.record(
             "group.settle", self._traces(batch), begin_ns=begin_ns, step=step, outcome="consumed"
@@ -468,5 +471,8 @@ def _left_out(step: int, tokens: Mapping[str, int]) -> Note:
 
 
 def _why_skipped(numbers: Mapping[str, float]) -> str:
+    if numbers.get("overflow_updates") and not numbers.get("nonfinite_updates"):
+        scale = numbers["loss_scale"]
+        return f"gradients overflowed in float16; the next loss scale is {scale:g}"
     names = sorted(name for name, value in numbers.items() if not math.isfinite(value))
     return f"{', '.join(names)} not finite" if names else "no sample could be trained"

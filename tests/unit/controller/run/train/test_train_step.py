@@ -1,6 +1,7 @@
 """A step is committed only if what it trained is within the run's bound."""
 
 import asyncio
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -22,10 +23,14 @@ class Recorder:
     """A journal that records its calls."""
 
     def __init__(self):
-        self.committed = []
+        self.committed, self.events, self.notes = [], [], []
 
     async def commit_step(self, step, ledger, *, note, metrics):
         self.committed.append((step, note.summary["staleness"]))
+        self.notes.append(note)
+
+    async def record_event(self, note, ledger=None):
+        self.events.append(note)
 
 
 class Samples:
@@ -38,12 +43,12 @@ class Samples:
         return KVBatchMeta(partition_id="run_1/train", keys=())
 
 
-def steps_of(ledger, *, staleness_max):
-    """Steps of a run whose trainer reports ``staleness_max``."""
+def steps_of(ledger, *, staleness_max=0.0, skipped=False, **reported):
+    """Steps of a run whose trainer reports ``staleness_max`` and further metrics."""
 
     async def answer(*args, **kwargs):
-        numbers = {"loss": 0.0, "staleness_max": staleness_max, "staleness_mean": 1.0}
-        return TrainedStep(step=1, metrics=numbers, skipped=False)
+        numbers = {"loss": 0.0, "staleness_max": staleness_max, "staleness_mean": 1.0, **reported}
+        return TrainedStep(step=1, metrics=numbers, skipped=skipped)
 
     async def pass_on(samples, **kwargs):
         return samples
@@ -97,3 +102,23 @@ async def test_a_step_that_trained_over_the_bound_fails_the_run_and_is_not_commi
         await steps.train(1, batch_of(ledger), begin=0.0)
     assert steps.journal.committed == []
     assert ledger.count(GroupState.TRAINING) == 1
+
+
+@pytest.mark.parametrize(
+    ("reported", "told"),
+    [
+        ({"overflow_updates": 1.0, "loss_scale": 32768.0, "grad_norm": math.nan}, "32768"),
+        ({"nonfinite_updates": 1.0, "loss": math.nan}, "loss not finite"),
+    ],
+)
+async def test_a_skipped_step_is_committed_and_its_event_says_why(reported, told):
+    ledger = Ledger(max_attempts=3)
+    steps = steps_of(ledger, skipped=True, **reported)
+    await steps.train(1, batch_of(ledger), begin=0.0)
+    assert [step for step, _ in steps.journal.committed] == [1]
+    (note,) = steps.journal.notes
+    assert note.data["is_skipped"] == 1
+    (event,) = steps.journal.events
+    assert (event.type, event.step) == ("StepSkipped", 1)
+    assert told in event.message
+    assert ("float16" in event.message) == ("overflow_updates" in reported)
