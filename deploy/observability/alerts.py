@@ -208,7 +208,7 @@ ALL = (
         lasts="0m",
         severity="page",
         summary="Run {{ $labels.run }} had non-finite numbers",
-        meaning="Losses, gradients or logprobs of the run were NaN or infinite. Such steps leave the weights unchanged.",
+        meaning="Losses, gradients or logprobs of the run were NaN or infinite. Such steps leave the weights unchanged. Overflows of float16, which lower the loss scale, do not count.",
         actions=(
             "A single event is harmless. If it repeats, cancel the run.",
             "Lower the learning rate, or train in float32; check the gradient norm and the divergence before the event.",

@@ -86,6 +86,11 @@ OVERVIEW = Dashboard(
             "Global norm before clipping.",
             newest("slipstream_train_grad_norm"),
         ),
+        Panel(
+            "Loss scale",
+            "Factor of the loss in float16 training. An overflow halves it and skips the update.",
+            newest("slipstream_trainer_loss_scale", "model"),
+        ),
         Row("Speed"),
         Panel(
             "Trained tokens",

@@ -10,6 +10,7 @@ from services.common.telemetry.metrics import STEP
 
 if TYPE_CHECKING:
     from services.trainer.ranks.leader import SavedCheckpoint
+    from services.trainer.steps.step import StepResult
 
 STEPS = Counter("slipstream_trainer_steps_total", "Trained steps by outcome.", ["run", "outcome"])
 STEP_SECONDS = Histogram(
@@ -61,6 +62,14 @@ WEIGHT_VERSION = Gauge("slipstream_trainer_weight_version", "Steps trained.", ["
 NONFINITE = Counter(
     "slipstream_trainer_nonfinite_total", "Non-finite values by kind.", ["run", "what"]
 )
+OVERFLOWS = Counter(
+    "slipstream_trainer_overflow_updates_total",
+    "Updates that overflowed in float16 and were skipped.",
+    ["run", "model"],
+)
+LOSS_SCALE = Gauge(
+    "slipstream_trainer_loss_scale", "Factor of the loss in float16 training.", ["run", "model"]
+)
 LEFT_OUT = Counter(
     "slipstream_trainer_left_out_sequences_total",
     "Sequences that did not fit into memory.",
@@ -90,15 +99,13 @@ _NONFINITE = ("reward", "logprob", "loss", "grad", "critic")
 _KL_PAIRS = {"kl_rollout": "policy_rollout", "kl_ref": "policy_ref"}
 
 
-def observe_step(run: str, step: int, metrics: Mapping[str, float], *, skipped: bool) -> None:
-    """Exports the metrics of a step.
-
-    Args:
-        metrics: Metrics by name, reduced over all ranks.
-        skipped: True if the weights did not change.
-    """
-    STEPS.labels(run, "skipped_nonfinite" if skipped else "ok").inc()
+def observe_step(run: str, step: int, result: "StepResult") -> None:
+    """Exports the metrics of a step."""
+    metrics = result.metrics
+    skipped = "skipped_overflow" if result.overflowed else "skipped_nonfinite"
+    STEPS.labels(run, skipped if result.skipped else "ok").inc()
     WEIGHT_VERSION.labels(run).set(step)
+    observe_loss_scale(run, metrics)
     for name, value in metrics.items():
         if name.startswith("seconds_"):
             STEP_SECONDS.labels(run, name.removeprefix("seconds_")).observe(value)
@@ -119,6 +126,14 @@ def observe_step(run: str, step: int, metrics: Mapping[str, float], *, skipped: 
         TOKEN_RATE.labels(run).set(metrics["tokens_per_s"])
         TOKENS.labels(run, "response").inc(metrics["response_tokens"])
         TOKENS.labels(run, "prompt").inc(metrics["tokens"] - metrics["response_tokens"])
+
+
+def observe_loss_scale(run: str, metrics: Mapping[str, float]) -> None:
+    """Exports the loss scales of a step and its updates that overflowed."""
+    for model, prefix in (("policy", ""), ("critic", "critic_")):
+        if f"{prefix}loss_scale" in metrics:
+            LOSS_SCALE.labels(run, model).set(metrics[f"{prefix}loss_scale"])
+            OVERFLOWS.labels(run, model).inc(metrics[f"{prefix}overflow_updates"])
 
 
 def begin_run(run: str) -> None:

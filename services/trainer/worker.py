@@ -44,7 +44,7 @@ async def serve_trainer(settings: TrainerSettings) -> None:
         )
 
         def on_step(step: int, result: StepResult) -> None:
-            metrics.observe_step(settings.run_id, step, result.metrics, skipped=result.skipped)
+            metrics.observe_step(settings.run_id, step, result)
             session.report(weight_version=step)
 
         def on_saving(activity: str, gauges: Mapping[str, float]) -> None:
@@ -160,6 +160,7 @@ def _reporter(run_id: str, report: Callable[[int], None]) -> Callable[[int, Step
         metrics.STEP_SECONDS.labels(run_id, "critic").observe(spent)
         nonfinite = result.metrics.get("nonfinite_critic", 0.0)
         metrics.NONFINITE.labels(run_id, "critic").inc(nonfinite)
+        metrics.observe_loss_scale(run_id, result.metrics)
         report(step)
 
     return on_step
