@@ -167,8 +167,8 @@ def shared_gpus(spec: RunSpec) -> str:
     return text
 
 
-def bfloat16_slowdown() -> float:
-    """Measures the ratio of a matrix product's time in bfloat16 to its time in float32 on this CPU."""
+def half_slowdown(name: str) -> float:
+    """Measures the ratio of a matrix product's time in a 16-bit dtype to its time in float32 on this CPU."""
     import torch
 
     def seconds(dtype: torch.dtype) -> float:
@@ -180,14 +180,14 @@ def bfloat16_slowdown() -> float:
             times.append(time.perf_counter() - begin)
         return min(times)
 
-    return seconds(torch.bfloat16) / seconds(torch.float32)
+    return seconds(getattr(torch, name)) / seconds(torch.float32)
 
 
-def slow_settings(spec: RunSpec, slowdown: Callable[[], float] = bfloat16_slowdown) -> str:
+def slow_settings(spec: RunSpec, slowdown: Callable[[str], float] = half_slowdown) -> str:
     """Returns a note about trainer settings that are slow on this machine; empty if there are none.
 
     Args:
-        slowdown: Measures the slowdown of bfloat16 on the CPU.
+        slowdown: Measures the slowdown of a 16-bit dtype on the CPU.
     """
     if not has_gpus():
         return "; ".join(_slow_on_cpus(spec, slowdown))
@@ -201,10 +201,11 @@ def slow_settings(spec: RunSpec, slowdown: Callable[[], float] = bfloat16_slowdo
     return "on GPUs " + "; ".join(faster) if faster else ""
 
 
-def _slow_on_cpus(spec: RunSpec, slowdown: Callable[[], float]) -> Iterator[str]:
-    if spec.trainer.dtype == "bfloat16" and (times := slowdown()) >= _NOTABLE_SLOWDOWN:
+def _slow_on_cpus(spec: RunSpec, slowdown: Callable[[str], float]) -> Iterator[str]:
+    dtype = spec.trainer.dtype
+    if dtype != "float32" and (times := slowdown(dtype)) >= _NOTABLE_SLOWDOWN:
         yield (
-            f"trainer.dtype is bfloat16, but on this machine's CPU a matrix product takes {times:.2g} times "
+            f"trainer.dtype is {dtype}, but on this machine's CPU a matrix product takes {times:.2g} times "
             "as long as in float32; set trainer.dtype to float32"
         )
     if spec.trainer.compile:

@@ -66,6 +66,16 @@ def quantization_problems(config: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
+def precision_problems(spec: RunSpec, config: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a problem if the model's states can exceed the range of float16."""
+    kind = str(config.get("model_type"))
+    if spec.trainer.dtype == "float16" and FAMILIES.get(kind, Family()).exceeds_float16:
+        yield (
+            f"trainer.dtype is float16, but states of models of the type {kind!r} can exceed its range; set "
+            "trainer.dtype to bfloat16"
+        )
+
+
 def adapter_problems(spec: RunSpec, config: Mapping[str, Any]) -> Iterator[str]:
     """Yields problems of LoRA targets that have other names in this model family, or do not exist."""
     if spec.trainer.lora is None or config.get("model_type") not in FAMILIES:
@@ -448,6 +458,7 @@ def _model(spec: RunSpec) -> Iterator[str]:
             problems = problems or [str(error)]
     yield from problems
     yield from quantization_problems(config)
+    yield from precision_problems(spec, config)
     yield from adapter_problems(spec, config)
     yield from mixture_problems(spec, config)
     yield from engine_problems(spec, config)

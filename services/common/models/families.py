@@ -47,6 +47,8 @@ class Family:
     """True if each attention head has a sink: a score that takes weight and contributes no value."""
     fixed_by_alpha: bool = False
     """True if ``alpha`` fixes rotary frequencies of type ``dynamic``."""
+    exceeds_float16: bool = False
+    """True if its states can exceed 65,504; vLLM refuses these families in float16."""
 
 
 _GATED_DELTA = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
@@ -61,7 +63,7 @@ FAMILIES: Mapping[str, Family] = {
     "olmo2": Family(),
     "olmo3": Family(),
     "glm": Family(),
-    "glm4": Family(),
+    "glm4": Family(exceeds_float16=True),
     "smollm3": Family(tensor_parallel=True),
     "starcoder2": Family(windowed=True),
     "seed_oss": Family(tensor_parallel=True),
@@ -69,8 +71,8 @@ FAMILIES: Mapping[str, Family] = {
     "hunyuan_v1_dense": Family(fixed_by_alpha=True),
     "exaone4": Family(tensor_parallel=True),
     "gemma": Family(tensor_parallel=True),
-    "gemma2": Family(tensor_parallel=True),
-    "gemma3_text": Family(tensor_parallel=True),
+    "gemma2": Family(tensor_parallel=True, exceeds_float16=True),
+    "gemma3_text": Family(tensor_parallel=True, exceeds_float16=True),
     "cohere": Family(),
     "cohere2": Family(),
     "granite": Family(tensor_parallel=True),

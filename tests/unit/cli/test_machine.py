@@ -10,7 +10,7 @@ from transformers import Qwen2Config
 
 from services.cli import machine
 from services.cli.machine import (
-    bfloat16_slowdown,
+    half_slowdown,
     machine_defaults,
     memory_problems,
     shared_gpus,
@@ -97,6 +97,8 @@ def test_gpus_need_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         ("org/model", {"dtype": "bfloat16", "compile": True}, "0", ""),
         ("org/model", {}, "", ""),
         ("tiny:qwen2-0.4m", {"dtype": "bfloat16"}, "", "trainer.dtype is bfloat16"),
+        ("tiny:qwen2-0.4m", {"dtype": "float16"}, "", "trainer.dtype is float16"),
+        ("org/model", {"dtype": "float16"}, "0", "trainer.compile: true"),
         ("tiny:qwen2-0.4m", {"compile": True}, "", "trainer.compile is true"),
         ("tiny:qwen2-0.4m", {}, "0", ""),
     ],
@@ -108,18 +110,18 @@ def test_a_note_lists_slow_settings(
     document = spec().model_dump(exclude_unset=True)
     document["model"]["path"] = path
     document["trainer"] |= trainer
-    found = slow_settings(RunSpec.model_validate(document), lambda: 58.0)
+    found = slow_settings(RunSpec.model_validate(document), lambda dtype: 58.0)
     assert told in found
     assert bool(found) == bool(told)
 
 
-def test_bfloat16_on_a_cpu_that_computes_it_fast_is_not_worth_a_note(
+def test_a_16_bit_dtype_on_a_cpu_that_computes_it_fast_is_not_worth_a_note(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     run = spec_with(trainer={"dtype": "bfloat16"})
-    assert slow_settings(run, lambda: 1.1) == ""
-    assert bfloat16_slowdown() > 0
+    assert slow_settings(run, lambda dtype: 1.1) == ""
+    assert half_slowdown("float16") > 0
 
 
 @pytest.mark.parametrize(

@@ -190,6 +190,21 @@ def test_adapters_of_experts_that_a_family_lacks_are_rejected_by_its_config_alon
         check(spec)
 
 
+@pytest.mark.parametrize(("kind", "is_refused"), [("gemma2", True), ("qwen2", False)])
+def test_float16_is_rejected_for_families_that_exceed_its_range(tmp_path, kind, is_refused):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": kind, "vocab_size": 300}))
+    spec = spec_with(
+        tmp_path,
+        model={"path": str(folder), "tokenizer": "bytes"},
+        trainer={"dtype": "float16"},
+    )
+    with pytest.raises(SpecError) as found:
+        check(spec)
+    assert ("trainer.dtype" in str(found.value)) == is_refused
+
+
 def test_a_quantized_base_of_a_mixture_is_rejected_by_its_config_alone(tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
