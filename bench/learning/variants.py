@@ -48,6 +48,8 @@ VARIANTS = {
         )
     ),
     "gmpo": Variant(settings=("algorithm.loss=gmpo",)),
+    "vespo": Variant(settings=("algorithm.loss=vespo",)),
+    "m2po": Variant(settings=("algorithm.loss=m2po",)),
     "clip-cov": Variant(settings=("algorithm.loss=clip_cov",)),
     "kl-cov": Variant(settings=("algorithm.loss=kl_cov",)),
     "maxrl": Variant(settings=("algorithm.advantage=maxrl",)),

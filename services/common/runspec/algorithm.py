@@ -79,10 +79,10 @@ class AlgorithmSpec(SpecPart):
     ``length_adaptive`` (alpha of VAPO's lambda by length, arXiv:2504.05118; paper: 0.05), ``gdpo``
     ``weights`` (weight of each reward term by name)."""
     loss: str = Field("ppo", json_schema_extra={"examples": [*LOSSES]})
-    """Policy loss: ``ppo``, ``gspo``, ``cispo``, ``aipo``, ``sapo``, ``dppo``, ``gmpo``, ``clip_cov``,
-    ``kl_cov``, ``reinforce``, or your own function ``module:function`` / ``file.py:function``,
-    which receives ``LossTokens``. ``gspo`` (with default clip distances of 3e-4 and 4e-4),
-    ``gmpo`` (.4 and .4, of log-ratios) and ``sapo`` have the default aggregation
+    """Policy loss: ``ppo``, ``gspo``, ``cispo``, ``aipo``, ``sapo``, ``dppo``, ``gmpo``, ``vespo``,
+    ``m2po``, ``clip_cov``, ``kl_cov``, ``reinforce``, or your own function ``module:function`` /
+    ``file.py:function``, which receives ``LossTokens``. ``gspo`` (with default clip distances of
+    3e-4 and 4e-4), ``gmpo`` (.4 and .4, of log-ratios) and ``sapo`` have the default aggregation
     ``seq-mean-token-mean``; ``dppo`` bounds a divergence, by default .15. ``distill`` is the
     divergence from the ``teacher``'s distribution of each token. Three losses train on
     answers in ``data.train`` and sample no responses: ``sft`` is their cross entropy, ``dpo``
@@ -90,9 +90,10 @@ class AlgorithmSpec(SpecPart):
     preferred one higher."""
     loss_arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of your own loss function, or of a built-in one. ``dppo``: ``divergence``
-    (``tv`` or ``kl``) and ``ratio_max``; ``clip_cov``: ``fraction``, ``low`` and ``high``;
-    ``kl_cov``: ``fraction`` and ``coefficient``; ``distill``: ``divergence`` (``forward_kl``,
-    ``reverse_kl``, the default, or ``jsd``), ``beta`` (weight of the teacher in ``jsd``) and
+    (``tv`` or ``kl``) and ``ratio_max``; ``vespo``: ``k_positive``, ``lambda_positive``,
+    ``k_negative`` and ``lambda_negative``; ``m2po``: ``second_moment``; ``clip_cov``: ``fraction``,
+    ``low`` and ``high``; ``kl_cov``: ``fraction`` and ``coefficient``; ``distill``: ``divergence``
+    (``forward_kl``, ``reverse_kl``, the default, or ``jsd``), ``beta`` (weight of the teacher in ``jsd``) and
     ``top_k`` (tokens of the teacher that are compared, by default 64; null compares the whole
     vocabulary); ``reward_model``: ``center``, the factor of the
     square of a pair's summed rewards. Other settings are keys of ``algorithm``."""

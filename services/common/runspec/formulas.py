@@ -82,6 +82,26 @@ class DppoArguments(SpecPart):
     """Max importance weight of a token."""
 
 
+class VespoArguments(SpecPart):
+    """Arguments of the loss ``vespo``: its kernel is ``W**k * exp(lambda * (1 - W))``."""
+
+    k_positive: float = Field(2.0, ge=0)
+    """Exponent for advantages that are not negative."""
+    lambda_positive: float = Field(3.0, gt=0)
+    """Decay for advantages that are not negative."""
+    k_negative: float = Field(3.0, ge=0)
+    """Exponent for negative advantages."""
+    lambda_negative: float = Field(2.0, gt=0)
+    """Decay for negative advantages."""
+
+
+class M2poArguments(SpecPart):
+    """Arguments of the loss ``m2po``."""
+
+    second_moment: float = Field(0.04, gt=0)
+    """Max mean of the squared log-ratios of the tokens whose gradient leads away from the old policy."""
+
+
 class ClipCovArguments(SpecPart):
     """Arguments of the loss ``clip_cov``."""
 
@@ -168,6 +188,9 @@ LOSSES: Final[Mapping[str, LossKind]] = {
         keys=("clip_low", "clip_high"),
         defaults={"clip_low": 0.4, "clip_high": 0.4, "aggregation": "seq-mean-token-mean"},
     ),
+    # Its weight is already the one to the rollout policy.
+    "vespo": LossKind(function=f"{_LOSSES}:vespo", arguments=VespoArguments, weighted="never"),
+    "m2po": LossKind(function=f"{_LOSSES}:m2po", arguments=M2poArguments),
     "clip_cov": LossKind(
         function=f"{_LOSSES}:clip_cov", keys=("clip_low", "clip_high"), arguments=ClipCovArguments
     ),

@@ -264,6 +264,65 @@ def gmpo(tokens: LossTokens, *, clip_low: float, clip_high: float) -> TokenLoss:
     return TokenLoss(values, {"clip_fraction": is_clipped.to(values.dtype)})
 
 
+def vespo(
+    tokens: LossTokens,
+    *,
+    k_positive: float,
+    lambda_positive: float,
+    k_negative: float,
+    lambda_negative: float,
+) -> TokenLoss:
+    """REINFORCE weighted by a kernel of the sequence's importance weight (VESPO, arXiv:2602.10693).
+
+    The kernel of the weight ``W``, the product of the ratios to the sampling policy, is
+    ``W**k * exp(lambda * (1 - W))``: 1 for a weight of 1, and near 0 for small and for large weights.
+
+    Args:
+        k_positive: Exponent for advantages that are not negative.
+        lambda_positive: Decay for advantages that are not negative.
+        k_negative: Exponent for negative advantages.
+        lambda_negative: Decay for negative advantages.
+
+    Returns:
+        Token loss with ``kernel_mean``, the kernel.
+    """
+    advantages, segments = tokens.advantages, tokens.segments
+    log_ratio = log_ratio_of(tokens.logprobs.detach(), tokens.rollout_logprobs)
+    of_sequences = segments.sum(torch.where(tokens.mask, log_ratio, 0.0))
+    log_weight = segments.expand(of_sequences.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+    negative = advantages < 0
+    k = torch.full_like(advantages, k_positive).masked_fill(negative, k_negative)
+    decay = torch.full_like(advantages, lambda_positive).masked_fill(negative, lambda_negative)
+    kernel = torch.exp(k * log_weight - decay * torch.expm1(log_weight))
+    return TokenLoss(-kernel * advantages * tokens.logprobs, {"kernel_mean": kernel})
+
+
+def m2po(tokens: LossTokens, *, second_moment: float) -> TokenLoss:
+    """Policy gradient that bounds the second moment of the log-ratios (M2PO, arXiv:2510.01161, algorithm 1).
+
+    Of the tokens whose gradient leads further away from the old policy, those with the largest squared
+    log-ratios are masked, until the mean of the others is at most ``second_moment``. The mean is that of the
+    micro-batch.
+
+    Args:
+        second_moment: Max mean of the squared log-ratios.
+
+    Returns:
+        Token loss with ``clip_fraction``, the masked tokens.
+    """
+    log_ratio, advantages = log_ratio_of(tokens.logprobs, tokens.old_logprobs), tokens.advantages
+    squares = log_ratio.detach().square()
+    leaves = tokens.mask & (log_ratio.detach() * advantages > 0)
+    ascending, order = torch.where(leaves, squares, torch.inf).sort(stable=True)
+    # The mean of the smallest squares grows with their number.
+    counts = torch.arange(1, len(squares) + 1, device=squares.device)
+    fits = ascending.cumsum(0) <= second_moment * counts
+    kept = torch.zeros_like(leaves).scatter(0, order, fits)
+    masked = leaves & ~kept
+    values = torch.where(masked, 0.0, -advantages * torch.exp(log_ratio))
+    return TokenLoss(values, {"clip_fraction": masked.to(values.dtype)})
+
+
 def clip_cov(
     tokens: LossTokens,
     *,

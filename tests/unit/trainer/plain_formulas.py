@@ -193,7 +193,9 @@ def plain_objective(
                 base = batch.rollout[i][t] if spec.loss == "aipo" else old[t]
                 ratio = torch.exp(torch.clamp(lp - base, -20.0, 20.0))
             loss = plain_token_loss(spec, ratio, lp, a, old[t])
-            if correction == "decoupled" and spec.loss != "aipo":
+            if spec.loss == "vespo":
+                loss = -plain_kernel(spec, logprobs[i], batch.rollout[i], a, kept) * a * lp
+            if correction == "decoupled" and spec.loss not in ("aipo", "vespo"):
                 loss = loss * weight
             if correction == "bypass" and spec.loss == "reinforce":
                 loss = loss * weight
@@ -227,6 +229,17 @@ def plain_geometric_mean(
             term = torch.clamp(term, min=-spec.clip_low)
         terms.append(term)
     return torch.exp(torch.stack(terms).mean())
+
+
+def plain_kernel(
+    spec: AlgorithmSpec, logprobs: Any, rollout: Any, advantage: float, kept: list[int]
+) -> float:
+    given = spec.arguments_of_loss
+    sign = "negative" if advantage < 0 else "positive"
+    k, decay = given[f"k_{sign}"], given[f"lambda_{sign}"]
+    log_weight = sum(max(-20.0, min(20.0, logprobs[t].item() - rollout[t])) for t in kept)
+    weight = math.exp(max(-20.0, min(20.0, log_weight)))
+    return float(weight**k * math.exp(decay * (1.0 - weight)))
 
 
 def plain_leaves_trust_region(spec: AlgorithmSpec, lp: float, old: float, a: float) -> bool:

@@ -22,7 +22,7 @@ from tests.unit.trainer.plain_formulas import (
 ADVANTAGES = (
     "grpo", "dr_grpo", "rloo", "maxrl", "opo", "pass_at_k", "reinforce_pp", "reinforce_pp_baseline", "gae",
 )  # fmt: skip
-LOSSES = ("ppo", "gspo", "cispo", "aipo", "sapo", "dppo", "gmpo", "reinforce")
+LOSSES = ("ppo", "gspo", "cispo", "aipo", "sapo", "dppo", "gmpo", "vespo", "reinforce")
 AGGREGATIONS = (
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean",
 )  # fmt: skip
@@ -41,11 +41,14 @@ def draw_spec(seed: int) -> tuple[AlgorithmSpec, str]:
         }
         for _ in range(pick.choice((0, 0, 1, 2)))
     ]
-    arguments = {"divergence": pick.choice(("tv", "kl")), "ratio_max": pick.choice((1.5, 20.0))}
+    arguments = {
+        "dppo": {"divergence": pick.choice(("tv", "kl")), "ratio_max": pick.choice((1.5, 20.0))},
+        "vespo": {"k_positive": pick.choice((0.0, 1.1)), "lambda_negative": 0.7},
+    }
     spec = AlgorithmSpec.model_validate(
         {
             "loss": loss,
-            "loss_arguments": arguments if loss == "dppo" else {},
+            "loss_arguments": arguments.get(loss, {}),
             "aggregation": pick.choice(AGGREGATIONS),
             "dual_clip": pick.choice((None, 3.0)),
             "kl": {"coefficient": pick.choice((0.0, 0.1))},
