@@ -6,6 +6,9 @@ products alone. So trainer, rollouts and exports agree on the base without sendi
 ``nf4`` is the 4-bit type of QLoRA (arXiv:2305.14314, appendix E), with the bytes of bitsandbytes; ``int8`` is
 symmetric and linear. The operations are plain ones of torch: other kernels do not promise equal bits on a CPU
 and on a GPU.
+
+Weights that an engine serves in FP8 are rounded by :func:`fp8_rounded`: one scale per matrix, or per block of
+128 x 128 values.
 """
 
 from collections.abc import Mapping
@@ -17,6 +20,12 @@ import torch
 from torch import Tensor
 
 BaseDtype = Literal["int8", "nf4"]
+Fp8 = Literal["fp8", "fp8_block"]
+"""FP8 of an engine (``rollout.quantization``): a scale per matrix, or per block of weights."""
+FP8_BLOCK: Final = 128
+"""Rows and columns with a common scale in ``fp8_block``; also the consecutive inputs with one."""
+_MAX_FP8: Final = 448.0
+_MIN_SCALE: Final = 1e-12
 BLOCK: Final = 64
 """Number of consecutive values with a common scale, the maximum of their magnitudes."""
 _BITS: Final[Mapping[str, int]] = {"int8": 8, "nf4": 4}
@@ -142,6 +151,73 @@ def without_padding(blocks: Tensor, shape: tuple[int, ...]) -> Tensor:
 def rounded(weight: Tensor, kind: BaseDtype) -> Tensor:
     """Returns the values of a weight after quantization."""
     return dequantize(*quantize(weight, kind), tuple(weight.shape))
+
+
+def is_fp8(name: str, shape: tuple[int, ...]) -> bool:
+    """Returns True for the weights that an engine with FP8 weights rounds.
+
+    These are matrices of decoder layers and of their experts, but not routers: a change of an expert costs
+    more than the product.
+    """
+    if ".layers." not in name or name.endswith(".gate.weight"):
+        return False
+    return is_quantized(name, shape) or (len(shape) == 3 and ".experts." in name)
+
+
+def fp8_bytes(
+    shapes: Mapping[str, tuple[int, ...]], kind: Fp8, *, item: int
+) -> tuple[float, float]:
+    """Returns the bytes of an engine's weights in FP8, and of the largest layer's in its own dtype.
+
+    Args:
+        shapes: Shapes of all weights by name.
+        item: Bytes of a value that is not in FP8.
+    """
+    total, largest = 0.0, 0.0
+    for name, shape in shapes.items():
+        count = prod(shape)
+        if not is_fp8(name, shape):
+            total += item * count
+            continue
+        matrices = prod(shape[:-2])
+        blocks = prod(-(-size // FP8_BLOCK) for size in shape[-2:]) if kind == "fp8_block" else 1
+        total += count + 4 * matrices * blocks
+        # Engines fuse two matrices of the same inputs, except experts, which are fused already.
+        largest = max(largest, float(item * count * (2 if matrices == 1 else 1)))
+    return total, largest
+
+
+def fp8_rounded(weight: Tensor, kind: Fp8) -> Tensor:
+    """Returns the values of weights ``[..., out, in]`` after rounding to FP8 (E4M3), in their dtype.
+
+    Each matrix of the last two dimensions has its own scales. Scales and products are float32.
+    """
+    if kind == "fp8":
+        return _fp8_values(weight, weight.abs().amax((-2, -1), keepdim=True))
+    rows, columns = weight.shape[-2:]
+    padding = (0, -columns % FP8_BLOCK, 0, -rows % FP8_BLOCK)
+    padded = torch.nn.functional.pad(weight, padding)
+    blocks = padded.unflatten(-1, (-1, FP8_BLOCK)).unflatten(-3, (-1, FP8_BLOCK))
+    values = _fp8_values(blocks, blocks.abs().amax((-3, -1), keepdim=True))
+    return values.flatten(-4, -3).flatten(-2, -1)[..., :rows, :columns]
+
+
+def fp8_rounded_inputs(inputs: Tensor, kind: Fp8) -> Tensor:
+    """Returns inputs ``[..., in]`` of a product after rounding to FP8.
+
+    Each token has its own scale, or with ``fp8_block`` one for each 128 consecutive values.
+    """
+    if kind == "fp8":
+        return _fp8_values(inputs, inputs.abs().amax(-1, keepdim=True))
+    size = inputs.shape[-1]
+    groups = torch.nn.functional.pad(inputs, (0, -size % FP8_BLOCK)).unflatten(-1, (-1, FP8_BLOCK))
+    return _fp8_values(groups, groups.abs().amax(-1, keepdim=True)).flatten(-2)[..., :size]
+
+
+def _fp8_values(values: Tensor, largest: Tensor) -> Tensor:
+    scales = (largest.float() / _MAX_FP8).clamp(min=_MIN_SCALE)
+    relative = (values.float() / scales).clamp(-_MAX_FP8, _MAX_FP8)
+    return (relative.to(torch.float8_e4m3fn).float() * scales).to(values.dtype)
 
 
 @lru_cache(maxsize=16)

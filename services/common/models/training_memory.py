@@ -21,6 +21,7 @@ from services.common.models.loading import build_model, stored_tensors
 from services.common.models.quantization import (
     PART_BYTES,
     base_bytes,
+    fp8_bytes,
     largest_quantized,
     moment_bytes,
 )
@@ -31,6 +32,8 @@ from services.common.runspec.weight_modes import MODES
 
 _BLOCK_TOKENS: Final = 16
 _BLOCKS_SPARE: Final = 1.05
+# Copies of a layer while it is quantized: received, loaded, and a second time to verify it.
+_QUANTIZING: Final = 4
 
 
 def kv_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
@@ -55,14 +58,20 @@ def required_kv_tokens(spec: RunSpec, config: PretrainedConfig) -> int:
     return int(_BLOCKS_SPARE * maximum)
 
 
-def kv_bytes(spec: RunSpec, config: PretrainedConfig, dtype: torch.dtype) -> float:
+def cache_dtype(spec: RunSpec) -> torch.dtype:
+    """Returns the dtype of a rollout's KV cache."""
+    dtype: torch.dtype = getattr(torch, spec.trainer.dtype)
+    return dtype if spec.rollout.kv_cache_dtype is None else torch.float8_e4m3fn
+
+
+def kv_bytes(spec: RunSpec, config: PretrainedConfig) -> float:
     """Returns the bytes of a rollout's KV cache: the configured size, or the size that it can use."""
     kind, arguments = engine_kind(spec.rollout.engine), spec.rollout.engine_arguments
     given = arguments.get(kind.cache_argument or "")
     if given is not None and kind.cache_in_bytes:
         return float(given)
     tokens = required_kv_tokens(spec, config) if given is None else int(given)
-    return float(tokens * kv_bytes_per_token(config, dtype))
+    return float(tokens * kv_bytes_per_token(config, cache_dtype(spec)))
 
 
 Stays = Literal["all", "state", "nothing"]
@@ -81,10 +90,9 @@ def resident_memory(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) 
     """
     if not spec.colocated_rollouts:
         return "nothing"
-    dtype = getattr(torch, spec.trainer.dtype)
-    weights, size = weight_bytes(config, dtype), spec.engine_gpus
+    size = spec.engine_gpus
     # If there are fewer KV heads than GPUs, each GPU of an engine has a copy of them.
-    engine = weight_copies(spec) * weights / size + kv_bytes(spec, config, dtype) + ENGINE
+    engine = _rollout_weights(spec, shapes_of(config)) + kv_bytes(spec, config) + ENGINE
     engines = spec.colocated_rollouts * size / spec.trainer.world_size
     for stays in ("all", "state"):
         kept = _kept(stays, spec, config, gpu_bytes=gpu_bytes)
@@ -229,6 +237,27 @@ def weight_copies(spec: RunSpec) -> int:
     return 1 if spec.sends_adapters or MODES[spec.weight_sync.mode].is_in_place else 2
 
 
+def served_weights(spec: RunSpec, shapes: Mapping[str, tuple[int, ...]]) -> tuple[float, float]:
+    """Returns the bytes of an engine's live weights, and of its memory for quantizing new ones.
+
+    Args:
+        shapes: Result of :func:`shapes_of` for its model.
+    """
+    item, kind = getattr(torch, spec.trainer.dtype).itemsize, spec.rollout.quantization
+    if kind is None or engine_kind(spec.rollout.engine).quantizations.get(kind) is None:
+        return item * _num_weights(shapes), 0.0
+    weights, largest = fp8_bytes(shapes, kind, item=item)
+    return weights, _QUANTIZING * largest
+
+
+def _rollout_weights(spec: RunSpec, shapes: Mapping[str, tuple[int, ...]]) -> float:
+    """Returns the bytes of live and received weights on each GPU of a rollout."""
+    live, quantizing = served_weights(spec, shapes)
+    dtype: torch.dtype = getattr(torch, spec.trainer.dtype)
+    sent = dtype.itemsize * _num_weights(shapes)
+    return (live + (weight_copies(spec) - 1) * sent) / spec.engine_gpus + quantizing
+
+
 def _min_engine_bytes(
     spec: RunSpec,
     config: PretrainedConfig,
@@ -237,10 +266,8 @@ def _min_engine_bytes(
     gpu_bytes: int,
 ) -> float:
     """Returns the min. bytes of an engine on a GPU that it shares with a running trainer."""
-    dtype: torch.dtype = getattr(torch, spec.trainer.dtype)
-    weights = dtype.itemsize * _num_weights(shapes) / spec.engine_gpus
-    cache = min(kv_bytes(spec, config, dtype), _KV_SHARE * gpu_bytes)
-    return weight_copies(spec) * weights + cache + ENGINE
+    cache = min(kv_bytes(spec, config), _KV_SHARE * gpu_bytes)
+    return _rollout_weights(spec, shapes) + cache + ENGINE
 
 
 def _memory_of(

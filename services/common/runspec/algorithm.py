@@ -144,8 +144,9 @@ class AlgorithmSpec(SpecPart):
     correction: Literal["auto", "bypass", "decoupled", "none"] = "auto"
     """Off-policy correction. ``bypass``: the sampling policy is the baseline of the PPO ratio.
     ``decoupled``: tokens are weighted by the ratio of the proximal to the sampling policy, and
-    the loss clips around the proximal policy. ``auto``: ``bypass`` with one update per batch,
-    otherwise ``decoupled``. ``none`` is rejected if training is asynchronous."""
+    the loss clips around the proximal policy. ``auto``: ``bypass`` with one update per batch and
+    rollouts in the trainer's precision, otherwise ``decoupled``. ``none`` is rejected if training is
+    asynchronous or rollouts are quantized."""
     proximal: Literal["computed", "interpolated"] = "computed"
     """Source of the proximal logprobs for ``decoupled``. ``computed``: a forward pass over the
     batch. ``interpolated``: an interpolation between the logprobs of the policy that sampled a
@@ -240,11 +241,16 @@ class AlgorithmSpec(SpecPart):
         return self.correction_normalize or self.rejection_denominator == "kept"
 
     def resolved_correction(
-        self, *, updates_per_step: int
+        self, *, updates_per_step: int, is_quantized: bool = False
     ) -> Literal["bypass", "decoupled", "none"]:
-        """Returns the correction; ``auto`` is ``bypass`` with one update per batch, else ``decoupled``."""
+        """Returns the correction.
+
+        ``auto`` is ``bypass`` with one update per batch, else ``decoupled``. With quantized rollouts it is
+        always ``decoupled``: under ``bypass`` their rounding would use up the clip range, which is meant for
+        the policy's own change.
+        """
         if self.correction == "auto":
-            return "bypass" if updates_per_step == 1 else "decoupled"
+            return "bypass" if updates_per_step == 1 and not is_quantized else "decoupled"
         return self.correction
 
     @model_validator(mode="before")

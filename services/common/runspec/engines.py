@@ -52,6 +52,15 @@ class EngineKind:
     instead."""
     length_argument: str | None = None
     """Argument with the max tokens of a prompt and its response together."""
+    quantizations: Mapping[str, str | None] = field(default_factory=dict)
+    """Values of ``rollout.quantization``, each with that of the engine's argument ``quantization``; None if
+    it has no such argument."""
+    cache_dtypes: Mapping[str, str] = field(default_factory=dict)
+    """Values of ``rollout.kv_cache_dtype``, each with that of the engine's argument ``kv_cache_dtype``."""
+    quantizes_on_cpu: bool = False
+    """True if the engine supports ``quantizations`` on a CPU."""
+    why_unquantized: str = ""
+    """Reason why the engine has no ``quantizations``, for people."""
     has_model: bool = True
     """True if the engine loads a model and takes GPU memory."""
     most_running: int = 1024
@@ -153,6 +162,8 @@ ENGINES: Final[Mapping[str, EngineKind]] = {
         is_writable=True,
         reports_masks=True,
         sleeps=True,
+        quantizations={"fp8": None, "fp8_block": None},
+        quantizes_on_cpu=True,
         invariant_environment={},
     ),
     "vllm": EngineKind(
@@ -165,7 +176,7 @@ ENGINES: Final[Mapping[str, EngineKind]] = {
                 *("enable_expert_parallel", "enable_eplb", "disable_custom_all_reduce"),
                 *("max_model_len", "max_num_batched_tokens", "max_num_partial_prefills"),
                 *("gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override"),
-                *("block_size", "cpu_offload_gb", "kv_cache_dtype", "quantization", "seed"),
+                *("block_size", "cpu_offload_gb", "seed"),
                 *("enforce_eager", "enable_prefix_caching", "enable_chunked_prefill"),
                 *(
                     "async_scheduling",
@@ -185,7 +196,13 @@ ENGINES: Final[Mapping[str, EngineKind]] = {
             "logprobs_mode": "",
             "scheduler_cls": "",
             "enable_sleep_mode": "topology.placement",
+            "quantization": "rollout.quantization",
+            "quantization_config": "rollout.quantization",
+            "kv_cache_dtype": "rollout.kv_cache_dtype",
         },
+        # Its layerwise reload quantizes each layer again.
+        quantizations={"fp8": "fp8_per_tensor", "fp8_block": "fp8_per_block"},
+        cache_dtypes={"fp8": "fp8"},
         sleeps=True,
         gpu_arguments=(
             "tensor_parallel_size",
@@ -249,8 +266,6 @@ ENGINES: Final[Mapping[str, EngineKind]] = {
                 *(
                     "mem_fraction_static",
                     "cpu_offload_gb",
-                    "kv_cache_dtype",
-                    "quantization",
                     "page_size",
                 ),
                 *("attention_backend", "prefill_attention_backend", "decode_attention_backend"),
@@ -273,7 +288,11 @@ ENGINES: Final[Mapping[str, EngineKind]] = {
             "skip_tokenizer_init": "",
             "custom_weight_loader": "",
             "enable_memory_saver": "topology.placement",
+            "quantization": "rollout.quantization",
+            "kv_cache_dtype": "rollout.kv_cache_dtype",
         },
+        cache_dtypes={"fp8": "fp8_e4m3"},
+        why_unquantized="its quantized parameters do not accept new weights",
         sleeps=True,
         gpu_arguments=("tp_size", "pp_size", "dp_size"),
         shared_gpu_arguments={"dp_size": "enable_dp_attention"},

@@ -158,6 +158,15 @@ class RolloutSpec(SpecPart):
     logprobs equal the engine's."""
     sampling: SamplingSpec = SamplingSpec()
     """Sampling of training responses."""
+    quantization: Literal["fp8", "fp8_block"] | None = None
+    """Precision of the engine's products. ``fp8``: weights of the decoder layers in FP8 with one scale
+    per matrix, inputs with one per token. ``fp8_block``: one scale per 128 x 128 weights, and per 128
+    inputs. Each version is quantized once, when an engine adopts it; training, checkpoints and
+    adapters keep their precision. ``vllm`` on a GPU, and ``torch``, which rounds to FP8 and computes
+    in ``trainer.dtype``. null: ``trainer.dtype``."""
+    kv_cache_dtype: Literal["fp8"] | None = None
+    """Precision of the KV cache: ``fp8`` holds twice as many tokens. ``vllm`` and ``sglang`` on a GPU.
+    null: ``trainer.dtype``."""
     kv_policy: Literal["recompute", "keep"] = "recompute"
     """KV cache of running responses after a weight update: ``recompute`` computes it again with the
     new weights, ``keep`` keeps the old one."""
@@ -200,6 +209,11 @@ class RolloutSpec(SpecPart):
     ``mask`` excludes it from the loss."""
     max_attempts: int = Field(3, ge=1)
     """Max attempts of a group before its prompt is quarantined."""
+
+    @property
+    def is_quantized(self) -> bool:
+        """True if the engine computes, or keeps its KV cache, in another precision than the trainer."""
+        return self.quantization is not None or self.kv_cache_dtype is not None
 
     @field_validator("engine")
     @classmethod

@@ -899,11 +899,45 @@ def _engine(spec: RunSpec) -> Iterator[str]:
                 "rollout.reproducible is batch_invariant, which engine 'torch' does not support with "
                 "data.model_inputs_column; set rollout.reproducible to true, or remove the column"
             )
+    yield from _quantization(spec)
     most_tokens = spec.data.max_prompt_tokens + rollout.max_response_tokens
     try:
         engine_kind(name).check(rollout.engine_arguments, most_tokens=most_tokens)
     except ValueError as error:
         yield str(error)
+
+
+def _quantization(spec: RunSpec) -> Iterator[str]:
+    name, rollout = spec.rollout.engine, spec.rollout
+    kind = engine_kind(name)
+    for key, value, supported, why in (
+        ("quantization", rollout.quantization, kind.quantizations, kind.why_unquantized),
+        ("kv_cache_dtype", rollout.kv_cache_dtype, kind.cache_dtypes, ""),
+    ):
+        if value is not None and value not in supported:
+            able = [
+                each for each, other in ENGINES.items() if value in getattr(other, _TABLES[key])
+            ]
+            yield (
+                f"rollout.{key} is {value!r}, which engine {name!r} does not support"
+                + (f": {why}" if why else "")
+                + f"; use {' or '.join(able)}, or remove it"
+            )
+    if not rollout.is_quantized:
+        return
+    if rollout.reproducible == "batch_invariant":
+        yield (
+            "rollout.reproducible is batch_invariant, but rollout.quantization or kv_cache_dtype gives the "
+            "engine another precision than the trainer's; remove one of them"
+        )
+    if spec.algorithm.correction == "none" and spec.algorithm.num_demonstrations == 0:
+        yield (
+            "algorithm.correction is 'none', but with rollout.quantization or kv_cache_dtype the policy that "
+            "samples is not the one that trains; set it to 'auto'"
+        )
+
+
+_TABLES: Final = {"quantization": "quantizations", "kv_cache_dtype": "cache_dtypes"}
 
 
 def _argument_problems(

@@ -423,7 +423,9 @@ class RunSpec(SpecPart):
     def correction(self) -> Literal["bypass", "decoupled", "none"]:
         """The off-policy correction, with ``auto`` resolved."""
         updates = self.trainer.updates_per_step
-        return self.algorithm.resolved_correction(updates_per_step=updates)
+        return self.algorithm.resolved_correction(
+            updates_per_step=updates, is_quantized=self.rollout.is_quantized
+        )
 
     @property
     def rewards(self) -> dict[str, tuple[RewardSpec, ...]]:

@@ -195,7 +195,7 @@ async def connect(
         run_id,
         drains=drains,
         first_epoch=attempt << 20,
-        dtype=spec.trainer.dtype,
+        dtypes=(spec.trainer.dtype, *(["fp8"] if spec.rollout.is_quantized else ())),
     )
     stack.push_async_callback(weights.close)
     serving = [*(rollouts if spec.has_engine else ())]

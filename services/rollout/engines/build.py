@@ -74,6 +74,8 @@ def build_engine(
         returns_experts=spec.routing_replay != "off",
         is_written_in_place=is_written_in_place,
         sleeps=sleeps,
+        quantization=spec.quantization,
+        kv_cache_dtype=spec.kv_cache_dtype,
         vocab_size=tokenizer.vocab_size,
         stop_token=tokenizer.eos_id,
     )
@@ -87,7 +89,7 @@ def make_engine(name: str, order: EngineConfig) -> Engine:
 
     Raises:
         ValueError: If the engine is unknown or not installed, refuses its arguments, or cannot be
-            batch-invariant on the device.
+            batch-invariant or quantized on the device.
     """
     kind = engine_kind(name)
     if order.is_invariant and kind.package is not None and order.device.type == "cpu":
@@ -96,6 +98,16 @@ def make_engine(name: str, order: EngineConfig) -> Engine:
             f"rollout.reproducible is batch_invariant, which {name} supports on a GPU only; on a CPU set "
             "rollout.engine to torch, or rollout.reproducible to true"
         )
+    for key, value in (
+        ("quantization", order.quantization),
+        ("kv_cache_dtype", order.kv_cache_dtype),
+    ):
+        if value is not None and order.device.type == "cpu" and not kind.quantizes_on_cpu:
+            # Their CPU builds have no kernels that quantize, or only for processors with AMX.
+            raise ValueError(
+                f"rollout.{key} is {value!r}, which {name} supports on a GPU only; on a CPU set "
+                f"rollout.engine to torch, or remove rollout.{key}"
+            )
     if kind.package is not None and not _is_installed(kind.package):
         raise ValueError(
             f"rollout.engine is {name!r}, but the package {kind.package!r} is not installed; install it "

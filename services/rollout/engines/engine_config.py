@@ -14,6 +14,8 @@ import torch
 from transformers import PretrainedConfig
 
 from services.common.models.loading import build_model, stored_tensors
+from services.common.models.quantization import Fp8
+from services.common.runspec.engines import EngineKind
 from services.rollout.engines.base import Decode
 from services.weightsync.plan import TensorSpec
 
@@ -78,6 +80,10 @@ class EngineConfig:
     """True if weights are received directly into the engine's parameters."""
     sleeps: bool = False
     """True if the engine must release its GPU memory from time to time."""
+    quantization: Fp8 | None = None
+    """FP8 of weights and inputs of products; None for ``dtype``."""
+    kv_cache_dtype: str | None = None
+    """``fp8``, or None for ``dtype``."""
     vocab_size: int = 256
     """Number of tokens in the tokenizer's vocabulary."""
     stop_token: int = 1
@@ -87,6 +93,16 @@ class EngineConfig:
     def dtype_name(self) -> str:
         """Name of the dtype as engines spell it, for example ``bfloat16``."""
         return str(self.dtype).removeprefix("torch.")
+
+    def precision_arguments(self, kind: EngineKind) -> dict[str, str]:
+        """Returns the engine's arguments for the precision of products and KV cache."""
+        given = {
+            "quantization": kind.quantizations[self.quantization] if self.quantization else None,
+            "kv_cache_dtype": kind.cache_dtypes[self.kv_cache_dtype]
+            if self.kv_cache_dtype
+            else None,
+        }
+        return {name: value for name, value in given.items() if value is not None}
 
     def check_arguments(self, known: Collection[str], *, engine: str) -> None:
         """Refuses arguments that the engine does not have.

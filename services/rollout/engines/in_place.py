@@ -13,7 +13,7 @@ import asyncio
 import json
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -84,12 +84,27 @@ async def place_in_workers(
     return place
 
 
-_WRITERS: "WeakKeyDictionary[nn.Module, _Writer]" = WeakKeyDictionary()
+class BucketWriter(Protocol):
+    """Worker's state between two open commands."""
+
+    def write(self, slot: str, parts: Sequence[Sequence[Any]]) -> None:
+        """Takes a slot's parts: name, dtype, first byte in the tensor, begin and end byte in the slot."""
+
+
+MakeWriter = Callable[[Mapping[str, Tensor], Mapping[str, Shape]], BucketWriter]
+"""Makes a writer of shared slots by name and of the shapes of all tensors; raises UnknownLayoutError."""
+_WRITERS: "WeakKeyDictionary[nn.Module, BucketWriter]" = WeakKeyDictionary()
 
 
 @torch.no_grad()
 def handle_weight_command(
-    order: str, model: nn.Module, *, rank: int, ranks: int, has_plain_experts: bool = False
+    order: str,
+    model: nn.Module,
+    *,
+    rank: int,
+    ranks: int,
+    has_plain_experts: bool = False,
+    make_writer: MakeWriter | None = None,
 ) -> bool:
     """Executes a command of :func:`place_in_workers` in a worker.
 
@@ -98,6 +113,7 @@ def handle_weight_command(
         rank: This worker's rank of tensor parallelism.
         ranks: Number of ranks of tensor parallelism.
         has_plain_experts: As in :func:`~services.rollout.engines.layout.plan_pieces`.
+        make_writer: Makes the writer of a model whose parameters are not those of the checkpoint.
 
     Returns:
         False if ``order`` is no such command.
@@ -113,6 +129,9 @@ def handle_weight_command(
     shapes = {name: tuple(shape) for name, shape in asked["shapes"]}
     parameters = dict(model.named_parameters())
     try:
+        if make_writer is not None:
+            _WRITERS[model] = make_writer(slots, shapes)
+            return True
         pieces = plan_pieces(
             shapes,
             {name: tuple(parameter.shape) for name, parameter in parameters.items()},
@@ -129,7 +148,7 @@ def handle_weight_command(
 
 
 class _Writer:
-    """Worker's state between two open commands.
+    """Copies parts of tensors into parameters.
 
     Args:
         slots: Shared buffers by name.

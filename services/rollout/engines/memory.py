@@ -16,9 +16,11 @@ from transformers import PretrainedConfig
 from services.common.models.training_memory import (
     SPARE,
     adapter_weights,
+    cache_dtype,
     kv_bytes_per_token,
     required_kv_tokens,
     resident_memory,
+    served_weights,
     shapes_of,
     sleeping_memory,
     trainer_memory,
@@ -50,20 +52,28 @@ class ModelSize:
     """Size of a model in bytes."""
 
     weights: float
-    """Bytes of all parameters, tied ones once."""
+    """Bytes of all parameters of an engine, tied ones once."""
     kv_per_token: int
     """Bytes of one token's keys and values in all layers."""
     num_kv_heads: int
     """Key-value heads per layer; tensor parallelism cannot divide the KV cache further."""
+    sent: float
+    """Bytes of all parameters as they are sent."""
+    quantizing: float = 0.0
+    """Bytes that an engine needs to quantize new weights."""
 
     @classmethod
-    def of(cls, config: PretrainedConfig, dtype: torch.dtype) -> Self:
+    def of(cls, config: PretrainedConfig, spec: RunSpec) -> Self:
+        """Returns the size of a run's model on its rollouts."""
         text = config.get_text_config()
         heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+        weights, quantizing = served_weights(spec, shapes_of(config))
         return cls(
-            weights=weight_bytes(config, dtype),
-            kv_per_token=kv_bytes_per_token(config, dtype),
+            weights=weights,
+            kv_per_token=kv_bytes_per_token(config, cache_dtype(spec)),
             num_kv_heads=heads,
+            sent=weight_bytes(config, getattr(torch, spec.trainer.dtype)),
+            quantizing=quantizing,
         )
 
 
@@ -134,7 +144,7 @@ class MemoryPlan:
     shadow: float
     """Shadow copies on this GPU."""
     slots: float
-    """Staging slots for buckets, and the workspace for merging adapters."""
+    """Staging slots for buckets, and the workspace for merging adapters and quantizing layers."""
     kv_per_token: float
     """Keys and values of one token."""
     others: float = 0.0
@@ -257,8 +267,8 @@ def plan_memory(
         num_gpus=num_gpus,
         total=gpu_bytes,
         weights=model.weights / parts,
-        shadow=plane.num_copies * model.weights / num_gpus,
-        slots=plane.slot_bytes + plane.merging,
+        shadow=plane.num_copies * model.sent / num_gpus,
+        slots=plane.slot_bytes + plane.merging + model.quantizing,
         kv_per_token=model.kv_per_token / divided,
         others=others,
         kv_token_limit=kv_token_limit,
@@ -275,7 +285,7 @@ def other_workers_bytes(
         roles: Roles of the other workers, one entry per worker.
         gpu_bytes: Memory of the GPU; rollouts divide equally what trainers leave.
     """
-    size = ModelSize.of(config, getattr(torch, spec.trainer.dtype)).weights
+    size = weight_bytes(config, getattr(torch, spec.trainer.dtype))
     num_rollouts = 1 + sum(role == "rollout" for role in roles)
     taken = 0.0
     for role in roles:
@@ -318,7 +328,7 @@ def plan_of(
         )
     is_in_turns = spec.topology.is_colocated and "trainer" in roles
     plan = plan_memory(
-        ModelSize.of(config, getattr(torch, spec.trainer.dtype)),
+        ModelSize.of(config, spec),
         WeightPlane.of(spec, config),
         gpu_bytes=gpu_bytes,
         kind=kind,

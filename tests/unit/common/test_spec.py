@@ -118,6 +118,29 @@ from tests.helpers.specs import SMALLEST, changed
             ),
             ["algorithm.proximal 'interpolated'", "'computed'"],
         ),
+        (
+            changed(rollout={"engine": "sglang", "quantization": "fp8"}),
+            ["rollout.quantization", "'sglang'", "vllm"],
+        ),
+        (
+            changed(rollout={"engine": "torch", "kv_cache_dtype": "fp8"}),
+            ["rollout.kv_cache_dtype", "'torch'", "vllm or sglang"],
+        ),
+        (
+            changed(rollout={"engine": "vllm", "engine_arguments": {"quantization": "fp8"}}),
+            ["rollout.engine_arguments.quantization", "rollout.quantization"],
+        ),
+        (
+            changed(rollout={"quantization": "fp8", "reproducible": "batch_invariant"}),
+            ["rollout.reproducible", "rollout.quantization"],
+        ),
+        (
+            changed(
+                algorithm={"correction": "none", "max_staleness": 0},
+                rollout={"quantization": "fp8"},
+            ),
+            ["algorithm.correction", "rollout.quantization"],
+        ),
         (changed(trainer={"steps": 0}), ["trainer.steps", "greater than or equal to 1", "0"]),
         (changed(rollout={"engine": "tgi"}), ["rollout.engine", "'vllm'", "tgi"]),
         ({key: value for key, value in SMALLEST.items() if key != "model"}, ["model", "missing"]),
@@ -410,3 +433,10 @@ def test_rows_that_bring_their_answers_need_an_engine_for_held_out_ones_alone():
             == "torch"
         )
     assert parse_spec(SMALLEST).rollout.engine == "torch"
+
+
+def test_quantized_rollouts_are_corrected_by_weights_also_with_one_update() -> None:
+    assert parse_spec(changed()).correction == "bypass"
+    quantized = parse_spec(changed(rollout={"quantization": "fp8"}))
+    assert quantized.correction == "decoupled"
+    assert not quantized.needs_proximal

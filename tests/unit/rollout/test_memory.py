@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import torch
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
 
 from services.common.models.training_memory import (
@@ -29,6 +28,7 @@ from tests.helpers.specs import spec_with
 
 GB = 10**9
 VLLM = ENGINES["vllm"]
+BF16 = spec_with(trainer={"dtype": "bfloat16"})
 
 
 def qwen_7b() -> PretrainedConfig:
@@ -63,7 +63,7 @@ def planned(
 
 
 def test_7b_fits_on_one_gpu_of_80_gb_with_its_shadow() -> None:
-    size = ModelSize.of(qwen_7b(), torch.bfloat16)
+    size = ModelSize.of(qwen_7b(), BF16)
     assert size.weights == 2 * 7_615_616_512
     assert size.kv_per_token == 2 * 2 * 28 * 4 * 128
     plan = planned(size)
@@ -75,7 +75,7 @@ def test_7b_fits_on_one_gpu_of_80_gb_with_its_shadow() -> None:
 
 
 def test_70b_fits_on_eight_gpus_and_not_on_four() -> None:
-    size = ModelSize.of(llama_70b(), torch.bfloat16)
+    size = ModelSize.of(llama_70b(), BF16)
     plan = planned(size, sources=8, tensor_parallel_size=8)
     assert plan.weights == plan.shadow == size.weights / 8
     plan.check(most_tokens=32_768)
@@ -84,15 +84,35 @@ def test_70b_fits_on_eight_gpus_and_not_on_four() -> None:
         planned(size, sources=8, tensor_parallel_size=4).check(most_tokens=32_768)
 
 
+def test_quantized_weights_and_cache_take_half_the_memory() -> None:
+    quantized = spec_with(
+        trainer={"dtype": "bfloat16"},
+        rollout={"engine": "vllm", "quantization": "fp8", "kv_cache_dtype": "fp8"},
+    )
+    whole, half = ModelSize.of(qwen_7b(), BF16), ModelSize.of(qwen_7b(), quantized)
+    # Embeddings and output layer keep their dtype.
+    outer = 2 * 2 * 152_064 * 3584
+    assert half.weights == pytest.approx((whole.weights - outer) / 2 + outer, rel=1e-3)
+    assert half.kv_per_token * 2 == whole.kv_per_token
+    plan = planned(half)
+    assert plan.shadow == planned(whole).shadow == whole.weights
+    layer = 2 * 2 * 18_944 * 3584
+    assert plan.slots == planned(whole).slots + 4 * layer
+    rounding = spec_with(
+        trainer={"dtype": "bfloat16"}, rollout={"engine": "torch", "quantization": "fp8"}
+    )
+    assert ModelSize.of(qwen_7b(), rounding) == whole
+
+
 def test_a_shadow_that_does_not_fit_falls_back_to_inplace() -> None:
-    small = ModelSize(weights=50 * GB, kv_per_token=1000, num_kv_heads=8)
+    small = ModelSize(weights=50 * GB, sent=50 * GB, kv_per_token=1000, num_kv_heads=8)
     with pytest.raises(ValueError, match=r"shadow +50\.0 GB"):
         planned(small).check(most_tokens=1000)
     planned(small, copies=0).check(most_tokens=1000)
 
 
 def test_replicas_hold_all_weights_and_stages_their_layers() -> None:
-    size = ModelSize(weights=8 * GB, kv_per_token=8000, num_kv_heads=2)
+    size = ModelSize(weights=8 * GB, sent=8 * GB, kv_per_token=8000, num_kv_heads=2)
     assert planned(size, data_parallel_size=4).weights == 8 * GB
     staged = planned(size, tensor_parallel_size=4, pipeline_parallel_size=2)
     assert staged.weights == 1 * GB
@@ -101,7 +121,7 @@ def test_replicas_hold_all_weights_and_stages_their_layers() -> None:
 
 
 def test_an_argument_that_leaves_too_little_is_rejected_with_the_figure() -> None:
-    plan = planned(ModelSize(weights=15 * GB, kv_per_token=57_344, num_kv_heads=4))
+    plan = planned(ModelSize(weights=15 * GB, sent=15 * GB, kv_per_token=57_344, num_kv_heads=4))
     assert engine_share(plan, VLLM, {"gpu_memory_utilization": 0.5}) == {}
     message = r"gpu_memory_utilization is 0.9.*17.0 of 80.0 GB.*0.78"
     with pytest.raises(ValueError, match=message):
@@ -148,7 +168,7 @@ def test_sglang_on_a_shared_gpu_is_bounded_by_tokens() -> None:
     plan = plan_of(spec, config, gpu_bytes=300 * GB, roles=["trainer"])
     share = engine_share(plan, sglang, {})
     assert share == {"mem_fraction_static": 0.9, "max_total_tokens": plan.kv_tokens}
-    alone = planned(ModelSize.of(config, torch.bfloat16))
+    alone = planned(ModelSize.of(config, BF16))
     assert engine_share(alone, sglang, {}) == {"mem_fraction_static": 0.73}
 
 
@@ -167,7 +187,7 @@ def test_a_gpu_too_small_for_trainer_and_engine_is_rejected() -> None:
 
 def test_an_engine_without_a_share_has_its_cache_bounded() -> None:
     torch_engine = ENGINES["torch"]
-    plan = planned(ModelSize.of(qwen_7b(), torch.bfloat16))
+    plan = planned(ModelSize.of(qwen_7b(), BF16))
     assert engine_share(plan, torch_engine, {}) == {"max_kv_tokens": plan.kv_tokens}
     assert engine_share(plan, torch_engine, {"max_kv_tokens": 1000}) == {}
 

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from services.common.models.families import FAMILIES
+from services.common.models.quantization import Fp8, fp8_rounded, is_fp8
 from services.rollout.engines.base import GenerationResult
 from services.rollout.engines.torch import decoding
 from services.rollout.engines.torch.engine import TorchEngine
@@ -356,3 +357,25 @@ async def test_contexts_that_are_stored_in_parts_give_the_same_tokens(monkeypatc
     for one, other in zip(whole, parts, strict=True):
         assert one.token_ids == other.token_ids
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp8_block"])
+async def test_a_quantizing_engine_serves_the_rounded_weights_of_each_version(kind: Fp8) -> None:
+    engine = TorchEngine(make_model(0), max_running=4, quantization=kind)
+    plain = TorchEngine(make_model(0), max_running=4)
+    context = CONTEXTS[6]
+    for version in range(3):
+        weights = weights_of(version)
+        before = {name: value.clone() for name, value in weights.items()}
+        for each in (engine, plain):
+            await each.adopt_weights(version, weights)
+        assert all(torch.equal(weights[name], value) for name, value in before.items())
+        rounded = {
+            name: fp8_rounded(value, kind) if is_fp8(name, tuple(value.shape)) else value
+            for name, value in weights.items()
+        }
+        served = dict(engine._model.named_parameters())
+        for name, value in rounded.items():
+            assert torch.equal(served[name], value), name
+        far = torch.tensor(await engine.score(context)) - torch.tensor(await plain.score(context))
+        assert 0 < far.abs().mean() < 0.5

@@ -54,6 +54,8 @@ class TransferPath:
     form_s: float
     transfer_s: float
     adopt_s: float
+    tolerance: float
+    """Max difference of the canary's logprobs."""
 
 
 async def send_from_peers(
@@ -133,10 +135,9 @@ async def _send_from_peer(
             for name, member in receivers.items()
         }
     )
-    tolerance = canary_tolerance([spec.dtype for spec in plan.tensors])
     await members.call_all(
         {
-            name: member.check(version, served.canary, tolerance, timeout_s=path.adopt_s)
+            name: member.check(version, served.canary, path.tolerance, timeout_s=path.adopt_s)
             for name, member in receivers.items()
         }
     )
@@ -198,7 +199,7 @@ class WeightSession:
         drains: True if rollouts finish running responses before they adopt, for as long as these
             make progress.
         first_epoch: Epochs are greater than this, so that members of an earlier session take part.
-        dtype: Dtype that rollouts compute with; None if it is that of the weights that are sent.
+        dtypes: Dtypes that rollouts compute with; empty for those of the weights that are sent.
     """
 
     def __init__(
@@ -208,10 +209,10 @@ class WeightSession:
         *,
         drains: bool = False,
         first_epoch: int = 0,
-        dtype: str | None = None,
+        dtypes: Sequence[str] = (),
     ) -> None:
         self._spec = spec
-        self._dtype = dtype
+        self._dtypes = dtypes
         self._adopt_s = _DRAINING_S if drains else spec.adopt_timeout_s
         self._run_id = run_id
         self._epoch = first_epoch
@@ -291,6 +292,7 @@ class WeightSession:
                 form_s=self._spec.form_timeout_s,
                 transfer_s=self._timeout_s,
                 adopt_s=self._adopt_s,
+                tolerance=self._tolerance(),
             )
             return await send_from_peers(
                 self._members, peers, served=self._served, path=path, epoch=first
@@ -503,15 +505,18 @@ class WeightSession:
         return self._canary[1]
 
     async def _check(self, version: int, canary: Canary) -> None:
-        # Adapters are sent in float32, regardless of the dtype that they are merged into.
-        sent = [spec.dtype for spec in self._members.plan.tensors]
-        tolerance = canary_tolerance([self._dtype] if self._dtype else sent)
+        tolerance = self._tolerance()
         await self._members.call_all(
             {
                 name: member.check(version, canary, tolerance, timeout_s=self._spec.adopt_timeout_s)
                 for name, member in self._members.rollouts.items()
             }
         )
+
+    def _tolerance(self) -> float:
+        # Adapters are sent in float32, regardless of the dtype that they are merged into.
+        sent = [spec.dtype for spec in self._members.plan.tensors]
+        return canary_tolerance(self._dtypes or sent)
 
     async def _form(self) -> None:
         self._epoch += 1

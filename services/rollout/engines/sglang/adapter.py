@@ -21,6 +21,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils import MultiprocessingSerializer
 
 from services.common.models.families import exact_tokens, routing_shape
+from services.common.runspec.engines import engine_kind
 from services.rollout.engines.base import EngineCapabilities, RoutedExperts
 from services.rollout.engines.engine_config import EngineConfig, write_sglang_config
 from services.rollout.engines.external import EngineDiedError, ExternalEngine
@@ -108,6 +109,7 @@ class SglangBackend:
             "enable_deterministic_inference": order.is_reproducible,
             **kernels(order),
             **memory_saver(order),
+            **order.precision_arguments(engine_kind("sglang")),
             **order.arguments,
         }
         # Except in deterministic mode, SGLang uses one random stream for all requests.

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from services.common.host import usable_processors
@@ -15,6 +15,12 @@ from services.common.models.families import check_trainer, has_plain_scores, rou
 from services.common.models.head import use_float32_head
 from services.common.models.invariant import INVARIANT, use_invariant_operators
 from services.common.models.loading import build_model, stored_tensors
+from services.common.models.quantization import (
+    Fp8,
+    fp8_rounded,
+    fp8_rounded_inputs,
+    is_fp8,
+)
 from services.common.models.vision import set_attention
 from services.common.runspec.trainer import OF_EXPERTS
 from services.rollout.engines.base import (
@@ -64,6 +70,20 @@ def use_decoding_kernels(model: PreTrainedModel, *, is_invariant: bool = False) 
         model.set_experts_implementation("eager")
 
 
+def _round_inputs(model: PreTrainedModel, kind: Fp8) -> None:
+    """Rounds the inputs of all linear layers with FP8 weights.
+
+    Inputs of experts in one tensor keep their precision.
+    """
+
+    def rounded(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return fp8_rounded_inputs(inputs[0], kind), *inputs[1:]
+
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and is_fp8(f"{name}.weight", tuple(module.weight.shape)):
+            module.register_forward_pre_hook(rounded)
+
+
 def build(order: EngineConfig) -> "TorchEngine":
     """Builds the engine with a model of random weights."""
     torch.set_num_threads(min(torch.get_num_threads(), usable_processors()))
@@ -74,6 +94,7 @@ def build(order: EngineConfig) -> "TorchEngine":
         decode=order.decode,
         returns_experts=order.returns_experts,
         is_invariant=order.is_invariant,
+        quantization=order.quantization,
         **order.arguments,
     )
 
@@ -120,6 +141,7 @@ class TorchEngine:
         decode: Decode | None = None,
         returns_experts: bool = False,
         is_invariant: bool = False,
+        quantization: Fp8 | None = None,
     ) -> None:
         """Wraps a loaded model.
 
@@ -131,6 +153,8 @@ class TorchEngine:
             decode: Converts token ids to text; needed for stop texts.
             returns_experts: True if results include the experts that a mixture's routers chose.
             is_invariant: True if a request's tokens must not depend on other requests.
+            quantization: Rounds weights and inputs of the decoder layers to FP8, and computes in the
+                weights' dtype; None rounds nothing.
 
         Raises:
             ValueError: If the model cannot be decoded exactly, or has no experts to report.
@@ -145,6 +169,9 @@ class TorchEngine:
         # Found once: a search through all modules takes milliseconds, in which no token would be
         # produced.
         self._parameters: dict[str, Tensor] = stored_tensors(model)
+        self._quantization = quantization
+        if quantization is not None:
+            _round_inputs(model, quantization)
         self._vocab_size = int(config.vocab_size)
         self.max_tokens = min(int(config.max_position_embeddings), max_kv_tokens)
         self._max_running = max_running
@@ -369,6 +396,10 @@ class TorchEngine:
     def _copy_weights(self, tensors: Mapping[str, Tensor]) -> None:
         live = list(self._parameters.values())
         copy_all(live, [tensors[name] for name in self._parameters])
+        if self._quantization is not None:
+            for name, value in self._parameters.items():
+                if is_fp8(name, tuple(value.shape)):
+                    value.copy_(fp8_rounded(value, self._quantization))
         if self._recompute_kv or self._is_blank:
             self._batch.recompute()
         if self._model.device.type == "cuda":

@@ -24,7 +24,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 
+from services.common.errors import DataLossError
 from services.common.models.families import recurrent_module, routing_shape
+from services.common.runspec.engines import engine_kind
 from services.rollout.engines.base import EngineCapabilities, RoutedExperts, VersionRun
 from services.rollout.engines.engine_config import EngineConfig, cached_config_folder
 from services.rollout.engines.external import EngineDiedError, ExternalEngine, FirstToken
@@ -179,9 +181,18 @@ class VllmBackend:
             await self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
 
     async def load(self, description: str) -> None:
-        """Copies weights into the workers' models."""
+        """Loads weights into the workers' models.
+
+        Raises:
+            DataLossError: If quantized parameters are not those of the weights; nothing may be decoded.
+        """
         with _alive():
-            await self.llm.collective_rpc("load_slipstream_weights", args=(description,))
+            loaded = await self.llm.collective_rpc("load_slipstream_weights", args=(description,))
+        if names := sorted({name for each in loaded for name in each["differing"]}):
+            raise DataLossError(
+                f"{len(names)} quantized parameters of the engine differ from the received weights: "
+                f"{', '.join(names[:3])}"
+            )
 
     async def thaw(self, version: int, *, recompute: bool) -> bool:
         """Continues after :meth:`freeze`; tokens sampled from now on have the given version."""
@@ -259,6 +270,7 @@ class VllmBackend:
             "stream_interval": _STREAM_INTERVAL,
             # With a common seed, replicas would give the same prompt the same responses.
             "seed": secrets.randbits(31),
+            **self._order.precision_arguments(engine_kind("vllm")),
         }
         arguments["compilation_config"] = {
             "cudagraph_capture_sizes": [n for n in _CAPTURED if n <= 2 * self._order.max_running]

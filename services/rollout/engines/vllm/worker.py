@@ -5,10 +5,10 @@ only vLLM's wrapped loaders defer them. gpt-oss copies its experts and its sinks
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -24,8 +24,9 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from services.common.models.experts import checkpoint_names, is_fused_on_hub
 from services.rollout.engines.in_place import handle_weight_command
-from services.rollout.engines.layout import UnknownLayoutError, copy_weights
+from services.rollout.engines.layout import Shape, UnknownLayoutError, copy_weights
 from services.rollout.engines.shared_tensors import open_shared
+from services.rollout.engines.vllm.quantized import QuantizedReload, QuantizedWriter, quantizes
 
 _COPIED = ("w13_weight", "w2_weight", "w13_bias", "w2_bias", "sinks")
 
@@ -70,6 +71,16 @@ def _storage(tensor: torch.Tensor) -> int:
 logger = logging.getLogger(__name__)
 
 
+class Loaded(TypedDict):
+    """Outcome of a load in one worker, as plain data for vLLM's messages."""
+
+    way: str
+    """``copied`` or ``placed`` directly into the parameters, ``reloaded`` as a checkpoint, or ``verified``:
+    quantized, and compared with a second quantization."""
+    differing: list[str]
+    """Names of parameters that are not those of the received weights."""
+
+
 class WeightLoader:
     """Mixin for vLLM's worker (``worker_extension_cls``); vLLM calls its method on every worker.
 
@@ -80,24 +91,68 @@ class WeightLoader:
     model_runner: Any
     vllm_config: Any
     device: torch.device
+    _quantized_writer: QuantizedWriter | None = None
 
-    def load_slipstream_weights(self, description: str) -> bool:
-        """Replaces all weights; returns True if they were copied directly into the parameters.
+    def load_slipstream_weights(self, description: str) -> Loaded:
+        """Replaces all weights; returns how, and what is wrong with them.
 
         Args:
             description: Describes shared tensors, or a command of :mod:`services.rollout.engines.in_place`.
         """
         model = self.model_runner.model
-        if handle_weight_command(description, model, **_place(model)):
+        if handle_weight_command(
+            description,
+            model,
+            **_place(model),
+            make_writer=self._make_writer if quantizes(model) else None,
+        ):
             self._wait()
-            return True
+            writer = self._quantized_writer
+            return Loaded(way="placed", differing=[] if writer is None else writer.differing)
         tensors = open_shared(description)
+        loaded = Loaded(way="copied", differing=[])
         with torch.no_grad():
-            is_direct = _copy(model, tensors)
-            if not is_direct:
+            if quantizes(model):
+                loaded = self._quantize(model, tensors)
+            elif not _copy(model, tensors):
                 self._reload(model, tensors)
+                loaded = Loaded(way="reloaded", differing=[])
         self._wait()
-        return is_direct
+        return loaded
+
+    def _make_writer(
+        self, slots: Mapping[str, Tensor], shapes: Mapping[str, Shape]
+    ) -> QuantizedWriter:
+        self._quantized_writer = QuantizedWriter(slots, shapes, self._begin_reload(shapes))
+        return self._quantized_writer
+
+    def _begin_reload(self, shapes: Mapping[str, Shape]) -> QuantizedReload:
+        model = self.model_runner.model
+        config, place = self.vllm_config.model_config.hf_config.to_dict(), _place(model)
+        return QuantizedReload(
+            model,
+            self.vllm_config,
+            shapes,
+            rank=place["rank"],
+            ranks=place["ranks"],
+            loading=partial(DeferredCopies, model) if is_fused_on_hub(config) else nullcontext,
+        )
+
+    def _quantize(self, model: Any, tensors: dict[str, Tensor]) -> Loaded:
+        """Loads weights that the model quantizes, and verifies the result."""
+        try:
+            reload = self._begin_reload(
+                {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+            )
+        except UnknownLayoutError as error:
+            logger.warning(
+                "quantized weights are verified by the canary only", extra={"why": str(error)}
+            )
+            self._reload(model, tensors)
+            return Loaded(way="reloaded", differing=[])
+        for name, tensor in tensors.items():
+            reload.add(name, tensor.to(self.device))
+        return Loaded(way="verified", differing=reload.finish())
 
     def _wait(self) -> None:
         if self.device.type == "cuda":

@@ -7,6 +7,9 @@ from services.common.models.quantization import (
     BLOCK,
     base_bytes,
     dequantize,
+    fp8_rounded,
+    fp8_rounded_inputs,
+    is_fp8,
     is_quantized,
     levels,
     quantize,
@@ -68,3 +71,56 @@ def test_matrices_of_decoder_layers_are_quantized_and_nothing_else() -> None:
     shapes = {"model.layers.0.mlp.up_proj.weight": (8, 64), "lm_head.weight": (8, 4)}
     assert base_bytes(shapes, None, item=2) == 2 * (512 + 32)
     assert base_bytes(shapes, "nf4", item=2) == 8 * (32 + 2) + 2 * 32
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp8_block"])
+@pytest.mark.parametrize("shape", [(3, 5), (130, 257), (2, 130, 257)])
+def test_fp8_rounds_to_four_significant_bits_of_a_scale(kind, shape) -> None:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    held = fp8_rounded(weight, kind)
+    assert held.shape == weight.shape
+    error = (held - weight).abs()
+    # Half a step: relative to the value, or below the smallest normal number to the scale.
+    scale = weight.abs().max() / 448
+    assert (error <= weight.abs() / 16 + scale * 2**-9).all()
+    assert torch.equal(fp8_rounded(held, kind), held)
+    assert 0.01 < (error.norm() / weight.norm()) < 0.04
+
+
+def test_fp8_scales_are_of_a_matrix_or_of_a_block() -> None:
+    weight = torch.ones(256, 256) / 3
+    weight[0, 0] = 1000.0
+    whole, blocks = fp8_rounded(weight, "fp8"), fp8_rounded(weight, "fp8_block")
+    assert whole[200, 200] != pytest.approx(1 / 3, rel=1e-4)
+    assert blocks[200, 200] == pytest.approx(1 / 3, rel=1e-4)
+    assert blocks[0, 0] == 1000.0
+    experts = torch.stack([weight, torch.ones(256, 256) / 3])
+    assert torch.equal(fp8_rounded(experts, "fp8")[0], whole)
+    assert fp8_rounded(experts, "fp8")[1, 5, 5] == pytest.approx(1 / 3, rel=1e-4)
+
+
+def test_fp8_inputs_have_a_scale_per_token_or_per_group() -> None:
+    inputs = torch.ones(2, 3, 200) / 3
+    inputs[0, 0, 0] = 1000.0
+    tokens, groups = fp8_rounded_inputs(inputs, "fp8"), fp8_rounded_inputs(inputs, "fp8_block")
+    assert tokens[1, 2, 0] == pytest.approx(1 / 3, rel=1e-4)
+    assert tokens[0, 0, 150] != pytest.approx(1 / 3, rel=1e-4)
+    assert groups[0, 0, 150] == pytest.approx(1 / 3, rel=1e-4)
+    assert groups.shape == inputs.shape
+
+
+def test_fp8_leaves_routers_norms_and_embeddings() -> None:
+    layer = "model.layers.0"
+    rounded_ones = {
+        f"{layer}.self_attn.q_proj.weight": (4, 4),
+        f"{layer}.mlp.experts.gate_up_proj": (2, 4, 4),
+    }
+    others = {
+        f"{layer}.mlp.gate.weight": (2, 4),
+        f"{layer}.input_layernorm.weight": (4,),
+        f"{layer}.self_attn.q_proj.bias": (4,),
+        "model.embed_tokens.weight": (8, 4),
+        "lm_head.weight": (8, 4),
+    }
+    assert all(is_fp8(name, shape) for name, shape in rounded_ones.items())
+    assert not any(is_fp8(name, shape) for name, shape in others.items())

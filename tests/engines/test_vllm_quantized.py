@@ -1,0 +1,165 @@
+"""Weights that vLLM quantizes: each replacement is verified, and a wrong parameter is named."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from services.common.runspec.engines import ENGINES
+from services.rollout.engines.build import prepare_environment
+
+pytest.importorskip("vllm", reason="vllm is not installed here")
+pytestmark = pytest.mark.timeout(900)
+
+
+def scaled_fp8_quant(
+    values: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    use_per_token_if_dynamic: bool = False,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Does what vLLM's kernel does, which its CPU build lacks."""
+    if scale is None:
+        largest = values.float().abs()
+        largest = (
+            largest.amax(-1, keepdim=True) if use_per_token_if_dynamic else largest.amax().view(1)
+        )
+        scale = (largest / 448).clamp(min=1e-12)
+    return (values.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
+    """vLLM's model, quantized from random weights, and its configuration."""
+    prepare_environment(ENGINES["vllm"], is_cpu=True)
+    from vllm import _custom_ops
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import (
+        cleanup_dist_env_and_memory,
+        init_distributed_environment,
+        initialize_model_parallel,
+    )
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader import get_model_loader
+    from vllm.utils.network_utils import get_open_port
+
+    monkeypatch.setattr(_custom_ops, "scaled_fp8_quant", scaled_fp8_quant)
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    with set_current_vllm_config(VllmConfig()):
+        init_distributed_environment(
+            1, 0, f"tcp://127.0.0.1:{get_open_port()}", local_rank=0, backend="gloo"
+        )
+        initialize_model_parallel(1, 1)
+    config().save_pretrained(tmp_path)
+    arguments = EngineArgs(
+        model=str(tmp_path),
+        load_format="dummy",
+        dtype="bfloat16",
+        quantization="fp8_per_tensor",
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        block_size=32,
+    )
+    engine_config = arguments.create_engine_config()
+    loader = get_model_loader(engine_config.load_config)
+    yield (
+        loader.load_model(vllm_config=engine_config, model_config=engine_config.model_config),
+        engine_config,
+    )
+    cleanup_dist_env_and_memory()
+
+
+def config() -> Qwen2Config:
+    return Qwen2Config(
+        vocab_size=320,
+        hidden_size=128,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        max_position_embeddings=256,
+        architectures=["Qwen2ForCausalLM"],
+    )
+
+
+def weights_of(seed: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    shape = AutoModelForCausalLM.from_config(config())
+    return {name: torch.randn_like(value).bfloat16() for name, value in shape.named_parameters()}
+
+
+def replaced(model: Any, engine_config: Any, weights: dict[str, torch.Tensor]) -> list[str]:
+    from services.rollout.engines.vllm.quantized import QuantizedReload
+
+    shapes = {name: tuple(value.shape) for name, value in weights.items()}
+    reload = QuantizedReload(model, engine_config, shapes, rank=0, ranks=1)
+    for name, value in reversed(weights.items()):  # in any order
+        reload.add(name, value)
+    assert reload.is_complete
+    return reload.finish()
+
+
+def test_every_replacement_is_verified_and_serves_the_new_weights(model: tuple[Any, Any]) -> None:
+    from services.rollout.engines.vllm.quantized import quantizes
+
+    llm, engine_config = model
+    assert quantizes(llm)
+    places = {name: value.data_ptr() for name, value in llm.named_parameters()}
+    for version in range(5):
+        weights = weights_of(version)
+        assert replaced(llm, engine_config, weights) == []
+        served = dict(llm.named_parameters())
+        # Captured graphs hold the addresses.
+        assert {name: value.data_ptr() for name, value in served.items()} == places
+        down = "model.layers.1.mlp.down_proj.weight"
+        values, scale = scaled_fp8_quant(weights[down])
+        assert torch.equal(served[down].view(torch.uint8), values.t().view(torch.uint8))
+        assert torch.equal(served[f"{down}_scale"], scale)
+        q, k, v = (weights[f"model.layers.0.self_attn.{name}_proj.bias"] for name in "qkv")
+        assert torch.equal(served["model.layers.0.self_attn.qkv_proj.bias"], torch.cat([q, k, v]))
+
+
+@pytest.mark.parametrize(
+    ("name", "is_scale"),
+    [
+        ("model.layers.1.mlp.gate_up_proj.weight", False),
+        ("model.layers.0.self_attn.qkv_proj.weight", True),
+        ("model.layers.0.self_attn.qkv_proj.bias", False),
+        ("model.norm.weight", False),
+    ],
+)
+def test_a_parameter_that_was_not_replaced_is_named(
+    model: tuple[Any, Any], name: str, is_scale: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from services.rollout.engines.vllm import quantized
+
+    llm, engine_config = model
+    assert replaced(llm, engine_config, weights_of(0)) == []
+    target = f"{name}_scale" if is_scale else name
+    kept = dict(llm.named_parameters())[target]
+    old = kept.detach().clone()
+    check = quantized.QuantizedReload._check
+
+    def undone(self: Any, *arguments: Any) -> None:
+        kept.data.copy_(old)
+        check(self, *arguments)
+
+    monkeypatch.setattr(quantized.QuantizedReload, "_check", undone)
+    assert replaced(llm, engine_config, weights_of(1)) == [target]
+
+
+def test_an_interrupted_replacement_is_followed_by_a_whole_one(model: tuple[Any, Any]) -> None:
+    from services.rollout.engines.vllm.quantized import QuantizedReload
+
+    llm, engine_config = model
+    weights = weights_of(0)
+    shapes = {name: tuple(value.shape) for name, value in weights.items()}
+    begun = QuantizedReload(llm, engine_config, shapes, rank=0, ranks=1)
+    for name in [*weights][:5]:
+        begun.add(name, weights[name])
+    assert not begun.is_complete
+    assert replaced(llm, engine_config, weights_of(1)) == []
