@@ -1,5 +1,5 @@
 # Benchmarks; included by the Makefile.
-.PHONY: bench-abuse bench-abuse-memory bench-page bench-samples bench-silence bench-controller bench-dataplane bench-e2e bench-learning bench-pace bench-tails bench-one-gpu bench-joins bench-trainer bench-trainer-peer bench-rollout bench-reply-formats bench-episodes bench-sandboxes bench-replay bench-replay-gpu bench-weightsync bench-recovery
+.PHONY: bench-abuse bench-abuse-memory bench-page bench-samples bench-silence bench-controller bench-dataplane bench-e2e bench-learning bench-pace bench-tails bench-one-gpu bench-fp8 bench-joins bench-trainer bench-trainer-peer bench-rollout bench-reply-formats bench-episodes bench-sandboxes bench-replay bench-replay-gpu bench-weightsync bench-recovery
 bench-dataplane: $(READY) ## Data plane against its peer, minutes (OPTIONS=--smoke for seconds)
 	$(BIN)/python -m bench.dataplane $(OPTIONS)
 
@@ -21,6 +21,11 @@ bench-trainer-peer: $(READY) ## Shared prefixes against TRL's trie; needs trl (O
 
 bench-one-gpu: $(READY) ## A run on one GPU with vLLM and default memory settings (OPTIONS=--smoke without a GPU)
 	$(BIN)/python -m bench.one_gpu $(OPTIONS)
+
+bench-fp8: $(READY) ## Rollouts in FP8 against bfloat16 with vLLM on one GPU, half an hour (OPTIONS=--smoke without a GPU)
+	$(BIN)/python -m bench.fp8 engine $(OPTIONS)
+	$(BIN)/python -m bench.fp8 run $(OPTIONS)
+	$(BIN)/python -m bench.fp8 learning $(OPTIONS)
 
 bench-joins: $(READY) ## A rollout that joins and leaves a running run, on one GPU, minutes (OPTIONS=--smoke without a GPU)
 	$(BIN)/python -m bench.joins $(OPTIONS)

@@ -1,0 +1,339 @@
+"""Rollouts in FP8 against rollouts in bfloat16: ``python -m bench.fp8 engine|run|learning [--smoke]``.
+
+``engine``: tokens per second of an engine with Qwen2.5-7B's shape and random weights, with 256 and
+1,024 running requests, and the pause of an adoption. Bar: ``fp8`` >= 1.25x in both. Results go to
+``bench/results/fp8-engine.json``.
+
+``run``: a whole run at lag 4 on one GPU that trainer and vLLM share: samples per second and the time
+of a sync. ``--shape 7b`` has Qwen2.5-7B's shape and trains adapters, ``1.3b`` all weights. Bars: >=
+1.15x samples/s, a sync that takes no longer. Results go to ``bench/results/fp8-run.json``.
+
+``learning``: SmolLM2-135M-Instruct on three-digit addition, in bfloat16, in FP8 with the correction,
+and in FP8 with a policy gradient that takes the trainer's probabilities for those that sampled. Bar:
+the corrected held-out score at most .03 below bfloat16's. Results go to
+``bench/results/fp8-learning.json``.
+
+Each part writes its results as they arrive; ``--only`` measures some variants and keeps the others.
+"""
+
+import argparse
+import asyncio
+import gc
+import json
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import torch
+
+from bench.e2e.shapes import LINEAR, QWEN_7B, SHAPES, Shape, smoke
+from bench.e2e.timeline import facts
+from bench.real_model import setting as real_model
+from bench.real_model.__main__ import train
+from bench.real_model.smollm2 import make_folder
+from bench.rollout.driven import opened, order, requests
+from bench.whole_run import REPOSITORY, run_for, steps_in
+from services.rollout.engines.base import Engine
+
+RESULTS = REPOSITORY / "bench" / "results"
+_UNCORRECTED = Path(__file__).with_name("uncorrected.py")
+_PRECISIONS: Mapping[str, Mapping[str, str]] = {
+    "bf16": {},
+    "fp8": {"quantization": "fp8"},
+    "fp8_block": {"quantization": "fp8_block"},
+    "fp8, cache too": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
+}
+_LEARNING = {
+    "bf16": (),
+    "fp8": ("rollout.quantization=fp8",),
+    "fp8, uncorrected": (
+        "rollout.quantization=fp8",
+        "algorithm.correction=bypass",
+        f"algorithm.loss={_UNCORRECTED}:loss",
+    ),
+}
+_CACHE_BYTES = 24 << 30
+"""KV cache of 1,024 requests with 320 tokens, so that no precision decodes more of them at once."""
+_FIRST = 4
+_MISMATCH = ("kl_rollout", "ess", "is_clipped_fraction", "rollout_logprob_abs_diff")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parts = parser.add_subparsers(dest="part", required=True)
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--smoke", action="store_true", help="tiny models on a CPU")
+    common.add_argument("--only", nargs="*", help="names of the variants to measure")
+    common.add_argument("--set", action="append", default=[], help="further settings of a run")
+    common.add_argument("--folder", type=Path, help="where models, runs and logs stay")
+    common.add_argument("--out", type=Path)
+    engine = parts.add_parser("engine", parents=[common])
+    engine.add_argument("--running", type=int, nargs="*", default=[256, 1024])
+    run = parts.add_parser("run", parents=[common])
+    run.add_argument("--shape", choices=("1.3b", "7b"), default="1.3b")
+    run.add_argument("--steps", type=int, default=14)
+    learning = parts.add_parser("learning", parents=[common])
+    learning.add_argument("--seeds", type=int, nargs="*", default=[0])
+    learning.add_argument("--steps", type=int)
+    learning.add_argument("--lag", type=int, default=1)
+    learning.add_argument("--together", action="store_true", help="all at once: curves, no times")
+    learning.add_argument("--wheel", type=Path, help="the package with the model, or its parts")
+    arguments = parser.parse_args()
+    report = Report(
+        None if arguments.smoke else arguments.out or RESULTS / f"fp8-{arguments.part}.json"
+    )
+    with tempfile.TemporaryDirectory() as temporary:
+        arguments.folder = (arguments.folder or Path(temporary)).resolve()
+        arguments.folder.mkdir(parents=True, exist_ok=True)
+        {"engine": _engines, "run": _runs, "learning": _learn}[arguments.part](arguments, report)
+
+
+class Report:
+    """Results by variant, which are printed and written as they arrive.
+
+    Args:
+        out: The file, which keeps its other variants; None only prints.
+    """
+
+    def __init__(self, out: Path | None) -> None:
+        self._out = out
+        self.found: dict[str, Any] = {}
+        if out is not None and out.exists():
+            self.found = json.loads(out.read_text(encoding="utf-8"))
+
+    def add(self, name: str, entry: Mapping[str, Any]) -> None:
+        """Adds a variant's entry."""
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+        self.found[name] = {"device": device, **entry}
+        print(json.dumps({name: self.found[name]}), flush=True)
+        self._write()
+
+    def compare(self, bars: Mapping[str, Any]) -> None:
+        """Adds the comparison with the bars."""
+        self.found["bars"] = bars
+        print(json.dumps({"bars": bars}, indent=1), flush=True)
+        self._write()
+
+    def _write(self) -> None:
+        if self._out is not None:
+            self._out.parent.mkdir(parents=True, exist_ok=True)
+            self._out.write_text(json.dumps(self.found, indent=1) + "\n", encoding="utf-8")
+
+
+def _chosen(names: Sequence[str], arguments: argparse.Namespace) -> list[str]:
+    unknown = sorted({*(arguments.only or ())} - {*names})
+    if unknown:
+        raise SystemExit(f"--only has {unknown}; the variants are {', '.join(names)}")
+    return [name for name in names if not arguments.only or name in arguments.only]
+
+
+def _engines(arguments: argparse.Namespace, report: Report) -> None:
+    shape = smoke(QWEN_7B) if arguments.smoke else QWEN_7B
+    running = [4, 8] if arguments.smoke else arguments.running
+    names = [
+        name
+        for name, precision in _PRECISIONS.items()
+        if not (arguments.smoke and "kv_cache_dtype" in precision)
+    ]
+    for name in _chosen(names, arguments):
+        entry = asyncio.run(_measure_engine(shape, _PRECISIONS[name], running))
+        report.add(name, entry)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    found = report.found
+    if "bf16" not in found:
+        return
+    bars: dict[str, Any] = {}
+    for name in names[1:]:
+        if name in found:
+            ratios = {
+                count: round(rate / found["bf16"]["tokens_per_s"][count], 3)
+                for count, rate in found[name]["tokens_per_s"].items()
+                if count in found["bf16"]["tokens_per_s"]
+            }
+            pairs = zip(found[name]["logprobs"], found["bf16"]["logprobs"], strict=True)
+            bars[name] = {
+                "of bf16's tokens/s": ratios,
+                "at least 1.25": all(ratio >= 1.25 for ratio in ratios.values()),
+                "logprob_abs_diff to bf16": round(mean(abs(a - b) for a, b in pairs), 4),
+                "pause of an adoption, of bf16's": round(
+                    median(found[name]["adopt_ms"]) / median(found["bf16"]["adopt_ms"]), 2
+                ),
+            }
+    report.compare(bars)
+
+
+async def _measure_engine(
+    shape: Shape, precision: Mapping[str, str], running: Sequence[int]
+) -> dict[str, Any]:
+    """Measures an engine with all slots occupied by responses of equal length."""
+    num_tokens, repeats, is_vllm = (8, 1, False) if shape.engine == "torch" else (256, 2, True)
+    ordered = order(
+        shape.config(),
+        dtype=getattr(torch, shape.dtype),
+        max_running=max(running),
+        arguments={"max_model_len": 1024, "kv_cache_memory_bytes": _CACHE_BYTES} if is_vllm else {},
+        **precision,
+    )
+    begin = time.perf_counter()
+    async with opened(shape.engine, ordered) as engine:
+        start_s = time.perf_counter() - begin
+        weights = _random_weights(engine, ordered.dtype, ordered.device)
+        adopt_ms = [1e3 * await engine.adopt_weights(version, weights) for version in range(6)]
+        text = tuple((91 * index + 7) % shape.vocabulary for index in range(200))
+        logprobs = await engine.score(text)
+        del weights
+        if ordered.device.type == "cuda":
+            torch.cuda.empty_cache()
+        rates: dict[str, float] = {}
+        for count in running:
+            await _rate(engine, f"warm{count}", count, num_tokens)
+            found = [
+                await _rate(engine, f"{count}.{index}", count, num_tokens)
+                for index in range(repeats)
+            ]
+            rates[str(count)] = round(max(found), 1)
+        entry = {
+            "tokens_per_s": rates,
+            "response_tokens": num_tokens,
+            "adopt_ms": [round(each, 1) for each in adopt_ms[1:]],
+            "start_s": round(start_s, 1),
+            "logprobs": [round(each, 5) for each in logprobs],
+        }
+        if ordered.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(ordered.device)
+            entry["used_gb"] = round((total - free) / 1e9, 2)
+    return entry
+
+
+def _random_weights(
+    engine: Engine, dtype: torch.dtype, device: torch.device
+) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {
+        spec.name: torch.ones(spec.shape, dtype=dtype, device=device)
+        if spec.name.endswith("norm.weight")
+        else torch.randn(spec.shape, dtype=dtype, device=device) * 0.02
+        for spec in engine.weight_specs()
+    }
+
+
+async def _rate(engine: Engine, label: str, count: int, num_tokens: int) -> float:
+    """Returns the tokens per second of requests that all run at once."""
+    todo = requests(label, count, num_tokens, 250)
+    began = time.perf_counter()
+    await asyncio.gather(*[engine.generate(request) for request in todo])
+    return count * num_tokens / (time.perf_counter() - began)
+
+
+def _runs(arguments: argparse.Namespace, report: Report) -> None:
+    shape = SHAPES["geometric"]
+    if arguments.shape == "7b":
+        adapters = {"lora": {"rank": 32, "target_modules": LINEAR}}
+        shape = Shape(**{**_fields(QWEN_7B), "trainer": {**QWEN_7B.trainer, **adapters}})
+    if arguments.smoke:
+        shape = smoke(SHAPES["geometric"])
+    model, spec = arguments.folder / f"model-{arguments.shape}", arguments.folder / "spec.json"
+    if not model.exists():
+        shape.save_model(model)
+    spec.write_text(json.dumps(shape.spec(model, steps=10_000)))
+    names = ["bf16", "fp8"]
+    steps = 5 if arguments.smoke else arguments.steps
+    for name in _chosen(names, arguments):
+        own = [f"rollout.{key}={value}" for key, value in _PRECISIONS[name].items()]
+        settings = ["algorithm.max_staleness=4", *own, *arguments.set]
+        folder = arguments.folder / f"{arguments.shape}-{name}"
+        run = run_for(steps, folder, settings, spec=spec)
+        found = facts(run, first=_FIRST)
+        report.add(
+            f"{arguments.shape}, {name}",
+            {
+                "settings": settings,
+                **{key: found[key] for key in ("steps", "step_s", "samples_per_s", "sync_ms")},
+                **{
+                    key: found[key]
+                    for key in ("engine_tokens_per_s", "trainer_works_share", "first_step_s")
+                },
+                **_mismatch(run.steps[_FIRST - 1 :]),
+            },
+        )
+    one, other = (report.found.get(f"{arguments.shape}, {name}") for name in names)
+    if one is not None and other is not None:
+        share = other["samples_per_s"] / one["samples_per_s"]
+        sync = other["sync_ms"]["p50"] / one["sync_ms"]["p50"]
+        bars = {
+            "of bf16's samples/s": round(share, 3),
+            "at least 1.15": share >= 1.15,
+            "of bf16's sync": round(sync, 2),
+            "no longer": sync <= 1.0,
+        }
+        report.compare({**report.found.get("bars", {}), arguments.shape: bars})
+
+
+def _fields(shape: Shape) -> dict[str, Any]:
+    return {name: getattr(shape, name) for name in shape.__dataclass_fields__}
+
+
+def _mismatch(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: round(mean(step[name] for step in steps), 5) for name in _MISMATCH}
+
+
+def _learn(arguments: argparse.Namespace, report: Report) -> None:
+    spec, settings = _task(arguments)
+    settings += [f"algorithm.max_staleness={arguments.lag}", *arguments.set]
+    if arguments.steps:
+        settings.append(f"trainer.steps={arguments.steps}")
+    jobs = [(name, seed) for name in _chosen([*_LEARNING], arguments) for seed in arguments.seeds]
+
+    def measured(job: tuple[str, int]) -> None:
+        name, seed = job
+        folder = arguments.folder / f"{name}-{seed}".replace(" ", "").replace(",", "-")
+        entry = train(folder, [*settings, *_LEARNING[name], f"seed={seed}"], spec)
+        steps = steps_in(folder)
+        report.add(
+            f"{name}, seed {seed}",
+            {
+                "lag": arguments.lag,
+                "steps": len(steps),
+                "curve": entry["curve"],
+                "reward_mean_last_10": round(mean(s["reward_mean"] for s in steps[-10:]), 4),
+                **_mismatch(steps),
+                "kl_rollout_last": round(steps[-1]["kl_rollout"], 5),
+            },
+        )
+
+    with ThreadPoolExecutor(len(jobs) if arguments.together else 1) as pool:
+        list(pool.map(measured, jobs))
+    scores = {
+        name: mean(report.found[key]["curve"][-1]["greedy"] for key in keys)
+        for name in _LEARNING
+        if (keys := [key for key in report.found if key.rpartition(", seed ")[0] == name])
+        and all(report.found[key]["curve"] for key in keys)
+    }
+    bars: dict[str, Any] = {"greedy at the end": {k: round(v, 4) for k, v in scores.items()}}
+    if {"bf16", "fp8"} <= scores.keys():
+        bars["at most .03 lower"] = scores["bf16"] - scores["fp8"] <= 0.03
+    report.compare(bars)
+
+
+def _task(arguments: argparse.Namespace) -> tuple[Path, list[str]]:
+    """Returns the specification that learns, and settings."""
+    if arguments.smoke:
+        settings = ["trainer.steps=3", "validation.every=3", "model.warm_start.steps=20"]
+        return REPOSITORY / "examples" / "sort4.yaml", settings
+    model = arguments.folder / "model"
+    make_folder(model, arguments.wheel)
+    spec = arguments.folder / "spec.json"
+    spec.write_text(json.dumps(real_model.Setting().spec(model)))
+    return spec, []
+
+
+if __name__ == "__main__":
+    main()
