@@ -104,6 +104,10 @@ def test_a_shared_prompt_changes_no_more_than_rounding(group_size: int) -> None:
         {"dtype": "bfloat16", "compile": True},
         {"dtype": "bfloat16", "lora": {"rank": 4}},
         {"dtype": "float32"},
+        {"dtype": "float16"},
+        {"dtype": "float16", "compile": True},
+        {"dtype": "float16", "cpu_offload": True},
+        {"dtype": "float16", "lora": {"rank": 4}},
     ],
     ids=str,
 )

@@ -63,3 +63,16 @@ def test_an_algorithm_runs(plumbing, system, advantage, loss, aggregation, other
     steps = [json.loads(line) for line in (done.folder / "metrics.jsonl").open()]
     assert len(steps) == 3
     assert all(math.isfinite(step["loss"]) and step["nonfinite_updates"] == 0 for step in steps)
+
+
+def test_steps_that_overflow_in_float16_are_reported_and_their_versions_published(plumbing, system):
+    settings = ("trainer.dtype=float16", "trainer.loss_scale.initial=1e12")
+    # No entropy is too low for a gradient, unlike an advantage of equal rewards.
+    others = ("algorithm.entropy_coefficient=1.0", "algorithm.max_nonfinite_steps=0")
+    done = system.train(plumbing, *settings, *others)
+    assert done.code == 0, done.out + done.err
+    steps = [json.loads(line) for line in (done.folder / "metrics.jsonl").open()]
+    assert [step["loss_scale"] for step in steps] == [5e11, 2.5e11, 1.25e11]
+    assert all(step["is_skipped"] and step["overflow_updates"] for step in steps)
+    assert steps[-1]["weight_version"] == 3
+    assert (done.out + done.err).count("overflowed in float16") == 3

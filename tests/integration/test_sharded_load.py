@@ -115,24 +115,35 @@ def _train_adapters(rank: int, folder: str, spec_json: str) -> None:
     logprobs, _ = policy(packed)
     logprobs.mean().backward()
     kinds = {(p.requires_grad, p.dtype, p.grad is None) for p in policy.parameters()}
-    assert kinds == {(True, torch.float32, False), (False, torch.bfloat16, True)}
+    dtype = getattr(torch, spec.trainer.dtype)
+    assert kinds == {(True, torch.float32, False), (False, dtype, True)}
     if rank == 0:
         torch.save(logprobs.detach(), root / "logprobs.pt")
     distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize(("stage", "base_dtype"), [(1, None), (3, None), (1, "nf4")])
+@pytest.mark.parametrize(
+    ("stage", "base_dtype", "dtype"),
+    [
+        (1, None, "bfloat16"),
+        (3, None, "bfloat16"),
+        (1, "nf4", "bfloat16"),
+        (3, None, "float16"),
+        (1, "nf4", "float16"),
+    ],
+)
 def test_ranks_shard_frozen_weights_with_adapters_of_another_dtype(
-    tmp_path: Path, stage: int, base_dtype: BaseDtype | None
+    tmp_path: Path, stage: int, base_dtype: BaseDtype | None, dtype: str
 ) -> None:
     _saved_model(tmp_path / "model", "tiny:qwen2-0.4m")
     lora = {"rank": 2, "base_dtype": base_dtype}
-    trainer = {"world_size": 2, "zero_stage": stage, "dtype": "bfloat16", "lora": lora}
+    trainer = {"world_size": 2, "zero_stage": stage, "dtype": dtype, "lora": lora}
     spec = spec_of(model={"path": str(tmp_path / "model")}, trainer=trainer)
     run_ranks(_train_adapters, str(tmp_path), spec.model_dump_json(), count=2)
     found = torch.load(tmp_path / "logprobs.pt", weights_only=True)
     policy = Policy(
-        load_folder(tmp_path / "model", dtype=torch.bfloat16, device=CPU), temperature=1.0
+        load_folder(tmp_path / "model", dtype=getattr(torch, dtype), device=CPU),
+        temperature=1.0,
     )
     for name, value in policy.model.named_parameters() if base_dtype else ():
         if is_quantized(name, tuple(value.shape)):

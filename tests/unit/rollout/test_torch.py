@@ -100,7 +100,7 @@ async def generate_together(
     return await asyncio.gather(*asked)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 async def test_samples_are_bit_identical_across_batches_of_one_shape(
     dtype: torch.dtype,
 ) -> None:

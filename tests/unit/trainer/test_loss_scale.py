@@ -83,6 +83,7 @@ def overflow(policy: Policy) -> Any:
     [
         {"optimizer": {"learning_rate": 1e-2, "max_grad_norm": 0.1}},
         {"optimizer": {"learning_rate": 1e-2, "kind": "muon"}},
+        {"optimizer": {"learning_rate": 1e-2, "kind": "adamw_8bit"}},
         {"accumulate_early": True},
         {"updates_per_step": 2},
     ],
