@@ -63,6 +63,7 @@ VARIANTS = {
     "muon": Variant(
         settings=("trainer.optimizer.kind=muon", "trainer.optimizer.learning_rate=6.0e-4")
     ),
+    "float16": Variant(settings=("trainer.dtype=float16",)),
     "adamw, 8 bits": Variant(settings=("trainer.optimizer.kind=adamw_8bit",)),
     "entropy target": Variant(
         settings=("algorithm.entropy_target=0.15", "algorithm.entropy_step=1.0e-3")
