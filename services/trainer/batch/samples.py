@@ -184,6 +184,7 @@ def idle_samples() -> Samples:
     zero, no = torch.zeros(1), torch.zeros(1, dtype=torch.bool)
     names = (
         "rollout_logprobs", "proximal_logprobs", "ref_logprobs", "advantages", "values", "returns", "age",
+        "staleness",
     )  # fmt: skip
     tokens: dict[str, Tensor] = dict.fromkeys(names, zero)
     tokens |= {"response_mask": no, "loss_mask": no}

@@ -16,6 +16,8 @@ from services.trainer.collectives import MetricTotals, Ranks
 from services.trainer.engines.base import Micros
 
 Correction = Literal["bypass", "decoupled", "none"]
+MAX_AGE = 4
+"""Staleness that metrics distinguish; older tokens count as these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,8 @@ class Objective:
 
     def __init__(self, spec: AlgorithmSpec, *, correction: Correction, horizon: int) -> None:
         self._spec = spec
+        is_compared = correction != "none" and not spec.num_demonstrations
+        self._ages = range(min(spec.max_staleness, MAX_AGE) + 1 if is_compared else 0)
         self._correction = correction
         self._horizon = horizon
         self._mean_weight = 1.0
@@ -139,7 +143,8 @@ class Objective:
             tally.mean(name, indicator, mask)
         for name, fact in policy.of_sequences.items():
             tally.mean(name, fact, segments.count(mask) > 0)
-        self._report(logprobs, entropy, compared, mask, segments, tally)
+        staleness = samples.tokens.get("staleness", torch.zeros_like(entropy))
+        self._report(logprobs, entropy, compared, mask, segments, tally, staleness=staleness)
         return loss.aggregate(
             values, samples.counted, segments, mode=spec.aggregation, denominators=denominators
         )
@@ -259,6 +264,8 @@ class Objective:
         mask: Tensor,
         segments: Segments,
         tally: MetricTotals,
+        *,
+        staleness: Tensor,
     ) -> None:
         tally.mean("entropy", entropy, mask)
         tally.mean("ppo_kl", -loss.log_ratio_of(logprobs.detach(), compared.old), mask)
@@ -279,7 +286,16 @@ class Objective:
         tally.mean("is_weight_mean", raw, mask)
         tally.mean("is_weight_square", raw.square(), mask)
         tally.max("is_weight_max", raw, mask)
-        tally.mean("is_clipped_fraction", (raw > self._spec.correction_cap).float(), mask)
+        is_clipped = (raw > self._spec.correction_cap).float()
+        tally.mean("is_clipped_fraction", is_clipped, mask)
+        for age in self._ages:
+            # A token is older than the bound only if it does not train.
+            has_age = mask & (staleness.clamp(max=MAX_AGE) == age)
+            tally.mean(f"tokens_by_staleness/{age}", has_age.float(), mask)
+            tally.mean(f"kl_rollout_by_staleness/{age}", terms["kl_rollout"], has_age)
+            tally.mean(f"is_weight_by_staleness/{age}", raw, has_age)
+            tally.mean(f"is_weight_square_by_staleness/{age}", raw.square(), has_age)
+            tally.mean(f"is_clipped_by_staleness/{age}", is_clipped, has_age)
 
 
 class PolicyLoss:

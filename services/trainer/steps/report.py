@@ -216,6 +216,20 @@ def derive(means: Mapping[str, float], spec: RunSpec) -> dict[str, float]:
     square = metrics.pop("is_weight_square")
     metrics["ess"] = metrics["is_weight_mean"] ** 2 / square if square > 0 else 1.0
     metrics.setdefault("staleness_mean", 0.0)
+    return _by_staleness(metrics)
+
+
+def _by_staleness(metrics: dict[str, float]) -> dict[str, float]:
+    """Replaces mean weights by effective sample sizes, and drops the staleness of no token."""
+    beginning = "tokens_by_staleness/"
+    for age in [name.removeprefix(beginning) for name in metrics if name.startswith(beginning)]:
+        mean = metrics.pop(f"is_weight_by_staleness/{age}")
+        square = metrics.pop(f"is_weight_square_by_staleness/{age}")
+        if metrics[f"{beginning}{age}"] > 0 and square > 0:
+            metrics[f"ess_by_staleness/{age}"] = mean**2 / square
+        else:
+            for name in (beginning, "kl_rollout_by_staleness/", "is_clipped_by_staleness/"):
+                del metrics[f"{name}{age}"]
     return metrics
 
 

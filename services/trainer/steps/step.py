@@ -207,9 +207,11 @@ class StepRunner:
         timer, tally = self._early.timer, self._early.tally
         samples = self._with_frozen_logprobs(samples, plan, timer)
         samples, plan = without_unscored(samples, plan)
-        if self._spec.interpolates_proximal:
-            age = (weight_version - samples.tokens["token_versions"]).clamp(min=0)
-            samples = samples.with_tokens(age=age.float())
+        if "token_versions" in samples.tokens:
+            age = (weight_version - samples.tokens["token_versions"]).clamp(min=0).float()
+            samples = samples.with_tokens(staleness=age)
+            if self._spec.interpolates_proximal:
+                samples = samples.with_tokens(age=age)
         with timer("advantage"):
             samples = self._with_advantages(samples, cohort, tally)
             samples = self._objective.look_ahead(samples, self._ranks)

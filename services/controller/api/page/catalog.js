@@ -24,6 +24,10 @@ export const CATALOG = [
   ["Off-policy", [
     ["Staleness", "versions", [["mean", "staleness_mean"], ["max", "staleness_max"]]],
     ["Trainer vs. rollout policy", "nats", [["divergence", "kl_rollout"]]],
+    ["Divergence by staleness", "nats", "kl_rollout_by_staleness/"],
+    ["Effective sample size by staleness", "share", "ess_by_staleness/"],
+    ["Capped weights by staleness", "share", "is_clipped_by_staleness/"],
+    ["Tokens by staleness", "share", "tokens_by_staleness/"],
     ["Clipped tokens", "share", [["ratio", "clip_fraction"], ["weight", "is_clipped_fraction"]]],
   ]],
   ["Speed", [
