@@ -163,6 +163,21 @@ ALL = (
         ),
     ),
     Alert(
+        name="SlipstreamPolicyMismatch",
+        expression='max by (run) (slipstream_train_kl_divergence_nats{pair="policy_rollout"}) > 0.05 '
+        + _IS_RUNNING,
+        lasts="10m",
+        severity="ticket",
+        summary="Rollouts of run {{ $labels.run }} sample from another policy: {{ $value | humanize }} nats per token",
+        meaning="The policy that samples diverges from the one that trains: rollouts are quantized, samples are stale, or engine and trainer compute differently. Learning suffers above about 0.1 nats per token.",
+        actions=(
+            "Open the run page, Off-policy: a divergence that grows with the staleness comes from stale samples. Lower `algorithm.max_staleness` or the learning rate.",
+            "If the freshest tokens diverge and `rollout.quantization` or `kv_cache_dtype` is set: take `fp8_block`, or none. The run does the latter by itself at `rollout.max_mismatch`, with the event `QuantizationEnded`.",
+            "If the freshest tokens of rollouts in the trainer's precision diverge: compare `slipstream_weight_sync_canary_difference_nats` of the rollouts, and set `trainer.dtype: float16`.",
+            "With `algorithm.correction: bypass`, try `decoupled`, which weights such tokens.",
+        ),
+    ),
+    Alert(
         name="SlipstreamTrainerStarved",
         expression='max by (run) (rate(slipstream_trainer_idle_seconds_total{reason="no_data"}[15m])) > 0.5',
         lasts="30m",

@@ -95,6 +95,16 @@ CASES = [
         summary="A rollout of run r is 20 versions behind its trainer",
     ),
     _case(
+        "SlipstreamPolicyMismatch",
+        {
+            'slipstream_train_kl_divergence_nats{run="r",pair="policy_rollout"}': "0.01x10 0.125x40",
+            'slipstream_train_kl_divergence_nats{run="r",pair="policy_ref"}': "2x60",
+            'slipstream_run_state{run="r",state="RUNNING"}': "1x60",
+        },
+        severity="ticket", run="r", quiet_at="15m", fires_at="25m",
+        summary="Rollouts of run r sample from another policy: 125m nats per token",
+    ),
+    _case(
         "SlipstreamTrainerStarved",
         {'slipstream_trainer_idle_seconds_total{run="r",reason="no_data"}': "0x10 0+45x80"},
         severity="ticket", run="r", quiet_at="30m", fires_at="70m",
