@@ -52,6 +52,7 @@ _LEARNING = {
     "fp8": ("rollout.quantization=fp8",),
     "fp8, uncorrected": (
         "rollout.quantization=fp8",
+        "rollout.max_mismatch=null",
         "algorithm.correction=bypass",
         f"algorithm.loss={_UNCORRECTED}:loss",
     ),

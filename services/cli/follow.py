@@ -27,6 +27,7 @@ _TOLD = (
     "NoProgress",
     "NothingLearned",
     "StepSkipped",
+    "QuantizationEnded",
     "Advice",
 )
 

@@ -167,6 +167,10 @@ class RolloutSpec(SpecPart):
     kv_cache_dtype: Literal["fp8"] | None = None
     """Precision of the KV cache: ``fp8`` holds twice as many tokens. ``vllm`` and ``sglang`` on a GPU.
     null: ``trainer.dtype``."""
+    max_mismatch: float | None = Field(0.1, gt=0)
+    """With ``quantization`` or ``kv_cache_dtype``: max divergence of the policy that samples from the one
+    that trains, in nats per token, as a mean of five steps over their freshest tokens. If it is higher,
+    the rollouts restart in ``trainer.dtype``, with an event. null never restarts them."""
     kv_policy: Literal["recompute", "keep"] = "recompute"
     """KV cache of running responses after a weight update: ``recompute`` computes it again with the
     new weights, ``keep`` keeps the old one."""

@@ -18,7 +18,7 @@ from services.common.runspec.built_in import EARNED, NEED_ANSWERS, REWARDS, SERV
 from services.common.runspec.data import DataSpec, DemonstrationSpec, HeldoutSetSpec, set_name
 from services.common.runspec.engines import ENGINES, engine_kind
 from services.common.runspec.formulas import ADVANTAGES, LOSSES, Formula
-from services.common.runspec.rollout import IMAGE, RewardSpec
+from services.common.runspec.rollout import IMAGE, RewardSpec, RolloutSpec
 from services.common.runspec.run import TINY_PREFIX, RunSpec, TeacherSpec
 from services.common.runspec.train_engines import train_engine_kind
 from services.common.runspec.trainer import CriticSpec, LoraSpec, LossScaleSpec
@@ -1074,6 +1074,13 @@ def _without_effect(spec: RunSpec) -> Iterator[str]:
             None,
             rollout.partial_rollout,
             "rollout.partial_rollout true",
+        ),
+        (
+            "rollout.max_mismatch",
+            rollout.max_mismatch,
+            RolloutSpec.model_fields["max_mismatch"].default,
+            rollout.is_quantized,
+            "rollout.quantization or rollout.kv_cache_dtype",
         ),
         (
             "algorithm.correction_floor",

@@ -83,9 +83,12 @@ A loop that raises ends all of them; ``RunDriver`` then decides if the run recov
 """
 
 import asyncio
+import logging
 from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Never
+
+import sqlalchemy as sa
 
 from services.common.clock import Clock
 from services.common.errors import UnavailableError
@@ -98,6 +101,7 @@ from services.controller.rules.evaluation import (
     score_of,
 )
 from services.controller.rules.ledger import RUNNING, Group, Ledger
+from services.controller.rules.mismatch import mismatch, without_quantization
 from services.controller.run.connections import RunConnections
 from services.controller.run.dispatch.scheduler import GenerationScheduler
 from services.controller.run.evaluate.evaluator import Evaluator
@@ -105,7 +109,8 @@ from services.controller.run.observe.progress import Progress
 from services.controller.run.observe.waits import StallReporter, Waits
 from services.controller.run.publisher import Publisher
 from services.controller.run.state.journal import Journal
-from services.controller.run.state.requests import CurrentSpec, RequestQueue
+from services.controller.run.state.requests import CurrentSpec, RequestQueue, end_quantization
+from services.controller.run.state.worker_failures import RolloutsOutdatedError
 from services.controller.run.train.checkpoints import Checkpoints
 from services.controller.run.train.gpu_time_sharing import GpuTimeSharing
 from services.controller.run.train.train_step import EarlyTraining, TrainSteps, take_batch
@@ -113,6 +118,8 @@ from services.controller.store.records import Note
 from services.controller.store.rows import Request
 from services.controller.store.runs import Work
 from services.wire.controller import GroupFailure
+
+logger = logging.getLogger(__name__)
 
 # Max steps by which the trainer may be ahead of the served weights: the largest allowed staleness
 # bound.
@@ -299,6 +306,31 @@ class TrainingPipeline:
         self.step = step
         self._open_gate()
         self._stall_reporter.record_step()
+        await self._check_mismatch()
+
+    async def _check_mismatch(self) -> None:
+        """Ends the quantization of rollouts whose policy diverges too far from the trainer's.
+
+        Raises:
+            RolloutsOutdatedError: If the rollouts must restart.
+        """
+        found = mismatch([*self.steps.divergences], self.spec.now)
+        if found is None or self.is_done:
+            return
+        store = end_quantization(self.journal.run_id)
+        ask = self.request_queue.added("restart_rollouts")
+
+        def write(connection: sa.Connection) -> None:
+            store(connection)
+            ask(connection)
+
+        logger.warning(
+            "quantization ends", extra={"run": self.journal.run_id, "why": found.message}
+        )
+        data = {"step": self.step, "kl_rollout": found.kl, "max_mismatch": found.limit}
+        await self.record_event("QuantizationEnded", found.message, data, also=write)
+        self.spec.now = without_quantization(self.spec.now)
+        raise RolloutsOutdatedError(found.message)
 
     def _open_gate(self) -> None:
         """Opens the staleness gate for rows with demonstrations, which need no published weights."""

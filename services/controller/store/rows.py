@@ -50,7 +50,7 @@ _EVENTS = (
 )
 _EVENTS_IN_ORDER = _EVENTS.order_by(EVENTS.c.seq)
 _OLDEST_SEQ = sa.select(sa.func.min(EVENTS.c.seq)).where(EVENTS.c.run_id == sa.bindparam("run"))
-RequestKind = Literal["pause", "save", "evaluate", "resize"]
+RequestKind = Literal["pause", "save", "evaluate", "resize", "restart_rollouts"]
 
 
 class IdempotencyKeyReusedError(AlreadyExistsError):
@@ -334,7 +334,7 @@ def _filtered(only: EventFilter) -> sa.Select[Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """Request of a user to a run."""
+    """Request of a user, or of a controller, to a run."""
 
     kind: RequestKind
     request_id: str

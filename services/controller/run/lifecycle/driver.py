@@ -3,6 +3,8 @@
 ::
 
     the run is admitted                        -> its workers start; the loops are entered
+    rollouts must restart with another precision   -> the loops are left; all rollouts end; they start and
+                                                  the loops are entered again
     a worker exits, is silent or is replaced   -> the loops are left; the missing workers start; the
                                                   loops are entered again. Lost rollouts are not
                                                   awaited while others are left: they join later.
@@ -19,7 +21,7 @@ from services.common.errors import ServiceError, UnavailableError
 from services.common.lifetime import OUTAGE_EXIT
 from services.common.runspec.run import RunSpec
 from services.common.task_group import TaskGroup, leaves
-from services.controller.launch.launcher import WorkerExit
+from services.controller.launch.launcher import WorkerExit, worker_names
 from services.controller.rules.run_state import RunEvent, RunState
 from services.controller.run.connections import delete_sample_records
 from services.controller.run.lifecycle.elastic import ElasticSizing, SizeChangedError
@@ -28,6 +30,7 @@ from services.controller.run.pipeline import TrainingPipeline
 from services.controller.run.state.journal import Journal
 from services.controller.run.state.requests import CurrentSpec, RequestQueue
 from services.controller.run.state.worker_failures import (
+    RolloutsOutdatedError,
     UnresponsiveError,
     WorkerLostError,
     explain,
@@ -245,6 +248,7 @@ class RunDriver:
             await self._request_queue.put("pause", checkpoint=True)
         while True:
             self._lost.clear()
+            lost |= await self._end_outdated_rollouts()
             if (
                 not self.spec.topology.is_colocated
             ):  # colocated workers start one by one, while the others sleep
@@ -252,7 +256,10 @@ class RunDriver:
             self._pipeline = None
             try:
                 is_finished = await self._run_loops(lost)
-            except (ServiceError, WorkerLostError, SizeChangedError, ExceptionGroup) as error:
+            except (
+                *(ServiceError, WorkerLostError, SizeChangedError, RolloutsOutdatedError),
+                ExceptionGroup,
+            ) as error:
                 lost = await self._handle_loss(error)
                 continue
             if is_finished:
@@ -298,11 +305,16 @@ class RunDriver:
     async def _handle_loss(self, error: Exception) -> dict[str, str]:
         """Records lost workers and cleans up after them; raises ``error`` if the run cannot recover."""
         broken = leaves(error)
-        errors = [each for each in broken if not isinstance(each, SizeChangedError)]
+        planned = (SizeChangedError, RolloutsOutdatedError)
+        errors = [each for each in broken if not isinstance(each, planned)]
         if not is_worker_failure(errors):
             raise error
         if len(errors) < len(broken) and not self._exits:
             # All other errors are consequences of leaving the loops.
+            if self._request_queue.get("restart_rollouts") is not None:
+                if self._state is RunState.RUNNING:
+                    await self._transition(RunEvent.LOSE, "RolloutsRestart")
+                return {}
             return await self._sizing.remove_surplus()
         for each in errors:
             # Restarting the trainer loses more than time, so only missing heartbeats count as its
@@ -324,6 +336,19 @@ class RunDriver:
         if is_halted and self._state in (RunState.STARTING, RunState.RUNNING):
             await self._transition(RunEvent.LOSE, "WorkerLost", message.splitlines()[0])
         return lost
+
+    async def _end_outdated_rollouts(self) -> dict[str, str]:
+        """Ends all rollouts if they must restart; returns them with the cause."""
+        request = self._request_queue.get("restart_rollouts")
+        if request is None:
+            return {}
+        names = [name for role, name in worker_names(self.spec) if role == "rollout"]
+        for name in names:
+            await self._services.launcher.end(self._run_id, name)
+            await self._services.membership.unregister(self._run_id, name)
+        note = Note("RolloutsRestarted", "with the changed specification", {"workers": names})
+        await self._journal.record_event(note, also=self._request_queue.done(request))
+        return dict.fromkeys(names, "restarts with the changed specification")
 
     def _count_loss(self) -> None:
         """Counts the failures since the last finished step."""

@@ -10,6 +10,7 @@ from services.common.ids import new_id
 from services.common.runspec.loader import canonical_json, parse_spec, spec_digest
 from services.common.runspec.run import RunSpec
 from services.controller.launch.launcher import total_gpus
+from services.controller.rules.mismatch import without_quantization
 from services.controller.store.database import Database
 from services.controller.store.records import RELEASE, Needs
 from services.controller.store.rows import (
@@ -59,6 +60,17 @@ def restore_size(run_id: str, *, asked: int, has: int) -> Work:
         if spec.rollout.replicas == asked:
             columns = spec_columns(with_replicas(spec, has))
             update_run(connection, run, generation=run.generation + 1, **columns)
+
+    return write
+
+
+def end_quantization(run_id: str) -> Work:
+    """Returns a write that stores the run's specification with rollouts in the trainer's precision."""
+
+    def write(connection: sa.Connection) -> None:
+        run = get_run(connection, run_id)
+        columns = spec_columns(without_quantization(parse_spec(run.spec_json)))
+        update_run(connection, run, generation=run.generation + 1, **columns)
 
     return write
 
@@ -117,16 +129,25 @@ class RequestQueue:
             self.pausing.set()
 
     async def put(self, kind: RequestKind, **options: int) -> None:
-        request = Request(kind=kind, request_id=new_id("req"), options=options)
+        add = self.added(kind, **options)
 
         def write() -> None:
             with self._database.write() as connection:
-                write_request(connection, self._run_id, request)
+                add(connection)
 
         await self._database.run(write)
-        self._waiting[kind] = request
         if kind == "pause":
             self.pausing.set()
+
+    def added(self, kind: RequestKind, **options: int) -> Work:
+        """Returns the write that stores a request, for the transaction of the event with its cause."""
+        request = Request(kind=kind, request_id=new_id("req"), options=options)
+
+        def write(connection: sa.Connection) -> None:
+            write_request(connection, self._run_id, request)
+            self._waiting[kind] = request
+
+        return write
 
     def get(self, kind: RequestKind) -> Request | None:
         return self._waiting.get(kind)

@@ -20,6 +20,10 @@ class WorkerLostError(RuntimeError):
     """Raised if a worker of a run is gone."""
 
 
+class RolloutsOutdatedError(Exception):
+    """Raised if all rollouts must restart with the changed specification."""
+
+
 class UnresponsiveError(UnavailableError):
     """Raised if a worker's process does not answer."""
 

@@ -16,6 +16,7 @@ from services.common.runspec.data import set_name
 from services.common.task_group import TaskGroup, unwrapped
 from services.common.telemetry import tracing
 from services.controller import metrics
+from services.controller.rules import mismatch
 from services.controller.rules.learning import (
     PATIENCE,
     StepSamples,
@@ -221,6 +222,8 @@ class TrainSteps:
     meter: StepMeter = field(default_factory=StepMeter)
     newest: deque[StepSamples] = field(default_factory=lambda: deque(maxlen=PATIENCE))
     """Sample outcomes of the newest steps."""
+    divergences: deque[float] = field(default_factory=lambda: deque(maxlen=mismatch.PATIENCE))
+    """Divergence of the rollouts' policy in the newest steps."""
 
     async def begin(self, step: int, batch: Sequence[Group]) -> None:
         """Records which groups a step trains, before the trainer receives them."""
@@ -376,6 +379,8 @@ class TrainSteps:
         for event in events:
             await self.journal.record_event(event)
         self.advisor.record_step(data)
+        if not trained.skipped and (found := mismatch.divergence(numbers)) is not None:
+            self.divergences.append(found)
         tracing.record(
             "group.settle", self._traces(batch), begin_ns=begin_ns, step=step, outcome="consumed"
         )

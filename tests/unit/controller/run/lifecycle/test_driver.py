@@ -7,6 +7,7 @@ import pytest
 from services.common.lifetime import OUTAGE_EXIT
 from services.controller.launch.launcher import WorkerExit
 from services.controller.store.records import EventFilter, Submission
+from services.controller.store.rows import Request, read_requests, write_request
 from tests.helpers.rest import open_manager
 from tests.unit.controller.workers import MemoryQueue, Workers, specification
 
@@ -75,3 +76,25 @@ async def test_the_end_of_a_rollout_that_stores_its_work_is_waited_for(
             run_id, after_seq=0, only=EventFilter(types=("WorkerLost",))
         )
         assert ("rollout-0 exited with exit code 1" in lost.message) is is_heard
+
+
+async def test_a_restart_of_the_rollouts_that_a_dead_controller_ordered_is_finished(
+    database, workers
+):
+    workers.may_train.clear()
+    async with open_manager(database, queue=workers.queue) as manager, asyncio.timeout(20):
+        run_id = (await manager.create(Submission(spec=specification())))[0].run_id
+        await workers.trains.wait()
+        manager.drivers.detach()
+        await manager.drivers.wait()
+    request = Request(kind="restart_rollouts", request_id="req_1", options={})
+    with database.write() as connection:
+        write_request(connection, run_id, request)
+    workers.connects.clear()
+    async with open_manager(database, queue=workers.queue) as manager, asyncio.timeout(20):
+        await workers.connects.wait()
+        only = EventFilter(types=("RolloutsRestarted",))
+        (restarted,) = await manager.feed.page(run_id, after_seq=0, only=only)
+        assert restarted.data == {"workers": ["rollout-0", "rollout-1"]}
+    with database.read() as connection:
+        assert read_requests(connection, run_id) == []
