@@ -100,6 +100,7 @@ class ValidationResult:
 def validate_spec(document: Mapping[str, Any]) -> ValidationResult:
     """Validates a mapping without aliases."""
     mended, problems, wrong = deepcopy(dict(document)), list[str](), set[str]()
+    removed: dict[str, str] = {}  # problem of each key that is null although it may be left out
     for _ in range(_MAX_ROUNDS):
         try:
             spec = RunSpec.model_validate(mended)
@@ -108,15 +109,26 @@ def validate_spec(document: Mapping[str, Any]) -> ValidationResult:
             by_place: dict[tuple[int | str, ...], list[Any]] = {}
             for item in new:
                 by_place.setdefault(_place(item), []).append(item)
-            problems += map(_problem, by_place.values())
+            for place, items in by_place.items():
+                problems.append(_problem(items))
+                is_null_key = items[0]["input"] is None and not isinstance(place[-1], int)
+                if is_null_key and not is_required(_name_of(place)):
+                    removed[_key(place)] = problems[-1]
             wrong |= {*map(_key, by_place)}
-            num_mended = sum(_repair(mended, place) for place in by_place)
+            num_mended = sum(
+                _repair(mended, place, has_stand_in=_key(place) not in removed)
+                for place in by_place
+            )
             if num_mended < max(len(by_place), 1):
                 break
         else:
-            found = ValidationResult(spec, (), frozenset(wrong))
+            found = ValidationResult(spec, (), frozenset(wrong - removed.keys()))
             across = [*_too_large(spec.model_dump(mode="json")), *broken_rules(spec)]
-            problems += [each for each in across if not found.is_about_stand_ins(each)]
+            across = [each for each in across if not found.is_about_stand_ins(each)]
+            # Without the key, a rule misses it: its message says what is expected.
+            needed = [key for key in removed if any(_begins_with(each, key) for each in across)]
+            problems = [each for each in problems if each not in map(removed.get, needed)]
+            problems += across
             return ValidationResult(spec, tuple(problems), frozenset(wrong))
     return ValidationResult(None, tuple(problems), frozenset(wrong))
 
@@ -138,7 +150,18 @@ def _names(problem: str, key: str) -> bool:
     return re.search(rf"(?<![\w.]){re.escape(key)}{ending}", problem) is not None
 
 
-def _repair(document: dict[str, Any], place: tuple[int | str, ...]) -> bool:
+def _begins_with(problem: str, key: str) -> bool:
+    return re.match(rf"{re.escape(key)}(?!\w)", problem) is not None
+
+
+def _name_of(place: tuple[int | str, ...]) -> str:
+    """Returns the name of a key, with ``N`` for an index, and without the name of a set of prompts."""
+    if place[:1] == ("data",) and place[-1] in ("source", "path"):
+        return f"data.train.{place[-1]}"
+    return ".".join("N" if isinstance(step, int) else step for step in place)
+
+
+def _repair(document: dict[str, Any], place: tuple[int | str, ...], *, has_stand_in: bool) -> bool:
     """Removes a wrong key or replaces it by a stand-in; returns True on success."""
     while place and isinstance(place[-1], int):
         place = place[:-1]  # all of a list, if one of its items is wrong
@@ -152,10 +175,8 @@ def _repair(document: dict[str, Any], place: tuple[int | str, ...]) -> bool:
             return False
     if not isinstance(target, dict):
         return False
-    name = ".".join("N" if isinstance(step, int) else step for step in place)
-    if place[0] == "data" and place[-1] in ("source", "path"):
-        name = f"data.train.{place[-1]}"  # of whichever set
-    if name in _STAND_INS:
+    name = _name_of(place)
+    if name in _STAND_INS and has_stand_in:
         target[place[-1]] = deepcopy(_STAND_INS[name])
     else:
         target.pop(place[-1], None)
@@ -216,7 +237,9 @@ def _hint(errors: Sequence[Any], key: str) -> str:
     name = re.sub(r"\.\d+", ".N", key)
     hint = ""
     if value is None:
-        hint = "the key is required" if is_required(name) else "remove the key"
+        place = _place(errors[0])
+        what = "item" if isinstance(place[-1], int) else "key"
+        hint = "the key is required" if is_required(_name_of(place)) else f"remove the {what}"
     elif "string_type" in types and isinstance(value, bool):
         hint = "YAML reads yes, no, on and off as true or false: put it in quotes"
     elif "string_type" in types and isinstance(value, int | float):

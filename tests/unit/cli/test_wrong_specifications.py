@@ -118,6 +118,12 @@ WRONG = [
     ({"name": True}, "name"),
     ({"name": 7}, "name"),
     ({"rollout.rewards": None}, "rollout.rewards"),
+    ({"rollout.rewards": [None]}, "rollout.rewards.0"),
+    ({"data.train": {"a": {"source": "jsonl", "path": None}}}, "data.train.a.path"),
+    (
+        {"algorithm.advantage": "gdpo", "algorithm.advantage_arguments": None},
+        "algorithm.advantage_arguments.weights",
+    ),
     ({"rollout.rewards": "exact_match"}, "rollout.rewards"),
     ({"rollout.rewards": ["exact_match"]}, "rollout.rewards.0"),
     ({"model": "Qwen/Qwen3-8B"}, "model"),
