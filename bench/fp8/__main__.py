@@ -59,6 +59,15 @@ _LEARNING = {
 }
 _CACHE_BYTES = 24 << 30
 """KV cache of 1,024 requests with 320 tokens, so that no precision decodes more of them at once."""
+_ARGUMENTS = {
+    "max_model_len": 1024,
+    "kv_cache_memory_bytes": _CACHE_BYTES,
+    # Required to be free at the start; the cache has a size of its own.
+    "gpu_memory_utilization": 0.6,
+}
+_SHARED_CACHE = 6 << 30
+"""KV cache of each engine if several runs share a GPU."""
+_FREED_S = 60.0
 _FIRST = 4
 _MISMATCH = ("kl_rollout", "ess", "is_clipped_fraction", "rollout_logprob_abs_diff")
 
@@ -145,9 +154,7 @@ def _engines(arguments: argparse.Namespace, report: Report) -> None:
     for name in _chosen(names, arguments):
         entry = asyncio.run(_measure_engine(shape, _PRECISIONS[name], running))
         report.add(name, entry)
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        _wait_for_memory()
     found = report.found
     if "bf16" not in found:
         return
@@ -171,6 +178,20 @@ def _engines(arguments: argparse.Namespace, report: Report) -> None:
     report.compare(bars)
 
 
+def _wait_for_memory() -> None:
+    """Waits until the ended engine's process has released its GPU memory."""
+    gc.collect()
+    if not torch.cuda.is_available():
+        return
+    torch.cuda.empty_cache()
+    deadline = time.monotonic() + _FREED_S
+    while time.monotonic() < deadline:
+        free, total = torch.cuda.mem_get_info()
+        if free > 0.9 * total:
+            return
+        time.sleep(0.5)
+
+
 async def _measure_engine(
     shape: Shape, precision: Mapping[str, str], running: Sequence[int]
 ) -> dict[str, Any]:
@@ -180,7 +201,7 @@ async def _measure_engine(
         shape.config(),
         dtype=getattr(torch, shape.dtype),
         max_running=max(running),
-        arguments={"max_model_len": 1024, "kv_cache_memory_bytes": _CACHE_BYTES} if is_vllm else {},
+        arguments=_ARGUMENTS if is_vllm else {},
         **precision,
     )
     begin = time.perf_counter()
@@ -291,6 +312,8 @@ def _learn(arguments: argparse.Namespace, report: Report) -> None:
     settings += [f"algorithm.max_staleness={arguments.lag}", *arguments.set]
     if arguments.steps:
         settings.append(f"trainer.steps={arguments.steps}")
+    if arguments.together and not arguments.smoke:
+        settings.append(f"rollout.engine_arguments.kv_cache_memory_bytes={_SHARED_CACHE}")
     jobs = [(name, seed) for name in _chosen([*_LEARNING], arguments) for seed in arguments.seeds]
 
     def measured(job: tuple[str, int]) -> None:
