@@ -49,7 +49,7 @@ _PRECISIONS: Mapping[str, Mapping[str, str]] = {
 }
 _LEARNING = {
     "bf16": (),
-    "fp8": ("rollout.quantization=fp8",),
+    "fp8": ("rollout.quantization=fp8", "rollout.max_mismatch=null"),
     "fp8, uncorrected": (
         "rollout.quantization=fp8",
         "rollout.max_mismatch=null",

@@ -359,6 +359,24 @@ async def test_contexts_that_are_stored_in_parts_give_the_same_tokens(monkeypatc
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
 
 
+async def test_experts_are_rounded_and_routers_are_not() -> None:
+    config = tiny_config("qwen3_moe")
+    model = AutoModelForCausalLM.from_config(config)
+    weights = {name: value.detach().clone() for name, value in model.named_parameters()}
+    engine = TorchEngine(model, max_running=2, quantization="fp8")
+    await engine.adopt_weights(0, weights)
+    changed = {
+        name
+        for name, value in engine._model.named_parameters()
+        if not torch.equal(value, weights[name])
+    }
+    assert any(".experts." in name for name in changed)
+    assert not any(name.endswith(".gate.weight") for name in changed)
+    async with running(engine):
+        (result,) = [await engine.generate(request("r", CONTEXTS[5]))]
+    assert len(result.token_ids) == 8
+
+
 @pytest.mark.parametrize("kind", ["fp8", "fp8_block"])
 async def test_a_quantizing_engine_serves_the_rounded_weights_of_each_version(kind: Fp8) -> None:
     engine = TorchEngine(make_model(0), max_running=4, quantization=kind)
