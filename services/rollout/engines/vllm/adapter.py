@@ -82,6 +82,8 @@ def start(arguments: AsyncEngineArgs, *, reports_experts: bool) -> AsyncLLM:
 
 _WORKER = "services.rollout.engines.vllm.worker.WeightLoader"
 _PLAIN_WORKER = "services.rollout.engines.vllm.cpu_worker.PlainWeightLoader"
+_ROUTERS = r"re:.*\.gate$"
+"""Layers that are not quantized, in vLLM's notation: a wrong choice of experts costs most."""
 _DIED = "the vLLM engine died; see its log lines above"
 # Steps whose tokens are sent together: few enough that a streaming client receives several chunks a
 # second.
@@ -272,6 +274,8 @@ class VllmBackend:
             "seed": secrets.randbits(31),
             **self._order.precision_arguments(engine_kind("vllm")),
         }
+        if self._order.quantization is not None:
+            arguments["quantization_config"] = {"ignore": [_ROUTERS]}
         arguments["compilation_config"] = {
             "cudagraph_capture_sizes": [n for n in _CAPTURED if n <= 2 * self._order.max_running]
         }
