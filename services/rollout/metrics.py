@@ -110,6 +110,21 @@ RECOMPUTED_TOKENS_TOTAL = Gauge(
     "slipstream_rollout_recomputed_tokens",
     "Response tokens recomputed since the start, under new weights or to resume a response",
 )
+DRAFTS_TOTAL = Gauge(
+    "slipstream_rollout_drafts",
+    "Times since the start that tokens were proposed for a request (speculative decoding)",
+)
+DRAFT_TOKENS_TOTAL = Gauge(
+    "slipstream_rollout_draft_tokens", "Tokens proposed since the start (speculative decoding)"
+)
+ACCEPTED_DRAFT_TOKENS_TOTAL = Gauge(
+    "slipstream_rollout_accepted_draft_tokens",
+    "Proposed tokens since the start that became part of a response (speculative decoding)",
+)
+ACCEPTANCE_LENGTH = Gauge(
+    "slipstream_rollout_acceptance_length",
+    "Mean tokens of a pass with proposals since the start, for each request (speculative decoding)",
+)
 WEIGHT_VERSION = Gauge("slipstream_rollout_weight_version", "Version of the live weights")
 ADMISSION_LIMIT = Gauge(
     "slipstream_rollout_admission_limit", "Max simultaneous groups; falls under pressure"

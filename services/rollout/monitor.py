@@ -116,6 +116,13 @@ async def monitor(
         metrics.PROMPT_TOKENS_TOTAL.set(stats.prompt_tokens_total)
         metrics.CACHED_TOKENS_TOTAL.set(stats.cached_tokens_total)
         metrics.RECOMPUTED_TOKENS_TOTAL.set(stats.recomputed_tokens_total)
+        speculation: dict[str, float] = {}
+        if stats.drafts is not None:
+            speculation = {"acceptance_length": stats.drafts.acceptance_length}
+            metrics.DRAFTS_TOTAL.set(stats.drafts.num_drafts)
+            metrics.DRAFT_TOKENS_TOTAL.set(stats.drafts.num_tokens)
+            metrics.ACCEPTED_DRAFT_TOKENS_TOTAL.set(stats.drafts.num_accepted)
+            metrics.ACCEPTANCE_LENGTH.set(stats.drafts.acceptance_length)
         await sampler.admission.adapt(
             kv_used_fraction=stats.kv_used_fraction, publish_wait_s=publish_wait_s()
         )
@@ -124,6 +131,7 @@ async def monitor(
             gauges={
                 **decoding.gauges(),
                 **rows,
+                **speculation,
                 "running_samples": stats.num_running,
                 "waiting_samples": stats.num_waiting,
                 "tokens_total": stats.tokens_total,

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from services.common.runspec.engines import ENGINES
+from services.common.runspec.rollout import SpeculationSpec
 from services.rollout.engines.base import Engine, GenerationRequest
 from services.rollout.engines.build import make_engine
 from services.rollout.engines.engine_config import EngineConfig
@@ -88,16 +89,33 @@ def expected_logprobs(
     return logprobs.gather(1, torch.tensor(tokens)[:, None]).squeeze(1)
 
 
+SPECULATION = SpeculationSpec(tokens=3, prompt_lookup_min=1)
+"""One equal token suffices for a proposal, so that the random model has many."""
+
+
 @asynccontextmanager
 async def open_torch(
-    *, tied: bool = True, kv_policy: str = "recompute", in_place: bool = False
+    *,
+    tied: bool = True,
+    kv_policy: str = "recompute",
+    in_place: bool = False,
+    speculation: SpeculationSpec | None = None,
 ) -> AsyncIterator[Engine]:
     """Yields the embedded engine, whose weights can always be written."""
     engine = TorchEngine(
-        make_model(-1, tied=tied), max_running=8, kv_policy=kv_policy, decode=decode
+        make_model(-1, tied=tied),
+        max_running=8,
+        kv_policy=kv_policy,
+        decode=decode,
+        speculation=speculation,
     )
     async with running(engine):
         yield engine
+
+
+def open_torch_ngram(**options: Any) -> AbstractAsyncContextManager[Engine]:
+    """Yields the embedded engine with proposals."""
+    return open_torch(**options, speculation=SPECULATION)
 
 
 @asynccontextmanager
@@ -149,7 +167,12 @@ async def close_shared() -> None:
 
 
 def _open_parted(
-    name: str, *, tied: bool, arguments: dict[str, Any], in_place: bool = False
+    name: str,
+    *,
+    tied: bool,
+    arguments: dict[str, Any],
+    in_place: bool = False,
+    speculation: SpeculationSpec | None = None,
 ) -> AbstractAsyncContextManager[Engine]:
     order = EngineConfig(
         config=model_config(tied=tied),
@@ -160,11 +183,14 @@ def _open_parted(
         arguments=arguments,
         is_written_in_place=in_place,
         sleeps=True,
+        speculation=speculation,
     )
-    return _shared(f"{name} tied={tied} {in_place}", lambda: make_engine(name, order))
+    return _shared(f"{name} tied={tied} {in_place} {speculation}", lambda: make_engine(name, order))
 
 
-def open_vllm(*, tied: bool = True, in_place: bool = False) -> AbstractAsyncContextManager[Engine]:
+def open_vllm(
+    *, tied: bool = True, in_place: bool = False, speculation: SpeculationSpec | None = None
+) -> AbstractAsyncContextManager[Engine]:
     """Yields vLLM on the CPU; the test prompt fills some of its cache blocks of 32 tokens."""
     arguments = {
         "max_model_len": MAX_MODEL_TOKENS,
@@ -173,7 +199,14 @@ def open_vllm(*, tied: bool = True, in_place: bool = False) -> AbstractAsyncCont
         "max_num_batched_tokens": MAX_MODEL_TOKENS,
         "kv_cache_memory_bytes": 64 << 20,
     }
-    return _open_parted("vllm", tied=tied, arguments=arguments, in_place=in_place)
+    return _open_parted(
+        "vllm", tied=tied, arguments=arguments, in_place=in_place, speculation=speculation
+    )
+
+
+def open_vllm_ngram(**options: Any) -> AbstractAsyncContextManager[Engine]:
+    """Yields vLLM on the CPU with proposals."""
+    return open_vllm(**options, speculation=SPECULATION)
 
 
 def open_sglang(
@@ -193,6 +226,10 @@ REAL_ENGINES = [
     _param("torch", open_torch),
     _param("vllm", open_vllm, needs="vllm"),
     _param("sglang", open_sglang, needs="sglang"),
+]
+SPECULATING_ENGINES = [
+    _param("torch-ngram", open_torch_ngram),
+    _param("vllm-ngram", open_vllm_ngram, needs="vllm"),
 ]
 ALL_ENGINES = [*REAL_ENGINES, _param("fake", open_fake)]
 SLEEPERS = [param for param in REAL_ENGINES if ENGINES[param.id].sleeps]

@@ -11,6 +11,7 @@ from tests.contract.checks import PROMPT, TOLERANCE, adopt, assert_agrees, begun
 from tests.contract.engines import (
     ALL_ENGINES,
     REAL_ENGINES,
+    SPECULATING_ENGINES,
     VOCAB_SIZE,
     OpenEngine,
     all_logprobs,
@@ -21,8 +22,8 @@ from tests.contract.engines import (
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 
-real_engines = pytest.mark.parametrize("open_engine", REAL_ENGINES)
-all_engines = pytest.mark.parametrize("open_engine", ALL_ENGINES)
+real_engines = pytest.mark.parametrize("open_engine", [*REAL_ENGINES, *SPECULATING_ENGINES])
+all_engines = pytest.mark.parametrize("open_engine", [*ALL_ENGINES, *SPECULATING_ENGINES])
 
 
 @all_engines

@@ -11,11 +11,18 @@ import pytest
 import torch
 
 from tests.contract.checks import PROMPT, TOLERANCE, adopt, assert_agrees, begun, made, until
-from tests.contract.engines import REAL_ENGINES, OpenEngine, expected_logprobs, request, weights
+from tests.contract.engines import (
+    REAL_ENGINES,
+    SPECULATING_ENGINES,
+    OpenEngine,
+    expected_logprobs,
+    request,
+    weights,
+)
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 
-real_engines = pytest.mark.parametrize("open_engine", REAL_ENGINES)
+real_engines = pytest.mark.parametrize("open_engine", [*REAL_ENGINES, *SPECULATING_ENGINES])
 
 
 @real_engines

@@ -76,6 +76,10 @@ class EngineKind:
     """Environment variables that the engine reads on import; those that are already set are kept."""
     process_modules: Sequence[str] = ()
     """Modules that the engine's own process imports on a GPU; importing them uses no GPU."""
+    speculation: Sequence[str] = ()
+    """Supported values of ``rollout.speculation.method``."""
+    speculates_with_seeds: bool = False
+    """True if the same seed draws the same tokens with speculation too."""
     invariant_environment: Mapping[str, str] | None = None
     """Environment variables to set for ``rollout.reproducible: batch_invariant``; None if the engine
     does not support it."""
@@ -164,6 +168,8 @@ ENGINES: Final[Mapping[str, EngineKind]] = {
         sleeps=True,
         quantizations={"fp8": None, "fp8_block": None},
         quantizes_on_cpu=True,
+        speculation=("ngram",),
+        speculates_with_seeds=True,
         invariant_environment={},
     ),
     "vllm": EngineKind(
@@ -199,11 +205,13 @@ ENGINES: Final[Mapping[str, EngineKind]] = {
             "quantization": "rollout.quantization",
             "quantization_config": "rollout.quantization",
             "kv_cache_dtype": "rollout.kv_cache_dtype",
+            "speculative_config": "rollout.speculation",
         },
         # Its layerwise reload quantizes each layer again.
         quantizations={"fp8": "fp8_per_tensor", "fp8_block": "fp8_per_block"},
         cache_dtypes={"fp8": "fp8"},
         sleeps=True,
+        speculation=("ngram", "suffix", "mtp", "eagle"),
         gpu_arguments=(
             "tensor_parallel_size",
             "pipeline_parallel_size",

@@ -128,6 +128,25 @@ class SandboxSpec(SpecPart):
     installation other than E2B's own."""
 
 
+class SpeculationSpec(SpecPart):
+    """Speculative decoding: several tokens are proposed, and one pass of the policy verifies them."""
+
+    method: Literal["ngram", "suffix", "mtp", "eagle"] = "ngram"
+    """Source of proposals. ``ngram``: what followed an earlier occurrence of the last tokens in the prompt
+    or response. ``suffix``: the same with suffix trees over earlier responses too (``vllm``, needs
+    arctic-inference). ``mtp``: the checkpoint's own head for multi-token prediction (``vllm``). ``eagle``:
+    the EAGLE head ``model`` (``vllm``). Heads keep their weights while the policy learns."""
+    tokens: int = Field(4, ge=1, le=32)
+    """Max proposed tokens of a request in one step."""
+    prompt_lookup_min: int = Field(2, ge=1, le=32)
+    """``ngram``: min number of last tokens that must have occurred before."""
+    prompt_lookup_max: int = Field(5, ge=1, le=32)
+    """``ngram``: max number of last tokens that are compared."""
+    model: str | None = None
+    """``eagle``: folder or Hub id of the head. ``mtp``: of the checkpoint with the head; null is
+    ``model.path``."""
+
+
 class RolloutSpec(SpecPart):
     """Engine, sampling, workflow and rewards of rollouts."""
 
@@ -174,6 +193,10 @@ class RolloutSpec(SpecPart):
     kv_policy: Literal["recompute", "keep"] = "recompute"
     """KV cache of running responses after a weight update: ``recompute`` computes it again with the
     new weights, ``keep`` keeps the old one."""
+    speculation: SpeculationSpec | None = None
+    """Speculative decoding. Responses have exactly the policy's distribution, and their logprobs are the
+    policy's. The engine measures both kinds of steps for each number of running samples and uses the faster
+    one, so that proposals end where they do not pay. null decodes one token per step."""
     routing_replay: Literal["off", "compare", "replay"] = "off"
     """For mixtures of experts. ``replay``: the trainer uses the experts that the engine chose for
     each token (R3, arXiv:2510.11370). ``compare``: the trainer only reports the share of tokens

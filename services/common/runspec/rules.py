@@ -18,7 +18,7 @@ from services.common.runspec.built_in import EARNED, NEED_ANSWERS, REWARDS, SERV
 from services.common.runspec.data import DataSpec, DemonstrationSpec, HeldoutSetSpec, set_name
 from services.common.runspec.engines import ENGINES, engine_kind
 from services.common.runspec.formulas import ADVANTAGES, LOSSES, Formula
-from services.common.runspec.rollout import IMAGE, RewardSpec, RolloutSpec
+from services.common.runspec.rollout import IMAGE, RewardSpec, RolloutSpec, SpeculationSpec
 from services.common.runspec.run import TINY_PREFIX, RunSpec, TeacherSpec
 from services.common.runspec.train_engines import train_engine_kind
 from services.common.runspec.trainer import CriticSpec, LoraSpec, LossScaleSpec
@@ -900,6 +900,8 @@ def _engine(spec: RunSpec) -> Iterator[str]:
                 "data.model_inputs_column; set rollout.reproducible to true, or remove the column"
             )
     yield from _quantization(spec)
+    if rollout.speculation is not None:
+        yield from _speculation(spec, rollout.speculation)
     most_tokens = spec.data.max_prompt_tokens + rollout.max_response_tokens
     try:
         engine_kind(name).check(rollout.engine_arguments, most_tokens=most_tokens)
@@ -938,6 +940,53 @@ def _quantization(spec: RunSpec) -> Iterator[str]:
 
 
 _TABLES: Final = {"quantization": "quantizations", "kv_cache_dtype": "cache_dtypes"}
+
+
+def _speculation(spec: RunSpec, speculation: SpeculationSpec) -> Iterator[str]:
+    name, method = spec.rollout.engine, speculation.method
+    kind = engine_kind(name)
+    if method not in kind.speculation:
+        known = " or ".join(map(repr, kind.speculation))
+        yield (
+            f"rollout.speculation.method is {method!r}, which engine {name!r} does not support; "
+            + (f"set it to {known}, " if known else "")
+            + "or set rollout.speculation to null"
+        )
+        return
+    if speculation.prompt_lookup_min > speculation.prompt_lookup_max:
+        yield (
+            f"rollout.speculation.prompt_lookup_min is {speculation.prompt_lookup_min}, above "
+            f"prompt_lookup_max, {speculation.prompt_lookup_max}; lower it, or raise prompt_lookup_max"
+        )
+    has_head = method in ("mtp", "eagle")
+    if method == "eagle" and speculation.model is None:
+        yield (
+            "rollout.speculation.method is 'eagle', but rollout.speculation.model is null; set it to the "
+            "folder or Hub id of the EAGLE head"
+        )
+    elif speculation.model is not None and not has_head:
+        yield (
+            f"rollout.speculation.model is set, but method {method!r} has no model; remove it, or set the "
+            "method to 'eagle' or 'mtp'"
+        )
+    if has_head and spec.topology.placement != "disaggregated":
+        yield (
+            f"rollout.speculation.method {method!r} needs a head in GPU memory, which engine {name!r} does "
+            "not restore after the trainer has used the GPU; set topology.placement to 'disaggregated', or "
+            "the method to 'ngram'"
+        )
+    if kind.speculates_with_seeds:
+        return
+    if spec.rollout.reproducible:
+        yield (
+            f"rollout.reproducible is set, but with rollout.speculation the tokens of engine {name!r} depend "
+            "on which steps have proposals; set one of them to false or null, or rollout.engine to 'torch'"
+        )
+    if spec.rollout.routing_replay != "off":
+        yield (
+            f"rollout.routing_replay is {spec.rollout.routing_replay!r}, but with rollout.speculation engine "
+            f"{name!r} may report experts of rejected tokens; set it to 'off', or rollout.speculation to null"
+        )
 
 
 def _argument_problems(

@@ -92,6 +92,7 @@ KINDS: Final[Mapping[str, Kind]] = {
     "data.chat_template_arguments": "text",
     "rollout.engine": "free",
     "rollout.engine_arguments": "text",
+    "rollout.speculation.model": "model",
     "rollout.sampling.stop": "free",
     "rollout.workflow": "code",
     "rollout.workflow_arguments": "workflow arguments",

@@ -134,6 +134,30 @@ class EngineCapabilities:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DraftTotals:
+    """Counts of speculative decoding."""
+
+    num_drafts: int = 0
+    """Times that tokens were proposed for a request."""
+    num_tokens: int = 0
+    """Tokens that were proposed."""
+    num_accepted: int = 0
+    """Proposed tokens that became part of a response."""
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens of a pass with proposals: those accepted, and the one drawn after them."""
+        return 1 + self.num_accepted / max(self.num_drafts, 1)
+
+    def __add__(self, other: "DraftTotals") -> "DraftTotals":
+        return DraftTotals(
+            num_drafts=self.num_drafts + other.num_drafts,
+            num_tokens=self.num_tokens + other.num_tokens,
+            num_accepted=self.num_accepted + other.num_accepted,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """Gauges of an engine, for admission, heartbeats and metrics."""
 
@@ -155,6 +179,8 @@ class EngineStats:
     """Context tokens found in a prefix cache or shared with another request."""
     recomputed_tokens_total: int = 0
     """Response tokens computed again since the start, under new weights or to resume a response."""
+    drafts: "DraftTotals | None" = None
+    """Proposals since the start; None without speculation."""
     is_asleep: bool = False
     """True if the engine released its memory and has received no weights since."""
 

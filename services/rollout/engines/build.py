@@ -61,6 +61,9 @@ def build_engine(
         logger.info("memory planned", extra={"table": memory.table()})
         arguments |= engine_share(memory, engine_kind(spec.engine), arguments)
         sleeps = sleeps and not memory.stays_awake
+    speculation = spec.speculation
+    if speculation is not None and speculation.method == "mtp" and speculation.model is None:
+        speculation = speculation.model_copy(update={"model": model.path})
     order = EngineConfig(
         config=config,
         dtype=dtype,
@@ -78,6 +81,7 @@ def build_engine(
         kv_cache_dtype=spec.kv_cache_dtype,
         vocab_size=tokenizer.vocab_size,
         stop_token=tokenizer.eos_id,
+        speculation=speculation,
     )
     engine = make_engine(spec.engine, order)
     _check_supported(spec, engine, tokenizer)

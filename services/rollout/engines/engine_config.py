@@ -16,6 +16,7 @@ from transformers import PretrainedConfig
 from services.common.models.loading import build_model, stored_tensors
 from services.common.models.quantization import Fp8
 from services.common.runspec.engines import EngineKind
+from services.common.runspec.rollout import SpeculationSpec
 from services.rollout.engines.base import Decode
 from services.weightsync.plan import TensorSpec
 
@@ -88,6 +89,8 @@ class EngineConfig:
     """Number of tokens in the tokenizer's vocabulary."""
     stop_token: int = 1
     """The tokenizer's end-of-text token."""
+    speculation: SpeculationSpec | None = None
+    """Settings of proposals; None decodes one token per step."""
 
     @property
     def dtype_name(self) -> str:

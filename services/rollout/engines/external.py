@@ -29,6 +29,7 @@ from services.common.telemetry.metrics import Phases
 from services.rollout import metrics
 from services.rollout.engines.base import (
     Decode,
+    DraftTotals,
     EngineCapabilities,
     EngineStats,
     GenerationRequest,
@@ -95,6 +96,10 @@ class Backend(Protocol):
     @property
     def kv_capacity_tokens(self) -> int:
         """Capacity of the KV cache in tokens, available after the start."""
+
+    @property
+    def drafts(self) -> DraftTotals | None:
+        """Proposals since the start; None without speculation."""
 
     async def serve(self, started: Callable[[], None]) -> None:
         """Starts the engine, calls ``started``, and serves until cancelled.
@@ -537,6 +542,7 @@ class ExternalEngine:
             prompt_tokens_total=self._prompt_tokens_total,
             cached_tokens_total=self._cached_tokens_total,
             recomputed_tokens_total=self._recomputed_tokens_total,
+            drafts=self.backend.drafts,
             is_asleep=self._is_blank,
         )
 

@@ -55,6 +55,7 @@ class ScriptedBackend:
         seeds=True,
     )
     kv_capacity_tokens = 1000
+    drafts = None
 
     def __init__(self) -> None:
         self.parts: list[Segment] = []

@@ -41,6 +41,7 @@ export const CATALOG = [
     ]],
     ["Groups", "", [["finished, waiting", "ready_groups"], ["running", "running_groups"]]],
     ["Generated tokens", "per s", [["tokens", "generated_tokens_per_s"]]],
+    ["Tokens of a pass with proposals", "", [["for each sample", "acceptance_length"]]],
   ]],
 ];
 

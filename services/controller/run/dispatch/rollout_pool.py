@@ -134,6 +134,12 @@ class RolloutPool:
         known = [gauges for gauges in known if gauges.keys() >= set(DECODE_TIMES)]
         return {name: fmean(gauges[name] for gauges in known) for name in DECODE_TIMES if known}
 
+    def acceptance_length(self) -> dict[str, float]:
+        """Returns the mean tokens of a pass with proposals over the rollouts; empty without speculation."""
+        gauge = "acceptance_length"
+        known = [w.gauges[gauge] for w in self._workers.values() if gauge in w.gauges]
+        return {gauge: fmean(known)} if known else {}
+
     def moved_at(self, worker_id: str, *, now: float) -> float:
         """Returns when a rollout's token count was last seen to change, in monotonic seconds."""
         worker = self._workers.get(worker_id)

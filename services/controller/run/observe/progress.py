@@ -179,6 +179,7 @@ class StepMeter:
             "rollout_idle_s": sum(idle_s.values()) / max(len(idle_s), 1),
             "generated_tokens_per_s": max(tokens - self._tokens, 0.0) / seconds,
             **replicas.decode_times(),
+            **replicas.acceptance_length(),
         }
         self._idle_s, self._tokens = totals, tokens
         named = {name: round(idle_s[name], 3) for name in sorted(idle_s)[:_MAX_NAMED_ROLLOUTS]}

@@ -132,6 +132,10 @@ class SglangBackend:
         """Open segment streams."""
 
     @property
+    def drafts(self) -> None:
+        """Nothing: the rules refuse speculation."""
+
+    @property
     def kv_capacity_tokens(self) -> int:
         (info, *_) = self.engine._scheduler_init_result.scheduler_infos  # noqa: SLF001 -- as its get_server_info does
         return int(info["max_total_num_tokens"])

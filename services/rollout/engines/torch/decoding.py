@@ -1,6 +1,8 @@
 """Batched decoding of transformers models: attention masks, sampling, decode steps and prefill."""
 
 import math
+import time
+from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +36,7 @@ from services.rollout.engines.base import (
     append_version,
     ends_in_stop_text,
 )
+from services.rollout.engines.speculation import NgramSpeculator, num_equal
 from services.wire.data.model_inputs import ModelInputs, model_arguments
 
 
@@ -108,10 +111,10 @@ class SlotCache(Cache):
         self._first = first
 
     def begin_decode(self, positions: Tensor, span: int) -> None:
-        """Begins a pass of one token for each of the first ``N`` slots.
+        """Begins a pass of ``Q`` tokens for each of the first ``N`` slots.
 
         Args:
-            positions: ``[N]`` int64 position of each new token.
+            positions: ``[N, Q]`` int64 position of each new token; recurrent layers take one token.
             span: Number of tokens to attend over, greater than any position.
         """
         self._positions, self._span = positions, span
@@ -136,8 +139,9 @@ class SlotCache(Cache):
                 return key_states, value_states
             holders = self._holders()
             return keys[holders, :, :end], values[holders, :, :end]
-        keys[self._targets, :, self._positions] = key_states[:, :, 0]
-        values[self._targets, :, self._positions] = value_states[:, :, 0]
+        rows = self._targets[:, None]
+        keys[rows, :, self._positions] = key_states.transpose(1, 2)
+        values[rows, :, self._positions] = value_states.transpose(1, 2)
         num_rows = len(self._positions)
         return keys[:num_rows, :, : self._span], values[:num_rows, :, : self._span]
 
@@ -266,11 +270,11 @@ def uniforms(seeds: NDArray[np.uint64], counters: NDArray[np.uint64]) -> NDArray
     position.
 
     Args:
-        seeds: ``[N]`` one seed per row.
-        counters: ``[N]`` number of tokens that the row has drawn before.
+        seeds: ``[...]`` seeds.
+        counters: ``[...]`` numbers of tokens that were drawn before, of a shape that broadcasts with seeds.
 
     Returns:
-        ``[N]`` in ``[0, 1)``, multiples of ``2**-52``.
+        ``[...]`` in ``[0, 1)``, multiples of ``2**-52``.
     """
     with np.errstate(over="ignore"):
         state = _mix(seeds + _GOLDEN) + (counters + np.uint64(1)) * _GOLDEN
@@ -290,6 +294,17 @@ class Truncation:
     """Min probability of an allowed token, relative to the most probable one; 0 allows all."""
     reported: Tensor
     """``[N]`` bool: rows whose allowed tokens are reported; their log probabilities are relative to them."""
+
+    def repeated(self, count: int) -> "Truncation":
+        """Returns a copy with every row ``count`` times in succession."""
+        if count == 1:
+            return self
+        return Truncation(
+            top_p=self.top_p.repeat_interleave(count),
+            top_k=self.top_k.repeat_interleave(count),
+            min_p=self.min_p.repeat_interleave(count),
+            reported=self.reported.repeat_interleave(count),
+        )
 
     def padded(self, size: int) -> "Truncation":
         """Returns a copy with additional rows that allow all tokens."""
@@ -365,32 +380,32 @@ _MIN_SPAN = 128
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """Inputs of a step, one entry per row; ``[N]``."""
+    """Inputs of a step that computes ``Q`` tokens for each of ``N`` requests."""
 
     tokens: NDArray[np.int64]
-    """Last token of each request."""
+    """``[N, Q]`` last token of each request, then those that were proposed to follow it."""
     positions: NDArray[np.int64]
-    """Position of that token."""
+    """``[N, Q]`` positions of these tokens."""
     rotary_positions: NDArray[np.int64]
-    """Its position in the rotary embedding, which differs after images."""
+    """``[N, Q]`` their positions in the rotary embedding, which differ after images."""
     temperatures: NDArray[np.float32]
-    """Divisors of the logits; 0 is greedy."""
+    """``[N]`` divisors of the logits; 0 is greedy."""
     numbers: NDArray[np.float64]
-    """Random numbers in [0, 1)."""
+    """``[N, Q]`` random numbers in [0, 1)."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
-    """Outputs of a step, one entry per row."""
+    """Outputs of a step: what was drawn to follow each input token."""
 
     tokens: Tensor
-    """``[N]`` int64."""
+    """``[N, Q]`` int64."""
     logprobs: Tensor
-    """``[N]`` float32."""
+    """``[N, Q]`` float32."""
     experts: Tensor | None
-    """``[N, layers, K]`` int64 experts chosen for the input token, if they are recorded."""
+    """``[N, Q, layers, K]`` int64 experts chosen for the input tokens, if they are recorded."""
     allowed: Tensor | None = None
-    """``[N, V]`` bool: tokens that could be drawn; None without truncation."""
+    """``[N, Q, V]`` bool: tokens that could be drawn; None without truncation."""
 
     def first(self, num_rows: int) -> "StepOutputs":
         experts = None if self.experts is None else self.experts[:num_rows]
@@ -415,8 +430,8 @@ class DecodeStep:
         self._cache = cache
         self._device = model.device
         self._is_cuda = model.device.type == "cuda"
-        self._graphs: dict[tuple[int, int], _Graph] = {}
-        self._num_seen: dict[tuple[int, int], int] = {}
+        self._graphs: dict[tuple[int, int, int], _Graph] = {}
+        self._num_seen: dict[tuple[int, int, int], int] = {}
         self._layout = cache.layout
         self._visibility = Visibility(model.config.to_dict(), model.dtype)
         # A graph's warm-up would advance the states of running requests.
@@ -424,12 +439,13 @@ class DecodeStep:
 
     @torch.inference_mode()
     def run(self, inputs: StepInputs, truncation: Truncation | None) -> StepOutputs:
-        """Stores keys and values and draws one token per row; on a GPU, returns when both are done.
+        """Stores keys and values and draws a token after each input; on a GPU, returns when both are done.
 
         Args:
             truncation: Restricts the tokens that may be drawn; None allows all.
         """
-        num_rows, span = len(inputs.tokens), int(inputs.positions.max()) + 1
+        num_rows, num_queries = inputs.tokens.shape
+        span = int(inputs.positions.max()) + 1
         if self._is_cuda:
             size, span = rounded_up(num_rows), max(rounded_up(span), _MIN_SPAN)
         elif self._rows_multiple is not None:
@@ -439,7 +455,7 @@ class DecodeStep:
         self._cache.reserve(size, span)
         padded = _pad(inputs, size)
         is_captured = self._is_cuda and self._is_captured and truncation is None
-        graph = self._graph(size, span) if is_captured else None
+        graph = self._graph(size, span, num_queries) if is_captured else None
         if graph is not None:
             outputs = graph.replay(padded)
         else:
@@ -463,17 +479,26 @@ class DecodeStep:
         self._cache.begin_decode(positions, span)
         keys = torch.arange(span, device=self._device)
         logits = self._model(
-            input_ids=inputs.tokens[:, None],
-            position_ids=inputs.rotary_positions[:, None],
-            attention_mask=self._visibility.masks(positions[:, None], keys),
+            input_ids=inputs.tokens,
+            position_ids=inputs.rotary_positions,
+            attention_mask=self._visibility.masks(positions, keys),
             past_key_values=self._cache,
             use_cache=True,
-        ).logits[:, -1]
+        ).logits
+        shape = positions.shape
         tokens, logprobs, allowed = draw_tokens(
-            logits, inputs.temperatures, inputs.numbers, truncation=truncation
+            logits.flatten(0, 1),
+            inputs.temperatures.repeat_interleave(shape[1]),
+            inputs.numbers.flatten(),
+            truncation=None if truncation is None else truncation.repeated(shape[1]),
         )
-        experts = None if self._watch is None else self._watch.chosen()
-        return StepOutputs(tokens, logprobs, experts, allowed)
+        experts = None if self._watch is None else self._watch.chosen().unflatten(0, shape)
+        return StepOutputs(
+            tokens.view(shape),
+            logprobs.view(shape),
+            experts,
+            None if allowed is None else allowed.unflatten(0, shape),
+        )
 
     def _move(self, inputs: StepInputs) -> "_DeviceInputs":
         return _DeviceInputs(
@@ -484,15 +509,15 @@ class DecodeStep:
             numbers=torch.from_numpy(inputs.numbers).to(self._device),
         )
 
-    def _graph(self, size: int, span: int) -> "_Graph | None":
+    def _graph(self, size: int, span: int, num_queries: int) -> "_Graph | None":
         """Returns the graph of a shape once the shape has occurred often enough, else None."""
         if self._cache.layout != self._layout:
             self._graphs.clear()
             self._layout = self._cache.layout
-        key = size, span
+        key = size, span, num_queries
         self._num_seen[key] = self._num_seen.get(key, 0) + 1
         if key not in self._graphs and self._num_seen[key] > _CAPTURE_AFTER:
-            self._graphs[key] = _Graph(self, size, span)
+            self._graphs[key] = _Graph(self, size, span, num_queries)
         return self._graphs.get(key)
 
 
@@ -510,9 +535,10 @@ class _DeviceInputs:
 class _Graph:
     """Captured CUDA graph of a step of one shape."""
 
-    def __init__(self, step: DecodeStep, size: int, span: int) -> None:
+    def __init__(self, step: DecodeStep, size: int, span: int, num_queries: int) -> None:
+        nothing = np.zeros((0, num_queries), np.int64)
         empty = StepInputs(
-            *(np.zeros(0, dtype) for dtype in (np.int64, np.int64, np.int64, np.float32, float))
+            nothing, nothing, nothing, np.zeros(0, np.float32), nothing.astype(np.float64)
         )
         self._inputs = step._move(_pad(empty, size))  # noqa: SLF001 -- a part of the step
         self._graph = torch.cuda.CUDAGraph()
@@ -552,12 +578,13 @@ def rounded_up(number: int) -> int:
 def _pad(inputs: StepInputs, size: int) -> StepInputs:
     """Adds rows whose outputs are ignored."""
     num_missing = size - len(inputs.tokens)
+    rows = (0, num_missing), (0, 0)
     return StepInputs(
-        tokens=np.pad(inputs.tokens, (0, num_missing)),
-        positions=np.pad(inputs.positions, (0, num_missing)),
-        rotary_positions=np.pad(inputs.rotary_positions, (0, num_missing)),
+        tokens=np.pad(inputs.tokens, rows),
+        positions=np.pad(inputs.positions, rows),
+        rotary_positions=np.pad(inputs.rotary_positions, rows),
         temperatures=np.pad(inputs.temperatures, (0, num_missing), constant_values=1),
-        numbers=np.pad(inputs.numbers, (0, num_missing)),
+        numbers=np.pad(inputs.numbers, rows),
     )
 
 
@@ -575,7 +602,8 @@ class _Row:
     """Running request; its index in the list is its slot."""
 
     request: GenerationRequest
-    tokens: list[int]
+    tokens: "array[int]"
+    """Context and response."""
     offset: int = 0
     """Difference of a token's rotary position and its place, after the prompt's images."""
     logprobs: list[float] = field(default_factory=list)
@@ -602,7 +630,14 @@ class _Row:
 
 
 class DecodeBatch:
-    """Decodes all running requests one token at a time. Not thread-safe: the owner serializes calls.
+    """Decodes all running requests step by step. Not thread-safe: the owner serializes calls.
+
+    A step draws one token for each request. With speculation it also computes proposed tokens and draws
+    after each of them, with the random numbers of those positions. A drawn token is kept if all proposals
+    before it equal the tokens drawn in their places. That is rejection sampling for proposals that are not
+    random (Leviathan et al., arXiv:2211.17192): a proposal is accepted with its probability, and otherwise
+    the token in its place is drawn from the remaining ones. Kept tokens are those that decoding without
+    proposals draws.
 
     Prefill stores the keys and values of a context without its last token. That token is the input
     of the next decode step. The first token thus takes the same path as later ones, and the
@@ -616,7 +651,9 @@ class DecodeBatch:
         decode: Decode | None = None,
         routing: RoutingShape | None = None,
         is_invariant: bool = False,
+        speculator: NgramSpeculator | None = None,
     ) -> None:
+        self._speculator = speculator
         self._length_multiple = token_multiple(model) if is_invariant else 1
         self._routing = routing
         self._watch = None if routing is None else RouterWatch(model)
@@ -628,6 +665,8 @@ class DecodeBatch:
         self._visibility = Visibility(model.config.to_dict(), model.dtype)
         self._pads = recurrent_module(model.config.to_dict()) is None
         self._rows: list[_Row] = []
+        self.tokens_total = 0
+        """Tokens that were drawn and kept."""
         self.prompt_tokens_total = 0
         """Context tokens that were stored."""
         self.recomputed_tokens_total = 0
@@ -653,7 +692,7 @@ class DecodeBatch:
         """
         first = len(self._rows)
         self._rows.extend(
-            _Row(request, list(request.context_ids), self._offset(request.model_inputs))
+            _Row(request, array("q", request.context_ids), self._offset(request.model_inputs))
             for request in requests
         )
         self._cache.reserve(len(self._rows), self.span)
@@ -687,29 +726,42 @@ class DecodeBatch:
 
     @torch.inference_mode()
     def step(self, weight_version: int) -> list[tuple[str, GenerationResult]]:
-        """Draws one token for every request and returns the finished requests.
+        """Draws at least one token for every request and returns the finished requests.
 
         Args:
             weight_version: Version of the live weights, recorded for each token.
         """
-        outputs = self._step.run(self._inputs(), self._truncation())
-        if outputs.experts is not None:
-            for row, experts in zip(self._rows, self._to_array(outputs.experts), strict=True):
-                row.experts.append(experts[None])
-        if outputs.allowed is not None:
-            self._note_masks(outputs.allowed)
+        began = time.perf_counter()
+        drafts = self._propose()
+        outputs = self._step.run(self._inputs(drafts), self._truncation())
         finished: dict[int, FinishReason] = {}
-        for slot, (row, token, logprob) in enumerate(
-            zip(self._rows, outputs.tokens.tolist(), outputs.logprobs.tolist(), strict=True)
+        counts: list[int] = []
+        for slot, (row, draft, tokens, logprobs) in enumerate(
+            zip(self._rows, drafts, outputs.tokens.tolist(), outputs.logprobs.tolist(), strict=True)
         ):
-            row.tokens.append(token)
-            row.logprobs.append(logprob)
-            append_version(row.version_runs, weight_version, 1)
-            if row.request.on_tokens is not None:
-                self._news.append((row.request.on_tokens, token, logprob))
-            reason = self._finish_reason(row)
-            if reason is not None:
-                finished[slot] = reason
+            num_kept = 1 + num_equal(draft, tokens)
+            count = 0
+            for token, logprob in zip(tokens[:num_kept], logprobs, strict=False):
+                row.tokens.append(token)
+                row.logprobs.append(logprob)
+                count += 1
+                if row.request.on_tokens is not None:
+                    self._news.append((row.request.on_tokens, token, logprob))
+                reason = self._finish_reason(row)
+                if reason is not None:
+                    finished[slot] = reason
+                    break
+            append_version(row.version_runs, weight_version, count)
+            counts.append(count)
+        if outputs.experts is not None:
+            chosen = self._to_array(outputs.experts)
+            for row, count, experts in zip(self._rows, counts, chosen, strict=True):
+                row.experts.append(experts[:count])
+        if outputs.allowed is not None:
+            self._note_masks(outputs.allowed, counts)
+        self.tokens_total += sum(counts)
+        if self._speculator is not None:
+            self._speculator.record(drafts, counts, time.perf_counter() - began)
         return self._remove(finished)
 
     def deliver_tokens(self) -> None:
@@ -732,17 +784,45 @@ class DecodeBatch:
         """Returns the tokens so far of all requests."""
         return {row.request.request_id: row.result("aborted") for row in self._rows}
 
-    def _inputs(self) -> StepInputs:
+    def _propose(self) -> list[Sequence[int]]:
+        """Returns the tokens proposed to follow each request's last one."""
+        nothing: list[Sequence[int]] = [()] * len(self._rows)
+        if self._speculator is None or not self._speculator.is_on(len(self._rows)):
+            return nothing
+        return [
+            # The last token of a response is no input, so that proposals end one token earlier.
+            self._speculator.propose(
+                row.tokens, most=row.request.max_tokens - len(row.logprobs) - 1
+            )
+            # A proposal may contain the placeholders of a prompt's images.
+            if row.request.model_inputs is None
+            else ()
+            for row in self._rows
+        ]
+
+    def _inputs(self, drafts: Sequence[Sequence[int]]) -> StepInputs:
         requests = [row.request for row in self._rows]
         seeds = np.array([request.seed % 2**64 for request in requests], dtype=np.uint64)
-        drawn = [row.request.draw_offset + len(row.logprobs) for row in self._rows]
-        positions = np.array([len(row.tokens) - 1 for row in self._rows])
+        drawn = np.array([row.num_sampled for row in self._rows], dtype=np.uint64)
+        width = max(map(len, drafts))
+        if width and self._device.type == "cuda":
+            assert self._speculator is not None
+            width = self._speculator.num_tokens  # one shape, for graphs
+        steps = np.arange(1 + width)
+        tokens = np.zeros((len(drafts), 1 + width), np.int64)
+        for row, draft, new in zip(self._rows, drafts, tokens, strict=True):
+            new[0] = row.tokens[-1]
+            new[1 : 1 + len(draft)] = draft
+        positions = np.array([len(row.tokens) - 1 for row in self._rows])[:, None] + steps
+        # No request stores a token in the last place, because the last token of a response is no input.
+        positions = np.minimum(positions, self.span - 1)
+        offsets = np.array([row.offset for row in self._rows])[:, None]
         return StepInputs(
-            tokens=np.array([row.tokens[-1] for row in self._rows]),
+            tokens=tokens,
             positions=positions,
-            rotary_positions=positions + np.array([row.offset for row in self._rows]),
+            rotary_positions=positions + offsets,
             temperatures=np.array([r.temperature for r in requests], dtype=np.float32),
-            numbers=uniforms(seeds, np.array(drawn, dtype=np.uint64)),
+            numbers=uniforms(seeds[:, None], drawn[:, None] + steps.astype(np.uint64)),
         )
 
     def _truncation(self) -> Truncation | None:
@@ -864,12 +944,19 @@ class DecodeBatch:
                 )
         return np.concatenate(chosen, axis=1) if chosen else None
 
-    def _note_masks(self, allowed: Tensor) -> None:
-        slots = [slot for slot, row in enumerate(self._rows) if row.request.returns_mask]
-        rows, ids = allowed[slots].nonzero(as_tuple=True)
-        counts = torch.bincount(rows, minlength=len(slots)).tolist()
+    def _note_masks(self, allowed: Tensor, counts: Sequence[int]) -> None:
+        """Adds the masks of each request's new tokens."""
+        places = [
+            (slot, place)
+            for slot, row in enumerate(self._rows)
+            if row.request.returns_mask
+            for place in range(counts[slot])
+        ]
+        slots = [slot for slot, _ in places]
+        rows, ids = allowed[slots, [place for _, place in places]].nonzero(as_tuple=True)
+        sizes = torch.bincount(rows, minlength=len(slots)).tolist()
         told = ids.int().cpu()
-        for slot, mask in zip(slots, told.split(counts), strict=True):
+        for slot, mask in zip(slots, told.split(sizes), strict=True):
             encoded = mask.numpy().copy()
             encoded[0] = ~encoded[0]
             self._rows[slot].masks.append(encoded)

@@ -11,7 +11,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from services.common.host import usable_processors
-from services.common.models.families import check_trainer, has_plain_scores, routing_shape
+from services.common.models.families import (
+    check_trainer,
+    has_plain_scores,
+    recurrent_module,
+    routing_shape,
+)
 from services.common.models.head import use_float32_head
 from services.common.models.invariant import INVARIANT, use_invariant_operators
 from services.common.models.loading import build_model, stored_tensors
@@ -22,6 +27,7 @@ from services.common.models.quantization import (
     is_fp8,
 )
 from services.common.models.vision import set_attention
+from services.common.runspec.rollout import SpeculationSpec
 from services.common.runspec.trainer import OF_EXPERTS
 from services.rollout.engines.base import (
     Decode,
@@ -34,6 +40,7 @@ from services.rollout.engines.base import (
     check_tensors,
 )
 from services.rollout.engines.engine_config import EngineConfig
+from services.rollout.engines.speculation import NgramSpeculator
 from services.rollout.engines.torch.decoding import DecodeBatch
 from services.weightsync.arena import copy_all
 from services.weightsync.endpoints import Place
@@ -95,6 +102,7 @@ def build(order: EngineConfig) -> "TorchEngine":
         returns_experts=order.returns_experts,
         is_invariant=order.is_invariant,
         quantization=order.quantization,
+        speculation=order.speculation,
         **order.arguments,
     )
 
@@ -114,7 +122,7 @@ class _Waiting:
 
 
 class TorchEngine:
-    """Decodes running requests together, one token per step, and admits waiting ones between steps.
+    """Decodes running requests together, step by step, and admits waiting ones between steps.
 
     Each step runs in a worker thread, so the event loop stays responsive. Operations that must
     happen between two steps (admission, abort, adoption) hold the same lock as a step.
@@ -131,7 +139,7 @@ class TorchEngine:
         model_inputs=True,
     )
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 -- independent features of one engine
         self,
         model: PreTrainedModel,
         *,
@@ -142,6 +150,7 @@ class TorchEngine:
         returns_experts: bool = False,
         is_invariant: bool = False,
         quantization: Fp8 | None = None,
+        speculation: SpeculationSpec | None = None,
     ) -> None:
         """Wraps a loaded model.
 
@@ -155,9 +164,11 @@ class TorchEngine:
             is_invariant: True if a request's tokens must not depend on other requests.
             quantization: Rounds weights and inputs of the decoder layers to FP8, and computes in the
                 weights' dtype; None rounds nothing.
+            speculation: Settings of proposals; None decodes one token per step.
 
         Raises:
-            ValueError: If the model cannot be decoded exactly, or has no experts to report.
+            ValueError: If the model cannot be decoded exactly, or not speculatively, or has no experts to
+                report.
         """
         config = model.config.get_text_config()
         problems = check_trainer(config.to_dict())
@@ -184,7 +195,21 @@ class TorchEngine:
                 f"model.path has model_type {config.model_type!r} without experts; set "
                 "rollout.routing_replay to 'off'"
             )
-        self._batch = DecodeBatch(model, decode=decode, routing=routing, is_invariant=is_invariant)
+        self._speculator: NgramSpeculator | None = None
+        if speculation is not None:
+            if recurrent_module(config.to_dict()) is not None:
+                raise ValueError(
+                    f"rollout.speculation is set, but model_type {config.model_type!r} has recurrent layers, "
+                    "whose states the engine torch cannot take back; set it to null"
+                )
+            self._speculator = NgramSpeculator(speculation)
+        self._batch = DecodeBatch(
+            model,
+            decode=decode,
+            routing=routing,
+            is_invariant=is_invariant,
+            speculator=self._speculator,
+        )
         self._waiting: list[_Waiting] = []
         self._num_arrived = 0
         self._futures: dict[str, asyncio.Future[GenerationResult]] = {}
@@ -195,7 +220,6 @@ class TorchEngine:
         self._is_asleep = self._is_blank = False
         self._weight_bytes: dict[str, int] = {}
         self._weight_version = -1
-        self._tokens_total = 0
         self._started_at = time.monotonic()
         self._busy_seconds = 0.0
 
@@ -345,13 +369,14 @@ class TorchEngine:
         return EngineStats(
             num_running=len(self._batch),
             num_waiting=len(self._waiting),
-            tokens_total=self._tokens_total,
+            tokens_total=self._batch.tokens_total,
             kv_used_fraction=len(self._batch) * self._batch.span / self._max_kv_tokens,
             idle_seconds=time.monotonic() - self._started_at - self._busy_seconds,
             weight_version=self._weight_version,
             prompt_tokens_total=self._batch.prompt_tokens_total,
             cached_tokens_total=self._batch.shared_tokens_total,
             recomputed_tokens_total=self._batch.recomputed_tokens_total,
+            drafts=None if self._speculator is None else self._speculator.totals,
             is_asleep=self._is_blank,
         )
 
@@ -374,11 +399,10 @@ class TorchEngine:
         return admitted
 
     def _advance(self, admitted: list[GenerationRequest]) -> list[tuple[str, GenerationResult]]:
-        """Prefills new requests and draws one token for all (in a worker thread)."""
+        """Prefills new requests and runs one step of all (in a worker thread)."""
         assert not self._is_blank, "an engine without weights cannot decode"
         if admitted:
             self._batch.admit(admitted)
-        self._tokens_total += len(self._batch)
         return self._batch.step(self._weight_version) if len(self._batch) else []
 
     @torch.inference_mode()
