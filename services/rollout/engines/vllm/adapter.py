@@ -6,6 +6,7 @@ Tokens arrive in batches with their log probabilities in arrays (see
 """
 
 import asyncio
+import importlib.util
 import multiprocessing
 import secrets
 from collections import deque
@@ -15,6 +16,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from transformers import PretrainedConfig
 from vllm import SamplingParams, envs
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
@@ -27,7 +29,13 @@ from vllm.v1.executor import Executor
 from services.common.errors import DataLossError
 from services.common.models.families import recurrent_module, routing_shape
 from services.common.runspec.engines import engine_kind
-from services.rollout.engines.base import EngineCapabilities, RoutedExperts, VersionRun
+from services.common.runspec.rollout import SpeculationSpec
+from services.rollout.engines.base import (
+    DraftTotals,
+    EngineCapabilities,
+    RoutedExperts,
+    VersionRun,
+)
 from services.rollout.engines.engine_config import EngineConfig, cached_config_folder
 from services.rollout.engines.external import EngineDiedError, ExternalEngine, FirstToken
 from services.rollout.engines.request_segments import (
@@ -96,8 +104,41 @@ _CAPTURED = (
 )
 
 
+def speculative_config(speculation: SpeculationSpec) -> dict[str, Any]:
+    """Returns vLLM's configuration of speculative decoding.
+
+    vLLM verifies by rejection sampling and reports the policy's logprobs for accepted tokens too.
+    """
+    config: dict[str, Any] = {
+        "method": speculation.method,
+        "num_speculative_tokens": speculation.tokens,
+    }
+    if speculation.method == "ngram":
+        config["prompt_lookup_min"] = speculation.prompt_lookup_min
+        config["prompt_lookup_max"] = speculation.prompt_lookup_max
+    if speculation.model is not None:
+        config["model"] = speculation.model
+        # The policy's own weights arrive by weight sync; the head's do not.
+        config["draft_load_config"] = {"load_format": "auto"}
+        if speculation.method == "eagle":
+            head, _ = PretrainedConfig.get_config_dict(speculation.model)
+            if any("eagle3" in name.lower() for name in head.get("architectures") or ()):
+                config["method"] = "eagle3"
+    return config
+
+
 def build(order: EngineConfig) -> ExternalEngine:
-    """Builds the engine; :meth:`ExternalEngine.run` starts it."""
+    """Builds the engine; :meth:`ExternalEngine.run` starts it.
+
+    Raises:
+        ValueError: If proposals need a package that is not installed.
+    """
+    is_suffix = order.speculation is not None and order.speculation.method == "suffix"
+    if is_suffix and importlib.util.find_spec("arctic_inference") is None:
+        raise ValueError(
+            "rollout.speculation.method is 'suffix', for which vLLM needs a package that is not installed; "
+            "install arctic-inference, or set the method to 'ngram'"
+        )
     backend = VllmBackend(order)
     return ExternalEngine.ordered(backend, order, length_argument="max_model_len", freezer=backend)
 
@@ -128,9 +169,17 @@ class VllmBackend:
         self._llm: AsyncLLM | None = None
         self._streams: dict[str, _Stream] = {}
         self._num_asked = 0
+        self._drafts: dict[int, DraftTotals] = {}
+        """Proposals of each of vLLM's engines."""
         self.first_token = FirstToken()
         self._versions = [-1]
         """Weight version of each era."""
+
+    @property
+    def drafts(self) -> DraftTotals | None:
+        if self._order.speculation is None:
+            return None
+        return sum(self._drafts.values(), DraftTotals())
 
     @property
     def kv_capacity_tokens(self) -> int:
@@ -276,8 +325,13 @@ class VllmBackend:
         }
         if self._order.quantization is not None:
             arguments["quantization_config"] = {"ignore": [_ROUTERS]}
+        tokens_per_slot = 2
+        if self._order.speculation is not None:
+            tokens_per_slot = max(2, 1 + self._order.speculation.tokens)
+            arguments["speculative_config"] = speculative_config(self._order.speculation)
+        most = tokens_per_slot * self._order.max_running
         arguments["compilation_config"] = {
-            "cudagraph_capture_sizes": [n for n in _CAPTURED if n <= 2 * self._order.max_running]
+            "cudagraph_capture_sizes": [n for n in _CAPTURED if n <= most]
         }
         if current_platform.is_cpu():
             # vLLM's engine dies on a CPU if it prefills a seeded request in chunks: it rewinds the
@@ -341,7 +395,15 @@ class VllmBackend:
 
     async def _deliver(self) -> None:
         """Passes vLLM's next outputs to the streams that wait for them."""
-        for output in (await self.llm.engine_core.get_output_async()).outputs:
+        outputs = await self.llm.engine_core.get_output_async()
+        if outputs.scheduler_stats is not None and outputs.scheduler_stats.spec_decoding_stats:
+            counted = outputs.scheduler_stats.spec_decoding_stats
+            self._drafts[outputs.engine_index] = DraftTotals(
+                num_drafts=counted.num_drafts,
+                num_tokens=counted.num_draft_tokens,
+                num_accepted=counted.num_accepted_tokens,
+            )
+        for output in outputs.outputs:
             if (stream := self._streams.get(output.request_id)) is None:
                 continue
             if output.finish_reason is not None:

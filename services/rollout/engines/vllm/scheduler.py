@@ -6,6 +6,7 @@ its log probability and its era. A new era begins when decoding continues after 
 weights may have changed, so that the receiver knows which weights sampled a token.
 """
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,10 +14,15 @@ from typing import Any
 import numpy as np
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.outputs import LogprobsLists
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import DraftTokenIds, LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
+
+from services.rollout.engines.speculation import SpeculationSwitch
 
 _NOTHING = np.zeros(0, dtype=np.int32)
 
@@ -97,18 +103,86 @@ class TokenBatcher:
         )
 
 
+class SpeculationMeter:
+    """Times steps, decides whether the next ones have proposals, and counts these.
+
+    Stands for vLLM's table of the number of proposed tokens by batch size, which vLLM reads in each step.
+    """
+
+    def __init__(self, num_tokens: int) -> None:
+        self.totals = SpecDecodingStats.new(num_tokens)
+        """Proposals since the start."""
+        self._num_tokens = num_tokens
+        self._switch = SpeculationSwitch()
+        self._ended_at: float | None = None
+
+    def __getitem__(self, num_requests: int) -> int:
+        """Returns the number of tokens to propose with a number of running requests."""
+        return self._num_tokens if self._switch.is_on(num_requests) else 0
+
+    def record(self, step: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        """Adds a step that has just ended."""
+        began, self._ended_at = self._ended_at, time.perf_counter()
+        drafts = {name: len(ids) for name, ids in step.scheduled_spec_decode_tokens.items() if ids}
+        num_drafted = sum(drafts.values())
+        tokens = output.sampled_token_ids
+        index = output.req_id_to_index
+        if drafts:
+            self.totals.num_drafts += len(drafts)
+            self.totals.num_draft_tokens += num_drafted
+            self.totals.num_accepted_tokens += sum(
+                max(len(tokens[index[name]]) - 1, 0) for name in drafts if name in index
+            )
+        num_requests = len(step.num_scheduled_tokens)
+        # Prompts take longer than tokens.
+        is_plain = step.total_num_scheduled_tokens == num_requests + num_drafted
+        if began is not None and num_requests and is_plain:
+            self._switch.record(
+                num_requests,
+                num_tokens=sum(map(len, tokens)),
+                has_drafts=num_drafted > 0,
+                seconds=self._ended_at - began,
+            )
+
+    def forget_time(self) -> None:
+        """Makes the next step untimed, because the engine did not work until now."""
+        self._ended_at = None
+
+
 class _Gathering:
-    """Mixin for vLLM's schedulers that batches their outputs."""
+    """Mixin for vLLM's schedulers that batches outputs, and ends proposals where they do not pay."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._gatherer = TokenBatcher(self.scheduler_config.stream_interval)  # type: ignore[attr-defined]
+        self._meter: SpeculationMeter | None = None
+        config = self.vllm_config.speculative_config  # type: ignore[attr-defined]
+        if config is not None:
+            self._meter = SpeculationMeter(config.num_speculative_tokens)
+            # vLLM's suffix decoding cannot propose fewer tokens.
+            self._drops_drafts = config.method == "suffix"
+            if not self._drops_drafts:
+                self.dynamic_sd_lookup = self._meter
 
-    def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:
+    def update_draft_token_ids(self, drafts: DraftTokenIds) -> None:
+        """Receives the tokens proposed for the next step."""
+        if self._meter is not None and self._drops_drafts and not self._meter[len(self.running)]:  # type: ignore[attr-defined]
+            return
+        super().update_draft_token_ids(drafts)  # type: ignore[misc]
+
+    def update_from_output(
+        self, step: SchedulerOutput, output: ModelRunnerOutput, **kwargs: Any
+    ) -> dict[int, EngineCoreOutputs]:
         """Processes a step's tokens; returns the outputs to send to each client."""
-        sent: dict[int, EngineCoreOutputs] = super().update_from_output(*args, **kwargs)  # type: ignore[misc]
+        sent: dict[int, EngineCoreOutputs] = super().update_from_output(step, output, **kwargs)  # type: ignore[misc]
+        if self._meter is not None:
+            self._meter.record(step, output)
+            if not self.running:  # type: ignore[attr-defined]
+                self._meter.forget_time()
         for outputs in sent.values():
             outputs.outputs = self._gatherer.passed(outputs.outputs)
+            if self._meter is not None and outputs.outputs:
+                outputs.scheduler_stats = SchedulerStats(spec_decoding_stats=self._meter.totals)
         return sent
 
     def finish_requests(
@@ -122,6 +196,8 @@ class _Gathering:
         """Pauses or resumes; resuming after a full pause begins a new era."""
         if pause_state == PauseState.UNPAUSED and self.pause_state == PauseState.PAUSED_ALL:  # type: ignore[attr-defined]
             self._gatherer.era += 1
+            if self._meter is not None:
+                self._meter.forget_time()
         super().set_pause_state(pause_state)  # type: ignore[misc]
 
 
