@@ -1,0 +1,339 @@
+"""Speculative decoding against plain decoding of the same engine: equal distributions, tokens/s, tails.
+
+Usage: ``python -m bench.rollout.speculation --model FOLDER [--engine torch|vllm] [--smoke] [--out FILE]``,
+where the engine is installed. FOLDER has a model of the Hub, such as the SmolLM2-135M-Instruct that
+``python -m bench.real_model.smollm2 FOLDER`` writes; without it, the model is tiny and random. ``--smoke``
+makes few requests.
+
+``distribution``: 20,000 requests draw three tokens after one prompt whose end has occurred before, with and
+without proposals. ``p_values`` are those of chi-square tests that both have the same distribution of the
+first token, and of the second and third one after the most frequent tokens before. ``logprobs``: the
+recorded logprobs of 200 responses minus those that the engine without proposals computes for the same
+tokens: mean of the differences, and of their absolute values. Those of responses without proposals, beside
+them, are the rounding of the engine's dtype.
+
+``speed``: responses of 256 tokens to prompts that repeat a list of words, at several numbers of running
+requests, without proposals and with them; ``tail``: a batch of 64 such requests of which 60 end after 32
+tokens and 4 after 512, as in a synchronous step. On a CPU, seconds are those that this process computed,
+because other processes may use the machine.
+
+Bars: all p-values >= .001, ``mean_difference`` <= 1e-3, ``speedup`` >= 1.5 at 8 running requests and >= .95
+at the highest number, ``tail`` >= 1.2.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import re
+import statistics
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from bench.rollout.driven import opened, order
+from services.common.models.loading import build_model, stored_tensors
+from services.common.runspec.rollout import SpeculationSpec
+from services.rollout.engines.base import Engine, GenerationRequest, GenerationResult
+from services.rollout.engines.engine_config import EngineConfig
+from tests.contract.engines import model_config
+
+_PLACES = 4
+_NUM_TOKENS = 256
+_LIST_WORDS = 48
+
+
+class Task:
+    """Prompts that repeat a list of words, and whose answer goes on with it."""
+
+    def __init__(self, folder: Path | None, temperature: float) -> None:
+        self.temperature = temperature
+        self._tokenizer = None if folder is None else AutoTokenizer.from_pretrained(folder)
+        vocabulary = [] if self._tokenizer is None else sorted(self._tokenizer.get_vocab())
+        self._words = [word[1:] for word in vocabulary if re.fullmatch("Ġ[a-z]{4,8}", word)]
+
+    def prompt(self, index: int) -> tuple[int, ...]:
+        """Returns a prompt's tokens."""
+        drawn = random.Random(index)
+        if self._tokenizer is None:
+            ids = [drawn.randrange(2, 250) for _ in range(24)]
+            return (*ids, *ids, *ids[:4])
+        words = drawn.sample(self._words, _LIST_WORDS)
+        text = " ".join(words)
+        return tuple(self._tokenizer.encode(f"{text}\n{text}\n{' '.join(words[:4])}"))
+
+    def requests(self, label: str, lengths: Sequence[int]) -> list[GenerationRequest]:
+        return [
+            GenerationRequest(
+                request_id=f"{label}.{index}",
+                context_ids=self.prompt(index),
+                max_tokens=length,
+                seed=index,
+                temperature=self.temperature,
+            )
+            for index, length in enumerate(lengths)
+        ]
+
+
+def p_value(first: Counter[int], second: Counter[int]) -> float:
+    """Returns the p-value of a chi-square test that two samples have the same distribution."""
+    total = first + second
+    shares = [sum(sample.values()) / sum(total.values()) for sample in (first, second)]
+    frequent = {token for token, count in total.items() if count * min(shares) >= 5}
+    statistic = 0.0
+    rest = [sum(count for t, count in one.items() if t not in frequent) for one in (first, second)]
+    cells = [(first[token], second[token]) for token in frequent]
+    cells += [(rest[0], rest[1])] if sum(rest) * min(shares) >= 5 else []
+    for counts in cells:
+        for count, share in zip(counts, shares, strict=True):
+            expected = sum(counts) * share
+            statistic += (count - expected) ** 2 / expected
+    if len(cells) < 2:
+        return 1.0
+    half = torch.tensor([(len(cells) - 1) / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))
+
+
+async def drawn(engine: Engine, task: "Task", count: int, *, seed: int) -> list[Any]:
+    """Returns the tokens of many responses to one prompt, of which eight run at once."""
+    prompt, slots = task.prompt(10_000), asyncio.Semaphore(8)
+
+    async def draw(index: int) -> tuple[int, ...]:
+        request = GenerationRequest(
+            request_id=f"draw.{index}",
+            context_ids=prompt,
+            max_tokens=_PLACES,
+            seed=seed + index,
+            temperature=task.temperature,
+        )
+        async with slots:
+            return (await engine.generate(request)).token_ids
+
+    return await asyncio.gather(*map(draw, range(count)))
+
+
+def compared(plain: list[Any], drafted: list[Any]) -> list[float]:
+    """Returns the p-values of the places of responses."""
+    found: list[float] = []
+    prefix: tuple[int, ...] = ()
+    for place in range(_PLACES):
+        samples = [
+            Counter(tokens[place] for tokens in each if tokens[:place] == prefix)
+            for each in (plain, drafted)
+        ]
+        found.append(round(p_value(*samples), 4))
+        prefix += ((samples[0] + samples[1]).most_common(1)[0][0],)
+    return found
+
+
+async def differences(scorer: Engine, results: Sequence[tuple[Any, GenerationResult]]) -> Any:
+    """Compares recorded logprobs with those that an engine computes for the same tokens."""
+    found: list[float] = []
+    for request, result in results:
+        scores = await scorer.score(request.context_ids + result.token_ids)
+        found += [
+            one - other
+            for one, other in zip(
+                result.logprobs, scores[len(request.context_ids) - 1 :], strict=True
+            )
+        ]
+    return {
+        "mean_difference": abs(statistics.fmean(found)),
+        "mean_absolute": statistics.fmean(map(abs, found)),
+    }
+
+
+class Bench:
+    """Measures one engine with and without speculation.
+
+    Args:
+        ordered: Configuration of the engine without speculation.
+        weights: The model's tensors.
+    """
+
+    def __init__(
+        self, name: str, ordered: EngineConfig, weights: dict[str, Tensor], task: Task
+    ) -> None:
+        self._name = name
+        self._ordered = ordered
+        self._weights = weights
+        self._task = task
+
+    async def measure(
+        self,
+        speculation: SpeculationSpec | None,
+        options: argparse.Namespace,
+        *,
+        others: Sequence[tuple[GenerationRequest, GenerationResult]] = (),
+    ) -> dict[str, Any]:
+        """Returns rates, drawn tokens and responses of the engine with one setting.
+
+        Args:
+            others: Responses of the other setting, whose logprobs this engine also computes.
+        """
+        found: dict[str, Any] = {"rates": {}}
+        ordered = replace(self._ordered, speculation=speculation)
+        async with opened(self._name, ordered) as engine:
+            await engine.adopt_weights(0, self._weights)
+            for running in options.running:
+                lengths = [options.tokens] * running
+                found["rates"][running] = sum(lengths) / await self._median(
+                    engine, f"speed{running}", lengths, options.repeats
+                )
+            tail = [options.tokens // 8] * options.tail_short + [2 * options.tokens] * 4
+            found["tail_s"] = await self._median(engine, "tail", tail, options.repeats)
+            found["drafts"] = engine.stats().drafts
+            seed = 1 if speculation is None else 1 << 32
+            found["drawn"] = await drawn(engine, self._task, options.draws, seed=seed)
+            found["drafts_of_draws"] = engine.stats().drafts
+            _, found["responses"] = await self._seconds(
+                engine, "responses", [options.tokens // 4] * options.sequences
+            )
+            if others:
+                found["scores"] = [
+                    await differences(engine, each) for each in (found["responses"], others)
+                ]
+        return found
+
+    async def _median(
+        self, engine: Engine, label: str, lengths: Sequence[int], repeats: int
+    ) -> float:
+        """Returns the median time of a batch, after one that is not counted."""
+        times = [
+            (await self._seconds(engine, f"{label}.{n}", lengths))[0] for n in range(1 + repeats)
+        ]
+        return statistics.median(times[1:])
+
+    async def _seconds(
+        self, engine: Engine, label: str, lengths: Sequence[int]
+    ) -> tuple[float, list[tuple[GenerationRequest, GenerationResult]]]:
+        clock = time.process_time if self._ordered.device.type == "cpu" else time.perf_counter
+        asked = self._task.requests(label, lengths)
+        began = clock()
+        results = await asyncio.gather(*map(engine.generate, asked))
+        return clock() - began, list(zip(asked, results, strict=True))
+
+
+def report_of(plain: Any, drafted: Any) -> dict[str, Any]:
+    """Returns what was measured, and whether it reaches the bars."""
+    speed = {
+        running: {
+            "plain_tokens_per_s": round(plain["rates"][running], 1),
+            "tokens_per_s": round(drafted["rates"][running], 1),
+            "speedup": round(drafted["rates"][running] / plain["rates"][running], 3),
+        }
+        for running in plain["rates"]
+    }
+    tail = round(plain["tail_s"] / drafted["tail_s"], 3)
+    p_values = compared(plain["drawn"], drafted["drawn"])
+    drafts, of_draws = drafted["drafts"], drafted["drafts_of_draws"]
+    own, others = plain["scores"]
+    return {
+        "distribution": {
+            "draws": len(drafted["drawn"]),
+            "drafts": of_draws.num_drafts - drafts.num_drafts,
+            "accepted_tokens": of_draws.num_accepted - drafts.num_accepted,
+            "p_values": p_values,
+        },
+        "logprobs": {
+            "sequences": len(drafted["responses"]),
+            "speculative": others,
+            "plain": own,
+        },
+        "speed": speed,
+        "tail": {
+            "plain_s": round(plain["tail_s"], 3),
+            "seconds": round(drafted["tail_s"], 3),
+            "speedup": tail,
+        },
+        "drafts": {
+            "acceptance_length": round(drafts.acceptance_length, 3),
+            "acceptance_rate": round(drafts.num_accepted / max(drafts.num_tokens, 1), 3),
+        },
+        "bars": {
+            "p_values >= .001": min(p_values) >= 0.001,
+            "mean_difference <= 1e-3": others["mean_difference"] <= 1e-3,
+            **({"speedup at 8 >= 1.5": speed[8]["speedup"] >= 1.5} if 8 in speed else {}),
+            "speedup at most >= .95": speed[max(speed)]["speedup"] >= 0.95,
+            "tail >= 1.2": tail >= 1.2,
+        },
+    }
+
+
+def model_of(folder: Path | None, dtype: torch.dtype) -> PreTrainedModel:
+    """Returns the model of a folder, or a tiny random one."""
+    if folder is None:
+        model = build_model(model_config(), dtype=dtype, device="cpu", seed=0)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(2.0)
+        return model
+    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    return loaded
+
+
+async def measure(options: argparse.Namespace) -> None:
+    is_cuda = torch.cuda.is_available()
+    dtype = getattr(torch, options.dtype or ("bfloat16" if is_cuda else "float32"))
+    model = model_of(options.model, dtype)
+    speculation = SpeculationSpec(**json.loads(options.speculation))
+    ordered = order(
+        model.config,
+        dtype=dtype,
+        max_running=max(options.running),
+        arguments=json.loads(options.arguments),
+    )
+    weights = {name: value.to(ordered.device) for name, value in stored_tensors(model).items()}
+    bench = Bench(options.engine, ordered, weights, Task(options.model, options.temperature))
+    facts = {
+        "engine": options.engine,
+        "device": torch.cuda.get_device_name() if is_cuda else "cpu",
+        "dtype": str(dtype).removeprefix("torch."),
+        "model": "tiny" if options.model is None else "smollm2-135m",
+        "speculation": speculation.model_dump(exclude_none=True),
+    }
+    drafted = await bench.measure(speculation, options)
+    plain = await bench.measure(None, options, others=drafted["responses"])
+    found = facts | report_of(plain, drafted)
+    print(json.dumps(found, indent=2), flush=True)
+    if options.out is not None:
+        known = json.loads(options.out.read_text()) if options.out.exists() else {}
+        options.out.write_text(json.dumps(known | {found["model"]: found}, indent=2) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--engine", choices=["torch", "vllm"], default="torch")
+    parser.add_argument(
+        "--model", type=Path, help="folder of a model; a tiny random one without it"
+    )
+    parser.add_argument("--smoke", action="store_true", help="few requests")
+    parser.add_argument("--running", type=int, nargs="+", default=[8, 64])
+    parser.add_argument("--draws", type=int, default=20_000)
+    parser.add_argument("--sequences", type=int, default=200)
+    parser.add_argument("--tokens", type=int, default=_NUM_TOKENS, help="of a response, in speed")
+    parser.add_argument("--tail-short", type=int, default=60)
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--speculation", default="{}", help="rollout.speculation, as JSON")
+    parser.add_argument("--arguments", default="{}", help="engine arguments, as JSON")
+    parser.add_argument(
+        "--dtype", help="of weights and engine; bfloat16 on a GPU, float32 on a CPU"
+    )
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    if options.smoke:
+        options.running, options.draws, options.sequences = [8], 400, 8
+        options.tokens, options.tail_short, options.repeats = 64, 12, 1
+    asyncio.run(measure(options))
+
+
+if __name__ == "__main__":
+    main()
