@@ -5,14 +5,14 @@ where the engine is installed. FOLDER has a model of the Hub, such as the SmolLM
 ``python -m bench.real_model.smollm2 FOLDER`` writes; without it, the model is tiny and random. ``--smoke``
 makes few requests.
 
-``distribution``: 20,000 requests draw three tokens after one prompt whose end has occurred before, with and
+``distribution``: 20,000 requests draw four tokens after one prompt whose end has occurred before, with and
 without proposals. ``p_values`` are those of chi-square tests that both have the same distribution of the
-first token, and of the second and third one after the most frequent tokens before. ``logprobs``: the
+first token, and of each later one after the most frequent tokens before. ``logprobs``: the
 recorded logprobs of 200 responses minus those that the engine without proposals computes for the same
 tokens: mean of the differences, and of their absolute values. Those of responses without proposals, beside
 them, are the rounding of the engine's dtype.
 
-``speed``: responses of 256 tokens to prompts that repeat a list of words, at several numbers of running
+``speed``: responses of 256 tokens to prompts that repeat a table of numbers, at several numbers of running
 requests, without proposals and with them; ``tail``: a batch of 64 such requests of which 60 end after 32
 tokens and 4 after 512, as in a synchronous step. On a CPU, seconds are those that this process computed,
 because other processes may use the machine.
@@ -47,33 +47,50 @@ from tests.contract.engines import model_config
 
 _PLACES = 4
 _NUM_TOKENS = 256
-_LIST_WORDS = 48
+_ROW_TOKENS = 7
 
 
 class Task:
-    """Prompts that repeat a list of words, and whose answer goes on with it."""
+    """Prompts that the answer repeats.
 
-    def __init__(self, folder: Path | None, temperature: float) -> None:
+    Args:
+        folder: Folder of the tokenizer; None for random tokens.
+        num_tokens: Tokens of a response.
+    """
+
+    def __init__(self, folder: Path | None, *, num_tokens: int, temperature: float) -> None:
         self.temperature = temperature
+        self._num_rows = num_tokens // _ROW_TOKENS + 2
         self._tokenizer = None if folder is None else AutoTokenizer.from_pretrained(folder)
         vocabulary = [] if self._tokenizer is None else sorted(self._tokenizer.get_vocab())
         self._words = [word[1:] for word in vocabulary if re.fullmatch("Ġ[a-z]{4,8}", word)]
 
-    def prompt(self, index: int) -> tuple[int, ...]:
-        """Returns a prompt's tokens."""
+    def table(self, index: int) -> tuple[int, ...]:
+        """Returns a table of numbers twice, and the beginning of a third copy."""
         drawn = random.Random(index)
-        if self._tokenizer is None:
-            ids = [drawn.randrange(2, 250) for _ in range(24)]
-            return (*ids, *ids, *ids[:4])
-        words = drawn.sample(self._words, _LIST_WORDS)
-        text = " ".join(words)
-        return tuple(self._tokenizer.encode(f"{text}\n{text}\n{' '.join(words[:4])}"))
+        rows = [f"{row}: {drawn.randrange(100, 999)}" for row in range(1, self._num_rows)]
+        text = "\n".join(rows)
+        return self._encode(f"{text}\n\n{text}\n\n{rows[0]}\n", index)
+
+    def sentences(self, index: int) -> tuple[int, ...]:
+        """Returns sentences twice, and the beginning of a third copy, whose continuation is less certain."""
+        drawn = random.Random(index)
+        words = [drawn.sample(self._words or ["a"] * 5, 5) for _ in range(4)]
+        text = " ".join(f"The {a} of {b} is {c}, and its {d} is {e}." for a, b, c, d, e in words)
+        return self._encode(f"{text}\n\n{text}\n\n{' '.join(text.split()[:6])}", index)
+
+    def _encode(self, text: str, seed: int) -> tuple[int, ...]:
+        if self._tokenizer is not None:
+            return tuple(self._tokenizer.encode(text))
+        drawn = random.Random(seed)
+        ids = [drawn.randrange(2, 250) for _ in range(24)]
+        return (*ids, *ids, *ids[:4])
 
     def requests(self, label: str, lengths: Sequence[int]) -> list[GenerationRequest]:
         return [
             GenerationRequest(
                 request_id=f"{label}.{index}",
-                context_ids=self.prompt(index),
+                context_ids=self.table(index),
                 max_tokens=length,
                 seed=index,
                 temperature=self.temperature,
@@ -103,7 +120,7 @@ def p_value(first: Counter[int], second: Counter[int]) -> float:
 
 async def drawn(engine: Engine, task: "Task", count: int, *, seed: int) -> list[Any]:
     """Returns the tokens of many responses to one prompt, of which eight run at once."""
-    prompt, slots = task.prompt(10_000), asyncio.Semaphore(8)
+    prompt, slots = task.sentences(0), asyncio.Semaphore(8)
 
     async def draw(index: int) -> tuple[int, ...]:
         request = GenerationRequest(
@@ -260,7 +277,7 @@ def report_of(plain: Any, drafted: Any) -> dict[str, Any]:
         "bars": {
             "p_values >= .001": min(p_values) >= 0.001,
             "mean_difference <= 1e-3": others["mean_difference"] <= 1e-3,
-            **({"speedup at 8 >= 1.5": speed[8]["speedup"] >= 1.5} if 8 in speed else {}),
+            **{f"speedup at {n} >= 1.5": speed[n]["speedup"] >= 1.5 for n in (8,) if n in speed},
             "speedup at most >= .95": speed[max(speed)]["speedup"] >= 0.95,
             "tail >= 1.2": tail >= 1.2,
         },
@@ -291,7 +308,8 @@ async def measure(options: argparse.Namespace) -> None:
         arguments=json.loads(options.arguments),
     )
     weights = {name: value.to(ordered.device) for name, value in stored_tensors(model).items()}
-    bench = Bench(options.engine, ordered, weights, Task(options.model, options.temperature))
+    task = Task(options.model, num_tokens=options.tokens, temperature=options.temperature)
+    bench = Bench(options.engine, ordered, weights, task)
     facts = {
         "engine": options.engine,
         "device": torch.cuda.get_device_name() if is_cuda else "cpu",
