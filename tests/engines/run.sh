@@ -41,7 +41,7 @@ if [ "$engine" = sglang ]; then
   touch "$venv/.ready"
 fi
 "$venv/bin/pip" install -q --no-deps -e .
-export OMP_NUM_THREADS=1 PYTHONPATH=$PWD:$PWD/proto/gen
+export OMP_NUM_THREADS=1 PYTHONPATH=$PWD/tests/engines/vllm_cpu:$PWD:$PWD/proto/gen
 [ "$engine" = sglang ] && PYTHONPATH=$PWD/tests/engines/sglang_cpu:$PYTHONPATH
 # A suite ends at its first failure: tests share engines, and each test of an engine that hangs takes its full time-out.
 run() { # suite, pytest options...

@@ -1,18 +1,32 @@
 """Models with a vision tower on a GPU: packs equal the whole model on a CPU, and image runs train."""
 
+import asyncio
+import importlib.util
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from services.common.models.loading import load_model
+from services.common.models.loading import build_model, load_model, stored_tensors
 from services.common.models.tokenizer import load_tokenizer
+from services.rollout.engines.base import GenerationRequest
+from services.rollout.engines.build import make_engine
+from services.rollout.engines.engine_config import EngineConfig, ImageLimits
 from services.trainer.batch.packing import pack
 from services.trainer.model.policy import Policy
 from services.wire.data.jagged import Jagged
 from tests.helpers.cli import REPOSITORY, train
-from tests.helpers.vision import KINDS, model_spec, plain_logprobs, random_prompt, saved_model
+from tests.helpers.engines import running
+from tests.helpers.vision import (
+    KINDS,
+    model_spec,
+    plain_logprobs,
+    random_prompt,
+    saved_model,
+    wide_config,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -49,9 +63,72 @@ def test_packed_logprobs_are_those_of_the_whole_model_on_a_cpu(
     assert (logprobs.cpu() - expected).abs().max() <= 5e-3
 
 
+def _needs(engine: str) -> None:
+    if engine != "torch" and importlib.util.find_spec(engine) is None:
+        pytest.skip(f"{engine} is not installed here")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("in_place", [False, True])
+async def test_logprobs_of_vllm_are_those_of_the_trainer_after_every_adoption(
+    kind: str, in_place: bool
+) -> None:
+    _needs("vllm")
+    config = wide_config(kind, head_dim=64, initializer_range=0.02)
+    order = EngineConfig(
+        config=config,
+        dtype=torch.bfloat16,
+        device=torch.device("cuda"),
+        max_running=8,
+        arguments={"max_model_len": 256, "gpu_memory_utilization": 0.3, "enforce_eager": True},
+        images=ImageLimits(max_images=4, max_tokens=128),
+        is_written_in_place=in_place,
+    )
+    rng = random.Random(0)
+    prompts = [random_prompt(rng, count) for count in (1, 2, 0, 3)]
+    scores: list[Any] = []
+    engine = make_engine("vllm", order)
+    async with asyncio.timeout(500), running(engine):
+        await engine.wait_ready()
+        for version, seed in enumerate((0, 1, 2, 3, 1)):
+            model = build_model(config, dtype=torch.bfloat16, device="cuda", seed=seed)
+            weights = {name: value.clone() for name, value in stored_tensors(model).items()}
+            await engine.adopt_weights(version, weights)
+            asked = [
+                engine.generate(
+                    GenerationRequest(
+                        request_id=f"{version}.{number}",
+                        context_ids=tuple(prompt),
+                        max_tokens=24,
+                        seed=number,
+                        model_inputs=given,
+                    )
+                )
+                for number, (prompt, given) in enumerate(prompts)
+            ]
+            results = await asyncio.gather(*asked)
+            scores.append([await engine.score(*prompt) for prompt in prompts])
+            packed = pack(
+                Jagged.from_list([torch.tensor(prompt) for prompt, _ in prompts]),
+                Jagged.from_list([torch.tensor(result.token_ids) for result in results]),
+                device=torch.device("cuda"),
+                inputs=[given for _, given in prompts],
+            )
+            expected, _ = Policy(model, temperature=1.0)(packed)
+            got = torch.tensor([each for result in results for each in result.logprobs])
+            assert (got - expected.cpu()).abs().mean() <= 5e-3
+    # The same weights with others in between: nothing of those is left, bit for bit.
+    assert scores[4] == scores[1]
+    assert scores[1] != scores[0]
+
+
+@pytest.mark.parametrize("engine", ["torch", "vllm"])
 @pytest.mark.parametrize("freezes", ["true", "false"])
-def test_a_run_with_images_trains_on_a_gpu(tmp_path: Path, freezes: str) -> None:
+def test_a_run_with_images_trains_on_a_gpu(tmp_path: Path, freezes: str, engine: str) -> None:
+    _needs(engine)
     settings = (
+        f"rollout.engine={engine}",
         "rollout.replicas=1",
         "trainer.dtype=bfloat16",
         f"trainer.freeze_vision_tower={freezes}",

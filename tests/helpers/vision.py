@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from services.common.models.families import language_config
 from services.common.runspec.run import ModelSpec
 from services.wire.data.model_inputs import ModelInputs
 
@@ -76,6 +77,39 @@ def saved_model(kind: str, folder: Path, *, seed: int = 0, tied: bool = False) -
                 parameter.add_(torch.randn_like(parameter) * 0.05)
     model.save_pretrained(folder)
     return model
+
+
+def wide_config(kind: str, *, head_dim: int = 32, initializer_range: float = 0.1) -> Any:
+    """Returns the configuration of a model with heads as wide as external engines need."""
+    text = {
+        **_TEXT,
+        "hidden_size": 4 * head_dim,
+        "head_dim": head_dim,
+        "initializer_range": initializer_range,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "mrope_section": [head_dim // 4, head_dim // 8, head_dim // 8],
+        },
+        "tie_word_embeddings": True,
+    }
+    tower = {
+        **_TOWERS[kind],
+        "hidden_size": 2 * head_dim,
+        "out_hidden_size": 4 * head_dim,
+        "intermediate_size": 64,
+    }
+    wrapper = AutoConfig.for_model(
+        kind,
+        text_config=text,
+        vision_config=tower,
+        image_token_id=IMAGE,
+        vision_start_token_id=VISION_START,
+        vision_end_token_id=VISION_END,
+        video_token_id=60,
+        tie_word_embeddings=True,
+    )
+    return AutoConfig.for_model(**language_config(wrapper.to_dict(), images=True))
 
 
 def model_spec(folder: Path) -> ModelSpec:

@@ -201,6 +201,7 @@ ENGINES: Final[Mapping[str, EngineKind]] = {
             "worker_extension_cls": "",
             "logprobs_mode": "",
             "scheduler_cls": "",
+            "limit_mm_per_prompt": "data.max_images",
             "enable_sleep_mode": "topology.placement",
             "quantization": "rollout.quantization",
             "quantization_config": "rollout.quantization",

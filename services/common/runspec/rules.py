@@ -135,8 +135,16 @@ def _images(spec: RunSpec) -> Iterator[str]:
                 "whose prompts are text only",
             ),
             "rollout.engine": (
-                spec.rollout.engine in ("vllm", "sglang"),
-                "which takes token ids only; use 'torch'",
+                spec.rollout.engine == "sglang",
+                "which takes token ids only; use 'torch' or 'vllm'",
+            ),
+            "rollout.quantization": (
+                spec.rollout.quantization is not None,
+                "but quantized vision towers are not compared",
+            ),
+            "rollout.speculation": (
+                spec.rollout.speculation is not None,
+                "but drafts after images are not compared",
             ),
             "trainer.context_parallel": (
                 spec.trainer.context_parallel > 1,

@@ -18,7 +18,7 @@ from services.common.runspec.rollout import RolloutSpec
 from services.common.runspec.run import ModelSpec
 from services.common.settings import set_defaults
 from services.rollout.engines.base import Engine, split_stop_texts
-from services.rollout.engines.engine_config import EngineConfig
+from services.rollout.engines.engine_config import EngineConfig, ImageLimits
 from services.rollout.engines.memory import MemoryPlan, engine_share
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class MemoryPlanner(Protocol):
         """Returns the plan. Raises ValueError if the engine does not fit."""
 
 
-def build_engine(
+def build_engine(  # noqa: PLR0913 -- what a run says about its engine
     spec: RolloutSpec,
     model: ModelSpec,
     tokenizer: Tokenizer,
@@ -41,6 +41,7 @@ def build_engine(
     plan: MemoryPlanner | None = None,
     is_written_in_place: bool = False,
     sleeps: bool = False,
+    images: ImageLimits | None = None,
 ) -> Engine:
     """Builds the engine with random weights; weight sync delivers the real ones.
 
@@ -48,6 +49,7 @@ def build_engine(
         plan: Plans the GPU's memory; None for an engine that receives no weights and has the GPU to itself.
         is_written_in_place: True if weights are received directly into the live ones.
         sleeps: True if the engine must release its GPU memory from time to time.
+        images: Limits of images; None if prompts have none.
 
     Raises:
         ValueError: If the engine is not installed, or lacks a feature that the run needs.
@@ -79,6 +81,7 @@ def build_engine(
         sleeps=sleeps,
         quantization=spec.quantization,
         kv_cache_dtype=spec.kv_cache_dtype,
+        images=images,
         vocab_size=tokenizer.vocab_size,
         stop_token=tokenizer.eos_id,
         speculation=speculation,

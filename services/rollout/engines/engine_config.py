@@ -54,6 +54,16 @@ def model_shape(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ImageLimits:
+    """Limits of the images of one prompt."""
+
+    max_images: int
+    """Max number of images."""
+    max_tokens: int
+    """Max tokens of one image."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Configuration of an engine that starts with random weights; weight sync delivers the real ones."""
 
@@ -85,6 +95,8 @@ class EngineConfig:
     """FP8 of weights and inputs of products; None for ``dtype``."""
     kv_cache_dtype: str | None = None
     """``fp8``, or None for ``dtype``."""
+    images: ImageLimits | None = None
+    """Limits of images; None if prompts have none."""
     vocab_size: int = 256
     """Number of tokens in the tokenizer's vocabulary."""
     stop_token: int = 1
@@ -124,12 +136,15 @@ class EngineConfig:
 def engine_config(config: PretrainedConfig) -> PretrainedConfig:
     """Returns the configuration with which external engines compute the same as the model.
 
-    Only Cohere 2 differs: engines do not count the current token in a sliding window.
+    Engines do not count the current token in a sliding window of Cohere 2. They interleave the rotary
+    dimensions of Qwen3-VL only if the configuration says so.
     """
-    if config.model_type != "cohere2":
-        return config
-    config = deepcopy(config)
-    config.sliding_window -= 1
+    if config.model_type == "cohere2":
+        config = deepcopy(config)
+        config.sliding_window -= 1
+    elif config.model_type == "qwen3_vl":
+        config = deepcopy(config)
+        config.text_config.rope_parameters["mrope_interleaved"] = True
     return config
 
 

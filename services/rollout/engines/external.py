@@ -121,7 +121,9 @@ class Backend(Protocol):
             description: Describes shared tensors that replace all weights, or a command of ``in_place``.
         """
 
-    async def score(self, name: str, token_ids: Sequence[int]) -> tuple[float, ...]:
+    async def score(
+        self, name: str, token_ids: Sequence[int], model_inputs: ModelInputs | None = None
+    ) -> tuple[float, ...]:
         """Computes the log probability of every token but the first, without cached prefixes."""
 
     async def sleep(self) -> None:
@@ -385,7 +387,8 @@ class ExternalEngine:
         # A pause does not delay scoring, and an adoption waits for it.
         async with self._gate.closed():
             return await self._reply(
-                "score a prompt", self.backend.score(f"score {self._num_scored}", token_ids)
+                "score a prompt",
+                self.backend.score(f"score {self._num_scored}", token_ids, model_inputs),
             )
 
     async def abort(self, request_ids: Collection[str] | None = None) -> None:

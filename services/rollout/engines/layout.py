@@ -8,15 +8,19 @@ Engines fuse tensors that they multiply together, and split them over the ranks 
     o_proj, down_proj       same name     columns
     embed_tokens, lm_head   same name     rows, padded at the end
     norms                   same name     whole
+    visual ... attn.qkv     same name     rows: heads of q, of k, of v
     experts.gate_up_proj    w13_weight    experts (expert parallel), or of each a slice of gate and of up
     experts.down_proj       w2_weight     experts, or of each columns
+
+Models that see images are wrappers in engines: ``model.visual.`` is ``visual.`` there, and all other names
+begin with ``language_model.``.
 
 The mapping depends only on names and shapes, so a model is supported if all its names and shapes
 fit these rules.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from torch import Tensor
@@ -26,6 +30,8 @@ from services.weightsync.arena import copy_all
 Shape = tuple[int, ...]
 _EXPERTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
 _FUSED = (".qkv_proj.", ".gate_up_proj.")
+_TOWER_FUSED = ".attn.qkv."
+_TOWER, _LANGUAGE_MODEL = "model.visual.", "language_model."
 _ABSORBED = ".kv_b_proj."
 """Projection of latent attention; engines multiply by matrices that they compute from it."""
 
@@ -76,6 +82,8 @@ def plan_pieces(
     Raises:
         UnknownLayoutError: If no such pieces exist.
     """
+    stored = {engine_name(name, targets): name for name in sources}
+    sources = {own: sources[name] for own, name in stored.items()}
     pieces: list[Piece] = []
     for name, shape in sources.items():
         owner, _, leaf = name.rpartition(".experts.")
@@ -84,10 +92,41 @@ def plan_pieces(
             if target not in targets:  # vLLM from 0.32 on
                 target = f"{owner}.experts.routed_experts.{_EXPERTS[leaf]}"
             pieces += _place_experts(name, shape, target, targets, rank=rank, ranks=ranks)
+        elif _TOWER_FUSED in name and targets.get(name) == (shape[0] // ranks, *shape[1:]):
+            whole, part = shape[0] // 3, shape[0] // ranks // 3
+            pieces += [
+                Piece(
+                    source=name,
+                    dim=0,
+                    start=number * whole + rank * part,
+                    length=part,
+                    target=name,
+                    target_start=number * part,
+                )
+                for number in range(3)
+            ]
         else:
             pieces.append(_place(name, shape, sources, targets, rank=rank, ranks=ranks))
     _check_filled(pieces, targets)
-    return pieces
+    return [replace(piece, source=stored[piece.source]) for piece in pieces]
+
+
+def engine_name(name: str, targets: Collection[str]) -> str:
+    """Returns the name that a checkpoint tensor would have in an engine if it were not fused.
+
+    Args:
+        targets: Names of the engine's parameters.
+    """
+    if not is_wrapper(targets):
+        return name
+    if name.startswith(_TOWER):
+        return name.removeprefix("model.")
+    return f"{_LANGUAGE_MODEL}{name}"
+
+
+def is_wrapper(targets: Collection[str]) -> bool:
+    """Returns True if parameters with these names are those of a language model and a vision tower."""
+    return any(name.startswith(_LANGUAGE_MODEL) for name in targets)
 
 
 def copy_weights(

@@ -26,6 +26,7 @@ from services.rollout.engines.base import EngineCapabilities, RoutedExperts
 from services.rollout.engines.engine_config import EngineConfig, write_sglang_config
 from services.rollout.engines.external import EngineDiedError, ExternalEngine
 from services.rollout.engines.request_segments import Segment, TokenChunk, convert_experts
+from services.wire.data.model_inputs import ModelInputs
 
 
 def kernels(order: EngineConfig) -> dict[str, str]:
@@ -251,7 +252,9 @@ class SglangBackend:
             io_struct.ResumeMemoryOccupationReqInput(tags=_SLEEPING), None
         )
 
-    async def score(self, name: str, token_ids: Sequence[int]) -> tuple[float, ...]:
+    async def score(
+        self, name: str, token_ids: Sequence[int], model_inputs: ModelInputs | None = None
+    ) -> tuple[float, ...]:
         """Requests the log probabilities of a prompt; SGLang then uses no cached prefix."""
         outputs = self._request(
             name,

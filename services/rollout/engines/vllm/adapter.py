@@ -28,6 +28,7 @@ from vllm.v1.executor import Executor
 
 from services.common.errors import DataLossError
 from services.common.models.families import recurrent_module, routing_shape
+from services.common.models.vision import checkpoint_config
 from services.common.runspec.engines import engine_kind
 from services.common.runspec.rollout import SpeculationSpec
 from services.rollout.engines.base import (
@@ -36,7 +37,11 @@ from services.rollout.engines.base import (
     RoutedExperts,
     VersionRun,
 )
-from services.rollout.engines.engine_config import EngineConfig, cached_config_folder
+from services.rollout.engines.engine_config import (
+    EngineConfig,
+    ImageLimits,
+    cached_config_folder,
+)
 from services.rollout.engines.external import EngineDiedError, ExternalEngine, FirstToken
 from services.rollout.engines.request_segments import (
     Segment,
@@ -44,6 +49,8 @@ from services.rollout.engines.request_segments import (
     convert_experts,
     segment_seed,
 )
+from services.rollout.engines.vllm.images import MAX_IMAGE_TOKENS, ImageInputs
+from services.wire.data.model_inputs import ModelInputs
 
 _SCHEDULERS = "services.rollout.engines.vllm.scheduler"
 _CPU_WORKERS = "services.rollout.engines.vllm.cpu_worker"
@@ -163,6 +170,12 @@ class VllmBackend:
             # Versions before this parameter report all experts at the end, including recomputed
             # tokens.
             routed_experts=hasattr(SamplingParams(), "routed_experts_prompt_start"),
+            model_inputs=order.images is not None,
+        )
+        self._images = (
+            None
+            if order.images is None
+            else ImageInputs(checkpoint_config(order.config), order.dtype)
         )
         self.routing = routing_shape(order.config.to_dict()) if order.returns_experts else None
         self._order = order
@@ -194,7 +207,8 @@ class VllmBackend:
 
     async def serve(self, started: Callable[[], None]) -> None:
         """Starts vLLM and serves until cancelled."""
-        folder = cached_config_folder(self._order.config, Path(envs.VLLM_CACHE_ROOT) / "slipstream")
+        config = checkpoint_config(self._order.config)
+        folder = cached_config_folder(config, Path(envs.VLLM_CACHE_ROOT) / "slipstream")
         llm = await asyncio.to_thread(
             start, self.engine_args(str(folder)), reports_experts=self.routing is not None
         )
@@ -212,7 +226,11 @@ class VllmBackend:
 
     async def submit(self, part: Segment) -> "_Stream":
         return await self._ask(
-            part.segment_id, part.context_ids, self._sampling(part), part.cache_salt
+            part.segment_id,
+            part.context_ids,
+            self._sampling(part),
+            part.cache_salt,
+            part.request.model_inputs,
         )
 
     async def abort_segments(self, segment_ids: Collection[str]) -> None:
@@ -270,7 +288,9 @@ class VllmBackend:
             if self._order.sleeps:
                 await self.llm.engine_core.wake_up_async()
 
-    async def score(self, name: str, token_ids: Sequence[int]) -> tuple[float, ...]:
+    async def score(
+        self, name: str, token_ids: Sequence[int], model_inputs: ModelInputs | None = None
+    ) -> tuple[float, ...]:
         """Requests the log probabilities of a prompt; vLLM then uses no cached prefix."""
         parameters = SamplingParams(
             max_tokens=1,
@@ -278,7 +298,7 @@ class VllmBackend:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        stream = await self._ask(name, token_ids, parameters, None)
+        stream = await self._ask(name, token_ids, parameters, None, model_inputs)
         try:
             output: Any = await stream.output()
         finally:
@@ -330,6 +350,8 @@ class VllmBackend:
             tokens_per_slot = max(2, 1 + self._order.speculation.tokens)
             arguments["speculative_config"] = speculative_config(self._order.speculation)
         most = tokens_per_slot * self._order.max_running
+        if self._order.images is not None:
+            arguments |= self._image_arguments(self._order.images)
         arguments["compilation_config"] = {
             "cudagraph_capture_sizes": [n for n in _CAPTURED if n <= most]
         }
@@ -344,14 +366,31 @@ class VllmBackend:
                 arguments["worker_extension_cls"] = _PLAIN_WORKER
         return AsyncEngineArgs(**(arguments | {**self._order.arguments}))
 
+    def _image_arguments(self, limits: ImageLimits) -> dict[str, Any]:
+        head = {"head_dtype": "float32"}
+        arguments = {
+            "limit_mm_per_prompt": {"image": limits.max_images, "video": 0},
+            "hf_overrides": {**head, "text_config": head, MAX_IMAGE_TOKENS: limits.max_tokens},
+            # Images come processed and with their digests.
+            "mm_processor_cache_gb": 0,
+            "mm_device_do_normalize": False,
+            "skip_mm_profiling": True,
+        }
+        known = {each.name for each in fields(AsyncEngineArgs)}
+        return {name: value for name, value in arguments.items() if name in known}
+
     async def _ask(
         self,
         name: str,
         token_ids: Sequence[int],
         parameters: SamplingParams,
         cache_salt: str | None,
+        model_inputs: ModelInputs | None = None,
     ) -> "_Stream":
         asked: Any = {"type": "token", "prompt_token_ids": list(token_ids)}
+        if model_inputs is not None and model_inputs.tensors:
+            assert self._images is not None
+            asked |= self._images.of(token_ids, model_inputs)
         if cache_salt is not None:
             asked["cache_salt"] = cache_salt
         # vLLM may process an abort again after the next request arrived, so names are never reused.

@@ -23,6 +23,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from services.rollout.engines.speculation import SpeculationSwitch
+from services.rollout.engines.vllm import images as _images  # noqa: F401 -- replaces a function of vLLM
 
 _NOTHING = np.zeros(0, dtype=np.int32)
 
@@ -198,6 +199,8 @@ class _Gathering:
             self._gatherer.era += 1
             if self._meter is not None:
                 self._meter.forget_time()
+            # Features of images are computed again: the vision tower may have changed.
+            self.reset_encoder_cache()  # type: ignore[attr-defined]
         super().set_pause_state(pause_state)  # type: ignore[misc]
 
 

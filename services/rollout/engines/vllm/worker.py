@@ -23,9 +23,11 @@ from vllm.model_executor.model_loader.reload.layerwise import make_online_proces
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from services.common.models.experts import checkpoint_names, is_fused_on_hub
+from services.common.models.vision import TOWER
 from services.rollout.engines.in_place import handle_weight_command
 from services.rollout.engines.layout import Shape, UnknownLayoutError, copy_weights
 from services.rollout.engines.shared_tensors import open_shared
+from services.rollout.engines.vllm import images as _images  # noqa: F401 -- replaces a function of vLLM
 from services.rollout.engines.vllm.quantized import QuantizedReload, QuantizedWriter, quantizes
 
 _COPIED = ("w13_weight", "w2_weight", "w13_bias", "w2_bias", "sinks")
@@ -100,6 +102,8 @@ class WeightLoader:
             description: Describes shared tensors, or a command of :mod:`services.rollout.engines.in_place`.
         """
         model = self.model_runner.model
+        # It holds features that the old weights computed. The scheduler forgets them when decoding resumes.
+        self.model_runner.reset_encoder_cache()
         if handle_weight_command(
             description,
             model,
@@ -164,7 +168,7 @@ class WeightLoader:
         loaded = (
             (name, part.to(self.device))
             for fused, tensor in tensors.items()
-            for name, part in checkpoint_names(fused, tensor, config)
+            for name, part in checkpoint_names(_checkpoint_name(fused, model), tensor, config)
         )
         if self.device.type == "cpu":
             _forget_kernels(model)
@@ -176,6 +180,12 @@ class WeightLoader:
         if self.device.type == "cpu":
             _check_kernels(model)
             _repack_head(model)
+
+
+def _checkpoint_name(name: str, model: Any) -> str:
+    """Returns the name of a tensor in a checkpoint of the engine's model."""
+    is_inner = hasattr(model, "language_model") and not name.startswith(TOWER)
+    return name.replace("model.", "model.language_model.", 1) if is_inner else name
 
 
 def _copy(model: Any, tensors: dict[str, Tensor]) -> bool:
@@ -235,7 +245,7 @@ def _repack_head(model: Any) -> None:
     On a CPU, the language-model head keeps a packed copy of the embedding. The layerwise reload
     leaves it at the old values because the two share one parameter.
     """
-    head = getattr(model, "lm_head", None)
+    head = getattr(getattr(model, "language_model", model), "lm_head", None)
     method = getattr(head, "quant_method", None)
     if method is not None:
         method.process_weights_after_loading(head)

@@ -1,4 +1,4 @@
-"""Packages that SGLang imports at start and never uses with torch's attention and sampler on a CPU.
+"""Packages that engines import at start and never use with torch's attention and sampler on a CPU.
 
 The registry has CUDA builds of them only. Every name can be imported; whatever is called raises.
 """

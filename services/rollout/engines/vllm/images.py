@@ -1,0 +1,108 @@
+"""Images of requests to vLLM: the tensors that the trainer gets, at the places of the prompt's own tokens.
+
+vLLM's processors are not used: they would count placeholders and scale images by themselves. Importing this
+module replaces the functions of vLLM that need them, and one that drops images of requests. All processes of
+an engine import it.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+from torch import dtype
+from vllm.multimodal import encoder_budget
+from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
+from vllm.multimodal.processing import BaseMultiModalProcessor
+from vllm.renderers import BaseRenderer
+from vllm.v1.core.sched import output
+
+if TYPE_CHECKING:
+    from services.wire.data.model_inputs import ModelInputs
+
+MAX_IMAGE_TOKENS = "slipstream_max_image_tokens"
+"""Key of the model's configuration in vLLM: max tokens of one image."""
+
+
+def _max_tokens_per_item(*arguments: Any, **named: Any) -> Mapping[str, int]:
+    """Returns the max tokens of an image; the arguments differ between versions of vLLM."""
+    found = [*arguments, *named.values()]
+    processor = next(each for each in found if isinstance(each, BaseMultiModalProcessor))
+    config = processor.info.ctx.model_config.hf_config
+    return {"image": int(getattr(config, MAX_IMAGE_TOKENS))}
+
+
+encoder_budget.get_mm_max_toks_per_item = _max_tokens_per_item
+# They would need one to find placeholders.
+BaseMultiModalProcessor.requires_tokenizer = False
+BaseRenderer.warmup_mm = lambda _: None  # would warn that it failed
+
+
+def _all_features(features: list[Any], *_: Any, **__: Any) -> list[Any]:
+    return features
+
+
+# vLLM drops an image if its tokens are in the prefix cache when a request starts. After an update of weights
+# the request needs it again, and the engine would die. Version 0.26 keeps all images.
+output.strip_covered_mm_data = _all_features
+
+
+class ImageInputs:
+    """Makes vLLM's inputs of prompts with images.
+
+    Args:
+        config: Configuration of the checkpoint.
+        dtype: Dtype of its vision tower.
+    """
+
+    def __init__(self, config: Any, dtype: dtype) -> None:
+        self._placeholder = int(config.image_token_id)
+        self._merged = int(config.vision_config.spatial_merge_size) ** 2
+        self._dtype = dtype
+
+    def of(self, token_ids: Sequence[int], inputs: "ModelInputs") -> dict[str, Any]:
+        """Returns the part of an input of vLLM that differs from one without images.
+
+        Args:
+            token_ids: The prompt, and any tokens after it.
+            inputs: Images of the prompt.
+
+        Raises:
+            ValueError: If the prompt's placeholders are not where the images expect them, so that vLLM and
+                the trainer would see different prompts.
+        """
+        tensors = inputs.tensors
+        grids, pixels = tensors["image_grid_thw"], tensors["pixel_values"]
+        sizes = grids.prod(-1)
+        items = MultiModalKwargsItems.from_hf_inputs(
+            {"pixel_values": pixels.to(self._dtype), "image_grid_thw": grids},
+            {
+                "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", sizes),
+                "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
+            },
+        )
+        firsts = [first for _, first in tensors["image_places"].tolist()]
+        places = [
+            PlaceholderRange(offset=first, length=math.prod(grid) // self._merged)
+            for first, grid in zip(firsts, grids.tolist(), strict=True)
+        ]
+        for number, place in enumerate(places):
+            held = token_ids[place.offset : place.offset + place.length]
+            if len(held) != place.length or set(held) != {self._placeholder}:
+                raise ValueError(
+                    f"image {number} has {place.length} features, but the prompt has other tokens than "
+                    f"{self._placeholder} (image_token_id) from token {place.offset} on"
+                )
+        parts = pixels.split(sizes.tolist())
+        return {
+            "type": "multimodal",
+            "mm_kwargs": items,
+            "mm_placeholders": {"image": places},
+            # Keys of the prefix cache and of the cache of features.
+            "mm_hashes": {
+                "image": [
+                    f"{xxhash.xxh3_128_hexdigest(part.contiguous().numpy())}-{'x'.join(map(str, grid))}"
+                    for part, grid in zip(parts, grids.tolist(), strict=True)
+                ]
+            },
+        }
