@@ -36,6 +36,7 @@ bench-rollout: $(READY) ## Engines, interruptions, failing rewards, learning; ha
 	$(BIN)/python -m bench.rollout.interruption
 	$(BIN)/python -m bench.rollout.rewards
 	$(BIN)/python -m bench.rollout.learning
+	$(BIN)/python -m bench.rollout.speculation --smoke
 
 bench-episodes: $(READY) ## 2,000 concurrent agents on one rollout: overhead per turn, memory; half an hour (OPTIONS=--smoke for a minute)
 	$(BIN)/python -m bench.rollout.episodes $(OPTIONS)

@@ -58,8 +58,7 @@ class Task:
         num_tokens: Tokens of a response.
     """
 
-    def __init__(self, folder: Path | None, *, num_tokens: int, temperature: float) -> None:
-        self.temperature = temperature
+    def __init__(self, folder: Path | None, *, num_tokens: int) -> None:
         self._num_rows = num_tokens // _ROW_TOKENS + 2
         self._tokenizer = None if folder is None else AutoTokenizer.from_pretrained(folder)
         vocabulary = [] if self._tokenizer is None else sorted(self._tokenizer.get_vocab())
@@ -77,7 +76,7 @@ class Task:
         drawn = random.Random(index)
         words = [drawn.sample(self._words or ["a"] * 5, 5) for _ in range(4)]
         text = " ".join(f"The {a} of {b} is {c}, and its {d} is {e}." for a, b, c, d, e in words)
-        return self._encode(f"{text}\n\n{text}\n\n{' '.join(text.split()[:6])}", index)
+        return self._encode(f"{text}\n\n{text}\n\nThe", index)
 
     def _encode(self, text: str, seed: int) -> tuple[int, ...]:
         if self._tokenizer is not None:
@@ -93,7 +92,6 @@ class Task:
                 context_ids=self.table(index),
                 max_tokens=length,
                 seed=index,
-                temperature=self.temperature,
             )
             for index, length in enumerate(lengths)
         ]
@@ -128,7 +126,6 @@ async def drawn(engine: Engine, task: "Task", count: int, *, seed: int) -> list[
             context_ids=prompt,
             max_tokens=_PLACES,
             seed=seed + index,
-            temperature=task.temperature,
         )
         async with slots:
             return (await engine.generate(request)).token_ids
@@ -308,7 +305,7 @@ async def measure(options: argparse.Namespace) -> None:
         arguments=json.loads(options.arguments),
     )
     weights = {name: value.to(ordered.device) for name, value in stored_tensors(model).items()}
-    task = Task(options.model, num_tokens=options.tokens, temperature=options.temperature)
+    task = Task(options.model, num_tokens=options.tokens)
     bench = Bench(options.engine, ordered, weights, task)
     facts = {
         "engine": options.engine,
@@ -338,7 +335,6 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=_NUM_TOKENS, help="of a response, in speed")
     parser.add_argument("--tail-short", type=int, default=60)
-    parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--speculation", default="{}", help="rollout.speculation, as JSON")
     parser.add_argument("--arguments", default="{}", help="engine arguments, as JSON")

@@ -273,3 +273,35 @@ def test_heads_are_refused_where_the_trainer_takes_the_gpu() -> None:
     rollout = {"engine": "vllm", "speculation": {"method": "mtp"}}
     with pytest.raises(SpecError, match=r"topology\.placement"):
         spec_with(rollout=rollout, topology={"placement": "colocated"})
+
+
+@pytest.mark.usefixtures("always_on")
+def test_tokens_after_proposals_have_the_policys_distribution() -> None:
+    model, num_draws = make_model(0), 20_000
+    context = (3, 9, 14, 3, 9, 20, 7, 3)
+    with torch.no_grad():
+        likeliest = int(model(torch.tensor([context])).logits[0, -1].argmax())
+    # The context is followed by a likely token, which is then proposed and sometimes accepted.
+    context = (*context, likeliest, *context)
+    engine = TorchEngine(model, max_running=num_draws, speculation=SPECULATION)
+    batch, found = engine._batch, []
+    for start in range(0, num_draws, 1000):
+        seeds = range(start, start + 1000)
+        batch.admit([request(f"r{seed}", context, seed=seed, max_tokens=2) for seed in seeds])
+        while len(batch):
+            found += [result.token_ids for _, result in batch.step(0)]
+    drafts = engine.stats().drafts
+    assert 0.02 < drafts.num_accepted / drafts.num_drafts < 0.98
+    proposed = propose(list(context), most=1)[0]
+    with torch.no_grad():
+        after = model(torch.tensor([(*context, proposed)])).logits[0, -2:]
+    expected = torch.softmax(after, -1).numpy()
+    second = [tokens[1] for tokens in found if tokens[0] == proposed]
+    for drawn, shares in ((([t[0] for t in found]), expected[0]), (second, expected[1])):
+        counts = np.bincount(drawn, minlength=len(shares))
+        means = shares * len(drawn)
+        is_frequent = means >= 5
+        statistic = ((counts - means)[is_frequent] ** 2 / means[is_frequent]).sum()
+        # The mean of chi-square is its degrees of freedom, and its variance twice that.
+        freedom = is_frequent.sum() - 1
+        assert statistic < freedom + 4 * (2 * freedom) ** 0.5
