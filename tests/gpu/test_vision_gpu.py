@@ -123,17 +123,27 @@ async def test_logprobs_of_vllm_are_those_of_the_trainer_after_every_adoption(
     assert scores[1] != scores[0]
 
 
-@pytest.mark.parametrize("engine", ["torch", "vllm"])
-@pytest.mark.parametrize("freezes", ["true", "false"])
-def test_a_run_with_images_trains_on_a_gpu(tmp_path: Path, freezes: str, engine: str) -> None:
+@pytest.mark.parametrize(
+    ("engine", "settings"),
+    [
+        ("torch", ("trainer.freeze_vision_tower=true",)),
+        ("torch", ()),
+        ("vllm", ("trainer.freeze_vision_tower=true",)),
+        ("vllm", ("weight_sync.mode=inplace",)),
+        ("vllm", ("topology.placement=colocated",)),
+    ],
+)
+def test_a_run_with_images_trains_on_a_gpu(
+    tmp_path: Path, engine: str, settings: tuple[str, ...]
+) -> None:
     _needs(engine)
     settings = (
         f"rollout.engine={engine}",
         "rollout.replicas=1",
         "trainer.dtype=bfloat16",
-        f"trainer.freeze_vision_tower={freezes}",
         "trainer.steps=4",
         "validation.every=0",
+        *settings,
     )
     finished = train(REPOSITORY / "examples" / "images.yaml", tmp_path, *settings, timeout=500)
     assert finished.code == 0, finished.out[-2000:] + finished.err[-4000:]

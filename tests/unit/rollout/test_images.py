@@ -19,6 +19,7 @@ from services.cli.row_trial import try_rows
 from services.common.models.loading import load_model
 from services.common.models.tokenizer import load_tokenizer
 from services.common.runspec.data import DataSpec
+from services.common.runspec.loader import SpecError
 from services.common.runspec.run import ModelSpec
 from services.common.security.confinement import CodePolicy
 from services.rollout.calls.outside import AddressPolicy
@@ -28,6 +29,7 @@ from services.rollout.engines.torch.engine import TorchEngine
 from services.rollout.failures import GroupError
 from tests.helpers.batches import spec_of
 from tests.helpers.engines import request, running
+from tests.helpers.specs import spec_with
 from tests.helpers.vision import (
     IMAGE,
     KINDS,
@@ -262,3 +264,20 @@ def test_the_first_rows_are_tried_with_their_images() -> None:
     assert any(
         problem.startswith("data.train") and "none.png" in problem for problem in found.problems
     )
+
+
+@pytest.mark.parametrize(
+    ("rollout", "key"),
+    [
+        ({"engine": "sglang"}, "rollout.engine"),
+        ({"engine": "vllm", "quantization": "fp8"}, "rollout.quantization"),
+        ({"engine": "vllm", "speculation": {"method": "ngram"}}, "rollout.speculation"),
+    ],
+)
+def test_engines_that_are_not_compared_with_images_are_refused(
+    rollout: Mapping[str, Any], key: str
+) -> None:
+    parts = {"model": MODEL.model_dump(), "rollout": rollout}
+    spec_with(**{**parts, "rollout": {"engine": "vllm"}})
+    with pytest.raises(SpecError, match=f"model.images is true and {key} is set"):
+        spec_with(**parts)
