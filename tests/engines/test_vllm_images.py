@@ -5,6 +5,7 @@ import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from services.trainer.batch.packing import pack
 from services.trainer.model.policy import Policy
 from services.wire.data.jagged import Jagged
 from services.wire.data.model_inputs import ModelInputs
+from tests.helpers.cli import REPOSITORY, train
 from tests.helpers.engines import running, until
 from tests.helpers.vision import IMAGE, random_prompt, wide_config
 
@@ -177,3 +179,13 @@ async def test_vllm_resumes_shares_and_recomputes_prompts_with_their_images() ->
     assert (version, before + after) == (1, 120)
     both = [expected(model, prompt, result.token_ids, given) for model in (old, new)]
     assert far(result.logprobs, torch.cat([both[0][:before], both[1][before:]])) <= 1e-5
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("mode", ["shadow", "inplace"])
+def test_vllm_learns_which_square_is_red(tmp_path: Path, mode: str) -> None:
+    settings = ("rollout.engine=vllm", f"weight_sync.mode={mode}")
+    finished = train(REPOSITORY / "examples" / "images.yaml", tmp_path, *settings, timeout=800)
+    assert finished.code == 0, finished.out[-2000:] + finished.err[-4000:]
+    assert finished.summary["heldout"]["greedy"] >= 0.9
+    assert finished.summary["prompts"]["quarantined"] == 0
