@@ -76,7 +76,7 @@ class Task:
         drawn = random.Random(index)
         words = [drawn.sample(self._words or ["a"] * 5, 5) for _ in range(4)]
         text = " ".join(f"The {a} of {b} is {c}, and its {d} is {e}." for a, b, c, d, e in words)
-        return self._encode(f"{text}\n\n{text}\n\nThe", index)
+        return self._encode(f"{text}\n\n{text}\n\n{' '.join(text.split()[:3])}", index)
 
     def _encode(self, text: str, seed: int) -> tuple[int, ...]:
         if self._tokenizer is not None:
