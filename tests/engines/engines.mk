@@ -7,5 +7,5 @@ test-sglang: ## The contract suite and sort4 on SGLang on a CPU (on top of the e
 	tests/engines/run.sh sglang
 
 test-families: ## Logprobs of every model family on vLLM and SGLang against the trainer's, half an hour
-	SUITES=tests/engines/test_families.py tests/engines/run.sh vllm -m ""
+	SUITES="tests/engines/test_families.py tests/engines/test_vllm_images.py" tests/engines/run.sh vllm -m ""
 	SUITES=tests/engines/test_families.py tests/engines/run.sh sglang -m ""
