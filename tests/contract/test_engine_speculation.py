@@ -35,8 +35,9 @@ async def test_accepted_proposals_have_the_logprobs_of_the_policy(open_engine: O
                 ]
             )
             drafts = engine.stats().drafts
-            assert drafts.num_tokens > before.num_tokens
-            assert drafts.num_accepted > before.num_accepted or temperature == 0.7
+            if temperature == 0:  # later, proposals may have ended because they do not pay
+                assert drafts.num_tokens > before.num_tokens
+                assert drafts.num_accepted > before.num_accepted
             for result in results:
                 assert len(result.token_ids) == 120
                 scale = temperature or 1.0

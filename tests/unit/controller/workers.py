@@ -229,6 +229,9 @@ class Rollout:
     def decode_times(self):
         return {}
 
+    def acceptance_length(self):
+        return {}
+
     def moved_at(self, worker_id, *, now):
         """It makes no token that would be counted."""
         return 0.0
