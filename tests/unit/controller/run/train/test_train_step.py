@@ -62,7 +62,9 @@ def steps_of(ledger, *, staleness_max=0.0, skipped=False, **reported):
         scoring=SimpleNamespace(add_fields=pass_on),
         critic=SimpleNamespace(train=nothing),
         weights=SimpleNamespace(trainer_lock=asyncio.Lock()),
-        replicas=SimpleNamespace(idle_seconds=dict, tokens_total=lambda: 0.0, decode_times=dict),
+        replicas=SimpleNamespace(
+            idle_seconds=dict, tokens_total=lambda: 0.0, decode_times=dict, acceptance_length=dict
+        ),
     )
     return TrainSteps(
         run_id="run_1",
