@@ -60,6 +60,9 @@ async def follow(
                 if kind == "DataOpened":
                     last_step = event["data"]["steps"]
                 if kind == "CheckpointStarted" and event["data"]["step"] == last_step:
+                    # A controller that was lost meanwhile starts the last checkpoint once more.
+                    if saving:
+                        saving.cancel()
                     saving = tasks.create_task(_show_saving(api, run_id, display))
                 if saving and kind in ("CheckpointSaved", "CheckpointFailed", "end"):
                     saving.cancel()
