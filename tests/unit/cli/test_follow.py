@@ -7,21 +7,14 @@ from rich.console import Console
 
 from services.cli.follow import follow
 from tests.helpers.tracked import RUN
+from tests.unit.cli.test_steps import RUN as ENDED_RUN
 
 ENDED = RUN.model_copy(
     update={
         "state": "SUCCEEDED",
         "start_time": RUN.create_time,
         "finish_time": RUN.create_time,
-        "summary": {
-            "steps": 3,
-            "heldout": {"greedy": None, "sampled": None},
-            "staleness": {"max": 1, "mean": 0.5, "bound": 1},
-            "sync_ms": {"p50": None, "p95": None},
-            "prompts": dict.fromkeys(
-                ("issued", "consumed", "dropped", "quarantined", "outstanding"), 0
-            ),
-        },
+        "summary": ENDED_RUN["summary"],
     }
 ).model_dump(mode="json")
 
