@@ -36,15 +36,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen2Config
 
 from bench.rollout.driven import opened, order
 from services.common.models.loading import build_model, stored_tensors
 from services.common.runspec.rollout import SpeculationSpec
 from services.rollout.engines.base import Engine, GenerationRequest, GenerationResult
 from services.rollout.engines.engine_config import EngineConfig
-from tests.contract.engines import model_config
 
+_TINY = Qwen2Config(
+    vocab_size=256,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    tie_word_embeddings=True,
+    max_position_embeddings=512,
+    initializer_range=0.2,
+    architectures=["Qwen2ForCausalLM"],
+)
 _PLACES = 4
 _NUM_TOKENS = 256
 _ROW_TOKENS = 7
@@ -284,7 +295,7 @@ def report_of(plain: Any, drafted: Any) -> dict[str, Any]:
 def model_of(folder: Path | None, dtype: torch.dtype) -> PreTrainedModel:
     """Returns the model of a folder, or a tiny random one."""
     if folder is None:
-        model = build_model(model_config(), dtype=dtype, device="cpu", seed=0)
+        model = build_model(_TINY, dtype=dtype, device="cpu", seed=0)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(2.0)

@@ -84,7 +84,9 @@ class ScriptedBackend:
             assert open_shared(description).keys() == WEIGHTS.keys()
         self.running_at_load.append(len(self.running))
 
-    async def score(self, name: str, token_ids: Sequence[int]) -> tuple[float, ...]:
+    async def score(
+        self, name: str, token_ids: Sequence[int], model_inputs: object = None
+    ) -> tuple[float, ...]:
         return (-1.0,) * (len(token_ids) - 1)
 
 

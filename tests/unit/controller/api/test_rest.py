@@ -281,7 +281,6 @@ TRUSTING = {"model": {"path": "org/model", "trust_remote_code": True}}
                 ("vllm", {"trust_remote_code": True}),
                 ("vllm", {"worker_cls": "evil.Worker"}),
                 ("vllm", {"distributed_executor_backend": "evil.Executor"}),
-                ("vllm", {"speculative_config": {"model": "evil/draft"}}),
                 ("sglang", {"trust_remote_code": True}),
                 ("sglang", {"speculative_draft_model_path": "evil/draft"}),
             )
