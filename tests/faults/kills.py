@@ -146,4 +146,10 @@ def tried(folder: Path, seed: int, kind: str) -> dict[str, Any]:
         return run_and_kill(folder, seed, kind)
     except (AssertionError, subprocess.TimeoutExpired) as error:
         why = f"{type(error).__name__}: {error}"
-        return {"seed": seed, "kind": kind, "killed": {}, "failure": why[:2000]}
+        # The end of the output has the cause.
+        return {
+            "seed": seed,
+            "kind": kind,
+            "killed": {},
+            "failure": f"{why[:300]} ... {why[-2000:]}",
+        }
