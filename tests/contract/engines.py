@@ -172,7 +172,6 @@ def _open_parted(
     tied: bool,
     arguments: dict[str, Any],
     in_place: bool = False,
-    speculation: SpeculationSpec | None = None,
 ) -> AbstractAsyncContextManager[Engine]:
     order = EngineConfig(
         config=model_config(tied=tied),
@@ -183,14 +182,11 @@ def _open_parted(
         arguments=arguments,
         is_written_in_place=in_place,
         sleeps=True,
-        speculation=speculation,
     )
-    return _shared(f"{name} tied={tied} {in_place} {speculation}", lambda: make_engine(name, order))
+    return _shared(f"{name} tied={tied} {in_place}", lambda: make_engine(name, order))
 
 
-def open_vllm(
-    *, tied: bool = True, in_place: bool = False, speculation: SpeculationSpec | None = None
-) -> AbstractAsyncContextManager[Engine]:
+def open_vllm(*, tied: bool = True, in_place: bool = False) -> AbstractAsyncContextManager[Engine]:
     """Yields vLLM on the CPU; the test prompt fills some of its cache blocks of 32 tokens."""
     arguments = {
         "max_model_len": MAX_MODEL_TOKENS,
@@ -199,14 +195,7 @@ def open_vllm(
         "max_num_batched_tokens": MAX_MODEL_TOKENS,
         "kv_cache_memory_bytes": 64 << 20,
     }
-    return _open_parted(
-        "vllm", tied=tied, arguments=arguments, in_place=in_place, speculation=speculation
-    )
-
-
-def open_vllm_ngram(**options: Any) -> AbstractAsyncContextManager[Engine]:
-    """Yields vLLM on the CPU with proposals."""
-    return open_vllm(**options, speculation=SPECULATION)
+    return _open_parted("vllm", tied=tied, arguments=arguments, in_place=in_place)
 
 
 def open_sglang(
@@ -227,10 +216,8 @@ REAL_ENGINES = [
     _param("vllm", open_vllm, needs="vllm"),
     _param("sglang", open_sglang, needs="sglang"),
 ]
-SPECULATING_ENGINES = [
-    _param("torch-ngram", open_torch_ngram),
-    _param("vllm-ngram", open_vllm_ngram, needs="vllm"),
-]
+# vLLM with proposals is tested in tests/gpu: it needs a GPU.
+SPECULATING_ENGINES = [_param("torch-ngram", open_torch_ngram)]
 ALL_ENGINES = [*REAL_ENGINES, _param("fake", open_fake)]
 SLEEPERS = [param for param in REAL_ENGINES if ENGINES[param.id].sleeps]
 ALL_SLEEPERS = [param for param in ALL_ENGINES if ENGINES[param.id].sleeps]

@@ -78,6 +78,8 @@ class EngineKind:
     """Modules that the engine's own process imports on a GPU; importing them uses no GPU."""
     speculation: Sequence[str] = ()
     """Supported values of ``rollout.speculation.method``."""
+    speculates_on_cpu: bool = False
+    """True if the engine supports ``speculation`` on a CPU."""
     speculates_with_seeds: bool = False
     """True if the same seed draws the same tokens with speculation too."""
     invariant_environment: Mapping[str, str] | None = None
@@ -169,6 +171,7 @@ ENGINES: Final[Mapping[str, EngineKind]] = {
         quantizations={"fp8": None, "fp8_block": None},
         quantizes_on_cpu=True,
         speculation=("ngram",),
+        speculates_on_cpu=True,
         speculates_with_seeds=True,
         invariant_environment={},
     ),

@@ -96,7 +96,7 @@ def make_engine(name: str, order: EngineConfig) -> Engine:
 
     Raises:
         ValueError: If the engine is unknown or not installed, refuses its arguments, or cannot be
-            batch-invariant or quantized on the device.
+            batch-invariant, quantized or speculating on the device.
     """
     kind = engine_kind(name)
     if order.is_invariant and kind.package is not None and order.device.type == "cpu":
@@ -115,6 +115,14 @@ def make_engine(name: str, order: EngineConfig) -> Engine:
                 f"rollout.{key} is {value!r}, which {name} supports on a GPU only; on a CPU set "
                 f"rollout.engine to torch, or remove rollout.{key}"
             )
+    if order.speculation is not None and order.device.type == "cpu" and not kind.speculates_on_cpu:
+        # vLLM 0.32 expands temperatures, `top_k` and `top_p` to proposed tokens with an operator whose CPU
+        # version leaves float32 and int32 outputs unwritten.
+        raise ValueError(
+            f"rollout.speculation is set, which {name} supports on a GPU only: with proposals its CPU build "
+            "draws at wrong temperatures and reports wrong logprobs; on a CPU set rollout.engine to torch, "
+            "or rollout.speculation to null"
+        )
     if kind.package is not None and not _is_installed(kind.package):
         raise ValueError(
             f"rollout.engine is {name!r}, but the package {kind.package!r} is not installed; install it "

@@ -48,6 +48,12 @@ def test_an_external_engine_is_not_batch_invariant_on_a_cpu(engine: str) -> None
         build(engine=engine, reproducible="batch_invariant")
 
 
+@pytest.mark.parametrize("method", ["ngram", "suffix", "mtp"])
+def test_vllm_does_not_speculate_on_a_cpu(method: str) -> None:
+    with pytest.raises(ValueError, match=r"rollout\.speculation"):
+        build(engine="vllm", speculation={"method": method})
+
+
 @pytest.mark.parametrize(
     ("package", "is_cpu", "begun"),
     [(None, False, ["json.tool"]), (None, True, []), ("a_package_that_is_missing", False, [])],

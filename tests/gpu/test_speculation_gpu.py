@@ -1,0 +1,109 @@
+"""vLLM with proposals on a GPU: recorded logprobs, requests that are aborted and resumed, and updates."""
+
+import asyncio
+import importlib.util
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from services.common.runspec.rollout import SpeculationSpec
+from services.rollout.engines.base import Engine, GenerationResult
+from services.rollout.engines.build import make_engine
+from services.rollout.engines.engine_config import EngineConfig
+from tests.contract.checks import begun, made, until
+from tests.helpers.engines import request, running
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA device"),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vllm"),
+]
+DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
+CONFIG = Qwen2Config(
+    vocab_size=256,
+    hidden_size=256,
+    intermediate_size=512,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    tie_word_embeddings=True,
+    initializer_range=0.05,
+    architectures=["Qwen2ForCausalLM"],
+)
+PROMPT = tuple(3 + (7 * i) % 250 for i in range(100))
+
+
+async def adopt(engine: Engine, version: int) -> None:
+    """Adopts a model that often draws the last token again, so that proposals are accepted."""
+    torch.manual_seed(version)
+    model = Qwen2ForCausalLM(CONFIG).to(DEVICE, DTYPE)
+    model.model.embed_tokens.weight.data.mul_(6)
+    model.model.norm.weight.data.fill_(0.2)
+    weights = {name: value.detach() for name, value in model.named_parameters()}
+    await engine.adopt_weights(version, weights)
+
+
+async def assert_scored(
+    engine: Engine, context: tuple[int, ...], results: list[GenerationResult]
+) -> None:
+    """Checks logprobs against those that the engine computes without proposals."""
+    expected = []
+    for result in results:
+        expected += (await engine.score(context + result.token_ids))[len(context) - 1 :]
+    got = torch.tensor([each for result in results for each in result.logprobs])
+    difference = (got - torch.tensor(expected)).abs()
+    # Passes over one token and over several round products in bfloat16 differently.
+    assert difference.mean() <= 0.02
+    assert difference.max() <= 0.5
+
+
+async def test_logprobs_with_proposals_are_those_of_the_policy() -> None:
+    order = EngineConfig(
+        config=CONFIG,
+        dtype=DTYPE,
+        device=DEVICE,
+        max_running=8,
+        arguments={"max_model_len": 512, "gpu_memory_utilization": 0.3, "enforce_eager": True},
+        speculation=SpeculationSpec(tokens=3, prompt_lookup_min=1),
+    )
+    engine = make_engine("vllm", order)
+    async with asyncio.timeout(500), running(engine):
+        await engine.wait_ready()
+        await adopt(engine, 0)
+        drafts = engine.stats().drafts
+        assert drafts is not None
+        for temperature in (0.0, 1.0):
+            results = await asyncio.gather(
+                *[
+                    engine.generate(
+                        request(
+                            f"{temperature} {seed}",
+                            PROMPT,
+                            seed=seed,
+                            max_tokens=200,
+                            temperature=temperature,
+                        )
+                    )
+                    for seed in range(4)
+                ]
+            )
+            await assert_scored(engine, PROMPT, results)
+        totals = engine.stats().drafts
+        assert totals is not None
+        assert totals.num_tokens > totals.num_accepted > drafts.num_accepted
+
+        (task,) = begun(engine, [PROMPT], max_tokens=300)
+        await until(made(engine, 10))
+        await engine.abort()
+        head = await task
+        assert 10 <= len(head.token_ids) < 300
+        await assert_scored(engine, PROMPT, [head])
+        await adopt(engine, 1)
+        context = PROMPT + head.token_ids
+        rest = request("rest", context, max_tokens=100, draw_offset=len(head.token_ids))
+        tail = await engine.generate(rest)
+        assert tail.version_runs == ((1, 100),)
+        await assert_scored(engine, context, [tail])
