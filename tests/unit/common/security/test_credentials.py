@@ -141,14 +141,11 @@ async def test_a_silent_connection_is_closed(certificates, monkeypatch, has_tls)
     others = [option for option in SERVER_OPTIONS if option != limit]
     monkeypatch.setattr(server, "SERVER_OPTIONS", (*others, (limit[0], 500)))
     with acting_as(tls_of(certificates, "controller") if has_tls else Identity()):
-        serving = serve("127.0.0.1:0", register)
-        port = await serving.__aenter__()
-    async with asyncio.timeout(20):
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        with suppress(ConnectionError):
-            await reader.read()  # a server may say its settings before it hears any
-        writer.close()
-    await serving.__aexit__(None, None, None)
+        async with serve("127.0.0.1:0", register) as port, asyncio.timeout(60):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            with suppress(ConnectionError):
+                await reader.read()  # a server may say its settings before it hears any
+            writer.close()
 
 
 async def test_a_worker_accepts_only_the_token_of_its_run():
