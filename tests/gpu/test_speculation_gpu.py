@@ -11,8 +11,7 @@ from services.common.runspec.rollout import SpeculationSpec
 from services.rollout.engines.base import Engine, GenerationResult
 from services.rollout.engines.build import make_engine
 from services.rollout.engines.engine_config import EngineConfig
-from tests.contract.checks import begun, made, until
-from tests.helpers.engines import request, running
+from tests.helpers.engines import begun, made, request, running, until
 
 pytestmark = [
     pytest.mark.gpu,

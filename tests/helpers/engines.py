@@ -2,7 +2,7 @@
 
 import asyncio
 import importlib.util
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from services.rollout.engines.base import Engine, GenerationRequest
+from services.rollout.engines.base import Engine, GenerationRequest, GenerationResult
 from services.rollout.engines.torch.engine import TorchEngine
 
 VOCAB_SIZE = 24
@@ -84,3 +84,21 @@ async def running(engine: Engine) -> AsyncIterator[None]:
 def make_engine(seed: int = 0, **changes: object) -> TorchEngine:
     arguments: dict[str, object] = {"max_running": 8} | changes
     return TorchEngine(make_model(seed), **arguments)  # type: ignore[arg-type]
+
+
+def made(engine: Engine, num_tokens: int) -> Callable[[], bool]:
+    """Returns a condition: that many tokens were sampled since now."""
+    before = engine.stats().tokens_total
+    return lambda: engine.stats().tokens_total >= before + num_tokens
+
+
+def begun(
+    engine: Engine, contexts: Sequence[tuple[int, ...]], *, max_tokens: int
+) -> list[asyncio.Task[GenerationResult]]:
+    """Starts requests ``r0``, ``r1``, ... and returns their tasks."""
+    return [
+        asyncio.create_task(
+            engine.generate(request(f"r{seed}", context, seed=seed, max_tokens=max_tokens))
+        )
+        for seed, context in enumerate(contexts)
+    ]
