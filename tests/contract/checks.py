@@ -1,40 +1,19 @@
 """Requests and checks that contract tests share."""
 
-import asyncio
-from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from services.rollout.engines.base import Engine, GenerationResult
-from tests.contract.engines import VOCAB_SIZE, expected_logprobs, request, weights
+from tests.contract.engines import VOCAB_SIZE, expected_logprobs, weights
+from tests.helpers import engines as helpers
 
 TOLERANCE = 1e-4
 PROMPT = tuple(3 + (7 * i) % (VOCAB_SIZE - 3) for i in range(100))
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """Waits for a condition. Raises TimeoutError after a minute."""
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110 -- engines announce no tokens
-            await asyncio.sleep(0.001)
-
-
-def made(engine: Engine, num_tokens: int) -> Callable[[], bool]:
-    """Returns a condition: that many tokens were sampled since now."""
-    before = engine.stats().tokens_total
-    return lambda: engine.stats().tokens_total >= before + num_tokens
-
-
-def begun(
-    engine: Engine, contexts: Sequence[tuple[int, ...]], *, max_tokens: int
-) -> list[asyncio.Task[GenerationResult]]:
-    """Starts requests ``r0``, ``r1``, ... and returns their tasks."""
-    return [
-        asyncio.create_task(
-            engine.generate(request(f"r{seed}", context, seed=seed, max_tokens=max_tokens))
-        )
-        for seed, context in enumerate(contexts)
-    ]
+until = partial(helpers.until, poll_s=0.001)
+"""Waits for an engine in a child process, which needs the processors more than this one."""
 
 
 async def adopt(engine: Engine, version: int, *, tied: bool = True) -> None:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from services.common.runspec.engines import ENGINES
 from services.common.runspec.rollout import SpeculationSpec
-from services.rollout.engines.base import Engine, GenerationRequest
+from services.rollout.engines.base import Engine
 from services.rollout.engines.build import make_engine
 from services.rollout.engines.engine_config import EngineConfig
 from services.rollout.engines.fake import FakeEngine, LongTail
@@ -53,12 +53,6 @@ def weights(version: int, *, tied: bool = True) -> dict[str, Tensor]:
     """Returns the checkpoint tensors of a version, tied ones once."""
     model = make_model(version, tied=tied)
     return {name: value.detach().clone() for name, value in model.named_parameters()}
-
-
-def request(request_id: str, context: tuple[int, ...], **changes: Any) -> GenerationRequest:
-    """Returns a request with defaults."""
-    values = {"max_tokens": 8, "seed": 1} | changes
-    return GenerationRequest(request_id=request_id, context_ids=context, **values)
 
 
 def decode(token_ids: Sequence[int]) -> str:

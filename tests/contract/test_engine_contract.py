@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.contract.checks import PROMPT, TOLERANCE, adopt, assert_agrees, begun, made, until
+from tests.contract.checks import PROMPT, TOLERANCE, adopt, assert_agrees, until
 from tests.contract.engines import (
     ALL_ENGINES,
     REAL_ENGINES,
@@ -17,8 +17,8 @@ from tests.contract.engines import (
     all_logprobs,
     decode,
     expected_logprobs,
-    request,
 )
+from tests.helpers.engines import begun, made, request
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 

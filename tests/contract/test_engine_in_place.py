@@ -9,8 +9,9 @@ from services.rollout.engines.base import Engine
 from services.rollout.weights import WeightReceiver
 from services.weightsync.group import Channel
 from services.weightsync.plan import TensorSpec
-from tests.contract.checks import PROMPT, assert_agrees, begun, made, until
-from tests.contract.engines import REAL_ENGINES, OpenEngine, expected_logprobs, request, weights
+from tests.contract.checks import PROMPT, assert_agrees, until
+from tests.contract.engines import REAL_ENGINES, OpenEngine, expected_logprobs, weights
+from tests.helpers.engines import begun, made, request
 from tests.helpers.weight_members import Cluster
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]

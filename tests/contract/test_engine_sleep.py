@@ -4,8 +4,9 @@ import asyncio
 
 import pytest
 
-from tests.contract.checks import PROMPT, adopt, assert_agrees, begun, made, until
-from tests.contract.engines import ALL_SLEEPERS, SLEEPERS, OpenEngine, request
+from tests.contract.checks import PROMPT, adopt, assert_agrees, until
+from tests.contract.engines import ALL_SLEEPERS, SLEEPERS, OpenEngine
+from tests.helpers.engines import begun, made, request
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 

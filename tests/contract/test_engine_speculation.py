@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tests.contract.checks import PROMPT, TOLERANCE, adopt
-from tests.contract.engines import SPECULATING_ENGINES, OpenEngine, expected_logprobs, request
+from tests.contract.engines import SPECULATING_ENGINES, OpenEngine, expected_logprobs
+from tests.helpers.engines import request
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 

@@ -10,15 +10,15 @@ import asyncio
 import pytest
 import torch
 
-from tests.contract.checks import PROMPT, TOLERANCE, adopt, assert_agrees, begun, made, until
+from tests.contract.checks import PROMPT, TOLERANCE, adopt, assert_agrees, until
 from tests.contract.engines import (
     REAL_ENGINES,
     SPECULATING_ENGINES,
     OpenEngine,
     expected_logprobs,
-    request,
     weights,
 )
+from tests.helpers.engines import begun, made, request
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 

@@ -95,7 +95,7 @@ async def test_logprobs_with_proposals_are_those_of_the_policy() -> None:
         assert totals.num_tokens > totals.num_accepted > drafts.num_accepted
 
         (task,) = begun(engine, [PROMPT], max_tokens=300)
-        await until(made(engine, 10))
+        await until(made(engine, 10), poll_s=0.001)
         await engine.abort()
         head = await task
         assert 10 <= len(head.token_ids) < 300

@@ -67,10 +67,11 @@ def reference_logprobs(
     return logprobs.gather(1, torch.tensor(tokens)[:, None]).squeeze(1)
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """Lets other tasks run until a condition is true."""
-    while not condition():  # noqa: ASYNC110 -- steps of an engine announce nothing
-        await asyncio.sleep(0)
+async def until(condition: Callable[[], bool], *, poll_s: float = 0.0) -> None:
+    """Lets other tasks run until a condition is true. Raises TimeoutError after a minute."""
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110 -- steps of an engine announce nothing
+            await asyncio.sleep(poll_s)
 
 
 @asynccontextmanager
