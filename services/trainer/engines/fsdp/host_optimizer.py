@@ -11,8 +11,8 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.optim.adamw import adamw
 
+from services.trainer.engines.fsdp.adamw import update_parts
 from services.trainer.model.local_parts import local_part, spread_like
 
 _PART_BYTES: Final = 1 << 29
@@ -91,24 +91,17 @@ class HostAdamW(torch.optim.AdamW):
         return _Visit(part, visit.moments, done)
 
     def _update(self, visit: "_Visit") -> None:
-        group, parameters = visit.part.group, visit.part.parameters
-        beta1, beta2 = group["betas"]
+        parameters = visit.part.parameters
         count = len(parameters)
-        adamw(
-            [local_part(parameter) for parameter in parameters],
-            [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None],
-            visit.moments[:count],
-            visit.moments[count:],
-            [],
-            [self.state[parameter]["step"] for parameter in parameters],
-            fused=True,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
+        update_parts(
+            visit.part.group,
+            weights=[local_part(parameter) for parameter in parameters],
+            gradients=[
+                local_part(parameter.grad) for parameter in parameters if parameter.grad is not None
+            ],
+            first_moments=visit.moments[:count],
+            second_moments=visit.moments[count:],
+            steps=[self.state[parameter]["step"] for parameter in parameters],
         )
 
     def _copied(

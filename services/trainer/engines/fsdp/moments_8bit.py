@@ -12,9 +12,9 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.optim.adamw import adamw
 
 from services.common.models.quantization import PART_BYTES, block_of_moments
+from services.trainer.engines.fsdp.adamw import update_parts
 from services.trainer.model.local_parts import local_part, spread_like
 
 _IS_SIGNED: Final = {"exp_avg": True, "exp_avg_sq": False}
@@ -87,25 +87,16 @@ def _rows_of(
 
 
 def _update(part: list[_Rows], group: Mapping[str, Any]) -> None:
-    beta1, beta2 = group["betas"]
     moments = {name: [_read(rows.state, name) for rows in part] for name in _IS_SIGNED}
     if not part:
         return
-    adamw(
-        [rows.weight for rows in part],
-        [rows.gradient for rows in part],
-        moments["exp_avg"],
-        moments["exp_avg_sq"],
-        [],
-        [rows.state["step"] for rows in part],
-        fused=True,
-        amsgrad=False,
-        beta1=beta1,
-        beta2=beta2,
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=False,
+    update_parts(
+        group,
+        weights=[rows.weight for rows in part],
+        gradients=[rows.gradient for rows in part],
+        first_moments=moments["exp_avg"],
+        second_moments=moments["exp_avg_sq"],
+        steps=[rows.state["step"] for rows in part],
     )
     for name, values in moments.items():
         for rows, value in zip(part, values, strict=True):
