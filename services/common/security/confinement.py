@@ -8,7 +8,7 @@ again on their hosts with links resolved, because only there links and modules a
 import importlib.util
 import os.path
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -269,14 +269,14 @@ class _Judge:
         return not (self.is_here and Path(value).exists())
 
 
-def runs_named(spec: RunSpec) -> set[str]:
+def runs_named(spec: RunSpec, paths: Collection[Path]) -> set[str]:
     """Returns the runs whose folders a specification names, for example to start from a checkpoint.
 
-    Blocks: symbolic links are resolved.
+    Args:
+        paths: Result of :func:`paths_named`.
     """
     texts = [value for _, value in _texts(spec.model_dump(mode="json"), "")]
-    targets = [str(path) for path in paths_named(spec)]
-    return {run_id for text in (*texts, *targets) for run_id in _RUN.findall(text)}
+    return {run_id for text in (*texts, *map(str, paths)) for run_id in _RUN.findall(text)}
 
 
 def paths_named(spec: RunSpec) -> set[Path]:

@@ -71,7 +71,8 @@ class SpecPolicy:
             NotFoundError: If a named run belongs to another project or does not exist.
         """
         self.check(spec, role)
-        for run_id in await asyncio.to_thread(runs_named, spec):
+        paths = await asyncio.to_thread(paths_named, spec)
+        for run_id in runs_named(spec, paths):
             try:
                 is_own = (await self._find(run_id)).project == project
             except NotFoundError:
@@ -80,7 +81,7 @@ class SpecPolicy:
             if not is_own:
                 raise NotFoundError(f"run {run_id!r} does not exist", run_id=run_id)
         # A checkpoint's folder need not contain the id of its run.
-        for run_id in await self._saved_at(await asyncio.to_thread(paths_named, spec)):
+        for run_id in await self._saved_at(paths):
             if (await self._find(run_id)).project != project:
                 raise NotFoundError(
                     "the specification names a folder that does not belong to this project; use a "
