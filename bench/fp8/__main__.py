@@ -62,7 +62,7 @@ _CACHE_BYTES = 24 << 30
 _ARGUMENTS = {
     "max_model_len": 1024,
     "kv_cache_memory_bytes": _CACHE_BYTES,
-    # Required to be free at the start; the cache has a size of its own.
+    # Share of the GPU's memory that must be free at the start; it does not limit the cache.
     "gpu_memory_utilization": 0.6,
 }
 _SHARED_CACHE = 6 << 30

@@ -1,4 +1,4 @@
-"""Records on one rank what each step depends on, beside training."""
+"""Records on one rank what each step depends on, while training goes on."""
 
 import hashlib
 import json
