@@ -15,6 +15,7 @@ import psutil
 
 from services.cli.settings import MachineSettings
 from services.common.host import missing_compiler, usable_processors
+from services.common.models.configs import is_folder
 from services.common.models.made_tokenizers import is_builtin_tokenizer, tokenizer_name
 from services.common.runspec.engines import engine_kind
 from services.common.runspec.run import RunSpec
@@ -227,7 +228,7 @@ def hub_is_needed(spec: RunSpec) -> bool:
 
 def _is_folder(name: str) -> bool:
     """Returns True if a name denotes a folder, even a missing one."""
-    return name.startswith(("/", ".", "~")) or Path(name).is_dir()
+    return name.startswith(("/", ".", "~")) or is_folder(name)
 
 
 def go_offline_unless_reachable() -> bool:

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os.path
 import re
 from pathlib import Path
 from typing import Any
@@ -116,13 +117,18 @@ def preset_config(path: str, *, vocab_size: int, eos_id: int, pad_id: int) -> di
     }
 
 
+def is_folder(path: str) -> bool:
+    """Returns True if a text is the path of a folder; unlike ``Path.is_dir``, raises for no text."""
+    return os.path.isdir(path)  # noqa: PTH112
+
+
 def find_file(model: ModelSpec, name: str) -> Path | None:
     """Returns the path of a file of ``model.path``, which is fetched if necessary; None if there is none.
 
     Raises:
         OSError: If it cannot be fetched.
     """
-    if Path(model.path).is_dir():
+    if is_folder(model.path):
         path = Path(model.path) / name
         return path if path.is_file() else None
     from huggingface_hub import hf_hub_download

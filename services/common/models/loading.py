@@ -20,7 +20,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from services.common.models.configs import full_config, is_multimodal, load_problem, read_config
+from services.common.models.configs import (
+    full_config,
+    is_folder,
+    is_multimodal,
+    load_problem,
+    read_config,
+)
 from services.common.models.experts import checkpoint_names, is_fused
 from services.common.models.tokenizer import Tokenizer
 from services.common.models.vision import TOWER, register_vision, vision_tower
@@ -213,7 +219,7 @@ def find_folder(model: ModelSpec) -> Path:
     Raises:
         ValueError: If ``model.path`` names no model.
     """
-    if Path(model.path).is_dir():
+    if is_folder(model.path):
         return Path(model.path)
     patterns = ["*.json", "*.safetensors"]
     try:

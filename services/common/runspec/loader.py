@@ -26,6 +26,8 @@ MAX_DOCUMENT_BYTES = 256 << 10
 """Max bytes of a request to the run API, over REST and over gRPC."""
 MAX_DEPTH = 20
 MAX_ITEMS = 10_000
+"""Max items of one list or mapping; of all of a document, :data:`_MAX_NODES`."""
+_MAX_NODES = 100_000
 
 
 def shape_problem(document: Any) -> str:
@@ -33,10 +35,13 @@ def shape_problem(document: Any) -> str:
 
     Works level by level, so that depth cannot exhaust the stack.
     """
-    level, depth = [document], 0
+    level, depth, count = [document], 0, 0
     while level:
+        count += len(level)
         if depth > MAX_DEPTH:
             return f"is nested more than {MAX_DEPTH} levels deep"
+        if count > _MAX_NODES:
+            return f"has more than {_MAX_NODES} values"
         below: list[Any] = []
         for value in level:
             if isinstance(value, (dict, list)):
@@ -166,14 +171,23 @@ def _parse_json(text: str) -> Mapping[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            content = file.read(MAX_DOCUMENT_BYTES + 1)
+        text = content.decode() if len(content) <= MAX_DOCUMENT_BYTES else None
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise SpecError(
             [f"{path}: cannot be read ({reason}); expected a file such as examples/sort4.yaml"]
         ) from error
+    if text is None:
+        raise SpecError(
+            [
+                f"{path}: is larger than the limit of {MAX_DOCUMENT_BYTES} bytes; expected a specification, "
+                "which names data by its path"
+            ]
+        )
     try:
-        document = yaml.load(text, Loader=_Loader)  # noqa: S506 -- it is a SafeLoader
+        document = _load_yaml(text)
     except yaml.YAMLError as error:
         raise SpecError([f"{path}: is not valid YAML: {error}"]) from error
     if document is None:
@@ -185,6 +199,49 @@ def _read(path: Path) -> dict[str, Any]:
     if problem := shape_problem(document):
         raise SpecError([f"{path}: {problem}"])
     return document
+
+
+def _load_yaml(text: str) -> Any:
+    """Parses one YAML document.
+
+    Raises:
+        yaml.YAMLError: If it is not valid, too deep, or too large with all aliases expanded.
+    """
+    _check_nodes(text)
+    return yaml.load(text, Loader=_Loader)  # noqa: S506 -- it is a SafeLoader
+
+
+def _check_nodes(text: str) -> None:
+    """Checks the depth and size of a YAML document before its nodes are built.
+
+    A few lines of aliases or merge keys (``<<``) can expand to any number of values.
+
+    Raises:
+        yaml.YAMLError: If a limit is exceeded, or a node contains itself.
+    """
+    sizes = dict[str | None, int]()  # nodes below each anchor, aliases expanded
+    opened = list[tuple[str | None, int]]()  # anchor of a node, and nodes before it
+    count = 0
+    for event in yaml.parse(text, Loader=_Loader):
+        problem = ""
+        if isinstance(event, yaml.AliasEvent):
+            if any(anchor == event.anchor for anchor, _ in opened):
+                problem = f"{event.anchor!r} contains itself"
+            count += sizes.get(event.anchor, 1)
+        elif isinstance(event, yaml.NodeEvent):
+            opened.append((event.anchor, count))
+            count += 1
+        if isinstance(event, yaml.ScalarEvent | yaml.CollectionEndEvent):
+            anchor, before = opened.pop()
+            if anchor is not None:
+                sizes[anchor] = count - before
+        if len(opened) > MAX_DEPTH:
+            problem = f"is nested more than {MAX_DEPTH} levels deep"
+        elif count > _MAX_NODES:
+            problem = f"has more than {_MAX_NODES} values"
+        if problem:
+            mark: Any = event.start_mark
+            raise yaml.constructor.ConstructorError(None, None, problem, mark)
 
 
 class _Loader(yaml.SafeLoader):
@@ -265,18 +322,20 @@ def resolve_paths(spec: RunSpec, folder: Path) -> RunSpec:
     _resolve_arguments(rollout["workflow_arguments"], folder)
     sandbox = rollout["sandbox"]
     if sandbox is not None and sandbox["kind"] == "bubblewrap" and sandbox["image"]:
-        sandbox["image"] = str((folder / sandbox["image"]).resolve())
+        sandbox["image"] = _absolute(sandbox["image"], folder)
     return RunSpec.model_validate(document)
 
 
 def _absolute(path: str, folder: Path) -> str:
-    # Path.expanduser raises for an unknown user.
-    return str((folder / os.path.expanduser(path)).resolve())  # noqa: PTH111
+    # Unlike Path's methods, these accept unknown users, circular links and names that are too long; whoever
+    # opens the path reports it with its key.
+    return os.path.realpath(folder / os.path.expanduser(path))  # noqa: PTH111
 
 
 def _resolve_model(model: dict[str, Any], folder: Path) -> None:
     path = model["path"]
-    if not path.startswith(TINY_PREFIX) and Path(found := _absolute(path, folder)).is_dir():
+    found = _absolute(path, folder)
+    if not path.startswith(TINY_PREFIX) and os.path.isdir(found):  # noqa: PTH112 -- Path's raises
         model["path"] = found
     if (warm_start := model["warm_start"]) is not None:
         warm_start["examples"] = _absolute_callable(warm_start["examples"], folder)
@@ -321,12 +380,12 @@ def _absolute_callable(reference: str, folder: Path) -> str:
 def _apply_override(document: dict[str, Any], assignment: str) -> str:
     """Sets a key and removes its aliases from the document; returns the canonical name of the key."""
     key, separator, text = assignment.partition("=")
-    if not separator or not key:
+    if not separator or not all(key.split(".")):
         raise SpecError(
             [f"--set {assignment}: expected KEY=VALUE, for example algorithm.max_staleness=2"]
         )
     try:
-        value = yaml.load(text, Loader=_Loader)  # noqa: S506 -- it is a SafeLoader
+        value = _load_yaml(text)
     except yaml.YAMLError as error:
         raise SpecError([f"--set {assignment}: the value is not valid YAML: {error}"]) from error
     *parents, leaf = key.split(".")
@@ -349,6 +408,7 @@ def _apply_override(document: dict[str, Any], assignment: str) -> str:
 
 
 def _index(key: str, part: str, items: list[Any]) -> int:
-    if not part.isdigit() or int(part) >= len(items):
+    is_index = part.isdecimal() and len(part) <= len(str(MAX_ITEMS))
+    if not is_index or int(part) >= len(items):
         raise SpecError([f"--set {key}: {part!r} is not an index of a list of {len(items)} items"])
     return int(part)

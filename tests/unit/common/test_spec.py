@@ -344,6 +344,11 @@ def test_overrides_are_applied_in_order_and_typed(tmp_path):
         ("trainer.steps", r"trainer\.steps"),
         ("trainer.steps.deep=1", r"trainer\.steps\.deep"),
         ("rollout.rewards.4.weight=1", r"rollout\.rewards\.4"),
+        ("rollout.rewards.²=1", r"rollout\.rewards\.²"),
+        (f"rollout.rewards.{'9' * 5000}.weight=1", r"rollout\.rewards\.9"),
+        (".=1", "KEY=VALUE"),
+        ("trainer..steps=1", "KEY=VALUE"),
+        (f"trainer.steps={'[' * 5000}", "levels deep"),
     ],
 )
 def test_bad_overrides_are_rejected(tmp_path, override, words):
@@ -353,8 +358,27 @@ def test_bad_overrides_are_rejected(tmp_path, override, words):
         load_spec(path, [override])
 
 
+def _bomb(form: str) -> str:
+    """Returns a few lines of YAML that expand to more values than memory holds."""
+    lines = [
+        f"a{level}: &a{level} {form.format(', '.join([f'*a{level - 1}'] * 9))}"
+        for level in range(1, 15)
+    ]
+    return "\n".join(["a0: &a0 {x: 1}", *lines])
+
+
 @pytest.mark.parametrize(
-    ("text", "words"), [("[1, 2]", "mapping"), ("a: [", "not valid YAML"), (None, "cannot be read")]
+    ("text", "words"),
+    [
+        ("[1, 2]", "mapping"),
+        ("a: [", "not valid YAML"),
+        (None, "cannot be read"),
+        (f"a: {'[' * 5000}", "levels deep"),
+        ("a: &a [*a, *a, *a, *a, *a, *a, *a, *a, *a]", "contains itself"),
+        (_bomb("[{}]"), "values"),
+        (_bomb("{{<<: [{}]}}"), "values"),
+        ("#" * (256 << 10) + "\n{}", "larger than"),
+    ],
 )
 def test_unreadable_files_are_rejected(tmp_path, text, words):
     path = tmp_path / "spec.yaml"
@@ -362,6 +386,17 @@ def test_unreadable_files_are_rejected(tmp_path, text, words):
         path.write_text(text)
     with pytest.raises(SpecError, match=words):
         load_spec(path)
+
+
+def test_paths_that_cannot_be_resolved_are_kept_for_who_opens_them(tmp_path):
+    (tmp_path / "circle").symlink_to("circle")
+    for name in ("circle", "x" * 5000):
+        document = changed(data={"train": {"source": "jsonl", "path": name}}, model={"path": name})
+        path = tmp_path / "spec.yaml"
+        path.write_text(yaml.safe_dump(document))
+        spec = load_spec(path)
+        assert spec.data.train.path == str(tmp_path / name)
+        assert spec.model.path == name
 
 
 def test_paths_are_relative_to_the_file(tmp_path):
