@@ -5,6 +5,7 @@ together.
 """
 
 import inspect
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -23,7 +24,7 @@ from services.cli.output import escaping_descriptors
 from services.cli.row_trial import MAX_ROWS, RowTrialResult, try_functions, try_rows
 from services.cli.settings import MachineSettings
 from services.common.callables import bind_callable, load_callable
-from services.common.models.configs import full_config, read_config
+from services.common.models.configs import full_config, is_folder, read_config
 from services.common.models.families import (
     FAMILIES,
     Family,
@@ -398,21 +399,21 @@ def _unreadable(key: str, error: OSError) -> str:
 def _weights(key: str, model: ModelSpec) -> Iterator[str]:
     """Yields problems that prevent a model from being loaded."""
     path = model.path
-    if path.startswith(("/", ".", "~")) and not Path(path).is_dir():
+    if path.startswith(("/", ".", "~")) and not is_folder(path):
         raise ValueError(
             f"{key}.path: folder {path!r} does not exist; use a folder with a model, a Hugging Face id such "
             "as 'Qwen/Qwen2.5-0.5B', or a preset such as 'tiny:qwen2-0.4m'"
         )
-    if Path(path).is_dir() and not any(Path(path).glob("*.safetensors")):
+    if is_folder(path) and not any(Path(path).glob("*.safetensors")):
         yield (
             f"{key}.path {path!r} has no weights; use a folder with config.json and *.safetensors files"
         )
-    elif Path(path).is_dir():
+    elif is_folder(path):
         for problem in file_problems(Path(path)):
             yield f"{key}.path: {problem}"
     if model.warm_start is not None:
         examples = model.warm_start.examples
-        yield from _called(f"{key}.warm_start.examples", examples, (0, 0), {})
+        yield from _called(f"{key}.warm_start.examples", examples, "count, seed", {})
 
 
 def _teacher(spec: RunSpec) -> Iterator[str]:
@@ -538,7 +539,7 @@ def _start(spec: RunSpec) -> Iterator[str]:
             yield f"trainer.checkpoint.start_from: {error}"
     if checkpoint.directory is not None:
         folder = Path(checkpoint.directory).absolute()
-        while not folder.exists():
+        while not os.path.lexists(folder):  # a link to nothing is not a folder that can be made
             folder = folder.parent
         try:
             with tempfile.TemporaryFile(dir=folder):
@@ -650,8 +651,9 @@ def _rewards(spec: RunSpec) -> Iterator[str]:
             continue  # what it imports takes seconds
         seen = "episode" if reward.sees == "response" else "episodes"
         given = dict(reward.arguments) | ({seen: {}} if reward.sees_episode else {})
-        responses = ("", "") if reward.sees == "pairs" else ("",)
-        yield from _called(f"{key}.name", reference, ("", *responses, None, {}), given)
+        responses = {"response": "response", "group": "responses", "pairs": "first, second"}
+        called_with = f"prompt, {responses[reward.sees]}, answer, row"
+        yield from _called(f"{key}.name", reference, called_with, given)
 
 
 def _workflow(spec: RunSpec) -> Iterator[str]:
@@ -675,12 +677,12 @@ def _workflow(spec: RunSpec) -> Iterator[str]:
             named = [(f"rollout.workflow_arguments.{workflow}", reference)]
     chooses = str(arguments.get("train", ""))
     if rollout.workflow == "agent" and ":" in chooses:
-        yield from _called("rollout.workflow_arguments.train", chooses, ([], {}), {})
+        yield from _called("rollout.workflow_arguments.train", chooses, "conversations, row", {})
     if rollout.workflow == "multi_turn":
         tools = arguments.get("tools", ())
         named = [("rollout.workflow_arguments.tools", str(tool)) for tool in tools]
     for key, reference in named:
-        yield from _called(key, reference, None, {})
+        yield from _called(key, reference, "", {})
         if rollout.workflow == "environment":
             yield from _without_methods(key, reference, arguments.get("arguments"))
 
@@ -727,27 +729,30 @@ def _curriculum(spec: RunSpec) -> Iterator[str]:
     curriculum = spec.data.curriculum
     if curriculum is not None and curriculum.function is not None:
         key, arguments = "data.curriculum.function", curriculum.arguments
-        yield from _called(key, curriculum.function, ({}, {}), arguments)
+        yield from _called(key, curriculum.function, "row, history", arguments)
 
 
-def _called(
-    key: str, reference: str, given: tuple[Any, ...] | None, arguments: dict[str, Any]
-) -> Iterator[str]:
-    """Yields problems that prevent a function from being imported or called with these arguments."""
+def _called(key: str, reference: str, given: str, arguments: dict[str, Any]) -> Iterator[str]:
+    """Yields problems that prevent a function from being imported or called.
+
+    Args:
+        given: Positional arguments by meaning, such as ``row, history``; empty if the function is not called.
+        arguments: Keyword arguments.
+    """
     try:
         function = load_callable(reference)
     except (ValueError, ImportError) as error:
         yield f"{key}: {error}"
         return
-    if given is None:
+    if not given:
         return
     try:
-        inspect.signature(function).bind(*given, **arguments)
+        inspect.signature(function).bind(*given.split(", "), **arguments)
     except TypeError as error:
+        form = ", ".join([given, *(f"{name}=..." for name in sorted(arguments))])
         yield (
-            f"{key}: {reference!r} cannot be called with {len(given)} arguments"
-            + (f" and {', '.join(sorted(arguments))}" if arguments else "")
-            + f" ({error}); change the function, or its arguments in the specification"
+            f"{key}: {reference!r} cannot be called with ({form}): {error}; change the function, or its "
+            "arguments in the specification"
         )
     except ValueError:
         return  # a built-in one, which has no signature
