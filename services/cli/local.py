@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 
 from services.cli.state_directory import known_token, lock_state_directory, process_folder
+from services.common.parent import module_command
 from services.common.task_group import TaskGroup
 from services.controller.launch.worker_process import last_lines
 
@@ -195,9 +196,7 @@ async def _start(service: _Service) -> dict[str, str]:
     }
     with service.log.open("ab") as output:
         process = service.process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            f"services.{service.name}",
+            *module_command(f"services.{service.name}"),
             env=environment,
             stdin=asyncio.subprocess.PIPE,
             stdout=output,

@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from services.common.parent import module_command
+
 _LOOK_EVERY_S = 0.5
 
 
@@ -56,7 +58,7 @@ def main() -> NoReturn:
     wanted = [int(number) for number in numbers.split(",")]
     names = wait_for_gpus(Path(path), wanted, timeout_s=float(timeout_s))
     given = ["env", f"CUDA_VISIBLE_DEVICES={names}"] if names else []
-    command = [*given, sys.executable, "-m", "services.rollout"]
+    command = [*given, *module_command("services.rollout")]
     os.execvp(command[0], command)  # noqa: S606 -- nothing of it is a user's
 
 

@@ -4,7 +4,6 @@ import asyncio
 import importlib.util
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from http import HTTPStatus
@@ -15,6 +14,7 @@ from rich.console import Console
 from services.cli.api import Api, ApiError
 from services.cli.output import print_line
 from services.cli.trackers.tracker import CURSORS, GONE, Cursor, TrackerJob, cursor_path
+from services.common.parent import module_command
 from services.common.runspec.trackers import TRACKERS
 from services.common.task_group import TaskGroup, leaves
 from services.controller.api.operations import ListRuns, ReportTracker
@@ -240,7 +240,7 @@ async def run_to_end(
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", *arguments),
+            *module_command(*arguments),
             env={**os.environ, **environment},
             stdin=asyncio.subprocess.PIPE,
             stdout=output,

@@ -21,6 +21,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from services.common.parent import module_command
+
 _Kind = Literal["template", "config"]
 _START_TIMEOUT_S: Final = 300.0
 _TIMEOUT_S: Final[Mapping[_Kind, float]] = {"template": 5.0, "config": 60.0}
@@ -142,7 +144,7 @@ def _spawn(kind: _Kind) -> subprocess.Popen[bytes]:
     }
     environment["TRANSFORMERS_VERBOSITY"] = "error"  # else it warns that there is no torch
     return subprocess.Popen(  # noqa: S603 -- this module
-        [sys.executable, "-m", __spec__.name, kind],
+        module_command(__spec__.name, kind),
         env=environment,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -10,13 +10,13 @@ import json
 import logging
 import os
 import signal
-import sys
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from services.common.parent import module_command
 from services.common.task_group import TaskGroup
 from services.controller.launch.worker_process import AdoptedProcess
 
@@ -91,7 +91,7 @@ class ForkServer:
         tasks: TaskGroup,
         start_timeout_s: float,
     ) -> None:
-        self._command = [sys.executable, "-m", "services.common.fork_server", *modules]
+        self._command = module_command("services.common.fork_server", *modules)
         self._environment = environment
         self._tasks = tasks
         self._start_timeout_s = start_timeout_s

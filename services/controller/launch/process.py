@@ -16,6 +16,7 @@ import psutil
 
 from services.common.errors import FailedPreconditionError
 from services.common.host import usable_processors
+from services.common.parent import module_command
 from services.common.runspec.engines import engine_kind
 from services.common.runspec.run import RunSpec
 from services.common.runspec.workers import WORKERS
@@ -250,9 +251,7 @@ class ProcessLauncher:
                 return forked
         with log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                module,
+                *module_command(module),
                 env=environment,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,

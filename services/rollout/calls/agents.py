@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import json
-import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -11,6 +10,7 @@ from typing import Any, Protocol
 
 import httpx
 
+from services.common.parent import module_command
 from services.common.task_group import TaskGroup
 from services.rollout.calls.outside import AddressPolicy, ExternalService
 from services.rollout.failures import BusyError, CallError
@@ -56,8 +56,7 @@ class AgentProcess:
             if self._process is not None and self._process.returncode is None:
                 return
             process = self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                *("-m", "services.rollout.calls.agent_process", self._reference),
+                *module_command("services.rollout.calls.agent_process", self._reference),
                 env=environment_of_user_code(),
                 stdin=PIPE,
                 stdout=PIPE,

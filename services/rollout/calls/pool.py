@@ -2,13 +2,13 @@
 
 import asyncio
 import json
-import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from services.common.parent import module_command
 from services.rollout.failures import CallError
 from services.rollout.settings import environment_of_user_code
 
@@ -106,9 +106,7 @@ class CallPool:
         else:
             worker = _Worker(
                 await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    "-m",
-                    "services.rollout.calls.worker",
+                    *module_command("services.rollout.calls.worker"),
                     env=environment_of_user_code(),
                     stdin=PIPE,
                     stdout=PIPE,

@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import json
-import sys
 import tempfile
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 
 import httpx
 
+from services.common.parent import module_command
 from services.rollout.calls.outside import AddressPolicy, ExternalService
 from services.rollout.environments.client import HttpEnvironment, HttpSession
 from services.rollout.environments.protocol import Message, Observation
@@ -106,8 +106,8 @@ class LocalEnvironment:
     async def _start(self) -> None:
         path = self._folder / f"{next(self._numbers)}.sock"
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *("-m", "services.rollout.environments.host", "--child", "--bind", f"unix:{path}"),
+            *module_command("services.rollout.environments.host"),
+            *("--child", "--bind", f"unix:{path}"),
             # The forms with "=" and "--" keep values that start with a dash from being parsed as options.
             *(f"--arguments={self._arguments}", "--", self._reference),
             env=environment_of_user_code(),
