@@ -159,7 +159,12 @@ def source_digest(reference: str) -> str:
 
 def describe_error(error: BaseException) -> str:
     """Formats an exception of user code for its caller: its class, and the beginning of its text."""
-    return f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARACTERS]
+    try:
+        text = str(error)
+    except Exception as other:  # noqa: BLE001 -- user code formats it
+        text = f"its text cannot be formatted ({type(other).__name__})"
+    name = type(error).__name__
+    return (f"{name}: {text}" if text else name)[:_MAX_ERROR_CHARACTERS]
 
 
 def _load(reference: Reference) -> ModuleType:

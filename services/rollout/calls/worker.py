@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from services.common.callables import describe_error, load_callable
@@ -22,7 +23,11 @@ def main() -> None:
     # Answers use the original standard output; output of user code goes to standard error.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    for line in sys.stdin:
+    # User code that reads standard input must not wait for, or take, the next request.
+    requests = os.fdopen(os.dup(sys.stdin.fileno()))
+    with Path(os.devnull).open("rb") as nothing:
+        os.dup2(nothing.fileno(), sys.stdin.fileno())
+    for line in requests:
         answers.write(_answer(json.loads(line)) + "\n")
 
 
@@ -36,7 +41,7 @@ def _answer(request: dict[str, Any]) -> str:
         if inspect.isawaitable(value):
             value = asyncio.run(_wait_for(value))
         return json.dumps({"value": value}, default=_plain)
-    except Exception as error:  # noqa: BLE001 -- the edge to user code: every fault becomes an answer
+    except BaseException as error:  # noqa: BLE001 -- the edge to user code: every fault becomes an answer
         kind = "timeout" if isinstance(error, TimeoutError) else "exception"
         return json.dumps({"error": describe_error(error), "kind": kind})
 

@@ -32,6 +32,11 @@ def empty(*args): return {}
 def big(*args): return 7
 def long(*args): raise ValueError("y" * 100_000)
 def huge(*args): return "y" * 100_000
+def asks(*args): return len(input())
+def leaves(*args): raise SystemExit(3)
+class Mute(Exception):
+    def __str__(self): raise RuntimeError
+def mute(*args): raise Mute
 """
 
 
@@ -64,6 +69,9 @@ async def test_user_functions_sync_and_async_are_summed_by_weight(code: str) -> 
     [
         ("raises", "exception", "KeyError: 'oops'"),
         ("gives_up", "timeout", "too hard"),
+        ("asks", "exception", "EOFError"),
+        ("leaves", "exception", "SystemExit: 3"),
+        ("mute", "exception", "Mute"),
         ("dies", "sandbox_killed", "exit status -6"),
         ("nan", "invalid_value", "nan"),
         ("text", "invalid_value", "great"),
@@ -126,3 +134,12 @@ async def test_workers_are_reused_and_bounded(tmp_path: Path) -> None:
         scorer = Scorer([spec], pool)
         pids = await asyncio.gather(*[scorer.score(given()) for _ in range(20)])
     assert 1 <= len({pid.value for pid in pids}) <= 2
+
+
+async def test_files_of_the_working_directory_do_not_replace_the_standard_library(
+    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "json.py").write_text("raise RuntimeError('the user's own')\n")
+    monkeypatch.chdir(tmp_path)
+    async with CallPool(1) as pool:
+        assert await pool.call(f"{code}:big", timeout_s=30) == 7
