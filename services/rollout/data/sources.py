@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import regex
 
-from services.common.callables import load_callable
+from services.common.callables import describe_error, load_callable
 from services.common.runspec.base import did_you_mean
 from services.common.runspec.data import DataSpec, FilterSpec, PromptSourceSpec
 
@@ -86,10 +86,8 @@ def filtered_rows(rows: Rows, filters: Sequence[FilterSpec], *, key: str) -> "ar
 def _passes(keeps: _Keeps, row: Row, place: str) -> bool:
     try:
         answer = keeps(row)
-    except Exception as error:  # may be user code
-        raise ValueError(
-            f"{place}: the filter failed with {type(error).__name__}: {error}"
-        ) from error
+    except (Exception, SystemExit) as error:  # may be user code
+        raise ValueError(f"{place}: the filter failed with {describe_error(error)}") from error
     if not isinstance(answer, bool):
         raise ValueError(  # noqa: TRY004 -- the function is wrong, not an argument's type
             f"{place}: a filter must return True or False, but returned {answer!r:.60}"
@@ -338,7 +336,13 @@ class _Rows:
         return len(self._rows)
 
     def __getitem__(self, index: int, /) -> Row:
-        return _as_row(self._rows[index], index, self._name)
+        try:
+            row = self._rows[index]
+        except (Exception, SystemExit) as error:  # may be user code
+            raise ValueError(
+                f"row {index} of {self._name} raised {describe_error(error)}; correct the rows"
+            ) from error
+        return _as_row(row, index, self._name)
 
 
 def _as_row(row: object, index: int, name: str) -> Row:
@@ -373,7 +377,7 @@ def _open_huggingface(spec: PromptSourceSpec, key: str) -> PromptSource:
         raise ValueError(f"{key} needs the package 'datasets'; pip install datasets") from error
     try:
         rows = datasets.load_dataset(spec.path, name=spec.subset, split=spec.split)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # the library raises many kinds, some without a common class
         raise ValueError(
             f"{key}: the dataset {spec.path!r} (subset {spec.subset!r}, split {spec.split!r}) cannot be "
             f"loaded ({error}); check {key}.path, {key}.subset and {key}.split"
@@ -393,14 +397,14 @@ def _open_python(spec: PromptSourceSpec, key: str) -> PromptSource:
             f"{key}: {spec.path!r} could not be called with {dict(spec.arguments)} ({error}); check "
             f"{key}.arguments"
         ) from error
-    except Exception as error:  # user code
+    except (Exception, SystemExit) as error:  # user code
         raise _raised(spec, key, error) from error
     if isinstance(rows, Sized) and hasattr(rows, "__getitem__"):
         return _Rows(rows, spec.path)  # type: ignore[arg-type]  # any sequence class
     if isinstance(rows, Iterable):
         try:
             generated = list(islice(rows, _MAX_GENERATED + 1))
-        except Exception as error:  # user code: a generator runs here
+        except (Exception, SystemExit) as error:  # user code: a generator runs here
             raise _raised(spec, key, error) from error
         if len(generated) > _MAX_GENERATED:
             raise ValueError(
@@ -414,10 +418,8 @@ def _open_python(spec: PromptSourceSpec, key: str) -> PromptSource:
     )
 
 
-def _raised(spec: PromptSourceSpec, key: str, error: Exception) -> ValueError:
-    return ValueError(
-        f"{key}: {spec.path!r} raised {type(error).__name__}: {error}; correct the function"
-    )
+def _raised(spec: PromptSourceSpec, key: str, error: BaseException) -> ValueError:
+    return ValueError(f"{key}: {spec.path!r} raised {describe_error(error)}; correct the function")
 
 
 def _open_environment(spec: PromptSourceSpec, key: str) -> PromptSource:

@@ -1,7 +1,25 @@
 """Rewards that compare the response with the row's answer: as text, or with the row's own verifier."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
+
+
+def answer_text(answer: Any, *, reward: str) -> str:
+    """Returns the text of an expected answer.
+
+    Raises:
+        ValueError: If there is no answer, or no response can equal it: it is a list or a mapping.
+    """
+    is_missing = answer is None or (isinstance(answer, float) and math.isnan(answer))
+    if is_missing:
+        raise ValueError(f"{reward} needs an answer; set data.answer_column")
+    if isinstance(answer, Mapping | list | tuple):
+        raise ValueError(  # noqa: TRY004 -- the data is wrong, not an argument's type
+            f"{reward} needs text or a number as the answer, got {answer!r:.80}; set data.answer_column to a "
+            "column with one value, such as COLUMN.KEY of a mapping, or use a reward of your own"
+        )
+    return str(answer)
 
 
 def exact_match(
@@ -15,11 +33,9 @@ def exact_match(
     """Compares the texts without surrounding white space.
 
     Raises:
-        ValueError: If there is no answer.
+        ValueError: If there is no answer, or it is not one value.
     """
-    if answer is None:
-        raise ValueError("exact_match needs an answer; set data.answer_column")
-    given, expected = response.strip(), str(answer).strip()
+    given, expected = response.strip(), answer_text(answer, reward="exact_match").strip()
     if ignore_case:
         given, expected = given.casefold(), expected.casefold()
     return float(given == expected)

@@ -24,6 +24,7 @@ from math_verify.grader import (
 from sympy import Abs, Add, Eq, Expr, I, Interval, MatrixBase, Symbol, Tuple, Union
 
 from services.rollout.rewards import math_spelling as spelling
+from services.rollout.rewards.answers import answer_text
 
 _MARK = "####"
 _BOX = "\\boxed{"
@@ -59,13 +60,12 @@ def math_answer(prompt: str, response: str, answer: Any, row: Mapping[str, Any])
     announces as its answer; its last expression.
 
     Raises:
-        ValueError: If there is no answer, or it is empty or too long.
+        ValueError: If there is no answer, or it is a list, empty or too long.
         TimeoutError: If the comparison takes too long; the result is then unknown.
     """
-    if answer is None:
-        raise ValueError("math_verify needs an answer; set data.answer_column")
-    marked = _marked(str(answer))
-    expected = _single_spaced(str(answer) if marked is None else marked)
+    text = answer_text(answer, reward="math_verify")
+    marked = _marked(text)
+    expected = _single_spaced(text if marked is None else marked)
     if len(expected) > _MAX_EXPRESSION_CHARACTERS:
         raise ValueError(
             f"math_verify supports answers of up to {_MAX_EXPRESSION_CHARACTERS} characters, got "

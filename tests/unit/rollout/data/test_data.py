@@ -22,13 +22,37 @@ def data(source: str, path: object, **changes: Any) -> DataSpec:
     return DataSpec(train=train, **changes)  # type: ignore[arg-type]  # pydantic converts
 
 
-@pytest.mark.parametrize("code", ["raise OSError('no disk')", "yield 1 / 0"])
+@pytest.mark.parametrize(
+    "code", ["raise OSError('no disk')", "yield 1 / 0", "raise SystemExit", "yield exit()"]
+)
 def test_an_exception_of_a_rows_function_has_its_key(tmp_path: Path, code: str) -> None:
     (tmp_path / "rows.py").write_text(f"def rows():\n    {code}\n")
     with pytest.raises(
-        ValueError, match=r"data\.train: .*rows' raised (OSError|ZeroDivisionError)"
+        ValueError, match=r"data\.train: .*rows' raised (OSError|ZeroDivisionError|SystemExit)"
     ):
         open_sources(data("python", f"{tmp_path}/rows.py:rows"))
+
+
+def test_an_exception_of_a_row_has_its_key(tmp_path: Path) -> None:
+    (tmp_path / "rows.py").write_text(
+        "class Rows(list):\n    def __getitem__(self, index): raise KeyError('gone')\n"
+        "def rows(): return Rows([1])\n"
+    )
+    with pytest.raises(ValueError, match=r"data\.train: row 0 .* raised KeyError: 'gone'"):
+        open_sources(data("python", f"{tmp_path}/rows.py:rows"))
+
+
+def test_an_exception_of_the_datasets_library_has_its_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    def fails(*_: object, **__: object) -> None:
+        raise datasets.exceptions.DatasetGenerationError("broken")
+
+    monkeypatch.setattr(datasets, "load_dataset", fails)
+    with pytest.raises(ValueError, match=r"data\.train\.path"):
+        open_sources(data("huggingface", "json", train={"split": "train"}))
 
 
 def test_jsonl_rows_are_addressed_by_index_and_blank_lines_do_not_count(tmp_path: Path) -> None:

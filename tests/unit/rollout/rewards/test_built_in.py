@@ -1,9 +1,11 @@
 """Built-in rewards."""
 
 import json
+import math
 import re
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import reasoning_gym
@@ -18,8 +20,16 @@ def test_exact_match_ignores_white_space_and_on_demand_case() -> None:
     assert exact_match("", "1234", "123", {}) == 0.0
     assert exact_match("", "Yes", "yes", {}) == 0.0
     assert exact_match("", "Yes", "yes", {}, ignore_case=True) == 1.0
-    with pytest.raises(ValueError, match="needs an answer"):
-        exact_match("", "x", None, {})
+    for missing in (None, math.nan):
+        with pytest.raises(ValueError, match="needs an answer"):
+            exact_match("", "x", missing, {})
+
+
+@pytest.mark.parametrize("reward", [exact_match, math_answer])
+@pytest.mark.parametrize("answer", [["1", "2"], {"value": "1"}])
+def test_an_answer_that_no_response_equals_is_a_failure(reward: Any, answer: object) -> None:
+    with pytest.raises(ValueError, match=r"data\.answer_column"):
+        reward("", "1", answer, {})
 
 
 GOLD = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\n#### 72"
