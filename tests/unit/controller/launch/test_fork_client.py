@@ -104,7 +104,7 @@ async def test_a_server_that_cannot_start_is_given_up(environment, tmp_path, log
 
 
 async def test_a_missing_program_is_reported_without_a_server(environment, log, monkeypatch):
-    monkeypatch.setattr(fork_client.sys, "executable", "/nowhere/python")
+    monkeypatch.setattr(fork_client, "module_command", lambda *_: ["/nowhere/python"])
     async with open_fork_server(environment, ()) as forks:
         assert await forks.start("waiting", {}, log) is None
 
