@@ -3,7 +3,7 @@
 The prediction for the run as it is must agree with its measurement; otherwise no change is advised.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -110,13 +110,19 @@ class Advice:
         """Returns the helpful changes as text for people; empty if the prediction is off."""
         if not self.is_trusted:
             return ""
-        text = f"Predicted: {'; '.join(map(str, self.changes))}."
-        if not self.changes:
-            text = f"No change of a setting would give more than {_MIN_GAIN:.2f}x throughput."
+        sentences = []
+        if self.changes:
+            sentences.append(f"Predicted: {'; '.join(map(str, self.changes))}.")
+        elif max(self.others.values(), default=0.0) < _MIN_GAIN:
+            sentences.append(
+                f"No change of a setting would give more than {_MIN_GAIN:.2f}x throughput."
+            )
         if self.others:
             gains = " and ".join(f"{name} {gain:.2g}x" for name, gain in self.others.items())
-            text += f" Other placements than {self.placement} on the same GPUs: {gains}."
-        return text
+            sentences.append(
+                f"Predicted for other placements than {self.placement} on the same GPUs: {gains}."
+            )
+        return " ".join(sentences)
 
     @property
     def first(self) -> tuple[object, ...]:
@@ -137,14 +143,16 @@ def advise(
     *,
     others: Iterable[Setting] = (),
     gpus: int | None = None,
+    allows: Callable[[Setting], bool] = lambda _: True,
 ) -> Advice:
     """Analyzes the newest steps of a run. Takes up to a second of processor time.
 
     Args:
         steps: Metrics of the steps, in order.
         others: The same setting in other placements, on the same GPUs.
-        gpus: Number of GPUs that the run may use; None if only its current ones are known. No
-            change that needs more is advised.
+        gpus: Number of GPUs that trainer and rollouts may use; None if only their current ones are
+            known. No change that needs more is advised.
+        allows: Returns False for a setting that the specification's rules reject; it is not advised.
 
     Raises:
         TooFewStepsError: If there are too few steps.
@@ -164,7 +172,9 @@ def advise(
     if not found.is_trusted:
         return found
     spare = 0 if gpus is None else gpus - setting.gpus
-    found_changes = _changes(rates, setting, now, bottleneck=found.bottleneck, spare_gpus=spare)
+    found_changes = _changes(
+        rates, setting, now, bottleneck=found.bottleneck, spare_gpus=spare, allows=allows
+    )
     changes = sorted(found_changes, key=lambda change: -change.gain)
     helpful = [change for change in changes if change.gain >= _MIN_GAIN]
     # Workers that share GPUs, or have none, would share them in other placements, too.
@@ -182,7 +192,13 @@ def _bottleneck(waited_share: float, idle_share: float) -> Bottleneck:
 
 
 def _changes(
-    rates: Rates, setting: Setting, now: Prediction, *, bottleneck: Bottleneck, spare_gpus: int
+    rates: Rates,
+    setting: Setting,
+    now: Prediction,
+    *,
+    bottleneck: Bottleneck,
+    spare_gpus: int,
+    allows: Callable[[Setting], bool],
 ) -> Iterator[Change]:
     """Yields one change for each part of the setting that can be changed alone: the best value tried."""
     tried: dict[str, list[int]] = {
@@ -204,6 +220,8 @@ def _changes(
         gains = {}
         for value in values:
             changed = replace(setting, **{name: value})  # type: ignore[arg-type]
+            if not allows(changed):
+                continue
             if name == "max_staleness":
                 changed = replace(changed, partial_rollout=True, accumulate_early=False)
             gains[value] = _gain(rates, changed, now)

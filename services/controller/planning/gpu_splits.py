@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import lcm
 
-from services.common.runspec.rules import placement
+from services.common.runspec.rules import placement, problems
 from services.common.runspec.run import RunSpec
 from services.common.runspec.topology import TopologySpec
 from services.common.runspec.workers import kinds_with_own_gpus
@@ -36,7 +36,7 @@ def with_setting(spec: RunSpec, setting: Setting) -> RunSpec:
         topology = TopologySpec(placement=setting.placement)
     changes = {
         "trainer": {"world_size": setting.trainer_gpus},
-        "rollout": {"replicas": setting.rollouts},
+        "rollout": {"replicas": setting.rollouts, "max_running_samples": setting.slots},
         "algorithm": {"max_staleness": setting.max_staleness},
     }
     parts = {name: getattr(spec, name).model_copy(update=these) for name, these in changes.items()}
@@ -46,6 +46,14 @@ def with_setting(spec: RunSpec, setting: Setting) -> RunSpec:
 def may_colocate(spec: RunSpec, setting: Setting) -> bool:
     """Returns True if rollouts may share the trainer's GPUs, and no other task group has its own."""
     return not kinds_with_own_gpus(spec.topology) and not [*placement(with_setting(spec, setting))]
+
+
+def allows(spec: RunSpec, setting: Setting) -> bool:
+    """Returns False if a run with another setting would break a rule that it keeps now."""
+    # Task groups follow from the numbers of GPUs; a user who changes these changes the groups, too.
+    plain = spec.model_copy(update={"topology": TopologySpec(placement=spec.topology.placement)})
+    kept = {*problems(with_setting(plain, setting_of(spec)))}
+    return kept.issuperset(problems(with_setting(plain, setting)))
 
 
 def trainer_unit(spec: RunSpec) -> int:

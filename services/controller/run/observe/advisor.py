@@ -5,11 +5,13 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 from services.common.clock import Clock
+from services.controller.launch.launcher import total_gpus
 from services.controller.planning.advice import Advice, advise
-from services.controller.planning.gpu_splits import other_placements
+from services.controller.planning.gpu_splits import allows, other_placements
 from services.controller.planning.inputs import Step, rates_of, setting_of, waited_fraction
 from services.controller.rules.ledger import Ledger
 from services.controller.run.observe.progress import Progress
@@ -82,11 +84,21 @@ class Advisor:
     async def _advise(self) -> None:
         steps, spec, setting = self._numbers(), self.spec.now, setting_of(self.spec.now)
         lengths, gpus = self._lengths(), self.gpus()
+        if gpus is not None:
+            # The GPUs of other task groups, such as a critic's, are not free.
+            gpus -= total_gpus(spec) - setting.gpus
 
         def work() -> Advice | None:
             try:
                 rates = rates_of(steps, lengths, setting=setting)
-                return advise(steps, rates, setting, others=other_placements(spec), gpus=gpus)
+                return advise(
+                    steps,
+                    rates,
+                    setting,
+                    others=other_placements(spec),
+                    gpus=gpus,
+                    allows=partial(allows, spec),
+                )
             except ValueError:
                 return None  # a metric is missing so far
 

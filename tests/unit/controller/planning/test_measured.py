@@ -1,5 +1,7 @@
 """Rates measured from a run's steps, if there are enough of them."""
 
+from dataclasses import replace
+
 import pytest
 
 from services.controller.planning.advice import advise
@@ -119,6 +121,13 @@ def test_nothing_is_promised_where_the_prediction_is_off():
     assert advice.changes == ()
     assert advice.bottleneck == "generation"
     assert advice.remedy() == ""
+
+
+def test_the_advice_does_not_deny_a_better_placement():
+    found, rates = measured()
+    advice = replace(advise(found, rates, SETTING), changes=())
+    assert "No change" in replace(advice, others={"colocated": 0.9}).remedy()
+    assert "No change" not in replace(advice, others={"colocated": 1.3}).remedy()
 
 
 def test_given_rates_replace_others():

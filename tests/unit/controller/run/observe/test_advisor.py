@@ -156,3 +156,38 @@ def test_a_host_without_gpus_is_promised_nothing_of_them():
     assert note.data["placements"] == {}
     keys = {change["key"] for change in note.data["changes"]}
     assert not keys & {"rollout.replicas", "trainer.world_size"}
+
+
+TRAINED = {"seconds": 4.6, "seconds_total": 3.6, "trainer_wait_s": 0.0, "rollout_idle_s": 1.8}
+
+
+def changes_of(**settings):
+    """Returns the changes that are advised to a run whose trainer is the bottleneck."""
+    (note,), _ = advised([step(**TRAINED)] * 40, **settings)
+    return {change["key"]: change["after"] for change in note.data["changes"]}
+
+
+def test_gpus_of_other_task_groups_are_not_offered():
+    assert changes_of(gpus=4) == {"trainer.world_size": 2}
+    topology = {
+        "task_groups": [["train"], ["logp"], ["ref_logp"], ["generate"]],
+        "ratios": [0.25] * 4,
+        "gpus": 4,
+    }
+    spec = spec_with(
+        rollout={"replicas": 1},
+        algorithm={"max_staleness": 1, "correction": "decoupled", "kl": {"coefficient": 0.01}},
+        trainer={"steps": 100, "prompts_per_step": 8, "updates_per_step": 2},
+        topology=topology,
+    )
+    assert changes_of(gpus=4, spec=spec) == {}
+    assert changes_of(gpus=5, spec=spec) == {"trainer.world_size": 2}
+
+
+def test_no_change_is_advised_that_the_rules_reject():
+    spec = spec_with(
+        rollout={"replicas": 1},
+        algorithm={"max_staleness": 1},
+        trainer={"steps": 100, "prompts_per_step": 8, "engine": "reference"},
+    )
+    assert changes_of(gpus=4, spec=spec) == {}
