@@ -12,7 +12,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from services.common.errors import FailedPreconditionError
 from services.common.runspec.run import RunSpec
-from services.trainer.batch.guard import NonFiniteGuard, nonfinite_inputs
 from services.trainer.batch.plan import StepPlan, plan_step, shard_of
 from services.trainer.batch.samples import (
     BatchFacts,
@@ -27,6 +26,7 @@ from services.trainer.phases import PhaseTimer
 from services.trainer.ranks.training_recorder import TrainingRecorder
 from services.trainer.record.recorder import StepRecorder
 from services.trainer.steps.step import StepResult
+from services.trainer.steps.updates import NonFiniteGuard, nonfinite_inputs
 from services.trainer.transfers import Fetch, fetch_model_inputs
 from services.weightsync.canary import Canary, canary_text
 from services.wire.batch import KVBatchMeta

@@ -1,17 +1,18 @@
-"""Updates of a model on its learning-rate schedule."""
+"""Updates of a model: learning-rate schedule, loss scale of float16, and the limit of skipped steps."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
 
-from services.common.runspec.trainer import OptimizerSpec, TrainerSpec
+from services.common.errors import InternalError
+from services.common.runspec.trainer import LossScaleSpec, OptimizerSpec, TrainerSpec
+from services.trainer.batch.samples import BatchFacts, Samples
 from services.trainer.checkpoint.compatibility import counter
 from services.trainer.engines.base import OptimizerStep, TrainEngine
-from services.trainer.steps.loss_scale import LossScale
 
 _FINAL_FRACTION = 0.1
 
@@ -46,6 +47,61 @@ class AppliedUpdate:
     taken: OptimizerStep
     learning_rate: float
     """Learning rate that was applied; 0 if none was."""
+
+
+_SCALE_FACTOR: Final = 2.0
+_MIN_SCALE: Final = 1.0
+
+
+class LossScale:
+    """Dynamic loss scaling of float16, with the rules of ``torch.amp.GradScaler``; the same on all ranks.
+
+    Gradients below 6e-8 are 0 in float16, and those above 65,504 are infinite. The loss is multiplied by the
+    scale before the backward pass, and the float32 gradients are divided by it before they are clipped.
+    The norm over all ranks, by which gradients are clipped, also shows an overflow on any rank.
+    ``GradScaler`` would check all gradients once more, and leaves the skipping to fused kernels that Muon
+    and offloaded moments do not have.
+    """
+
+    def __init__(self, spec: LossScaleSpec) -> None:
+        self.value = spec.initial
+        self._growth_interval = spec.growth_interval
+        self._num_updates = 0
+
+    def grow(self) -> None:
+        """Counts an update without overflow."""
+        self._num_updates += 1
+        if self._num_updates == self._growth_interval:
+            self.value, self._num_updates = self.value * _SCALE_FACTOR, 0
+
+    def back_off(self) -> None:
+        """Lowers the scale after an overflow.
+
+        Raises:
+            NotFiniteError: If the scale would fall below 1.
+        """
+        if self.value / _SCALE_FACTOR < _MIN_SCALE:
+            raise NotFiniteError(
+                f"gradients overflow in float16 even at loss scale {self.value:g}, to which overflows have "
+                "lowered it; set trainer.dtype to bfloat16, or lower "
+                "trainer.optimizer.learning_rate"
+            )
+        self.value, self._num_updates = self.value / _SCALE_FACTOR, 0
+
+    def facts(self, part: str) -> dict[str, float]:
+        """Returns the state for a checkpoint, with the names for an engine's subfolder."""
+        return dict(zip(_scale_names(part), (self.value, self._num_updates), strict=True))
+
+    def restore(self, facts: Mapping[str, float], part: str) -> None:
+        """Restores the state of a checkpoint; one of a run with another dtype has none."""
+        scale, updates = _scale_names(part)
+        if scale in facts:
+            self.value, self._num_updates = float(facts[scale]), int(facts[updates])
+
+
+def _scale_names(part: str) -> tuple[str, str]:
+    prefix = f"{part}." if part else ""
+    return f"{prefix}loss_scale", f"{prefix}loss_scale_updates"
 
 
 class Updates:
@@ -127,3 +183,64 @@ class Updates:
         self.count = int(facts[counter(part)])
         if self._scale is not None:
             self._scale.restore(facts, part)
+
+
+_CHECKED_COLUMNS = ("rollout_logprobs", "ref_logprobs", "proximal_logprobs", "values")
+
+
+class NotFiniteError(InternalError):
+    """Too many consecutive steps had a number that is not finite."""
+
+    reason = "NOT_FINITE"
+
+
+@dataclass(slots=True)
+class NonFiniteGuard:
+    """Limits the number of consecutive skipped steps.
+
+    Args:
+        suspects: Likely causes besides the learning rate and rewards, for the message.
+    """
+
+    max_skipped: int
+    suspects: tuple[str, ...] = ()
+    num_skipped: int = 0
+    has_rewound: bool = False
+
+    def must_rewind(self, step: int, *, skipped: bool) -> bool:
+        """Counts a step; returns True if too many were skipped, so that a checkpoint must be restored.
+
+        Raises:
+            NotFiniteError: If going back to the newest checkpoint did not help before.
+        """
+        if not skipped:
+            self.num_skipped, self.has_rewound = 0, False
+            return False
+        self.num_skipped += 1
+        if self.num_skipped <= self.max_skipped:
+            return False
+        if self.has_rewound:
+            raise NotFiniteError(
+                f"step {step} has a number that is not finite, like all steps since the newest checkpoint "
+                "was loaded; lower trainer.optimizer.learning_rate, or check "
+                f"{' and '.join((*self.suspects, 'the rewards'))}",
+                step=step,
+            )
+        self.num_skipped, self.has_rewound = 0, True
+        return True
+
+
+def nonfinite_inputs(samples: Samples, cohort: BatchFacts) -> tuple[str, ...]:
+    """Returns the names of inputs that are not finite where they count: ``rewards`` and columns."""
+    member = cohort.is_member[samples.rows]
+    # A greedy response is not a member of its group, but the baseline of the members.
+    rewarded = member | cohort.is_greedy[samples.rows]
+    found = [] if bool(torch.isfinite(samples.rewards[rewarded]).all()) else ["rewards"]
+    # Untrained tokens may count too, in the rewards that others train with.
+    mask = samples.tokens["response_mask"] & samples.segments.expand(member)
+    found += [
+        name
+        for name in _CHECKED_COLUMNS
+        if name in samples.tokens and not bool(torch.isfinite(samples.tokens[name][mask]).all())
+    ]
+    return tuple(found)

@@ -15,12 +15,12 @@ from services.common.runspec import train_engines
 from services.common.runspec.loader import SpecError, parse_spec
 from services.common.runspec.run import RunSpec
 from services.common.security.confinement import CodePolicy
-from services.trainer.batch.guard import NotFiniteError
 from services.trainer.collectives import Ranks
 from services.trainer.engines.base import EngineArgs, build_engines
 from services.trainer.settings import TrainerSettings
 from services.trainer.steps.credit import CreditAssigner
 from services.trainer.steps.objective import Objective
+from services.trainer.steps.updates import NotFiniteError
 from tests.helpers.batches import policy_of, random_queue, rank_of, spec_of
 from tests.helpers.pages import example
 from tests.unit.trainer import test_engines

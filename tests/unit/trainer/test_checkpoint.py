@@ -7,12 +7,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.common.errors import FailedPreconditionError, NotFoundError
-from services.trainer.batch.guard import NotFiniteError
 from services.trainer.checkpoint import manifest
 from services.trainer.checkpoint.export import export_checkpoint
 from services.trainer.engines.fsdp import checkpoint
 from services.trainer.model.policy import Policy
 from services.trainer.ranks.rank import Rank
+from services.trainer.steps.updates import NotFiniteError
 from tests.helpers.batches import Queue, policy_of, random_queue, rank_of, spec_of
 
 SPEC = spec_of()

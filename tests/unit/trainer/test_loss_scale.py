@@ -9,10 +9,9 @@ from torch import nn
 
 from services.common.runspec.run import RunSpec
 from services.common.runspec.trainer import LossScaleSpec
-from services.trainer.batch.guard import NotFiniteError
 from services.trainer.model.policy import Policy
 from services.trainer.ranks.rank import Rank
-from services.trainer.steps.loss_scale import LossScale
+from services.trainer.steps.updates import LossScale, NotFiniteError
 from tests.helpers.batches import policy_of, random_queue, rank_of, spec_of
 
 
