@@ -8,8 +8,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from services.common.runspec.trainer import OptimizerSpec
-from services.trainer.engines.fsdp.host_optimizer import HostAdamW
-from services.trainer.engines.fsdp.moments_8bit import AdamW8bit
+from services.trainer.engines.fsdp.adamw import AdamW8bit, HostAdamW
 from services.trainer.model.local_parts import local_part, spread_like
 
 
