@@ -15,8 +15,7 @@ from services.common.runspec.run import RunSpec
 from services.common.security.confinement import CodePolicy
 from services.rollout.calls.outside import AddressPolicy
 from services.rollout.calls.pool import CallPool
-from services.rollout.data.curriculum import Curriculum
-from services.rollout.data.prompts import Prompt, PromptStore
+from services.rollout.data.prompts import Curriculum, Prompt, PromptStore
 from services.rollout.data.sources import PromptSource
 from services.rollout.failures import CallError, GroupError
 from services.rollout.rewards.base import RewardInput

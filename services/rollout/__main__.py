@@ -29,9 +29,8 @@ from services.common.task_group import TaskGroup, until_first, unwrapped
 from services.common.telemetry.logging import configure
 from services.rollout.calls.outside import AddressPolicy
 from services.rollout.calls.pool import CallPool
-from services.rollout.data.curriculum import Curriculum
 from services.rollout.data.images import ImageReader
-from services.rollout.data.prompts import PromptStore
+from services.rollout.data.prompts import Curriculum, PromptStore
 from services.rollout.data.sources import open_sources
 from services.rollout.engines.base import Engine
 from services.rollout.engines.build import begin_imports, build_engine

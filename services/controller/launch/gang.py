@@ -1,7 +1,12 @@
-"""Pod groups of gang schedulers, which place all pods of a run together or none.
+"""Groups of pods that are placed together or not at all: pod groups of gang schedulers, and Kueue.
 
-The chart knows the schedulers: its templates have the pod group, and what refers to it from a pod.
+The chart knows the gang schedulers: its templates have the pod group, and what refers to it from a pod.
 Two placeholders in them are filled in for each run.
+
+Kueue's webhook gates each pod of a queue until its group is admitted, and keeps every pod of a
+group by a finalizer: a failed one until a replacement exists, which here has the same name and so
+could never be created. It does not count a serving group as finished when pods end, so a worker may
+be replaced at any time.
 """
 
 from collections.abc import Mapping
@@ -35,3 +40,44 @@ def filled(node: Any, run_id: str, *, num_pods: int) -> Any:
         return [filled(value, run_id, num_pods=num_pods) for value in node]
     values = {_GROUP: group_name(run_id), _NUM_PODS: num_pods}
     return values.get(node, node) if isinstance(node, str) else node
+
+
+QUEUE_LABEL: Final = "kueue.x-k8s.io/queue-name"
+_GROUP_LABEL = "kueue.x-k8s.io/pod-group-name"
+_COUNT_ANNOTATION = "kueue.x-k8s.io/pod-group-total-count"
+_SERVING_ANNOTATION = "kueue.x-k8s.io/pod-group-serving"
+# Kueue treats pods with different ports as different roles, and limits the roles of a group.
+_ROLE_ANNOTATION = "kueue.x-k8s.io/role-hash"
+
+KUEUE_LEAVE: Final = {
+    "metadata": {"$deleteFromPrimitiveList/finalizers": ["kueue.x-k8s.io/managed"]}
+}
+"""Strategic merge patch that removes Kueue's finalizer from a pod; harmless if it has none."""
+
+
+def join_kueue_group(pod: dict[str, Any], *, group: str, num_pods: int) -> None:
+    """Makes a pod a member of a group, if the chart names a queue.
+
+    Args:
+        pod: The pod; its first container is named like the worker, such as ``ref-logp-1``.
+        group: Name of the group, and of Kueue's Workload.
+    """
+    metadata = pod["metadata"]
+    role, _, _ = pod["spec"]["containers"][0]["name"].rpartition("-")
+    if QUEUE_LABEL in metadata["labels"]:
+        metadata["labels"][_GROUP_LABEL] = group
+        metadata["annotations"] |= {
+            _COUNT_ANNOTATION: str(num_pods),
+            _SERVING_ANNOTATION: "true",
+            _ROLE_ANNOTATION: role,
+        }
+
+
+def set_kueue_group_size(pod: dict[str, Any], num_pods: int) -> None:
+    """Sets the admitted number of pods on a pod that joins later, because all pods must name the same."""
+    pod["metadata"]["annotations"][_COUNT_ANNOTATION] = str(num_pods)
+
+
+def kueue_group_size(pod: Json) -> int:
+    """Returns the number of pods that are admitted together with this one; 0 without a queue."""
+    return int(pod["metadata"].get("annotations", {}).get(_COUNT_ANNOTATION, 0))

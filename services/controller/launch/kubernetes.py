@@ -15,7 +15,7 @@ from typing import Any
 from services.common.errors import ServiceError
 from services.common.runspec.run import RunSpec
 from services.common.task_group import TaskGroup
-from services.controller.launch import gang, job_set, kueue, pod_state
+from services.controller.launch import gang, job_set, pod_state
 from services.controller.launch.launcher import ExitHandler, WorkerExit
 from services.controller.launch.pod_api import PodApi, Seen
 from services.controller.launch.pod_state import PodRecord, check_growth
@@ -114,7 +114,7 @@ class KubernetesLauncher:
         for body in bodies:
             if body["metadata"]["name"] not in known:
                 if admitted:
-                    kueue.set_group_size(body, admitted)
+                    gang.set_kueue_group_size(body, admitted)
                 await self._create(run_id, body, bodies, templates)
         if self._scales is not None:
             await self._scales.write_replicas(run_id, spec.rollout.replicas)
@@ -275,7 +275,7 @@ class KubernetesLauncher:
         try:
             if its_set:
                 await self._api.delete_job_set(its_set)
-            await self._api.delete(name, is_queued=kueue.group_size(body) > 0)
+            await self._api.delete(name, is_queued=gang.kueue_group_size(body) > 0)
         except ServiceError as error:  # it is seen again with the next list
             logger.warning("cannot delete pod", extra={"pod": name, "error": str(error)})
 

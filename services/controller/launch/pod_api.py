@@ -23,7 +23,7 @@ from kubernetes.client import (
 from urllib3.exceptions import HTTPError
 
 from services.common.errors import FailedPreconditionError, NotFoundError, UnavailableError
-from services.controller.launch import gang, job_set, kueue
+from services.controller.launch import gang, job_set
 
 _TIMEOUT_S = 10
 # A JobSet disappears after its pods, which are ended before it.
@@ -96,7 +96,7 @@ class PodApi:
                     self._core.patch_namespaced_pod,
                     name,
                     self._namespace,
-                    kueue.LEAVE,
+                    gang.KUEUE_LEAVE,
                 )
         return is_there
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from services.common.errors import FailedPreconditionError
-from services.controller.launch import job_set, kueue
-from services.controller.launch.kueue import QUEUE_LABEL
+from services.controller.launch import gang, job_set
+from services.controller.launch.gang import QUEUE_LABEL
 
 # Reasons that no retry overcomes; others may pass, for example if a busy node gets its secrets
 # late.
@@ -164,7 +164,7 @@ class PodRecord:
     def from_manifest(cls, body: Mapping[str, Any]) -> Self:
         return cls(
             workers=workers(body),
-            group_size=kueue.group_size(body),
+            group_size=gang.kueue_group_size(body),
             job_set=job_set.name_of(body),
             own_grace_s=body["spec"]["terminationGracePeriodSeconds"],
         )
@@ -200,7 +200,7 @@ def check_growth(
     Raises:
         FailedPreconditionError: If they may not.
     """
-    if admitted and kueue.group_size(bodies[0]) > admitted:
+    if admitted and gang.kueue_group_size(bodies[0]) > admitted:
         raise FailedPreconditionError(
             f"the queue admitted the run's {admitted} pods as one group, which cannot grow; install "
             "without workers.kueue.queueName to add rollouts to running runs"

@@ -17,7 +17,7 @@ import yaml
 from services.common.errors import FailedPreconditionError
 from services.common.runspec.run import RunSpec
 from services.common.runspec.workers import WORKERS, WorkerKind, programs
-from services.controller.launch import gang, job_set, kueue
+from services.controller.launch import gang, job_set
 from services.controller.launch.gpus import HostGpus
 from services.controller.launch.launcher import gpu_hosts, gpu_needs, total_gpus, worker_names
 
@@ -181,7 +181,7 @@ def build_pods(
         count = 1 + spec.colocated_rollouts  # the trainer is the first worker
         pods = [_together(pods[0]["metadata"]["name"], pods[:count]), *pods[count:]]
     for pod in pods:
-        kueue.join_pod_group(pod, group=gang.group_name(run_id), num_pods=len(pods))
+        gang.join_kueue_group(pod, group=gang.group_name(run_id), num_pods=len(pods))
     if templates.pod_group is None:
         return pods
     return [gang.filled(pod, run_id, num_pods=len(pods)) for pod in pods]

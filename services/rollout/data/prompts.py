@@ -1,4 +1,4 @@
-"""Conversion of rows to prompts: prompt template, chat template, tokens, limits."""
+"""Conversion of rows to prompts: templates, tokens, limits; choice of prompts by a curriculum."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from services.common.models.tokenizer import Tokenizer
-from services.common.runspec.data import DataSpec, PromptSourceSpec, kind_of
+from services.common.runspec.data import CurriculumSpec, DataSpec, PromptSourceSpec, kind_of
+from services.rollout.calls.pool import CallPool
 from services.rollout.data.demonstrations import (
     Demonstration,
     Messages,
@@ -18,7 +19,8 @@ from services.rollout.data.demonstrations import (
     of_text,
 )
 from services.rollout.data.sources import PromptSource, Row, column_value
-from services.rollout.failures import refused_prompt
+from services.rollout.failures import CallError, GroupError, refused_prompt
+from services.wire.workers import DEFERRED, PromptHistory
 
 if TYPE_CHECKING:
     from services.rollout.data.images import ImageReader, Picture
@@ -423,3 +425,44 @@ def _are_parts(content: object) -> bool:
             for part in content
         )
     )
+
+
+class Curriculum:
+    """Calls the function of a run's curriculum."""
+
+    def __init__(self, spec: CurriculumSpec, calls: CallPool) -> None:
+        self._spec = spec
+        self._calls = calls
+
+    async def check(self, row: Row, tried: PromptHistory) -> None:
+        """Returns if the prompt is worth sampling now, and raises otherwise.
+
+        Raises:
+            GroupError: ``deferred`` if the function defers the prompt; ``curriculum_timeout``,
+                ``curriculum_exception``, ``curriculum_sandbox_killed`` or
+                ``curriculum_invalid_value`` if the function gave no valid answer.
+        """
+        reference = self._spec.function
+        assert reference is not None, "a function is asked for"
+        told = {
+            "step": tried.step,
+            "tries": tried.tries,
+            "mean_reward": tried.mean_reward if tried.tries else None,
+        }
+        arguments, timeout_s = self._spec.arguments, self._spec.timeout_s
+        try:
+            answer = await self._calls.call(reference, (row, told), arguments, timeout_s=timeout_s)
+        except CallError as error:
+            raise _curriculum_error(error.kind, error.message) from error
+        if not isinstance(answer, bool):
+            raise _curriculum_error(
+                "invalid_value",
+                f"{reference!r} must return True (generate responses now) or False (skip the prompt), but "
+                f"returned {answer!r:.60}",
+            )
+        if not answer:
+            raise GroupError(DEFERRED, "the curriculum defers this prompt", retryable=True)
+
+
+def _curriculum_error(kind: str, message: str) -> GroupError:
+    return GroupError(f"curriculum_{kind}", f"data.curriculum.function: {message}", retryable=True)

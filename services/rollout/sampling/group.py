@@ -14,8 +14,7 @@ from services.common.task_group import TaskGroup, unwrapped
 from services.common.telemetry import tracing
 from services.rollout import metrics
 from services.rollout.calls.pool import CallPool
-from services.rollout.data.curriculum import Curriculum
-from services.rollout.data.prompts import Prompt
+from services.rollout.data.prompts import Curriculum, Prompt
 from services.rollout.engines.base import Engine, GenerationResult, split_stop_texts
 from services.rollout.failures import CallError, GroupError
 from services.rollout.rewards.base import Reward, RewardInput, Score

@@ -19,9 +19,8 @@ from services.trainer.record.files import FOLDER
 from services.trainer.record.recorder import StepRecorder, compute_deterministically
 from services.trainer.settings import TrainerSettings
 from services.trainer.steps.critic import CriticRunner
-from services.trainer.steps.critic_step import CriticStepRunner
 from services.trainer.steps.fields import FieldScoring
-from services.trainer.steps.step import StepRunner
+from services.trainer.steps.step import CriticStepRunner, StepRunner
 from services.trainer.transfers import QueueTransfers, Transfers, of_vocabulary
 
 

@@ -15,8 +15,8 @@ from services.trainer.ranks.command_group import CommandGroup
 from services.trainer.ranks.leader import Leader
 from services.trainer.ranks.rank import Rank
 from services.trainer.steps.critic import CriticRunner
-from services.trainer.steps.critic_step import CriticStepRunner
 from services.trainer.steps.fields import FieldScoring
+from services.trainer.steps.step import CriticStepRunner
 from services.wire.data.jagged import Jagged
 from tests.helpers.batches import Queue, engine_of, policy_of, random_queue, rank_of, spec_of
 

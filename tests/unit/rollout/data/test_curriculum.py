@@ -7,7 +7,7 @@ import pytest
 
 from services.common.runspec.data import CurriculumSpec
 from services.rollout.calls.pool import CallPool
-from services.rollout.data.curriculum import Curriculum
+from services.rollout.data.prompts import Curriculum
 from services.rollout.failures import GroupError
 from services.wire.workers import PromptHistory
 
