@@ -23,9 +23,9 @@ from services.rollout.weights import WeightReceiver
 from services.trainer.batch.plan import Bounds, StepPlan
 from services.trainer.batch.samples import Samples
 from services.trainer.engines.base import ModelFacts, WeightLayout
+from services.trainer.engines.fsdp.engine import score_tokens
 from services.trainer.engines.fsdp.oom import OomLimits
 from services.trainer.engines.fsdp.parallel import build_topology, distribute
-from services.trainer.engines.fsdp.scoring import score_tokens
 from services.trainer.engines.fsdp.weights import WeightExport
 from services.trainer.model.policy import Policy
 from services.trainer.ranks.command_group import Command, CommandGroup, CommandKind

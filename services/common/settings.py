@@ -11,7 +11,7 @@ from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from services.common.errors import InvalidArgumentError
-from services.common.metrics_server import serve_metrics
+from services.common.http.server import serve_metrics
 from services.common.security.confinement import CodePolicy
 from services.common.security.credentials import Identity, read_key
 from services.common.security.tls import Peer, TlsFiles, peer_name

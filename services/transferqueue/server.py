@@ -13,7 +13,7 @@ from services.transferqueue.index.index import Index
 from services.transferqueue.samples.keeper import SampleRecordKeeper
 from services.transferqueue.shards.shards import Shards
 from services.transferqueue.snapshots.snapshots import Snapshots
-from services.transferqueue.storage.admission import ALL_RUNS
+from services.transferqueue.storage.dataplane import ALL_RUNS
 from services.wire.transferqueue.types import AcquireRequest, SampleRecordQuery
 from slipstream.transferqueue.v1 import transferqueue_pb2 as pb
 from slipstream.transferqueue.v1 import transferqueue_pb2_grpc as pb_grpc

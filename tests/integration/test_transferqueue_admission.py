@@ -7,8 +7,7 @@ from typing import Any, cast
 
 import zmq
 
-from services.transferqueue.storage.admission import ALL_RUNS
-from services.transferqueue.storage.dataplane import DataPlane
+from services.transferqueue.storage.dataplane import ALL_RUNS, DataPlane
 
 _HANDSHAKE_S = 0.3
 """Time that ZeroMQ's threads need for a handshake, up to the admission request."""

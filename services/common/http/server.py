@@ -1,9 +1,11 @@
-"""Serves an ASGI application with uvicorn in this process's event loop."""
+"""Serves ASGI applications, and ``/metrics``, with uvicorn in this process's event loop."""
 
 import asyncio
+import hmac
 import logging
 import socket
 import ssl
+import time
 from asyncio import sslproto
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -11,7 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from starlette.requests import ClientDisconnect
+from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.common.http.limits import (
@@ -19,6 +25,7 @@ from services.common.http.limits import (
     MAX_REQUEST_BYTES,
     Connections,
     OncePerMinute,
+    admit,
     counted,
     limited,
 )
@@ -32,6 +39,8 @@ _ACCEPTED_AT_ONCE = 32
 # Size of a TLS record; asyncio allocates a buffer of 256 KiB for each connection.
 sslproto.SSLProtocol.max_size = 16 << 10
 _ACCEPTS = OncePerMinute()
+_METRICS_MAX_AGE_S = 1.0
+_SCRAPERS_PER_PEER = 16
 
 
 @asynccontextmanager
@@ -148,3 +157,63 @@ class _Server(uvicorn.Server):
             config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
         return protocol
+
+
+@asynccontextmanager
+async def serve_metrics(
+    bind: str, port: int, *, token_file: Path | None = None
+) -> AsyncIterator[int]:
+    """Serves ``/metrics`` of this process until the block ends, with the limits of its other HTTP servers.
+
+    Port 0 serves nothing.
+
+    Args:
+        bind: ``host:port`` of the process's gRPC server; metrics use the same host.
+        token_file: File with the bearer token that scrapes must send; None requires none.
+
+    Yields:
+        The port, or 0.
+
+    Raises:
+        InvalidArgumentError: If the address cannot be bound.
+    """
+    if port == 0:
+        yield 0
+        return
+    token = await asyncio.to_thread(token_file.read_bytes) if token_file else b""
+    host = bind.rpartition(":")[0]
+    serving = serve_http(
+        f"{host}:{port}", _metrics_app(token.strip()), connections_per_peer=_SCRAPERS_PER_PEER
+    )
+    async with serving as served:
+        yield served
+
+
+def _metrics_app(token: bytes) -> Starlette:
+    page = _MetricsPage(REGISTRY)
+
+    async def metrics(request: Request) -> Response:
+        shown = request.headers.get("authorization", "").encode("latin-1")
+        if token and not hmac.compare_digest(shown, b"Bearer " + token):
+            return Response(status_code=401, headers={"WWW-Authenticate": "Bearer"})
+        admit(request.scope)
+        return Response(await page.read(), media_type=CONTENT_TYPE_LATEST)
+
+    return Starlette(routes=[Route("/metrics", metrics)])
+
+
+class _MetricsPage:
+    """Metrics as text, rendered in a thread at most once a second for all requests."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self._text = b""
+        self._write_time = -_METRICS_MAX_AGE_S
+        self._writing = asyncio.Lock()
+
+    async def read(self) -> bytes:
+        async with self._writing:
+            if time.monotonic() - self._write_time >= _METRICS_MAX_AGE_S:
+                self._text = await asyncio.to_thread(generate_latest, self._registry)
+                self._write_time = time.monotonic()
+            return self._text

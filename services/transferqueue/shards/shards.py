@@ -10,7 +10,7 @@ from services.common.errors import NotFoundError
 from services.transferqueue import metrics
 from services.transferqueue.concurrency import Waiters
 from services.transferqueue.index.index import Index
-from services.transferqueue.storage.admission import ALL_RUNS
+from services.transferqueue.storage.dataplane import ALL_RUNS
 from services.wire.batch import BlobRef
 from services.wire.transferqueue.types import Shard, ShardStats
 

@@ -8,7 +8,15 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,6 +24,7 @@ from pathlib import Path
 from typing import Protocol
 
 import zmq
+from zmq.utils import z85
 
 from services.common.admission import AdmissionProxy, private_socket
 from services.common.errors import (
@@ -35,7 +44,6 @@ from services.common.task_group import TaskGroup, unwrapped
 from services.transferqueue import metrics
 from services.transferqueue.concurrency import Waiters
 from services.transferqueue.settings import TransferQueueSettings
-from services.transferqueue.storage import admission
 from services.transferqueue.storage.blobs import Arena, BlobStore, Grant
 from services.wire.batch import KVBatchMeta
 from services.wire.data.channels.arena_socket import LocalChannel, serve_arena
@@ -305,6 +313,12 @@ class Writer:
 
 
 logger = logging.getLogger(__name__)
+_ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+ALL_RUNS = "*"
+"""Identity of a client without a run: a service, or any client if authentication is off."""
+_CURVE_READY = b"\x05READY"
+"""Command with which ZeroMQ ends the handshake of an admitted client (CurveZMQ, RFC 26)."""
+_KEY_BYTES = 32
 
 _RECEIVE_QUEUE = 16
 _MAX_DETAIL = 1024
@@ -322,7 +336,7 @@ class Admission(Protocol):
     """Interface that identifies clients by their CURVE keys."""
 
     async def admitted_as(self, public_key: str) -> str | None:
-        """Returns the run of the client with this key or ``admission.ALL_RUNS``; None to refuse it."""
+        """Returns the run of the client with this key or ``ALL_RUNS``; None to refuse it."""
 
 
 class DataPlane:
@@ -397,18 +411,18 @@ class DataPlane:
 
     def _open_gate(self, context: zmq.Context[zmq.Socket[bytes]]) -> MessageSocket:
         router = context.socket(zmq.ROUTER)
-        router.bind(admission.ENDPOINT)
+        router.bind(_ZAP_ENDPOINT)
 
         async def admit(frames: list[zmq.Frame]) -> None:
             request = [frame.bytes for frame in frames]
-            gate.send(await admission.answer(request, self._clients.admitted_as))
+            gate.send(await _answer_zap(request, self._clients.admitted_as))
 
         gate = MessageSocket(router, lambda frames: self._spawn(admit(frames)))
         return gate
 
     def _on_network(self, frames: list[zmq.Frame]) -> None:
         peer, *message = frames
-        run_id = admission.run_of_peer(message[0]) if message and self._knows_peers else None
+        run_id = _run_of_peer(message[0]) if message and self._knows_peers else None
         reply = partial(self._send, peer.bytes)
         self._on_message(reply, [frame.buffer for frame in message], run_id)
 
@@ -539,7 +553,7 @@ async def _bound(
         router.bind(f"tcp://{bind}")
         yield int(router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         return
-    admission.encrypt(router, secret_key)
+    _encrypt_socket(router, secret_key)
 
     def listen_at(path: str) -> None:
         listener = socket.socket(socket.AF_UNIX)
@@ -548,7 +562,7 @@ async def _bound(
         router.setsockopt(zmq.USE_FD, listener.detach())
         router.bind("ipc://data")  # the name is not used
 
-    proxy = AdmissionProxy(_MAX_UNKNOWN_BYTES, admitting=admission.READY)
+    proxy = AdmissionProxy(_MAX_UNKNOWN_BYTES, admitting=_CURVE_READY)
     with private_socket(listen_at) as target:
         async with proxy.serve(bind, target) as port:
             yield port
@@ -630,3 +644,42 @@ def _storage(settings: TransferQueueSettings, shard: Shard, arena: Arena) -> Blo
     # Greater than any id of a former lifetime of this shard, if that put fewer than 16 M blobs/s.
     first_blob_id = int(time.time()) << 24
     return BlobStore(arena, first_blob_id=first_blob_id, spill=spill)
+
+
+async def _answer_zap(
+    frames: list[bytes], admitted_as: Callable[[str], Awaitable[str | None]]
+) -> list[bytes]:
+    """Answers one request of ZAP, ZeroMQ's authentication protocol (RFC 27), for the encrypted socket.
+
+    Args:
+        frames: Request as a ROUTER receives it: route, empty, version, request id, domain, address,
+            identity, mechanism, credentials.
+        admitted_as: Returns the run of a public key in Z85; None if it is not admitted.
+
+    Returns:
+        The frames to send back.
+    """
+    route, request_id, mechanism, credentials = frames[0], frames[3], frames[7], frames[8:]
+    run_id: str | None = None
+    if mechanism == b"CURVE" and len(credentials) == 1 and len(credentials[0]) == _KEY_BYTES:
+        try:
+            run_id = await admitted_as(z85.encode(credentials[0]).decode())
+        except ServiceError as error:
+            logger.warning("checking a client's token failed", extra={"error": str(error)})
+    if run_id is None:
+        metrics.REJECTED.labels("data", "unauthenticated").inc()
+        return [route, b"", b"1.0", request_id, b"400", b"not admitted", b"", b""]
+    return [route, b"", b"1.0", request_id, b"200", b"OK", run_id.encode(), b""]
+
+
+def _run_of_peer(frame: zmq.Frame) -> str | None:
+    """Returns the run of the client that sent a frame to an encrypted socket; None if it may use all."""
+    run_id = str(frame.get("User-Id"))
+    return None if run_id == ALL_RUNS else run_id
+
+
+def _encrypt_socket(socket: zmq.Socket[bytes], secret_key: bytes) -> None:
+    """Restricts a socket to CURVE connections of clients that ZAP admits; call it before ``bind``."""
+    socket.setsockopt(zmq.CURVE_SERVER, 1)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, secret_key)
+    socket.setsockopt(zmq.ZAP_DOMAIN, b"slipstream")

@@ -6,9 +6,9 @@ import threading
 import httpx
 import pytest
 
-from services.common import metrics_server
+from services.common.http import server
+from services.common.http.server import serve_metrics
 from services.common.listener import listen
-from services.common.metrics_server import serve_metrics
 
 
 async def fetch(port: int, host: str = "127.0.0.1", **headers: str) -> httpx.Response:
@@ -56,7 +56,7 @@ async def test_concurrent_readers_cause_one_write(monkeypatch):
         written.append(registry)
         return b"text"
 
-    monkeypatch.setattr(metrics_server, "generate_latest", generate)
+    monkeypatch.setattr(server, "generate_latest", generate)
     async with serve_metrics("127.0.0.1:0", free_port()) as port:
         answers = await asyncio.gather(*(fetch(port) for _ in range(10)))
     assert {each.text for each in answers} == {"text"}
