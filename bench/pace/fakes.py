@@ -18,7 +18,7 @@ from services.controller.planning.inputs import DecodeTime, Geometric, Lengths, 
 from services.rollout.engines.base import GenerationRequest
 from services.rollout.engines.fake import FakeEngine
 from services.rollout.monitor import DecodeTimes
-from services.trainer.phases import IdleClock
+from services.trainer.metrics import IdleClock
 from services.wire.batch import KVBatchMeta
 from services.wire.controller import GroupFailure
 from slipstream.rollout.v1 import rollout_pb2

@@ -7,8 +7,14 @@ from torch import Tensor
 
 from services.rollout.rewards.base import Score
 from services.rollout.sampling.samples import Sample, prompt_fields, sample_fields
-from services.rollout.workflows.conversations import Conversation, flattened, trained_once
-from services.rollout.workflows.turns import Turn, observed, token_ids
+from services.rollout.workflows.turns import (
+    Conversation,
+    Turn,
+    flattened,
+    observed,
+    token_ids,
+    trained_once,
+)
 from services.trainer.batch.packing import PackedTokens, pack
 from services.trainer.model.policy import Policy
 from services.wire.data.jagged import Jagged

@@ -20,6 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from services.common.admission import listen
 from services.common.http.limits import (
     HEADER_DEADLINE_S,
     MAX_REQUEST_BYTES,
@@ -29,7 +30,6 @@ from services.common.http.limits import (
     counted,
     limited,
 )
-from services.common.listener import listen
 from services.common.task_group import TaskGroup
 
 _STOP_GRACE_S = 1

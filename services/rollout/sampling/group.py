@@ -29,9 +29,8 @@ from services.rollout.sampling.samples import (
 )
 from services.rollout.sandbox.service import SandboxService
 from services.rollout.workflows.base import Episode, EpisodeLimits, Interrupted, Workflow
-from services.rollout.workflows.conversations import flattened, trained_once
 from services.rollout.workflows.training import history_of
-from services.rollout.workflows.turns import Turn, num_sampled
+from services.rollout.workflows.turns import Turn, flattened, num_sampled, trained_once
 from services.wire.workers import GroupAssignment
 
 logger = logging.getLogger(__name__)

@@ -33,9 +33,10 @@ from services.rollout.data.prompts import Prompt
 from services.rollout.engines.base import Engine, VersionRun
 from services.rollout.failures import GroupError
 from services.rollout.rewards.base import Score
-from services.rollout.workflows.conversations import Conversation, divided
 from services.rollout.workflows.turns import (
+    Conversation,
     Turn,
+    divided,
     observed,
     routed_experts,
     sampled_versions,

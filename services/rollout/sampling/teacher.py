@@ -24,8 +24,7 @@ from services.rollout.calls.outside import AddressPolicy, ExternalService, delay
 from services.rollout.data.prompts import Prompt
 from services.rollout.failures import BusyError, CallError, GroupError
 from services.rollout.sampling.samples import Sample
-from services.rollout.workflows.conversations import divided
-from services.rollout.workflows.turns import observed, token_ids
+from services.rollout.workflows.turns import divided, observed, token_ids
 
 _PATHS = {"vllm": "/v1/completions", "sglang": "/generate"}
 _BYTES_PER_TOKEN = 96

@@ -28,22 +28,20 @@ from services.rollout.engines.base import (
 )
 from services.rollout.failures import GroupError
 from services.rollout.sandbox.pool import EpisodeSandbox
-from services.rollout.workflows.conversations import (
+from services.rollout.workflows.turns import (
+    NOTHING_SAMPLED,
     Conversation,
+    Turn,
     divided,
     flattened,
     merged,
-    with_turn,
-)
-from services.rollout.workflows.turns import (
-    NOTHING_SAMPLED,
-    Turn,
     num_sampled,
     num_tokens,
     observed,
     routed_experts,
     sampled_versions,
     token_ids,
+    with_turn,
 )
 
 

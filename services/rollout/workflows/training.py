@@ -6,8 +6,7 @@ from typing import Any, Final
 from services.rollout import metrics
 from services.rollout.failures import CallError
 from services.rollout.workflows.base import Episode
-from services.rollout.workflows.conversations import Conversation, trained_once
-from services.rollout.workflows.turns import num_sampled, observed
+from services.rollout.workflows.turns import Conversation, num_sampled, observed, trained_once
 
 _KEY: Final = "rollout.workflow_arguments.train"
 _TIMEOUT_S = 30.0

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from services.common.errors import FailedPreconditionError, UnavailableError
 from services.trainer.checkpoint.checkpointer import Snapshot
-from services.trainer.phases import IdleClock, PhaseTimer
+from services.trainer.metrics import IdleClock, PhaseTimer
 from services.trainer.ranks.command_group import Command, CommandGroup, CommandKind
 from services.trainer.ranks.rank import Rank, canary_of
 from services.trainer.steps.fields import FieldScoring

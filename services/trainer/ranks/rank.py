@@ -22,7 +22,7 @@ from services.trainer.batch.samples import (
 )
 from services.trainer.checkpoint.checkpointer import Checkpointer, Snapshot
 from services.trainer.engines.base import OomLimitError, TrainEngine, score_text
-from services.trainer.phases import PhaseTimer
+from services.trainer.metrics import PhaseTimer
 from services.trainer.ranks.training_recorder import TrainingRecorder
 from services.trainer.record.recorder import StepRecorder
 from services.trainer.steps.step import StepResult

@@ -6,8 +6,7 @@ import torch
 
 from services.common.fields import ROUTED_EXPERTS, SAMPLING_MASK
 from services.trainer.batch.plan import plan_step, shard_of
-from services.trainer.batch.samples import BatchFacts, Samples
-from services.trainer.batch.sequences import sequences_of
+from services.trainer.batch.samples import BatchFacts, Samples, sequences_of
 from services.trainer.engines.base import TrainEngine
 from services.trainer.transfers import Add, Fetch, fetch_model_inputs
 from services.wire.batch import MISSING, KVBatchMeta

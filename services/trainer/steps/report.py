@@ -15,8 +15,8 @@ from services.trainer.batch.plan import num_tokens
 from services.trainer.batch.samples import BatchFacts, Samples
 from services.trainer.collectives import MetricTotals, Ranks
 from services.trainer.engines.base import TrainEngine
+from services.trainer.metrics import PhaseTimer
 from services.trainer.model.flops import peak_flops, training_flops
-from services.trainer.phases import PhaseTimer
 from services.trainer.steps.updates import Outcome
 
 

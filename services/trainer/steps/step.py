@@ -25,7 +25,7 @@ from services.trainer.batch.samples import TEACHER_STATES, BatchFacts, Samples
 from services.trainer.checkpoint.compatibility import CRITIC
 from services.trainer.collectives import MetricTotals
 from services.trainer.engines.base import UNSCORED, Micros, Passes, TrainEngine
-from services.trainer.phases import PhaseTimer
+from services.trainer.metrics import PhaseTimer
 from services.trainer.steps.credit import CreditAssigner
 from services.trainer.steps.critic import CriticRunner
 from services.trainer.steps.objective import Objective, PolicyLoss, num_counted

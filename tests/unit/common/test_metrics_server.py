@@ -6,9 +6,9 @@ import threading
 import httpx
 import pytest
 
+from services.common.admission import listen
 from services.common.http import server
 from services.common.http.server import serve_metrics
-from services.common.listener import listen
 
 
 async def fetch(port: int, host: str = "127.0.0.1", **headers: str) -> httpx.Response:

@@ -2,15 +2,15 @@
 
 import pytest
 
-from services.trainer import phases
-from services.trainer.phases import IdleClock
+from services.trainer import metrics
+from services.trainer.metrics import IdleClock
 
 
 @pytest.fixture
 def now(monkeypatch):
     """A clock that stands still unless it is set."""
     times = [0.0]
-    monkeypatch.setattr(phases.time, "perf_counter", lambda: times[0])
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: times[0])
     return times
 
 

@@ -11,9 +11,9 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
+from services.common.admission import listen
 from services.common.http import limits
 from services.common.http.server import serve_http
-from services.common.listener import listen
 from tests.helpers.pki import make_authority
 
 APP = Starlette(routes=[Route("/", lambda request: PlainTextResponse("here"))])

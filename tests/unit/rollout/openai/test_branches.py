@@ -11,9 +11,8 @@ from services.rollout.calls.outside import AddressPolicy
 from services.rollout.failures import CallError
 from services.rollout.openai.agent import Agent
 from services.rollout.workflows.base import Episode, Interrupted
-from services.rollout.workflows.conversations import flattened, trained_once
 from services.rollout.workflows.training import TrainedConversations, history_of
-from services.rollout.workflows.turns import num_sampled
+from services.rollout.workflows.turns import flattened, num_sampled, trained_once
 from tests.helpers.served_episode import (
     TOKENIZER,
     Scripted,

@@ -10,7 +10,7 @@ from services.common.runspec.loader import load_spec
 from services.rollout.calls.outside import AddressPolicy
 from services.rollout.engines.base import GenerationRequest, GenerationResult
 from services.rollout.openai.agent import Agent
-from services.rollout.workflows.conversations import trained_once
+from services.rollout.workflows.turns import trained_once
 from tests.helpers.served_episode import TOKENIZER, make_episode
 
 EXAMPLE = Path(__file__).parents[4] / "examples" / "halves"

@@ -8,9 +8,8 @@ from services.rollout.calls.pool import CallPool
 from services.rollout.data.prompts import Prompt
 from services.rollout.engines.base import GenerationRequest, GenerationResult
 from services.rollout.workflows.base import Episode, EpisodeLimits
-from services.rollout.workflows.conversations import Conversation, trained_once
 from services.rollout.workflows.training import TrainedConversations
-from services.rollout.workflows.turns import token_ids
+from services.rollout.workflows.turns import Conversation, token_ids, trained_once
 from tests.helpers.engines import make_engine, running
 from tests.helpers.served_episode import client_of
 

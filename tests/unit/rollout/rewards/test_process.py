@@ -17,8 +17,7 @@ from services.rollout.sampling.progress_cache import (
 )
 from services.rollout.sampling.samples import placed_rewards, sample_fields
 from services.rollout.workflows.base import Episode
-from services.rollout.workflows.conversations import trained_once
-from services.rollout.workflows.turns import Turn, observed
+from services.rollout.workflows.turns import Turn, observed, trained_once
 from tests.unit.rollout.sampling.test_sampler import assignment, sampling
 
 REWARDS = """
