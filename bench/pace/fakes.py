@@ -14,11 +14,11 @@ from statistics import fmean
 from typing import Any, cast
 
 from bench.controller.peers import FakeQueue, FakeRollouts, FakeTrainer, FakeWeights, MadeGroup
+from services.common.telemetry.metrics import IdleClock
 from services.controller.planning.inputs import DecodeTime, Geometric, Lengths, Lognormal, Rates
 from services.rollout.engines.base import GenerationRequest
 from services.rollout.engines.fake import FakeEngine
 from services.rollout.monitor import DecodeTimes
-from services.trainer.metrics import IdleClock
 from services.wire.batch import KVBatchMeta
 from services.wire.controller import GroupFailure
 from slipstream.rollout.v1 import rollout_pb2

@@ -37,11 +37,11 @@ from services.common.models.made_tokenizers import Vocabulary, builtin_vocabular
 from services.common.models.tokenizer import Tokenizer
 from services.common.models.weight_files import file_problems
 from services.common.runspec.base import did_you_mean
-from services.common.runspec.built_in import AGENTS, EARNED, REWARDS, WORKFLOWS
 from services.common.runspec.data import kind_of
 from services.common.runspec.engines import engine_kind
 from services.common.runspec.formulas import ADVANTAGES, LOSSES
 from services.common.runspec.loader import Draft, SpecError, read_draft
+from services.common.runspec.rollout import AGENTS, EARNED, REWARDS, WORKFLOWS
 from services.common.runspec.rules import batch_bytes, quota
 from services.common.runspec.run import ModelSpec, RunSpec
 from services.common.runspec.trainer import OF_EXPERTS

@@ -7,9 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from services.common.models.tokenizer import Tokenizer
-from services.common.runspec.built_in import EARNED, SERVICES
 from services.common.runspec.data import kind_of
-from services.common.runspec.rollout import RewardSpec
+from services.common.runspec.rollout import EARNED, SERVICES, RewardSpec
 from services.common.runspec.rules import batch_bytes
 from services.common.runspec.run import RunSpec
 from services.common.security.confinement import CodePolicy

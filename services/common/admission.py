@@ -1,4 +1,4 @@
-"""Listens, accepts the connections of a gRPC or ZeroMQ server, and limits them until their peer authenticated.
+"""Listens, accepts connections of a gRPC or ZeroMQ server, and limits them until their peer authenticated.
 
 gRPC's core keeps the header frames of a call without limit, libzmq allocates a frame before it knows
 its peer, and neither can be given a connection that was accepted by others. So the server listens on

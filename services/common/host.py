@@ -1,4 +1,4 @@
-"""Facts about this host: its identity, processors, processes, and compilers."""
+"""Facts about this host: its clock, identity, processors, processes, and compilers."""
 
 import hashlib
 import os
@@ -7,9 +7,19 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
+
+
+class Clock(Protocol):
+    """Source of the current time, which tests can control. The module ``time`` is the clock of the host."""
+
+    def time(self) -> float:
+        """Returns seconds since the epoch."""
+
+    def monotonic(self) -> float:
+        """Returns seconds that never decrease."""
 
 
 def host_id() -> str:

@@ -14,11 +14,20 @@ from services.common.callables import is_reference
 from services.common.fields import FIELDS, TOKEN_REWARDS
 from services.common.runspec.algorithm import AlgorithmSpec
 from services.common.runspec.base import did_you_mean
-from services.common.runspec.built_in import EARNED, NEED_ANSWERS, REWARDS, SERVICES, WORKFLOWS
 from services.common.runspec.data import DataSpec, DemonstrationSpec, HeldoutSetSpec, set_name
 from services.common.runspec.engines import ENGINES, engine_kind
 from services.common.runspec.formulas import ADVANTAGES, LOSSES, Formula
-from services.common.runspec.rollout import IMAGE, RewardSpec, RolloutSpec, SpeculationSpec
+from services.common.runspec.rollout import (
+    EARNED,
+    IMAGE,
+    NEED_ANSWERS,
+    REWARDS,
+    SERVICES,
+    WORKFLOWS,
+    RewardSpec,
+    RolloutSpec,
+    SpeculationSpec,
+)
 from services.common.runspec.run import TINY_PREFIX, RunSpec, TeacherSpec
 from services.common.runspec.train_engines import train_engine_kind
 from services.common.runspec.trainer import CriticSpec, LoraSpec, LossScaleSpec

@@ -15,8 +15,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.types import CertificateIssuerPrivateKeyTypes
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from services.common.clock import Clock
 from services.common.errors import InvalidArgumentError
+from services.common.host import Clock
 from services.common.security.tls import Certificate, TlsFiles
 from services.common.telemetry.logging import RareLog
 

@@ -4,8 +4,8 @@ from typing import Any, get_args
 
 import grpc
 
-from services.common.clock import Clock
 from services.common.errors import InvalidArgumentError
+from services.common.host import Clock
 from services.common.messages import from_message
 from services.common.runspec.workers import WORKERS
 from services.controller.manager.runs import RunManager

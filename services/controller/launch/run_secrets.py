@@ -11,8 +11,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from services.common.clock import Clock
 from services.common.errors import ServiceError
+from services.common.host import Clock
 from services.common.security.credentials import current_identity
 from services.common.security.tls import Certificate
 from services.controller.launch.pod_api import PodApi

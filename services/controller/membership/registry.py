@@ -7,8 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
-from services.common.clock import Clock
 from services.common.errors import DeadlineExceededError, FailedPreconditionError
+from services.common.host import Clock
 from services.controller.membership.rendezvous import RendezvousStore
 from services.wire.controller import WorkerState
 

@@ -90,8 +90,8 @@ from typing import Never
 
 import sqlalchemy as sa
 
-from services.common.clock import Clock
 from services.common.errors import UnavailableError
+from services.common.host import Clock
 from services.common.task_group import TaskGroup
 from services.controller.membership.registry import Worker
 from services.controller.rules.evaluation import (

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from services.common.runspec.built_in import AGENTS
+from services.common.runspec.rollout import AGENTS
 from services.rollout.calls.agents import AgentRunner, agent_runner
 from services.rollout.calls.outside import AddressPolicy
 from services.rollout.failures import CallError

@@ -4,8 +4,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
-from services.common.runspec.built_in import EARNED, REWARDS, SERVICES
-from services.common.runspec.rollout import RewardSpec
+from services.common.runspec.rollout import EARNED, REWARDS, SERVICES, RewardSpec
 from services.common.runspec.run import RunSpec
 from services.common.task_group import TaskGroup, unwrapped
 from services.rollout.calls.outside import AddressPolicy

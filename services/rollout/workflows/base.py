@@ -15,8 +15,7 @@ from typing import Protocol
 
 from services.common.callables import load_callable
 from services.common.models.tokenizer import Tokenizer
-from services.common.runspec.built_in import WORKFLOWS
-from services.common.runspec.rollout import RolloutSpec
+from services.common.runspec.rollout import WORKFLOWS, RolloutSpec
 from services.rollout.calls.pool import CallPool
 from services.rollout.data.prompts import Prompt
 from services.rollout.engines.base import (

@@ -14,8 +14,8 @@ from typing import TypeVar
 from torch import Tensor
 
 from services.common.errors import FailedPreconditionError, UnavailableError
+from services.common.telemetry.metrics import IdleClock, PhaseTimer
 from services.trainer.checkpoint.checkpointer import Snapshot
-from services.trainer.metrics import IdleClock, PhaseTimer
 from services.trainer.ranks.command_group import Command, CommandGroup, CommandKind
 from services.trainer.ranks.rank import Rank, canary_of
 from services.trainer.steps.fields import FieldScoring

@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from services.common.errors import FailedPreconditionError
 from services.common.runspec.run import RunSpec
+from services.common.telemetry.metrics import PhaseTimer
 from services.trainer.batch.plan import StepPlan, plan_step, shard_of
 from services.trainer.batch.samples import (
     BatchFacts,
@@ -22,7 +23,6 @@ from services.trainer.batch.samples import (
 )
 from services.trainer.checkpoint.checkpointer import Checkpointer, Snapshot
 from services.trainer.engines.base import OomLimitError, TrainEngine, score_text
-from services.trainer.metrics import PhaseTimer
 from services.trainer.ranks.training_recorder import TrainingRecorder
 from services.trainer.record.recorder import StepRecorder
 from services.trainer.steps.step import StepResult

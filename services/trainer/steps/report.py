@@ -9,13 +9,13 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from services.common.runspec.run import RunSpec
+from services.common.telemetry.metrics import PhaseTimer
 from services.trainer.algorithm import diagnostics
 from services.trainer.batch.packing import Work
 from services.trainer.batch.plan import num_tokens
 from services.trainer.batch.samples import BatchFacts, Samples
 from services.trainer.collectives import MetricTotals, Ranks
 from services.trainer.engines.base import TrainEngine
-from services.trainer.metrics import PhaseTimer
 from services.trainer.model.flops import peak_flops, training_flops
 from services.trainer.steps.updates import Outcome
 

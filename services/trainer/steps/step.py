@@ -19,13 +19,13 @@ from torch import Tensor
 from services.common.errors import FailedPreconditionError
 from services.common.fields import TEACHER_TOP_K
 from services.common.runspec.run import RunSpec
+from services.common.telemetry.metrics import PhaseTimer
 from services.trainer.algorithm.loss import adapted_entropy, adapted_kl, kl_penalty
 from services.trainer.batch.plan import StepPlan
 from services.trainer.batch.samples import TEACHER_STATES, BatchFacts, Samples
 from services.trainer.checkpoint.compatibility import CRITIC
 from services.trainer.collectives import MetricTotals
 from services.trainer.engines.base import UNSCORED, Micros, Passes, TrainEngine
-from services.trainer.metrics import PhaseTimer
 from services.trainer.steps.credit import CreditAssigner
 from services.trainer.steps.critic import CriticRunner
 from services.trainer.steps.objective import Objective, PolicyLoss, num_counted

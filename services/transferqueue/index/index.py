@@ -8,13 +8,13 @@ uses any more are passed to ``free``.
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from services.common.clock import Clock
 from services.common.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
     ResourceExhaustedError,
 )
 from services.common.fields import run_of
+from services.common.host import Clock
 from services.transferqueue.concurrency import Waiters
 from services.transferqueue.index.columns import Row
 from services.transferqueue.index.leasing import Leasing

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
-from services.common.clock import Clock
 from services.common.errors import (
     DeadlineExceededError,
     FailedPreconditionError,
     InvalidArgumentError,
 )
+from services.common.host import Clock
 from services.common.ids import new_id
 from services.transferqueue.concurrency import Waiters
 from services.transferqueue.index.columns import Extension, Row

@@ -2,8 +2,8 @@
 
 import pytest
 
-from services.trainer import metrics
-from services.trainer.metrics import IdleClock
+from services.common.telemetry import metrics
+from services.common.telemetry.metrics import IdleClock
 
 
 @pytest.fixture

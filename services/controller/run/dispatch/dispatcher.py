@@ -9,8 +9,8 @@ import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from services.common.clock import Clock
 from services.common.fields import partition_id
+from services.common.host import Clock
 from services.common.task_group import TaskGroup
 from services.common.telemetry import tracing
 from services.controller import metrics

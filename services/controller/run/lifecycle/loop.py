@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from services.common.clock import Clock
+from services.common.host import Clock
 from services.common.task_group import TaskGroup
 from services.controller.launch.launcher import Launcher
 from services.controller.membership.registry import Membership

@@ -15,9 +15,9 @@ New runs, runs whose worker died, and runs whose controller died take the same p
 import logging
 from collections.abc import Callable, Collection
 
-from services.common.clock import Clock
 from services.common.errors import FailedPreconditionError
 from services.common.fields import partition_id
+from services.common.host import Clock
 from services.common.runspec.data import WeightedSetSpec
 from services.common.runspec.run import RunSpec
 from services.controller.rules.difficulty import Difficulty

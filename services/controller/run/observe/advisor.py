@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-from services.common.clock import Clock
+from services.common.host import Clock
 from services.controller.launch.launcher import total_gpus
 from services.controller.planning.advice import Advice, advise
 from services.controller.planning.gpu_splits import allows, other_placements

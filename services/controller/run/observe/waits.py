@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
-from services.common.clock import Clock
+from services.common.host import Clock
 from services.controller.rules.ledger import RUNNING, WAITING, GroupState, Ledger
 from services.controller.run.state.journal import Journal
 from services.controller.store.records import Note

@@ -15,7 +15,6 @@ from typing import Literal
 
 import sqlalchemy as sa
 
-from services.common.clock import Clock
 from services.common.errors import (
     DataLossError,
     DeadlineExceededError,
@@ -24,6 +23,7 @@ from services.common.errors import (
     NotFoundError,
     ResourceExhaustedError,
 )
+from services.common.host import Clock
 from services.common.ids import new_id
 from services.common.runspec.trainer import CheckpointSpec
 from services.controller.rules.ledger import Ledger

@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from services.common.clock import Clock
 from services.common.errors import DeadlineExceededError
+from services.common.host import Clock
 from services.common.runspec.algorithm import AlgorithmSpec
 from services.common.runspec.data import set_name
 from services.common.task_group import TaskGroup, unwrapped
