@@ -4,14 +4,15 @@
 - get: one read per shard; needs only the ``KVBatchMeta``
 """
 
+import asyncio
 import ctypes
 import mmap
 import threading
 import weakref
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,9 +20,8 @@ from torch import Tensor
 from services.common.errors import InternalError, InvalidArgumentError
 from services.common.fields import group_of
 from services.common.ids import new_id
-from services.common.task_group import gather_in_group
+from services.common.task_group import TaskGroup, gather_in_group, unwrapped
 from services.wire.batch import BlobRef, KVBatchMeta, as_tag
-from services.wire.data.concurrency import run_while_waiting
 from services.wire.data.encoding import codec
 from services.wire.data.encoding.packing import (
     PackedColumn,
@@ -93,6 +93,7 @@ class BufferPool:
 _KEEP_BYTES = 512 << 20
 _COMMIT_TIMEOUT_S = 60.0
 T = TypeVar("T")
+R = TypeVar("R")
 
 Tags = Mapping[str, Sequence[int] | Sequence[float] | Sequence[str]]
 
@@ -303,3 +304,13 @@ def _expect(cls: type[T], answer: tuple[codec.Response, list[memoryview]]) -> T:
     if not isinstance(answer[0], cls):
         raise InternalError(f"expected {cls.__name__}, the shard sent {type(answer[0]).__name__}")
     return answer[0]
+
+
+async def run_while_waiting(work: Coroutine[Any, Any, T], other: Callable[[], R]) -> tuple[T, R]:
+    """Starts ``work`` and calls ``other`` as soon as ``work`` waits for something."""
+    with unwrapped():
+        async with TaskGroup() as tasks:
+            working = tasks.create_task(work)
+            await asyncio.sleep(0)
+            result = other()
+    return working.result(), result

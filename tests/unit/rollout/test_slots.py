@@ -2,8 +2,7 @@
 
 import asyncio
 
-from services.rollout.engines.external import Gate
-from services.rollout.engines.slots import Slots
+from services.rollout.engines.external import Gate, Slots
 from tests.helpers.engines import request
 
 

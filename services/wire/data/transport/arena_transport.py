@@ -1,8 +1,10 @@
 """Transport through the shared memory of a shard on the same host."""
 
+import asyncio
 import mmap
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import islice
 from typing import TypeVar
 
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor
 
 from services.common.errors import DeadlineExceededError, InternalError
-from services.wire.data.concurrency import map_in_threads
+from services.common.host import usable_processors
 from services.wire.data.encoding import codec
 from services.wire.data.encoding.codec import combine
 from services.wire.data.encoding.packing import ColumnPart, PackedColumn
@@ -21,6 +23,11 @@ from services.wire.data.transport.socket_transport import TIMEOUT_S, Transport, 
 _SMALL_BYTES = 64 << 10
 _ALONE_BYTES = 2 << 20
 """Smaller copies finish before a helper thread would be awake."""
+NUM_THREADS = min(4, usable_processors())
+"""A few threads saturate the memory bandwidth."""
+_HELPERS = ThreadPoolExecutor(max(NUM_THREADS - 1, 1), "helper")
+_TURN_ITEMS = 64
+"""Copying this many items of 1 MiB takes a few milliseconds."""
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -116,3 +123,40 @@ def _check_time(deadline: float) -> None:
             "copying took so long that the shard may have reused the memory; "
             "retry with fewer samples"
         )
+
+
+async def map_in_threads(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    """Applies ``function`` to each item in the calling thread and a few helpers; the first error ends it.
+
+    The event loop takes part: small work is done before the loop could be woken for its results.
+    Between batches of items other tasks run.
+    """
+    results: list[R] = []
+    for begin in range(0, len(items), _TURN_ITEMS):
+        results += _map(function, items[begin : begin + _TURN_ITEMS])
+        await asyncio.sleep(0)
+    return results
+
+
+def _map(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    left = iter(list(enumerate(items)))
+    results: dict[int, R] = {}
+
+    def work() -> None:
+        try:
+            for number, item in left:
+                results[number] = function(item)
+        finally:
+            for _ in left:  # after an error the other threads find nothing to do
+                pass
+
+    helping = [_HELPERS.submit(work) for _ in range(NUM_THREADS - 1)]
+    try:
+        work()
+    finally:
+        # Do not wait for helpers that have not started because other work has the processors.
+        helping = [helper for helper in helping if not helper.cancel()]
+        wait(helping)
+    for helper in helping:
+        helper.result()
+    return [results[number] for number in range(len(items))]

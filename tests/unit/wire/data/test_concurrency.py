@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from services.wire.data.concurrency import NUM_THREADS, map_in_threads, run_while_waiting
+from services.wire.data.client import run_while_waiting
+from services.wire.data.transport.arena_transport import NUM_THREADS, map_in_threads
 
 
 async def test_results_come_in_the_order_of_the_items() -> None:
