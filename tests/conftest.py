@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -9,6 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+
+# Each core has a worker of pytest, and more threads would wait for each other. This is read when torch is
+# imported; processes that tests start inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 with suppress(ModuleNotFoundError):  # the environments of the real engines have no Hypothesis
     from hypothesis import settings
@@ -38,7 +43,11 @@ def pytest_collection_finish() -> None:
 def _drawn_as_before(request: pytest.FixtureRequest) -> None:
     """Weights that a test draws are the same in every run of it, and others than the next test's."""
     if torch := sys.modules.get("torch"):
-        torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
+        # torch.manual_seed() formats the whole stack if there is no GPU.
+        seed = (
+            torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
+        )
+        seed(zlib.crc32(request.node.nodeid.encode()))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

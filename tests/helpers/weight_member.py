@@ -151,7 +151,6 @@ def wall(*_: object) -> Tensor:
 
 def run(options: Options, told: Connection) -> None:
     """Serves until the process is killed."""
-    torch.set_num_threads(1)
     configure(member=options.role)
     if options.patience_s is not None:
         group._GLOO_TIMEOUT_S = options.patience_s

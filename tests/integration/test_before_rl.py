@@ -66,7 +66,6 @@ def teacher_of(spec: RunSpec) -> Policy:
 
 
 def _train(rank: int, world_size: int, folder: str, spec_json: str) -> None:
-    torch.set_num_threads(1)
     spec = RunSpec.model_validate_json(spec_json)
     if world_size > 1:
         store = f"file://{folder}/store"

@@ -48,7 +48,6 @@ def test_steps_of_mixtures_are_those_of_one_rank(
 
 
 def _compare(rank: int, store: str, ranks: int, options: dict[str, Any]) -> None:
-    torch.set_num_threads(1)
     distributed.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks
     )

@@ -35,7 +35,6 @@ _MIXTURES = tuple(name for name, family in FAMILIES.items() if family.routing is
 
 
 def _join(rank: int, store: str, ranks: int) -> None:
-    torch.set_num_threads(1)
     distributed.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks
     )

@@ -64,7 +64,6 @@ def _compare(rank: int, store: str, shared: int, families: tuple[str, ...], rank
 
 
 def _join(rank: int, store: str, ranks: int, shared: int) -> tuple[RankTopology, TrainerSpec]:
-    torch.set_num_threads(1)
     distributed.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks
     )

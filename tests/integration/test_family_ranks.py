@@ -28,7 +28,6 @@ def test_divided_layers_of_every_family_are_exact(tmp_path: Path) -> None:
 
 
 def _compare(rank: int, store: str) -> None:
-    torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     spec = TrainerSpec(steps=1, prompts_per_step=1, world_size=2, tensor_parallel=2)
     topology = build_topology(spec, device=_CPU, rank=rank, world_size=2)

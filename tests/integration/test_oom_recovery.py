@@ -31,7 +31,6 @@ from tests.integration.test_trainer_ranks import Recorder
 
 
 def _train(rank: int, folder: str, spec_json: str) -> None:
-    torch.set_num_threads(1)
     spec = RunSpec.model_validate_json(spec_json)
     queue = random_queue(policy_of(spec, seed=1, scale=1.5), num_groups=4)
     found: list[Any] = []
@@ -67,7 +66,6 @@ CAUSE = r"a rank failed.*: rank 1: a micro-batch of .* tokens in \d+ sequence.* 
 
 def _short_of_memory(rank: int, ranks: int, folder: str, spec_json: str) -> None:
     """Only rank 1 runs out of memory; the others wait for it in the same pass."""
-    torch.set_num_threads(1)
     spec = RunSpec.model_validate_json(spec_json)
     distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
@@ -127,7 +125,6 @@ def _end_well(rank: int, folder: str, port: int) -> None:
 
 def _leave_out(rank: int, folder: str, spec_json: str) -> None:
     """Both ranks start with recorded OOM limits, as after a restart."""
-    torch.set_num_threads(1)
     spec = RunSpec.model_validate_json(spec_json)
     distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2

@@ -96,7 +96,6 @@ def work(leader: ScoringLeader, queue: Queue, spec: RunSpec, folder: Path, role:
 
 
 def _rank(rank: int, ranks: int, folder: str, spec_json: str, role: str) -> None:
-    torch.set_num_threads(1)
     store = f"file://{folder}/store"
     distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
     spec = RunSpec.model_validate_json(spec_json)
@@ -118,7 +117,6 @@ def _rank(rank: int, ranks: int, folder: str, spec_json: str, role: str) -> None
 
 def _outgrow(rank: int, folder: str, spec_json: str, limit: int) -> None:
     """Only rank 1 runs out of memory, and ends."""
-    torch.set_num_threads(1)
     distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2
     )

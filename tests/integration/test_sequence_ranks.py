@@ -16,7 +16,6 @@ from tests.integration.test_trainer_ranks import Recorder
 
 
 def _train(rank: int, world_size: int, folder: str, spec_json: str) -> None:
-    torch.set_num_threads(1)
     spec = RunSpec.model_validate_json(spec_json)
     if world_size > 1:
         distributed.init_process_group(

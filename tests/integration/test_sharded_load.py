@@ -33,7 +33,6 @@ def _peak_mib() -> int:
 
 def _load(rank: int, folder: str, spec_json: str) -> None:
     spec, root = RunSpec.model_validate_json(spec_json), Path(folder)
-    torch.set_num_threads(1)
     distributed.init_process_group(
         "gloo", init_method=f"file://{root}/store", rank=rank, world_size=spec.trainer.world_size
     )
@@ -99,7 +98,6 @@ def test_no_rank_holds_the_whole_model(tmp_path: Path) -> None:
 
 def _train_adapters(rank: int, folder: str, spec_json: str) -> None:
     spec, root = RunSpec.model_validate_json(spec_json), Path(folder)
-    torch.set_num_threads(1)
     distributed.init_process_group(
         "gloo", init_method=f"file://{root}/store", rank=rank, world_size=spec.trainer.world_size
     )

@@ -47,7 +47,6 @@ class Recorder:
 
 def train_once(spec: RunSpec, *, rank: int = 0, world_size: int = 1) -> Outcome:
     """Trains one batch with a masked sequence; returns loss, gradients and weights."""
-    torch.set_num_threads(1)
     policy = policy_of(spec, scale=1.5)
     queue = random_queue(policy_of(spec, seed=1, scale=1.5), num_groups=4)
     lengths = queue.fields["response_mask"].lengths

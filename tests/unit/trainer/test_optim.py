@@ -163,7 +163,6 @@ MODELS = {"muon": (_whole_model, MUON), "adamw_8bit": (Matrices, EIGHT_BITS)}
 
 
 def _sharded(rank: int, world_size: int, folder: str, kind: str) -> None:
-    torch.set_num_threads(1)
     store = f"file://{folder}/store"
     distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
     make, spec = MODELS[kind]
