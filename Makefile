@@ -16,7 +16,7 @@ RUNS := $(VENV)/.runs-$(EXTRAS)
 READY := $(VENV)/.ready
 SPEC ?= examples/sort4.yaml
 EVERY_COMMIT := not nightly and not gpu and not multi_gpu and not cluster
-ALL_MARKS := -o addopts='--import-mode=importlib --strict-markers -ra'
+ALL_MARKS := -o addopts='--import-mode=importlib --strict-markers -ra -p no:schemathesis'
 PROTOS := $(shell find proto/slipstream -name '*.proto')
 
 .PHONY: help setup constraints run unit test test-system test-api test-nightly test-faults check lint types imports dist proto proto-check docs docs-check site format clean
