@@ -129,12 +129,16 @@ def test_the_example_of_an_object_trains_and_is_suspended_resumed_and_deleted(
     assert team.run(run_id)["state"] == "CANCELLED"
 
 
+_FLOAT16_PANELS = {"Loss scale"}
+"""Panels without data here, because the runs train in float32."""
+
+
 @pytest.mark.parametrize("dashboard", dashboards.ALL, ids=lambda dashboard: dashboard.uid)
 def test_every_panel_has_data(
     installed: Installed, scraping: Prometheus, dashboard: Dashboard
 ) -> None:
     plot(scraping, dashboard, installed.cluster.folder / f"{dashboard.uid}.png", seconds=180)
-    assert empty_panels(scraping, dashboard, seconds=180) == []
+    assert set(empty_panels(scraping, dashboard, seconds=180)) <= _FLOAT16_PANELS
 
 
 @pytest.mark.parametrize(
