@@ -71,10 +71,14 @@ def _needs(engine: str) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("in_place", [False, True])
-async def test_logprobs_of_vllm_are_those_of_the_trainer_after_every_adoption(
+def test_logprobs_of_vllm_are_those_of_the_trainer_after_every_adoption(
     kind: str, in_place: bool
 ) -> None:
     _needs("vllm")
+    asyncio.run(_compare_logprobs(kind, in_place=in_place))
+
+
+async def _compare_logprobs(kind: str, *, in_place: bool) -> None:
     config = wide_config(kind, head_dim=64, initializer_range=0.02)
     order = EngineConfig(
         config=config,
