@@ -1,9 +1,10 @@
 """Speculative decoding against plain decoding of the same engine: equal distributions, tokens/s, tails.
 
-Usage: ``python -m bench.rollout.speculation --model FOLDER [--engine torch|vllm] [--smoke] [--out FILE]``,
-where the engine is installed. FOLDER has a model of the Hub, such as the SmolLM2-135M-Instruct that
-``python -m bench.real_model.smollm2 FOLDER`` writes; without it, the model is tiny and random. ``--smoke``
-makes few requests.
+Usage: ``python -m bench.rollout.speculation [--model FOLDER | --shape 7b] [--engine torch|vllm] [--smoke]
+[--out FILE]``, where the engine is installed. FOLDER has a model of the Hub, such as the
+SmolLM2-135M-Instruct that ``python -m bench.real_model.smollm2 FOLDER`` writes; ``--shape 7b`` is a random
+model of Qwen2.5-7B's shape that copies its prompt: each token's successor in a cycle of 32 tokens has a
+probability of .99. Without both, the model is tiny and random. ``--smoke`` makes few requests.
 
 ``distribution``: 20,000 requests draw four tokens after one prompt whose end has occurred before, with and
 without proposals. ``p_values`` are those of chi-square tests that both have the same distribution of the
@@ -36,8 +37,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+)
 
+from bench.e2e.shapes import QWEN_7B, Shape
 from bench.rollout.driven import opened, order
 from services.common.models.loading import build_model, stored_tensors
 from services.common.runspec.rollout import SpeculationSpec
@@ -59,6 +67,9 @@ _TINY = Qwen2Config(
 _PLACES = 4
 _NUM_TOKENS = 256
 _ROW_TOKENS = 7
+_CYCLE = 32
+_SUCCESSOR_LOGIT = 17.0
+"""Logit of a token's successor in a copying model; those of all others are near 0."""
 
 
 class Task:
@@ -67,9 +78,13 @@ class Task:
     Args:
         folder: Folder of the tokenizer; None for random tokens.
         num_tokens: Tokens of a response.
+        vocabulary: Number of token ids of a copying model, whose prompts repeat one cycle.
     """
 
-    def __init__(self, folder: Path | None, *, num_tokens: int) -> None:
+    def __init__(
+        self, folder: Path | None, *, num_tokens: int, vocabulary: int | None = None
+    ) -> None:
+        self._vocabulary_size = vocabulary
         self._num_rows = num_tokens // _ROW_TOKENS + 2
         self._tokenizer = None if folder is None else AutoTokenizer.from_pretrained(folder)
         vocabulary = [] if self._tokenizer is None else sorted(self._tokenizer.get_vocab())
@@ -93,6 +108,9 @@ class Task:
         if self._tokenizer is not None:
             return tuple(self._tokenizer.encode(text))
         drawn = random.Random(seed)
+        if self._vocabulary_size is not None:
+            start = drawn.randrange(self._vocabulary_size // _CYCLE) * _CYCLE
+            return (*range(start, start + _CYCLE),) * (self._num_rows * _ROW_TOKENS // _CYCLE)
         ids = [drawn.randrange(2, 250) for _ in range(24)]
         return (*ids, *ids, *ids[:4])
 
@@ -292,8 +310,24 @@ def report_of(plain: Any, drafted: Any) -> dict[str, Any]:
     }
 
 
-def model_of(folder: Path | None, dtype: torch.dtype) -> PreTrainedModel:
-    """Returns the model of a folder, or a tiny random one."""
+def copying_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Returns a random model whose most probable token is the next one of the last token's cycle."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = build_model(config, dtype=dtype, device=device, seed=0)
+    embeddings = model.get_input_embeddings().weight
+    ids = torch.arange(len(embeddings), device=device)
+    before = ids - ids % _CYCLE + (ids - 1) % _CYCLE
+    with torch.no_grad():
+        embeddings.normal_(std=100.0)  # all layers together add far less
+        scale = _SUCCESSOR_LOGIT / config.hidden_size / 100.0
+        model.get_output_embeddings().weight.copy_(embeddings[before] * scale)
+    return model
+
+
+def model_of(folder: Path | None, shape: Shape | None, dtype: torch.dtype) -> PreTrainedModel:
+    """Returns the model of a folder, a copying one of a shape, or a tiny random one."""
+    if shape is not None:
+        return copying_model(shape.config(), dtype)
     if folder is None:
         model = build_model(_TINY, dtype=dtype, device="cpu", seed=0)
         with torch.no_grad():
@@ -307,7 +341,8 @@ def model_of(folder: Path | None, dtype: torch.dtype) -> PreTrainedModel:
 async def measure(options: argparse.Namespace) -> None:
     is_cuda = torch.cuda.is_available()
     dtype = getattr(torch, options.dtype or ("bfloat16" if is_cuda else "float32"))
-    model = model_of(options.model, dtype)
+    shape = {None: None, "7b": QWEN_7B}[options.shape]
+    model = model_of(options.model, shape, dtype)
     speculation = SpeculationSpec(**json.loads(options.speculation))
     ordered = order(
         model.config,
@@ -316,13 +351,17 @@ async def measure(options: argparse.Namespace) -> None:
         arguments=json.loads(options.arguments),
     )
     weights = {name: value.to(ordered.device) for name, value in stored_tensors(model).items()}
-    task = Task(options.model, num_tokens=options.tokens)
+    task = Task(
+        options.model,
+        num_tokens=options.tokens,
+        vocabulary=None if shape is None else model.config.vocab_size,
+    )
     bench = Bench(options.engine, ordered, weights, task)
     facts = {
         "engine": options.engine,
         "device": torch.cuda.get_device_name() if is_cuda else "cpu",
         "dtype": str(dtype).removeprefix("torch."),
-        "model": "tiny" if options.model is None else "smollm2-135m",
+        "model": options.shape or ("tiny" if options.model is None else "smollm2-135m"),
         "speculation": speculation.model_dump(exclude_none=True),
     }
     drafted = await bench.measure(speculation, options)
@@ -340,6 +379,7 @@ def main() -> None:
     parser.add_argument(
         "--model", type=Path, help="folder of a model; a tiny random one without it"
     )
+    parser.add_argument("--shape", choices=["7b"], help="a random model of this shape that copies")
     parser.add_argument("--smoke", action="store_true", help="few requests")
     parser.add_argument("--running", type=int, nargs="+", default=[8, 64])
     parser.add_argument("--draws", type=int, default=20_000)
