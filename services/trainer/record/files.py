@@ -28,7 +28,7 @@ from services.wire.batch import KVBatchMeta
 from services.wire.data.jagged import Jagged
 
 FOLDER: Final = "record"
-"""Folder of the record, beside the checkpoints of the run."""
+"""Folder of the record, next to the checkpoints of the run."""
 _RUN: Final = "run.json"
 _STEP: Final = "step-"
 _NUMBERS: Final = "slipstream"
