@@ -21,9 +21,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-
 from bench.e2e.shapes import SHAPES, smoke
+from bench.report import device_name, report_to
 from bench.whole_run import REPOSITORY, output_of, running, steps_in
 from slipstream_client import ApiError, Client, Run
 
@@ -67,14 +66,12 @@ def main() -> None:
             document["rollout"]["engine_arguments"] = _ENGINE
         spec.write_text(json.dumps(document))
         found = {
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+            "device": device_name(),
             "settings": arguments.set,
             "bar_s": _BAR_S,
             **_joined_and_left(folder, arguments.set, spec=spec),
         }
-    print(json.dumps(found, indent=1))
-    if not arguments.smoke:
-        RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    report_to(None if arguments.smoke else RESULTS, found)
 
 
 def _joined_and_left(folder: Path, settings: list[str], *, spec: Path) -> dict[str, Any]:

@@ -38,6 +38,7 @@ from transformers import AutoConfig
 
 from bench.e2e.shapes import DUEL, HYBRID, LINEAR, QWEN_7B, QWEN_14B, SHAPES, Shape, smoke
 from bench.e2e.timeline import facts, time_line
+from bench.report import device_name, read_json, write_json
 from bench.switches import switches
 from bench.whole_run import REPOSITORY, run_for
 from services.common.models.training_memory import SLEEPING, trainer_memory
@@ -94,7 +95,7 @@ def main() -> None:
         run = run_for(arguments.steps, folder, arguments.set, spec=spec)
         print("\n".join(time_line(run, max_rate=20_000.0)))
         found: dict[str, Any] = {
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+            "device": device_name(),
             "settings": arguments.set,
             **facts(run, first=_FIRST),
             **({"switch": switches(run.steps[_FIRST - 1 :], folder)} if is_colocated else {}),
@@ -111,7 +112,7 @@ def main() -> None:
     if arguments.duel and not arguments.smoke:
         keep_in_duel(" ".join(arguments.set) or "algorithm.max_staleness=1", found)
     elif not arguments.smoke:
-        (RESULTS / name).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_json(RESULTS / name, found)
 
 
 def _shape(arguments: argparse.Namespace) -> Shape:
@@ -128,9 +129,9 @@ def _shape(arguments: argparse.Namespace) -> Shape:
 def keep_in_duel(name: str, entry: dict[str, Any]) -> None:
     """Adds one side's entry to the duel's results."""
     results = RESULTS / "one-gpu-duel.json"
-    found = json.loads(results.read_text(encoding="utf-8")) if results.exists() else {}
+    found = read_json(results)
     found[name] = entry
-    results.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write_json(results, found)
 
 
 def _median_of(steps: Sequence[Mapping[str, float]], name: str) -> float | None:

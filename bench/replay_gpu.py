@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from bench.real_model.setting import Setting, smoke
 from bench.real_model.smollm2 import make_folder
+from bench.report import device_name, read_json, write_json
 from bench.whole_run import REPOSITORY, output_of, running, steps_in
 from services.trainer.record.recorder import start_digests
 
@@ -82,8 +83,8 @@ def main() -> None:
             entries[name] = entry
             print(json.dumps({name: entry}, indent=1), flush=True)
     if not arguments.smoke:
-        found = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-        RESULTS.write_text(json.dumps(found | entries, indent=1) + "\n", encoding="utf-8")
+        found = read_json(RESULTS)
+        write_json(RESULTS, found | entries)
 
 
 def _recorded(folder: Path, settings: list[str], spec: Path, *, num_steps: int) -> dict[str, Any]:
@@ -104,7 +105,7 @@ def _recorded(folder: Path, settings: list[str], spec: Path, *, num_steps: int) 
     size = sum(file.stat().st_size for file in record.rglob("*.safetensors"))
     whole = sum(step["seconds_total"] for step in steady)
     return {
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "device": device_name(),
         "settings": settings,
         "steps": len(steps),
         "engine_tokens_per_s": median(step["generated_tokens_per_s"] for step in steady),

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from bench.report import write_json
 from bench.whole_run import REPOSITORY
 from services.rollout.workflows.reply_formats import REASONING_FORMATS, TOOL_FORMATS
 
@@ -269,7 +270,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "bar": BAR,
         "different": failed,
     }
-    RESULTS.write_text(json.dumps(figures, indent=2) + "\n")
+    write_json(RESULTS, figures)
     print(json.dumps(figures, indent=2))
     return 0 if share >= BAR else 1
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
+from bench.report import device_name, read_json, write_json
 from bench.whole_run import REPOSITORY, run_for
 from services.common.models.loading import build_model
 
@@ -80,13 +81,13 @@ def main() -> None:
 
 def _note(out: Path, way: str, found: dict[str, float], *, steps: int, chosen: int) -> None:
     """Writes a way's results next to those of the others."""
-    known = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+    known = read_json(out)
     facts = {
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "device": device_name(),
         "torch": torch.__version__,
     }
     way_found = {"steps": steps, "chosen": chosen, **found}
-    out.write_text(json.dumps(known | facts | {way: way_found}, indent=1) + "\n", encoding="utf-8")
+    write_json(out, known | facts | {way: way_found})
 
 
 def _spec(model: Path, *, engine: str, replay: str, is_small: bool) -> dict[str, Any]:

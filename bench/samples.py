@@ -29,6 +29,7 @@ import torch
 
 from bench.controller.stage import Stage, stage
 from bench.dataplane.sides import service
+from bench.report import report_to
 from services.common.fields import ROLLOUT_FIELDS
 from services.common.models.tokenizer import load_tokenizer
 from services.common.runspec.loader import parse_spec
@@ -249,9 +250,7 @@ def main() -> None:
         ),
         "controller": asyncio.run(controller(*((4, 128, 2) if is_smoke else (12, 1024, 9)))),
     }
-    print(json.dumps(found, indent=2))
-    if not is_smoke:
-        (RESULTS / "samples.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    report_to(None if is_smoke else RESULTS / "samples.json", found)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ help. Writes ``bench/results/silence.json``.
 
 import argparse
 import itertools
-import json
 import os
 import pty
 import re
@@ -20,6 +19,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+from bench.report import report_to
 
 REPOSITORY = Path(__file__).parents[1]
 RESULTS = REPOSITORY / "bench" / "results" / "silence.json"
@@ -101,9 +102,7 @@ def main() -> None:
     found["pipe"] = silences(in_terminal=False)
     if not is_smoke:
         found["terminal"] = silences(in_terminal=True)
-    print(json.dumps(found, indent=2))
-    if not is_smoke:
-        RESULTS.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    report_to(None if is_smoke else RESULTS, found)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ import psutil
 import yaml
 
 from bench.abuse.honest import is_closed, look, spec_for
+from bench.report import report_to
 from bench.whole_run import REPOSITORY
 from services.cli.local import LocalServices, local_services
 from services.common.security.credentials import issue_token
@@ -237,9 +238,7 @@ def main() -> None:
     seconds = 30.0 if options.smoke else 60 * options.minutes
     with tempfile.TemporaryDirectory() as name:
         result = asyncio.run(abused(Path(name), seconds=seconds))
-    print(json.dumps(result, indent=1))
-    if not options.smoke:
-        RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    report_to(None if options.smoke else RESULTS, result)
     if not result["holds"]:
         raise SystemExit(1)
 

@@ -28,6 +28,7 @@ from typing import Any
 import psutil
 
 from bench.abuse import strangers
+from bench.report import write_json
 from bench.whole_run import REPOSITORY
 from services.cli.local import LocalServices, local_services
 from services.controller.api.principals import TokenStore
@@ -260,7 +261,7 @@ def main() -> None:
         )
     print(json.dumps({key: value for key, value in result.items() if key != "attacks"}, indent=1))
     if not options.smoke and not options.names:
-        RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_json(RESULTS, result)
     if not result["holds"]:
         raise SystemExit(1)
 

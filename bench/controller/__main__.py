@@ -24,6 +24,7 @@ from typing import Any
 from bench.controller.clients import measure_api
 from bench.controller.first_token import measure_first_token
 from bench.controller.stage import stage
+from bench.report import read_json, write_json
 
 Figures = dict[str, Any]
 
@@ -188,7 +189,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(MEASUREMENTS))
     parser.add_argument("--smoke", action="store_true", help="seconds; writes no results")
     arguments = parser.parse_args()
-    results: dict[str, Figures] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    results: dict[str, Figures] = read_json(RESULTS)
     for name in arguments.names or MEASUREMENTS:
         load, before_ms = os.getloadavg()[0], python_ms()
         found = asyncio.run(MEASUREMENTS[name](arguments.smoke))
@@ -199,7 +200,7 @@ def main() -> None:
         print(name, json.dumps(results[name], indent=1), flush=True)
         if not arguments.smoke:
             results["machine"] = {"cores": os.cpu_count()}
-            RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+            write_json(RESULTS, results)
     print(table(results))
 
 

@@ -20,6 +20,7 @@ from bench.dataplane.fuzz import fuzz
 from bench.dataplane.ratios import paired_ratio
 from bench.dataplane.sides import ROOT, Ours, Peer, service
 from bench.dataplane.workloads import NAMES, Workload, build
+from bench.report import write_json
 
 Row = dict[str, str | int | float]
 Times = list[tuple[float, float]]
@@ -218,8 +219,7 @@ def main() -> None:
     print(json.dumps({name: value for name, value in results.items() if name != "rows"}, indent=2))
     if not options.smoke:
         path = ROOT / "bench" / "results" / "dataplane.json"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(results, indent=1) + "\n")
+        write_json(path, results)
 
 
 if __name__ == "__main__":

@@ -5,12 +5,12 @@ Results go to ``bench/results/images.json``.
 """
 
 import asyncio
-import json
 from statistics import median
 
 from bench.dataplane.ratios import paired_ratio
 from bench.dataplane.sides import ROOT, Ours, service
 from bench.dataplane.workloads import build
+from bench.report import write_json
 
 _ROUNDS = 8
 """Each moves 128 images."""
@@ -45,7 +45,7 @@ async def main() -> None:
                 print(row, flush=True)
                 rows.append(row)
     out = ROOT / "bench" / "results" / "images.json"
-    out.write_text(json.dumps({"rows": rows}, indent=1) + "\n", encoding="utf-8")
+    write_json(out, {"rows": rows})
 
 
 if __name__ == "__main__":

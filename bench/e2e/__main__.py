@@ -21,6 +21,7 @@ import torch
 from bench.e2e.shapes import SHAPES, smoke
 from bench.e2e.spans import Collector, collecting
 from bench.e2e.timeline import FIRST_STEP, facts, least_step_s, time_line
+from bench.report import read_json, write_json
 from bench.whole_run import REPOSITORY, run_for
 
 VARIANTS = {
@@ -58,8 +59,7 @@ def _measure(arguments: argparse.Namespace, folder: Path, collector: Collector) 
     if not is_smoke:
         results = arguments.out or REPOSITORY / "bench" / "results" / f"e2e-{arguments.shape}.json"
     found: dict[str, Any] = {"shape": arguments.shape, "device": _device(), "variants": {}}
-    if results is not None and results.exists():
-        found |= json.loads(results.read_text(encoding="utf-8"))
+    found |= read_json(results)
     folder.mkdir(parents=True, exist_ok=True)
     model = folder / f"model-{arguments.shape}"
     if not (model / "config.json").exists():
@@ -79,7 +79,7 @@ def _measure(arguments: argparse.Namespace, folder: Path, collector: Collector) 
             collector.spans.clear()
             found["variants"][variant] = {"settings": list(settings), **entry}
         if results is not None:
-            results.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            write_json(results, found)
     _compare(found)
 
 

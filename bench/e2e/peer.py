@@ -30,6 +30,7 @@ from trl.experimental.async_grpo import async_rollout_worker as worker
 from bench.e2e import tasks
 from bench.e2e.shapes import SHAPES, Shape
 from bench.e2e.timeline import FIRST_STEP
+from bench.report import read_json, write_json
 from bench.whole_run import REPOSITORY
 from services.common.models.tokenizer import load_tokenizer
 from services.common.runspec.run import ModelSpec
@@ -184,9 +185,9 @@ def main() -> None:
             server.terminate()
             server.wait(timeout=60)
     print(json.dumps(entry), flush=True)
-    found = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+    found = read_json(out)
     found["peer"] = {"name": "TRL 1.16 AsyncGRPOTrainer, vLLM 0.26 server", **entry}
-    out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write_json(out, found)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from bench.e2e.timeline import facts
 from bench.real_model import setting as real_model
 from bench.real_model.__main__ import train
 from bench.real_model.smollm2 import make_folder
+from bench.report import device_name, read_json, write_json
 from bench.rollout.driven import opened, order, requests
 from bench.whole_run import REPOSITORY, run_for, steps_in
 from services.rollout.engines.base import Engine
@@ -113,13 +114,11 @@ class Report:
 
     def __init__(self, out: Path | None) -> None:
         self._out = out
-        self.found: dict[str, Any] = {}
-        if out is not None and out.exists():
-            self.found = json.loads(out.read_text(encoding="utf-8"))
+        self.found: dict[str, Any] = read_json(out)
 
     def add(self, name: str, entry: Mapping[str, Any]) -> None:
         """Adds a variant's entry."""
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+        device = device_name()
         self.found[name] = {"device": device, **entry}
         print(json.dumps({name: self.found[name]}), flush=True)
         self._write()
@@ -132,8 +131,7 @@ class Report:
 
     def _write(self) -> None:
         if self._out is not None:
-            self._out.parent.mkdir(parents=True, exist_ok=True)
-            self._out.write_text(json.dumps(self.found, indent=1) + "\n", encoding="utf-8")
+            write_json(self._out, self.found)
 
 
 def _chosen(names: Sequence[str], arguments: argparse.Namespace) -> list[str]:

@@ -5,13 +5,13 @@ Each run starts all services, trains 50 steps and evaluates 256 held-out prompts
 """
 
 import argparse
-import json
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from bench.learning.variants import VARIANTS, Variant
+from bench.report import read_json, write_json
 from bench.whole_run import REPOSITORY, whole_run
 
 RESULTS = REPOSITORY / "bench" / "results" / "learning.json"
@@ -53,12 +53,12 @@ def measure(variant: Variant, seed: int, *, extra: tuple[str, ...] = ()) -> dict
 
 def keep(entry: dict[str, Any], results: Path) -> None:
     """Writes an entry, replacing the former one with its variant and seed."""
-    entries = json.loads(results.read_text(encoding="utf-8")) if results.exists() else []
+    entries = read_json(results, [])
     place = (entry["variant"], entry["seed"])
     entries = [old for old in entries if (old["variant"], old["seed"]) != place] + [entry]
     order = list(VARIANTS)
     entries.sort(key=lambda e: (order.index(e["variant"]), e["seed"]))
-    results.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+    write_json(results, entries)
 
 
 if __name__ == "__main__":

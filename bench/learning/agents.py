@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bench.report import read_json, write_json
 from bench.rollout.parts import machine_state
 from bench.whole_run import REPOSITORY, whole_run
 
@@ -58,11 +59,11 @@ def measure(example: str, seed: int, *, extra: tuple[str, ...] = ()) -> dict[str
 
 def keep(entry: dict[str, Any], results: Path) -> None:
     """Writes an entry, replacing the former one with its example and seed."""
-    entries = json.loads(results.read_text(encoding="utf-8")) if results.exists() else []
+    entries = read_json(results, [])
     place = (entry["example"], entry["seed"])
     entries = [old for old in entries if (old["example"], old["seed"]) != place] + [entry]
     entries.sort(key=lambda each: (each["example"], each["seed"]))
-    results.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+    write_json(results, entries)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ vocabulary. Results go to ``bench/results/distillation.json`` or ``--out``.
 """
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.real_model.smollm2 import make_folder
+from bench.report import write_json
 from bench.whole_run import REPOSITORY, whole_run
 
 RESULTS = REPOSITORY / "bench" / "results" / "distillation.json"
@@ -176,7 +176,7 @@ def main() -> None:
                 print(entries[-1], flush=True)
                 given = {name: getattr(arguments, name) for name in ("steps", "tokens", "prompts")}
                 result = {**given, "before": before, "runs": entries}
-                arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+                write_json(arguments.out, result)
 
 
 def _exported(runs: Path, spec: Path) -> Path:

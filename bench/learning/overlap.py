@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 from bench.learning.variants import VARIANTS
+from bench.report import write_json
 from bench.whole_run import REPOSITORY, whole_run
 
 RESULTS = REPOSITORY / "bench" / "results" / "overlap.json"
@@ -35,7 +36,7 @@ def main() -> None:
     print(json.dumps(result, indent=1))
     if is_smoke:
         return
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_json(RESULTS, result)
 
 
 def measure(settings: tuple[str, ...], num_steps: int) -> dict[str, float]:

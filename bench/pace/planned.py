@@ -17,6 +17,7 @@ from typing import Any
 from bench.controller.stage import Stage, stage
 from bench.pace.__main__ import GROUP_SIZE, GROUPS, STEPS, measure
 from bench.pace.fakes import Pace
+from bench.report import read_json, write_json
 from bench.whole_run import REPOSITORY
 from services.controller.planning.inputs import Rates, Setting, rates_of, trainer_speedup
 from services.controller.planning.simulation import predict
@@ -106,7 +107,7 @@ def _lengths(steps: list[dict[str, Any]]) -> dict[int, int]:
 
 async def measure_shapes(names: list[str]) -> None:
     """Measures, prints and writes."""
-    found = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {"shapes": {}}
+    found = read_json(RESULTS, {"shapes": {}})
     async with stage("bench.pace.fleet") as here:
         for name in names:
             rows: dict[str, Any] = {}
@@ -120,7 +121,7 @@ async def measure_shapes(names: list[str]) -> None:
                 for shape in found["shapes"].values()
                 for row in shape["splits"].values()
             )
-            RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            write_json(RESULTS, found)
 
 
 def _choice(rows: dict[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from typing import Any
 from playwright.async_api import Page, async_playwright
 
 from bench.controller.stage import TOKEN, stage
+from bench.report import report_to
 from services.common.runspec.loader import canonical_json, parse_spec, spec_digest
 from services.controller.rules.run_state import RunEvent
 from services.controller.settings import DATABASE_FILE
@@ -211,6 +212,4 @@ if __name__ == "__main__":
     parser.add_argument("--smoke", action="store_true", help="short runs; writes no results")
     is_smoke = parser.parse_args().smoke
     found = asyncio.run(main(200 if is_smoke else 10_000, 2 if is_smoke else 5))
-    print(json.dumps(found, indent=1))
-    if not is_smoke:
-        RESULTS.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+    report_to(None if is_smoke else RESULTS, found)

@@ -18,12 +18,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from bench.e2e.timeline import facts
 from bench.real_model.processors import watched
 from bench.real_model.setting import Setting, smoke
 from bench.real_model.smollm2 import make_folder
+from bench.report import device_name, read_json, write_json
 from bench.whole_run import REPOSITORY, WholeRun, output_of, running, steps_in
 
 RESULTS = REPOSITORY / "bench" / "results" / "real-model.json"
@@ -143,15 +142,12 @@ def train(folder: Path, settings: list[str], spec: Path) -> dict[str, Any]:
 
 def keep(entries: list[dict[str, Any]], results: Path) -> None:
     """Writes entries, replacing former ones with the same variant and seed."""
-    found: dict[str, Any] = {}
-    if results.exists():
-        found = json.loads(results.read_text(encoding="utf-8"))
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    found: dict[str, Any] = read_json(results)
+    device = device_name()
     runs = found.setdefault("runs", {})
     for entry in entries:
         runs[f"{entry.pop('variant')}, seed {entry.pop('seed')}"] = {"device": device, **entry}
-    results.parent.mkdir(parents=True, exist_ok=True)
-    results.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write_json(results, found)
 
 
 def _logs(folder: Path) -> str:

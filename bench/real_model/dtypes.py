@@ -15,11 +15,10 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import torch
-
 from bench.real_model.__main__ import ON_CPU, RESULTS, train
 from bench.real_model.setting import Setting, smoke
 from bench.real_model.smollm2 import make_folder
+from bench.report import device_name, write_json
 from bench.whole_run import steps_in
 
 _DTYPES = ("bfloat16", "float16")
@@ -69,7 +68,7 @@ def main() -> None:
         with ThreadPoolExecutor(len(jobs) if arguments.together else 1) as pool:
             entries = list(pool.map(measured, jobs))
     found = {
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "device": device_name(),
         "lag": arguments.lag,
         "settings": common,
         "runs": entries,
@@ -77,7 +76,7 @@ def main() -> None:
     }
     print(json.dumps(found["bars"], indent=1), flush=True)
     if not arguments.smoke:
-        arguments.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_json(arguments.out, found)
 
 
 def _measure(folder: Path, settings: list[str], spec: Path) -> dict[str, Any]:

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from transformers import Qwen2Config
 
+from bench.report import GrowingReport
 from bench.rollout.driven import alone, opened, order, requests
-from bench.rollout.report import GrowingReport
 from services.common.task_group import TaskGroup
 from services.rollout.engines.base import Engine
 from services.rollout.engines.engine_config import EngineConfig

@@ -44,9 +44,9 @@ from typing import Any
 
 import psutil
 
+from bench.report import GrowingReport
 from bench.rollout.episodes_hour import hour
 from bench.rollout.parts import machine_state, run_before_others
-from bench.rollout.report import GrowingReport
 from bench.rollout.served_episodes import Asked, Episodes, Load, TimedEndpoint, milliseconds
 from bench.rollout.tool_agent import PROTOCOLS
 from services.common.http.limits import raise_descriptor_limit

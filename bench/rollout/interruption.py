@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
+from bench.report import report_to
 from bench.rollout.parts import CountedEngine, no_reward, queue_process, tiny_engine, tokenizer
-from bench.rollout.report import report_to
 from services.common.runspec.data import DataSpec
 from services.common.runspec.rollout import RolloutSpec
 from services.rollout.calls.pool import CallPool

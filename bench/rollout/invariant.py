@@ -33,6 +33,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from bench.report import write_json
 from services.common.models.configs import preset_config
 from services.rollout.engines.base import GenerationRequest, GenerationResult
 from services.rollout.engines.torch.decoding import DecodeBatch
@@ -124,7 +125,7 @@ def main() -> None:
     print(json.dumps(found["bars"], indent=1))
     if not arguments.smoke:
         file = RESULTS / f"rollout-invariant-{'-'.join(name.lower().split())}.json"
-        file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_json(file, found)
 
 
 class Bench:

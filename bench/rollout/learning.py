@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.rollout.report import report_to
+from bench.report import read_json, report_to
 from bench.whole_run import whole_run
 
 PARTIAL = (
@@ -67,7 +67,7 @@ def main() -> None:
         "meets_bars": all(meets_bars(run) for run in runs),
         "runs": runs,
     }
-    known = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
+    known = read_json(arguments.out)
     report_to(arguments.out, known | {arguments.engine: result})
 
 

@@ -47,8 +47,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen2Config
 
+from bench.report import GrowingReport
 from bench.rollout.driven import opened, order, requests, serving
-from bench.rollout.report import GrowingReport
 from services.common.models.loading import build_model, load_folder
 from services.rollout.engines.base import Engine, GenerationRequest, GenerationResult
 from services.rollout.engines.torch.engine import TorchEngine

@@ -20,7 +20,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel, Qwen2Config
 
-from bench.rollout.report import report_to
+from bench.report import report_to
 from services.common.models.loading import build_model
 from services.rollout.engines.base import GenerationRequest, GenerationResult
 from services.rollout.engines.torch.engine import TorchEngine

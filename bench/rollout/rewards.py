@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
+from bench.report import report_to
 from bench.rollout.faulty import earned
 from bench.rollout.parts import NoCache, tiny_engine, tokenizer
-from bench.rollout.report import report_to
 from services.common.runspec.data import DataSpec
 from services.common.runspec.rollout import RolloutSpec
 from services.rollout.calls.outside import AddressPolicy

@@ -25,8 +25,8 @@ from typing import Any
 
 import psutil
 
+from bench.report import report_to
 from bench.rollout.parts import machine_state, run_before_others
-from bench.rollout.report import report_to
 from services.common.runspec.rollout import SandboxSpec
 from services.rollout.sandbox.bubblewrap import Bubblewrap, BubblewrapSandbox
 from services.rollout.sandbox.pool import SandboxPool

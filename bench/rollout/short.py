@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.real_model.setting import ADDITION
+from bench.report import report_to
 from bench.rollout.parts import NoCache, tokenizer
-from bench.rollout.report import report_to
 from services.common.runspec.data import DataSpec
 from services.common.runspec.rollout import RolloutSpec
 from services.rollout.calls.outside import AddressPolicy

@@ -46,6 +46,7 @@ from transformers import (
 )
 
 from bench.e2e.shapes import QWEN_7B, Shape
+from bench.report import read_json, write_json
 from bench.rollout.driven import opened, order
 from services.common.models.loading import build_model, stored_tensors
 from services.common.runspec.rollout import SpeculationSpec
@@ -369,8 +370,8 @@ async def measure(options: argparse.Namespace) -> None:
     found = facts | report_of(plain, drafted)
     print(json.dumps(found, indent=2), flush=True)
     if options.out is not None:
-        known = json.loads(options.out.read_text()) if options.out.exists() else {}
-        options.out.write_text(json.dumps(known | {found["model"]: found}, indent=2) + "\n")
+        known = read_json(options.out)
+        write_json(options.out, known | {found["model"]: found})
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from bench.rollout.report import report_to
+from bench.report import report_to
 from services.rollout.engines.base import GenerationRequest
 from services.rollout.engines.fake import LongTail
 from services.rollout.engines.torch.engine import TorchEngine

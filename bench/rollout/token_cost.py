@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from transformers import Qwen2Config
 
-from bench.rollout.report import report_to
+from bench.report import report_to
 from services.rollout.engines.base import GenerationRequest
 from services.rollout.engines.build import make_engine
 from services.rollout.engines.engine_config import EngineConfig

@@ -9,14 +9,13 @@ same command continues from it.
 """
 
 import argparse
-import json
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.rollout.report import GrowingReport
+from bench.report import GrowingReport, read_json
 from bench.tails.served import measure
 from bench.tails.setting import Setting
 from bench.tails.simulated import simulate
@@ -92,7 +91,7 @@ def main() -> None:
     arguments = parser.parse_args()
     default = None if arguments.smoke else Path("bench/results/tails.json")
     out = arguments.out or default
-    known = json.loads(out.read_text()) if out is not None and out.exists() else {}
+    known = read_json(out)
     known.pop("unfinished", None)
     report = GrowingReport(out, known)
     if not arguments.served_only:

@@ -20,6 +20,7 @@ from pydantic_settings import BaseSettings
 from torch import Tensor, distributed
 from transformers import PreTrainedModel
 
+from bench.report import read_json, write_json
 from bench.trainer.padded import PaddedStep
 from bench.trainer.study import compare, explain
 from bench.trainer.timing import peak_gib, reset_peak, timed
@@ -290,14 +291,13 @@ def save(row: dict[str, Any], *, is_smoke: bool) -> None:
     print(json.dumps(row, indent=1))
     if is_smoke:
         return
-    RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    rows = read_json(RESULTS, [])
     rows = [known for known in rows if known["ranks"] != row["ranks"]] + [row]
     one = next((known for known in rows if known["ranks"] == 1), None)
     for known in rows:
         if one is not None:
             known["speedup_over_one_rank"] = known["tokens_per_s"] / one["tokens_per_s"]
-    RESULTS.write_text(json.dumps(sorted(rows, key=lambda known: known["ranks"]), indent=1) + "\n")
+    write_json(RESULTS, sorted(rows, key=lambda known: known["ranks"]))
 
 
 if __name__ == "__main__":

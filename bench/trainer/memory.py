@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import distributed
 
+from bench.report import write_json
 from bench.trainer.__main__ import Launch, prepare
 from bench.trainer.timing import peak_gib, reset_peak, timed
 from bench.trainer.workload import Scale, full_scale, long_tailed_lengths, smoke_scale, spec_of
@@ -78,7 +79,7 @@ def main() -> None:
             found["ways"][name] = _tried(scale, {**common, **way}, device)
         print(name, json.dumps(found["ways"][name]), flush=True)
     if not arguments.smoke and arguments.only is None:
-        RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+        write_json(RESULTS, found)
 
 
 def _tried(scale: Scale, trainer: dict[str, Any], device: torch.device) -> dict[str, Any]:

@@ -6,7 +6,6 @@ go to ``bench/results/trainer-mixtures.json``. Bar: MFU >= 30 %.
 """
 
 import argparse
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
+from bench.report import report_to
 from bench.trainer.__main__ import Launch, prepare
 from bench.trainer.study import explain
 from bench.trainer.timing import peak_gib, reset_peak, timed
@@ -47,9 +47,7 @@ def main() -> None:
         else arguments.tokens,
     }
     found |= trainer | _measure(scale, trainer, device)
-    print(json.dumps(found, indent=1))
-    if not arguments.smoke:
-        RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+    report_to(None if arguments.smoke else RESULTS, found)
 
 
 def _measure(scale: Scale, trainer: dict[str, Any], device: torch.device) -> dict[str, Any]:

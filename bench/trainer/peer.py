@@ -24,6 +24,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from bench.report import write_json
 from bench.trainer.prefixes import make_groups
 from bench.trainer.timing import peak_gib, reset_peak, timed
 from bench.trainer.trl_tree import TrlStep, begin_trl, trl_version
@@ -100,7 +101,7 @@ def main() -> None:
         results["shapes"][name] = sides.measure(*groups, rounds=arguments.rounds)
         print(name, json.dumps(results["shapes"][name], indent=1), flush=True)
         if out is not None:
-            out.write_text(json.dumps(results, indent=1) + "\n")
+            write_json(out, results)
     if not all(found["agreement"]["agrees"] for found in results["shapes"].values()):
         raise SystemExit("the two sides do not compute the same: see agreement")
 

@@ -6,7 +6,6 @@ Tests verify that both are equal (``tests/unit/trainer/test_prefixes.py``).
 """
 
 import argparse
-import json
 import math
 from pathlib import Path
 from statistics import median
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.report import report_to
 from bench.trainer.timing import peak_gib, reset_peak, timed
 from bench.trainer.workload import Scale, full_scale, smoke_scale, spec_of
 from services.common.models.loading import build_model
@@ -67,9 +67,7 @@ def main() -> None:
         **trainer,
         "shapes": measure_shapes(scale, trainer, device, arguments.groups, shrink),
     }
-    print(json.dumps(results, indent=1))
-    if not arguments.smoke:
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    report_to(None if arguments.smoke else RESULTS, results)
 
 
 def measure_shapes(

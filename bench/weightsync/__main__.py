@@ -9,7 +9,6 @@ verified bit by bit. Prints a table and adds to ``bench/results/weightsync.json`
 """
 
 import argparse
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from bench.report import read_json, write_json
 from bench.weightsync.rows import measure
 from bench.weightsync.shapes import SHAPES
 
@@ -87,12 +87,11 @@ def _report(
             )
     if arguments.smoke:
         return
-    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    known = read_json(RESULTS)
     known.setdefault(setting, {}).update(
         bucket_mib=arguments.bucket_mib, rounds=arguments.rounds, rows=rows
     )
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(known, indent=2, sort_keys=True) + "\n")
+    write_json(RESULTS, known)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ Adds to ``bench/results/weightsync.json``.
 
 import argparse
 import asyncio
-import json
 import statistics
 from collections.abc import Sequence
 from functools import partial
@@ -22,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from bench.report import read_json, write_json
 from bench.weightsync.members import run_rollout, run_trainer_rank
 from bench.weightsync.shapes import SHAPES
 from services.common.rpc.server import serve
@@ -143,9 +143,9 @@ def main() -> None:
     print(f"end to end, {options.mode}, {setting}")
     print("  " + ", ".join(f"{name} {value:.2f}" for name, value in row.items()))
     if not options.smoke:
-        known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+        known = read_json(RESULTS)
         known.setdefault(setting, {})[f"end_to_end/{options.mode}"] = row
-        RESULTS.write_text(json.dumps(known, indent=2, sort_keys=True) + "\n")
+        write_json(RESULTS, known)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from bench.report import read_json, write_json
 from bench.weightsync.rows import Bench
 from bench.weightsync.shapes import SHAPES
 from services.common.runspec.weight_modes import BUCKET_BYTES, MODES
@@ -93,8 +94,8 @@ def main() -> None:
     setting = f"{arguments.model} on one {device}"
     print(json.dumps({setting: found}, indent=1))
     if not arguments.smoke:
-        known = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-        RESULTS.write_text(json.dumps(known | {setting: found}, indent=1) + "\n", encoding="utf-8")
+        known = read_json(RESULTS)
+        write_json(RESULTS, known | {setting: found})
 
 
 if __name__ == "__main__":

@@ -8,10 +8,29 @@ from typing import Any
 
 def report_to(out: Path | None, result: Mapping[str, Any]) -> None:
     """Prints a result, and writes it to a file if one is given."""
-    text = json.dumps(result, indent=2)
-    print(text, flush=True)
+    print(json.dumps(result, indent=1), flush=True)
     if out is not None:
-        out.write_text(text + "\n")
+        write_json(out, result)
+
+
+def read_json(path: Path | None, empty: Any = None) -> Any:
+    """Returns the results in a file; ``empty``, or an empty dictionary, if there is no such file."""
+    if path is not None and path.exists():
+        return json.loads(path.read_text(encoding="utf-8"))
+    return {} if empty is None else empty
+
+
+def write_json(path: Path, result: Any) -> None:
+    """Writes results to a file, and creates its folder if it is missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def device_name() -> str:
+    """Returns the name of the GPU; ``cpu`` without one."""
+    import torch  # most benchmarks need no GPU, and the import takes seconds
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
 class GrowingReport:
