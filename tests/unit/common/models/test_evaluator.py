@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from services.common.models import evaluator
 from services.common.models.configs import full_config, read_config
 from services.common.models.evaluator import Evaluator
 from services.common.models.tokenizer import load_tokenizer
@@ -21,9 +22,9 @@ def chat(text: str = "hi", **options: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def chats() -> Iterator[Evaluator]:
-    evaluator = Evaluator("template", timeout_s=4.0)
-    yield evaluator
-    evaluator.close()
+    templates = Evaluator("template", timeout_s=4.0)
+    yield templates
+    templates.close()
 
 
 def test_a_chat_is_rendered_with_its_assistant_mask(chats: Evaluator) -> None:
@@ -36,7 +37,6 @@ def test_a_chat_is_rendered_with_its_assistant_mask(chats: Evaluator) -> None:
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (FOREVER, "longer than 4 s"),
         ("{{ 'a' * 4000000000 }}", "MiB of memory"),
         ("{{ 'a' * 17000000 }}", "MiB of text"),
         ("{{ raise_exception('no such role') }}", "no such role"),
@@ -53,16 +53,18 @@ def test_a_failing_template_raises_its_reason(
     assert chats.evaluate("{{ messages[0].content }}", chat())[0] == "hi"
 
 
-def test_a_template_that_was_stopped_often_is_not_tried_again(chats: Evaluator) -> None:
-    evaluator = Evaluator("template", timeout_s=0.2)
-    try:
-        for _ in range(3):
-            with pytest.raises(ValueError, match="longer than"):
-                evaluator.evaluate(FOREVER, chat())
+def test_a_template_that_was_stopped_often_is_not_tried_again(
+    chats: Evaluator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluator, "_MAX_STOPS", 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(chats, "_timeout_s", 0.2)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"longer than 0\.2 s"):
+                chats.evaluate(FOREVER, chat())
         with pytest.raises(ValueError, match="not tried again"):
-            evaluator.evaluate(FOREVER, chat())
-    finally:
-        evaluator.close()
+            chats.evaluate(FOREVER, chat())
+    assert chats.evaluate("{{ messages[0].content }}", chat())[0] == "hi"
 
 
 def test_the_process_does_not_have_the_secrets_of_this_one(
@@ -80,7 +82,6 @@ def test_the_process_does_not_have_the_secrets_of_this_one(
 @pytest.mark.parametrize(
     "changes",
     [
-        {"num_labels": 10**9},
         {"num_labels": 10**9},
         {"text_config": {"num_hidden_layers": 10**9}},
         {"vocab_size": 10**18},
@@ -102,12 +103,12 @@ def test_absurd_sizes_of_a_model_are_rejected_by_name(
             read()
 
 
-def test_evaluating_a_config_is_limited_in_time_and_memory() -> None:
-    evaluator = Evaluator("config", timeout_s=30.0)
+def test_evaluating_a_config_is_limited_in_memory() -> None:
+    configs = Evaluator("config", timeout_s=30.0)
     try:
-        large = {"model_type": "qwen2", "num_hidden_layers": 10**9}
-        with pytest.raises(ValueError, match=r"memory|longer|ended"):
-            evaluator.evaluate(json.dumps(large))
-        assert evaluator.evaluate(json.dumps({"model_type": "qwen2"})) is None
+        large = {"model_type": "granitemoehybrid", "num_hidden_layers": 10**9}
+        with pytest.raises(ValueError, match="MiB of memory"):
+            configs.evaluate(json.dumps(large))
+        assert configs.evaluate(json.dumps({"model_type": "qwen2"})) is None
     finally:
-        evaluator.close()
+        configs.close()
