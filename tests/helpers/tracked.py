@@ -1,7 +1,9 @@
 """Writes a run to a tracker, and reads back the values that trackers stored on this machine."""
 
+import importlib
 import importlib.util
 import json
+import multiprocessing
 import os
 import signal
 import sqlite3
@@ -127,16 +129,16 @@ def environment(folder: Path) -> dict[str, str]:
     }
 
 
-def write(kind: str, folder: Path, steps: Sequence[int], *, is_killed: bool = False) -> None:
-    """Writes steps, and an evaluation and a table of the second to last one, in a subprocess.
+def write(kind: str, folder: Path, *processes: Sequence[int], num_killed: int) -> None:
+    """Writes steps, and an evaluation and a table of the second to last one, in several processes.
 
     Args:
         kind: The tracker.
         folder: Folder for the tracker's files.
-        steps: Steps to write.
-        is_killed: If true, the process is killed after the steps; otherwise the run ends.
+        processes: The steps that each process writes, one process after the other.
+        num_killed: The first processes are killed after their steps; the others end the run.
     """
-    given = json.dumps([kind, str(folder), list(steps), is_killed])
+    given = json.dumps([kind, str(folder), processes, num_killed])
     done = subprocess.run(
         [sys.executable, "-m", "tests.helpers.tracked", given],
         env={**os.environ, **environment(folder)},
@@ -144,7 +146,19 @@ def write(kind: str, folder: Path, steps: Sequence[int], *, is_killed: bool = Fa
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert done.returncode == (-signal.SIGKILL if is_killed else 0), done.stderr
+    assert done.returncode == 0, done.stderr
+
+
+def _write_all(kind: str, folder: str, processes: list[list[int]], num_killed: int) -> None:
+    """Forks each process from this one, which imports the tracker's library once for all."""
+    importlib.import_module(kind)
+    for index, steps in enumerate(processes):
+        process = multiprocessing.get_context("fork").Process(
+            target=_write, args=(kind, folder, steps, index < num_killed)
+        )
+        process.start()
+        process.join()
+        assert process.exitcode == (-signal.SIGKILL if index < num_killed else 0)
 
 
 def _write(kind: str, folder: str, steps: list[int], is_killed: bool) -> None:
@@ -161,4 +175,4 @@ def _write(kind: str, folder: str, steps: list[int], is_killed: bool) -> None:
 
 
 if __name__ == "__main__":
-    _write(*json.loads(sys.argv[1]))
+    _write_all(*json.loads(sys.argv[1]))

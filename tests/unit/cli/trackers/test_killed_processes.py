@@ -21,8 +21,7 @@ def kept(kind, folder):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_curve_continues_after_a_kill_without_gap_or_repetition(kind, tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    write(kind, tmp_path, [1, 2, 3], is_killed=True)
-    write(kind, tmp_path, [1, 2, 3, 4, 5])
+    write(kind, tmp_path, [1, 2, 3], [1, 2, 3, 4, 5], num_killed=1)
     points = kept(kind, tmp_path)
     assert curve(points, "reward_mean") == [1, 2, 3, 4, 5]
     assert curve(points, "reward/a b") == [1, 2, 3, 4, 5]
@@ -40,9 +39,7 @@ def test_a_curve_continues_after_a_kill_without_gap_or_repetition(kind, tmp_path
 
 @needs("wandb")
 def test_wandb_keeps_repeated_events_once_across_a_kill(tmp_path):
-    write("wandb", tmp_path, [1, 2], is_killed=True)
-    write("wandb", tmp_path, [1, 2, 2, 1, 3])
-    write("wandb", tmp_path, [1, 2, 3, 4, 5])
+    write("wandb", tmp_path, [1, 2], [1, 2, 2, 1, 3], [1, 2, 3, 4, 5], num_killed=1)
     points = tracked.of_wandb(tmp_path)
     assert curve(points, "reward_mean") == [1, 2, 3, 4, 5]
     assert set(curve(points, "heldout/greedy")) >= {2, 4}
