@@ -4,6 +4,7 @@ import asyncio
 import importlib.util
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import cache
 
 import pytest
 import torch
@@ -47,8 +48,13 @@ def make_model(seed: int) -> PreTrainedModel:
         return Qwen2ForCausalLM(config).eval()
 
 
+_reference_model = cache(make_model)
+"""Models that no test changes, by seed."""
+
+
 def weights_of(seed: int) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in make_model(seed).named_parameters()}
+    parameters = _reference_model(seed).named_parameters()
+    return {name: value.detach().clone() for name, value in parameters}
 
 
 def request(request_id: str, context: tuple[int, ...], **changes: object) -> GenerationRequest:
@@ -62,12 +68,12 @@ def reference_logprobs(
     """Returns the logprobs of tokens after a context, from a plain forward pass."""
     ids = torch.tensor([context + tokens])
     with torch.no_grad():
-        logits = make_model(seed)(ids).logits[0, len(context) - 1 : -1].float()
+        logits = _reference_model(seed)(ids).logits[0, len(context) - 1 : -1].float()
     logprobs = torch.log_softmax(logits / temperature, dim=-1)
     return logprobs.gather(1, torch.tensor(tokens)[:, None]).squeeze(1)
 
 
-async def until(condition: Callable[[], bool], *, poll_s: float = 0.0) -> None:
+async def until(condition: Callable[[], bool], *, poll_s: float = 0.001) -> None:
     """Lets other tasks run until a condition is true. Raises TimeoutError after a minute."""
     async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 -- steps of an engine announce nothing
