@@ -39,6 +39,7 @@ from services.common.models.weight_files import file_problems
 from services.common.runspec.base import did_you_mean
 from services.common.runspec.data import kind_of
 from services.common.runspec.engines import engine_kind
+from services.common.runspec.examining import argument_problems
 from services.common.runspec.formulas import ADVANTAGES, LOSSES
 from services.common.runspec.loader import Draft, SpecError, read_draft
 from services.common.runspec.rollout import AGENTS, EARNED, REWARDS, WORKFLOWS
@@ -651,20 +652,32 @@ def _rewards(spec: RunSpec) -> Iterator[str]:
             continue  # what it imports takes seconds
         seen = "episode" if reward.sees == "response" else "episodes"
         given = dict(reward.arguments) | ({seen: {}} if reward.sees_episode else {})
+        if reward.name in REWARDS:
+            function, name = load_callable(reference), f"{key}.arguments"
+            if wrong := [*argument_problems(function, reward.arguments, key=name)]:
+                yield from wrong
+                continue
         responses = {"response": "response", "group": "responses", "pairs": "first, second"}
         called_with = f"prompt, {responses[reward.sees]}, answer, row"
         yield from _called(f"{key}.name", reference, called_with, given)
 
 
 def _workflow(spec: RunSpec) -> Iterator[str]:
-    rollout, arguments = spec.rollout, spec.rollout.workflow_arguments
+    rollout = spec.rollout
     if rollout.workflow not in WORKFLOWS and ":" not in rollout.workflow:
         return  # the rules say so
     try:
         load_workflow(rollout)
     except (ValueError, ImportError) as error:
-        text = str(error)
-        yield text if text.startswith("rollout.workflow") else f"rollout.workflow: {text}"
+        for text in str(error).split("\n"):
+            yield text if text.startswith("rollout.workflow") else f"rollout.workflow: {text}"
+    else:
+        yield from _workflow_functions(spec)
+
+
+def _workflow_functions(spec: RunSpec) -> Iterator[str]:
+    """Yields problems of the functions and classes that the arguments of a built-in workflow name."""
+    rollout, arguments = spec.rollout, spec.rollout.workflow_arguments
     named = []
     for workflow in ("agent", "environment"):
         reference = str(arguments.get(workflow, ""))  # without one it cannot be made

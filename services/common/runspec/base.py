@@ -2,12 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, Final, TypeVar, get_args
+from typing import Annotated, Any, Final, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 MAX_SECONDS: Final = 365 * 86_400.0
 """Max of every time in seconds. A much larger one overflows in timers and in deadlines of gRPC."""
+
+
+AtLeastOne = Annotated[int, Field(ge=1)]
+PositiveSeconds = Annotated[float, Field(gt=0, le=MAX_SECONDS)]
 
 
 class SpecPart(BaseModel):

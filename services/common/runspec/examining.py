@@ -4,15 +4,16 @@ Wrong keys are reported and then replaced by stand-ins, so that rules across key
 that other keys name, can be checked too.
 """
 
+import inspect
 import json
 import re
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_type_hints
 
-from pydantic import ValidationError
+from pydantic import ConfigDict, ValidationError, create_model
 
 from services.common.runspec.base import did_you_mean
 from services.common.runspec.data import FORMS
@@ -46,6 +47,8 @@ _OF_TYPES = ("bool", "int", "float", "string", "literal", "greater", "less")
 _TYPES = {
     "tuple_type": "a list",
     "list_type": "a list",
+    "is_instance_of": "a list",
+    "sequence_str": "a list",
     "dict_type": "a mapping of keys",
     "model_type": "a mapping of keys",
     "model_attributes_type": "a mapping of keys",
@@ -131,6 +134,61 @@ def validate_spec(document: Mapping[str, Any]) -> ValidationResult:
             problems += across
             return ValidationResult(spec, tuple(problems), frozenset(wrong))
     return ValidationResult(None, tuple(problems), frozenset(wrong))
+
+
+def argument_problems(
+    function: Callable[..., Any], arguments: Mapping[str, Any], *, key: str
+) -> Iterator[str]:
+    """Yields problems of the keyword arguments of a built-in function or class, by its annotations.
+
+    A value that names a secret is not known here, and passes.
+
+    Args:
+        function: All its keyword-only parameters have annotations.
+        key: Key of the specification that holds the arguments.
+    """
+    called: Any = function.__init__ if inspect.isclass(function) else function
+    hints = get_type_hints(called, include_extras=True)
+    named = {
+        name: parameter
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    }
+    fields: dict[str, Any] = {
+        name: (
+            hints[name],
+            ... if parameter.default is inspect.Parameter.empty else parameter.default,
+        )
+        for name, parameter in named.items()
+    }
+    model = create_model(
+        "Arguments",
+        __config__=ConfigDict(
+            extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
+        ),
+        **fields,
+    )
+    given = {
+        name: value
+        for name, value in arguments.items()
+        if not (isinstance(value, Mapping) and set(value) == {"secret"})
+    }
+    try:
+        model.model_validate(given)
+    except ValidationError as error:
+        by_place: dict[tuple[int | str, ...], list[Any]] = {}
+        for item in error.errors():
+            by_place.setdefault(_place(item), []).append(item)
+        for place, items in by_place.items():
+            name = f"{key}.{_key(place)}"
+            if items[0]["type"] == "extra_forbidden":
+                meant = did_you_mean(str(place[0]), tuple(named))
+                known = f"use one of {', '.join(named)}" if named else "remove it"
+                yield f"{name}: is not a known key; {known}.{meant}"
+            elif items[0]["type"] == "missing":
+                yield f"{name}: is required, but missing; see docs/runspec.md for its meaning"
+            else:
+                yield f"{name}: must be {_expected(items, name)}, got {_shown(items[0]['input'])}"
 
 
 def _place(error: Any) -> tuple[int | str, ...]:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from services.common.runspec.base import AtLeastOne, PositiveSeconds
 from services.common.telemetry import tracing
 from services.rollout import metrics
 from services.rollout.calls.outside import AddressPolicy, ExternalService
@@ -58,12 +59,12 @@ class Environments:
         *,
         environment: str,
         arguments: Mapping[str, Any] | None = None,
-        max_turns: int = 32,
-        max_turn_tokens: int | None = None,
+        max_turns: AtLeastOne = 32,
+        max_turn_tokens: AtLeastOne | None = None,
         chat: bool = True,
-        timeout_s: float = 60.0,
-        wait_s: float = 600.0,
-        processes: int = 1,
+        timeout_s: PositiveSeconds = 60.0,
+        wait_s: PositiveSeconds = 600.0,
+        processes: AtLeastOne = 1,
         history: History = "template",
         token: str = "",
     ) -> None:
@@ -72,11 +73,6 @@ class Environments:
             raise ValueError(
                 f"{_KEY}.token applies to an environment with a URL, but {_KEY}.environment is "
                 f"{environment!r}; remove it"
-            )
-        if min(timeout_s, wait_s) <= 0 or min(max_turns, processes, max_turn_tokens or 1) < 1:
-            raise ValueError(
-                f"{_KEY}: timeout_s and wait_s must be positive, max_turns, max_turn_tokens and processes "
-                "at least 1"
             )
         self._name = environment
         self._arguments = dict(arguments or {})

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from services.common.runspec.base import AtLeastOne, PositiveSeconds
 from services.common.runspec.rollout import AGENTS
 from services.rollout.calls.agents import AgentRunner, agent_runner
 from services.rollout.calls.outside import AddressPolicy
@@ -43,8 +44,8 @@ class Agent:
         self,
         *,
         agent: str,
-        timeout_s: float = 600.0,
-        processes: int = 1,
+        timeout_s: PositiveSeconds = 600.0,
+        processes: AtLeastOne = 1,
         train: str = "last",
         token: str = "",
         tool_format: str = "auto",
@@ -56,11 +57,6 @@ class Agent:
             raise ValueError(
                 "rollout.workflow_arguments.token applies to an agent with a URL, but "
                 f"rollout.workflow_arguments.agent is {agent!r}; remove it"
-            )
-        if timeout_s <= 0 or processes < 1:
-            raise ValueError(
-                "rollout.workflow_arguments: timeout_s must be positive and processes at least 1, got "
-                f"{timeout_s} and {processes}"
             )
         self._agent = AGENTS.get(agent, agent)
         self._timeout_s = timeout_s

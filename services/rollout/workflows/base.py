@@ -15,6 +15,7 @@ from typing import Protocol
 
 from services.common.callables import load_callable
 from services.common.models.tokenizer import Tokenizer
+from services.common.runspec.examining import argument_problems
 from services.common.runspec.rollout import WORKFLOWS, RolloutSpec
 from services.rollout.calls.pool import CallPool
 from services.rollout.data.prompts import Prompt
@@ -391,9 +392,14 @@ def load_workflow(spec: RolloutSpec) -> Workflow:
     """Creates the run's workflow with its arguments.
 
     Raises:
-        ValueError: If the workflow does not exist, does not accept the arguments, or has no ``run``.
+        ValueError: If the workflow does not exist, does not accept the arguments, or has no ``run``; with one
+            line for each wrong argument of a built-in workflow.
     """
     make = load_callable(WORKFLOWS.get(spec.workflow, spec.workflow))
+    if spec.workflow in WORKFLOWS:
+        key = "rollout.workflow_arguments"
+        if problems := [*argument_problems(make, spec.workflow_arguments, key=key)]:
+            raise ValueError("\n".join(problems))
     try:
         workflow: Workflow = make(**spec.workflow_arguments)
     except (TypeError, ValueError) as error:

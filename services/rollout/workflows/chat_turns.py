@@ -94,6 +94,25 @@ def tool_result_ids(
     return following_ids(tokenizer, chats, tools, mark=mark, last_id=last_id)
 
 
+def check_offered_tools(tokenizer: Tokenizer) -> None:
+    """Checks that the chat template shows tools to the model; a built-in tokenizer's need not.
+
+    Raises:
+        ValueError: If it does not.
+    """
+    name = f"tool_{secrets.token_hex(12)}"
+    parameters = {
+        "type": "object",
+        "properties": {"text": {"type": "string", "description": "text"}},
+        "required": ["text"],
+    }
+    function = {"name": name, "description": "tool", "parameters": parameters}
+    tool = {"type": "function", "function": function}
+    rendered = tokenizer.render_chat([{"role": "user", "content": "question"}], [tool])
+    if name not in rendered and "tools" in tokenizer.chat_template:
+        raise ValueError("the chat template does not show the names of tools")
+
+
 def check_tool_results(tokenizer: Tokenizer) -> None:
     """Checks that the chat template can render tool results.
 

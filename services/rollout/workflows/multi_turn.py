@@ -4,14 +4,18 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from services.common.models.tokenizer import Tokenizer
+from services.common.runspec.base import AtLeastOne, PositiveSeconds
 from services.rollout.failures import CallError, GroupError
 from services.rollout.workflows.base import Episode
 from services.rollout.workflows.chat_turns import (
     ToolCallAndResult,
     ToolRound,
+    check_offered_tools,
     check_tool_results,
     tool_result_ids,
 )
@@ -46,10 +50,10 @@ class MultiTurn:
         self,
         *,
         tools: Sequence[str] = (),
-        mcp_servers: Sequence[Sequence[str]] = (),
-        max_turns: int = 8,
-        max_turn_tokens: int | None = None,
-        tool_timeout_s: float = 30.0,
+        mcp_servers: Sequence[Annotated[Sequence[str], Field(min_length=1)]] = (),
+        max_turns: AtLeastOne = 8,
+        max_turn_tokens: AtLeastOne | None = None,
+        tool_timeout_s: PositiveSeconds = 30.0,
         result_template: str | None = None,
         offer_tools: bool = True,
         tool_format: str = "auto",
@@ -60,12 +64,11 @@ class MultiTurn:
                 "rollout.workflow_arguments.result_template must contain '{result}', got "
                 f"{result_template!r}"
             )
-        if isinstance(tools, str | Mapping):
-            raise ValueError(  # noqa: TRY004 -- the key is wrong, not an argument's type
-                "rollout.workflow_arguments.tools must be a list of 'module:function' or 'file.py:function', "
-                f"got {tools!r:.80}"
-            )
         self._functions = {reference.rpartition(":")[2]: reference for reference in tools}
+        if len(self._functions) < len(tools):
+            raise ValueError(
+                f"rollout.workflow_arguments.tools must have functions with different names, got {tools}"
+            )
         self._mcp_servers = [list(command) for command in mcp_servers]
         self._mcp_tools: dict[str, list[str]] | None = None
         self._schemas: list[dict[str, Any]] = []
@@ -77,14 +80,25 @@ class MultiTurn:
         self._tool_format = tool_format
 
     def check(self, tokenizer: Tokenizer | None) -> None:
-        """Checks that tool results can be rendered.
+        """Checks that tools can be offered and their results rendered.
 
         Args:
             tokenizer: The model's; None if prompts do not use its chat template.
 
         Raises:
-            ValueError: If results cannot be rendered; the message has the configuration key and the fix.
+            ValueError: If they cannot; the message has the configuration key and the fix.
         """
+        if self._offers_tools and tokenizer is not None:
+            try:
+                check_offered_tools(tokenizer)
+            except ValueError as error:
+                raise ValueError(
+                    f"rollout.workflow_arguments.offer_tools is true, but {error}; set it to false and "
+                    "describe the tools in the prompts, or use the tokenizer of a chat model that calls tools"
+                ) from error
+        self._check_results(tokenizer)
+
+    def _check_results(self, tokenizer: Tokenizer | None) -> None:
         if self._result_template is not None:
             return
         problem = "data.chat_template is false"
@@ -138,7 +152,10 @@ class MultiTurn:
         """Renders the prompt again, with descriptions of the tools."""
         await self._servers(episode)
         prompt, tokenizer = episode.prompt, episode.tokenizer
-        token_ids = tokenizer.encode(tokenizer.render_chat(prompt.messages, self._schemas))
+        try:
+            token_ids = tokenizer.encode(tokenizer.render_chat(prompt.messages, self._schemas))
+        except ValueError as error:
+            raise GroupError("tools_not_rendered", str(error), retryable=False) from error
         episode.prompt = replace(prompt, token_ids=tuple(token_ids))
         if episode.remaining_tokens < 1:
             raise GroupError(
@@ -159,7 +176,7 @@ class MultiTurn:
             for call, result in zip(calls, results, strict=True)
         )
         try:
-            self.check(episode.tokenizer if episode.prompt.messages else None)
+            self._check_results(episode.tokenizer if episode.prompt.messages else None)
             return tool_result_ids(
                 episode.tokenizer,
                 episode.prompt.messages,

@@ -177,7 +177,6 @@ async def test_an_end_without_a_reward_is_no_reward_of_zero(games: str) -> None:
             r"rollout\.workflow_arguments\.arguments",
         ),
         ({"environment": "openenv+http://games", "arguments": {"a": 1}}, "action and observe"),
-        ({"max_turns": 0}, "at least 1"),
     ],
 )
 async def test_a_wrong_environment_is_found_before_the_run(

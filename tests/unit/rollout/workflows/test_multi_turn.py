@@ -326,7 +326,49 @@ async def test_tools_without_room_for_a_response_are_rejected(tmp_path: Path) ->
             await workflow.run(done)
 
 
-@pytest.mark.parametrize("tools", ["x.py:f", {"x.py:f": 1}])
-def test_tools_are_a_list(tools: Any) -> None:
-    with pytest.raises(ValueError, match=r"rollout\.workflow_arguments\.tools"):
-        MultiTurn(tools=tools)
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        ({"tools": "x.py:f"}, "tools"),
+        ({"tools": {"x.py:f": 1}}, "tools"),
+        ({"tools": None}, "tools"),
+        ({"tools": [5]}, r"tools\.0"),
+        ({"tools": ["x.py:f", "y.py:f"]}, "tools"),
+        ({"mcp_servers": "server"}, "mcp_servers"),
+        ({"mcp_servers": [[]]}, r"mcp_servers\.0"),
+        ({"max_turns": 0}, "max_turns"),
+        ({"max_turns": True}, "max_turns"),
+        ({"max_turn_tokens": "many"}, "max_turn_tokens"),
+        ({"tool_timeout_s": float("inf")}, "tool_timeout_s"),
+        ({"result_template": 5}, "result_template"),
+        ({"offer_tools": "yes"}, "offer_tools"),
+        ({"tool_format": []}, "tool_format"),
+        ({"max_turn": 3}, "max_turn: is not a known key.* 'max_turns'"),
+    ],
+)
+def test_wrong_arguments_are_rejected_by_key(arguments: dict[str, Any], key: str) -> None:
+    spec = RolloutSpec(
+        workflow="multi_turn", workflow_arguments=arguments, rewards=({"name": "exact_match"},)
+    )  # type: ignore[arg-type]  # pydantic converts
+    with pytest.raises(ValueError, match=rf"rollout\.workflow_arguments\.{key}"):
+        load_workflow(spec)
+
+
+@pytest.mark.parametrize(
+    "shown", ["", "{% if tools %}Tools are available.{% endif %}", "{{ tools | length if tools }}"]
+)
+def test_a_template_that_does_not_show_the_tools_is_refused(tmp_path: Path, shown: str) -> None:
+    load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m", tokenizer="bytes")).save(tmp_path)
+    chat = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}<eos>{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    (tmp_path / "chat_template.jinja").write_text(shown + chat)
+    tokenizer = load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m", tokenizer=str(tmp_path)))
+    with pytest.raises(ValueError, match=r"rollout\.workflow_arguments\.offer_tools"):
+        MultiTurn(tools=["x.py:f"], result_template="{result}").check(tokenizer)
+    MultiTurn(tools=["x.py:f"], offer_tools=False).check(tokenizer)
+    (tmp_path / "chat_template.jinja").write_text("{{ tools | tojson }}" + chat)
+    MultiTurn(tools=["x.py:f"]).check(
+        load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m", tokenizer=str(tmp_path)))
+    )
