@@ -59,7 +59,14 @@ FIELDS: Final = tuple(
         (
             "model_inputs", "uint8", "[B]", "rollout",
             "tensors that the model takes besides the prompt's tokens, as one opaque bundle; stored once per "
-            "group; empty if the prompt has none; only with data.model_inputs_column",
+            "group if all its samples have the same; empty if the prompt has none; only with "
+            "data.model_inputs_column or model.images",
+        ),
+        (
+            "turn_inputs", "uint8", "[B]", "rollout",
+            "the same of tokens that a workflow observed after the prompt, as numbered opaque bundles: the "
+            "number is the place of the turn's first token among those of prompt and response; only with "
+            "model.images and a workflow other than single_turn",
         ),
         ("rewards", "float32", "[]", "rollout", "task reward of the whole response"),
         (
@@ -100,6 +107,7 @@ SAMPLING_MASK: Final = "sampling_mask"
 ALL_TOKENS: Final = -(2**31)
 """Entry of a sampling mask for a response token that was drawn from all tokens."""
 MODEL_INPUTS: Final = "model_inputs"
+TURN_INPUTS: Final = "turn_inputs"
 TEACHER_PROMPT: Final = "teacher_prompt_ids"
 TEACHER_TOP_K: Final = "teacher_topk"
 ROLLOUT_FIELDS: Final = tuple(
@@ -112,6 +120,7 @@ ROLLOUT_FIELDS: Final = tuple(
         SAMPLING_MASK,
         TOKEN_REWARDS,
         MODEL_INPUTS,
+        TURN_INPUTS,
         TEACHER_PROMPT,
         TEACHER_TOP_K,
     )

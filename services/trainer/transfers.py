@@ -15,11 +15,12 @@ from services.common.errors import (
     InvalidArgumentError,
     ServiceError,
 )
-from services.common.fields import MODEL_INPUTS
+from services.common.fields import MODEL_INPUTS, TURN_INPUTS
+from services.trainer.batch.samples import SampleInputs
 from services.wire.batch import KVBatchMeta
 from services.wire.data.client import DataClient
 from services.wire.data.jagged import Jagged
-from services.wire.data.model_inputs import ModelInputs
+from services.wire.data.model_inputs import ModelInputs, decode_bundles
 
 Fetch = Callable[[KVBatchMeta, Sequence[str]], dict[str, Jagged]]
 """Fetches fields of samples; blocks until they have arrived."""
@@ -96,11 +97,11 @@ class QueueTransfers:
             logger.warning("sample records dropped", extra={"cause": type(error).__name__})
 
 
-def fetch_model_inputs(fetch: Fetch, meta: KVBatchMeta) -> list[ModelInputs]:
-    """Fetches the model inputs of samples, once for all samples that share them.
+def fetch_model_inputs(fetch: Fetch, meta: KVBatchMeta) -> list[SampleInputs]:
+    """Fetches the model inputs of samples, those of prompts once for all samples that share them.
 
     Returns:
-        One for each sample, the same object for equal ones; empty if the run has none.
+        One for each sample; prompts with equal inputs have the same object. Empty if the run has none.
     """
     if MODEL_INPUTS not in meta.field_names:
         return []
@@ -110,7 +111,11 @@ def fetch_model_inputs(fetch: Fetch, meta: KVBatchMeta) -> list[ModelInputs]:
     fetched = fetch(meta.select(list(distinct.values())), (MODEL_INPUTS,))[MODEL_INPUTS]
     bundles = map(ModelInputs.from_encoded, fetched.unbind())
     by_place, by_digest = dict(zip(distinct, bundles, strict=True)), dict[str, ModelInputs]()
-    return [by_digest.setdefault(by_place[at].digest, by_place[at]) for at in places]
+    prompts = [by_digest.setdefault(by_place[at].digest, by_place[at]) for at in places]
+    if TURN_INPUTS not in meta.field_names:
+        return [SampleInputs(prompt) for prompt in prompts]
+    turns = map(decode_bundles, fetch(meta, (TURN_INPUTS,))[TURN_INPUTS].unbind())
+    return [SampleInputs(prompt, own) for prompt, own in zip(prompts, turns, strict=True)]
 
 
 def of_vocabulary(fetch: Fetch, vocab_size: int) -> Fetch:

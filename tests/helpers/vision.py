@@ -117,14 +117,21 @@ def model_spec(folder: Path) -> ModelSpec:
     return ModelSpec(path=str(folder), tokenizer=SYMBOLS, images=True)
 
 
-def random_prompt(rng: random.Random, num_images: int) -> tuple[list[int], ModelInputs]:
-    """Returns a prompt with images of random sizes."""
+def random_prompt(
+    rng: random.Random, num_images: int, *, num_tokens: int = 0, num_earlier: int = 0
+) -> tuple[list[int], ModelInputs]:
+    """Returns a prompt or an observation with images of random sizes.
+
+    Args:
+        num_tokens: Tokens of the conversation before it.
+        num_earlier: Images of the conversation before it.
+    """
     tokens = [rng.randrange(3, 59) for _ in range(rng.randrange(1, 6))]
     grids, places = [], []
     for number in range(num_images):
         grid = [1, 2 * rng.randrange(1, 4), 2 * rng.randrange(1, 4)]
         tokens.append(VISION_START)
-        places.append([number, len(tokens)])
+        places.append([num_earlier + number, num_tokens + len(tokens)])
         grids.append(grid)
         tokens += [IMAGE] * (grid[1] * grid[2] // 4)
         tokens += [VISION_END, *(rng.randrange(3, 59) for _ in range(rng.randrange(4)))]
@@ -142,13 +149,16 @@ def plain_logprobs(
 ) -> Tensor:
     """Returns the logprobs of a response by the model's own unpacked forward pass.
 
-    A model of transformers takes a placeholder in the response for an image, and refuses the sequence. Here
-    only the prompt has images.
+    A model of transformers takes a placeholder that was sampled for an image, and refuses the sequence. Here
+    only the given places have images.
     """
     ids = torch.tensor([[*prompt, *response]])
     arguments = {name: each for name, each in given.tensors.items() if name != "image_places"}
-    is_image = (ids == IMAGE) & (torch.arange(ids.shape[1]) < len(prompt))
+    is_image = torch.zeros_like(ids, dtype=torch.bool)
     if arguments:
+        counts = given.tensors["image_grid_thw"].prod(1) // 4
+        for (_, first), count in zip(given.tensors["image_places"], counts, strict=True):
+            is_image[0, first : first + count] = True
         arguments["mm_token_type_ids"] = is_image.int()
     own = type(model.model).get_placeholder_mask.__get__(model.model)
     model.model.rope_deltas = None

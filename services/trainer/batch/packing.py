@@ -52,7 +52,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacedInputs:
-    """Model inputs of a prompt in a pack: a prompt that several sequences share has them once."""
+    """Model inputs of a sequence in a pack: a prompt that several sequences share has them once."""
 
     inputs: ModelInputs
     """The inputs."""
@@ -99,7 +99,7 @@ class PackedTokens:
     teacher: Tensor | None = None
     """``[P, ...]`` float32: the teacher's distribution of each prediction; None if the run compares none."""
     inputs: tuple[PlacedInputs, ...] = ()
-    """Model inputs of the prompts that have some, in the order of the prompts."""
+    """Model inputs of the sequences that have some, in their order."""
     context: ContextRanks | None = None
     """Ranks that compute the pack together. Tokens and predictions are then those of this rank; layout, work
     and ``places`` are those of all.
@@ -164,7 +164,7 @@ def pack(
         masks: ``N`` rows with the tokens that could be drawn for each response token, as in the data
             dictionary; None if all could.
         teacher: ``[R, ...]`` float32 distributions of a teacher; None if the run compares none.
-        inputs: Model inputs of each prompt; empty if the run has none.
+        inputs: Model inputs of each sequence; empty if the run has none.
 
     Raises:
         ValueError: If a prompt is empty, so that its first response token has no predictor.
@@ -245,7 +245,8 @@ def _placed(
 ) -> tuple[PlacedInputs, ...]:
     """Returns the places of the inputs of prompts.
 
-    A sequence with inputs shares its whole prompt with earlier sequences, or nothing.
+    A sequence with inputs shares its whole prompt with earlier sequences, or nothing: nothing if some inputs
+    belong to tokens after the prompt.
     """
     if not given:
         return ()

@@ -60,9 +60,10 @@ def joined(
         responses: ``[R]`` token ids each.
         experts: ``[P + R - 1, layers, K]`` each, if known: a token that passes other experts has other
             hidden states and cannot be shared. The upper bits of a key are a digest of them.
-        inputs: Model inputs of each prompt; empty if the run has none. They may affect any token, so prompts
-            with inputs are shared as a whole or not at all: the upper bits of their first key number the
-            distinct pairs of a prompt and its inputs.
+        inputs: Model inputs of each sequence; empty if the run has none. They may affect any token, so
+            prompts with inputs are shared as a whole or not at all: the upper bits of their first key number
+            the distinct pairs of a prompt and its inputs. A sequence with inputs after its prompt shares
+            nothing.
     """
     sequences = [
         np.concatenate([prompt.numpy(), response.numpy()]).astype(np.int64)
@@ -71,10 +72,12 @@ def joined(
     if experts is not None:
         for sequence, rows in zip(sequences, experts, strict=True):
             sequence[: len(rows)] |= _digests(rows) << _ID_BITS
-    numbers: dict[tuple[str, bytes], int] = {}
-    for sequence, prompt, bundle in zip(sequences, prompts, inputs, strict=False):
+    numbers: dict[tuple[str, bytes, int | None], int] = {}
+    triples = zip(sequences, prompts, inputs, strict=False)
+    for index, (sequence, prompt, bundle) in enumerate(triples):
         if bundle.digest:
-            whole = (bundle.digest, sequence[: len(prompt)].tobytes())
+            own = index if bundle.follows_prompt else None
+            whole = (bundle.digest, sequence[: len(prompt)].tobytes(), own)
             number = numbers.setdefault(whole, len(numbers) + 1)
             sequence[0] = token_ids(sequence[:1])[0] | number << _ID_BITS
     return sequences

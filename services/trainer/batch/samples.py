@@ -8,7 +8,7 @@ An episode of several conversations is one stored response, which is split into 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -33,6 +33,16 @@ from services.wire.data.model_inputs import ModelInputs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class SampleInputs:
+    """Model inputs of one sample."""
+
+    prompt: ModelInputs
+    """Inputs of its prompt."""
+    turns: Mapping[int, ModelInputs] = field(default_factory=dict)
+    """Inputs of observed turns, by the place of the turn's first token among those of prompt and response."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Sequences:
     """The ``n`` token sequences of ``N`` samples, one sample after the other."""
 
@@ -50,6 +60,31 @@ class Sequences:
     """``n`` rows ``[P + R - 1, layers, K]``; None if unknown."""
     masks: Jagged | None = None
     """``n`` rows ``[S]``: sampling masks of the responses; None if all tokens could be drawn."""
+
+    def inputs_of(self, given: Sequence[SampleInputs]) -> tuple[ModelInputs, ...]:
+        """Returns the model inputs of each sequence; nothing if the run has none.
+
+        Args:
+            given: Inputs of each sample.
+        """
+        if not given:
+            return ()
+        found, start = list[ModelInputs](), 0
+        lengths = (self.prompts.lengths + self.responses.lengths).tolist()
+        for sample, number, length in zip(
+            self.samples.tolist(), self.numbers.tolist(), lengths, strict=True
+        ):
+            start = 0 if number == 0 else start
+            own = given[sample]
+            turns = {n: each for n, each in own.turns.items() if start <= n < start + length}
+            found.append(
+                ModelInputs.joined(
+                    [*([own.prompt] if number == 0 else []), *turns.values()],
+                    follows_prompt=any(place > start for place in turns),
+                )
+            )
+            start += length
+        return tuple(found)
 
     def joined(self, columns: Tensor) -> Tensor:
         """Maps values of the sequences' response tokens to those of the samples, 0 at further prompts."""
@@ -156,7 +191,7 @@ class Samples:
     teacher_prompts: Jagged | None = None
     """``n`` rows of token ids: what the teacher sees in place of the prompt; None if it sees the prompt."""
     inputs: tuple[ModelInputs, ...] = ()
-    """Model inputs of each sequence's prompt; empty if the run has none."""
+    """Model inputs of each sequence; empty if the run has none."""
     groups: Tensor | None = None
     """``[n]`` int64, group of each sequence, if the loss compares the members of a group."""
 
@@ -398,7 +433,7 @@ def build_samples(
     *,
     spec: AlgorithmSpec,
     weight_version: int,
-    inputs: Sequence[ModelInputs] = (),
+    inputs: Sequence[SampleInputs] = (),
 ) -> Samples:
     """Builds sequences from fetched fields, with the mask of the tokens that train.
 
@@ -434,7 +469,7 @@ def build_samples(
         tokens=tokens,
         experts=found.experts,
         masks=found.masks,
-        inputs=tuple(inputs[row] for row in found.samples.tolist()) if inputs else (),
+        inputs=found.inputs_of(inputs),
         groups=cohort.groups[chosen] if spec.loss_kind.compares_members else None,
     )
     trains = cohort.is_member[chosen]

@@ -6,12 +6,11 @@ import torch
 
 from services.common.fields import ROUTED_EXPERTS, SAMPLING_MASK
 from services.trainer.batch.plan import plan_step, shard_of
-from services.trainer.batch.samples import BatchFacts, Samples, sequences_of
+from services.trainer.batch.samples import BatchFacts, SampleInputs, Samples, sequences_of
 from services.trainer.engines.base import TrainEngine
 from services.trainer.transfers import Add, Fetch, fetch_model_inputs
 from services.wire.batch import MISSING, KVBatchMeta
 from services.wire.data.jagged import Jagged
-from services.wire.data.model_inputs import ModelInputs
 
 VERSION_OF = {"proximal_logprobs": "proximal_version"}
 """Name of the field that stores the weight version of another field."""
@@ -68,11 +67,11 @@ class FieldScoring:
         names = (*_INPUTS, *(name for name in _OPTIONAL_INPUTS if name in meta.field_names))
         empty = Jagged(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
         inputs: Mapping[str, Jagged] = dict.fromkeys(_INPUTS, empty)
-        bundles: list[ModelInputs] = []
+        given: list[SampleInputs] = []
         with self._ranks.fail_together("fetch its share of the batch"):
             if share.rows:
                 inputs = self._fetch(own, names)
-                bundles = fetch_model_inputs(self._fetch, own)
+                given = fetch_model_inputs(self._fetch, own)
         found = sequences_of(inputs)
         samples = Samples(
             rows=torch.tensor(share.rows, dtype=torch.int64)[found.samples],
@@ -83,7 +82,7 @@ class FieldScoring:
             tokens={},
             experts=found.experts,
             masks=found.masks,
-            inputs=tuple(bundles[row] for row in found.samples.tolist()) if bundles else (),
+            inputs=found.inputs_of(given),
         )
         plan = plan_step(
             share,

@@ -1,12 +1,13 @@
-"""Bundles of tensors that a model takes besides token ids, such as the pixels of a prompt's images.
+"""Bundles of tensors that a model takes besides token ids, such as the pixels of images.
 
-A bundle belongs to one prompt and travels whole: from the prompt's row to the engine, and through the
-transferqueue to the trainer. Only the model's forward pass looks inside; all other code compares digests.
+A bundle belongs to a prompt or to a turn that a workflow observed, and travels whole: to the engine, and
+through the transferqueue to the trainer. Only the model's forward pass looks inside; all other code compares
+digests.
 """
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -36,14 +37,25 @@ _RESERVED = frozenset(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelInputs:
-    """Named tensors of one prompt, each ``[n, ...]``; empty if the prompt has none."""
+    """Named tensors of a prompt or a turn, each ``[n, ...]``; empty if it has none. Compared by digest."""
 
     tensors: Mapping[str, Tensor]
     """Tensors by the name of the model's argument, on the CPU."""
-    encoded: Tensor
-    """``[B]`` uint8: the tensors in safetensors' format; ``B`` is 0 for an empty bundle."""
     digest: str
-    """Digest of ``encoded``; empty for an empty bundle."""
+    """Digest of the tensors; empty for an empty bundle."""
+    follows_prompt: bool = False
+    """True if some tensors belong to tokens after the prompt, so that no other sequence shares the prompt."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ModelInputs) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    @property
+    def encoded(self) -> Tensor:
+        """``[B]`` uint8: the tensors in safetensors' format; ``B`` is 0 for an empty bundle."""
+        return _encoded(self.tensors)
 
     @classmethod
     def from_values(cls, values: object) -> "ModelInputs":
@@ -67,8 +79,7 @@ class ModelInputs:
                 f"{', '.join(taken)} cannot be given: engines and trainer compute them; remove them"
             )
         tensors = {str(name): _as_tensor(str(name), value) for name, value in values.items()}
-        data = bytearray(save(tensors)) if tensors else bytearray()
-        return cls(tensors, torch.from_numpy(np.frombuffer(data, np.uint8)), _digest(data))
+        return cls(tensors, _digest(save(tensors)) if tensors else "")
 
     @classmethod
     def from_encoded(cls, encoded: Tensor) -> "ModelInputs":
@@ -78,11 +89,48 @@ class ModelInputs:
             DataLossError: If the bytes are no bundle.
         """
         data = encoded.numpy().tobytes()
-        try:
-            tensors = load(data) if data else {}
-        except SafetensorError as error:
-            raise DataLossError(f"stored model inputs cannot be decoded: {error}") from error
-        return cls(tensors, encoded, _digest(data))
+        return cls(_decoded(data), _digest(data))
+
+    @classmethod
+    def joined(
+        cls, bundles: Sequence["ModelInputs"], *, follows_prompt: bool = False
+    ) -> "ModelInputs":
+        """Concatenates the bundles of a sequence along their first dimension, in the order of its tokens."""
+        found = [bundle for bundle in bundles if bundle.digest]
+        if len(found) < 2:
+            one = found[0] if found else cls.from_values(None)
+            return replace(one, follows_prompt=True) if follows_prompt else one
+        names = dict.fromkeys(name for bundle in found for name in bundle.tensors)
+        tensors = {
+            name: torch.cat([each.tensors[name] for each in found if name in each.tensors])
+            for name in names
+        }
+        digest = _digest("/".join(bundle.digest for bundle in found).encode())
+        return cls(tensors, digest, follows_prompt)
+
+
+def encode_bundles(bundles: Mapping[int, ModelInputs]) -> Tensor:
+    """Encodes numbered bundles as one tensor ``[B]`` uint8; empty if all bundles are."""
+    return _encoded(
+        {
+            f"{number}.{name}": tensor
+            for number, bundle in bundles.items()
+            for name, tensor in bundle.tensors.items()
+        }
+    )
+
+
+def decode_bundles(encoded: Tensor) -> dict[int, ModelInputs]:
+    """Decodes the bundles of :func:`encode_bundles` that are not empty, in the order of their numbers.
+
+    Raises:
+        DataLossError: If the bytes are no bundles.
+    """
+    found: dict[int, dict[str, Tensor]] = {}
+    for key, tensor in _decoded(encoded.numpy().tobytes()).items():
+        number, _, name = key.partition(".")
+        found.setdefault(int(number), {})[name] = tensor
+    return {number: ModelInputs.from_values(found[number]) for number in sorted(found)}
 
 
 def check_arguments(model: nn.Module, inputs: ModelInputs) -> None:
@@ -130,6 +178,18 @@ def model_arguments(
                 name=name,
             )
     return {name: torch.cat(tensors).to(device) for name, tensors in parts.items()}
+
+
+def _encoded(tensors: Mapping[str, Tensor]) -> Tensor:
+    data = bytearray(save(dict(tensors))) if tensors else bytearray()
+    return torch.from_numpy(np.frombuffer(data, np.uint8))
+
+
+def _decoded(data: bytes) -> dict[str, Tensor]:
+    try:
+        return load(data) if data else {}
+    except SafetensorError as error:
+        raise DataLossError(f"stored model inputs cannot be decoded: {error}") from error
 
 
 def _digest(data: bytes | bytearray) -> str:

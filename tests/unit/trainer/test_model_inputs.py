@@ -144,8 +144,10 @@ def test_inputs_that_samples_share_are_fetched_once_and_are_one_object() -> None
     found = fetch_model_inputs(fetch, meta)
     (((keys), names),) = asked
     assert (sorted(keys), names) == (["g0", "g2", "g4", "g5"], (MODEL_INPUTS,))
-    assert [each.digest for each in found] == [each.digest for each in bundles]
-    assert found[0] is found[1] is found[5], "the last one is stored apart, and equal"
+    assert [each.prompt.digest for each in found] == [each.digest for each in bundles]
+    assert found[0].prompt is found[1].prompt is found[5].prompt, (
+        "the last one is stored apart, and equal"
+    )
     assert fetch_model_inputs(fetch, queue.without(MODEL_INPUTS).meta) == []
 
 

@@ -1,6 +1,7 @@
 """Models that see images: packed logprobs and gradients equal those of transformers' own model."""
 
 import random
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +10,34 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
+from services.common.fields import PROMPT_VERSION
 from services.common.models.loading import as_stored, load_model
 from services.common.models.tokenizer import load_tokenizer
 from services.common.models.weight_files import stored_names
 from services.trainer.batch.packing import pack
+from services.trainer.batch.samples import SampleInputs, sequences_of
 from services.trainer.checkpoint.export import export_checkpoint
 from services.trainer.model.policy import Policy, freeze_tower, trainable
 from services.wire.data.jagged import Jagged
-from services.wire.data.model_inputs import ModelInputs
+from services.wire.data.model_inputs import ModelInputs, decode_bundles, encode_bundles
 from tests.helpers.batches import CPU, policy_of, random_queue, rank_of, spec_of
 from tests.helpers.vision import KINDS, model_spec, plain_logprobs, random_prompt, saved_model
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Prompt and response with images in both."""
+
+    prompt: list[int]
+    response: list[int]
+    given: ModelInputs
+    """Images of the prompt."""
+    turns: dict[int, ModelInputs]
+    """Images of observations by the place of their first token."""
+
+    def logprobs(self, whole: Any) -> torch.Tensor:
+        everything = ModelInputs.joined([self.given, *self.turns.values()])
+        return plain_logprobs(whole, self.prompt, self.response, everything)
 
 
 @pytest.fixture(params=KINDS)
@@ -35,12 +54,11 @@ def loaded(request: Any, tmp_path: Path) -> tuple[Any, Any, set[str]]:
 def test_packed_logprobs_and_gradients_are_those_of_the_whole_model(
     loaded: tuple[Any, Any, set[str]], num_packs: int
 ) -> None:
-    whole, model, known = loaded
+    whole, model, _ = loaded
     policy, worst = Policy(model, temperature=1.0), [0.0, 0.0]
     for seed in range(num_packs):
         rows = random_rows(random.Random(seed))
         expected = torch.cat([plain_logprobs(whole, *row) for row in rows])
-        factors = torch.randn(len(expected), generator=torch.Generator().manual_seed(seed))
         packed = pack(
             Jagged.from_list([torch.tensor(prompt) for prompt, _, _ in rows]),
             Jagged.from_list([torch.tensor(response) for _, response, _ in rows]),
@@ -48,19 +66,26 @@ def test_packed_logprobs_and_gradients_are_those_of_the_whole_model(
             shares_prefixes=seed % 2 == 1,
             inputs=[given for _, _, given in rows],
         )
-        logprobs, _ = policy(packed)
-        difference = float((logprobs - expected).detach().abs().max())
-        wanted = gradients(whole, expected @ factors)
-        given = as_stored(gradients(model, logprobs @ factors), model.config.to_dict(), known=known)
-        actual = {_plain(name): each for name, each in given.items()}
-        assert actual.keys() == {_plain(name) for name in wanted}
-        errors = [(actual[_plain(name)] - each).norm() for name, each in wanted.items()]
-        size = torch.stack([each.norm() for each in wanted.values()]).norm()
-        error = float(torch.stack(errors).norm() / size)
-        worst = [max(worst[0], difference), max(worst[1], error)]
-        assert difference <= 1e-5, f"seed {seed}"
-        assert error <= 1e-5, f"seed {seed}"
+        found = errors(loaded, policy(packed)[0], expected, seed=seed)
+        worst = list(map(max, worst, found))
+        assert max(found) <= 1e-5, f"seed {seed}"
     print(f"logprobs {worst[0]:.1e}, gradients {worst[1]:.1e} over {num_packs} packs")
+
+
+def errors(
+    loaded: tuple[Any, Any, set[str]], logprobs: torch.Tensor, expected: torch.Tensor, *, seed: int
+) -> tuple[float, float]:
+    """Returns the max difference of logprobs, and the relative one of gradients of their random sum."""
+    whole, model, known = loaded
+    factors = torch.randn(len(expected), generator=torch.Generator().manual_seed(seed))
+    wanted = gradients(whole, expected @ factors)
+    given = as_stored(gradients(model, logprobs @ factors), model.config.to_dict(), known=known)
+    actual = {_plain(name): each for name, each in given.items()}
+    assert actual.keys() == {_plain(name) for name in wanted}
+    norms = [(actual[_plain(name)] - each).norm() for name, each in wanted.items()]
+    size = torch.stack([each.norm() for each in wanted.values()]).norm()
+    difference = float((logprobs - expected).detach().abs().max())
+    return difference, float(torch.stack(norms).norm() / size)
 
 
 def random_rows(rng: random.Random) -> list[tuple[list[int], list[int], ModelInputs]]:
@@ -74,6 +99,81 @@ def random_rows(rng: random.Random) -> list[tuple[list[int], list[int], ModelInp
             rows.append((prompt, response, given))
     rng.shuffle(rows)
     return rows
+
+
+def random_conversation(rng: random.Random, prompt: tuple[list[int], ModelInputs]) -> Conversation:
+    """Returns a conversation in which the policy answers observations with and without images."""
+    tokens, given = prompt
+    response, own = list[int](), dict[int, ModelInputs]()
+    num_images = len(given.tensors.get("image_places", ()))
+    for _ in range(rng.randrange(1, 4)):
+        said = [rng.randrange(3, 64) for _ in range(rng.randrange(1, 6))]
+        place = len(tokens) + len(response) + len(said)
+        seen, inputs = random_prompt(
+            rng, rng.randrange(3), num_tokens=place, num_earlier=num_images
+        )
+        num_images += len(inputs.tensors.get("image_places", ()))
+        seen.append(rng.randrange(3, 59))
+        response += [*said, *seen]
+        own[place] = inputs
+    return Conversation(tokens, [*response, 5, 6], given, own)
+
+
+@pytest.mark.parametrize("num_packs", [4, pytest.param(200, marks=pytest.mark.nightly)])
+@pytest.mark.timeout(3600)
+def test_images_of_observations_are_computed_as_by_the_whole_model(
+    loaded: tuple[Any, Any, set[str]], num_packs: int
+) -> None:
+    """Also of further conversations of a sample, which begin within its response."""
+    whole, model, _ = loaded
+    policy, worst = Policy(model, temperature=1.0), [0.0, 0.0]
+    for seed in range(num_packs):
+        rng, groups = random.Random(seed), []
+        for _ in range(3):
+            prompt = random_prompt(rng, rng.randrange(3))
+            groups += [random_conversation(rng, prompt) for _ in range(rng.randrange(1, 4))]
+        further = [random_conversation(rng, random_prompt(rng, rng.randrange(3))) for _ in groups]
+        fields, given = stored(list(zip(groups, further, strict=True)))
+        found = sequences_of(fields)
+        packed = pack(
+            found.prompts,
+            found.responses,
+            device=CPU,
+            shares_prefixes=seed % 2 == 1,
+            inputs=found.inputs_of(given),
+        )
+        pairs = zip(groups, further, strict=True)
+        expected = torch.cat([each.logprobs(whole) for pair in pairs for each in pair])
+        found_errors = errors(loaded, policy(packed)[0], expected, seed=seed)
+        worst = list(map(max, worst, found_errors))
+        assert max(found_errors) <= 1e-5, f"seed {seed}"
+    print(f"logprobs {worst[0]:.1e}, gradients {worst[1]:.1e} over {num_packs} packs")
+
+
+def stored(
+    samples: list[tuple[Conversation, Conversation]],
+) -> tuple[dict[str, Jagged], list[SampleInputs]]:
+    """Returns samples of two conversations as the trainer fetches them."""
+    responses, runs, inputs = [], [], []
+    for first, second in samples:
+        start = len(first.prompt) + len(first.response)
+        responses.append([*first.response, *second.prompt, *second.response])
+        runs.append(
+            [
+                [0, len(first.response)],
+                [PROMPT_VERSION, len(second.prompt)],
+                [0, len(second.response)],
+            ]
+        )
+        turns = {**first.turns, start: second.given}
+        turns |= {start + place: each for place, each in second.turns.items()}
+        inputs.append(SampleInputs(first.given, decode_bundles(encode_bundles(turns))))
+    fields = {
+        "prompt_ids": Jagged.from_list([torch.tensor(first.prompt) for first, _ in samples]),
+        "response_ids": Jagged.from_list([torch.tensor(each) for each in responses]),
+        "version_runs": Jagged.from_list([torch.tensor(each) for each in runs]),
+    }
+    return fields, inputs
 
 
 def gradients(model: torch.nn.Module, value: torch.Tensor) -> dict[str, torch.Tensor]:
