@@ -59,20 +59,23 @@ below: {multimodal}. The vision tower and the projector stay on disk. `slipstrea
 whole checkpoint: all keys, and those tensors bit for bit. Packed logprobs and the export of each are compared
 with the whole model of transformers (`tests/unit/trainer/test_multimodal.py`).
 
-With `model.images: true` the vision tower of {images} is loaded too, and prompts may have images
-([data](data.md#images)); others are refused. Packed logprobs and gradients, also those of the tower, equal
-those of the whole model to 1e-5 in float32: multimodal rotary positions start at 0 in each sequence, features
-replace the placeholders of prompts only, and Qwen3-VL's features also reach its first layers
-(`tests/unit/trainer/test_vision.py`; 200 random packs of each every night). So do
-logprobs of the torch engine
-(`tests/unit/rollout/test_images.py`). `trainer.freeze_vision_tower: false` trains the tower.
+With `model.images: true` the vision tower of {images} is loaded too, and prompts and
+[observations](data.md#images-of-tools-and-agents) may have images; others are refused. Packed logprobs and
+gradients, also those of the tower, equal those of the whole model to 1e-5 in float32: multimodal rotary
+positions start at 0 in each sequence, features replace the placeholders of given images only, and Qwen3-VL's
+features also reach its first layers (`tests/unit/trainer/test_vision.py`; 200 random packs of each every
+night, with images in prompts, in observations and in further conversations of a sample). So do logprobs of
+the torch engine (`tests/unit/rollout/test_images.py`, `tests/integration/test_turn_images.py`).
+`trainer.freeze_vision_tower: false` trains the tower.
 
 - **vLLM**: it gets the trainer's token ids and pixels, and neither tokenizes nor scales. On its CPU build,
   logprobs of both families equal the trainer's after each of five versions, which also change the tower, to a
   mean of 1e-5 in float32 and 5e-3 in bfloat16. So do those of resumed responses, and of responses whose
   weights change midway (`tests/engines/test_vllm_images.py`).
+- **Shared prefixes**: the trainer computes a prompt once for all responses that have no images. A response
+  with images shares nothing.
 - **Refused**: the engine `sglang`, `rollout.quantization` and `rollout.speculation`, context and tensor
-  parallelism, demonstrations, workflows other than `single_turn` and your own.
+  parallelism, and demonstrations.
 - **LoRA**: adapters of the language model only.
 - **Placeholders that the policy samples** are tokens like any other, in trainer and engine.
 

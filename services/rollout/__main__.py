@@ -173,7 +173,10 @@ async def _load(
                     or weight_mode(spec.weight_sync.mode).is_in_place,
                     sleeps=spec.is_colocated(settings.worker_id),
                     images=ImageLimits(
-                        max_images=spec.data.max_images, max_tokens=spec.data.max_prompt_tokens
+                        max_images=spec.data.max_images,
+                        max_tokens=max(
+                            spec.data.max_prompt_tokens, spec.rollout.max_response_tokens
+                        ),
                     )
                     if spec.model.images
                     else None,
@@ -229,6 +232,7 @@ async def _load(
         routing,
         has_token_rewards=any(reward.per != "response" for reward in rewards),
         has_masks=spec.rollout.sampling.is_truncated,
+        sees_turns=spec.model.images and spec.rollout.workflow != "single_turn",
         teacher=teacher,
         sample_recorder=sample_recorder,
     )
@@ -244,6 +248,7 @@ async def _load(
             reward=scorer,
             comparison=scorer.comparison,
             calls=calls,
+            images=images,
             sandboxes=await _open_sandboxes(stack, spec.rollout.sandbox, settings),
             curriculum=curriculum,
         ),

@@ -210,9 +210,10 @@ class DataSpec(SpecPart):
     marks their places with ``<image>``; without marks they precede it. Messages may instead have
     parts ``{type: image, image: ...}`` or ``{type: image_url, ...}``."""
     max_images: int = Field(8, ge=1)
-    """Max images of a prompt. A prompt with more is quarantined."""
+    """Max images of a prompt, or of a conversation with those of tools and agents. A prompt with more
+    is quarantined; an episode fails."""
     max_image_bytes: int = Field(20 << 20, ge=1)
-    """Max bytes of an encoded image. A prompt with a larger one is quarantined."""
+    """Max bytes of an encoded image. A prompt with a larger one is quarantined; an episode fails."""
     max_image_pixels: int = Field(1280 * 28 * 28, ge=1)
     """Images with more pixels are scaled down to this number before the model's image processor
     gets them."""

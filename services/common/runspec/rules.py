@@ -139,10 +139,6 @@ def _model_inputs(spec: RunSpec) -> Iterator[str]:
 def _images(spec: RunSpec) -> Iterator[str]:
     if spec.model.images:
         refused = {
-            "rollout.workflow": (
-                spec.rollout.workflow in ("agent", "environment", "multi_turn"),
-                "whose prompts are text only",
-            ),
             "rollout.engine": (
                 spec.rollout.engine == "sglang",
                 "which takes token ids only; use 'torch' or 'vllm'",

@@ -102,8 +102,8 @@ def list_tools(command: Sequence[str]) -> list[dict[str, Any]]:
         params = {"cursor": result["nextCursor"]}
 
 
-def call_tool(command: Sequence[str], name: str, arguments: Mapping[str, Any]) -> str:
-    """Calls a tool and returns the text of its result.
+def call_tool(command: Sequence[str], name: str, arguments: Mapping[str, Any]) -> Any:
+    """Calls a tool and returns the text of its result, or parts with texts and data URLs if it has images.
 
     Raises:
         RuntimeError: If the tool reports an error.
@@ -112,7 +112,15 @@ def call_tool(command: Sequence[str], name: str, arguments: Mapping[str, Any]) -
     text = "\n".join(part["text"] for part in result["content"] if part.get("type") == "text")
     if result.get("isError"):
         raise RuntimeError(text or f"tool {name!r} failed")
-    return text
+    if all(part.get("type") != "image" for part in result["content"]):
+        return text
+    return [
+        {"type": "text", "text": part["text"]}
+        if part["type"] == "text"
+        else {"type": "image", "image": f"data:{part['mimeType']};base64,{part['data']}"}
+        for part in result["content"]
+        if part.get("type") in ("text", "image")
+    ]
 
 
 def _described(tool: Mapping[str, Any]) -> dict[str, Any]:

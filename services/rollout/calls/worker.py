@@ -4,8 +4,10 @@ Rewards and tools run only here: they may hang, crash or print without affecting
 """
 
 import asyncio
+import base64
 import functools
 import inspect
+import io
 import json
 import os
 import sys
@@ -56,11 +58,23 @@ async def _wait_for(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Converts numpy and torch scalars to numbers, iterators to lists, and other values to text."""
+    """Converts numpy and torch scalars to numbers, iterators to lists, images to URLs, others to text."""
     if isinstance(value, Iterator):
         return list(value)
+    if (url := image_url(value)) is not None:
+        return url
     item = getattr(value, "item", None)
     return item() if callable(item) else repr(value)
+
+
+def image_url(value: Any) -> str | None:
+    """Returns an image of Pillow as a data URL; None for any other value."""
+    pillow: Any = sys.modules.get("PIL.Image")  # not imported for those who use none
+    if pillow is None or not isinstance(value, pillow.Image):
+        return None
+    buffer = io.BytesIO()
+    value.save(buffer, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Images of prompts: reads and decodes them within limits, and makes the model's inputs of them.
+"""Images of prompts and observations: reads and decodes them within limits, and makes the model's inputs.
 
-A row has images in a column, or as parts of its messages. Each becomes one placeholder in the prompt's
-tokens, which is then repeated for every feature of the image.
+A row has images in a column, or as parts of its messages; an observation has them as parts. Each becomes one
+placeholder in the tokens, which is then repeated for every feature of the image.
 """
 
 import asyncio
@@ -35,12 +35,13 @@ _MAX_DECODED_PIXELS: Final = 64 << 20
 """Max pixels of an image before it is scaled down: a few bytes may decode to gigabytes."""
 _FETCH_TIMEOUT_S: Final = 30.0
 _THUMBNAIL: Final = (192, 192)
+_PLACES: Final = "image_places"
 _URLS: Final = ("http://", "https://")
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """An image of a prompt as people see it."""
+    """An image of a prompt or an observation as people see it."""
 
     name: str
     """Path or address; empty for bytes."""
@@ -51,7 +52,7 @@ class Picture:
 
 
 class ImageReader:
-    """Reads the images of prompts for one model.
+    """Reads the images of prompts and observations for one model.
 
     Args:
         model: A model with ``images``.
@@ -85,15 +86,24 @@ class ImageReader:
         self._processor: Any = _processor(model)
 
     def inputs_of(
-        self, token_ids: Sequence[int], sources: Sequence[Any], *, folder: Path, place: str
+        self,
+        token_ids: Sequence[int],
+        sources: Sequence[Any],
+        *,
+        folder: Path | None,
+        place: str,
+        num_tokens: int = 0,
+        earlier: "ModelInputs | None" = None,
     ) -> tuple[list[int], "ModelInputs", tuple[Picture, ...]]:
         """Reads images and returns tokens with all placeholders, the model's inputs, and the pictures.
 
         Args:
-            token_ids: Tokens of the prompt, with one placeholder for each image.
-            sources: The images as the row has them, in order.
-            folder: Folder that paths are relative to.
-            place: Position of the row, for error messages.
+            token_ids: Tokens of the prompt or the observation, with one placeholder for each image.
+            sources: The images as the row or the observation has them, in order.
+            folder: Folder that paths are relative to; None forbids paths.
+            place: Position of the row, or what the tokens are, for error messages.
+            num_tokens: Tokens of the conversation before these.
+            earlier: Images of the conversation before these; they count for ``data.max_images``.
 
         Raises:
             GroupError: If an image is missing, forbidden, broken or too large, or there are too many.
@@ -112,11 +122,13 @@ class ImageReader:
                 "prompt_malformed",
                 f"{place} ends with an image, but the model answers after text; add text after it",
             )
-        if len(sources) > self._data.max_images:
+        num_earlier = len(earlier.tensors.get(_PLACES, ())) if earlier is not None else 0
+        if num_earlier + len(sources) > self._data.max_images:
+            after = f" after {num_earlier} others" * (num_earlier > 0)
             raise refused_prompt(
                 "too_many_images",
-                f"{place} has {len(sources)} images, more than data.max_images ({self._data.max_images}); "
-                "raise it or remove the row",
+                f"{place} has {len(sources)} images{after}, more than data.max_images "
+                f"({self._data.max_images}); raise it or use fewer",
             )
         if not sources:
             return list(token_ids), ModelInputs.from_values(None), ()
@@ -132,19 +144,42 @@ class ImageReader:
             raise refused_prompt(
                 "image_invalid", f"{place}: the model's processor refuses an image: {error}"
             ) from error
+        values = {name: made[name] for name in ("pixel_values", "image_grid_thw")}
+        expanded, inputs = self.with_places(
+            token_ids, values, num_tokens=num_tokens, num_earlier=num_earlier
+        )
+        return expanded, inputs, pictures
+
+    def with_places(
+        self,
+        token_ids: Sequence[int],
+        tensors: Mapping[str, Any],
+        *,
+        num_tokens: int = 0,
+        num_earlier: int = 0,
+    ) -> tuple[list[int], "ModelInputs"]:
+        """Returns tokens with all placeholders, and the model's inputs with their places.
+
+        Args:
+            token_ids: Tokens with one placeholder for each image.
+            tensors: Inputs of these images, without their places or with those in other tokens.
+            num_tokens: Tokens of the conversation before these.
+            num_earlier: Images of the conversation before these.
+        """
+        from services.wire.data.model_inputs import ModelInputs
+
         merge = self._processor.merge_size**2
-        counts = [math.prod(grid) // merge for grid in made["image_grid_thw"].tolist()]
+        counts = [math.prod(grid) // merge for grid in tensors["image_grid_thw"].tolist()]
         expanded, places = list[int](), list[list[int]]()
         for id_ in token_ids:
-            if id_ == self._placeholder:
-                places.append([len(places), len(expanded)])
+            if id_ == self._placeholder and len(places) < len(counts):
+                places.append([num_earlier + len(places), num_tokens + len(expanded)])
                 expanded += [id_] * counts[len(places) - 1]
             else:
                 expanded.append(id_)
-        values = {name: made[name] for name in ("pixel_values", "image_grid_thw")}
-        return expanded, ModelInputs.from_values({**values, "image_places": places}), pictures
+        return expanded, ModelInputs.from_values({**tensors, _PLACES: places})
 
-    def _read(self, source: Any, folder: Path, name: str) -> Image.Image:
+    def _read(self, source: Any, folder: Path | None, name: str) -> Image.Image:
         content = self._content(source, folder, name)
         limit = self._data.max_image_bytes
         if len(content) > limit:
@@ -168,7 +203,7 @@ class ImageReader:
                 f"{name} cannot be decoded ({error}); expected {', '.join(_FORMATS)}",
             ) from error
 
-    def _content(self, source: Any, folder: Path, name: str) -> bytes:
+    def _content(self, source: Any, folder: Path | None, name: str) -> bytes:
         """Returns the encoded image."""
         if isinstance(source, Image.Image):  # of a data set with decoded images
             buffer = io.BytesIO()
@@ -189,6 +224,11 @@ class ImageReader:
             return _decoded(source, name, self._data.max_image_bytes)
         if source.startswith(_URLS):
             return self._fetched(source, name)
+        if folder is None:
+            raise refused_prompt(
+                "image_forbidden",
+                f"{name} is {source!r:.60}, but only rows of data may name files; send a data URL",
+            )
         return self._file(folder / source.removeprefix("file://"), name)
 
     def _file(self, path: Path, name: str) -> bytes:
@@ -266,6 +306,14 @@ def with_parts(
         is_text = isinstance(message["content"], str) and [p["type"] for p in parts] == ["text"]
         made.append({**message, "content": message["content"] if is_text else parts})
     return made, found + rest
+
+
+def has_images(value: Any) -> bool:
+    """Returns True if a tool's result is a list of parts of a message, at least one of which is an image."""
+    if not isinstance(value, list) or not value:
+        return False
+    types = [part.get("type") if isinstance(part, dict) else None for part in value]
+    return set(types) <= {"text", "image", "image_url"} and set(types) != {"text"}
 
 
 def _parts_of(text: Any, *, marks: bool) -> Iterator[dict[str, Any]]:

@@ -36,7 +36,7 @@ from services.common.errors import InvalidArgumentError
 from services.common.lifetime import wait_for_shutdown
 from services.common.parent import die_with_parent
 from services.rollout.calls.guard import add_options, serve_guarded
-from services.rollout.environments.protocol import MAX_ANSWER_BYTES, PROTOCOL, wire_size
+from services.rollout.environments.protocol import MAX_ANSWER_BYTES, PROTOCOL, as_json
 from services.rollout.sandbox.service import sandbox_argument
 
 _MAX_THREADS = 512
@@ -106,7 +106,8 @@ class Host:
     def _answers(self, handle: Callable[[Request], Any]) -> Callable[[Request], Any]:
         async def answer(request: Request) -> Response:
             try:
-                return JSONResponse(_bounded(await handle(request)))
+                content = _bounded(await handle(request))
+                return Response(content, media_type="application/json")
             except _RefusedError as error:
                 return _refusal(str(error), error.status)
             # Boundary to user code: every exception becomes an answer, so that other episodes continue.
@@ -212,16 +213,16 @@ def _refusal(message: str, status: int) -> JSONResponse:
     return JSONResponse({"error": shown}, status)
 
 
-def _bounded(answer: dict[str, Any]) -> dict[str, Any]:
+def _bounded(answer: dict[str, Any]) -> bytes:
     try:
-        size = wire_size(answer)
+        content = as_json(answer)
     except (TypeError, ValueError, RecursionError) as error:
         message = f"its result must be JSON with finite numbers, got {answer!r:.200} ({error})"
         raise _RefusedError(500, message) from error
-    if size > MAX_ANSWER_BYTES:
-        message = f"its result has {size} bytes, more than the limit of {MAX_ANSWER_BYTES}"
+    if len(content) > MAX_ANSWER_BYTES:
+        message = f"its result has {len(content)} bytes, more than the limit of {MAX_ANSWER_BYTES}"
         raise _RefusedError(500, message)
-    return answer
+    return content
 
 
 async def _call(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:

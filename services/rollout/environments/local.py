@@ -15,7 +15,7 @@ import httpx
 from services.common.parent import module_command
 from services.rollout.calls.outside import AddressPolicy, ExternalService
 from services.rollout.environments.client import HttpEnvironment, HttpSession
-from services.rollout.environments.protocol import Message, Observation
+from services.rollout.environments.protocol import MAX_ANSWER_BYTES, Message, Observation
 from services.rollout.failures import CallError
 from services.rollout.settings import environment_of_user_code
 
@@ -133,6 +133,7 @@ class LocalEnvironment:
         self._service = ExternalService(
             f"http://{_HERE}",
             reach=AddressPolicy((_HERE,)),
+            max_answer_bytes=MAX_ANSWER_BYTES,
             transport=httpx.AsyncHTTPTransport(uds=str(path), limits=_UNLIMITED),
         )
         self._environment = HttpEnvironment(

@@ -19,18 +19,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from services.rollout.calls.worker import image_url
 from services.rollout.failures import CallError
 from services.rollout.rewards.terms import named_numbers
 
 PROTOCOL: Final = 1
-MAX_ANSWER_BYTES: Final = 1 << 20
+MAX_ANSWER_BYTES: Final = 16 << 20
+"""Max size of one answer of an environment, which may have images."""
 FIRST_DELAY_S, MAX_DELAY_S = 0.05, 2.0
 """Arguments of ``delays`` for repeated requests to environments."""
-"""Max size of one answer of an environment."""
 _KEYS: Final = frozenset({"messages", "tools", "done", "reward", "metrics"})
 _ROLES: Final = frozenset({"system", "user", "tool"})
 Message = Mapping[str, Any]
-"""``role``, ``content`` and, for a tool's result, ``tool_call_id`` and ``name``."""
+"""``role``, ``content`` and, for a tool's result, ``tool_call_id`` and ``name``. The content is text, or a
+list of parts ``{type: text, text}`` and ``{type: image, image: URL}``.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,9 +92,21 @@ def parse_end(answer: object, *, source: str) -> Observation:
     return parse_observation({**answer, "done": True}, source=source)
 
 
-def wire_size(answer: object) -> int:
-    """Returns an answer's size in bytes as JSON. Raises ValueError or TypeError if it is not JSON."""
-    return len(json.dumps(answer, allow_nan=False).encode())
+def as_json(answer: object) -> bytes:
+    """Returns an answer as JSON, with images of Pillow as data URLs.
+
+    Raises:
+        ValueError: If a number is not finite, or a text has a lone surrogate.
+        TypeError: If it has another value that JSON does not have.
+    """
+    text = json.dumps(answer, allow_nan=False, ensure_ascii=False, default=_image_url)
+    return text.encode()
+
+
+def _image_url(value: object) -> str:
+    if (url := image_url(value)) is None:
+        raise TypeError(f"{type(value).__name__} is not JSON serializable")
+    return url
 
 
 def _messages(value: object, source: str) -> tuple[Message, ...]:
@@ -104,10 +119,11 @@ def _messages(value: object, source: str) -> tuple[Message, ...]:
         if (
             not isinstance(message, Mapping)
             or message.get("role") not in _ROLES
-            or not isinstance(message.get("content"), str)
+            or not (isinstance(message.get("content"), str) or _is_list(message.get("content")))
         ):
             roles = ", ".join(sorted(_ROLES))
-            raise _wrong(source, "a message", f"a role ({roles}) and text as content", message)
+            expected = f"a role ({roles}), and text or a list of parts as content"
+            raise _wrong(source, "a message", expected, message)
     return tuple(value)
 
 

@@ -16,15 +16,15 @@ from services.rollout.calls.outside import AddressPolicy, ExternalService
 from services.rollout.environments.client import Environment, HttpEnvironment
 from services.rollout.environments.local import local_environments
 from services.rollout.environments.openenv import SCHEMES, OpenEnv
-from services.rollout.environments.protocol import Message, Observation
-from services.rollout.failures import CallError
+from services.rollout.environments.protocol import MAX_ANSWER_BYTES, Message, Observation
+from services.rollout.failures import CallError, refuse_images
 from services.rollout.openai.endpoint import MODEL_NAME
 from services.rollout.openai.record import EpisodeRecord, History, check_history
 from services.rollout.openai.requests import ApiError, ChatRequest
 from services.rollout.openai.requests import Message as ChatMessage
 from services.rollout.workflows.base import Episode
 from services.rollout.workflows.training import TrainedConversations
-from services.rollout.workflows.turns import observed
+from services.rollout.workflows.turns import Turn, observed
 
 _KEY = "rollout.workflow_arguments"
 # Max time to close an environment whose episode is abandoned.
@@ -108,8 +108,10 @@ class Environments:
 
         Raises:
             CallError: If the environment fails.
+            GroupError: If the row has images.
         """
         assert self._environment is not None, "the workflow must be serving"
+        refuse_images(episode.prompt.pictures)
         task = dict(episode.prompt.row)
         sandbox = None if episode.sandbox is None else episode.sandbox.access
         beginning = self._environment.begin(task, seed=_seed(task), sandbox=sandbox)
@@ -168,7 +170,9 @@ class Environments:
                 raise ValueError(
                     f"{_KEY}.arguments must be passed to the host of {name!r}; remove them here"
                 )
-            service = ExternalService(name, reach=reach, token=self._token)
+            service = ExternalService(
+                name, reach=reach, token=self._token, max_answer_bytes=MAX_ANSWER_BYTES
+            )
             try:
                 yield HttpEnvironment(name, service, timeout_s=self._timeout_s, wait_s=self._wait_s)
             finally:
@@ -235,7 +239,8 @@ class _Chat:
         except ApiError as error:
             if error.is_too_long and self._episode.turns:
                 return None
-            raise CallError("invalid_value", str(error)) from error
+            is_image = error.body["error"]["code"] == "invalid_image"
+            raise CallError("invalid_image" if is_image else "invalid_value", str(error)) from error
         except ValidationError as error:
             raise CallError("invalid_value", f"messages of the environment: {error}") from error
         self._messages.append(choice.message)
@@ -258,12 +263,11 @@ class _Text:
                 interruption.
         """
         episode = self._episode
-        text = "".join(message["content"] for message in seen.messages)
         try:
-            encode = episode.tokenizer.encode if episode.turns else episode.tokenizer.encode_prompt
-            turn = observed(encode(text))
+            messages = [ChatMessage.model_validate(message) for message in seen.messages]
+            turn = await self._turn(messages)
         except ValueError as error:
-            raise CallError("invalid_value", f"text of the environment: {error}") from error
+            raise CallError("invalid_value", f"messages of the environment: {error}") from error
         if not episode.turns:
             self._check_beginning(len(turn.token_ids))
         before = episode.replayed(episode.turns)
@@ -279,6 +283,23 @@ class _Text:
         episode.turns.append(turn)
         said = await episode.generate(max_tokens=self._max_tokens)
         return {"role": "assistant", "content": episode.text(said)}
+
+    async def _turn(self, messages: Sequence[ChatMessage]) -> Turn:
+        """Returns the turn of messages; raises ValueError for a text without tokens of the model."""
+        episode = self._episode
+        encode = episode.tokenizer.encode if episode.turns else episode.tokenizer.encode_prompt
+        images = [url for message in messages for url in message.images]
+        if not images:
+            return observed(encode("".join(message.text for message in messages)))
+        mark_ids = [] if episode.images is None else episode.images.mark_ids
+        tokens = [] if episode.turns else encode("")
+        for message in messages:
+            parts = message.content or ""
+            for part in [parts] if isinstance(parts, str) else parts:
+                text = part if isinstance(part, str) else part.text
+                has_image = not isinstance(part, str) and part.url
+                tokens += mark_ids if has_image else episode.tokenizer.encode(text)
+        return await episode.look(tokens, images)
 
     def _check_beginning(self, num_tokens: int) -> None:
         limits = self._episode.limits

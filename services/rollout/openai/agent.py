@@ -8,7 +8,7 @@ from services.common.runspec.base import AtLeastOne, PositiveSeconds
 from services.common.runspec.rollout import AGENTS
 from services.rollout.calls.agents import AgentRunner, agent_runner
 from services.rollout.calls.outside import AddressPolicy
-from services.rollout.failures import CallError
+from services.rollout.failures import CallError, refuse_images
 from services.rollout.openai.endpoint import Endpoint
 from services.rollout.openai.record import History, check_history
 from services.rollout.workflows.base import Episode
@@ -95,9 +95,11 @@ class Agent:
 
         Raises:
             CallError: If the agent fails, times out or samples nothing.
+            GroupError: If the row has images.
         """
         assert self._parts is not None, "the workflow must be serving"
         endpoint, runner = self._parts
+        refuse_images(episode.prompt.pictures)
         try:
             async with endpoint.open(episode) as access, asyncio.timeout(self._timeout_s):
                 given = {

@@ -229,12 +229,12 @@ def _messages(message: _Message, key: str) -> Iterator[Message]:
     if isinstance(message.content, str):
         yield Message(role=message.role, content=message.content)
         return
-    texts, reasoning, calls, results = [], [], [], []
+    parts, reasoning, calls, results = list[dict[str, str]](), [], [], []
     for place, block in enumerate(message.content):
         given, where = block.model_extra or {}, f"{key}.content.{place}"
         match block.type:
-            case "text":
-                texts.append(_required_text(given, "text", where))
+            case "text" | "image":
+                parts.append(_part(block, where))
             case "thinking":
                 reasoning.append(_required_text(given, "thinking", where))
             case "redacted_thinking":
@@ -247,12 +247,12 @@ def _messages(message: _Message, key: str) -> Iterator[Message]:
             case "tool_result":
                 results.append(_result(given, where))
             case _:
-                raise _not_applied(f"{where}.type", block.type, "send text")
+                raise _not_applied(f"{where}.type", block.type, "send text or images")
     yield from results
-    if texts or calls or reasoning or not results:
+    if parts or calls or reasoning or not results:
         yield Message(
             role=message.role,
-            content="".join(texts) if texts or not calls else None,
+            content=_content(parts) if parts or not calls else None,
             reasoning_content="".join(reasoning) or None,
             tool_calls=tuple(calls) or None,
         )
@@ -261,11 +261,39 @@ def _messages(message: _Message, key: str) -> Iterator[Message]:
 def _result(block: Mapping[str, Any], key: str) -> Message:
     content = block.get("content") or ""
     if not isinstance(content, str):
-        parts = parse_body(_Parts, {"parts": content}).parts
-        content = _text(parts, f"{key}.content")
+        blocks = parse_body(_Parts, {"parts": content}).parts
+        parts = [_part(each, f"{key}.content.{place}") for place, each in enumerate(blocks)]
+    else:
+        parts = [{"type": "text", "text": content}]
     if block.get("is_error"):
-        content = f"Error: {content}"
-    return Message(role="tool", content=content, tool_call_id=str(block.get("tool_use_id", "")))
+        parts.insert(0, {"type": "text", "text": "Error: "})
+    return Message(
+        role="tool", content=_content(parts), tool_call_id=str(block.get("tool_use_id", ""))
+    )
+
+
+def _part(block: _Block, key: str) -> dict[str, str]:
+    """Returns a text or an image as a part of a chat's message."""
+    given = block.model_extra or {}
+    if block.type == "text":
+        return {"type": "text", "text": _required_text(given, "text", key)}
+    if block.type != "image":
+        raise _not_applied(f"{key}.type", block.type, "send text or images")
+    source = given.get("source")
+    if not isinstance(source, Mapping) or source.get("type") not in ("base64", "url"):
+        raise _not_applied(f"{key}.source", source, "send base64 or a url")
+    where = f"{key}.source"
+    if source["type"] == "url":
+        return {"type": "image", "image": _required_text(source, "url", where)}
+    kind, data = (_required_text(source, name, where) for name in ("media_type", "data"))
+    return {"type": "image", "image": f"data:{kind};base64,{data}"}
+
+
+def _content(parts: Sequence[Mapping[str, str]]) -> Any:
+    """Returns parts as the content of a chat's message, which is text if all of them are."""
+    if any(part["type"] == "image" for part in parts):
+        return parts
+    return "".join(part["text"] for part in parts)
 
 
 class _Parts(BaseModel):

@@ -25,7 +25,6 @@ from services.common.http.limits import admit
 from services.common.http.server import serve_http
 from services.common.task_group import TaskGroup, leaves
 from services.rollout.openai import anthropic
-from services.rollout.openai.chat import first_tokens
 from services.rollout.openai.record import EpisodeRecord, History, Listener, Replies
 from services.rollout.openai.replies import CompletionFormatter
 from services.rollout.openai.requests import (
@@ -311,8 +310,7 @@ class Endpoint:
 
     async def _count(self, request: Request, session: _Session) -> Response:
         chat = anthropic.parse_count(await request.body())
-        tokens = first_tokens(session.episode.tokenizer, chat.messages, chat.tools)
-        return JSONResponse({"input_tokens": len(tokens)})
+        return JSONResponse({"input_tokens": await session.record.count(chat)})
 
     async def _responses(self, request: Request, session: _Session) -> Response:
         given = parse_responses(await request.body())

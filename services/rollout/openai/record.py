@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from services.common.task_group import gather_in_group
 from services.rollout.engines.base import split_stop_texts
-from services.rollout.failures import GroupError
+from services.rollout.failures import CallError, GroupError
 from services.rollout.openai.chat import (
     first_tokens,
     following_tokens,
@@ -24,6 +24,7 @@ from services.rollout.openai.chat import (
     text_before,
 )
 from services.rollout.openai.requests import (
+    ApiError,
     ChatRequest,
     CompletionRequest,
     Message,
@@ -136,7 +137,7 @@ class EpisodeRecord:
         if earlier is not None and kept != earlier.kept:
             earlier, is_rewritten = None, True
         self._episode.num_rewritten += is_rewritten
-        turns = self._chat_turns(request, earlier)
+        turns = await self._chat_turns(request, earlier)
         asked = _hash(turns, earlier)
         is_open = self.format.opens_reasoning(self._episode.tokenizer, turns[-1].token_ids)
         if listener is not None:
@@ -188,7 +189,7 @@ class EpisodeRecord:
             known = [*self._texts, *self._chats]
             earlier = _longest(known, lambda seen: _begins(prompt, token_ids(seen.turns)))
             added = list(prompt[num_tokens(earlier.turns) :] if earlier else prompt)
-        turns = self._extended(earlier, added)
+        turns = self._extended(earlier, observed(added))
         asked = _hash(turns, earlier)
         if listener is not None:
             listener.begin(num_prompt_tokens=num_tokens(turns), is_open=False)
@@ -239,26 +240,49 @@ class EpisodeRecord:
             return request, frozenset(known)
         return request, rendered_reasoning(self._episode.tokenizer, messages, request.tools, known)
 
-    def _chat_turns(self, request: ChatRequest, earlier: _Conversation | None) -> tuple[Turn, ...]:
+    async def count(self, request: ChatRequest) -> int:
+        """Returns the number of tokens of a chat, up to the start of the reply."""
+        tokens = first_tokens(self._episode.tokenizer, request.messages, request.tools)
+        return len((await self._observed(tokens, request.messages, ())).token_ids)
+
+    async def _chat_turns(
+        self, request: ChatRequest, earlier: _Conversation | None
+    ) -> tuple[Turn, ...]:
         tokenizer = self._episode.tokenizer
         if earlier is None:
-            return self._extended(None, first_tokens(tokenizer, request.messages, request.tools))
+            tokens = first_tokens(tokenizer, request.messages, request.tools)
+            return self._extended(None, await self._observed(tokens, request.messages, ()))
+        reply_index = (
+            len(earlier.meanings) - 2
+        )  # the first digest is the tools', the last the reply's
         added = following_tokens(
             tokenizer,
             request.messages,
             request.tools,
-            # The first digest is the tools', the last one the reply's.
-            reply_index=len(earlier.meanings) - 2,
+            reply_index=reply_index,
             last_id=next(iter(earlier.turns[-1].token_ids[-1:]), None),
         )
-        return self._extended(earlier, added)
+        new = request.messages[reply_index + 1 :]
+        return self._extended(earlier, await self._observed(added, new, earlier.turns))
 
-    def _extended(self, earlier: _Conversation | None, added: Sequence[int]) -> tuple[Turn, ...]:
-        """Returns recorded turns with an addition; without one, the last reply is continued."""
+    async def _observed(
+        self, added: Sequence[int], messages: Sequence[Message], after: tuple[Turn, ...]
+    ) -> Turn:
+        """Returns the turn of added tokens, with the images of the messages that they contain."""
+        images = [url for message in messages for url in message.images]
+        if not images:
+            return observed(added)
+        try:
+            return await self._episode.look(added, images, after=after)
+        except CallError as error:
+            raise ApiError(400, error.message, code=error.kind, param="messages") from error
+
+    def _extended(self, earlier: _Conversation | None, added: Turn) -> tuple[Turn, ...]:
+        """Returns recorded turns with an addition; without tokens, the last reply is continued."""
         turns = earlier.turns if earlier else ()
-        if not turns and not added:
+        if not turns and not added.token_ids:
             raise invalid("the prompt has no tokens; expected at least one", param="prompt")
-        turns = (*turns, observed(added)) if added else turns
+        turns = (*turns, added) if added.token_ids else turns
         if self._room(turns) < 1:
             self._episode.is_full = True
             limits = self._episode.limits
@@ -386,6 +410,8 @@ def _hash(turns: Sequence[Turn], earlier: _Conversation | None) -> "_Hash":
     try:
         for turn in turns[0 if earlier is None else len(earlier.turns) - 1 :]:
             found.update(array("q", turn.token_ids))
+            if turn.model_inputs is not None:
+                found.update(turn.model_inputs.digest.encode())
     except OverflowError as error:
         raise invalid("prompt: a token id has more than 64 bits", param="prompt") from error
     return found

@@ -102,11 +102,27 @@ _Request = TypeVar("_Request", bound=BaseModel)
 
 
 class ContentPart(BaseModel):
-    """One text part of a message."""
+    """One part of a message: a text or an image."""
 
     model_config = ConfigDict(frozen=True)
-    type: Literal["text"]
-    text: str
+    type: Literal["text", "image_url", "image"]
+    text: str = ""
+    url: str = ""
+    """For an image: data URL or http(s) URL."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_form(cls, value: Any) -> Any:
+        """Converts ``{image_url: {url}}``, ``{image_url}`` and ``{image}`` of an image to ``url``."""
+        if not isinstance(value, Mapping) or value.get("type") not in ("image_url", "image"):
+            if isinstance(value, Mapping) and not isinstance(value.get("text"), str):
+                raise ValueError("a part must have a text, or be an image")
+            return value
+        url = value.get("image_url", value.get("image", value.get("url")))
+        url = url.get("url") if isinstance(url, Mapping) else url
+        if not isinstance(url, str) or not url:
+            raise ValueError(f"an image must have a data URL or an http(s) URL, got {url!r:.80}")
+        return {"type": "image", "url": url}
 
 
 class FunctionCall(BaseModel):
@@ -152,18 +168,36 @@ class Message(BaseModel):
         return "".join(part.text for part in self.content)
 
     @property
+    def images(self) -> tuple[str, ...]:
+        """URLs of the images."""
+        if self.content is None or isinstance(self.content, str):
+            return ()
+        return tuple(part.url for part in self.content if part.url)
+
+    @property
     def meaning(self) -> bytes:
         """Digest that is equal for equivalent messages; it keeps the records of long chats small."""
         calls = [
             (call.function.name, call.function.parsed_arguments) for call in self.tool_calls or ()
         ]
         calls_text = json.dumps(calls, sort_keys=True) if calls else ""
-        said = (self.role, self.text.strip(), self.name, calls_text, self.tool_call_id)
+        text: Any = self.text.strip()
+        if self.images:
+            text = [
+                (part.text, part.url) for part in self.content or () if not isinstance(part, str)
+            ]
+        said = (self.role, text, self.name, calls_text, self.tool_call_id)
         return hashlib.sha256(repr(said).encode()).digest()
 
     def for_template(self) -> dict[str, Any]:
         """Returns the message as chat templates expect it, with the arguments of calls as objects."""
         message: dict[str, Any] = {"role": self.role, "content": self.text}
+        if self.images:
+            message["content"] = [
+                {"type": "image"} if part.url else {"type": "text", "text": part.text}
+                for part in self.content or ()
+                if not isinstance(part, str)
+            ]
         if self.name is not None:
             message["name"] = self.name
         if self.tool_call_id is not None:

@@ -327,7 +327,7 @@ def _messages(given: str | Sequence[Mapping[str, Any]]) -> list[Message]:
             flush()
             role = str(item.get("role", "user"))
             role = "system" if role == "developer" else role
-            messages.append(Message(role=role, content=_text(item.get("content"), key)))
+            messages.append(Message(role=role, content=_content(item.get("content"), key)))
         elif kind == "reasoning":
             turn["reasoning"] = turn.get("reasoning", "") + _text(item.get("content"), key)
         elif kind == "function_call":
@@ -339,9 +339,9 @@ def _messages(given: str | Sequence[Mapping[str, Any]]) -> list[Message]:
             )
         elif kind == "function_call_output":
             flush()
-            text = _text(item.get("output"), f"{key}.output")
+            content = _content(item.get("output"), f"{key}.output")
             call_id = str(item.get("call_id", ""))
-            messages.append(Message(role="tool", content=text, tool_call_id=call_id))
+            messages.append(Message(role="tool", content=content, tool_call_id=call_id))
         else:
             raise invalid(
                 f"{key}.type={kind!r:.80} is not supported; send messages, reasoning, function_call and "
@@ -350,6 +350,26 @@ def _messages(given: str | Sequence[Mapping[str, Any]]) -> list[Message]:
             )
     flush()
     return messages
+
+
+def _content(content: object, key: str) -> Any:
+    """Returns text, or parts if there are images."""
+    parts = content if isinstance(content, Sequence) and not isinstance(content, str) else ()
+    is_image = [isinstance(each, Mapping) and each.get("type") == "input_image" for each in parts]
+    if not any(is_image):
+        return _text(content, key)
+    found = list[dict[str, str]]()
+    for place, (part, shows) in enumerate(zip(parts, is_image, strict=True)):
+        if not shows:
+            found.append({"type": "text", "text": _text([part], f"{key}.{place}")})
+            continue
+        if not isinstance(url := part.get("image_url"), str) or not url:
+            raise invalid(
+                f"{key}.content.{place}.image_url must be a data URL or an http(s) URL, got {url!r:.80}",
+                param=f"{key}.content.{place}.image_url",
+            )
+        found.append({"type": "image", "image": url})
+    return found
 
 
 def _text(content: object, key: str) -> str:

@@ -14,6 +14,7 @@ from services.common.task_group import TaskGroup, unwrapped
 from services.common.telemetry import tracing
 from services.rollout import metrics
 from services.rollout.calls.pool import CallPool
+from services.rollout.data.images import ImageReader
 from services.rollout.data.prompts import Curriculum, Prompt
 from services.rollout.engines.base import Engine, GenerationResult, split_stop_texts
 from services.rollout.failures import CallError, GroupError
@@ -50,6 +51,8 @@ class GroupServices:
     """Runs the workflow's tool calls."""
     comparison: Callable[[str], Comparison | None] = lambda _: None
     """Returns, for a split, the reward that scores members against each other; None if the split has none."""
+    images: ImageReader | None = None
+    """Reads images of observations; None if the model sees none."""
     sandboxes: SandboxService | None = None
     """Runs the sandboxes of episodes, if the run has them."""
     curriculum: Curriculum | None = None
@@ -196,7 +199,7 @@ class RunningGroup:
         place = assignment.members.index(member)
         seed = assignment.seeds[place]
         stop_texts, special_ids = split_stop_texts(self._spec.sampling.stop, self._tools.tokenizer)
-        return Episode(
+        episode = Episode(
             prompt,
             EpisodeLimits(
                 seed=seed if num_failed == 0 else _derived_seed(seed, num_failed),
@@ -218,6 +221,8 @@ class RunningGroup:
             request_id=f"{assignment.group_id}.{member}/{assignment.attempt}.{num_failed}",
             recorded=recorded,
         )
+        episode.images = self._tools.images
+        return episode
 
     async def _run_workflow(self, episode: Episode) -> bool:
         """Runs an episode; returns True if it finished and was not interrupted."""
@@ -315,6 +320,8 @@ class RunningGroup:
         sample = Sample(
             member=member,
             prompt_ids=prompt.token_ids,
+            prompt_inputs=prompt.model_inputs,
+            prompt_pictures=prompt.pictures,
             turns=tuple(turns),
             score=replace(score, terms={**score.terms, **episode.measured}),
             token_rewards=placed_rewards(earned, tuple(episode.turns), sequences) if earned else (),

@@ -6,15 +6,16 @@ import json
 import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import asdict, dataclass
+from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from services.common.errors import AlreadyExistsError, ServiceError
-from services.common.fields import ROUTED_EXPERTS, SAMPLING_MASK
+from services.common.fields import ROUTED_EXPERTS, SAMPLING_MASK, TURN_INPUTS
+from services.rollout.data.images import Picture
 from services.rollout.engines.base import FinishReason, RoutedExperts
 from services.rollout.failures import GroupError
 from services.rollout.rewards.base import Score
@@ -22,6 +23,7 @@ from services.rollout.sampling.samples import row_of
 from services.rollout.workflows.turns import Turn, routed_experts
 from services.wire.batch import KVBatchMeta
 from services.wire.data.client import DataClient
+from services.wire.data.model_inputs import decode_bundles, encode_bundles
 from services.wire.transferqueue.client import TransferQueueClient
 
 _FINISH_CODES: dict[FinishReason | None, int] = {None: 0, "stop": 1, "length": 2, "aborted": 3}
@@ -45,7 +47,7 @@ GroupProgress = Mapping[int, MemberProgress]
 
 PARTIAL_FIELDS: Final = (
     "response_ids", "rollout_logprobs", "version_runs", "turns", "scores", ROUTED_EXPERTS,
-    SAMPLING_MASK,
+    SAMPLING_MASK, TURN_INPUTS, "pictures",
 )  # fmt: skip
 """Fields of the ``partial`` partition, which has one row per member of a group.
 
@@ -53,7 +55,9 @@ PARTIAL_FIELDS: Final = (
 ``turns``, int32 ``[T, 7]``, has for each turn: failed scores, tokens, version runs, finish code,
 milliseconds, tokens with known experts and entries of the sampling mask. ``scores``, uint8 ``[B]``,
 has the score, if there is one, as a JSON list of its value, terms and tokens. ``routed_experts``,
-uint8 ``[B]``, has the known experts, if there are any, in NumPy's file format.
+uint8 ``[B]``, has the known experts, if there are any, in NumPy's file format. ``turn_inputs`` has the model
+inputs of observed turns by the number of the turn, and ``pictures``, uint8 ``[B]``, their images for people
+as JSON.
 """
 
 
@@ -74,7 +78,6 @@ def encode_progress(progress: MemberProgress) -> dict[str, Tensor]:
     masks = [turn.sampling_mask for turn in turns if turn.sampling_mask is not None]
     score = progress.score
     stored = None if score is None else [score.value, dict(score.terms), score.tokens]
-    scores = b"" if stored is None else json.dumps(stored).encode()
     return {
         "response_ids": row_of((turn.token_ids for turn in turns), np.int32),
         "rollout_logprobs": row_of((turn.logprobs for turn in turns), np.float32),
@@ -82,9 +85,15 @@ def encode_progress(progress: MemberProgress) -> dict[str, Tensor]:
             [run for turn in turns for run in turn.version_runs], dtype=torch.int32
         ).reshape(-1, 2),
         "turns": torch.tensor(table, dtype=torch.int32).reshape(-1, 7),
-        "scores": torch.tensor(list(scores), dtype=torch.uint8),
+        "scores": _json_bytes(stored),
         ROUTED_EXPERTS: _stored(routed_experts(turns)),
         SAMPLING_MASK: torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *masks])),
+        TURN_INPUTS: encode_bundles(
+            {n: turn.model_inputs for n, turn in enumerate(turns) if turn.model_inputs is not None}
+        ),
+        "pictures": _json_bytes(
+            {n: list(map(asdict, turn.pictures)) for n, turn in enumerate(turns) if turn.pictures}
+        ),
     }
 
 
@@ -106,7 +115,10 @@ def decode_progress(fields: Mapping[str, Tensor]) -> MemberProgress:
     turns: list[Turn] = []
     masks = fields[SAMPLING_MASK].numpy()
     token, run, known, masked = 0, 0, 0, 0
-    for _, num_tokens, num_runs, code, ms, num_known, num_masked in table:
+    inputs = decode_bundles(fields[TURN_INPUTS])
+    pictures = json.loads(fields["pictures"].numpy().tobytes() or b"{}")
+    for number, row in enumerate(table):
+        _, num_tokens, num_runs, code, ms, num_known, num_masked = row
         turns.append(
             Turn(
                 token_ids=tuple(tokens[token : token + num_tokens]),
@@ -116,6 +128,11 @@ def decode_progress(fields: Mapping[str, Tensor]) -> MemberProgress:
                 seconds=ms / 1000,
                 routed_experts=experts[known : known + num_known] if num_known else None,
                 sampling_mask=masks[masked : masked + num_masked] if num_masked else None,
+                model_inputs=inputs.get(number),
+                pictures=tuple(
+                    Picture(**{**each, "size": tuple(each["size"])})
+                    for each in pictures.get(str(number), ())
+                ),
             )
         )
         masked += num_masked
@@ -125,6 +142,12 @@ def decode_progress(fields: Mapping[str, Tensor]) -> MemberProgress:
         turns=tuple(turns),
         score=_score(*json.loads(scores)) if scores else None,
     )
+
+
+def _json_bytes(value: Any) -> Tensor:
+    """Returns a value as JSON, ``[B]`` uint8; no bytes for an empty value."""
+    data = bytearray(json.dumps(value).encode()) if value else bytearray()
+    return torch.from_numpy(np.frombuffer(data, np.uint8))
 
 
 def _score(value: float, terms: Mapping[str, float], tokens: Sequence[float]) -> Score:

@@ -126,7 +126,7 @@ class SampleRecorder:
                     "height": each.size[1],
                     "thumbnail": each.thumbnail,
                 }
-                for each in prompt.pictures
+                for each in sample.pictures
             ],
             "turns": turns,
             "vocabulary": self._vocabulary(sample.response_ids),

@@ -4,9 +4,9 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from services.common.fields import (
     SAMPLING_MASK,
     TOKEN_REWARDS,
     TOOL_VERSION,
+    TURN_INPUTS,
     sample_key,
 )
 from services.common.models.families import RoutingShape
@@ -29,6 +30,7 @@ from services.common.runspec.rollout import RolloutSpec
 from services.common.telemetry import tracing
 from services.rollout import metrics
 from services.rollout.data.demonstrations import Demonstration
+from services.rollout.data.images import Picture
 from services.rollout.data.prompts import Prompt
 from services.rollout.engines.base import Engine, VersionRun
 from services.rollout.failures import GroupError
@@ -46,6 +48,7 @@ from services.rollout.workflows.turns import (
     version_runs,
 )
 from services.wire.data.client import DataClient
+from services.wire.data.model_inputs import ModelInputs, encode_bundles
 from services.wire.workers import GroupAssignment
 
 if TYPE_CHECKING:
@@ -67,6 +70,10 @@ class Sample:
     """Index in the group."""
     prompt_ids: tuple[int, ...]
     """Tokens before the response."""
+    prompt_inputs: ModelInputs | None = None
+    """Tensors that the model takes besides the prompt's tokens; None if the run has none."""
+    prompt_pictures: tuple[Picture, ...] = ()
+    """The prompt's images, for people."""
     turns: tuple[Turn, ...]
     """The response; then any further conversations of the episode, each with its prompt."""
     score: Score
@@ -86,6 +93,23 @@ class Sample:
     def response_ids(self) -> list[int]:
         """All tokens after the prompt."""
         return list(token_ids(self.turns))
+
+    @property
+    def pictures(self) -> tuple[Picture, ...]:
+        """All images, for people."""
+        return (*self.prompt_pictures, *(each for turn in self.turns for each in turn.pictures))
+
+    @property
+    def turn_inputs(self) -> Mapping[int, ModelInputs]:
+        """Tensors that the model takes besides the tokens of turns, by the place of a turn's first token."""
+        starts = accumulate(
+            (len(turn.token_ids) for turn in self.turns), initial=len(self.prompt_ids)
+        )
+        return {
+            start: turn.model_inputs
+            for start, turn in zip(starts, self.turns, strict=False)
+            if turn.model_inputs is not None
+        }
 
     @property
     def version_runs(self) -> list[VersionRun]:
@@ -284,6 +308,7 @@ async def demonstration_sample(
     sample = Sample(
         member=member,
         prompt_ids=shows.prompt_ids,
+        prompt_inputs=prompt.model_inputs,
         turns=tuple(turns),
         score=score,
         finish_reason="length" if is_cut else "stop",
@@ -322,6 +347,7 @@ class GroupPublisher:
     Args:
         routing: Shape of the routers' choices, if the trainer replays them.
         has_token_rewards: True if a reward of the run scores turns or tokens.
+        sees_turns: True if observations may have inputs besides tokens, such as images.
         teacher: Adds fields to training samples; None if the run needs none.
         sample_recorder: Records some of the samples for people to read; None if none are recorded.
     """
@@ -333,6 +359,7 @@ class GroupPublisher:
         *,
         has_token_rewards: bool = False,
         has_masks: bool = False,
+        sees_turns: bool = False,
         teacher: "Teacher | None" = None,
         sample_recorder: "SampleRecorder | None" = None,
     ) -> None:
@@ -340,6 +367,7 @@ class GroupPublisher:
         self._routing = routing
         self._has_token_rewards = has_token_rewards
         self._has_masks = has_masks
+        self._sees_turns = sees_turns
         self._teacher = teacher
         self._sample_recorder = sample_recorder
         self._waiting: dict[str, float] = {}
@@ -374,8 +402,15 @@ class GroupPublisher:
             )
             fields = columns | taught | ({} if is_shared else {"prompt_ids": prompts})
             shared = {"prompt_ids": prompts[0]} if is_shared else {}
-            if prompt.model_inputs is not None:
-                shared[MODEL_INPUTS] = prompt.model_inputs.encoded
+            if self._sees_turns or prompt.model_inputs is not None:
+                nothing = ModelInputs.from_values(None)
+                bundles = [sample.prompt_inputs or nothing for sample in samples]
+                if len(set(bundles)) == 1:
+                    shared[MODEL_INPUTS] = bundles[0].encoded
+                else:
+                    fields[MODEL_INPUTS] = [bundle.encoded for bundle in bundles]
+            if self._sees_turns:
+                fields[TURN_INPUTS] = [encode_bundles(sample.turn_inputs) for sample in samples]
             with metrics.PUBLISH_SECONDS.time(), tracing.span("samples.put"):
                 await self._data.put(
                     assignment.partition_id,

@@ -6,12 +6,13 @@ returns the recorded turns without sampling or calling anything, and generation 
 turn that was cut.
 """
 
+import asyncio
 import inspect
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from services.common.callables import load_callable
 from services.common.models.tokenizer import Tokenizer
@@ -26,7 +27,7 @@ from services.rollout.engines.base import (
     GenerationResult,
     OnTokens,
 )
-from services.rollout.failures import GroupError
+from services.rollout.failures import CallError, GroupError
 from services.rollout.sandbox.pool import EpisodeSandbox
 from services.rollout.workflows.turns import (
     NOTHING_SAMPLED,
@@ -34,6 +35,7 @@ from services.rollout.workflows.turns import (
     Turn,
     divided,
     flattened,
+    joined_inputs,
     merged,
     num_sampled,
     num_tokens,
@@ -43,6 +45,10 @@ from services.rollout.workflows.turns import (
     token_ids,
     with_turn,
 )
+
+if TYPE_CHECKING:
+    from services.rollout.data.images import ImageReader
+    from services.wire.data.model_inputs import ModelInputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +119,7 @@ class Episode:
         earned: Reward that the environment or the agent gave; see
             :func:`services.rollout.rewards.terms.earned_terms`.
         sandbox: Sandbox of this episode; None if ``rollout.sandbox`` is not set.
+        images: Reads images of observations; None if the model sees none.
         tokenizer: The model's.
         call: Calls a user's function in a separate process; see
             :meth:`services.rollout.calls.pool.CallPool.call`.
@@ -142,6 +149,7 @@ class Episode:
         self.is_interrupted = False
         self.earned: object = None
         self.sandbox: EpisodeSandbox | None = None
+        self.images: ImageReader | None = None
         self.tokenizer = tokenizer
         self.call = calls.call
         self._engine = engine
@@ -194,7 +202,11 @@ class Episode:
     def sequences(self) -> Sequence[Conversation]:
         """Conversations that train, each starting with its prompt."""
         if not self.is_served:
-            return [(observed(self.prompt.token_ids), *self.turns)]
+            prompt = self.prompt
+            first = observed(
+                prompt.token_ids, model_inputs=prompt.model_inputs, pictures=prompt.pictures
+            )
+            return [(first, *self.turns)]
         return [tuple(self.turns)] if self.trained is None else self.trained
 
     @property
@@ -267,12 +279,14 @@ class Episode:
             raise Interrupted
         return turn
 
-    async def observe(self, call: Callable[[], Awaitable[str | Sequence[int]]]) -> Turn | None:
+    async def observe(
+        self, call: Callable[[], Awaitable[str | Sequence[int] | Turn]]
+    ) -> Turn | None:
         """Adds a turn that the policy did not sample, for example the result of a tool.
 
         Args:
-            call: Returns the text or its token ids. It is not called if the turn was recorded
-                before an interruption.
+            call: Returns the text, its token ids, or a turn of :meth:`look`. It is not called if the turn
+                was recorded before an interruption.
 
         Returns:
             The turn, or None if the text would leave the response no room for a further turn.
@@ -282,12 +296,52 @@ class Episode:
             begin = time.perf_counter()
             seen = await call()
             ids = self.tokenizer.encode(seen) if isinstance(seen, str) else seen
-            turn = observed(ids, time.perf_counter() - begin)
+            turn = ids if isinstance(ids, Turn) else observed(ids)
+            turn = replace(turn, seconds=time.perf_counter() - begin)
             if len(turn.token_ids) >= self.remaining_tokens:
                 self.is_full = True
                 return None
         self.turns.append(turn)
         return turn
+
+    async def look(
+        self,
+        token_ids: Sequence[int],
+        images: Sequence[Any],
+        *,
+        after: Sequence[Turn] | None = None,
+    ) -> Turn:
+        """Returns an observed turn with images, which is not added.
+
+        Args:
+            token_ids: Tokens of the turn, with one placeholder for each image.
+            images: Data URLs, http(s) URLs, bytes or images of Pillow, in order.
+            after: Turns before it, without the prompt of the data; by default those of the episode.
+
+        Raises:
+            CallError: If an image is broken, too large or not allowed, there are too many, or the model sees
+                none.
+        """
+        if self.images is None:
+            raise CallError(
+                "invalid_image",
+                "an observation has images, but model.images is false; set it to true, or return text",
+            )
+        turns = self.turns if after is None else after
+        num_before = 0 if self.is_served else len(self.prompt.token_ids)
+        try:
+            ids, inputs, pictures = await asyncio.to_thread(
+                self.images.inputs_of,
+                token_ids,
+                images,
+                folder=None,
+                place="an observation",
+                num_tokens=num_before + num_tokens(turns),
+                earlier=self._inputs_before(turns),
+            )
+        except GroupError as error:
+            raise CallError("invalid_image", f"{error.reason}: {error.message}") from error
+        return observed(ids, model_inputs=inputs, pictures=pictures)
 
     async def sample_after(
         self,
@@ -345,7 +399,7 @@ class Episode:
             max_tokens=self._within_segment(wanted, num_sampled((*turns, started))),
             seed=draw.seed,
             draw_offset=draw.offset + len(started.token_ids),
-            model_inputs=self.prompt.model_inputs,
+            model_inputs=self._inputs_before(turns),
             experts_from=0 if known is None else len(known),
             oldest_version=min(versions, default=None),
             temperature=self.limits.temperature,
@@ -359,6 +413,11 @@ class Episode:
             turn_tokens=len(started.token_ids),
             on_tokens=on_tokens,
         )
+
+    def _inputs_before(self, turns: Sequence[Turn]) -> "ModelInputs | None":
+        """Returns what the model takes besides the tokens of a prompt and the turns after it."""
+        first = None if self.is_served else self.prompt.model_inputs
+        return joined_inputs([first, *(turn.model_inputs for turn in turns)])
 
     def _within_segment(self, wanted: int, done: int) -> int:
         """Limits a number of new tokens to the rest of the current segment."""

@@ -20,8 +20,8 @@ class ToolCallAndResult:
 
     name: str
     """Name of the tool."""
-    result: str
-    """Text that the tool returned."""
+    result: str | Sequence[Mapping[str, Any]]
+    """Text that the tool returned, or parts of a message if it returned images."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from services.common.models.tokenizer import Tokenizer
 from services.common.runspec.base import AtLeastOne, PositiveSeconds
+from services.rollout.data.images import has_images, with_parts
 from services.rollout.failures import CallError, GroupError
 from services.rollout.workflows.base import Episode
 from services.rollout.workflows.chat_turns import (
@@ -32,9 +33,11 @@ class MultiTurn:
     The policy calls tools in the format of its model family, for example
     ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``. A turn without a call is the answer,
     which the reward scores. Results are observed tokens and do not train. If a tool fails, the policy
-    reads the error as its result; the sample does not fail. Tools run in separate processes. The model's
-    chat template renders results as messages of the role ``tool`` and opens the next turn; it also
-    receives the tools that may be called.
+    reads the error as its result; the sample does not fail. A result may be a list of parts
+    ``{type: text, text}`` and ``{type: image, image}`` with a data URL, an http(s) URL or an image of
+    Pillow; a bad image fails the sample. Tools run in separate processes. The model's chat template renders
+    results as messages of the role ``tool`` and opens the next turn; it also receives the tools that may be
+    called.
 
     Args:
         tools: Python functions, ``module:function`` or ``file.py:function``, called with keyword arguments.
@@ -156,7 +159,10 @@ class MultiTurn:
             token_ids = tokenizer.encode(tokenizer.render_chat(prompt.messages, self._schemas))
         except ValueError as error:
             raise GroupError("tools_not_rendered", str(error), retryable=False) from error
-        episode.prompt = replace(prompt, token_ids=tuple(token_ids))
+        inputs = prompt.model_inputs
+        if episode.images is not None and inputs is not None and inputs.tensors:
+            token_ids, inputs = episode.images.with_places(token_ids, inputs.tensors)
+        episode.prompt = replace(prompt, token_ids=tuple(token_ids), model_inputs=inputs)
         if episode.remaining_tokens < 1:
             raise GroupError(
                 "prompt_too_long",
@@ -167,17 +173,24 @@ class MultiTurn:
 
     async def _results(
         self, episode: Episode, rounds: Sequence[ToolRound], text: str, calls: Sequence[ParsedCall]
-    ) -> str | list[int]:
+    ) -> str | list[int] | Turn:
         results = [await self._result(episode, call) for call in calls]
+        images = [image for _, own in results for image in own]
         if self._result_template is not None:
-            return "".join(self._result_template.replace("{result}", each) for each in results)
+            if images:
+                raise CallError(
+                    "invalid_image",
+                    "a tool returned an image, but rollout.workflow_arguments.result_template shows text "
+                    "only; remove it and use the model's chat template",
+                )
+            return "".join(self._result_template.replace("{result}", each) for each, _ in results)
         made = tuple(
             ToolCallAndResult(name=call.name or "unknown", result=result)
-            for call, result in zip(calls, results, strict=True)
+            for call, (result, _) in zip(calls, results, strict=True)
         )
         try:
             self._check_results(episode.tokenizer if episode.prompt.messages else None)
-            return tool_result_ids(
+            token_ids = tool_result_ids(
                 episode.tokenizer,
                 episode.prompt.messages,
                 [*rounds, ToolRound(reply=text, calls=made)],
@@ -186,17 +199,22 @@ class MultiTurn:
             )
         except ValueError as error:
             raise GroupError("results_not_rendered", str(error), retryable=False) from error
+        return await episode.look(token_ids, images) if images else token_ids
 
-    async def _result(self, episode: Episode, call: ParsedCall) -> str:
+    async def _result(self, episode: Episode, call: ParsedCall) -> tuple[Any, list[Any]]:
+        """Returns a call's result, as text or parts of a message, and its images."""
         if call.problem:
-            return f"error: {call.problem}"
+            return f"error: {call.problem}", []
         if not isinstance(call.arguments, Mapping):
-            return "error: arguments must be an object"
+            return "error: arguments must be an object", []
         try:
             value = await self._call(episode, call.name, call.arguments)
         except CallError as error:
-            return f"error: {error.message}"
-        return value if isinstance(value, str) else json.dumps(value)
+            return f"error: {error.message}", []
+        if has_images(value):
+            (message,), images = with_parts([{"role": "tool", "content": value}], ())
+            return message["content"], images
+        return value if isinstance(value, str) else json.dumps(value), []
 
     async def _call(self, episode: Episode, name: str, arguments: Mapping[str, Any]) -> Any:
         timeout_s = self._tool_timeout_s

@@ -7,7 +7,7 @@ version is ``PROMPT_VERSION``.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,10 @@ from services.rollout.engines.base import (
     VersionRun,
     append_version,
 )
+
+if TYPE_CHECKING:
+    from services.rollout.data.images import Picture
+    from services.wire.data.model_inputs import ModelInputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +45,12 @@ class Turn:
     """Experts of the tokens after those that an earlier turn has experts of, without the last token."""
     sampling_mask: SamplingMask | None = field(default=None, compare=False, repr=False)
     """Tokens that could be drawn for each token; None if no limit is known."""
+    model_inputs: "ModelInputs | None" = field(default=None, repr=False)
+    """Tensors that the model takes besides the tokens of an observed turn, at places counted from the first
+    token of the conversation; None if it takes none.
+    """
+    pictures: "tuple[Picture, ...]" = field(default=(), compare=False, repr=False)
+    """Images of an observed turn, for people."""
 
     @property
     def is_sampled(self) -> bool:
@@ -72,13 +82,21 @@ NOTHING_SAMPLED = Turn(token_ids=(), logprobs=(), version_runs=(), finish_reason
 """A turn before its first token."""
 
 
-def observed(token_ids: Sequence[int], seconds: float = 0.0) -> Turn:
+def observed(
+    token_ids: Sequence[int],
+    seconds: float = 0.0,
+    *,
+    model_inputs: "ModelInputs | None" = None,
+    pictures: "tuple[Picture, ...]" = (),
+) -> Turn:
     return Turn(
         token_ids=tuple(token_ids),
         logprobs=(0.0,) * len(token_ids),
         version_runs=((TOOL_VERSION, len(token_ids)),) if token_ids else (),
         finish_reason=None,
         seconds=seconds,
+        model_inputs=model_inputs,
+        pictures=pictures,
     )
 
 
@@ -101,6 +119,13 @@ def sampling_mask(turns: Iterable[Turn]) -> SamplingMask:
         for turn in turns
     ]
     return np.concatenate(parts) if parts else np.zeros(0, np.int32)
+
+
+def joined_inputs(bundles: "Iterable[ModelInputs | None]") -> "ModelInputs | None":
+    """Joins the inputs of a prompt and its turns; None if there are none."""
+    found = [bundle for bundle in bundles if bundle is not None]
+    # Joined by its class, so that episodes without inputs do not import torch.
+    return type(found[0]).joined(found) if found else None
 
 
 def _joined(parts: Sequence[NDArray[Any] | None]) -> NDArray[Any] | None:
@@ -194,7 +219,13 @@ def divided(turns: Iterable[Turn]) -> list[Conversation]:
     found: list[list[Turn]] = [[]]
     for turn in turns:
         if turn.version_runs[:1] and turn.version_runs[0][0] == PROMPT_VERSION:
-            found.append([observed(turn.token_ids, turn.seconds)])
+            first = observed(
+                turn.token_ids,
+                turn.seconds,
+                model_inputs=turn.model_inputs,
+                pictures=turn.pictures,
+            )
+            found.append([first])
         else:
             found[-1].append(turn)
     return [tuple(conversation) for conversation in found if conversation]

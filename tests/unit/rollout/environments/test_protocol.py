@@ -207,7 +207,7 @@ async def test_another_protocol_version_is_rejected() -> None:
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        ({"messages": "x" * (2 << 20)}, "bytes"),
+        ({"messages": "x" * (17 << 20)}, "bytes"),
         (["a list"], "list"),
         ({"messages": "a", "reward": object()}, "not JSON serializable"),
         ({"messages": "a", "reward": float("nan")}, "{.*nan"),
