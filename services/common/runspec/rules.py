@@ -710,6 +710,9 @@ def _rewards(spec: RunSpec) -> Iterator[str]:
             )
 
 
+_MAX_HOST_BYTES = 253
+
+
 def _rewards_of(
     list_key: str, rewards: Sequence[RewardSpec], *, has_answers: bool
 ) -> Iterator[str]:
@@ -754,17 +757,32 @@ def _rewards_of(
             )
 
 
+def _services(spec: RunSpec) -> Iterator[str]:
+    """Yields problems of the addresses of teachers, agents and environments."""
+    urls = {"teacher.url": spec.teacher.url} if spec.teacher is not None else {}
+    for split, part in spec.data.sets.items():
+        urls[f"data.{split}.teacher_url"] = getattr(part, "teacher_url", None)
+    if (workflow := spec.rollout.workflow) in ("agent", "environment"):
+        urls[f"rollout.workflow_arguments.{workflow}"] = spec.rollout.workflow_arguments.get(
+            workflow
+        )
+    for key, url in urls.items():
+        if isinstance(url, str) and "://" in url:
+            yield from _address(key, url.removeprefix("openenv+"))
+
+
 def _address(key: str, url: str) -> Iterator[str]:
     """Yields a problem if a service's address is incomplete."""
     try:
         parts = urlsplit(url)
-        is_whole = bool(parts.hostname) and (parts.port or not url.startswith("grpc"))
+        host = (parts.hostname or "").encode("idna")  # UnicodeError, which is a ValueError
+        is_whole = 0 < len(host) <= _MAX_HOST_BYTES and (parts.port or not url.startswith("grpc"))
         is_whole = is_whole and url.isprintable() and " " not in url
     except ValueError:
         is_whole = False
     if not is_whole:
         yield (
-            f"{key}: expected the URL of a reward service, http://HOST/PATH or grpc://HOST:PORT, got {url!r}"
+            f"{key}: expected the URL of a service, http://HOST/PATH or grpc://HOST:PORT, got {url!r}"
         )
 
 
@@ -1324,6 +1342,7 @@ _RULES: tuple[Callable[[RunSpec], Iterator[str]], ...] = (
     teacher,
     data,
     _rewards,
+    _services,
     _rollout,
     _sandbox,
     _sampling,

@@ -357,6 +357,19 @@ WRONG = [
     ({"rollout.rewards": [{"name": "http://"}]}, "rewards.0.name"),
     ({"rollout.rewards": [{"name": "grpc://host"}]}, "rewards.0.name"),
     ({"rollout.rewards": [{"name": "http://host:port/x"}]}, "rewards.0.name"),
+    ({"rollout.rewards": [{"name": "http://a..b/x"}]}, "rewards.0.name"),
+    ({"rollout.rewards": [{"name": "http://" + "h" * 300}]}, "rewards.0.name"),
+    (
+        {"rollout.workflow": "agent", "rollout.workflow_arguments": {"agent": "http://[::1"}},
+        "workflow_arguments.agent",
+    ),
+    (
+        {
+            "rollout.workflow": "environment",
+            "rollout.workflow_arguments": {"environment": "openenv+http://"},
+        },
+        "workflow_arguments.environment",
+    ),
     ({"rollout.rewards": [{"name": "ftp://host/x"}]}, "rewards.0.name"),
     ({"rollout.answer_pattern": "("}, "rollout.answer_pattern"),
     ({"trainer.checkpoint.directory": "task.py"}, "trainer.checkpoint.directory"),
