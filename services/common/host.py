@@ -39,6 +39,13 @@ def short_path(path: Path) -> Iterator[str]:
         os.close(folder)
 
 
+def write_atomically(path: Path, text: str) -> None:
+    """Writes a file so that readers, and a restart after a crash, see the old or the new content."""
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.rename(path)
+
+
 _GROUPS = Path("/sys/fs/cgroup")
 
 

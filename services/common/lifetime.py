@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from services.common.errors import UnavailableError
+from services.common.host import write_atomically
 from services.common.task_group import leaves
 
 logger = logging.getLogger(__name__)
@@ -49,11 +50,8 @@ async def wait_for_shutdown(*, stop_on_stdin_eof: bool = False) -> None:
 
 def report_ready(ready_file: Path | None, addresses: Mapping[str, str]) -> None:
     """Writes the bound addresses as one line of JSON; atomic for readers."""
-    if ready_file is None:
-        return
-    unfinished = ready_file.with_name(f"{ready_file.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps(dict(addresses)) + "\n", encoding="utf-8")
-    unfinished.rename(ready_file)
+    if ready_file is not None:
+        write_atomically(ready_file, json.dumps(dict(addresses)) + "\n")
 
 
 def _stop_at_end(loop: asyncio.AbstractEventLoop, stopped: asyncio.Event) -> None:

@@ -1,7 +1,6 @@
 """Interface between a tracker and the process that writes a run to it."""
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any, Literal, Protocol, Self
 
 from pydantic import BaseModel, ConfigDict
 
+from services.common.host import write_atomically
 from services.common.runspec.trackers import TrackerSpec
 from services.controller.models import RunView, SampleView
 
@@ -148,9 +148,7 @@ class Cursor:
 
     def write(self, path: Path) -> None:
         """Stores the cursor atomically."""
-        unfinished = path.with_suffix(f".{os.getpid()}")
-        unfinished.write_text(json.dumps(asdict(self)), encoding="utf-8")
-        unfinished.rename(path)
+        write_atomically(path, json.dumps(asdict(self)))
 
 
 def cursor_path(folder: Path, run_id: str, kind: str) -> Path:

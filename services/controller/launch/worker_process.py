@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from services.common.host import identity_of, is_alive
+from services.common.host import identity_of, is_alive, write_atomically
 from services.common.task_group import TaskGroup
 
 # When one process of a worker has ended by itself, the others have this many seconds to end.
@@ -117,10 +117,7 @@ def write_record(file: Path, pids: Sequence[int]) -> None:
     Raises:
         psutil.NoSuchProcess: If one of them has ended.
     """
-    record = [identity_of(pid) for pid in pids]
-    unfinished = file.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(record), encoding="utf-8")
-    unfinished.rename(file)
+    write_atomically(file, json.dumps([identity_of(pid) for pid in pids]))
 
 
 def adopt(file: Path) -> ProcessGroup | None:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from services.common.host import write_atomically
 from services.common.runspec.run import RunSpec
 from services.common.runspec.trainer import TrainerSpec
 from services.trainer.batch.plan import Bounds, bounds_of, cut, num_tokens
@@ -83,10 +84,8 @@ class OomLimits:
             bounds = Bounds(max(1, bounds.max_tokens // 2), bounds.too_long)
         self.lower(bounds)
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = self._file.with_suffix(".unfinished")
         sizes = {"max_tokens": self.bounds.max_tokens, "too_long": self.bounds.too_long}
-        unfinished.write_text(json.dumps({"memory": self._memory, **sizes}), encoding="utf-8")
-        unfinished.rename(self._file)
+        write_atomically(self._file, json.dumps({"memory": self._memory, **sizes}))
         whole = bounds.too_long < Bounds().too_long
         change = (
             "leave out sequences of this length"
