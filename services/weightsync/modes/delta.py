@@ -12,8 +12,7 @@ from torch import Tensor
 from services.weightsync.arena import WeightArena, source_digest
 from services.weightsync.endpoints import WeightSource
 from services.weightsync.group import Channel, WeightGroup
-from services.weightsync.modes.base import pack_weights, packed_checksums
-from services.weightsync.modes.shadow import ShadowReceiver
+from services.weightsync.modes.shadow import ShadowReceiver, ShadowSender
 from services.weightsync.plan import WeightPlan
 from services.weightsync.transfer import (
     HEADER_BYTES,
@@ -23,7 +22,6 @@ from services.weightsync.transfer import (
     check_buckets,
     check_header,
     make_header,
-    send_version,
 )
 
 _EVERYTHING = -1
@@ -32,40 +30,30 @@ _WORTHWHILE = 3
 _WORD, _PLACE = torch.int32, torch.int64
 
 
-class DeltaSender:
+class DeltaSender(ShadowSender):
     """Sender that keeps the last sent version to find the changes."""
 
     def __init__(self, plan: WeightPlan, device: torch.device, source: int) -> None:
-        self.plan = plan
-        self.held_version = -1
-        self._arena, self._sent = (WeightArena(plan, device, source=source) for _ in range(2))
-        self._packed_version = -1
-        self._checksums: Tensor | None = None
+        super().__init__(plan, device, source)
+        self._sent = WeightArena(plan, device, source=source)
 
     def pack(self, source: WeightSource, version: int) -> None:
         """Copies the current weights; keeps the last sent version beside them."""
-        if version == self._packed_version:
-            return
-        if self.held_version == self._packed_version:
+        if version != self._packed_version and self.held_version == self._packed_version:
             self._arena, self._sent = self._sent, self._arena
-        self._packed_version = -1
-        pack_weights(source, self._arena)
-        self._checksums = packed_checksums(self._arena)
-        self._packed_version = version
+        super().pack(source, version)
 
     def send(self, group: WeightGroup, order: TransferOrder) -> Transferred:
-        """Sends the changes since ``order.base_version``."""
-        if self._checksums is None:
-            raise TransferError(f"version {order.version} is not prepared here; prepare it first")
-        if order.base_version not in (-1, self.held_version):
+        """Sends the changes since ``order.base_version``; everything if that is -1."""
+        if order.base_version < 0:
+            return super().send(group, order)
+        checksums = self._prepared_checksums(order)
+        if order.base_version != self.held_version:
             raise TransferError(
                 f"expected a request for a delta from version {self.held_version}, got one from "
                 f"{order.base_version}"
             )
-        if order.base_version < 0:
-            done = send_version(group, self._arena, self._checksums, order)
-        else:
-            done = self._send_changes(group, self._checksums, order)
+        done = self._send_changes(group, checksums, order)
         self.held_version = order.version
         return done
 

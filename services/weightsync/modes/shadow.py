@@ -40,11 +40,14 @@ class ShadowSender:
             self._packed_version = version
 
     def send(self, group: WeightGroup, order: TransferOrder) -> Transferred:
-        if self._checksums is None:
-            raise TransferError(f"version {order.version} is not prepared here; prepare it first")
-        done = send_version(group, self._arena, self._checksums, order)
+        done = send_version(group, self._arena, self._prepared_checksums(order), order)
         self.held_version = order.version
         return done
+
+    def _prepared_checksums(self, order: TransferOrder) -> Tensor:
+        if self._checksums is None:
+            raise TransferError(f"version {order.version} is not prepared here; prepare it first")
+        return self._checksums
 
 
 def shadow_receiver(
