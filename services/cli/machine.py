@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from services.cli.settings import MachineSettings
+from services.cli.settings import num_gpus
 from services.common.host import missing_compiler, usable_processors
 from services.common.models.configs import is_folder
 from services.common.models.made_tokenizers import is_builtin_tokenizer, tokenizer_name
@@ -21,7 +21,6 @@ from services.common.runspec.engines import engine_kind
 from services.common.runspec.run import RunSpec
 from services.common.runspec.topology import TaskGroupError
 from services.common.runspec.trackers import TRACKERS
-from services.controller.launch.gpus import host_gpus
 from services.controller.launch.launcher import gpu_needs, total_gpus, worker_names
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ def unmet_requirements(spec: RunSpec) -> Iterator[str]:
                 f"trackers.{index}.kind is {tracker.kind!r}, but the package {package} is not installed; "
                 f"pip install 'slipstream[{tracker.kind}]', or remove the tracker"
             )
-    gpus = len(host_gpus(MachineSettings().visible_gpus))
+    gpus = num_gpus()
     if gpus == 0 and spec.weight_sync.backend == "nccl":
         yield (
             "weight_sync.backend is 'nccl', but this machine has no GPU; set it to 'auto' or 'gloo'"
@@ -91,7 +90,7 @@ def machine_defaults(spec: RunSpec, left_out: Collection[str]) -> Iterator[Machi
 
 def has_gpus() -> bool:
     """Returns True if workers on this machine can use GPUs."""
-    return bool(host_gpus(MachineSettings().visible_gpus))
+    return num_gpus() > 0
 
 
 def gpu_bytes_here() -> int | None:
@@ -127,7 +126,7 @@ def memory_problems(spec: RunSpec, config: "PretrainedConfig") -> Iterator[str]:
     if not has_gpus():
         yield from host_problem(spec, config, host_bytes=host_bytes_here())
     elif (gpu_bytes := gpu_bytes_here()) is not None:
-        gpus = len(host_gpus(MachineSettings().visible_gpus))
+        gpus = num_gpus()
         try:
             run_memory(spec, config, gpu_bytes=gpu_bytes, gpus=gpus).check()
         except ValueError as error:
@@ -140,7 +139,7 @@ def _fewer_rollouts(spec: RunSpec) -> Iterator[MachineDefault]:
     Two engines on one GPU hold the weights twice and have half of the cache each, for the same
     work.
     """
-    gpus = len(host_gpus(MachineSettings().visible_gpus))
+    gpus = num_gpus()
     wanted = spec.rollout.replicas
     if not 0 < gpus < total_gpus(spec):
         return
@@ -156,7 +155,7 @@ def _fewer_rollouts(spec: RunSpec) -> Iterator[MachineDefault]:
 
 def shared_gpus(spec: RunSpec) -> str:
     """Returns a note if workers must share this machine's GPUs; empty otherwise."""
-    gpus = len(host_gpus(MachineSettings().visible_gpus))
+    gpus = num_gpus()
     if gpus == 0 or total_gpus(spec) <= gpus:
         return ""
     text = (

@@ -3,6 +3,8 @@
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from services.controller.launch.gpus import host_gpus
+
 
 class CliSettings(BaseSettings):
     """Settings of the ``slipstream`` command from the environment."""
@@ -24,3 +26,8 @@ class MachineSettings(BaseSettings):
     """Memory of the transferqueue that the command line starts on this machine."""
     queue_spill_bytes: int = Field(0, validation_alias="SLIPSTREAM_TRANSFERQUEUE_SPILL_BYTES")
     """Additional disk space of that transferqueue."""
+
+
+def num_gpus() -> int:
+    """Returns the number of this machine's GPUs that may be used."""
+    return len(host_gpus(MachineSettings().visible_gpus))

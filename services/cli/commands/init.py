@@ -13,10 +13,9 @@ import yaml
 
 from services.cli.machine import gpu_bytes_here, has_gpus
 from services.cli.output import console, fail
-from services.cli.settings import MachineSettings
+from services.cli.settings import num_gpus
 from services.common.runspec.data import DataSpec, PromptSourceSpec
 from services.common.runspec.run import TINY_PREFIX, RunSpec
-from services.controller.launch.gpus import host_gpus
 from services.rollout.data.sources import Row, open_source
 
 _PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input", "messages")
@@ -138,7 +137,7 @@ def _fitted(text: str, values: Mapping[str, Any]) -> str:
     gpu_bytes = gpu_bytes_here()
     if gpu_bytes is None:
         return text
-    gpus = len(host_gpus(MachineSettings().visible_gpus))
+    gpus = num_gpus()
     try:
         spec = RunSpec.model_validate(yaml.safe_load(text))
         config = model_config(spec)

@@ -9,10 +9,9 @@ from services.cli.api_calls import Url, call_api
 from services.cli.machine import gpu_bytes_here, has_gpus, shared_gpus, slow_settings
 from services.cli.output import console, errors, fail, print_line, write
 from services.cli.preflight import read_checked, record_note
-from services.cli.settings import MachineSettings
+from services.cli.settings import num_gpus
 from services.common.runspec.loader import SpecError
 from services.common.runspec.run import RunSpec
-from services.controller.launch.gpus import host_gpus
 
 SpecPath = Annotated[Path, typer.Argument(help="Specification of the run: YAML or JSON.")]
 Elsewhere = Annotated[
@@ -55,7 +54,7 @@ def load_checked(
         gpu_bytes = int(gpu_gb * 1e9) if gpu_gb is not None else None
         if gpu_bytes is None and checks_memory and is_here and has_gpus():
             gpu_bytes = gpu_bytes_here()
-            gpus = gpus or len(host_gpus(MachineSettings().visible_gpus)) or None
+            gpus = gpus or num_gpus() or None
         if gpu_bytes is not None:
             # Imports torch, which no other check needs.
             from services.cli.run_memory import memory_table
