@@ -254,6 +254,7 @@ def _dict(items: Mapping[str, str]) -> str:
 
 def _without_await(text: str) -> str:
     head, end, rest = text.partition('"""\n')
+    head = head.replace("Asynchronous", "Synchronous")
     for words, others in _SYNC.items():
         rest = re.sub(words, others, rest, flags=re.MULTILINE)
     if _NOTE not in head:
