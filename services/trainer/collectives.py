@@ -1,12 +1,16 @@
-"""Small collectives over data-parallel ranks: sums, maxima and means. One rank needs no process group."""
+"""Process groups, small collectives over data-parallel ranks, and the parts of sharded tensors.
 
-from collections.abc import Iterator
+One rank needs no process group.
+"""
+
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 from torch import Tensor, distributed
+from torch.distributed.tensor import DTensor
 
 from services.common.errors import DataLossError, NotFoundError, ServiceError, UnavailableError
 
@@ -156,3 +160,31 @@ class MetricTotals:
         if tops:
             maxima = ranks.max(torch.stack([self._maxima[name].cpu() for name in tops])).tolist()
         return dict(zip([*names, *tops], [*means, *maxima], strict=True))
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Returns the part that this rank holds of a tensor; the whole tensor if it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def spread_like(local: Tensor, tensor: Tensor, *, shape: Sequence[int] | None = None) -> Tensor:
+    """Wraps ``local`` as this rank's part of a tensor that is sharded like ``tensor``.
+
+    Returns ``local`` itself if ``tensor`` is not sharded.
+
+    Args:
+        local: This rank's part, on any device.
+        tensor: Tensor that defines the sharding.
+        shape: Shape of the whole; None for that of ``tensor``.
+    """
+    if not isinstance(tensor, DTensor):
+        return local
+    whole = tensor if shape is None else torch.empty(shape, device="meta")
+    return DTensor.from_local(
+        local,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )

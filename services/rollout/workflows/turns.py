@@ -5,6 +5,7 @@ of turns holds them all: each conversation but the first starts with its prompt,
 version is ``PROMPT_VERSION``.
 """
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -184,7 +185,7 @@ def with_turn(
     """
     found, grown = list(conversations), (*before, turn)
     for place, conversation in enumerate(found):
-        if len(conversation) <= len(before) and all(map(_is, conversation, before)):
+        if len(conversation) <= len(before) and all(map(operator.is_, conversation, before)):
             found[place] = grown
             return found
     return [*found, grown]
@@ -252,10 +253,6 @@ def _as_context(turn: Turn) -> Turn:
         return turn
     context = observed(turn.token_ids, turn.seconds)
     return replace(context, routed_experts=turn.routed_experts)
-
-
-def _is(one: Turn, other: Turn) -> bool:
-    return one is other
 
 
 def _reaches(new: Conversation, old: Conversation) -> bool:

@@ -17,7 +17,7 @@ from torch.nn import functional
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from services.trainer.batch.context import all_to_all
-from services.trainer.model.local_parts import local_part
+from services.trainer.collectives import local_part
 
 EXPERTS = "slipstream_experts"
 _RANKS = "slipstream_expert_ranks"

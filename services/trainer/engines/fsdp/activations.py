@@ -27,8 +27,8 @@ from torch.utils.checkpoint import (
 
 from services.common.runspec.trainer import TrainerSpec
 from services.trainer.batch import flash
+from services.trainer.collectives import local_part
 from services.trainer.model import quantized  # noqa: F401 -- registers its operations
-from services.trainer.model.local_parts import local_part
 
 _Forward = Callable[..., Any]
 _ops: Final[Any] = torch.ops

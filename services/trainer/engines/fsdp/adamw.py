@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from services.common.models.quantization import PART_BYTES, block_of_moments
-from services.trainer.model.local_parts import local_part, spread_like
+from services.trainer.collectives import local_part, spread_like
 
 
 def update_parts(

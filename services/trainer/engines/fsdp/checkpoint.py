@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from services.common.models.loading import stored_tensors
+from services.trainer.collectives import local_part, spread_like
 from services.trainer.engines.base import PendingSave
 from services.trainer.engines.fsdp.parallel import RankTopology
-from services.trainer.model.local_parts import local_part, spread_like
 
 FILE_BYTES = 512 << 20
 """Max bytes of a file, unless one tensor is larger."""

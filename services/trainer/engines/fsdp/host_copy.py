@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 
 from services.common.models.training_memory import Stays
+from services.trainer.collectives import local_part
 from services.trainer.engines.fsdp.parallel import free_gathered
-from services.trainer.model.local_parts import local_part
 
 
 class OffloadedState:

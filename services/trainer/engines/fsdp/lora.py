@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from services.common.models.loading import stored_tensors
 from services.common.models.vision import TOWER, vision_tower
 from services.common.runspec.trainer import OF_EXPERTS, LoraSpec
+from services.trainer.collectives import local_part
 from services.trainer.model.experts import expert_adapter
-from services.trainer.model.local_parts import local_part
 from services.trainer.model.quantized import QuantizedLinear, quantized_layers
 from services.weightsync.adapters import merged_weight
 from services.weightsync.plan import LORA_DOWN, LORA_UP

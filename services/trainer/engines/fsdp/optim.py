@@ -8,8 +8,8 @@ from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from services.common.runspec.trainer import OptimizerSpec
+from services.trainer.collectives import local_part, spread_like
 from services.trainer.engines.fsdp.adamw import AdamW8bit, HostAdamW
-from services.trainer.model.local_parts import local_part, spread_like
 
 
 def build_optimizer(
