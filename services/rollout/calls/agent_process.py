@@ -18,7 +18,7 @@ from typing import Any, TextIO
 from services.common.callables import describe_error, load_callable
 from services.common.parent import die_with_parent
 from services.common.task_group import TaskGroup
-from services.rollout.sandbox.service import sandbox_argument
+from services.rollout.sandbox.remote import sandbox_argument
 
 _LINE_BYTES = 64 << 20
 _MAX_THREADS = 512

@@ -37,7 +37,7 @@ from services.common.lifetime import wait_for_shutdown
 from services.common.parent import die_with_parent
 from services.rollout.calls.guard import add_options, serve_guarded
 from services.rollout.environments.protocol import MAX_ANSWER_BYTES, PROTOCOL, as_json
-from services.rollout.sandbox.service import sandbox_argument
+from services.rollout.sandbox.remote import sandbox_argument
 
 _MAX_THREADS = 512
 _MAX_EPISODES = 1024

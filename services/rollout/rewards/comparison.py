@@ -9,7 +9,8 @@ from services.common.task_group import TaskGroup, unwrapped
 from services.rollout.calls.pool import CallPool
 from services.rollout.failures import CallError
 from services.rollout.rewards.base import RewardInput, Score
-from services.rollout.rewards.terms import checked_score, weighted_score
+from services.rollout.rewards.numbers import checked_score
+from services.rollout.rewards.terms import weighted_score
 
 
 class Comparison:

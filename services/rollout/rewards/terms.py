@@ -1,19 +1,20 @@
-"""Validates and adds up the numbers and named terms that rewards return. Pure functions."""
+"""Adds up the numbers and named terms that rewards return. Pure functions."""
 
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final
 
 import httpx
 
 from services.common.runspec.rollout import RewardSpec, TermSpec
 from services.rollout.failures import CallError
 from services.rollout.rewards.base import Score
+from services.rollout.rewards.numbers import (
+    checked_names,
+    checked_score,
+    named_numbers,
+    shortened,
+)
 
-MAX_TERMS: Final = 64
-"""Max terms of one reward; each becomes a curve."""
-_NAME = re.compile(r"[A-Za-z_][\w.\-/]{0,63}")
 _UNNAMEABLE = re.compile(r"\W")
 _PLAIN = TermSpec()
 _SUM = "sum of rollout.rewards"
@@ -60,7 +61,7 @@ def token_values(spec: RewardSpec, value: object, turn_lengths: Sequence[int]) -
         raise CallError(
             "invalid_value",
             f"reward {spec.name!r} must return a list of {count} numbers, one for each {spec.per} that the "
-            f"policy sampled, got {_shortened(value)}",
+            f"policy sampled, got {shortened(value)}",
         )
     name = f"{spec.name} of a {spec.per}"
     numbers = [checked_score(number, bounds=None, name=name) for number in value]
@@ -82,54 +83,6 @@ def joined(one: Score, other: Score) -> Score:
     return Score(value, terms, one.tokens or other.tokens)
 
 
-def checked_score(value: object, *, bounds: tuple[float, float] | None, name: str) -> float:
-    """Returns the value if it is a finite number within the bounds.
-
-    Raises:
-        CallError: ``invalid_value`` for anything else.
-    """
-    try:
-        score = float(value) if isinstance(value, int | float) else math.nan
-    except OverflowError:
-        score = math.inf
-    if not math.isfinite(score):
-        raise CallError(
-            "invalid_value",
-            f"reward {name!r} must return a finite number, got {_shortened(value)}",
-        )
-    if bounds is not None and not bounds[0] <= score <= bounds[1]:
-        raise CallError(
-            "invalid_value",
-            f"reward {name!r} must be within [{bounds[0]}, {bounds[1]}], got {score}",
-        )
-    return score
-
-
-def named_numbers(value: object, *, what: str, source: str) -> dict[str, float]:
-    """Returns numbers by name; a number without a name is called ``reward``.
-
-    Args:
-        value: A number, a mapping, or None for no number at all.
-
-    Raises:
-        CallError: ``invalid_value`` for anything else.
-    """
-    if value is None:
-        return {}
-    if isinstance(value, int | float):
-        value = {"reward": value}
-    if not isinstance(value, Mapping):
-        raise CallError(
-            "invalid_value",
-            f"{source}: {what} must be a number or numbers by name, got {_shortened(value)}",
-        )
-    checked_names(value, source=f"{what} of {source}")
-    return {
-        str(name): checked_score(number, bounds=None, name=f"{name} of {source}")
-        for name, number in value.items()
-    }
-
-
 def earned_terms(spec: RewardSpec, earned: object) -> tuple[RewardSpec, dict[str, float]]:
     """Converts the reward that an environment or agent returned for an episode to terms.
 
@@ -148,7 +101,7 @@ def earned_terms(spec: RewardSpec, earned: object) -> tuple[RewardSpec, dict[str
             "invalid_value",
             "reward 'environment' needs a workflow that scores its episodes: an environment, or an agent "
             'that returns a number or {"reward": terms, "metrics": numbers}, got '
-            f"{_shortened(earned)}",
+            f"{shortened(earned)}",
         )
     terms = named_numbers(given["reward"], what="reward", source="the episode")
     measured = named_numbers(given.get("metrics"), what="metrics", source="the episode")
@@ -157,26 +110,6 @@ def earned_terms(spec: RewardSpec, earned: object) -> tuple[RewardSpec, dict[str
     # An episode that was cut short may lack some terms.
     present = {name: term for name, term in known.items() if name in found}
     return spec.model_copy(update={"terms": present}), found
-
-
-def checked_names(names: Iterable[object], *, source: str) -> None:
-    """Checks that names are valid for curves.
-
-    Raises:
-        CallError: ``invalid_value`` if there are too many, or one is invalid.
-    """
-    listed = [*names]
-    if len(listed) > MAX_TERMS:
-        raise CallError(
-            "invalid_value", f"{source} has {len(listed)} terms, more than the limit of {MAX_TERMS}"
-        )
-    for name in listed:
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise CallError(
-                "invalid_value",
-                f"{source} has a term named {name!r:.80}; a name starts with a letter and has up to 64 "
-                "letters, digits and _ . - /",
-            )
 
 
 def _checked_terms(spec: RewardSpec, value: Mapping[object, object]) -> dict[str, float]:
@@ -206,9 +139,3 @@ def _label(name: str) -> str:
 def _free(name: str, taken: Mapping[str, float]) -> str:
     names = (name, *(f"{name}-{number}" for number in range(2, len(taken) + 3)))
     return next(free for free in names if free not in taken)
-
-
-def _shortened(value: object) -> str:
-    if isinstance(value, int):
-        return f"an integer of {value.bit_length()} bits"
-    return f"{value!r:.200}"

@@ -9,7 +9,8 @@ from services.common.runspec.rollout import SandboxSpec
 from services.rollout.environments.harbor import HarborTask, tasks
 from services.rollout.sandbox import bubblewrap
 from services.rollout.sandbox.pool import SandboxPool
-from services.rollout.sandbox.service import RemoteSandbox, SandboxService
+from services.rollout.sandbox.remote import RemoteSandbox
+from services.rollout.sandbox.service import SandboxService
 
 TASK = """
 schema_version = "1.4"

@@ -19,7 +19,8 @@ from services.rollout.failures import CallError
 from services.rollout.sandbox import bubblewrap
 from services.rollout.sandbox.base import SandboxError
 from services.rollout.sandbox.pool import SandboxPool
-from services.rollout.sandbox.service import RemoteSandbox, SandboxService, sandbox_argument
+from services.rollout.sandbox.remote import RemoteSandbox, sandbox_argument
+from services.rollout.sandbox.service import SandboxService
 
 pytestmark = pytest.mark.skipif(not bubblewrap.is_usable(), reason="needs bubblewrap")
 SMALL = {"memory_bytes": 128 << 20, "disk_bytes": 4 << 20, "max_processes": 8}
