@@ -8,6 +8,8 @@ import base64
 import os
 import secrets
 import shlex
+import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, Protocol
@@ -18,7 +20,9 @@ START_TIMEOUT_S: Final = 120.0
 """Deadline in seconds for the start of a sandbox, image included."""
 END_TIMEOUT_S: Final = 30.0
 """Deadline in seconds for its end."""
-KILLED_STATUS: Final = 128 + 9
+ANSWER_GRACE_S: Final = 30.0
+"""Seconds after the time limit of a command until which its answer may come, on a busy host."""
+_KILLED_STATUS: Final = 128 + 9
 """Exit status of a command that SIGKILL ended."""
 _STARTS_PER_CORE = 2
 _FILE_TIMEOUT_S = 120.0
@@ -48,23 +52,6 @@ class CommandResult:
     def text(self) -> str:
         return self.output.decode(errors="replace")
 
-    @classmethod
-    def of_timeout(
-        cls, status: int, output: bytes, *, is_truncated: bool, seconds: float, timeout_s: float
-    ) -> "CommandResult":
-        """Returns the result of a command that ``timeout -s KILL`` ran.
-
-        Args:
-            seconds: Wall time of the command; a command killed earlier was not killed by ``timeout``.
-        """
-        is_late = status == KILLED_STATUS and seconds >= timeout_s
-        return cls(
-            exit_status=status,
-            output=output,
-            is_truncated=is_truncated,
-            limit="time" if is_late else "",
-        )
-
 
 class Sandbox(Protocol):
     """One running sandbox."""
@@ -85,6 +72,67 @@ class Sandbox(Protocol):
 
     async def end(self) -> None:
         """Ends the sandbox with all its processes and files; does nothing if it has ended."""
+
+
+class RemoteSandbox(ABC):
+    """Sandbox that runs each command with ``timeout -s KILL``, in a container or on another host.
+
+    Attributes:
+        max_command_bytes: Longer commands are written to a file in the sandbox first; None for no limit.
+    """
+
+    max_command_bytes: int | None = None
+
+    def __init__(self) -> None:
+        self._has_ended = False
+
+    @abstractmethod
+    async def _run(
+        self, command: str, *, stdin: bytes, timeout_s: float, output_bytes: int
+    ) -> tuple[int, bytes, bool]:
+        """Runs a command; returns its exit status, its output, and True if there was more output.
+
+        Raises:
+            TimeoutError: If there is no answer in time, although ``timeout`` should have killed the command.
+            SandboxError: If the sandbox has died.
+        """
+
+    @abstractmethod
+    async def _end(self) -> None:
+        """Ends the sandbox. Raises SandboxError if that fails."""
+
+    async def execute(
+        self, command: str, *, stdin: bytes, timeout_s: float, output_bytes: int
+    ) -> CommandResult:
+        """Runs a shell command in the working folder; see :class:`Sandbox`."""
+        if self._has_ended:
+            raise SandboxError("the sandbox has ended")
+        if "\0" in command:
+            return CommandResult(exit_status=126, output=b"the command has a zero byte\n")
+        limit = self.max_command_bytes
+        if limit is not None and len(command.encode(errors="surrogateescape")) > limit:
+            command = await command_from_file(self, command)
+        begin = time.monotonic()
+        try:
+            status, output, is_truncated = await self._run(
+                command, stdin=stdin, timeout_s=timeout_s, output_bytes=output_bytes
+            )
+        except TimeoutError:
+            status, output, is_truncated = _KILLED_STATUS, b"", False
+        # `timeout` did not kill a command that was killed earlier.
+        is_late = status == _KILLED_STATUS and time.monotonic() - begin >= timeout_s
+        return CommandResult(
+            exit_status=status,
+            output=output,
+            is_truncated=is_truncated,
+            limit="time" if is_late else "",
+        )
+
+    async def end(self) -> None:
+        """Ends the sandbox; does nothing if it has ended. Raises SandboxError if that fails."""
+        if not self._has_ended:
+            self._has_ended = True
+            await self._end()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,18 +7,17 @@ container ends, and is removed, when this process ends, however it ends.
 import asyncio
 import secrets
 import shutil
-import time
 from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 from services.common.runspec.rollout import IMAGE, SandboxSpec
 from services.rollout.sandbox.base import (
+    ANSWER_GRACE_S,
     END_TIMEOUT_S,
-    KILLED_STATUS,
     START_TIMEOUT_S,
     WORK_FOLDER,
-    CommandResult,
+    RemoteSandbox,
     SandboxError,
     starts_on_this_host,
 )
@@ -27,8 +26,6 @@ LABEL = "slipstream-sandbox"
 """Label of the containers."""
 _READ_BYTES = 1 << 16
 _CHECK_TIMEOUT_S = 30.0
-# The answer to a command may come later than its time limit, on a busy host.
-_GRACE_S = 30.0
 
 _FIRST_PROCESS = f'[ "$PWD" = / ] && cd {WORK_FOLDER}; pwd; cat > /dev/null; :'
 """Script of a container's first process: prints the working folder and waits for the end of its input."""
@@ -101,7 +98,7 @@ class Containers:
         """Does nothing: every container has ended by itself."""
 
 
-class Container:
+class Container(RemoteSandbox):
     """One container.
 
     Args:
@@ -109,11 +106,11 @@ class Container:
     """
 
     def __init__(self, program: str, name: str, process: Process) -> None:
+        super().__init__()
         self._folder = ""
         self._program = program
         self._name = name
         self._process = process
-        self._has_ended = False
 
     async def wait_ready(self) -> None:
         """Waits until commands can run. Raises SandboxError."""
@@ -124,15 +121,11 @@ class Container:
             message = _shown(await self._process.stderr.read())
             raise SandboxError(f"{self._program} cannot start the sandbox's image: {message}")
 
-    async def execute(
+    async def _run(
         self, command: str, *, stdin: bytes, timeout_s: float, output_bytes: int
-    ) -> CommandResult:
-        """Runs a shell command in the working folder. Raises SandboxError if the container has ended."""
-        if self._has_ended or self._process.returncode is not None:
+    ) -> tuple[int, bytes, bool]:
+        if self._process.returncode is not None:
             raise SandboxError("the sandbox has ended")
-        if "\0" in command:
-            return CommandResult(exit_status=126, output=b"the command has a zero byte\n")
-        begin = time.monotonic()
         process = await asyncio.create_subprocess_exec(
             *(self._program, "exec", "--interactive", "--workdir", self._folder, self._name),
             *("timeout", "-s", "KILL", f"{timeout_s:g}", "sh", "-c", command),
@@ -141,29 +134,16 @@ class Container:
             stderr=STDOUT,
         )
         try:
-            async with asyncio.timeout(timeout_s + _GRACE_S):
+            async with asyncio.timeout(timeout_s + ANSWER_GRACE_S):
                 (output, is_truncated), _ = await asyncio.gather(
                     _read(process, output_bytes), _write(process, stdin)
                 )
-                status = await process.wait()
-        except TimeoutError:
-            output, is_truncated, status = b"", False, KILLED_STATUS
+                return await process.wait(), output, is_truncated
         finally:
             if process.returncode is None:
                 process.kill()
-        return CommandResult.of_timeout(
-            status,
-            output,
-            is_truncated=is_truncated,
-            seconds=time.monotonic() - begin,
-            timeout_s=timeout_s,
-        )
 
-    async def end(self) -> None:
-        """Removes the container. Raises SandboxError if that fails."""
-        if self._has_ended:
-            return
-        self._has_ended = True
+    async def _end(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
         removal = await asyncio.create_subprocess_exec(

@@ -15,20 +15,15 @@ from e2b.sandbox.commands.command_handle import CommandExitException
 
 from services.common.runspec.rollout import SandboxSpec
 from services.rollout.sandbox.base import (
+    ANSWER_GRACE_S,
     END_TIMEOUT_S,
-    KILLED_STATUS,
     START_TIMEOUT_S,
-    CommandResult,
+    RemoteSandbox,
     SandboxError,
-    command_from_file,
 )
 
 LIFETIME_S: Final = 3600
 """Seconds until E2B ends a sandbox whose lifetime is not renewed; its max without a paid account."""
-# The answer to a command may come later than its time limit.
-_GRACE_S = 30.0
-# Linux limits the size of one argument of a program.
-_MAX_COMMAND_BYTES = 64 << 10
 
 
 class E2B:
@@ -77,55 +72,40 @@ class E2B:
         """Does nothing: every sandbox has ended."""
 
 
-class HostedSandbox:
-    """One sandbox."""
+class HostedSandbox(RemoteSandbox):
+    """One sandbox; commands run in the home folder of the template's user."""
+
+    # Linux limits the size of one argument of a program.
+    max_command_bytes = 64 << 10
 
     def __init__(self, inner: AsyncSandbox) -> None:
+        super().__init__()
         self._inner = inner
         self._renewed_at = time.monotonic()
-        self._has_ended = False
 
-    async def execute(
+    async def _run(
         self, command: str, *, stdin: bytes, timeout_s: float, output_bytes: int
-    ) -> CommandResult:
-        """Runs a shell command in the home folder of the template's user. Raises SandboxError."""
-        if self._has_ended:
-            raise SandboxError("the sandbox has ended")
-        if "\0" in command:
-            return CommandResult(exit_status=126, output=b"the command has a zero byte\n")
-        if len(command.encode(errors="surrogateescape")) > _MAX_COMMAND_BYTES:
-            command = await command_from_file(self, command)
-        begin = time.monotonic()
+    ) -> tuple[int, bytes, bool]:
         given = ""
         try:
             await self._renew(timeout_s)
             if stdin:
                 given = f"/tmp/.stdin-{time.monotonic_ns()}"  # noqa: S108 -- in the sandbox
                 await self._inner.files.write(given, stdin)
-            output, status = await self._run(
+            status, output = await self._run_script(
                 # The SDK keeps all output, and only text.
                 f"timeout -s KILL {timeout_s:g} sh -c {shlex.quote(command)} < {given or '/dev/null'} 2>&1 "
                 f"| {{ head -c {output_bytes + 1}; cat > /dev/null; }} | base64 -w 0; "
                 f"status=${{PIPESTATUS[0]}}; rm -f {given}; exit $status",
-                timeout_s + _GRACE_S,
+                timeout_s + ANSWER_GRACE_S,
             )
-        except TimeoutException:
-            output, status = b"", KILLED_STATUS
+        except TimeoutException as error:
+            raise TimeoutError(str(error)) from error
         except Exception as error:
             raise SandboxError(f"E2B did not run the command: {error!r}") from error
-        return CommandResult.of_timeout(
-            status,
-            output[:output_bytes],
-            is_truncated=len(output) > output_bytes,
-            seconds=time.monotonic() - begin,
-            timeout_s=timeout_s,
-        )
+        return status, output[:output_bytes], len(output) > output_bytes
 
-    async def end(self) -> None:
-        """Ends the sandbox. Raises SandboxError if that fails."""
-        if self._has_ended:
-            return
-        self._has_ended = True
+    async def _end(self) -> None:
         try:
             await self._inner.kill(request_timeout=END_TIMEOUT_S)
         except Exception as error:
@@ -138,9 +118,9 @@ class HostedSandbox:
             await self._inner.set_timeout(LIFETIME_S)
             self._renewed_at = now
 
-    async def _run(self, script: str, timeout_s: float) -> tuple[bytes, int]:
+    async def _run_script(self, script: str, timeout_s: float) -> tuple[int, bytes]:
         try:
             result = await self._inner.commands.run(script, timeout=timeout_s)
         except CommandExitException as error:
-            return base64.b64decode(error.stdout), error.exit_code
-        return base64.b64decode(result.stdout), result.exit_code
+            return error.exit_code, base64.b64decode(error.stdout)
+        return result.exit_code, base64.b64decode(result.stdout)

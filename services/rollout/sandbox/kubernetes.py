@@ -9,7 +9,6 @@ import asyncio
 import json
 import secrets
 import ssl
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any, Final
@@ -21,24 +20,19 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidSta
 
 from services.common.runspec.rollout import IMAGE, SandboxSpec
 from services.rollout.sandbox.base import (
+    ANSWER_GRACE_S,
     END_TIMEOUT_S,
-    KILLED_STATUS,
     START_TIMEOUT_S,
     WORK_FOLDER,
     Cluster,
-    CommandResult,
+    RemoteSandbox,
     SandboxError,
-    command_from_file,
 )
 
 LABEL: Final = "slipstream.dev/sandbox"
 """Label of the pods."""
 _CONTAINER = "sandbox"
 _REQUEST_TIMEOUT_S = 30.0
-# The answer to a command may come later than its time limit, on a busy node.
-_GRACE_S = 30.0
-# A command is part of an address; longer ones travel as a file.
-_MAX_COMMAND_BYTES = 4 << 10
 # Each frame begins with the number of its stream.
 _PROTOCOL: Any = "v4.channel.k8s.io"
 _STDIN, _STDOUT, _STDERR, _STATUS = range(4)
@@ -160,20 +154,23 @@ class Pods:
         }
 
 
-class Pod:
+class Pod(RemoteSandbox):
     """One pod.
 
     Attributes:
         state: Why the container does not run yet.
     """
 
+    # A command is part of an address.
+    max_command_bytes = 4 << 10
+
     def __init__(self, api: "_Api", name: str) -> None:
+        super().__init__()
         self.name = name
         self.state = "the pod was not scheduled"
         self._api = api
         self._folder = ""
         self._connection: ClientConnection | None = None
-        self._has_ended = False
 
     async def wait_ready(self) -> None:
         """Waits until commands can run. Raises SandboxError."""
@@ -193,42 +190,23 @@ class Pod:
             said += part
         self._folder = said.decode().strip()
 
-    async def execute(
+    async def _run(
         self, command: str, *, stdin: bytes, timeout_s: float, output_bytes: int
-    ) -> CommandResult:
-        """Runs a shell command in the working folder. Raises SandboxError if the pod has ended."""
-        if self._has_ended:
-            raise SandboxError("the sandbox has ended")
-        if "\0" in command:
-            return CommandResult(exit_status=126, output=b"the command has a zero byte\n")
-        if len(command.encode(errors="surrogateescape")) > _MAX_COMMAND_BYTES:
-            command = await command_from_file(self, command)
-        begin = time.monotonic()
+    ) -> tuple[int, bytes, bool]:
         given = f"head -c {len(stdin)} |" if stdin else "</dev/null"
         # This shell would report a killed command in its output.
         limited = f"timeout -s KILL {timeout_s:g}"
         script = f'exec 3>&2 2>/dev/null; cd "$1" && {given} {limited} sh -c "$0" 2>&3 3>&-'
-        try:
-            async with (
-                asyncio.timeout(timeout_s + _GRACE_S),
-                self._executing("sh", "-c", script, command, self._folder) as connection,
-            ):
-                output, is_truncated, status = await _talk(connection, stdin, output_bytes)
-        except TimeoutError:
-            output, is_truncated, status = b"", False, KILLED_STATUS
-        return CommandResult.of_timeout(
-            status,
-            output,
-            is_truncated=is_truncated,
-            seconds=time.monotonic() - begin,
-            timeout_s=timeout_s,
-        )
+        async with (
+            asyncio.timeout(timeout_s + ANSWER_GRACE_S),
+            self._executing("sh", "-c", script, command, self._folder) as connection,
+        ):
+            result, _ = await asyncio.gather(
+                _read(connection, output_bytes), _write(connection, stdin)
+            )
+            return result
 
-    async def end(self) -> None:
-        """Deletes the pod. Raises SandboxError if that fails."""
-        if self._has_ended:
-            return
-        self._has_ended = True
+    async def _end(self) -> None:
         if self._connection is not None:
             await self._connection.close()
         async with asyncio.timeout(END_TIMEOUT_S):
@@ -371,15 +349,8 @@ class _Api:
         return {"Authorization": f"Bearer {token}"}
 
 
-async def _talk(
-    connection: ClientConnection, stdin: bytes, max_bytes: int
-) -> tuple[bytes, bool, int]:
-    """Writes the input of a process and reads its output; returns the status, too."""
-    result, _ = await asyncio.gather(_read(connection, max_bytes), _write(connection, stdin))
-    return result
-
-
-async def _read(connection: ClientConnection, max_bytes: int) -> tuple[bytes, bool, int]:
+async def _read(connection: ClientConnection, max_bytes: int) -> tuple[int, bytes, bool]:
+    """Reads all output; returns the exit status, the first bytes, and True if there were more."""
     output, is_truncated = bytearray(), False
     while True:
         stream, part = await _frame(connection)
@@ -389,7 +360,7 @@ async def _read(connection: ClientConnection, max_bytes: int) -> tuple[bytes, bo
         is_truncated |= len(part) > room
         output += part[:room]
     await connection.close()  # the process may not have read all of its input
-    return bytes(output), is_truncated, _exit_status(part)
+    return _exit_status(part), bytes(output), is_truncated
 
 
 async def _write(connection: ClientConnection, content: bytes) -> None:
