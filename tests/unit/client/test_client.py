@@ -92,6 +92,9 @@ def test_files_next_to_a_specification_get_absolute_paths(tmp_path):
             "workflow": "missing.py:f",
         },
     }
+    text = "Solve the problem. " * 300
+    (tmp_path / "long.yaml").write_text(f"data: {{prompt_template: '{text}'}}\n")
+    assert read_spec(tmp_path / "long.yaml") == {"data": {"prompt_template": text}}
     (tmp_path / "list.yaml").write_text("- 1\n")
     with pytest.raises(ValueError, match=r"list\.yaml: expected a mapping of keys, got list"):
         read_spec(str(tmp_path / "list.yaml"))
