@@ -4,6 +4,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -20,6 +21,21 @@ _MAX_ERROR_CHARACTERS = 2000
 
 class _NotFoundError(ValueError):
     """A reference names no module."""
+
+
+def real_path(path: str | os.PathLike[str]) -> str:
+    """Returns an absolute path with links resolved, as far as this process can.
+
+    Unlike ``Path.resolve``, it accepts circular links, names that are too long, and links that this
+    process may not read.
+
+    Raises:
+        ValueError: If the path has a zero byte.
+    """
+    try:
+        return os.path.realpath(path)
+    except OSError:
+        return os.path.abspath(path)  # noqa: PTH100
 
 
 @dataclass(frozen=True, slots=True)

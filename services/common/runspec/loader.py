@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from services.common.callables import is_reference, parse_reference
+from services.common.callables import is_reference, parse_reference, real_path
 from services.common.runspec.aliases import (
     canonical_key,
     prepare_override,
@@ -327,9 +327,8 @@ def resolve_paths(spec: RunSpec, folder: Path) -> RunSpec:
 
 
 def _absolute(path: str, folder: Path) -> str:
-    # Unlike Path's methods, these accept unknown users, circular links and names that are too long; whoever
-    # opens the path reports it with its key.
-    return os.path.realpath(folder / os.path.expanduser(path))  # noqa: PTH111
+    # Path.expanduser raises for an unknown user. A path that does not exist is reported where it is opened.
+    return real_path(folder / os.path.expanduser(path))  # noqa: PTH111
 
 
 def _resolve_model(model: dict[str, Any], folder: Path) -> None:

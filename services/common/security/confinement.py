@@ -16,7 +16,7 @@ from typing import Any, Final, Literal
 
 from pydantic import BaseModel
 
-from services.common.callables import Reference, parse_reference
+from services.common.callables import Reference, parse_reference, real_path
 from services.common.runspec.data import PromptSourceSpec
 from services.common.runspec.rollout import SandboxSpec
 from services.common.runspec.run import RunSpec
@@ -239,7 +239,7 @@ class _Judge:
         try:
             paths = sorted(map(self.resolved, meanings))
             inside = [self.resolved(root) for root in roots]
-        except (OSError, RuntimeError) as error:  # circular links
+        except (OSError, RuntimeError, ValueError) as error:  # circular links, zero bytes
             yield f"{text!r} cannot be resolved ({error}); use a path inside {_listed(roots)}"
             return
         for path in paths:
@@ -288,7 +288,7 @@ def paths_named(spec: RunSpec) -> set[Path]:
     for _, value in _texts(spec.model_dump(mode="json"), ""):
         path = os.path.normpath(_plain(value))
         if os.path.isabs(path) and "\0" not in path:  # noqa: PTH117
-            paths |= {Path(path), Path(os.path.realpath(path))}
+            paths |= {Path(path), Path(real_path(path))}
     return paths
 
 

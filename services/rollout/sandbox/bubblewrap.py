@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from services.common.callables import real_path
 from services.common.runspec.rollout import SandboxSpec
 from services.rollout.sandbox import seccomp
 from services.rollout.sandbox.base import (
@@ -225,8 +226,8 @@ class Bubblewrap:
         """Returns the folder of an image; one that a row names is inside the specification's folder."""
         if self._spec.image_column is None:
             return image
-        root = Path(self._spec.image).resolve()
-        folder = (root / image).resolve()
+        root = Path(real_path(self._spec.image))
+        folder = Path(real_path(root / image)) if "\0" not in image else Path()
         if not folder.is_relative_to(root):
             raise SandboxError(
                 f"the row's {self._spec.image_column!r} {image!r} is outside rollout.sandbox.image "

@@ -17,7 +17,7 @@ from services.common.errors import FailedPreconditionError
 from services.common.runspec.keys import fields_of
 from services.common.runspec.loader import SpecError, parse_spec
 from services.common.runspec.run import RunSpec
-from services.common.security.confinement import KINDS, CodePolicy
+from services.common.security.confinement import KINDS, CodePolicy, paths_named
 from services.common.security.secrets import find_plain_secrets, with_secrets
 
 
@@ -268,6 +268,26 @@ def test_strange_paths_are_rejected_and_raise_nothing(roots, path):
     for judge in (strays, strays_here):
         assert judge(spec_with(**source(path)), roots)
         assert judge(spec_with(model__path=path, **source(str(roots[0] / "x.jsonl"))), roots)
+
+
+@pytest.mark.parametrize("name", ["a\0b", "x" * 300, "circle/a"])
+def test_strange_paths_of_rows_are_rejected_and_raise_nothing(tmp_path, name):
+    (tmp_path / "in" / "circle").parent.mkdir()
+    (tmp_path / "in" / "circle").symlink_to("circle")
+    policy = CodePolicy(roots=(tmp_path / "in",))
+    policy.path_problems(tmp_path / "in" / name)
+    assert policy.path_problems(tmp_path / "out" / name)
+
+
+def test_links_that_this_process_may_not_read_are_named(monkeypatch, tmp_path):
+    (tmp_path / "link").symlink_to("file")
+
+    def refused(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "readlink", refused)
+    path = str(tmp_path / "link")
+    assert paths_named(spec_with(data__train__path=path)) >= {Path(path)}
 
 
 def test_sets_of_prompts_are_looked_at_one_by_one(roots):

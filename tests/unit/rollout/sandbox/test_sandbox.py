@@ -164,7 +164,12 @@ async def test_an_image_is_a_folder_and_a_row_may_name_one_inside(tmp_path: Path
     rows = {"image": str(tmp_path), "image_column": "task"}
     async with sandbox({"task": "two"}, **rows) as box:
         assert await box.read("name") == b"two"
-    for task, problem in (("../..", "outside"), ("three", "folder"), (None, "image_column")):
+    for task, problem in (
+        ("../..", "outside"),
+        ("a\0b", "outside"),
+        ("three", "folder"),
+        (None, "image_column"),
+    ):
         with pytest.raises(CallError, match=problem):
             async with sandbox({"task": task}, **rows):
                 pass
