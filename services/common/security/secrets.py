@@ -26,7 +26,11 @@ _TEXT_TOKEN = re.compile(
     r"|special|start|stop|system|think|thinking|tool|unk|user|video) token"
 )
 # Every repetition is bounded, as a text may be as long as a specification.
-_URL_USER = re.compile(r"\w://[^/?#\s@:]{0,200}:[^/?#\s@]{1,500}@")
+_URL_USER = re.compile(
+    r"\w://[^/?#\s@:]{0,200}:[^/?#\s@]{1,500}@|\b(https?|grpcs?)://[^/?#\s@]{1,500}@", re.IGNORECASE
+)
+_URL_PARAMETER = re.compile(r"[?&;]([\w.-]{1,64})=[^&;#\s]")
+_SIGNATURES = frozenset({"sig", "signature", "x-amz-signature", "x-goog-signature"})
 _SECRET_VALUE = re.compile(
     r"^bearer\s+\S+$|^(basic|token)\s+(?=\S*\d)[\w.~+/=-]{8,}$"
     r"|\b((proxy-)?authorization|x-api-key)\s*[:=]\s*\S+"
@@ -41,7 +45,7 @@ _FIX: Final = (
     "installation's secrets directory"
 )
 _FIX_URL: Final = (
-    "the URL has a user and a password, but a specification must not contain secrets; remove them, and "
+    "the URL has a user, a password or a token, but a specification must not contain secrets; remove it, and "
     'set the service\'s token to {"secret": "NAME"}, where NAME is a file in the installation\'s '
     "secrets directory"
 )
@@ -59,7 +63,7 @@ def find_plain_secrets(spec: RunSpec) -> list[str]:
 
 def _plain_secrets(value: Any, key: str, *, is_secret: bool) -> Iterator[tuple[str, str]]:
     if isinstance(value, str):
-        if _URL_USER.search(value):
+        if _URL_USER.search(value) or _has_secret_parameter(value):
             yield key, _FIX_URL
         elif (value and is_secret) or _SECRET_VALUE.search(value):
             yield key, _FIX
@@ -79,6 +83,13 @@ def _plain_secrets(value: Any, key: str, *, is_secret: bool) -> Iterator[tuple[s
             yield from _plain_secrets(
                 inner, f"{key}.{index}", is_secret=bool(index and follows) or is_secret
             )
+
+
+def _has_secret_parameter(text: str) -> bool:
+    """Returns True if a text has a URL with a secret in its query, such as ``?access_token=...``."""
+    _, found, rest = text.partition("://")
+    names = _URL_PARAMETER.findall(rest) if found else ()
+    return any(_is_secret_name(name) or name.lower() in _SIGNATURES for name in names)
 
 
 def _is_by_name(value: Mapping[str, Any]) -> bool:
