@@ -143,14 +143,20 @@ class WeightGroup:
         # keep it alive.
         self._store = store
 
-    def bound(self, plan: WeightPlan) -> None:
-        """Sets a deadline for each collective of the next transfer, if aborting does not end them."""
+    def bound(self, plan: WeightPlan, timeout_s: float) -> None:
+        """Sets a deadline for each collective of the next transfer, if aborting does not end them.
+
+        Args:
+            timeout_s: Deadline of the whole transfer in seconds; a bucket of each source has its
+                share of it.
+        """
         if not self._ends_at_abort:
             longest = max(
                 bucket.stop - bucket.start for source in plan.sources for bucket in source.buckets
             )
+            share_s = timeout_s * min(longest * len(plan.sources) / plan.num_bytes, 1.0)
             for channel in self.channels.values():
-                channel.set_timeout(_GLOO_TIMEOUT_S + longest / _GLOO_RATE)
+                channel.set_timeout(max(_GLOO_TIMEOUT_S + longest / _GLOO_RATE, share_s))
 
     def synchronize(self) -> None:
         """Waits until all started collectives are done, or the group is aborted."""

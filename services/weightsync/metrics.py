@@ -8,6 +8,9 @@ from services.common.errors import DataLossError, DeadlineExceededError, Unavail
 from services.common.telemetry.metrics import SYNC
 from services.weightsync.transfer import TransferError, TransferOrder
 
+# In the message of a collective of Gloo that missed its deadline.
+_GLOO_LATE = "Timed out waiting"
+
 MEMBER_SECONDS = Histogram(
     "slipstream_weight_sync_member_duration_seconds",
     "Time of a weight sync in one member, by phase.",
@@ -53,6 +56,12 @@ def explained(error: BaseException, order: TransferOrder) -> BaseException:
         case TimeoutError():
             return DeadlineExceededError(
                 f"the transfer of version {order.version} took longer than {order.timeout_s} s",
+                version=order.version,
+            )
+        case RuntimeError() if _GLOO_LATE in str(error):
+            return DeadlineExceededError(
+                f"the transfer of version {order.version} is too slow for its deadline, or a link between "
+                f"members is interrupted: {error}",
                 version=order.version,
             )
         case RuntimeError():

@@ -68,7 +68,7 @@ def send_version(
         RuntimeError: If a member was lost or the group aborted.
     """
     ((source, channel),) = group.channels.items()
-    group.bound(arena.plan)
+    group.bound(arena.plan, order.timeout_s)
     sent = [arena.bucket(source, index) for index in range(len(checksums))]
     works = [channel.broadcast(bucket) for bucket in sent]
     works.append(channel.broadcast(make_statement(arena.plan, order, source, checksums)))
@@ -95,7 +95,7 @@ def receive_version(
         TransferError: If version or bytes are not the expected ones.
         RuntimeError: If a source was lost or the group aborted.
     """
-    group.bound(shadow.plan)
+    group.bound(shadow.plan, order.timeout_s)
     sums = shadow.no_checksums() if sums is None else sums
     arriving = [
         _Arriving(source, channel, shadow, order, sums[source])

@@ -144,8 +144,9 @@ class WeightSyncSpec(SpecPart):
     """Max seconds to form the weight group."""
     transfer_timeout_s: float | None = Field(None, gt=0, le=MAX_SECONDS)
     """Max seconds of one transfer, including verification. Default: 1.5 s plus the time that the
-    bytes take at a low bandwidth (100 MB/s over Gloo, 5 GB/s over NCCL). A terminated member is
-    detected earlier."""
+    bytes take at a low bandwidth (100 MB/s over Gloo, 5 GB/s over NCCL), or four times that of the
+    transfer before; a transfer that exceeds it is repeated with four times as much. A terminated
+    member is detected earlier."""
     answer_timeout_s: float = Field(1.0, gt=0, le=MAX_SECONDS)
     """Seconds without a sign of life after which a member counts as lost. Increase it on overloaded
     hosts; a stopped rollout delays the other members by about three times this value."""

@@ -61,7 +61,7 @@ class DeltaSender(ShadowSender):
         self, group: WeightGroup, checksums: Tensor, order: TransferOrder
     ) -> Transferred:
         ((source, channel),) = group.channels.items()
-        group.bound(self.plan)
+        group.bound(self.plan, order.timeout_s)
         now = self._arena.buffers[source].view(_WORD)
         places = (now != self._sent.buffers[source].view(_WORD)).nonzero().flatten()
         is_worthwhile = places.numel() * _WORTHWHILE < now.numel()
@@ -93,7 +93,7 @@ class DeltaReceiver(ShadowReceiver):
     def _receive_changes(
         self, group: WeightGroup, shadow: WeightArena, order: TransferOrder
     ) -> Transferred:
-        group.bound(self.plan)
+        group.bound(self.plan, order.timeout_s)
         digests: list[str] = []
         num_bytes = 0
         for source, channel in sorted(group.channels.items()):

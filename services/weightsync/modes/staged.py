@@ -63,7 +63,7 @@ def send_staged(
     """Sends an arena through the slots; see :func:`services.weightsync.transfer.send_version`."""
     ((source, channel),) = group.channels.items()
     plan = arena.plan
-    group.bound(plan)
+    group.bound(plan, order.timeout_s)
     works: list[Work] = []
     count = len(plan.sources[source].buckets)
     stated = torch.zeros(count, 2, dtype=torch.int64, device=slots.device)
@@ -92,7 +92,7 @@ def receive_staged(
     A bucket is placed before its checksum can be compared, as the source sends the checksums last.
     If this raises, the target must not be used.
     """
-    group.bound(slots.plan)
+    group.bound(slots.plan, order.timeout_s)
     arriving = [
         _Arriving(source, channel, slots, place)
         for source, channel in sorted(group.channels.items())

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 _MIN_TIMEOUT_S = 1.5
 # A rollout that drains for this long counts as dead, in case its own stall detection failed.
 _DRAINING_S = 7 * 86_400.0
+# Deadline of a transfer over the time of the one before, or over the deadline that it missed.
+_SLOWER = 4
 # Max attempts to publish one version while no member is lost: a busy machine misses a deadline, a
 # bit flips.
 _MAX_TRIES = 5
@@ -219,7 +221,7 @@ class WeightSession:
         self._is_formed = False
         self._members = WeightMembers(run_id, spec)
         self._backend = ""
-        self._timeout_s = _MIN_TIMEOUT_S
+        self._least_timeout_s = self._timeout_s = _MIN_TIMEOUT_S
         self._canary: tuple[int, Canary] | None = None
         self._served: PeerSource | None = None
         self.version = -1
@@ -242,9 +244,10 @@ class WeightSession:
         await members.open(trainer, rollouts)
         while not self._is_formed:
             self._backend = members.backend()
-            self._timeout_s = self._spec.transfer_timeout_s or (
+            self._least_timeout_s = self._spec.transfer_timeout_s or (
                 _MIN_TIMEOUT_S + members.plan.num_bytes / TRANSPORTS[self._backend].least_rate
             )
+            self._timeout_s = self._least_timeout_s
             try:
                 await self._form()
             except FailedPreconditionError as error:
@@ -380,11 +383,17 @@ class WeightSession:
                     self._drop_lost(gone, error, tries)
                 else:
                     observe(self._run_id, report)
+                    self._allow(_SLOWER * report.transfer_s)
                     self.version = version
                     self._served = PeerSource(
                         version=version, digest=report.digest, canary=await self._score(version)
                     )
                     return report
+
+    def _allow(self, timeout_s: float) -> None:
+        """Sets the deadline of the next transfers, unless the specification does."""
+        if self._spec.transfer_timeout_s is None:
+            self._timeout_s = max(timeout_s, self._least_timeout_s)
 
     async def _record_unsent(self, newest: Callable[[], int]) -> SyncReport:
         """Records a version that no worker receives."""
@@ -430,17 +439,21 @@ class WeightSession:
             versions = [*held.values(), *(await self._prepare(version, members.rollouts)).values()]
             base = versions[0] if len(set(versions)) == 1 else -1
             times = [time.perf_counter()]
-            sent = await members.call_all(
-                {
-                    name: member.transfer(
-                        self._epoch,
-                        version,
-                        base_version=base if base < version else -1,
-                        timeout_s=self._timeout_s,
-                    )
-                    for name, member in members.all().items()
-                }
-            )
+            try:
+                sent = await members.call_all(
+                    {
+                        name: member.transfer(
+                            self._epoch,
+                            version,
+                            base_version=base if base < version else -1,
+                            timeout_s=self._timeout_s,
+                        )
+                        for name, member in members.all().items()
+                    }
+                )
+            except DeadlineExceededError:
+                self._allow(_SLOWER * self._timeout_s)  # a link may be slow
+                raise
             digests = [digest for name in members.sources for digest in sent[name].digests]
             digest = version_digest(digests)
             times.append(time.perf_counter())
