@@ -2,8 +2,8 @@
 
 Rank 0 broadcasts every command as a small header and its bytes, so that no rank enters a collective alone. A
 rank that fails writes the cause to the store of the process group. A thread of every other rank waits on that
-key and aborts the rank's process groups. Then all processes end, which also closes what cannot be aborted. So
-no rank waits forever in a collective for a failed rank.
+key and aborts the rank's process groups. Then all processes end, which also closes what cannot be aborted.
+The kernel ends connections to a silent host. So no rank waits forever in a collective for a failed rank.
 """
 
 import asyncio
@@ -23,6 +23,7 @@ import torch
 from torch import distributed
 
 from services.common.errors import UnavailableError
+from services.common.keepalive import watch_connections
 from services.trainer.collectives import abort_processes
 from services.trainer.engines.base import OomLimitError
 
@@ -34,6 +35,8 @@ _END = "worker/end"
 """Key of the store. Its value is :data:`_ENDED_NORMALLY`, or the cause of the first rank that failed."""
 _ENDED_NORMALLY = "ended"
 _LISTEN = timedelta(days=365)
+# Process groups connect when they are first used.
+_WATCH_EVERY_S = 5.0
 # Seconds for the other ranks to read how rank 0 ended, before the store ends with its process.
 _JOIN_S = 5.0
 
@@ -101,7 +104,7 @@ class CommandGroup:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Listens for failures of other ranks until the worker ends.
+        """Listens for failures of other ranks, and watches the connections to them, until the worker ends.
 
         Each rank enters it after the process group is initialized.
         """
@@ -114,9 +117,15 @@ class CommandGroup:
             target=self._listen, args=(store,), name="rank-failures", daemon=True
         )
         listener.start()
+        ended = threading.Event()
+        watch = threading.Thread(
+            target=_watch_connections, args=(ended,), name="rank-connections", daemon=True
+        )
+        watch.start()
         try:
             yield
         finally:
+            ended.set()
             if distributed.is_initialized() and distributed.get_rank() == 0:
                 _default_store().compare_set(_END, "", _ENDED_NORMALLY)
             listener.join(_JOIN_S)
@@ -211,6 +220,12 @@ class CommandGroup:
         kind, step, weight_version, num_steps, size = _HEADER.unpack(header)
         payload = bytes(_broadcast(bytearray(size))) if size else b""
         return Command(CommandKind(kind), step, weight_version, payload, num_steps)
+
+
+def _watch_connections(ended: threading.Event) -> None:
+    watch_connections()
+    while not ended.wait(_WATCH_EVERY_S):
+        watch_connections()
 
 
 def _is_collective_error(error: Exception) -> bool:

@@ -1,0 +1,32 @@
+"""Connections to silent hosts end."""
+
+import socket
+
+import pytest
+
+from services.common.keepalive import SILENCE_S, watch_connections
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_connections_of_other_libraries_end_when_their_peer_is_silent(host):
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with (
+        socket.create_server((host, 0), family=family) as listener,
+        socket.create_connection(listener.getsockname()[:2]) as connection,
+    ):
+        watch_connections()
+        keeps = connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        limit_ms = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+        assert (keeps, limit_ms) == (1, SILENCE_S * 1000)
+        accepted, _ = listener.accept()
+        with accepted:  # it is the same connection, and works
+            connection.sendall(b"data")
+            assert accepted.recv(4) == b"data"
+
+
+def test_other_sockets_stay_as_they_are():
+    ours, theirs = socket.socketpair()
+    with ours, theirs, socket.socket(type=socket.SOCK_DGRAM) as datagrams:
+        watch_connections()
+        for each in (ours, datagrams):
+            assert each.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 0
