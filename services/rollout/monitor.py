@@ -143,7 +143,7 @@ async def monitor(
         try:
             progress.check(stats, now=clock())
         except EngineStalledError as error:
-            session.report(state="failed", activity=str(error))
+            await session.report_own_failure(str(error))
             raise
         if clock() - looked > min(stall_s / 4, _LOOK_S) and not stats.is_asleep:
             looked = clock()

@@ -10,7 +10,7 @@ Imports no torch. Example::
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, TypeVar
 
@@ -139,6 +139,12 @@ class WorkerSession:
             self._report.gauges.update(gauges)
         if state is not None or activity is not None or weight_version is not None:
             self._changed.set()
+
+    async def report_own_failure(self, cause: str) -> None:
+        """Reports at once why this worker ends; does nothing if the controller does not answer."""
+        self.report(state="failed", activity=cause)
+        with suppress(UnavailableError, DeadlineExceededError):
+            await self._send_heartbeat()
 
     async def report_failures(self, failures: Sequence[GroupFailure]) -> None:
         """Reports groups that brought no samples to the controller."""

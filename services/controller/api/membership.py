@@ -80,6 +80,8 @@ class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
             weight_version=request.weight_version,
             gauges=request.gauges,
         )
+        if outcome == "continue" and _STATES.get(request.state) == "failed":
+            self._manager.drivers.worker_failed(request.run_id, request.worker_id, request.activity)
         spec_json = spec_digest = ""
         # A worker of an earlier release sends no digest and does not read a specification here.
         if outcome == "continue" and request.spec_digest:

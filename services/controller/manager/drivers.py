@@ -193,6 +193,11 @@ class Drivers:
         if (driver := self.find(exit_.run_id)) is not None:
             driver.worker_exited(exit_)
 
+    def worker_failed(self, run_id: str, worker_id: str, cause: str) -> None:
+        """Notifies the driver that a worker reports why it ends."""
+        if (driver := self.find(run_id)) is not None:
+            driver.worker_lost(worker_id, f"{worker_id} failed: {cause}")
+
     def worker_replaced(self, run_id: str, worker_id: str) -> None:
         """Notifies the driver that another process registered under a worker's id."""
         if (driver := self.find(run_id)) is not None:

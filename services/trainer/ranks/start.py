@@ -11,7 +11,12 @@ from services.common.runspec.loader import canonical_json
 from services.common.runspec.run import RunSpec
 from services.common.task_group import until_first
 from services.trainer.engines.base import Progress
-from services.trainer.ranks.command_group import Command, CommandGroup, CommandKind
+from services.trainer.ranks.command_group import (
+    Command,
+    CommandGroup,
+    CommandKind,
+    RankFailedError,
+)
 from services.trainer.settings import TrainerSettings
 from services.trainer.transfers import QueueTransfers
 from services.wire.controller import WorkerSession
@@ -106,6 +111,14 @@ async def until_stopped(session: WorkerSession, command_group: CommandGroup) -> 
     """Waits for the controller's stop request or a signal.
 
     Raises:
-        ExceptionGroup: With a RankFailedError, if a rank fails.
+        ExceptionGroup: With a RankFailedError, if a rank fails; the controller knows the cause then.
     """
-    await until_first(session.stopped(), wait_for_shutdown(), command_group.failed())
+
+    async def failed() -> None:
+        try:
+            await command_group.failed()
+        except RankFailedError as error:
+            await session.report_own_failure(str(error))
+            raise
+
+    await until_first(session.stopped(), wait_for_shutdown(), failed())

@@ -215,7 +215,7 @@ class RunDriver:
         if self._sizing.handles_exit(exit_):
             return
         known = self._services.membership.find(self._run_id, exit_.worker_id)
-        had_loaded = known is not None and known.state in ("loaded", "ready", "draining")
+        had_loaded = known is not None and known.state != "loading"
         was_interrupted = exit_.code is None or exit_.code < 0 or exit_.code == OUTAGE_EXIT
         is_absent = exit_.worker_id in self._sizing.missing_rollouts()
         others_go_on = is_absent and self._state is RunState.RUNNING

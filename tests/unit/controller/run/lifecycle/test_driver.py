@@ -78,6 +78,24 @@ async def test_the_end_of_a_rollout_that_stores_its_work_is_waited_for(
         assert ("rollout-0 exited with exit code 1" in lost.message) is is_heard
 
 
+async def test_a_worker_that_reports_its_failure_is_lost_for_that_reason(database, workers):
+    workers.may_train.clear()
+    async with open_manager(database, queue=workers.queue) as manager, asyncio.timeout(20):
+        run_id = (await manager.create(Submission(spec=specification())))[0].run_id
+        await workers.trains.wait()
+        workers.connects.clear()
+        manager.workers(run_id)[0].state = "failed"
+        manager.drivers.worker_failed(run_id, "rollout-0", "its engine stalled")
+        # Its end, which follows, is no failure at the start.
+        manager.drivers.worker_exited(ended(run_id, "rollout-0"))
+        await workers.connects.wait()
+        (lost,) = await manager.feed.page(
+            run_id, after_seq=0, only=EventFilter(types=("WorkerLost",))
+        )
+        assert lost.data["workers"] == ["rollout-0"]
+        assert not (await manager.get(run_id)).is_terminal
+
+
 async def test_a_restart_of_the_rollouts_that_a_dead_controller_ordered_is_finished(
     database, workers
 ):
