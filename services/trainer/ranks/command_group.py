@@ -8,6 +8,7 @@ The kernel ends connections to a silent host. So no rank waits forever in a coll
 
 import asyncio
 import logging
+import socket
 import struct
 import threading
 from collections.abc import Iterator
@@ -34,6 +35,8 @@ _MAX_TEXT_BYTES = 512
 _END = "worker/end"
 """Key of the store. Its value is :data:`_ENDED_NORMALLY`, or the cause of the first rank that failed."""
 _ENDED_NORMALLY = "ended"
+_HOST = "worker/host/"
+"""Prefix of the store's keys of all ranks' addresses and host names, for messages."""
 _LISTEN = timedelta(days=365)
 # Process groups connect when they are first used.
 _WATCH_EVERY_S = 5.0
@@ -113,6 +116,9 @@ class CommandGroup:
             return
         # The thread has its own connection: a waiting call blocks all others on the same connection.
         store = _default_store().clone()
+        with suppress(OSError):  # the host may have no address under its name
+            name = socket.gethostname()
+            store.set(f"{_HOST}{distributed.get_rank()}", f"{socket.gethostbyname(name)} {name}")
         listener = threading.Thread(
             target=self._listen, args=(store,), name="rank-failures", daemon=True
         )
@@ -144,12 +150,25 @@ class CommandGroup:
             cause: Reason why this rank cannot continue. If a rank failed before, its cause is used instead.
         """
         if distributed.is_initialized():
-            mine = f"rank {distributed.get_rank()}: {cause}"
+            mine = f"rank {distributed.get_rank()}: {self._name_peers(cause)}"
             with suppress(RuntimeError):  # the store is gone with rank 0
                 mine = _default_store().compare_set(_END, "", mine).decode()
             cause = mine
         self._abort(cause)
         return RankFailedError(self._cause.result())
+
+    def _name_peers(self, cause: str) -> str:
+        """Adds rank and host name of each address in a cause; on rank 0, which holds the store of them."""
+        if distributed.get_rank() > 0:
+            return cause
+        store, keys = _default_store(), [f"{_HOST}{rank}" for rank in range(1, self._size)]
+        hosts = [store.get(key).decode().split() if store.check([key]) else () for key in keys]
+        named = [
+            f"{host[0]} is rank {rank} on {host[1]}"
+            for rank, host in enumerate(hosts, 1)
+            if host and f"[{host[0]}]" in cause
+        ]
+        return "; ".join([cause, *named])
 
     async def failed(self) -> Never:
         """Waits until a rank fails.
