@@ -21,7 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from services.common.callables import load_callable
-from services.common.errors import FailedPreconditionError, UnavailableError
+from services.common.errors import (
+    DeadlineExceededError,
+    FailedPreconditionError,
+    UnavailableError,
+)
 from services.common.runspec.weight_modes import TRANSPORTS
 from services.weightsync.checksum import write_checksum
 from services.weightsync.endpoints import OwnThread, on_device
@@ -338,7 +342,8 @@ class Epochs:
         Raises:
             FailedPreconditionError: If a group of this or a newer epoch was formed or aborted
                 before, or the backend cannot connect the members.
-            UnavailableError: If not all members joined in time.
+            DeadlineExceededError: If not all members joined in time.
+            UnavailableError: If a member was lost meanwhile.
         """
         if epoch <= self._epoch:
             raise FailedPreconditionError(
@@ -369,10 +374,13 @@ class Epochs:
         try:
             async with asyncio.timeout(timeout_s):
                 group = await self.thread.run(join)
-        except (RuntimeError, TimeoutError) as error:
+        except TimeoutError as error:
+            raise DeadlineExceededError(
+                f"weight group of epoch {epoch} was not formed within {timeout_s} s", epoch=epoch
+            ) from error
+        except RuntimeError as error:
             raise UnavailableError(
-                f"weight group of epoch {epoch} was not formed within {timeout_s} s: {error}",
-                epoch=epoch,
+                f"weight group of epoch {epoch} was not formed: {error}", epoch=epoch
             ) from error
         if epoch != self._epoch:
             _end(group)

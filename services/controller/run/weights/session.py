@@ -38,6 +38,10 @@ _SLOWER = 4
 _MAX_TRIES = 5
 
 
+class InterruptedLinkError(DeadlineExceededError):
+    """Raised if members do not form a group in time, although each of them answers."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerSource:
     """Version that all rollouts serve, with the facts that verify it."""
@@ -332,6 +336,7 @@ class WeightSession:
 
         Raises:
             LateError: If a live rollout does not put the version into service in time.
+            InterruptedLinkError: If live members do not reach each other.
             ServiceError: If the trainer or all rollouts are lost, or if retries fail although no
                 member is lost.
         """
@@ -535,19 +540,25 @@ class WeightSession:
         self._epoch += 1
         members = self._members
         numbers = {name: number for number, name in enumerate(members.rollouts)}
-        await members.call_all(
-            {
-                name: member.form_group(
-                    self._epoch,
-                    receiver=numbers.get(name),
-                    num_receivers=len(members.rollouts),
-                    backend=self._backend,
-                    scope=f"{self._run_id}/{self._epoch}",
-                    timeout_s=self._spec.form_timeout_s,
-                )
-                for name, member in members.all().items()
-            }
-        )
+        try:
+            await members.call_all(
+                {
+                    name: member.form_group(
+                        self._epoch,
+                        receiver=numbers.get(name),
+                        num_receivers=len(members.rollouts),
+                        backend=self._backend,
+                        scope=f"{self._run_id}/{self._epoch}",
+                        timeout_s=self._spec.form_timeout_s,
+                    )
+                    for name, member in members.all().items()
+                }
+            )
+        except DeadlineExceededError as error:
+            raise InterruptedLinkError(
+                f"{error.message}; {', '.join(members.all())} answer the controller, so a link between "
+                "two of them is interrupted, or weight_sync.form_timeout_s is too short"
+            ) from error
         self._is_formed = True
         metrics.observe_group(self._run_id, self._epoch, len(members.all()))
 
@@ -556,12 +567,12 @@ class WeightSession:
 
         Raises:
             UnavailableError: If the trainer or all rollouts are lost.
-            ServiceError: ``error``, after the last retry.
+            ServiceError: ``error``, after the last retry, or if a retry would only wait longer.
         """
         self._members.remove_rollouts(gone)
         if any(name in self._members.sources for name in gone) or not self._members.rollouts:
             raise UnavailableError(
                 f"{' and '.join(gone)} does not answer, so no version can be published"
             ) from error
-        if tries == _MAX_TRIES:
+        if tries == _MAX_TRIES or (isinstance(error, InterruptedLinkError) and not gone):
             raise error

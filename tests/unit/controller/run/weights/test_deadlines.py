@@ -4,7 +4,7 @@ from typing import ClassVar
 
 import pytest
 
-from services.common.errors import DeadlineExceededError
+from services.common.errors import DeadlineExceededError, UnavailableError
 from services.common.runspec.run import WeightSyncSpec
 from services.controller.run.weights import session
 from services.weightsync.canary import Canary
@@ -17,9 +17,14 @@ class Slow(Member):
 
     needs_s: ClassVar[float] = 0.0
     given_s: ClassVar[list[float]]
+    is_cut: ClassVar[bool] = False
+    """True if members do not reach each other."""
+    epochs: ClassVar[set[int]]
 
     async def form_group(self, epoch, **_):
-        pass
+        self.epochs.add(epoch)
+        if self.is_cut:
+            raise DeadlineExceededError("not formed")
 
     async def abort(self, epoch, reason, *, timeout_s):
         pass
@@ -28,6 +33,8 @@ class Slow(Member):
         return -1
 
     async def transfer(self, epoch, version, *, base_version, timeout_s):
+        if self.is_cut:
+            raise UnavailableError("lost a member")
         self.given_s.append(timeout_s)
         if timeout_s < self.needs_s:
             raise DeadlineExceededError("too slow")
@@ -47,6 +54,7 @@ class Slow(Member):
 def members(monkeypatch) -> type[Slow]:
     class Own(Slow):
         given_s: ClassVar[list[float]] = []
+        epochs: ClassVar[set[int]] = set()
 
     class Group(Members):
         async def _connect(self, address):
@@ -81,3 +89,11 @@ async def test_the_specification_bounds_a_transfer(members):
     with pytest.raises(DeadlineExceededError):
         await weights.publish(lambda: 1)
     assert set(members.given_s) == {3.0}
+
+
+async def test_live_members_that_do_not_reach_each_other_are_reported_after_one_deadline(members):
+    weights = await opened()
+    members.is_cut = True
+    with pytest.raises(session.InterruptedLinkError, match="trainer-0, rollout-0 answer"):
+        await weights.publish(lambda: 1)
+    assert len(members.epochs) == 2  # the first one, and one that was not formed
