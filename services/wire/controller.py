@@ -127,8 +127,10 @@ class WorkerSession:
     ) -> None:
         """Updates the content of the heartbeats; omitted arguments keep their values.
 
-        A change of anything but gauges is sent at once.
+        A change of anything but gauges is sent at once. Nothing changes after a failure.
         """
+        if self._report.state == "failed":
+            return
         if state is not None:
             self._report.state = state
         if activity is not None:

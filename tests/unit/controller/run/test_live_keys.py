@@ -1,4 +1,4 @@
-"""Keys of a run that change while it goes on reach every process that uses them."""
+"""Changed keys of a running run reach every process that uses them; reports of workers reach the run."""
 
 import asyncio
 import time
@@ -12,6 +12,7 @@ from services.common.rpc.server import serve
 from services.controller.api.membership import MembershipServicer
 from services.controller.models import RunPatch
 from services.controller.settings import ControllerSettings
+from services.controller.store.records import EventFilter
 from services.rollout.engines.base import EngineStats
 from services.rollout.monitor import monitor
 from services.rollout.sampling.liveness import EngineStalledError
@@ -120,6 +121,21 @@ async def test_a_rollout_finds_a_dead_engine_under_the_limit_that_holds_now(
         with pytest.raises(EngineStalledError):
             async with asyncio.timeout(20):
                 await watching
+
+
+async def test_the_failure_that_a_worker_reports_is_the_cause_of_its_loss(
+    database, workers, tmp_path
+):
+    async with running(database, workers, tmp_path) as (manager, run_id, session):
+        workers.connects.clear()
+        await session.report_own_failure("its engine stalled")
+        session.report(state="ready", activity="")  # by a task of the worker that has not ended yet
+        async with asyncio.timeout(20):
+            await workers.connects.wait()
+        (lost,) = await manager.feed.page(
+            run_id, after_seq=0, only=EventFilter(types=("WorkerLost",))
+        )
+        assert lost.message == "rollout-1 failed: its engine stalled"
 
 
 async def nothing(*arguments, **keywords):
