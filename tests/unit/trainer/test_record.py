@@ -1,6 +1,7 @@
 """A record has all that a step depended on: replayed from it, every version has the same bits."""
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,18 @@ def record_run(
     return folder / files.FOLDER
 
 
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The record of three steps, which no test changes."""
+    return record_run(tmp_path_factory.mktemp("recorded"), spec_of())
+
+
+@pytest.fixture
+def record(recorded: Path, tmp_path: Path) -> Path:
+    """A copy of that record."""
+    return Path(shutil.copytree(recorded, tmp_path / files.FOLDER))
+
+
 def replayed_weights(record: Path, spec: RunSpec) -> list[bool]:
     """Whether each replayed version has the digests of the record."""
     source = RecordedBatches(is_experiment=False)
@@ -98,9 +111,8 @@ def test_replayed_versions_equal_the_recorded_ones(tmp_path: Path, *, is_early: 
     assert replayed_weights(record, spec) == [True] * 3
 
 
-def test_another_loss_gives_other_versions_from_the_first_step(tmp_path: Path) -> None:
-    record = record_run(tmp_path, spec_of())
-    assert replayed_weights(record, spec_of(algorithm={"loss": "gspo"})) == [False] * 3
+def test_another_loss_gives_other_versions_from_the_first_step(recorded: Path) -> None:
+    assert replayed_weights(recorded, spec_of(algorithm={"loss": "gspo"})) == [False] * 3
 
 
 def test_gradients_that_were_dropped_are_no_part_of_the_record(tmp_path: Path) -> None:
@@ -168,8 +180,7 @@ def flip_a_bit(file: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [cut_off, flip_a_bit, Path.unlink])
-def test_a_damaged_record_is_refused_before_anything_is_computed(tmp_path: Path, damage) -> None:
-    record = record_run(tmp_path, spec_of())
+def test_a_damaged_record_is_refused_before_anything_is_computed(record: Path, damage) -> None:
     plan_replay(record)
     damage(files.rank_file(record, 2, 0))
     with pytest.raises(DataLossError, match=r"step-00000002.rank-0"):
@@ -177,8 +188,7 @@ def test_a_damaged_record_is_refused_before_anything_is_computed(tmp_path: Path,
     plan_replay(record, last=1)
 
 
-def test_a_start_that_was_cut_off_is_refused(tmp_path: Path) -> None:
-    record = record_run(tmp_path, spec_of())
+def test_a_start_that_was_cut_off_is_refused(record: Path) -> None:
     cut_off(record / "run.json")
     with pytest.raises(DataLossError, match=r"run\.json"):
         plan_replay(record)
@@ -200,9 +210,8 @@ def started_with(record: Path, part: str, **values: Any) -> None:
     ],
 )
 def test_another_machine_or_torch_is_refused_unless_curves_are_compared(
-    tmp_path: Path, part: str, name: str, value: str
+    record: Path, part: str, name: str, value: str
 ) -> None:
-    record = record_run(tmp_path, spec_of())
     started_with(record, part, **{name: value})
     with pytest.raises(FailedPreconditionError, match=name):
         plan_replay(record)
@@ -245,7 +254,6 @@ def test_a_missing_start_checkpoint_and_other_ranks_are_refused(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("changes", "cause"),
     [
-        ({}, "none"),
         ({"rewards": add_one(3)}, "reward"),
         ({"response_ids": add_one(3), "rewards": add_one(3)}, "tokens"),
         ({"version_runs": add_one(0), "response_ids": add_one(3)}, "version"),
@@ -253,23 +261,26 @@ def test_a_missing_start_checkpoint_and_other_ranks_are_refused(tmp_path: Path) 
     ],
 )
 def test_runs_part_at_the_first_step_with_another_cause(
-    tmp_path: Path, changes: Mapping[str, Any], cause: str
+    recorded: Path, record: Path, changes: Mapping[str, Any], cause: str
 ) -> None:
-    spec = spec_of()
-    one, other = (record_run(tmp_path / name, spec) for name in ("one", "other"))
-    rewritten(other, 2, **changes)
-    difference, keys = compare_records(one, other)
-    assert (difference.cause, difference.step) == (cause, 3 if cause == "none" else 2)
+    rewritten(record, 2, **changes)
+    difference, keys = compare_records(recorded, record)
+    assert (difference.cause, difference.step) == (cause, 2)
     assert not keys
 
 
-def test_runs_part_in_batch_seed_loss_and_length(tmp_path: Path) -> None:
+def test_a_run_that_is_repeated_does_not_part(recorded: Path, tmp_path: Path) -> None:
+    difference, keys = compare_records(recorded, record_run(tmp_path, spec_of()))
+    assert (difference.cause, difference.step) == ("none", 3)
+    assert not keys
+
+
+def test_runs_part_in_batch_seed_loss_and_length(recorded: Path, tmp_path: Path) -> None:
     spec, queue = spec_of(), random_queue(policy_of(spec_of()))
-    one = record_run(tmp_path / "one", spec, queue=queue)
 
     def cause(name: str, other: Queue = queue, spec: RunSpec = spec, **options: Any) -> str:
         record = record_run(tmp_path / name, spec, queue=other, **options)
-        difference, keys = compare_records(one, record)
+        difference, keys = compare_records(recorded, record)
         assert bool(keys) == (spec is not given)
         return difference.cause
 
