@@ -55,16 +55,23 @@ def _imported(path: Path, seen: set[Path]) -> Iterator[str]:
     if path in seen or not path.exists():
         return
     seen.add(path)
+    for module in _modules(path):
+        yield module.partition(".")[0]
+        if module.startswith("services."):
+            yield from _imported(ROOT / f"{module.replace('.', '/')}.py", seen)
+
+
+@cache
+def _modules(path: Path) -> list[str]:
+    """Returns the modules, and what may be one, that a file imports at its load."""
+    modules = []
     for statement in _at_load(ast.parse(path.read_text(encoding="utf-8")).body):
         if isinstance(statement, ast.ImportFrom):
-            modules = [statement.module or ""]
+            modules.append(statement.module or "")
             modules += [f"{statement.module}.{alias.name}" for alias in statement.names]
         else:
-            modules = [alias.name for alias in statement.names]
-        for module in modules:
-            yield module.partition(".")[0]
-            if module.startswith("services."):
-                yield from _imported(ROOT / f"{module.replace('.', '/')}.py", seen)
+            modules += [alias.name for alias in statement.names]
+    return modules
 
 
 def _at_load(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
