@@ -277,7 +277,7 @@ def test_heads_are_refused_where_the_trainer_takes_the_gpu() -> None:
 
 @pytest.mark.usefixtures("always_on")
 def test_tokens_after_proposals_have_the_policys_distribution() -> None:
-    model, num_draws = make_model(0), 20_000
+    model, num_draws = make_model(0), 10_000
     context = (3, 9, 14, 3, 9, 20, 7, 3)
     with torch.no_grad():
         likeliest = int(model(torch.tensor([context])).logits[0, -1].argmax())
