@@ -1,26 +1,24 @@
-"""Optimizers: weight decay, Muon, moments in 8 bits; two ranks update like one."""
+"""Optimizers: weight decay, Muon, moments in 8 bits."""
 
-from collections import OrderedDict
-from collections.abc import Iterable
 from copy import deepcopy
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, distributed, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch import nn
 
 from services.common.models.quantization import block_of_moments, moment_bytes
 from services.common.runspec.trainer import OptimizerSpec
 from services.trainer.engines.fsdp import adamw as adamw_module
 from services.trainer.engines.fsdp.adamw import levels_of_moments
-from services.trainer.engines.fsdp.checkpoint import ModelCheckpoint
 from services.trainer.engines.fsdp.optim import build_optimizer
-from tests.helpers.ranks import run_ranks
+from tests.helpers.optimizers import (
+    EIGHT_BITS,
+    MUON,
+    Matrices,
+    random_gradients,
+    updated,
+    whole_model,
+)
 
 
 class Layer(nn.Module):
@@ -66,61 +64,8 @@ def test_weight_decay_applies_to_matrices_and_not_to_norms_and_biases(in_host: b
     }
 
 
-MUON = OptimizerSpec(kind="muon", learning_rate=0.02, weight_decay=0.1)
-
-
-class Stack(nn.Module):
-    """Matrices inside and outside of layers, with sizes that two ranks do not divide."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(5, 3)
-        self.layers = nn.ModuleList([nn.Linear(3, 7), nn.Linear(7, 3, bias=False)])
-
-
-def _whole_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(OrderedDict(model=Stack()))
-
-
-def _gradients(model: nn.Module, step: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return {
-        name: torch.randn(each.shape, generator=generator)
-        for name, each in model.named_parameters()
-    }
-
-
-def _updated(
-    model: nn.Module, whole: nn.Module, spec: OptimizerSpec = MUON, steps: int = 3
-) -> dict[str, Tensor]:
-    """Updates a model with the gradients of ``whole``, which has the same parameters on one rank."""
-    optimizer = build_optimizer(model, spec)
-    _update(model, whole, optimizer, range(steps))
-    return _values(model)
-
-
-def _update(
-    model: nn.Module, whole: nn.Module, optimizer: torch.optim.AdamW, steps: Iterable[int]
-) -> None:
-    for step in steps:
-        for name, gradient in _gradients(whole, step).items():
-            parameter = model.get_parameter(name)
-            if isinstance(parameter, DTensor):
-                gradient = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
-            parameter.grad = gradient
-        optimizer.step()
-
-
-def _values(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        name: each.full_tensor() if isinstance(each, DTensor) else each.detach()
-        for name, each in model.named_parameters()
-    }
-
-
 def test_muon_updates_the_matrices_of_layers_and_adamw_the_rest() -> None:
-    found, expected = _updated(_whole_model(), _whole_model()), _whole_model()
+    found, expected = updated(whole_model(), whole_model()), whole_model()
     matrices = {f"model.layers.{index}.weight" for index in range(2)}
     muon = torch.optim.Muon(
         [expected.get_parameter(name) for name in sorted(matrices)],
@@ -130,72 +75,18 @@ def test_muon_updates_the_matrices_of_layers_and_adamw_the_rest() -> None:
         adjust_lr_fn="match_rms_adamw",
     )
     for step in range(3):
-        for name, gradient in _gradients(expected, step).items():
+        for name, gradient in random_gradients(expected, step).items():
             expected.get_parameter(name).grad = gradient
         muon.step()
-    rest = deepcopy(_whole_model())
+    rest = deepcopy(whole_model())
     adamw = build_optimizer(rest, MUON.model_copy(update={"kind": "adamw"}))
     for step in range(3):
-        for name, gradient in _gradients(rest, step).items():
+        for name, gradient in random_gradients(rest, step).items():
             rest.get_parameter(name).grad = gradient
         adamw.step()
     for name, value in found.items():
         plain = (expected if name in matrices else rest).get_parameter(name)
         torch.testing.assert_close(value, plain.detach(), atol=1e-6, rtol=0, msg=name)
-
-
-EIGHT_BITS = OptimizerSpec(kind="adamw_8bit", learning_rate=0.02, weight_decay=0.1)
-
-
-class Matrices(nn.Module):
-    """Matrices with blocks of several sizes, and one in float32; two ranks do not divide their rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(33, 512)
-        self.up = nn.Linear(192, 47)
-        self.small = nn.Linear(8, 5)
-        self.experts = nn.Parameter(torch.randn(3, 20, 96))
-
-
-MODELS = {"muon": (_whole_model, MUON), "adamw_8bit": (Matrices, EIGHT_BITS)}
-
-
-def _sharded(rank: int, world_size: int, folder: str, kind: str) -> None:
-    store = f"file://{folder}/store"
-    distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
-    make, spec = MODELS[kind]
-    model = make()
-    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
-    optimizer = build_optimizer(model, spec)
-    topology: Any = SimpleNamespace(rank=rank, world_size=world_size)
-    checkpoint = ModelCheckpoint(model, optimizer, topology=topology)
-    _update(model, make(), optimizer, range(2))
-    checkpoint.save().write(Path(folder) / "checkpoint")
-    _update(model, make(), optimizer, [2])
-    found = _values(model)
-    if rank == 0:
-        torch.save(found, f"{folder}/found.pt")
-    distributed.destroy_process_group()
-
-
-@pytest.mark.parametrize("kind", MODELS)
-def test_updates_on_two_ranks_are_those_on_one(tmp_path: Path, kind: str) -> None:
-    run_ranks(_sharded, 2, str(tmp_path), kind, count=2)
-    found = torch.load(tmp_path / "found.pt", weights_only=True)
-    make, spec = MODELS[kind]
-    for name, value in _updated(make(), make(), spec).items():
-        torch.testing.assert_close(found[name], value, atol=1e-7, rtol=0, msg=name)
-
-    resumed = make()
-    optimizer = build_optimizer(resumed, spec)
-    topology: Any = SimpleNamespace(rank=0, world_size=1)
-    checkpoint = ModelCheckpoint(resumed, optimizer, topology=topology)
-    checkpoint.load(tmp_path / "checkpoint", num_updates=2)
-    _update(resumed, make(), optimizer, [2])
-    for name, value in _values(resumed).items():
-        torch.testing.assert_close(value, found[name], atol=1e-7, rtol=0, msg=name)
 
 
 def test_moments_in_8_bits_have_the_values_of_the_dynamic_type() -> None:
@@ -212,9 +103,9 @@ def test_moments_in_8_bits_have_the_values_of_the_dynamic_type() -> None:
 
 def test_adamw_with_moments_in_8_bits_is_near_adamw() -> None:
     plain = EIGHT_BITS.model_copy(update={"kind": "adamw"})
-    exact = _updated(Matrices(), Matrices(), plain, steps=10)
+    exact = updated(Matrices(), Matrices(), plain, steps=10)
     start = dict(Matrices().named_parameters())
-    for name, value in _updated(Matrices(), Matrices(), EIGHT_BITS, steps=10).items():
+    for name, value in updated(Matrices(), Matrices(), EIGHT_BITS, steps=10).items():
         moved = (exact[name] - start[name]).norm()
         error = (value - exact[name]).norm() / moved
         assert error < (0.03 if block_of_moments(tuple(value.shape)) else 1e-6), name
@@ -238,7 +129,7 @@ def test_matrices_have_one_byte_a_moment_and_a_scale_a_block() -> None:
 
 @pytest.mark.parametrize("part_bytes", [8, 40_000, 1 << 27])
 def test_parts_of_moments_update_as_one(monkeypatch: pytest.MonkeyPatch, part_bytes: int) -> None:
-    expected = _updated(Matrices(), Matrices(), EIGHT_BITS)
+    expected = updated(Matrices(), Matrices(), EIGHT_BITS)
     monkeypatch.setattr(adamw_module, "_PART_VALUES", part_bytes // 8)
-    for name, value in _updated(Matrices(), Matrices(), EIGHT_BITS).items():
+    for name, value in updated(Matrices(), Matrices(), EIGHT_BITS).items():
         torch.testing.assert_close(value, expected[name], atol=0, rtol=0, msg=name)

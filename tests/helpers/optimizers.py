@@ -1,0 +1,76 @@
+"""Small models, and updates of them with random gradients, on one rank or sharded over several."""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from services.common.runspec.trainer import OptimizerSpec
+from services.trainer.engines.fsdp.optim import build_optimizer
+
+MUON = OptimizerSpec(kind="muon", learning_rate=0.02, weight_decay=0.1)
+EIGHT_BITS = OptimizerSpec(kind="adamw_8bit", learning_rate=0.02, weight_decay=0.1)
+
+
+class Stack(nn.Module):
+    """Matrices inside and outside of layers, with sizes that two ranks do not divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        self.layers = nn.ModuleList([nn.Linear(3, 7), nn.Linear(7, 3, bias=False)])
+
+
+def whole_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(OrderedDict(model=Stack()))
+
+
+def random_gradients(model: nn.Module, step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {
+        name: torch.randn(each.shape, generator=generator)
+        for name, each in model.named_parameters()
+    }
+
+
+def updated(
+    model: nn.Module, whole: nn.Module, spec: OptimizerSpec = MUON, steps: int = 3
+) -> dict[str, Tensor]:
+    """Updates a model with the gradients of ``whole``, which has the same parameters on one rank."""
+    optimizer = build_optimizer(model, spec)
+    update(model, whole, optimizer, range(steps))
+    return values_of(model)
+
+
+def update(
+    model: nn.Module, whole: nn.Module, optimizer: torch.optim.AdamW, steps: Iterable[int]
+) -> None:
+    for step in steps:
+        for name, gradient in random_gradients(whole, step).items():
+            parameter = model.get_parameter(name)
+            if isinstance(parameter, DTensor):
+                gradient = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
+            parameter.grad = gradient
+        optimizer.step()
+
+
+def values_of(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: each.full_tensor() if isinstance(each, DTensor) else each.detach()
+        for name, each in model.named_parameters()
+    }
+
+
+class Matrices(nn.Module):
+    """Matrices with blocks of several sizes, and one in float32; two ranks do not divide their rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(33, 512)
+        self.up = nn.Linear(192, 47)
+        self.small = nn.Linear(8, 5)
+        self.experts = nn.Parameter(torch.randn(3, 20, 96))
