@@ -26,6 +26,7 @@ import psutil
 import yaml
 
 from bench.abuse.honest import is_closed, look, spec_for
+from bench.abuse.memory import own_mib
 from bench.report import report_to
 from bench.whole_run import REPOSITORY
 from services.cli.local import LocalServices, local_services
@@ -76,12 +77,6 @@ def listening() -> dict[int, str]:
                     name = words[0].removeprefix("services.") if words else "other"
                     found[connection.laddr.port] = name
     return found
-
-
-def own_mib(process: psutil.Process) -> float:
-    """Returns the private memory of a process; the samples are in shared memory."""
-    memory = process.memory_info()
-    return float(memory.rss - memory.shared) / 2**20
 
 
 async def measure_memory(processes: dict[str, psutil.Process], most: dict[str, float]) -> None:

@@ -21,11 +21,18 @@ from typing import Any
 import torch
 
 from bench.report import report_to
-from bench.rollout.parts import CountedEngine, no_reward, queue_process, tiny_engine, tokenizer
-from services.common.runspec.data import DataSpec
+from bench.rollout.parts import (
+    CountedEngine,
+    group_assignment,
+    no_reward,
+    number_prompts,
+    queue_process,
+    tiny_engine,
+    tokenizer,
+)
 from services.common.runspec.rollout import RolloutSpec
 from services.rollout.calls.pool import CallPool
-from services.rollout.data.prompts import Prompt, PromptStore
+from services.rollout.data.prompts import Prompt
 from services.rollout.sampling.group import GroupServices
 from services.rollout.sampling.progress_cache import TransferQueueCache
 from services.rollout.sampling.sampler import Failure, GroupSampler
@@ -63,10 +70,6 @@ class Outcome:
 async def replica(address: str) -> AsyncIterator[tuple[GroupSampler, CountedEngine, Outcome]]:
     """Yields a replica as ``services.rollout`` builds it."""
     outcome, engine = Outcome(), tiny_engine(max_running=GROUP_SIZE * 1024)
-    data = DataSpec(train={"source": "jsonl", "path": "rows"}, answer_column=None)  # type: ignore[arg-type]
-    prompts = PromptStore(
-        data, {"train": [{"prompt": f"{i:03}="} for i in range(1000)]}, tokenizer()
-    )
     spec = RolloutSpec(
         group_size=GROUP_SIZE,
         max_response_tokens=MAX_TOKENS,
@@ -90,7 +93,12 @@ async def replica(address: str) -> AsyncIterator[tuple[GroupSampler, CountedEngi
         cache = TransferQueueCache(PARTIAL, data=client, metadata=metadata)
         decoding = tasks.create_task(engine.run())
         async with GroupSampler(
-            prompts, tools, spec, publisher=outcome, cache=cache, report_failures=outcome.report
+            number_prompts(),
+            tools,
+            spec,
+            publisher=outcome,
+            cache=cache,
+            report_failures=outcome.report,
         ) as sampler:
             yield sampler, engine, outcome
         decoding.cancel()
@@ -98,19 +106,7 @@ async def replica(address: str) -> AsyncIterator[tuple[GroupSampler, CountedEngi
 
 async def measure(address: str, num_groups: int, num_decoded: int) -> dict[str, Any]:
     """Measures one interruption."""
-    groups = [
-        GroupAssignment(
-            group_id=f"g{index:08}",
-            attempt=1,
-            split="train",
-            row=index,
-            partition_id="run/train",
-            members=tuple(range(GROUP_SIZE)),
-            seeds=tuple(index * GROUP_SIZE + member for member in range(GROUP_SIZE)),
-            temperatures=(1.0,) * GROUP_SIZE,
-        )
-        for index in range(num_groups)
-    ]
+    groups = [group_assignment(index, size=GROUP_SIZE) for index in range(num_groups)]
     num_requests = num_groups * GROUP_SIZE
     async with TransferQueueClient.connect(address) as metadata:
         await metadata.create_partition(PARTIAL, required_fields=())

@@ -17,11 +17,14 @@ from transformers import PreTrainedModel
 
 from services.common.models.loading import build_model, load_config
 from services.common.models.tokenizer import Tokenizer, load_tokenizer
+from services.common.runspec.data import DataSpec
 from services.common.runspec.run import ModelSpec
+from services.rollout.data.prompts import PromptStore
 from services.rollout.engines.base import GenerationRequest, GenerationResult
 from services.rollout.engines.torch.engine import TorchEngine
 from services.rollout.rewards.base import Reward, RewardInput, Score
 from services.rollout.sampling.progress_cache import GroupProgress
+from services.wire.workers import GroupAssignment
 
 MODEL = ModelSpec(path="tiny:qwen2-0.4m", tokenizer="bytes")
 _START_S = 30.0
@@ -87,6 +90,32 @@ class _NoReward:
 def no_reward() -> Reward:
     """Returns a reward that scores nothing and takes no time."""
     return _NoReward()
+
+
+def number_prompts(rows: Mapping[str, str] | None = None) -> PromptStore:
+    """Returns a thousand prompts such as ``012=``, with further columns if any are given."""
+    data = DataSpec.model_validate(
+        {
+            "train": {"source": "jsonl", "path": "rows"},
+            "answer_column": "answer" if rows else None,
+        }
+    )
+    train = [{"prompt": f"{i:03}=", **(rows or {})} for i in range(1000)]
+    return PromptStore(data, {"train": train}, tokenizer())
+
+
+def group_assignment(index: int, *, size: int) -> GroupAssignment:
+    """Returns a group with its own prompt and seeds."""
+    return GroupAssignment(
+        group_id=f"g{index:08}",
+        attempt=1,
+        split="train",
+        row=index % 1000,
+        partition_id="run/train",
+        members=tuple(range(size)),
+        seeds=tuple(index * size + member for member in range(size)),
+        temperatures=(1.0,) * size,
+    )
 
 
 class NoCache:

@@ -20,12 +20,11 @@ import torch
 
 from bench.report import report_to
 from bench.rollout.faulty import earned
-from bench.rollout.parts import NoCache, tiny_engine, tokenizer
-from services.common.runspec.data import DataSpec
+from bench.rollout.parts import NoCache, group_assignment, number_prompts, tiny_engine, tokenizer
 from services.common.runspec.rollout import RolloutSpec
 from services.rollout.calls.outside import AddressPolicy
 from services.rollout.calls.pool import CallPool
-from services.rollout.data.prompts import Prompt, PromptStore
+from services.rollout.data.prompts import Prompt
 from services.rollout.rewards.scorer import Scorer
 from services.rollout.sampling.group import GroupServices
 from services.rollout.sampling.sampler import Failure, GroupSampler
@@ -66,10 +65,6 @@ async def sample_groups(
         max_attempts=8,
         rewards=[{"bounds": (0, 1), "timeout_s": DEADLINE_S, **reward}],  # type: ignore[arg-type]
     )
-    data = DataSpec(train={"source": "jsonl", "path": "rows"}, answer_column=None)  # type: ignore[arg-type]
-    prompts = PromptStore(
-        data, {"train": [{"prompt": f"{i:03}="} for i in range(1000)]}, tokenizer()
-    )
     engine, outcome = tiny_engine(max_running=256), Outcome()
     async with (
         CallPool(4) as pool,
@@ -84,30 +79,21 @@ async def sample_groups(
         )
         decoding = tasks.create_task(engine.run())
         async with GroupSampler(
-            prompts, tools, spec, publisher=outcome, cache=NoCache(), report_failures=outcome.report
+            number_prompts(),
+            tools,
+            spec,
+            publisher=outcome,
+            cache=NoCache(),
+            report_failures=outcome.report,
         ) as sampler:
             began = time.monotonic()
-            sampler.start([assignment(index) for index in range(num_groups)])
+            sampler.start([group_assignment(index, size=GROUP_SIZE) for index in range(num_groups)])
             while len(outcome.groups) + sum(outcome.failed.values()) < num_groups:
                 await outcome.changed.wait()
                 outcome.changed.clear()
             seconds = time.monotonic() - began
         decoding.cancel()
     return outcome, seconds
-
-
-def assignment(index: int) -> GroupAssignment:
-    """Returns a group with its own prompt and seeds."""
-    return GroupAssignment(
-        group_id=f"g{index:08}",
-        attempt=1,
-        split="train",
-        row=index % 1000,
-        partition_id="run/train",
-        members=tuple(range(GROUP_SIZE)),
-        seeds=tuple(index * GROUP_SIZE + member for member in range(GROUP_SIZE)),
-        temperatures=(1.0,) * GROUP_SIZE,
-    )
 
 
 def report(outcome: Outcome) -> dict[str, Any]:

@@ -16,12 +16,11 @@ from typing import Any
 
 from bench.real_model.setting import ADDITION
 from bench.report import report_to
-from bench.rollout.parts import NoCache, tokenizer
-from services.common.runspec.data import DataSpec
+from bench.rollout.parts import NoCache, group_assignment, number_prompts, tokenizer
 from services.common.runspec.rollout import RolloutSpec
 from services.rollout.calls.outside import AddressPolicy
 from services.rollout.calls.pool import CallPool
-from services.rollout.data.prompts import Prompt, PromptStore
+from services.rollout.data.prompts import Prompt
 from services.rollout.engines.fake import FakeEngine
 from services.rollout.rewards.scorer import Scorer
 from services.rollout.sampling.group import GroupServices
@@ -64,9 +63,7 @@ async def measure(groups: int, tokens: int, profile: cProfile.Profile | None) ->
         max_running_samples=4096,
         rewards=[{"name": f"{ADDITION}:reward"}],
     )
-    data = DataSpec(train={"source": "jsonl", "path": "rows"}, answer_column="answer")
-    rows = [{"prompt": f"{i:03}=", "answer": "7"} for i in range(1000)]
-    prompts = PromptStore(data, {"train": rows}, tokenizer())
+    prompts = number_prompts({"answer": "7"})
     engine = FakeEngine(
         max_running=4096,
         step_seconds=lambda _: 1e-4,
@@ -92,7 +89,7 @@ async def measure(groups: int, tokens: int, profile: cProfile.Profile | None) ->
             wall, cpu = time.perf_counter(), time.process_time()
             if profile is not None:
                 profile.enable()
-            sampler.start([_assignment(index) for index in range(groups)])
+            sampler.start([group_assignment(index, size=GROUP_SIZE) for index in range(groups)])
             while outcome.count < groups * GROUP_SIZE:
                 await outcome.changed.wait()
                 outcome.changed.clear()
@@ -106,19 +103,6 @@ async def measure(groups: int, tokens: int, profile: cProfile.Profile | None) ->
         "cpu_us_per_response": round(1e6 * cpu / count, 1),
         "wall_us_per_response": round(1e6 * wall / count, 1),
     }
-
-
-def _assignment(index: int) -> GroupAssignment:
-    return GroupAssignment(
-        group_id=f"g{index:08}",
-        attempt=1,
-        split="train",
-        row=index % 1000,
-        partition_id="run/train",
-        members=tuple(range(GROUP_SIZE)),
-        seeds=tuple(index * GROUP_SIZE + member for member in range(GROUP_SIZE)),
-        temperatures=(1.0,) * GROUP_SIZE,
-    )
 
 
 def main() -> None:
