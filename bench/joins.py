@@ -11,7 +11,6 @@ token, and training does not stop.
 import argparse
 import json
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ from typing import Any
 
 from bench.e2e.shapes import SHAPES, smoke
 from bench.report import device_name, report_to
-from bench.whole_run import REPOSITORY, output_of, running, steps_in
+from bench.whole_run import REPOSITORY, output_of, run_folder, running, steps_in
 from slipstream_client import ApiError, Client, Run
 
 RESULTS = REPOSITORY / "bench" / "results" / "joins.json"
@@ -55,9 +54,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where run and logs stay; default: nowhere")
     arguments = parser.parse_args()
     shape = smoke(_SHAPE) if arguments.smoke else _SHAPE
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = (arguments.folder or Path(temporary)).resolve()
-        folder.mkdir(parents=True, exist_ok=True)
+    with run_folder(arguments.folder) as folder:
         model, spec = folder / "model", folder / "spec.json"
         if not model.exists():
             shape.save_model(model)

@@ -23,7 +23,6 @@ each setting's entry goes to ``bench/results/one-gpu-duel.json``.
 import argparse
 import json
 import subprocess
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -40,7 +39,7 @@ from bench.e2e.shapes import DUEL, HYBRID, LINEAR, QWEN_7B, QWEN_14B, SHAPES, Sh
 from bench.e2e.timeline import facts, time_line
 from bench.report import device_name, read_json, write_json
 from bench.switches import switches
-from bench.whole_run import REPOSITORY, run_for
+from bench.whole_run import REPOSITORY, run_folder, run_for
 from services.common.models.training_memory import SLEEPING, trainer_memory
 from services.common.runspec.run import RunSpec
 from services.rollout.engines.memory import plan_of
@@ -82,9 +81,7 @@ def main() -> None:
         "colocated" if is_colocated else "",
     )
     name = f"{'-'.join(filter(None, names))}.json"
-    with tempfile.TemporaryDirectory() as temporary, _watched() as peaks:
-        folder = (arguments.folder or Path(temporary)).resolve()
-        folder.mkdir(parents=True, exist_ok=True)
+    with run_folder(arguments.folder) as folder, _watched() as peaks:
         model, spec = folder / "model", folder / "spec.json"
         if not model.exists():
             shape.save_model(model)

@@ -11,7 +11,6 @@ import argparse
 import json
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from bench.real_model.setting import Setting, smoke
 from bench.real_model.smollm2 import make_folder
 from bench.report import device_name, read_json, write_json
-from bench.whole_run import REPOSITORY, output_of, running, steps_in
+from bench.whole_run import REPOSITORY, output_of, run_folder, running, steps_in
 from services.trainer.record.recorder import start_digests
 
 RESULTS = REPOSITORY / "bench" / "results" / "replay-gpu.json"
@@ -64,9 +63,7 @@ def main() -> None:
     if arguments.smoke:
         setting, few = replace(smoke(setting), steps=3), ("trainer.prompts_per_step=2",)
     entries = {}
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = (arguments.folder or Path(temporary)).resolve()
-        folder.mkdir(parents=True, exist_ok=True)
+    with run_folder(arguments.folder) as folder:
         model = (arguments.model or folder / "model").resolve()
         make_folder(model, arguments.wheel)
         spec = folder / "spec.json"

@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -84,6 +85,15 @@ def run_for(num_steps: int, folder: Path, settings: Iterable[str], *, spec: Path
             if len(steps) >= num_steps:
                 return WholeRun({}, steps[:num_steps], began=began)
     raise SystemExit(f"{spec} ended too early:\n{output_of(folder)}")
+
+
+@contextmanager
+def run_folder(given: Path | None) -> Iterator[Path]:
+    """Yields the folder of a benchmark's runs: the given one, or a temporary one that is removed."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (given or Path(temporary)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
 
 
 @contextmanager

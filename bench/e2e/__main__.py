@@ -12,7 +12,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from bench.e2e.shapes import SHAPES, smoke
 from bench.e2e.spans import Collector, collecting
 from bench.e2e.timeline import FIRST_STEP, facts, least_step_s, time_line
 from bench.report import read_json, write_json
-from bench.whole_run import REPOSITORY, run_for
+from bench.whole_run import REPOSITORY, run_folder, run_for
 
 VARIANTS = {
     "synchronous": ("algorithm.max_staleness=0",),
@@ -46,10 +45,10 @@ def main() -> None:
     arguments = parser.parse_args()
     if unknown := set(arguments.variants) - {ENGINE, *VARIANTS}:
         parser.error(f"no variant is called {', '.join(sorted(unknown))}")
-    with tempfile.TemporaryDirectory() as temporary, collecting() as (collector, endpoint):
+    with run_folder(arguments.folder) as folder, collecting() as (collector, endpoint):
         # Traces steps and weight sessions only; traces of sample groups would be too many.
         os.environ |= {"SLIPSTREAM_TRACE_ENDPOINT": endpoint, "SLIPSTREAM_TRACE_RATIO": "0"}  # noqa: TID251
-        _measure(arguments, (arguments.folder or Path(temporary)).resolve(), collector)
+        _measure(arguments, folder, collector)
 
 
 def _measure(arguments: argparse.Namespace, folder: Path, collector: Collector) -> None:
@@ -60,7 +59,6 @@ def _measure(arguments: argparse.Namespace, folder: Path, collector: Collector) 
         results = arguments.out or REPOSITORY / "bench" / "results" / f"e2e-{arguments.shape}.json"
     found: dict[str, Any] = {"shape": arguments.shape, "device": _device(), "variants": {}}
     found |= read_json(results)
-    folder.mkdir(parents=True, exist_ok=True)
     model = folder / f"model-{arguments.shape}"
     if not (model / "config.json").exists():
         shape.save_model(model)

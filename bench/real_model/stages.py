@@ -7,14 +7,13 @@ curves (256 questions, greedy) go to ``bench/results/real-model-stages.json``.
 
 import argparse
 import json
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from bench.real_model.__main__ import ON_CPU, RESULTS, keep, train
 from bench.real_model.smollm2 import make_folder
-from bench.whole_run import REPOSITORY
+from bench.whole_run import REPOSITORY, run_folder
 from services.common.runspec.loader import load_spec
 from services.trainer.checkpoint.export import export_checkpoint
 
@@ -33,9 +32,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where runs and logs stay")
     arguments = parser.parse_args()
     settings = [*arguments.set, *(ON_CPU if arguments.smoke else ())]
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = (arguments.folder or Path(temporary)).resolve()
-        folder.mkdir(parents=True, exist_ok=True)
+    with run_folder(arguments.folder) as folder:
         model = (arguments.model or folder / "model").resolve()
         make_folder(model, arguments.wheel)
 
