@@ -27,11 +27,11 @@ test-chart: deploy-tools ## Test chart, dashboards and alerts
 	CI=true $(BIN)/python -m pytest tests/unit/deploy -q
 
 test-control-plane: cluster-tools ## Test chart and launcher against a real API server
-	CI=true $(BIN)/python -m pytest tests/cluster/test_control_plane.py tests/cluster/test_rlruns.py -q -m cluster
+	CI=true $(BIN)/python -m pytest tests/cluster/test_control_plane.py tests/cluster/test_rlruns.py -q -m cluster --durations=10
 
 test-cluster: test-control-plane ## Train on a real one-node cluster with the images of the Dockerfiles
 	tests/cluster/images.sh $(CLUSTER_TOOLS) . $(abspath $(BIN)/python)
-	CI=true $(BIN)/python -m pytest tests/cluster/test_readme.py tests/cluster/test_run.py tests/cluster/test_sandboxes.py -q -m cluster
+	CI=true $(BIN)/python -m pytest tests/cluster/test_readme.py tests/cluster/test_run.py tests/cluster/test_sandboxes.py -q -m cluster --durations=20
 
 test-cluster-engines: test-control-plane ## Train with vLLM's CPU build on the cluster (ENGINES="vllm sglang" for both; 3 GB each)
 	tests/cluster/images.sh $(CLUSTER_TOOLS) . $(abspath $(BIN)/python) $(ENGINES)
