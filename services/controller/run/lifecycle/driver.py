@@ -228,12 +228,14 @@ class RunDriver:
         self.worker_lost(exit_.worker_id, message)
 
     def worker_lost(self, worker_id: str, message: str, *, is_replaced: bool = False) -> None:
-        """Records a lost worker and wakes the recovery.
+        """Records a lost worker and wakes the recovery, unless that is removing it already.
 
         Args:
             message: Cause, for people.
             is_replaced: True if another process has registered under the same name.
         """
+        if worker_id in self._ended and worker_id not in self._exits:
+            return  # a report would count for the next loss
         self._exits[worker_id] = message
         if not is_replaced:
             self._ended.add(worker_id)

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from services.common.lifetime import OUTAGE_EXIT
-from services.controller.launch.launcher import WorkerExit
+from services.controller.launch.launcher import ExternalLauncher, WorkerExit
 from services.controller.store.records import EventFilter, Submission
 from services.controller.store.rows import Request, read_requests, write_request
 from tests.helpers.rest import open_manager
@@ -94,6 +94,26 @@ async def test_a_worker_that_reports_its_failure_is_lost_for_that_reason(databas
         )
         assert lost.data["workers"] == ["rollout-0"]
         assert not (await manager.get(run_id)).is_terminal
+
+
+async def test_the_end_of_a_worker_that_is_being_removed_counts_for_no_later_loss(
+    database, workers, monkeypatch
+):
+    workers.may_train.clear()
+    async with open_manager(database, queue=workers.queue) as manager, asyncio.timeout(20):
+
+        async def end(launcher, run_id, worker_id):
+            manager.drivers.worker_exited(ended(run_id, worker_id, -9))
+
+        monkeypatch.setattr(ExternalLauncher, "end", end)
+        run_id = (await manager.create(Submission(spec=specification())))[0].run_id
+        await workers.trains.wait()
+        for worker_id in ("rollout-0", "rollout-1"):
+            workers.connects.clear()
+            manager.drivers.worker_failed(run_id, worker_id, "its engine stalled")
+            await workers.connects.wait()
+        lost = await manager.feed.page(run_id, after_seq=0, only=EventFilter(types=("WorkerLost",)))
+        assert [event.data["workers"] for event in lost] == [["rollout-0"], ["rollout-1"]]
 
 
 async def test_a_restart_of_the_rollouts_that_a_dead_controller_ordered_is_finished(
