@@ -323,7 +323,24 @@ async def test_a_run_waits_for_its_queue_and_leaves_it(
         await until(lambda: len(run_pods(cluster, "run_a5")) == 2)
         admit("run-a5-rollout-0")
         await starting
-        await launcher.stop("run_a5")
+
+        # Rollouts that are added wait by themselves: the run need not.
+        async with asyncio.timeout(30):
+            await launcher.start("run_a5", make_spec(replicas=3))
+        await until(lambda: launcher.queued("run_a5") == {"rollout-1", "rollout-2"})
+        extra = cluster.core.read_namespaced_pod("run-a5-rollout-1", WORKERS).metadata
+        assert extra.labels["kueue.x-k8s.io/pod-group-name"] == "run-a5-rollout-1"
+        assert extra.annotations["kueue.x-k8s.io/pod-group-total-count"] == "1"
+        admit("run-a5-rollout-1")
+        async with asyncio.timeout(30):
+            assert await launcher.admitted("run_a5", ["rollout-1", "rollout-2"]) == {"rollout-1"}
+        await launcher.end("run_a5", "rollout-2")
+        assert "run-a5-rollout-2" not in run_pods(cluster, "run_a5")
+        later, _ = await open_launcher(stack, cluster, tmp_path, make_api=QueueingApi)
+        async with asyncio.timeout(30):
+            await later.start("run_a5", make_spec(replicas=3))
+        await until(lambda: later.queued("run_a5") == {"rollout-2"})
+        await later.stop("run_a5")
         assert run_pods(cluster, "run_a5") == {}
     install(cluster)
 

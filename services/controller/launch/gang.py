@@ -7,9 +7,12 @@ Kueue's webhook gates each pod of a queue until its group is admitted, and keeps
 group by a finalizer: a failed one until a replacement exists, which here has the same name and so
 could never be created. It does not count a serving group as finished when pods end, so a worker may
 be replaced at any time.
+
+A group of Kueue cannot grow: it keeps the number of pods with which it was admitted. A pod for which it
+has no slot is an extra: it forms a group of one pod, which Kueue admits while the run continues.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 _GROUP: Final = "$(GROUP)"
@@ -73,11 +76,38 @@ def join_kueue_group(pod: dict[str, Any], *, group: str, num_pods: int) -> None:
         }
 
 
-def set_kueue_group_size(pod: dict[str, Any], num_pods: int) -> None:
-    """Sets the admitted number of pods on a pod that joins later, because all pods must name the same."""
-    pod["metadata"]["annotations"][_COUNT_ANNOTATION] = str(num_pods)
+def join_kueue_slots(pods: Sequence[dict[str, Any]], *, size: int, num_members: int) -> int:
+    """Divides missing pods among the slots of their run's group and groups of one pod.
+
+    Kueue admits a number of pods for each role, and only the number of rollouts changes. The other
+    workers therefore take their slots first.
+
+    Args:
+        pods: Pods to create, in the order in which they take slots.
+        size: Number of pods of the run's group.
+        num_members: Number of its pods that exist. If 0, the missing pods form the group.
+
+    Returns:
+        The number of pods of the run's group; 0 without a queue.
+    """
+    queued = [pod for pod in pods if kueue_group_size(pod)]
+    queued.sort(key=lambda pod: pod["metadata"]["annotations"][_ROLE_ANNOTATION] == "rollout")
+    num_free = max(0, size - num_members)
+    members, extras = queued[:num_free], queued[num_free:]
+    size = size if num_members else len(members)
+    for pod in members:
+        pod["metadata"]["annotations"][_COUNT_ANNOTATION] = str(size)
+    for pod in extras:
+        join_kueue_group(pod, group=pod["metadata"]["name"], num_pods=1)
+    return size
 
 
 def kueue_group_size(pod: Json) -> int:
     """Returns the number of pods that are admitted together with this one; 0 without a queue."""
     return int(pod["metadata"].get("annotations", {}).get(_COUNT_ANNOTATION, 0))
+
+
+def is_extra(pod: Json) -> bool:
+    """Returns True if the pod is not in the group of its run, but forms a group of one pod."""
+    metadata = pod["metadata"]
+    return bool(metadata["labels"].get(_GROUP_LABEL) == metadata["name"])

@@ -1,7 +1,7 @@
 """Launcher that runs workers as pods, through the Kubernetes API.
 
 start   builds pods from the chart's templates   -> API server
-        waits until their queue, if any, admits them
+        waits until their queue, if any, admits their group
 watch   sees them pend, run, end and vanish      -> conditions and exits of the run
 stop    deletes them and waits until they are gone
 """
@@ -75,6 +75,8 @@ class KubernetesLauncher:
         self._pending_timeout_s = pending_timeout_s
         self._scales = scales
         self._runs: dict[str, dict[str, PodRecord]] = {}
+        # Kept while all pods are replaced: a queue may still have the former group.
+        self._group_sizes: dict[str, int] = {}
         self._changed = asyncio.Condition()
         self.secrets = RunSecrets(api, owner=owner)
 
@@ -83,8 +85,8 @@ class KubernetesLauncher:
 
         A rollout of a later call is in the trainer's pod, and waits there.
 
-        Returns after the queue, if the pods are in one, has admitted them, or after one of them is
-        lost.
+        Returns after the queue, if the pods are in one, has admitted the run's group, or after one
+        of the pods is lost. Pods for which the group has no slot may still wait.
 
         Raises:
             FailedPreconditionError: If Kubernetes refuses one, with its explanation.
@@ -98,8 +100,8 @@ class KubernetesLauncher:
             owner=self._owner,
         )
         known = await self._remove_leftovers(run_id, bodies)
-        admitted = max((pod.group_size for pod in known.values()), default=0)
-        check_growth(bodies, known, admitted=admitted)
+        check_growth(bodies, known)
+        await self._join_group(run_id, bodies)
         await self._api.put_policy(run_policy(run_id, owner=self._owner))
         if templates.pod_group is not None:
             await self._api.put_pod_group(
@@ -113,16 +115,29 @@ class KubernetesLauncher:
             await self.secrets.put(run_id)
         for body in bodies:
             if body["metadata"]["name"] not in known:
-                if admitted:
-                    gang.set_kueue_group_size(body, admitted)
                 await self._create(run_id, body, bodies, templates)
         if self._scales is not None:
             await self._scales.write_replicas(run_id, spec.rollout.replicas)
         names = {body["metadata"]["name"] for body in bodies}
         async with self._changed:
             await self._changed.wait_for(
-                lambda: names - known.keys() or not any(pod.is_gated for pod in known.values())
+                lambda: (
+                    names - known.keys()
+                    or not any(pod.is_gated and not pod.is_extra for pod in known.values())
+                )
             )
+
+    def queued(self, run_id: str) -> set[str]:
+        """Returns the workers that wait in a queue separately from the run's group."""
+        pods = self._runs.get(run_id, {}).values()
+        return {name for pod in pods if pod.is_gated and pod.is_extra for name in pod.workers}
+
+    async def admitted(self, run_id: str, worker_ids: Collection[str]) -> set[str]:
+        """Waits until no queue holds back one of the workers; returns all of which this is true."""
+        names = set(worker_ids)
+        async with self._changed:
+            await self._changed.wait_for(lambda: names - self.queued(run_id))
+        return names - self.queued(run_id)
 
     async def end(self, run_id: str, worker_id: str) -> None:
         """Removes a worker's pod at once; returns when it is gone."""
@@ -154,6 +169,7 @@ class KubernetesLauncher:
                 await self._remove(run_id, name)
         finally:
             self._runs.pop(run_id, None)
+            self._group_sizes.pop(run_id, None)
         await self.secrets.remove(run_id)
         await self._api.delete_policy(policy_name(run_id))
         template = (await asyncio.to_thread(load_templates, self._templates)).pod_group
@@ -201,6 +217,21 @@ class KubernetesLauncher:
         for name in leftovers:
             await self._remove(run_id, name)
         return known
+
+    async def _join_group(self, run_id: str, bodies: Sequence[Pod]) -> None:
+        """Assigns the missing pods to slots of the group that a queue admitted, or to other groups."""
+        known, names = self._runs[run_id], {body["metadata"]["name"] for body in bodies}
+        members = [pod for pod in known.values() if pod.group_size and not pod.is_extra]
+        missing = [body for body in bodies if body["metadata"]["name"] not in known]
+        if not members:
+            # Rollouts that have not joined must not keep the quota that the group waits for.
+            for name in [name for name, pod in known.items() if pod.is_extra and name not in names]:
+                await self._remove(run_id, name)
+        sizes = (pod.group_size for pod in members)
+        size = max(sizes, default=self._group_sizes.get(run_id, len(missing)))
+        size = gang.join_kueue_slots(missing, size=size, num_members=len(members))
+        if size:
+            self._group_sizes[run_id] = size
 
     async def _find(self, run_id: str) -> dict[str, PodRecord]:
         """Finds the pods of a run, including those of an earlier controller process."""

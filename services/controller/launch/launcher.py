@@ -37,6 +37,15 @@ class Launcher(Protocol):
                 loaded and sleeps. They may start before, and wait.
         """
 
+    def queued(self, run_id: str) -> Collection[str]:
+        """Returns the workers that wait in a queue, and without which the run starts."""
+
+    async def admitted(self, run_id: str, worker_ids: Collection[str]) -> Collection[str]:
+        """Waits until no queue holds back one of the workers; returns all of which this is true.
+
+        A queue may take any time.
+        """
+
     async def end(self, run_id: str, worker_id: str) -> None:
         """Kills one worker because it does not answer; returns when it is gone."""
 
@@ -75,7 +84,19 @@ def total_gpus(spec: RunSpec) -> int:
     return sum(count for name, count in gpu_needs(spec).items() if name not in hosts)
 
 
-class ExternalLauncher:
+class Unqueued:
+    """Part of a launcher whose workers are in no queue."""
+
+    def queued(self, run_id: str) -> Collection[str]:
+        """Returns nothing: no worker waits in a queue."""
+        return ()
+
+    async def admitted(self, run_id: str, worker_ids: Collection[str]) -> Collection[str]:
+        """Returns all of the workers."""
+        return worker_ids
+
+
+class ExternalLauncher(Unqueued):
     """Launcher for workers that another system starts; it only waits for them."""
 
     async def start(self, run_id: str, spec: RunSpec, *, later: Collection[str] = ()) -> None:

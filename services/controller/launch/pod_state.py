@@ -137,6 +137,8 @@ class PodRecord:
     workers: list[str]
     group_size: int
     """Number of pods that a queue admits together with it; 0 without a queue."""
+    is_extra: bool
+    """True if a queue admits it separately from the run's group."""
     job_set: str
     """Name of the JobSet whose controller creates it; empty if the launcher creates it."""
     own_grace_s: float
@@ -165,6 +167,7 @@ class PodRecord:
         return cls(
             workers=workers(body),
             group_size=gang.kueue_group_size(body),
+            is_extra=gang.is_extra(body),
             job_set=job_set.name_of(body),
             own_grace_s=body["spec"]["terminationGracePeriodSeconds"],
         )
@@ -188,23 +191,15 @@ class PodRecord:
             self.timer.cancel()
 
 
-def check_growth(
-    bodies: Sequence[Mapping[str, Any]], known: Mapping[str, PodRecord], *, admitted: int
-) -> None:
-    """Checks that missing pods may join the existing ones.
+def check_growth(bodies: Sequence[Mapping[str, Any]], known: Mapping[str, PodRecord]) -> None:
+    """Checks that existing pods have all workers that the run should have in them.
 
     Args:
         bodies: All pods that the run should have.
-        admitted: Number of pods that a queue has admitted together; 0 without a queue.
 
     Raises:
-        FailedPreconditionError: If they may not.
+        FailedPreconditionError: If they have not.
     """
-    if admitted and gang.kueue_group_size(bodies[0]) > admitted:
-        raise FailedPreconditionError(
-            f"the queue admitted the run's {admitted} pods as one group, which cannot grow; install "
-            "without workers.kueue.queueName to add rollouts to running runs"
-        )
     for body in bodies:
         name = body["metadata"]["name"]
         if name in known and set(workers(body)) - set(known[name].workers):

@@ -27,6 +27,7 @@ from services.controller.launch.fork_client import ForkServer, open_fork_server
 from services.controller.launch.gpus import HostGpus, host_gpus
 from services.controller.launch.launcher import (
     ExitHandler,
+    Unqueued,
     WorkerExit,
     gpu_hosts,
     gpu_needs,
@@ -51,7 +52,7 @@ _RENDEZVOUS_PORTS = range(20_000, 32_000)
 _PORTS_TRIED = 100
 
 
-class ProcessLauncher:
+class ProcessLauncher(Unqueued):
     """Starts each worker as ``python -m services.<program>`` in its own session, or as an equivalent fork.
 
     A worker of several ranks has one process per rank; they meet on loopback, as under

@@ -163,6 +163,32 @@ def test_a_queue_admits_the_pods_of_a_run_together(tmp_path: Path) -> None:
     assert not [label for label in plain["metadata"]["labels"] if "kueue" in label]
 
 
+def test_rollouts_leave_the_slots_of_a_queue_to_workers_that_a_run_cannot_lack(
+    tmp_path: Path,
+) -> None:
+    groups = {
+        "task_groups": ["train", "ref_logp", "generate"],
+        "ratios": [0.5, 0.25, 0.25],
+        "gpus": 4,
+    }
+    pods = build(
+        tmp_path,
+        *("--set", "workers.kueue.queueName=gpus"),
+        profiles=("multi-node",),
+        algorithm={"kl": {"coefficient": 0.1}},
+        rollout={"replicas": 1},
+        topology=groups,
+    )
+    assert gang.join_kueue_slots(pods, size=3, num_members=1) == 3
+    found = {
+        pod["metadata"]["name"]: pod["metadata"]["labels"]["kueue.x-k8s.io/pod-group-name"]
+        for pod in pods
+    }
+    extra = "run-0198-rollout-0"
+    members = dict.fromkeys(("run-0198-trainer-0", "run-0198-ref-logp-0"), "run-0198")
+    assert found == members | {extra: extra}
+
+
 def test_bundled_workers_ask_for_their_gpus_in_one_pod(tmp_path: Path) -> None:
     (pod,) = build(tmp_path, profiles=("one-gpu-node",), trainer={"world_size": 2})
     assert gpus(pod) == ["2", "1", "1"]

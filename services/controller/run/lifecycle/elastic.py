@@ -2,7 +2,8 @@
 
 ::
 
-    more rollouts    new ones start and load while the others generate; they receive weights, then groups
+    more rollouts    new ones start and load while the others generate; they receive weights, then groups;
+                     those that a queue holds back follow when it admits them
     lost rollouts    replacements load while the others generate; then as above
     fewer rollouts   other rollouts continue or restart the unfinished groups; then workers are ended
 
@@ -65,6 +66,8 @@ class ElasticSizing:
         self._failure = ""
         self._size = _rollouts(spec.now)
         self._started: set[str] = set()
+        self._exited: set[str] = set()
+        """Rollouts that exited before they joined, and may still be registered."""
 
     def resume_request(self) -> None:
         """Resumes a resize request that an earlier controller did not complete."""
@@ -90,6 +93,7 @@ class ElasticSizing:
         if exit_.worker_id in self._new():
             self._failure = f"{exit_.worker_id} exited; last log lines:\n{exit_.last_lines}"
             self._failed.set()
+            self._exited.add(exit_.worker_id)
             return True
         return exit_.worker_id.startswith("rollout-") and exit_.worker_id not in self._wanted()
 
@@ -125,8 +129,7 @@ class ElasticSizing:
                 self._size -= gone
                 await self._start(pipeline)  # platforms display the number of workers
             if missing := wanted - here:
-                if await self._add_rollouts(missing, pipeline, request):
-                    here |= missing
+                here |= await self._add_rollouts(missing, pipeline, request)
                 continue
             if pipeline.done() and (has_left or request is not None):
                 await self._report("Resized", len(wanted), request)
@@ -145,8 +148,10 @@ class ElasticSizing:
         gone = known - self._wanted()
         await self._end(gone)
         kind = "Replaced" if self._size == self._wanted() else "Resized"
-        self._size = self._wanted()
-        await self._report(kind, self.size, self._request_queue.get("resize"))
+        queued = self._wanted() & set(self._launcher.queued(self._run_id))
+        self._size = self._wanted() - (queued - self._size)
+        count, request = len(self._wanted() - queued), self._request_queue.get("resize")
+        await self._report(kind, count, request, absent=queued)
         return dict.fromkeys(gone, "was removed")
 
     def missing_rollouts(self) -> set[str]:
@@ -155,32 +160,46 @@ class ElasticSizing:
         missing = wanted - loaded
         # A colocated rollout has no free GPU on which to load while the trainer runs.
         has_to_wait = any(map(self._spec.now.is_colocated, missing))
-        return missing if wanted & loaded and not has_to_wait else missing & self._new()
+        if wanted & loaded and not has_to_wait:
+            return missing
+        return missing & (self._new() | set(self._launcher.queued(self._run_id)))
 
     def present(self) -> set[str]:
         """Returns the rollouts with which the loops are entered, once they have loaded."""
         return self._wanted() - self.missing_rollouts()
 
-    async def _report(self, kind: str, count: int, request: Request | None) -> None:
-        note = Note(kind, f"{count} rollouts", {"replicas": count})
-        await self._journal.record_event(note, also=self._request_queue.done(request))
+    async def _report(
+        self, kind: str, count: int, request: Request | None, *, absent: Collection[str] = ()
+    ) -> None:
+        """Reports a new number of rollouts, and the request as done if none is absent."""
+        names, also = sorted(absent), self._request_queue.done(request)
+        if names and request is not None:  # a later controller continues with those that joined
+            also = self._request_queue.added("resize", has=self.size)
+        message = f"{count} rollouts" + (f"; in a queue: {', '.join(names)}" if names else "")
+        note = Note(kind, message, {"replicas": count, "absent": names})
+        await self._journal.record_event(note, also=also)
 
     async def _add_rollouts(
         self, missing: set[str], pipeline: asyncio.Future[TrainingPipeline], request: Request | None
-    ) -> bool:
-        """Starts rollouts and adds them to the run; returns False if they are not wanted any more.
+    ) -> set[str]:
+        """Starts rollouts and adds those that no queue holds back to the run.
+
+        Returns:
+            The added rollouts; none if they are not wanted any more.
 
         Raises:
             SizeChangedError: If they have loaded and the loops have to be entered with them.
         """
         self._failed.clear()
+        while self._exited:
+            await self._membership.unregister(self._run_id, self._exited.pop())
         self._started |= missing
         asked = self._spec.now.rollout.replicas
         try:
-            await self._load(missing, pipeline)
-            if not missing <= self._wanted() & self._loaded():
-                return False
-            loaded = [w for w in self._membership.workers(self._run_id) if w.worker_id in missing]
+            joining = await self._load(missing, pipeline)
+            if not joining or not joining <= self._wanted() & self._loaded():
+                return set()
+            loaded = [w for w in self._membership.workers(self._run_id) if w.worker_id in joining]
             if not await (await pipeline).admit(loaded):
                 raise SizeChangedError
         except (ServiceError, ExceptionGroup) as error:
@@ -188,13 +207,14 @@ class ElasticSizing:
                 raise
             why = "; ".join(str(leaf) for leaf in leaves(error))
             await self._keep_size(why, asked=asked, request=request)
-            return False
-        self._started -= missing
-        kind = "Replaced" if missing <= self._size else "Resized"
-        self._size |= missing
+            return set()
+        self._started -= joining
+        kind = "Replaced" if joining <= self._size else "Resized"
+        self._size |= joining
         await pipeline.result().publisher.wait_all_serve()
-        await self._report(kind, asked, request)
-        return True
+        absent = missing - joining
+        await self._report(kind, asked - len(absent), request, absent=absent)
+        return joining
 
     async def _keep_size(self, why: str, *, asked: int, request: Request | None) -> None:
         """Keeps the current size after requested rollouts failed to start."""
@@ -217,25 +237,33 @@ class ElasticSizing:
             await pipeline  # until then, workers start one by one while the others sleep
         await self._launcher.start(self._run_id, self._spec.now)
 
-    async def _load(self, missing: set[str], pipeline: asyncio.Future[TrainingPipeline]) -> None:
-        """Waits until rollouts have loaded, or the specification changes."""
+    async def _load(
+        self, missing: set[str], pipeline: asyncio.Future[TrainingPipeline]
+    ) -> set[str]:
+        """Waits until rollouts have loaded, or the specification changes.
+
+        Returns:
+            The rollouts that no queue held back; none if the queue held all of them back.
+        """
+        joining: set[str] = set()
 
         def unloaded() -> list[str]:
-            return sorted(missing - self._loaded())
+            return sorted(joining - self._loaded())
 
-        await self._start(pipeline)
-        await until_first(
-            self._membership.wait_until(
+        async def load() -> None:
+            joining.update(await self._launcher.admitted(self._run_id, missing))
+            await self._membership.wait_until(
                 lambda: not unloaded(),
                 timeout_s=lambda: self._spec.now.limits.start_timeout_s,
                 waiting_for=lambda: (
                     f"{', '.join(unloaded())} to load; see their logs, or raise "
                     "limits.start_timeout_s"
                 ),
-            ),
-            self._fail_on_exit(),
-            self._changed.wait(),
-        )
+            )
+
+        await self._start(pipeline)
+        await until_first(load(), self._fail_on_exit(), self._changed.wait())
+        return joining
 
     async def _fail_on_exit(self) -> None:
         await self._failed.wait()
@@ -245,6 +273,7 @@ class ElasticSizing:
         for worker_id in sorted(names):
             await self._launcher.end(self._run_id, worker_id)
             await self._membership.unregister(self._run_id, worker_id)
+        self._exited -= names
 
     def _wanted(self) -> set[str]:
         return _rollouts(self._spec.now)

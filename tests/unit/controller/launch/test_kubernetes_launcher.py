@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import yaml
 
 from services.common.errors import FailedPreconditionError
 from services.common.runspec.loader import parse_spec
+from services.common.runspec.run import RunSpec
 from services.common.security.credentials import Identity, acting_as, bearer_of
 from services.controller.launch.kubernetes import KubernetesLauncher
 from services.controller.launch.launcher import WorkerExit
@@ -451,18 +452,115 @@ async def test_a_complete_job_set_of_an_earlier_controller_is_adopted(tmp_path: 
         await launcher.stop(RUN)
 
 
-async def test_pods_that_a_queue_admitted_as_one_get_no_more(tmp_path: Path) -> None:
+def with_replicas(count: int) -> RunSpec:
+    return SPEC.model_copy(update={"rollout": SPEC.rollout.model_copy(update={"replicas": count})})
+
+
+def groups(cluster: FakeCluster) -> dict[str, tuple[str, str]]:
+    """Each pod's group of the queue, and the number of pods of that group."""
+    found = {}
+    for name, pod in cluster.pods.items():
+        labels, annotations = pod["metadata"]["labels"], pod["metadata"]["annotations"]
+        assert labels["kueue.x-k8s.io/queue-name"] == "gpus"
+        assert annotations["kueue.x-k8s.io/pod-group-serving"] == "true"
+        assert annotations["kueue.x-k8s.io/role-hash"] in name
+        count = annotations["kueue.x-k8s.io/pod-group-total-count"]
+        found[name] = (labels["kueue.x-k8s.io/pod-group-name"], count)
+    return found
+
+
+EXTRAS = ("run-01-rollout-1", "run-01-rollout-2")
+GROUP = {TRAINER: ("run-01", "2"), ROLLOUT: ("run-01", "2")}
+GROWN = GROUP | {name: (name, "1") for name in EXTRAS}
+
+
+async def test_pods_beyond_the_group_that_a_queue_admitted_wait_for_their_quota_one_by_one(
+    tmp_path: Path,
+) -> None:
     cluster = FakeCluster()
-    templates = write_templates(tmp_path, queue="gpus")
-    more = SPEC.model_copy(update={"rollout": SPEC.rollout.model_copy(update={"replicas": 2})})
-    async with launching(cluster, templates) as (launcher, _):
+    async with launching(cluster, write_templates(tmp_path, queue="gpus")) as (launcher, heard):
         await launcher.start(RUN, SPEC)
-        with pytest.raises(FailedPreconditionError, match="2 pods"):
-            await launcher.start(RUN, more)
-        await launcher.end(RUN, "rollout-0")
-        await launcher.start(RUN, SPEC)
-        assert set(cluster.pods) == {TRAINER, ROLLOUT}, "a lost one is replaced"
+        cluster.queue_is_full = True
+        async with asyncio.timeout(30):
+            await launcher.start(RUN, with_replicas(3))
+        assert groups(cluster) == GROWN
+        assert launcher.queued(RUN) == {"rollout-1", "rollout-2"}
+        why = f"pod {EXTRAS[0]}: waiting for admission by the queue gpus"
+        assert (RUN, "SchedulingGated", why) in heard.pending
+
+        waiting = asyncio.ensure_future(launcher.admitted(RUN, ["rollout-1", "rollout-2"]))
+        await cluster.settle()
+        assert not waiting.done()
+        cluster.change(EXTRAS[1], phase="Pending")
+        async with asyncio.timeout(30):
+            assert await waiting == {"rollout-2"}
+        await launcher.end(RUN, "rollout-1")
+        assert groups(cluster) == GROUP | {EXTRAS[1]: (EXTRAS[1], "1")}
+        assert heard.exits == []
         await launcher.stop(RUN)
+        assert cluster.pods == {}
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+async def test_a_lost_pod_joins_the_queue_as_before(tmp_path: Path, is_restarted: bool) -> None:
+    cluster, templates = FakeCluster(), write_templates(tmp_path, queue="gpus")
+    async with AsyncExitStack() as stack:
+        launcher, _ = await stack.enter_async_context(launching(cluster, templates))
+        await launcher.start(RUN, SPEC)
+        await launcher.start(RUN, with_replicas(3))
+        if is_restarted:
+            await stack.aclose()
+            launcher, _ = await stack.enter_async_context(launching(cluster, templates))
+            await launcher.start(RUN, with_replicas(3))
+        for lost in (["rollout-0"], ["rollout-1"], ["trainer-0", "rollout-2"]):
+            for name in lost:
+                await launcher.end(RUN, name)
+            cluster.queue_is_full = lost == ["rollout-1"]
+            async with asyncio.timeout(30):
+                await launcher.start(RUN, with_replicas(3))
+            assert groups(cluster) == GROWN
+        await launcher.stop(RUN)
+
+
+async def test_a_removed_pod_leaves_its_slot_to_the_next(tmp_path: Path) -> None:
+    cluster = FakeCluster()
+    async with launching(cluster, write_templates(tmp_path, queue="gpus")) as (launcher, _):
+        await launcher.start(RUN, with_replicas(2))
+        await launcher.end(RUN, "rollout-1")
+        await launcher.start(RUN, with_replicas(1))
+        await launcher.start(RUN, with_replicas(3))
+        members = dict.fromkeys((TRAINER, ROLLOUT, EXTRAS[0]), ("run-01", "3"))
+        assert groups(cluster) == members | {EXTRAS[1]: (EXTRAS[1], "1")}
+        await launcher.stop(RUN)
+
+
+@pytest.mark.parametrize("lost", [["rollout-0"], ["rollout-0", "rollout-1"]])
+async def test_a_group_that_is_lost_as_a_whole_keeps_its_size(
+    tmp_path: Path, lost: list[str]
+) -> None:
+    """The queue may still have the former group, and deletes pods that this has no slots for."""
+    cluster = FakeCluster()
+    async with launching(cluster, write_templates(tmp_path, queue="gpus")) as (launcher, heard):
+        await launcher.start(RUN, SPEC)
+        await launcher.start(RUN, with_replicas(3))
+        for name in ("trainer-0", *lost):
+            await launcher.end(RUN, name)
+        # rollout-2 has not joined the run, and must not take the quota that the group waits for.
+        await launcher.start(RUN, with_replicas(2))
+        assert groups(cluster) == GROUP | {EXTRAS[0]: (EXTRAS[0], "1")}
+        assert [exit_.worker_id for exit_ in heard.exits] == ["rollout-2"]
+        await launcher.stop(RUN)
+
+
+async def test_a_run_is_cancelled_while_an_added_pod_waits_in_the_queue(tmp_path: Path) -> None:
+    cluster, templates = FakeCluster(), write_templates(tmp_path, queue="gpus")
+    async with launching(cluster, templates) as (launcher, heard):
+        await launcher.start(RUN, SPEC)
+        cluster.queue_is_full = True
+        await launcher.start(RUN, with_replicas(2))
+        await launcher.stop(RUN)
+        assert cluster.pods == {}
+        assert heard.exits == []
 
 
 async def test_a_run_waits_for_its_queue_as_long_as_that_takes(tmp_path: Path) -> None:

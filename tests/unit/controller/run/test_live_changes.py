@@ -201,6 +201,44 @@ class FullHost(ExternalLauncher):
             raise FailedPreconditionError("no room")
 
 
+class FullQueue(ExternalLauncher):
+    """A queue has quota for two rollouts."""
+
+    def queued(self, run_id):
+        return {"rollout-2"}
+
+    async def admitted(self, run_id, worker_ids):
+        await asyncio.get_running_loop().create_future()
+
+
+@pytest.mark.parametrize("pauses", [False, True])
+async def test_a_run_trains_recovers_and_pauses_while_a_rollout_waits_in_a_queue(
+    database, workers, monkeypatch, pauses
+):
+    monkeypatch.setattr("services.controller.run.lifecycle.driver._EXIT_REPORT_S", 0.0)
+    workers.may_train.clear()
+    async with open_manager(database, queue=workers.queue) as manager:
+        services = manager.drivers.services
+        manager.drivers.services = replace(services, launcher=FullQueue())
+        run_id = await submitted(manager)
+        async with asyncio.timeout(20):
+            await workers.trains.wait()
+        await patched(manager, run_id, RunPatch(rollout_replicas=3))
+        async with asyncio.timeout(20):
+            await lose_the_trainer(workers)
+        if pauses:
+            await manager.pause(run_id, PauseOptions(checkpoint=False))
+        workers.may_connect.set()
+        workers.may_train.set()
+        if pauses:
+            async with asyncio.timeout(20):
+                await manager.drivers.wait()
+            assert (await manager.get(run_id)).state == "PAUSED"
+        else:
+            assert (await ended(manager, run_id)).step == 4
+        assert not await told(manager, run_id, "Resized", "ResizeFailed")
+
+
 async def test_a_run_that_does_not_get_more_rollouts_is_recorded_with_those_that_it_has(
     database, workers
 ):

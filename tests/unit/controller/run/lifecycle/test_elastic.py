@@ -42,6 +42,16 @@ class FakeLauncher:
     refuses: bool = False
     started: list[int] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
+    waiting: set[str] = field(default_factory=set)
+    """Rollouts that a queue holds back."""
+
+    def queued(self, run_id):
+        return self.waiting
+
+    async def admitted(self, run_id, worker_ids):
+        while worker_ids <= self.waiting:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        return worker_ids - self.waiting
 
     async def start(self, run_id, spec):
         if self.refuses and spec.rollout.replicas > 1:
@@ -55,9 +65,12 @@ class FakeLauncher:
 @dataclass
 class FakeJournal:
     kinds: list[str] = field(default_factory=list)
+    absent: list[str] = field(default_factory=list)
+    """Rollouts that the newest event reports as absent."""
 
     async def record_event(self, note, *, also):
         self.kinds.append(note.type)
+        self.absent = note.data.get("absent", [])
 
 
 @dataclass
@@ -103,6 +116,9 @@ class FakeMailbox:
 
     def done(self, request):
         return None
+
+    def added(self, kind, **options):
+        self.request = Request(kind=kind, request_id="later", options=options)
 
 
 class Case:
@@ -349,6 +365,83 @@ async def test_the_others_continue_while_a_lost_rollout_is_replaced():
 
 async def test_a_run_whose_rollouts_are_all_gone_waits_for_them():
     assert Case().resizing.missing_rollouts() == set()
+
+
+async def test_rollouts_join_when_their_queue_admits_them():
+    case = Case(request=Request(kind="resize", request_id="req", options={"has": 1}))
+    case.launcher.waiting = {"rollout-1", "rollout-2"}
+    case.enter()
+    case.run.may_serve.set()
+    for index in range(3):
+        await case.register(index)
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(case.watch())
+        case.ask(3)
+        await asyncio.sleep(0.01)
+        assert not case.run.joined
+        case.launcher.waiting = {"rollout-2"}
+        await case.told("Resized")
+        assert (case.run.joined, case.journal.absent) == (["rollout-1"], ["rollout-2"])
+        assert case.resizing.size == 2
+        assert case.resizing._request_queue.request.options == {"has": 2}
+        case.journal.kinds.clear()
+        case.launcher.waiting = set()
+        await case.told("Resized")
+        watching.cancel()
+    assert (case.run.joined, case.journal.absent) == (["rollout-1", "rollout-2"], [])
+
+
+async def test_a_run_is_resized_while_rollouts_wait_in_a_queue():
+    case = Case(replicas=2)
+    case.launcher.waiting = {"rollout-2"}
+    case.enter()
+    for index in range(2):
+        await case.register(index)
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(case.watch("rollout-0", "rollout-1"))
+        case.ask(3)
+        while case.launcher.started != [3]:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        case.ask(1)
+        while case.launcher.ended != ["rollout-1", "rollout-2"]:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        watching.cancel()
+    assert case.run.left == ["rollout-1"]
+    assert case.resizing.size == 1
+
+
+async def test_the_loop_is_entered_without_rollouts_that_wait_in_a_queue():
+    case = Case(replicas=3)
+    case.launcher.waiting = {"rollout-1"}
+    assert case.resizing.present() == {"rollout-0", "rollout-2"}, "even if none has loaded yet"
+
+
+async def test_a_rollout_that_ended_while_the_loop_was_left_is_not_taken_for_loaded():
+    case = Case(request=Request(kind="resize", request_id="req", options={"has": 1}))
+    case.spec.now = spec_of(2)
+    case.resizing.resume_request()
+    case.launcher.waiting = {"rollout-1"}
+    case.enter()
+    await case.register(1)
+    ended = WorkerExit(run_id=RUN, worker_id="rollout-1", code=-9, last_lines="")
+    assert case.resizing.handles_exit(ended)
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(case.watch())
+        while not case.launcher.started:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert case.membership.workers(RUN) == []
+        watching.cancel()
+    assert case.journal.kinds == []
+
+
+async def test_rollouts_that_wait_in_a_queue_are_still_new_when_the_loop_is_left():
+    case = Case()
+    case.launcher.waiting = {"rollout-2"}
+    await case.register(0)
+    await case.register(1)
+    case.spec.now = spec_of(3)
+    assert await case.resizing.remove_surplus() == {}
+    assert (case.resizing.size, case.journal.absent) == (2, ["rollout-2"])
 
 
 async def test_rollouts_that_are_too_many_are_ended():
