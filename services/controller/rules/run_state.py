@@ -184,6 +184,8 @@ def _changes(
         yield from _moved(RunState(data["to"]), data["reason"], message, known)
     elif event == "WorkersReady":
         yield from _ready(message, data["absent"])
+    elif event in ("Resized", "Replaced"):
+        yield from () if data["absent"] else _complete(message)
     elif event == "WorkerLost":
         yield from _lost(message.partition("\n")[0], data["workers"])
     elif event == "StepCommitted":
@@ -232,8 +234,12 @@ def _ready(message: str, absent: Sequence[str]) -> Iterable[_Change]:
         yield _Change("Placed", "False", "WorkersMissing", message)
         yield _Change("Degraded", "True", "WorkersMissing", message)
     else:
-        yield _Change("Placed", "True", "WorkersReady", message)
-        yield _Change("Degraded", "False", "AsExpected")
+        yield from _complete(message)
+
+
+def _complete(message: str) -> Iterable[_Change]:
+    yield _Change("Placed", "True", "WorkersReady", message)
+    yield _Change("Degraded", "False", "AsExpected")
 
 
 def _lost(message: str, workers: Sequence[str]) -> Iterable[_Change]:

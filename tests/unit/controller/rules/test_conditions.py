@@ -9,6 +9,9 @@ from services.controller.store.runs import RunStore
 READY = ("WorkersReady", "all workers have loaded", {"absent": []})
 PENDING = ("WorkerPending", "Unschedulable: 0/3 nodes have a GPU", {"reason": "Unschedulable"})
 STILL = ("NoProgress", "no step for 90 s: 3 of 32 groups", {"reason": "WaitsForGroups"})
+SOME = ("WorkersReady", "continues without rollout-1", {"absent": ["rollout-1"]})
+MORE = ("Resized", "2 rollouts; in a queue: rollout-2", {"absent": ["rollout-2"]})
+ALL = ("Replaced", "3 rollouts", {"absent": []})
 LOST = ("WorkerLost", "rollout-0 ended with signal 9\nlast line", {"workers": ["rollout-0"]})
 
 
@@ -38,6 +41,9 @@ def statuses(*events) -> str:
         ([moved("STARTING"), READY, moved("RUNNING")], "TTTTTFF"),
         ([moved("STARTING"), READY, moved("RUNNING"), LOST], "TFFTTTF"),
         ([moved("STARTING"), READY, LOST, moved("RECOVERING"), READY, moved("RUNNING")], "TTTTTFF"),
+        ([moved("STARTING"), READY, moved("RUNNING"), PENDING, MORE], "TFTTTFF"),
+        ([moved("STARTING"), READY, moved("RUNNING"), LOST, SOME, MORE], "TFTTTTF"),
+        ([moved("STARTING"), READY, moved("RUNNING"), LOST, SOME, ALL], "TTTTTFF"),
         ([moved("STARTING"), READY, moved("RUNNING"), moved("PAUSING")], "TTTTTFF"),
         ([moved("STARTING"), READY, moved("RUNNING"), STILL], "TTTTFFF"),
         ([moved("STARTING"), READY, moved("RUNNING"), STILL, ("StepCommitted", "", {})], "TTTTTFF"),
