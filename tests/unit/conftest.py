@@ -1,11 +1,14 @@
 """Fixtures of all unit tests."""
 
+import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from services.common.models import configs
 from services.common.models.evaluator import Evaluator
+from services.controller.store import database
 
 
 class _SharedEvaluator(Evaluator):
@@ -22,3 +25,18 @@ def _one_evaluator_of_configs() -> Iterator[None]:
         patch.setattr(configs, "Evaluator", lambda _: shared)
         yield
     Evaluator.close(shared)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _files_are_not_flushed() -> Iterator[None]:
+    """No test cuts the power, and each flush waits milliseconds for the disk."""
+    prepare = database._prepare_sqlite
+
+    def prepare_sqlite(connection: Any, record: Any) -> None:
+        prepare(connection, record)
+        connection.execute("PRAGMA synchronous=OFF")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(database, "_prepare_sqlite", prepare_sqlite)
+        patch.setattr(os, "fsync", lambda _: None)
+        yield

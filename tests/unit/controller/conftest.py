@@ -4,14 +4,13 @@ import shutil
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 import sqlalchemy as sa
 
 from services.controller.manager.runs import RunManager
-from services.controller.store.database import Database, _prepare_sqlite
+from services.controller.store.database import Database
 from tests.helpers.databases import postgres_cluster
 from tests.helpers.rest import client_of, open_manager
 
@@ -35,19 +34,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             marks = () if is_store else pytest.mark.nightly
             databases.append(pytest.param("postgresql", marks=marks))
         metafunc.parametrize("database_url", databases, indirect=True)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _files_are_not_flushed() -> Iterator[None]:
-    """No test cuts the power, and a flush takes milliseconds per transaction."""
-
-    def prepare(connection: Any, record: Any) -> None:
-        _prepare_sqlite(connection, record)
-        connection.execute("PRAGMA synchronous=OFF")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("services.controller.store.database._prepare_sqlite", prepare)
-        yield
 
 
 @pytest.fixture(scope="session")

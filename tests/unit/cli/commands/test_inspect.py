@@ -1,6 +1,7 @@
 """Inspection commands: terminal-safe and machine-readable output."""
 
 import json
+import shutil
 from array import array
 
 import pytest
@@ -54,13 +55,10 @@ def _train(store, run_id, step, reward):
     store.record(run_id, Note("StepCommitted", HOSTILE, data, step, step, summary), also=commit)
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
     """A state directory with two runs that ended, the newer one hostile in every text that it may write."""
-    monkeypatch.delenv("SLIPSTREAM_URL", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    state = tmp_path / "state"
-    state.mkdir()
+    state = tmp_path_factory.mktemp("state")
     database = Database(f"sqlite:///{state / DATABASE_FILE}")
     _create(database, OLD, "old")
     store = _create(database, NEW, "new", labels={"team": HOSTILE})
@@ -83,6 +81,14 @@ def folder(tmp_path, monkeypatch):
         max_steps=0,
     )
     return state
+
+
+@pytest.fixture
+def folder(written, tmp_path, monkeypatch):
+    """A copy of that directory."""
+    monkeypatch.delenv("SLIPSTREAM_URL", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return shutil.copytree(written, tmp_path / "state")
 
 
 def look(folder, *arguments):
