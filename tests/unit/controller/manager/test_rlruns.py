@@ -321,7 +321,9 @@ async def test_a_cluster_without_the_kind_or_the_right_is_reported_once(
         await reached(api, "one", "Starting")
 
 
-async def test_an_api_in_trouble_delays_only_the_object(manager, api) -> None:
+async def test_an_api_in_trouble_delays_only_the_object(manager, api, monkeypatch) -> None:
+    monkeypatch.setattr("services.controller.manager.rlruns._RETRY_S", 0.05)
+    monkeypatch.setattr("services.controller.manager.rlruns._WRITES_PER_S", 10.0)
     api.apply(BLUE, "one", changed())
     run_id = (await reached(api, "one", "Starting"))["runId"]
     api.error = ApiException(status=503, reason="busy")
