@@ -1,8 +1,8 @@
-"""Task groups: a fix for Python before 3.13, races, and errors unwrapped from exception groups."""
+"""Tasks: groups with a fix for Python before 3.13, races, named waits, threads, and unwrapped errors."""
 
 import asyncio
 import sys
-from collections.abc import Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
@@ -83,3 +83,43 @@ def leaves(error: BaseException) -> list[BaseException]:
     if not isinstance(error, BaseExceptionGroup):
         return [error]
     return [leaf for inner in error.exceptions for leaf in leaves(inner)]
+
+
+class Waiters:
+    """Condition variables by name: tasks wait for a name until another one wakes it."""
+
+    def __init__(self) -> None:
+        self._parked: dict[str, set[asyncio.Future[None]]] = {}
+
+    def wake(self, name: str) -> None:
+        for waiter in self._parked.pop(name, ()):
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def wait(self, name: str, *, timeout_s: float | None) -> None:
+        """Waits for ``wake(name)`` or until the time-out; returns in both cases."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._parked.setdefault(name, set()).add(waiter)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await waiter
+        except TimeoutError:
+            return
+        finally:
+            parked = self._parked.get(name, set())
+            parked.discard(waiter)
+            if not parked:
+                self._parked.pop(name, None)
+
+
+async def in_thread(work: Callable[[], _Result]) -> _Result:
+    """Runs ``work`` in a thread; returns only after the work has ended, also on cancellation.
+
+    Until then the thread uses its memory, which nothing else may reuse.
+    """
+    working = asyncio.get_running_loop().run_in_executor(None, work)
+    try:
+        return await asyncio.shield(working)
+    except asyncio.CancelledError:
+        await asyncio.wait([working])
+        raise

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping
 from services.common.runspec.workers import rows_gauge
 from services.rollout import metrics
 from services.rollout.engines.base import Engine, EngineStats
-from services.rollout.sampling.liveness import EngineStalledError, EpisodeWatch, ProgressWatch
-from services.rollout.sampling.sampler import GroupSampler
+from services.rollout.sampling.sampler import EpisodeWatch, GroupSampler
 from services.wire.controller import WorkerSession
 
 # Time constant of the moving sums, in seconds: older observations have weight exp(-age / this).
@@ -21,6 +20,48 @@ _STEADY = 0.2
 # proportional to the number of samples; it weighs as much as a spread of a tenth of the concurrency.
 _ASSUMED_SHARE = 0.5
 _ASSUMED_SPREAD = 0.1
+
+
+class EngineStalledError(RuntimeError):
+    """The engine has running requests and makes no token; only a restart helps."""
+
+
+class ProgressWatch:
+    """Detects a stalled engine from its gauges, which the caller samples periodically.
+
+    Args:
+        deadline_s: Max time without a token while requests run; may be changed.
+    """
+
+    def __init__(self, deadline_s: float) -> None:
+        self.deadline_s = deadline_s
+        self._tokens_total = -1
+        self._weight_version = -1
+        self._since = 0.0
+
+    def check(self, stats: EngineStats, *, now: float) -> None:
+        """Compares the gauges with the previous check.
+
+        Args:
+            now: Monotonic seconds.
+
+        Raises:
+            EngineStalledError: If requests run and neither tokens nor weight version changed within
+                the deadline.
+        """
+        seen = (stats.tokens_total, stats.weight_version)
+        if (
+            stats.num_running == 0
+            or stats.is_asleep
+            or seen != (self._tokens_total, self._weight_version)
+        ):
+            self._tokens_total, self._weight_version = seen
+            self._since = now
+        elif now - self._since > self.deadline_s:
+            raise EngineStalledError(
+                f"the engine has {stats.num_running} requests but generated no token for "
+                f"{now - self._since:.0f} s; this worker exits so that other workers take over its groups"
+            )
 
 
 class DecodeTimes:

@@ -1,1 +1,1 @@
-"""Samples prompt groups: episodes, progress, admission, liveness."""
+"""Samples prompt groups: episodes, progress, admission, stalled episodes."""

@@ -33,7 +33,6 @@ from services.rollout.data.prompts import Prompt, PromptStore
 from services.rollout.engines.base import GenerationResult
 from services.rollout.failures import GroupError, InterruptedGroupError
 from services.rollout.sampling.group import GroupServices, RunningGroup
-from services.rollout.sampling.liveness import EpisodeWatch
 from services.rollout.sampling.progress_cache import GroupProgress
 from services.rollout.sampling.samples import Sample
 from services.wire.workers import DEFERRED, GroupAssignment
@@ -129,6 +128,41 @@ class ProgressCache(Protocol):
 Failure = tuple[GroupAssignment, GroupError]
 ReportFailures = Callable[[Sequence[Failure]], Awaitable[None]]
 """Reports groups that ended without samples to the controller."""
+
+
+class EpisodeWatch:
+    """Detects stalled members of groups from progress marks, which the caller samples periodically.
+
+    Args:
+        deadline_s: Max time in which a member makes neither a token nor a call; may be changed.
+    """
+
+    def __init__(self, deadline_s: float) -> None:
+        self.deadline_s = deadline_s
+        self._seen: dict[tuple[str, int], tuple[int, float]] = {}
+
+    def find_stalled(
+        self, groups: Mapping[str, Mapping[int, int]], *, now: float
+    ) -> dict[str, str]:
+        """Returns the groups that stalled, each with the reason.
+
+        Args:
+            groups: By group and member, a number that changes with each token and call.
+            now: Monotonic seconds.
+        """
+        seen: dict[tuple[str, int], tuple[int, float]] = {}
+        stalled: dict[str, str] = {}
+        for group_id, marks in groups.items():
+            for member, mark in marks.items():
+                before, since = self._seen.get((group_id, member), (mark, now))
+                seen[group_id, member] = (mark, since if before == mark else now)
+                if before == mark and now - since > self.deadline_s:
+                    stalled[group_id] = (
+                        f"member {member} generated no token and made no call for {now - since:.0f} s; check "
+                        "what its workflow waits for, or raise limits.stall_timeout_s"
+                    )
+        self._seen = seen
+        return stalled
 
 
 class GroupSampler:

@@ -15,7 +15,7 @@ from services.common.errors import (
 )
 from services.common.fields import run_of
 from services.common.host import Clock
-from services.transferqueue.concurrency import Waiters
+from services.common.task_group import Waiters
 from services.transferqueue.index.columns import Row
 from services.transferqueue.index.leasing import Leasing
 from services.transferqueue.index.partition import Partition, find

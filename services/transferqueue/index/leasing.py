@@ -13,7 +13,7 @@ from services.common.errors import (
 )
 from services.common.fields import new_id
 from services.common.host import Clock
-from services.transferqueue.concurrency import Waiters
+from services.common.task_group import Waiters
 from services.transferqueue.index.columns import Extension, Row
 from services.transferqueue.index.partition import Partition, find
 from services.wire.batch import KVBatchMeta

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from services.common.errors import NotFoundError
+from services.common.task_group import Waiters
 from services.transferqueue import metrics
-from services.transferqueue.concurrency import Waiters
 from services.transferqueue.index.index import Index
 from services.transferqueue.storage.dataplane import ALL_RUNS
 from services.wire.batch import BlobRef

@@ -16,7 +16,7 @@ from services.common.errors import (
     InvalidArgumentError,
     NotFoundError,
 )
-from services.transferqueue.concurrency import in_thread
+from services.common.task_group import in_thread
 from services.wire.batch import BlobRef
 from services.wire.data.encoding.codec import FRAME_BYTES, aligned, checksum, combine
 

@@ -40,9 +40,8 @@ from services.common.errors import (
     UnavailableError,
 )
 from services.common.fields import run_of
-from services.common.task_group import TaskGroup, unwrapped
+from services.common.task_group import TaskGroup, Waiters, unwrapped
 from services.transferqueue import metrics
-from services.transferqueue.concurrency import Waiters
 from services.transferqueue.settings import TransferQueueSettings
 from services.transferqueue.storage.blobs import Arena, BlobStore, Grant
 from services.wire.batch import KVBatchMeta

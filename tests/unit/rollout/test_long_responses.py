@@ -8,8 +8,7 @@ from services.rollout.calls.pool import CallPool
 from services.rollout.data.prompts import PromptStore
 from services.rollout.engines.fake import FakeEngine, VirtualTimeLoop
 from services.rollout.sampling.group import GroupServices
-from services.rollout.sampling.liveness import EpisodeWatch
-from services.rollout.sampling.sampler import GroupSampler
+from services.rollout.sampling.sampler import EpisodeWatch, GroupSampler
 from services.rollout.workflows.base import SingleTurn
 from tests.helpers.engines import running
 from tests.unit.rollout.sampling.test_sampler import (

@@ -14,8 +14,7 @@ from services.controller.models import RunPatch
 from services.controller.settings import ControllerSettings
 from services.controller.store.records import EventFilter
 from services.rollout.engines.base import EngineStats
-from services.rollout.monitor import monitor
-from services.rollout.sampling.liveness import EngineStalledError
+from services.rollout.monitor import EngineStalledError, monitor
 from services.trainer.settings import TrainerSettings
 from services.wire.controller import WorkerSession
 from slipstream.controller.v1 import membership_pb2_grpc

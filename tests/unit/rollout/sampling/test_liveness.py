@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from services.rollout.engines.base import EngineStats
-from services.rollout.sampling.liveness import EngineStalledError, EpisodeWatch, ProgressWatch
+from services.rollout.monitor import EngineStalledError, ProgressWatch
+from services.rollout.sampling.sampler import EpisodeWatch
 
 
 def stats(num_running: int, tokens_total: int, weight_version: int = 0) -> EngineStats:
