@@ -258,7 +258,7 @@ def _problem(errors: Sequence[Any]) -> str:
         return f"{key}: is required, but missing; see docs/runspec.md for its meaning"
     if error["type"] == "extra_forbidden":
         meant = did_you_mean_key(key) or " docs/runspec.md lists all keys"
-        return f"{key}: is not a known key.{meant}"
+        return f"{key}: is not a known key{_foreign(key)}.{meant}"
     if error["type"] == "invalid_key":
         return f"{key}: is not a known key; a key is text, got {_shown(error['input'])}"
     if error["type"] == "value_error":
@@ -267,6 +267,16 @@ def _problem(errors: Sequence[Any]) -> str:
     return (
         f"{key}: must be {_expected(errors, key)}, got {_shown(error['input'])}{_hint(errors, key)}"
     )
+
+
+def _foreign(key: str) -> str:
+    """Returns the names of characters that look like others or are invisible; empty if there are none."""
+    found = {
+        f"U+{ord(each):04X} {unicodedata.name(each, '')}".strip()
+        for each in key
+        if not each.isascii()
+    }
+    return f", and contains {', '.join(sorted(found)[:3])}" if found else ""
 
 
 def _expected(errors: Sequence[Any], key: str) -> str:
@@ -300,6 +310,8 @@ def _hint(errors: Sequence[Any], key: str) -> str:
         hint = "the key is required" if is_required(_name_of(place)) else f"remove the {what}"
     elif "string_type" in types and isinstance(value, bool):
         hint = "YAML reads yes, no, on and off as true or false: put it in quotes"
+    elif "string_type" in types and isinstance(value, Mapping) and None in value.values():
+        hint = "YAML reads a colon at the end as a key: put the text in quotes"
     elif "string_type" in types and isinstance(value, int | float):
         hint = f'put it in quotes: "{value}"'
     elif name in _SHORT_FORMS and isinstance(value, str):
@@ -308,6 +320,8 @@ def _hint(errors: Sequence[Any], key: str) -> str:
         hint = "put it in a list: [...]"
     elif "string_pattern_mismatch" in types and key == "name" and (label := _label(value)):
         hint = f"did you mean {label!r}?"
+    elif types & {"int_parsing", "int_from_float"} and (whole := _whole(value)):
+        hint = f"write {whole}"
     elif isinstance(value, str):
         expected = [
             error["ctx"]["expected"] for error in errors if error["type"] == "literal_error"
@@ -315,6 +329,15 @@ def _hint(errors: Sequence[Any], key: str) -> str:
         known = re.findall(r"'([^']+)'", " ".join(expected))
         hint = did_you_mean(value, known).strip().replace("Did", "did")
     return f"; {hint}" if hint else ""
+
+
+def _whole(value: object) -> str:
+    """Returns the integer that a text such as ``1e3`` means; empty if it means none."""
+    try:
+        number = float(str(value))
+    except ValueError:
+        return ""
+    return f"{number:.0f}" if number.is_integer() and abs(number) < 1e15 else ""
 
 
 def _label(text: str) -> str:

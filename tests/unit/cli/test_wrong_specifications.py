@@ -358,6 +358,10 @@ WRONG = [
     ({"rollout.rewards": [{"name": "grpc://host"}]}, "rewards.0.name"),
     ({"rollout.rewards": [{"name": "http://host:port/x"}]}, "rewards.0.name"),
     ({"rollout.rewards": [{"name": "http://a..b/x"}]}, "rewards.0.name"),
+    ({"trainer.st\u0435ps": 3}, "CYRILLIC SMALL LETTER IE"),
+    ({"s\u200beed": 3}, "ZERO WIDTH SPACE"),
+    ({"trainer.steps": "1e3"}, "write 1000"),
+    ({"model.path": {"tiny": None}}, "quotes"),
     ({"rollout.rewards": [{"name": "http://" + "h" * 300}]}, "rewards.0.name"),
     (
         {"rollout.workflow": "agent", "rollout.workflow_arguments": {"agent": "http://[::1"}},
