@@ -33,6 +33,8 @@ _MAX_UNKNOWN_BYTES = 128 << 10
 """Limit on what a connection sends before a call of it is authenticated. A TLS handshake, the headers
 of many calls, and the 64 KiB of a message that a client sends before the server reads it are less."""
 
+MAX_CALLS = 288
+"""Max. concurrent calls of a connection: a project's event streams and some others. Further calls wait."""
 _Context = grpc.aio.ServicerContext[Any, Any]
 _Receive = Callable[[AsyncIterator[Any], _Context], Awaitable[Any]]
 """Admits a caller's connection; reads and checks its request."""
@@ -40,6 +42,8 @@ Know = Callable[[str], Awaitable[None]]
 """Authenticates the caller by the ``authorization`` header, or raises a ServiceError."""
 SERVER_OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # A stranger's first bytes could open a thousand.
+    ("grpc.max_concurrent_streams", MAX_CALLS),
     # Ends silent connections and unfinished handshakes.
     ("grpc.server_handshake_timeout_ms", 10_000),
     # Clients reconnect when they use a channel again.

@@ -7,7 +7,7 @@ import pytest
 
 from services.common import errors
 from services.common.rpc.client import call, open_channel
-from services.common.rpc.server import serve
+from services.common.rpc.server import MAX_CALLS, serve
 from slipstream.transferqueue.v1 import transferqueue_pb2 as pb
 from slipstream.transferqueue.v1 import transferqueue_pb2_grpc
 
@@ -101,6 +101,39 @@ async def test_only_idempotent_calls_are_repeated():
 
     error, calls = await ask(always)
     assert (type(error), calls) == (errors.UnavailableError, 1)
+
+
+async def test_a_connection_runs_a_limited_number_of_calls_and_the_others_wait():
+    running = most = 0
+    released = asyncio.Event()
+
+    async def behave():
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        if running == MAX_CALLS:
+            asyncio.get_running_loop().call_later(0.2, released.set)
+        await released.wait()
+        running -= 1
+
+    servicer = Servicer(behave)
+
+    def register(server):
+        transferqueue_pb2_grpc.add_TransferQueueServiceServicer_to_server(servicer, server)
+
+    async with (
+        serve("127.0.0.1:0", register) as port,
+        open_channel(f"127.0.0.1:{port}", "worker") as channel,
+    ):
+        ask_release = transferqueue_pb2_grpc.TransferQueueServiceStub(channel).ReleaseKeys
+        request = pb.ReleaseKeysRequest()
+        # The client learns the limit with its first answer.
+        first = asyncio.ensure_future(call(ask_release, request, timeout_s=60.0))
+        await channel.channel_ready()
+        await asyncio.sleep(0.5)
+        calls = [call(ask_release, request, timeout_s=60.0) for _ in range(MAX_CALLS + 20)]
+        await asyncio.gather(first, *calls)
+    assert (most, servicer.calls) == (MAX_CALLS, MAX_CALLS + 21)
 
 
 async def test_a_port_in_use_is_rejected_with_the_fix():
