@@ -12,8 +12,13 @@ from services.rollout.calls.pool import CallPool
 from services.rollout.data.prompts import PromptStore
 from services.rollout.rewards.base import RewardInput, Score
 from services.rollout.sampling.group import GroupServices
-from services.rollout.sampling.liveness import EpisodeWatch
-from services.rollout.sampling.sampler import Failure, GroupSampler, ProgressCache, Publisher
+from services.rollout.sampling.sampler import (
+    EpisodeWatch,
+    Failure,
+    GroupSampler,
+    ProgressCache,
+    Publisher,
+)
 from services.rollout.weights import WeightReceiver
 from services.rollout.workflows.base import SingleTurn
 from services.wire.controller import GroupFailure
