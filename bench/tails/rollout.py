@@ -1,7 +1,7 @@
 """A rollout in virtual time: the product's sampler and adoption over an engine without a model."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from bench.tails.engine import Caches, CachingEngine
@@ -32,6 +32,7 @@ class Tokenizer:
 
     eos_id, pad_id, vocab_size = 1, 0, 256
     stop_ids = frozenset({1})
+    special_tokens: Mapping[str, int] = {}
 
     def encode(self, text: str) -> list[int]:
         return [2] * len(text)
