@@ -1,5 +1,6 @@
 """Base class of all parts of a RunSpec, and lookup of the names that its values may have."""
 
+import re
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Annotated, Any, Final, TypeVar, get_args
@@ -10,6 +11,7 @@ MAX_SECONDS: Final = 365 * 86_400.0
 """Max of every time in seconds. A much larger one overflows in timers and in deadlines of gRPC."""
 
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
 AtLeastOne = Annotated[int, Field(ge=1)]
 PositiveSeconds = Annotated[float, Field(gt=0, le=MAX_SECONDS)]
 
@@ -36,6 +38,27 @@ class SpecPart(BaseModel):
         if isinstance(value, str) and "\0" in value:
             raise ValueError(f"must be text without NUL characters, got {value[:80]!r}")
         return value
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _check_text(cls, value: Any) -> Any:
+        """Rejects lone surrogates, which JSON can express but UTF-8 cannot, in texts at any depth."""
+        if (text := _find_lone_surrogate(value)) is not None:
+            raise ValueError(f"must be text of Unicode characters, got {text[:80]!r}")
+        return value
+
+
+def _find_lone_surrogate(value: Any) -> str | None:
+    """Returns the first text of a value that UTF-8 cannot encode; None if there is none."""
+    if isinstance(value, str):
+        return value if _SURROGATE.search(value) else None
+    if isinstance(value, Mapping):
+        value = (*value, *value.values())
+    if isinstance(value, list | tuple):
+        return next(
+            (text for each in value if (text := _find_lone_surrogate(each)) is not None), None
+        )
+    return None
 
 
 _Entry = TypeVar("_Entry")
