@@ -15,7 +15,7 @@ INSTALL := deploy/with_progress.sh "installing" $(BIN)/pip install --quiet --no-
 RUNS := $(VENV)/.runs-$(EXTRAS)
 READY := $(VENV)/.ready
 SPEC ?= examples/sort4.yaml
-EVERY_COMMIT := not nightly and not gpu and not multi_gpu and not cluster
+EVERY_COMMIT := not nightly and not gpu and not multi_gpu and not cluster and not nodes
 ALL_MARKS := -o addopts='--import-mode=importlib --strict-markers -ra -p no:schemathesis'
 PROTOS := $(shell find proto/slipstream -name '*.proto')
 

@@ -2,7 +2,7 @@
 CLUSTER_TOOLS ?= $(HOME)/.cache/slipstream/cluster
 ENGINES ?= vllm
 
-.PHONY: images chart-docs observability deploy-tools cluster-system cluster-tools test-chart test-control-plane test-cluster test-cluster-engines test-alerts test-page
+.PHONY: images chart-docs observability deploy-tools cluster-system cluster-tools test-chart test-control-plane test-cluster test-cluster-engines test-nodes test-alerts test-page
 
 chart-docs: ## Write the chart's table of values
 	$(BIN)/python -m deploy.values_table
@@ -36,6 +36,11 @@ test-cluster: test-control-plane ## Train on a real one-node cluster with the im
 test-cluster-engines: test-control-plane ## Train with vLLM's CPU build on the cluster (ENGINES="vllm sglang" for both; 3 GB each)
 	tests/cluster/images.sh $(CLUSTER_TOOLS) . $(abspath $(BIN)/python) $(ENGINES)
 	CI=true $(BIN)/python -m pytest tests/cluster/test_engines.py -q -m cluster
+
+test-nodes: deploy-tools ## Train over several nodes with slow and cut links, in network namespaces; needs root, ten minutes
+	@[ "$$(id -u)" = 0 ] || { echo "network namespaces on this machine need root; try: sudo make test-nodes" >&2; exit 1; }
+	tests/system.sh ip=iproute2 nsenter=util-linux
+	CI=true $(BIN)/python -m pytest tests/nodes -q -m nodes
 
 test-alerts: deploy-tools ## Trigger the alerts in a real Prometheus; five minutes
 	CI=true $(BIN)/python -m pytest tests/cluster/test_alerts.py -q -m cluster

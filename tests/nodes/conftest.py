@@ -1,0 +1,71 @@
+"""The network of a test session, and a release in it."""
+
+import fcntl
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.chart import ROOT
+from tests.helpers.tools import CACHE
+from tests.nodes.network import Node, network
+from tests.nodes.runs import Runs, running_release
+
+_RESULTS = ROOT / "bench" / "results" / "nodes.json"
+_PROGRAMS = ("ip", "bridge", "tc", "nsenter", "unshare")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Namespaces are made only when asked for: by ``-m nodes``."""
+    if "nodes" not in str(config.option.markexpr):
+        skip = pytest.mark.skip(reason="makes network namespaces; ask for it by -m nodes")
+        for item in items:
+            if item.get_closest_marker("nodes"):
+                item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def nodes() -> Iterator[dict[str, Node]]:
+    """Nodes by name; this process is on the controller's meanwhile."""
+    if os.geteuid() != 0:
+        pytest.skip("network namespaces on this machine need root")
+    if missing := [name for name in _PROGRAMS if shutil.which(name) is None]:
+        pytest.skip(f"{', '.join(missing)} not found; on Debian: apt-get install iproute2")
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with (CACHE / "nodes.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # names and addresses are there once on a machine
+        with network("controller", "transferqueue", "trainer0", "trainer1", "rollout") as made:
+            yield made
+
+
+@pytest.fixture(scope="session")
+def figures() -> Iterator[dict[str, float]]:
+    """Measurements of the tests, which are written at the end."""
+    measured: dict[str, float] = {}
+    yield measured
+    if measured:
+        known = json.loads(_RESULTS.read_text())["figures"] if _RESULTS.exists() else {}
+        report = {
+            "figures": {**known, **measured},  # of a part of the tests, only theirs are new
+            "load_1m": os.getloadavg()[0],
+            "cores": os.cpu_count(),
+        }
+        _RESULTS.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+@pytest.fixture
+def release(nodes: dict[str, Node], figures: dict[str, float]) -> Iterator[Runs]:
+    """A release whose controller and transferqueue are on their nodes; all links are whole."""
+    # Pods see another folder at /tmp.
+    folder = Path(tempfile.mkdtemp(prefix="slipstream-nodes-", dir="/var/tmp"))
+    try:
+        with running_release(folder, nodes, figures) as running:
+            yield running
+    finally:
+        for node in nodes.values():
+            node.mend()
+        shutil.rmtree(folder)

@@ -1,0 +1,107 @@
+"""A run over three nodes while their links are whole, slow, flapping and cut.
+
+Rank 0 of the trainer is on ``trainer0``, rank 1 on ``trainer1``, the rollout on ``rollout``.
+"""
+
+import time
+from dataclasses import dataclass
+
+import pytest
+
+from tests.nodes.network import Node
+from tests.nodes.runs import Runs
+
+pytestmark = [pytest.mark.nodes, pytest.mark.timeout(1800)]
+
+# A version has 1.7 MB, which take 30 ms over a whole link.
+_SLOW = "4mbit"
+_NOTICED_S = 45.0
+"""The heartbeat time-out, and the interval at which it is checked."""
+_FORMED_S = 90.0
+"""The deadline of a weight group, and that of the transfer before."""
+_BUSY_S = 60.0
+"""Patience with a busy machine, in addition to a deadline."""
+_FLAPS = 6
+
+
+def test_whole_slow_and_flapping_links_lose_nobody(release: Runs, nodes: dict[str, Node]) -> None:
+    with release.run(steps=80) as run:
+        release.figures["transfer_s"] = _median(run.until_synced(4))
+        for name in ("rollout", "trainer1"):
+            nodes[name].slow(_SLOW)
+            run.until_synced(2)
+            seconds = run.until_synced(3)
+            assert min(seconds) > 1.0
+            assert run.lost() == []
+            release.figures[f"transfer_s_with_slow_{name}"] = _median(seconds)
+            nodes[name].mend()
+        for _ in range(_FLAPS):
+            for name in ("rollout", "trainer1"):
+                nodes[name].cut()
+            time.sleep(1.0)
+            for name in ("rollout", "trainer1"):
+                nodes[name].mend()
+            time.sleep(3.0)
+        facts = run.finish()
+        assert run.lost() == []
+        assert facts["losses"] == 0
+        assert run.workers.starts == {"trainer-0": 1, "rollout-0": 1}
+        syncs = run.syncs()
+        assert len({sync["digest"] for sync in syncs}) == len(syncs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cut:
+    """A lost link."""
+
+    cut: tuple[str, ...] = ()
+    """Nodes that reach no other."""
+    isolated: tuple[str, ...] = ()
+    """Nodes that do not reach each other; all reach the controller."""
+    deadline_s: float = _NOTICED_S
+    """Documented seconds until the loss is reported."""
+    says: tuple[str, ...]
+    """Texts of which the report has one."""
+
+
+_CUTS = {
+    "rollout": _Cut(cut=("rollout",), says=("rollout-0",)),
+    "rank_0": _Cut(cut=("trainer0",), says=("trainer-0",)),
+    # Collectives of the trainer have no deadline but that of a step.
+    "rank_1": _Cut(cut=("trainer1",), says=("is rank 1 on", "trainer-0/1")),
+    "rank_1_from_rank_0": _Cut(isolated=("trainer0", "trainer1"), says=("is rank 1 on",)),
+    "rank_1_from_rollout": _Cut(
+        isolated=("trainer1", "rollout"), deadline_s=_FORMED_S, says=("trainer-0/1", "rollout-0")
+    ),
+}
+
+
+def test_a_cut_link_is_reported_with_its_end_and_the_run_recovers_when_it_is_back(
+    release: Runs, nodes: dict[str, Node]
+) -> None:
+    with release.run(steps=100) as run:
+        for name, cut in _CUTS.items():
+            run.train(3)
+            before = len(run.lost())
+            for node in cut.cut:
+                nodes[node].cut()
+            for node in cut.isolated:
+                nodes[node].isolate()
+            begin = time.monotonic()
+            cause = run.until_lost(before + 1, timeout_s=cut.deadline_s + _BUSY_S)
+            release.figures[f"noticed_s_{name}"] = round(time.monotonic() - begin, 1)
+            assert any(text in cause for text in cut.says), f"{name}: {cause}"
+            _mend(nodes)
+            begin = time.monotonic()
+            run.train(1)
+            release.figures[f"recovered_s_{name}"] = round(time.monotonic() - begin, 1)
+        assert run.finish()["losses"] >= len(_CUTS)
+
+
+def _mend(nodes: dict[str, Node]) -> None:
+    for node in nodes.values():
+        node.mend()
+
+
+def _median(values: list[float]) -> float:
+    return round(sorted(values)[len(values) // 2], 3)
