@@ -365,8 +365,6 @@ REWARDS = """
 import os, time
 def number(prompt, response, answer, row): return 1.0
 def text(prompt, response, answer, row): return "good"
-def nothing(prompt, response, answer, row): return None
-def endless(prompt, response, answer, row): return float("inf")
 def raises(prompt, response, answer, row): raise RuntimeError("broken")
 def hangs(prompt, response, answer, row): time.sleep(600)
 def dies(prompt, response, answer, row): os._exit(3)
@@ -390,8 +388,6 @@ def rewards(tmp_path):
     ("name", "settings", "word"),
     [
         ("text", {}, "'good'"),
-        ("nothing", {}, "finite number"),
-        ("endless", {}, "finite number"),
         ("raises", {}, "broken"),
         ("hangs", {"timeout_s": 0.2}, "timeout_s"),
         ("dies", {}, "exit status 3"),

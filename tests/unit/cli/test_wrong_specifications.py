@@ -4,6 +4,7 @@ The messages are in ``tests/golden/validate_errors.json``; ``pytest --update-gol
 """
 
 import json
+import shutil
 import socket
 from pathlib import Path
 
@@ -390,22 +391,34 @@ WRONG = [
 ]  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A folder with the files that specifications name; tests write only their specification."""
+    folder = tmp_path_factory.mktemp("files")
+    row = {"prompt": "a", "answer": "b", "number": 3}
+    (folder / "prompts.jsonl").write_text(4 * (json.dumps(row) + "\n"))
+    (folder / "empty.jsonl").write_text("")
+    (folder / "task.py").write_text(TASK)
+    small = {"model_type": "qwen2", "vocab_size": 300, "max_position_embeddings": 512}
+    (folder / "small").mkdir()
+    (folder / "small" / "config.json").write_text(json.dumps(small))
+    return folder
+
+
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def _offline(monkeypatch):
     def nowhere(*_, **__):
         raise socket.gaierror(-3, "Temporary failure in name resolution")
 
     monkeypatch.setattr(socket, "getaddrinfo", nowhere)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    row = {"prompt": "a", "answer": "b", "number": 3}
-    (tmp_path / "prompts.jsonl").write_text(4 * (json.dumps(row) + "\n"))
-    (tmp_path / "empty.jsonl").write_text("")
-    (tmp_path / "task.py").write_text(TASK)
-    small = {"model_type": "qwen2", "vocab_size": 300, "max_position_embeddings": 512}
-    (tmp_path / "small").mkdir()
-    (tmp_path / "small" / "config.json").write_text(json.dumps(small))
-    return tmp_path
+
+
+@pytest.fixture
+def folder(files, tmp_path, _offline):
+    """A copy of that folder."""
+    return shutil.copytree(files, tmp_path, dirs_exist_ok=True)
 
 
 def problems_of(folder, changes):
@@ -419,16 +432,17 @@ def problems_of(folder, changes):
             del target[leaf]
         else:
             target[leaf] = value
-    (folder / "spec.yaml").write_text(yaml.safe_dump(document))
+    (folder / "spec.yaml").write_text(yaml.dump(document, Dumper=yaml.CSafeDumper))
     with pytest.raises(SpecError) as caught:
         read_checked(folder / "spec.yaml")
     texts = (problem.replace(str(folder), "FOLDER") for problem in caught.value.problems)
     return [text.replace(str(Path.cwd()), "CWD") for text in texts]
 
 
+@pytest.mark.usefixtures("_offline")
 @pytest.mark.parametrize(("changes", "key"), WRONG, ids=lambda value: str(value)[:60])
-def test_a_mistake_is_reported_with_its_key(folder, golden, changes, key):
-    problems = problems_of(folder, changes)
+def test_a_mistake_is_reported_with_its_key(files, golden, changes, key):
+    problems = problems_of(files, changes)
     assert key in "\n".join(problems), problems
     golden("validate_errors", json.dumps(changes), problems)
 
