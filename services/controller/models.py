@@ -24,10 +24,14 @@ _RANK: dict[Role, int] = {"viewer": 0, "operator": 1, "admin": 2}
 
 _KEY = "[a-z0-9]([a-z0-9._/-]{0,61}[a-z0-9])?"
 _LABEL = f"^{_KEY}$"
-LabelPair = Annotated[str, Field(pattern=f"^{_KEY}=.{{0,63}}$")]
+# Without control characters: PostgreSQL stores no zero byte, and terminals interpret others.
+_VALUE = r"[^\x00-\x1f\x7f]{0,63}"
+LabelPair = Annotated[str, Field(pattern=f"^{_KEY}={_VALUE}$")]
 """``key=value``."""
+PLAIN = r"^[^\x00-\x1f\x7f]*$"
+"""Pattern of texts that filter lists."""
 Labels = Annotated[
-    dict[Annotated[str, Field(pattern=_LABEL)], Annotated[str, Field(max_length=63)]],
+    dict[Annotated[str, Field(pattern=_LABEL)], Annotated[str, Field(pattern=f"^{_VALUE}$")]],
     Field(max_length=32),
     # The schema that pydantic derives from the key type also allows other keys.
     WithJsonSchema(
@@ -35,7 +39,7 @@ Labels = Annotated[
             "type": "object",
             "maxProperties": 32,
             "propertyNames": {"pattern": _LABEL},
-            "additionalProperties": {"type": "string", "maxLength": 63},
+            "additionalProperties": {"type": "string", "pattern": f"^{_VALUE}$"},
         }
     ),
 ]

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 from pydantic import BaseModel, Field
 
 from services.controller.models import (
+    PLAIN,
     Body,
     CancelOptions,
     CheckpointPage,
@@ -106,7 +107,9 @@ IfMatch = Annotated[str, Field(json_schema_extra={"pattern": '^"[0-9]{1,18}"$'})
 CheckpointId = Annotated[str, Field(max_length=40, pattern="^[A-Za-z0-9_-]+$")]
 Component = Annotated[str, Field(pattern="^[a-z0-9-]{0,63}$")]
 Seq = Annotated[int, Field(ge=0, le=MAX_SEQ)]
-EventTypes = Annotated[list[Annotated[str, Field(max_length=32)]], Field(max_length=32)]
+EventTypes = Annotated[
+    list[Annotated[str, Field(max_length=32, pattern=PLAIN)]], Field(max_length=32)
+]
 
 
 class CreateRun(Operation[RunView | ValidatedView]):
@@ -131,8 +134,10 @@ class ListRuns(Operation[RunPage]):
 
     http = "GET /v1/runs"
     state: RunState | None = None
-    name: Annotated[str, Field(max_length=63)] = ""
-    label: Annotated[str, Field(pattern="^([^=]+=.*)?$", max_length=128)] = ""
+    name: Annotated[str, Field(max_length=63, pattern=PLAIN)] = ""
+    label: Annotated[
+        str, Field(pattern=r"^([^=\x00-\x1f\x7f]+=[^\x00-\x1f\x7f]*)?$", max_length=128)
+    ] = ""
     order_by: Literal["-create_time", "create_time"] = "-create_time"
     page_size: Annotated[int, Field(ge=1, le=500)] = 50
     page_token: Annotated[str, Field(max_length=256)] = ""
@@ -291,7 +296,9 @@ class ListMetrics(RunOperation[MetricPage]):
     """
 
     http = "GET /v1/runs/{run_id}/metrics"
-    name: Annotated[list[Annotated[str, Field(max_length=128)]], Field(max_length=64)] = []
+    name: Annotated[
+        list[Annotated[str, Field(max_length=128, pattern=PLAIN)]], Field(max_length=64)
+    ] = []
     from_step: Seq = 0
     to_step: Seq = 0
     max_points: Annotated[int, Field(ge=1, le=2000)] = 2000

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from urllib.parse import unquote
 
 import pytest
 
@@ -101,6 +102,24 @@ async def test_a_patch_takes_numbers_only_where_numbers_are_expected(api, patch)
     assert refused.status_code == 422
     (error,) = refused.json()["errors"]
     assert next(iter(patch)) in error["pointer"]
+
+
+@pytest.mark.parametrize("odd", ["%00", "%1b[2J", "%0a"])
+async def test_control_characters_are_rejected_wherever_texts_are_stored_or_sought(api, odd):
+    run = (await api.post("/v1/runs", json=SPEC)).json()
+    queries = [
+        f"/v1/runs?label=a%3D{odd}",
+        f"/v1/runs?name={odd}",
+        f"/v1/runs/{run['id']}/events?type={odd}",
+        f"/v1/runs/{run['id']}/metrics?name={odd}",
+    ]
+    answers = [await api.get(query) for query in queries]
+    answers.append(await api.post(f"/v1/runs?label=a%3D{odd}", json=SPEC))
+    patch = {"labels": {"a": unquote(odd)}}
+    answers.append(
+        await api.patch(f"/v1/runs/{run['id']}", json=patch, headers={"If-Match": '"1"'})
+    )
+    assert [answer.status_code for answer in answers] == [422] * len(answers)
 
 
 @pytest.mark.postgresql
