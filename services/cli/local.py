@@ -7,10 +7,12 @@ of a dead controller are found because this process adopts orphans.
 import asyncio
 import ctypes
 import json
+import math
 import os
 import secrets
 import shutil
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -18,6 +20,7 @@ from pathlib import Path
 
 import psutil
 
+from services.cli.output import REPEAT_EVERY_S, errors, print_line
 from services.cli.state_directory import known_token, lock_state_directory, process_folder
 from services.common.parent import module_command
 from services.common.task_group import TaskGroup
@@ -45,6 +48,8 @@ class _Service:
     ready_file: Path
     settings: dict[str, str]
     num_restarts: int = 0
+    told_at: float = -math.inf
+    """Time of the last message about a restart."""
     process: asyncio.subprocess.Process | None = None
 
 
@@ -98,6 +103,13 @@ class LocalServices:
             if service.num_restarts >= self.max_restarts:
                 raise _exited(service)
             service.num_restarts += 1
+            if time.monotonic() >= service.told_at + REPEAT_EVERY_S:
+                service.told_at = time.monotonic()
+                code = service.process.returncode
+                print_line(
+                    errors,
+                    f"{service.name} exited with code {code} and is started again; its log is {service.log}",
+                )
             try:
                 await _start(service)
             except ServiceExitedError:

@@ -10,6 +10,7 @@ import pytest
 import zmq
 
 from services.cli.local import ServiceExitedError, local_services
+from tests.helpers.engines import until
 from tests.helpers.processes import below
 
 
@@ -54,3 +55,21 @@ async def test_samples_are_not_readable_by_other_users(tmp_path):
                     peer.send(b"anything")
                     with pytest.raises(zmq.Again):
                         peer.recv()
+
+
+async def test_a_restart_is_told(tmp_path, capsys):
+    async with local_services(tmp_path, max_restarts=1) as services:
+        queue = services.services[0]
+        ended = queue.process.pid
+        supervision = asyncio.ensure_future(services.supervise())
+        await asyncio.sleep(0)
+        queue.process.kill()
+        async with asyncio.timeout(60):
+            # The next process has another number when it is there, and its file when it is ready.
+            await until(
+                lambda: queue.process.pid != ended and queue.ready_file.exists(), poll_s=0.1
+            )
+        supervision.cancel()
+    told = capsys.readouterr().err
+    assert "transferqueue" in told
+    assert str(queue.log) in told.replace("\n", "")
