@@ -74,7 +74,12 @@ def reference_logprobs(
 
 
 async def until(condition: Callable[[], bool], *, poll_s: float = 0.001) -> None:
-    """Lets other tasks run until a condition is true. Raises TimeoutError after a minute."""
+    """Lets other tasks run until a condition is true. Raises TimeoutError after a minute.
+
+    Args:
+        poll_s: Seconds between looks; 0 looks after each turn of the event loop, for an engine that makes
+            its tokens within a millisecond.
+    """
     async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 -- steps of an engine announce nothing
             await asyncio.sleep(poll_s)

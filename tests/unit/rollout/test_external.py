@@ -125,11 +125,11 @@ async def test_parts_of_different_adoptions_never_share_a_prefix() -> None:
     async with running(engine):
         await engine.adopt_weights(3, WEIGHTS)
         task = asyncio.ensure_future(engine.generate(request("r", (1, 2), max_tokens=50)))
-        await until(lambda: engine.stats().tokens_total >= 5)
+        await until(lambda: engine.stats().tokens_total >= 5, poll_s=0)
         backend.step.clear()  # no token while the update prepares
         # The same number with other weights: the trainer went back to a checkpoint.
         update = asyncio.ensure_future(engine.adopt_weights(3, WEIGHTS))
-        await until(lambda: bool(backend.cuts))
+        await until(lambda: bool(backend.cuts), poll_s=0)
         backend.step.set()
         await update
         result = await task
@@ -181,7 +181,7 @@ async def test_many_requests_at_once_leave_the_event_loop_to_others_in_between()
             asyncio.ensure_future(engine.generate(request(name, (1,), max_tokens=100)))
             for name in names
         ]
-        await until(lambda: len(submitted_at) == 4)
+        await until(lambda: len(submitted_at) == 4, poll_s=0)
         assert len(set(submitted_at)) == 4
         await engine.abort()
         assert [(await task).finish_reason for task in asked] == ["aborted"] * 4
@@ -201,7 +201,7 @@ async def test_a_paused_request_can_be_aborted_and_scored_around() -> None:
             asyncio.ensure_future(engine.generate(request(name, (1,), max_tokens=400)))
             for name in ("a", "b")
         ]
-        await until(lambda: engine.stats().tokens_total >= 10)
+        await until(lambda: engine.stats().tokens_total >= 10, poll_s=0)
         await engine.pause()
         assert not backend.running
         assert await engine.score((1, 2, 3)) == (-1.0, -1.0)
@@ -256,7 +256,7 @@ async def test_an_engine_that_does_not_end_a_request_is_dead(
     engine = make_engine(backend)
     async with running(engine):
         task = asyncio.ensure_future(engine.generate(request("r", (1,), max_tokens=400)))
-        await until(lambda: bool(backend.running))
+        await until(lambda: bool(backend.running), poll_s=0)
         with pytest.raises(EngineDiedError, match="1 requests"):
             await engine.adopt_weights(1, WEIGHTS)
         assert backend.running_at_load == []
@@ -318,7 +318,7 @@ async def test_nothing_is_decoded_from_the_opening_of_weights_to_their_adoption(
     async with running(engine):
         await engine.adopt_weights(0, WEIGHTS)
         task = asyncio.ensure_future(engine.generate(request("r", (1,), max_tokens=50)))
-        await until(lambda: engine.stats().tokens_total >= 10)
+        await until(lambda: engine.stats().tokens_total >= 10, poll_s=0)
         for number in (1, 2):  # the first transfer fails behind its last bucket
             new = {"weight": torch.full((2, 3), float(number))}
             await place_all(engine.open_weights, new, num_sources=2)
@@ -348,7 +348,7 @@ async def test_weights_that_were_opened_for_nothing_change_nothing() -> None:
     async with running(engine):
         await engine.adopt_weights(3, WEIGHTS)
         task = asyncio.ensure_future(engine.generate(request("r", (1,), max_tokens=30)))
-        await until(lambda: engine.stats().tokens_total >= 10)
+        await until(lambda: engine.stats().tokens_total >= 10, poll_s=0)
         odd = {"bias": torch.zeros(2)}
         with pytest.raises(ValueError, match=r"weight_sync\.mode shadow"):
             await place_all(engine.open_weights, odd, num_sources=1)
