@@ -86,7 +86,6 @@ class WorkerKind:
         return f"SLIPSTREAM_{self.program.upper()}_"
 
     def num_workers(self, spec: "RunSpec") -> int:
-        """Returns the number of workers of a run."""
         if self.count is not None:
             return self.count(spec)
         return spec.topology.own_gpus(self.task) // max(1, self.ranks(spec))

@@ -72,7 +72,6 @@ class Teacher:
         }
 
     async def close(self) -> None:
-        """Closes the connections."""
         for service in self._services.values():
             await service.close()
 

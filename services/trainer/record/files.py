@@ -131,12 +131,10 @@ def _places(meta: KVBatchMeta, name: str) -> list[Any]:
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """Returns the folder of a step."""
     return folder / f"{_STEP}{step:08d}"
 
 
 def rank_file(folder: Path, step: int, rank: int) -> Path:
-    """Returns the file of a rank."""
     return step_folder(folder, step) / f"rank-{rank}.safetensors"
 
 
