@@ -55,7 +55,7 @@ class Tokenizer:
     ) -> None:
         if inner.eos_token_id is None:
             raise ValueError(
-                f"tokenizer {name!r} has no end-of-sequence token, so responses could not end; use "
+                f"model.tokenizer {name!r} has no end-of-sequence token, so responses could not end; use "
                 "the tokenizer of a model for text generation"
             )
         self._inner = inner

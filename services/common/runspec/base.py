@@ -1,7 +1,8 @@
 """Base class of all parts of a RunSpec, and lookup of the names that its values may have."""
 
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Annotated, Any, Final, TypeVar, get_args
 
@@ -41,24 +42,24 @@ class SpecPart(BaseModel):
 
     @field_validator("*", mode="after")
     @classmethod
-    def _check_text(cls, value: Any) -> Any:
-        """Rejects lone surrogates, which JSON can express but UTF-8 cannot, in texts at any depth."""
-        if (text := _find_lone_surrogate(value)) is not None:
-            raise ValueError(f"must be text of Unicode characters, got {text[:80]!r}")
+    def _check_json(cls, value: Any) -> Any:
+        """Rejects what JSON in UTF-8 cannot express, at any depth: lone surrogates, infinity and NaN."""
+        if problem := next(_not_json(value), ""):
+            raise ValueError(problem)
         return value
 
 
-def _find_lone_surrogate(value: Any) -> str | None:
-    """Returns the first text of a value that UTF-8 cannot encode; None if there is none."""
-    if isinstance(value, str):
-        return value if _SURROGATE.search(value) else None
+def _not_json(value: Any) -> Iterator[str]:
+    """Yields a problem for each part of a value that JSON in UTF-8 cannot express."""
+    if isinstance(value, str) and _SURROGATE.search(value):
+        yield f"must be text of Unicode characters, got {value[:80]!r}"
+    if isinstance(value, float) and not math.isfinite(value):
+        yield f"must have finite numbers only, got {value}"
     if isinstance(value, Mapping):
         value = (*value, *value.values())
     if isinstance(value, list | tuple):
-        return next(
-            (text for each in value if (text := _find_lone_surrogate(each)) is not None), None
-        )
-    return None
+        for each in value:
+            yield from _not_json(each)
 
 
 _Entry = TypeVar("_Entry")

@@ -363,9 +363,10 @@ WRONG = [
     ({"s\u200beed": 3}, "ZERO WIDTH SPACE"),
     ({"trainer.steps": "1e3"}, "write 1000"),
     ({"model.path": {"tiny": None}}, "quotes"),
-    ({"trainer.checkpoint.directory": "\ud800"}, "trainer.checkpoint.directory"),
-    ({"rollout.sampling.stop": ["a\ud800"]}, "rollout.sampling.stop"),
-    ({"rollout.workflow_arguments": {"x": [{"\udfff": 1}]}}, "rollout.workflow_arguments"),
+    (
+        {"rollout.rewards": [{"name": "task.py:reward", "arguments": {"scale": [float("inf")]}}]},
+        "rewards.0.arguments",
+    ),
     ({"rollout.rewards": [{"name": "http://" + "h" * 300}]}, "rewards.0.name"),
     (
         {"rollout.workflow": "agent", "rollout.workflow_arguments": {"agent": "http://[::1"}},

@@ -21,6 +21,19 @@ from tests.helpers.specs import SMALLEST, changed
     [
         (changed(trainer={"stepz": 3}), ["trainer.stepz", "trainer.steps"]),
         (
+            changed(trainer={"checkpoint": {"directory": "\ud800"}}),
+            ["trainer.checkpoint.directory"],
+        ),
+        (changed(rollout={"sampling": {"stop": ["a\ud800"]}}), ["rollout.sampling.stop"]),
+        (
+            changed(rollout={"workflow_arguments": {"x": [{"\udfff": 1}]}}),
+            ["rollout.workflow_arguments"],
+        ),
+        (
+            changed(rollout={"workflow_arguments": {"x": [float("nan")]}}),
+            ["rollout.workflow_arguments"],
+        ),
+        (
             changed(weight_sync={"mode": "inplace"}, rollout={"engine": "fake"}),
             ["inplace", "fake", "shadow"],
         ),
