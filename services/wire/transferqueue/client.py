@@ -167,7 +167,7 @@ class TransferQueueClient:
             async for response in self._stub.WatchBatches(request):
                 yield KVBatchMeta.from_proto(response.batch)
         except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error, "WatchBatches") from error
+            raise from_rpc_error(error, "WatchBatches of the transferqueue") from error
 
     async def watch_lost_samples(self, partition_id: str) -> AsyncIterator[LostSamples]:
         """Streams samples that are lost with a shard before they were acknowledged.
@@ -183,7 +183,7 @@ class TransferQueueClient:
             async for response in self._stub.WatchLostSamples(request):
                 yield LostSamples(keys=tuple(response.keys), shard_id=response.shard_id)
         except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error, "WatchLostSamples") from error
+            raise from_rpc_error(error, "WatchLostSamples of the transferqueue") from error
 
     async def acquire(self, request: AcquireRequest) -> KVBatchMeta:
         """Leases samples; waits until there are enough.
@@ -244,7 +244,7 @@ class TransferQueueClient:
             async for response in self._stub.ConnectClient(request):
                 yield tuple(from_message(each, Shard) for each in response.shards)
         except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error, "ConnectClient") from error
+            raise from_rpc_error(error, "ConnectClient of the transferqueue") from error
 
     async def save_snapshot(self, run_id: str, snapshot_id: str) -> int:
         """Saves the samples of a run in the service's snapshot folder; returns their number.
@@ -297,7 +297,7 @@ class TransferQueueClient:
             async for response in self._kept.ReadSampleRecords(request, timeout=_READ_TIMEOUT_S):
                 yield response.lines
         except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error, "ReadSampleRecords") from error
+            raise from_rpc_error(error, "ReadSampleRecords of the transferqueue") from error
 
     async def delete_sample_records(self, run_id: str) -> None:
         request = pb.DeleteSampleRecordsRequest(run_id=run_id)
