@@ -37,7 +37,7 @@ test-cluster-engines: test-control-plane ## Train with vLLM's CPU build on the c
 	tests/cluster/images.sh $(CLUSTER_TOOLS) . $(abspath $(BIN)/python) $(ENGINES)
 	CI=true $(BIN)/python -m pytest tests/cluster/test_engines.py -q -m cluster
 
-test-nodes: deploy-tools ## Train over several nodes with slow and cut links, in network namespaces; needs root, ten minutes
+test-nodes: deploy-tools ## Train over several nodes with slow and cut links, in network namespaces; needs root, fifteen minutes
 	@[ "$$(id -u)" = 0 ] || { echo "network namespaces on this machine need root; try: sudo make test-nodes" >&2; exit 1; }
 	tests/system.sh ip=iproute2 nsenter=util-linux
 	CI=true $(BIN)/python -m pytest tests/nodes -q -m nodes

@@ -81,6 +81,19 @@ class Run:
 
         until(is_there, self._logs, timeout_s)
 
+    def limit(self, **limits: float) -> None:
+        """Changes limits of the running run."""
+        while True:
+            run = self._api.get(f"/v1/runs/{self.id}").raise_for_status()
+            answer = self._api.patch(
+                f"/v1/runs/{self.id}",
+                json={"limits": limits},
+                headers={"If-Match": run.headers["ETag"]},
+            )
+            if answer.status_code != 412:  # the run had made another step
+                answer.raise_for_status()
+                return
+
     def until_end(self, timeout_s: float = PATIENCE_S) -> dict[str, Any]:
         """Waits for the end; returns the run."""
         ends = ("SUCCEEDED", "FAILED", "CANCELLED")

@@ -65,6 +65,7 @@ class _Cut:
 
 
 _CUTS = {
+    "transferqueue": _Cut(cut=("transferqueue",), says=("transferqueue",)),
     "rollout": _Cut(cut=("rollout",), says=("rollout-0",)),
     "rank_0": _Cut(cut=("trainer0",), says=("trainer-0",)),
     # Collectives of the trainer have no deadline but that of a step.
@@ -96,6 +97,18 @@ def test_a_cut_link_is_reported_with_its_end_and_the_run_recovers_when_it_is_bac
             run.train(1)
             release.figures[f"recovered_s_{name}"] = round(time.monotonic() - begin, 1)
         assert run.finish()["losses"] >= len(_CUTS)
+
+
+def test_a_link_that_stays_cut_fails_the_run_with_the_missing_worker(
+    release: Runs, nodes: dict[str, Node]
+) -> None:
+    with release.run(steps=1000) as run:
+        run.train(3)
+        run.limit(start_timeout_s=5.0, max_restarts=1)
+        nodes["trainer0"].cut()
+        ended = run.until_end()
+        assert ended["state"] == "FAILED"
+        assert "trainer-0" in ended["message"]
 
 
 def _mend(nodes: dict[str, Node]) -> None:
