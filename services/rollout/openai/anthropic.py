@@ -67,6 +67,7 @@ class MessagesRequest(BaseModel):
     stream: bool = False
     temperature: float | None = None
     thinking: dict[str, Any] | None = None
+    thread: dict[str, Any] | None = None
 
     def as_chat(self) -> ChatRequest:
         """Returns the same request to the chat endpoint.
@@ -74,6 +75,14 @@ class MessagesRequest(BaseModel):
         Raises:
             ApiError: If a parameter or a block cannot be applied; the message names it.
         """
+        if self.thread is not None:
+            # Anthropic's tool runner asks for a thread first and recognizes this code.
+            raise ApiError(
+                400,
+                "thread is not supported; leave it out and send all messages",
+                param="thread",
+                code="thread_unsupported_request",
+            )
         choice = (self.tool_choice or {}).get("type", "auto")
         is_single = (self.tool_choice or {}).get("disable_parallel_tool_use", False)
         if choice not in ("auto", "none") or is_single:
@@ -220,8 +229,13 @@ def parse_count(body: bytes) -> ChatRequest:
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
-    kind = _ERROR_TYPES.get(error.status, "api_error")
-    return {"type": "error", "error": {"type": kind, "message": str(error)}}
+    body: dict[str, Any] = {
+        "type": _ERROR_TYPES.get(error.status, "api_error"),
+        "message": str(error),
+    }
+    if code := error.body["error"]["code"]:
+        body["details"] = {"error_code": code}
+    return {"type": "error", "error": body}
 
 
 def _messages(message: _Message, key: str) -> Iterator[Message]:

@@ -205,6 +205,18 @@ async def test_responses_requests_with_unsupported_options_are_rejected(
     assert name in response.json()["error"]["message"]
 
 
+async def test_a_thread_is_refused_with_the_code_by_which_the_tool_runner_continues_without() -> (
+    None
+):
+    async with client_of(make_episode(Scripted(["a"]))) as http:
+        given = {"model": "policy", "max_tokens": 5, "messages": [user("x")]}
+        response = await http.post("/messages", json={**given, "thread": {"type": "create"}})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["details"] == {"error_code": "thread_unsupported_request"}
+
+
 async def test_a_wrong_key_is_rejected_in_each_protocols_form() -> None:
     async with client_of(make_episode(Scripted(["a"]))) as http:
         http.headers["Authorization"] = "Bearer wrong"
