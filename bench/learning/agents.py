@@ -1,4 +1,4 @@
-"""Trains examples of agents; reports held-out scores before and after.
+"""Trains examples of agents and tools; reports held-out scores before and after.
 
 ``python -m bench.learning.agents [EXAMPLE...]``: each run starts all services, on a CPU with a tiny model
 that had a warm start. Results go to ``bench/results/agents.json`` or ``--out``, with one entry for each
@@ -17,7 +17,7 @@ from bench.rollout.parts import machine_state
 from bench.whole_run import REPOSITORY, whole_run
 
 RESULTS = REPOSITORY / "bench" / "results" / "agents.json"
-EXAMPLES = ("bugfix",)
+EXAMPLES = ("bugfix", "looking")
 _SMOKE = ("trainer.steps=2",)
 
 

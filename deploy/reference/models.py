@@ -75,7 +75,8 @@ the torch engine (`tests/unit/rollout/test_images.py`, `tests/integration/test_t
 - **Shared prefixes**: the trainer computes a prompt once for all responses that have no images. A response
   with images shares nothing.
 - **Refused**: the engine `sglang`, `rollout.quantization` and `rollout.speculation`, context and tensor
-  parallelism, and demonstrations.
+  parallelism, demonstrations, and images of `gemma3`: its tokens attend to later ones within an image, which
+  packs do not compute.
 - **LoRA**: adapters of the language model only.
 - **Placeholders that the policy samples** are tokens like any other, in trainer and engine.
 
