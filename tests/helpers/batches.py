@@ -68,6 +68,10 @@ def spec_for(*, model: str = "tiny:qwen2-0.4m", algorithm: Any = None, **trainer
     )
 
 
+_MODEL_KEYS = {*ModelSpec.model_fields}
+"""Keys of a model; a teacher has more."""
+
+
 @lru_cache(8)
 def _model_of(model_json: str, seed: int) -> PreTrainedModel:
     """A random model; a copy of it takes a third of the time of another one."""
@@ -78,7 +82,7 @@ def _model_of(model_json: str, seed: int) -> PreTrainedModel:
 
 def policy_of(spec: RunSpec, *, seed: int = 0, scale: float = 3.0) -> Policy:
     """A random policy; a larger ``scale`` moves it further from uniform."""
-    model = deepcopy(_model_of(spec.model.model_dump_json(), seed))
+    model = deepcopy(_model_of(spec.model.model_dump_json(include=_MODEL_KEYS), seed))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(scale)
