@@ -1,4 +1,4 @@
-"""A tiny model learns to see: held-out accuracy of `examples/images.yaml` from chance."""
+"""Tiny models learn to see and to look: held-out accuracy of examples with images, from chance."""
 
 import json
 
@@ -6,18 +6,26 @@ import pytest
 
 from tests.helpers.cli import REPOSITORY, descendants, started
 
-pytestmark = [pytest.mark.learning, pytest.mark.nightly, pytest.mark.timeout(900)]
-
-IMAGES = REPOSITORY / "examples" / "images.yaml"
+pytestmark = [pytest.mark.learning, pytest.mark.nightly]
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_a_tiny_model_learns_which_square_is_red_although_a_rollout_is_killed(tmp_path, seed):
-    run = ("run", IMAGES, "--json", "--state-directory", tmp_path, "--set", f"seed={seed}")
+@pytest.mark.parametrize(
+    ("example", "timeout_s"),
+    [
+        pytest.param("images.yaml", 800, marks=pytest.mark.timeout(900)),
+        pytest.param("looking/looking.yaml", 1800, marks=pytest.mark.timeout(1900)),
+    ],
+)
+def test_a_tiny_model_learns_from_images_although_a_rollout_is_killed(
+    tmp_path, example, timeout_s, seed
+):
+    spec = REPOSITORY / "examples" / example
+    run = ("run", spec, "--json", "--state-directory", tmp_path, "--set", f"seed={seed}")
     with started(*run, until=r"step +20/") as (process, _):
         found = descendants(process)
         next(each for name, each in found.items() if name.startswith("rollout")).kill()
-        process.communicate(timeout=800)
+        process.communicate(timeout=timeout_s)
     (file,) = tmp_path.glob("*/summary.json")
     summary = json.loads(file.read_text())
     assert summary["heldout"]["greedy"] >= 0.9
