@@ -16,6 +16,7 @@ from kubernetes.client import ApiException
 
 from tests.cluster.node import Cluster
 from tests.helpers.chart import CHART, PROFILES, ROOT
+from tests.helpers.patching import patch_run
 from tests.helpers.tools import require
 
 NAMESPACE = "slipstream"
@@ -93,16 +94,7 @@ class Installed:
 
     def scale(self, run_id: str, replicas: int) -> None:
         """Change a run's number of rollouts through the API."""
-        while True:
-            run = self.api.get(f"/v1/runs/{run_id}").raise_for_status()
-            answer = self.api.patch(
-                f"/v1/runs/{run_id}",
-                json={"rollout_replicas": replicas},
-                headers={"If-Match": run.headers["ETag"]},
-            )
-            if answer.status_code != 412:  # the run had made another step
-                answer.raise_for_status()
-                return
+        patch_run(self.api, run_id, {"rollout_replicas": replicas})
 
     def workers(self, run_id: str) -> set[str]:
         """Pods of a run that are not ending, without the run's name."""

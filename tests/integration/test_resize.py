@@ -6,6 +6,7 @@ import httpx
 import pytest
 
 from tests.helpers.cli import as_owner, started
+from tests.helpers.patching import patch_run
 from tests.helpers.ports import free_port
 
 pytestmark = pytest.mark.timeout(300)
@@ -23,16 +24,7 @@ def rollouts(api: httpx.Client, run_id: str) -> set[str]:
 
 def resize(api: httpx.Client, run_id: str, replicas: int) -> int:
     """Requests another number of rollouts; returns the step of the run."""
-    run = api.get(f"/v1/runs/{run_id}")
-    patched = api.patch(
-        f"/v1/runs/{run_id}",
-        json={"rollout_replicas": replicas},
-        headers={"If-Match": run.headers["ETag"]},
-    )
-    if patched.status_code == 412:  # the run took a step in between
-        return resize(api, run_id, replicas)
-    assert patched.status_code == 200, patched.text
-    return int(run.json()["step"])
+    return int(patch_run(api, run_id, {"rollout_replicas": replicas})["step"])
 
 
 def until(condition, timeout_s: float = 90.0) -> None:

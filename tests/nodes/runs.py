@@ -13,6 +13,7 @@ import httpx
 
 from services.common.runspec.loader import parse_spec
 from tests.helpers.ledger_check import check_run
+from tests.helpers.patching import patch_run
 from tests.helpers.plumbing import PLUMBING, write_plumbing
 from tests.nodes.network import Node
 from tests.nodes.pods import Release, Workers
@@ -83,16 +84,7 @@ class Run:
 
     def limit(self, **limits: float) -> None:
         """Changes limits of the running run."""
-        while True:
-            run = self._api.get(f"/v1/runs/{self.id}").raise_for_status()
-            answer = self._api.patch(
-                f"/v1/runs/{self.id}",
-                json={"limits": limits},
-                headers={"If-Match": run.headers["ETag"]},
-            )
-            if answer.status_code != 412:  # the run had made another step
-                answer.raise_for_status()
-                return
+        patch_run(self._api, self.id, {"limits": limits})
 
     def until_end(self, timeout_s: float = PATIENCE_S) -> dict[str, Any]:
         """Waits for the end; returns the run."""
