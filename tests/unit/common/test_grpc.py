@@ -1,6 +1,7 @@
 """Errors travel as the class that was raised; calls have deadlines and bounded retries."""
 
 import asyncio
+from contextlib import asynccontextmanager
 
 import grpc
 import pytest
@@ -23,9 +24,8 @@ class Servicer(transferqueue_pb2_grpc.TransferQueueServiceServicer):
         return pb.ReleaseKeysResponse(key_count=3)
 
 
-async def ask(behave, *, timeout_s=5.0, idempotent=False):
-    servicer = Servicer(behave)
-
+@asynccontextmanager
+async def served(servicer):
     def register(server):
         transferqueue_pb2_grpc.add_TransferQueueServiceServicer_to_server(servicer, server)
 
@@ -33,6 +33,12 @@ async def ask(behave, *, timeout_s=5.0, idempotent=False):
         serve("127.0.0.1:0", register) as port,
         open_channel(f"127.0.0.1:{port}", "worker") as channel,
     ):
+        yield channel
+
+
+async def ask(behave, *, timeout_s=5.0, idempotent=False):
+    servicer = Servicer(behave)
+    async with served(servicer) as channel:
         stub = transferqueue_pb2_grpc.TransferQueueServiceStub(channel)
         try:
             answer = await call(
@@ -117,14 +123,7 @@ async def test_a_connection_runs_a_limited_number_of_calls_and_the_others_wait()
         running -= 1
 
     servicer = Servicer(behave)
-
-    def register(server):
-        transferqueue_pb2_grpc.add_TransferQueueServiceServicer_to_server(servicer, server)
-
-    async with (
-        serve("127.0.0.1:0", register) as port,
-        open_channel(f"127.0.0.1:{port}", "worker") as channel,
-    ):
+    async with served(servicer) as channel:
         ask_release = transferqueue_pb2_grpc.TransferQueueServiceStub(channel).ReleaseKeys
         request = pb.ReleaseKeysRequest()
         # The client learns the limit with its first answer.
