@@ -7,16 +7,12 @@ from collections.abc import Iterator
 import pytest
 
 from tests.cluster.node import Cluster, control_plane, fresh_folder, node
-from tests.helpers.tools import CACHE
+from tests.helpers.tools import CACHE, skip_unless_asked
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Clusters are started only when asked for: by ``-m cluster``."""
-    if "cluster" not in str(config.option.markexpr):
-        skip = pytest.mark.skip(reason="starts a cluster on this machine; ask for it by -m cluster")
-        for item in items:
-            if item.get_closest_marker("cluster"):
-                item.add_marker(skip)
+    skip_unless_asked(config, items, marker="cluster", does="starts a cluster on this machine")
 
 
 @pytest.fixture(scope="session")

@@ -32,3 +32,18 @@ def require(*names: str) -> list[Path]:
             pytest.fail(reason)
         pytest.skip(reason)
     return [path for path in found.values() if path is not None]
+
+
+def skip_unless_asked(
+    config: pytest.Config, items: list[pytest.Item], *, marker: str, does: str
+) -> None:
+    """Skips the tests of a marker that ``-m`` does not name.
+
+    Args:
+        does: What they do to the machine.
+    """
+    if marker not in str(config.option.markexpr):
+        skip = pytest.mark.skip(reason=f"{does}; ask for it by -m {marker}")
+        for item in items:
+            if item.get_closest_marker(marker):
+                item.add_marker(skip)

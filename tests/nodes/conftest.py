@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.chart import ROOT
-from tests.helpers.tools import CACHE
+from tests.helpers.tools import CACHE, skip_unless_asked
 from tests.nodes.network import Node, network
 from tests.nodes.runs import Runs, running_release
 
@@ -21,11 +21,7 @@ _PROGRAMS = ("ip", "bridge", "tc", "nsenter", "unshare")
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Namespaces are made only when asked for: by ``-m nodes``."""
-    if "nodes" not in str(config.option.markexpr):
-        skip = pytest.mark.skip(reason="makes network namespaces; ask for it by -m nodes")
-        for item in items:
-            if item.get_closest_marker("nodes"):
-                item.add_marker(skip)
+    skip_unless_asked(config, items, marker="nodes", does="makes network namespaces")
 
 
 @pytest.fixture(scope="session")
