@@ -74,7 +74,7 @@ class Sandbox(Protocol):
         """Ends the sandbox with all its processes and files; does nothing if it has ended."""
 
 
-class RemoteSandbox(ABC):
+class ExecSandbox(ABC):
     """Sandbox that runs each command with ``timeout -s KILL``, in a container or on another host.
 
     Attributes:

@@ -17,7 +17,7 @@ from services.rollout.sandbox.base import (
     END_TIMEOUT_S,
     START_TIMEOUT_S,
     WORK_FOLDER,
-    RemoteSandbox,
+    ExecSandbox,
     SandboxError,
     starts_on_this_host,
 )
@@ -98,7 +98,7 @@ class Containers:
         """Does nothing: every container has ended by itself."""
 
 
-class Container(RemoteSandbox):
+class Container(ExecSandbox):
     """One container.
 
     Args:

@@ -18,7 +18,7 @@ from services.rollout.sandbox.base import (
     ANSWER_GRACE_S,
     END_TIMEOUT_S,
     START_TIMEOUT_S,
-    RemoteSandbox,
+    ExecSandbox,
     SandboxError,
 )
 
@@ -72,7 +72,7 @@ class E2B:
         """Does nothing: every sandbox has ended."""
 
 
-class HostedSandbox(RemoteSandbox):
+class HostedSandbox(ExecSandbox):
     """One sandbox; commands run in the home folder of the template's user."""
 
     # Linux limits the size of one argument of a program.

@@ -25,7 +25,7 @@ from services.rollout.sandbox.base import (
     START_TIMEOUT_S,
     WORK_FOLDER,
     Cluster,
-    RemoteSandbox,
+    ExecSandbox,
     SandboxError,
 )
 
@@ -154,7 +154,7 @@ class Pods:
         }
 
 
-class Pod(RemoteSandbox):
+class Pod(ExecSandbox):
     """One pod.
 
     Attributes:
