@@ -252,9 +252,8 @@ class EpisodeRecord:
         if earlier is None:
             tokens = first_tokens(tokenizer, request.messages, request.tools)
             return self._extended(None, await self._observed(tokens, request.messages, ()))
-        reply_index = (
-            len(earlier.meanings) - 2
-        )  # the first digest is the tools', the last the reply's
+        # The first digest is the tools', the last one the reply's.
+        reply_index = len(earlier.meanings) - 2
         added = following_tokens(
             tokenizer,
             request.messages,
