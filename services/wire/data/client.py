@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from services.common.errors import InternalError, InvalidArgumentError
-from services.common.fields import group_of, new_id
+from services.common.fields import group_of
+from services.common.ids import new_id
 from services.common.task_group import TaskGroup, gather_in_group, unwrapped
 from services.wire.batch import BlobRef, KVBatchMeta, as_tag
 from services.wire.data.encoding import codec
