@@ -87,7 +87,8 @@ _WHOLE, _LAST = 1, 4
 
 def rows_of(folder: Path, run_id: str) -> Iterator[Any]:
     """Yields the stored rows of a run, of all times that it was opened, in order."""
-    for path in sorted(folder.glob(f"wandb/offline-run-*-{run_id}/run-{run_id}.wandb")):
+    # Of a run that is opened twice within a second, the second folder's name ends with "-1".
+    for path in sorted(folder.glob(f"wandb/offline-run-*/run-{run_id}.wandb")):
         for data in _records(path.read_bytes()):
             record = Record.FromString(data)
             if record.WhichOneof("record_type") == "history":
