@@ -332,6 +332,8 @@ async def test_a_run_waits_for_its_queue_and_leaves_it(
         assert extra.labels["kueue.x-k8s.io/pod-group-name"] == "run-a5-rollout-1"
         assert extra.annotations["kueue.x-k8s.io/pod-group-total-count"] == "1"
         admit("run-a5-rollout-1")
+        # The API server first shows a new pod without the condition that was patched into it.
+        await until(lambda: launcher.queued("run_a5") == {"rollout-2"})
         async with asyncio.timeout(30):
             assert await launcher.admitted("run_a5", ["rollout-1", "rollout-2"]) == {"rollout-1"}
         await launcher.end("run_a5", "rollout-2")
