@@ -72,10 +72,18 @@ class Connections:
     Args:
         max_per_peer: Max. simultaneous connections of one address; 0 for no limit.
         max_request_bytes: Max. total size of the requests of all connections.
+        authenticates: False if peers need not authenticate, so that none counts as unauthenticated.
     """
 
-    def __init__(self, max_per_peer: int, max_request_bytes: int = MAX_REQUEST_BYTES) -> None:
+    def __init__(
+        self,
+        max_per_peer: int,
+        max_request_bytes: int = MAX_REQUEST_BYTES,
+        *,
+        authenticates: bool = True,
+    ) -> None:
         self._max_per_peer = max_per_peer
+        self._authenticates = authenticates
         self._max_request_bytes = max_request_bytes
         self._open: Counter[str] = Counter()
         self._unauthenticated: dict[int, _Counted] = {}
@@ -106,6 +114,8 @@ class Connections:
             self.refuse(peer, "too many connections")
             return False
         self._open[peer] += 1
+        if not self._authenticates:
+            return True
         self._unauthenticated[connection.fileno()] = connection
         if len(self._unauthenticated) > MAX_UNAUTHENTICATED:
             oldest = next(iter(self._unauthenticated.values()))

@@ -44,13 +44,14 @@ _SCRAPERS_PER_PEER = 16
 
 
 @asynccontextmanager
-async def serve_http(
+async def serve_http(  # noqa: PLR0913 -- as many limits
     bind: str,
     app: ASGIApp,
     *,
     certificate: Path | None = None,
     key: Path | None = None,
     connections_per_peer: int = 0,
+    authenticates: bool = True,
     max_request_bytes: int = MAX_REQUEST_BYTES,
     header_deadline_s: float = HEADER_DEADLINE_S,
     keep_alive_s: int = 5,
@@ -64,6 +65,7 @@ async def serve_http(
         certificate: PEM file with a certificate chain, to serve HTTPS; reloaded when it changes.
         key: PEM file with its key.
         connections_per_peer: Max. simultaneous connections of one address; 0 for no limit.
+        authenticates: False if only this user can connect, so that nobody need authenticate.
         max_request_bytes: Max. total size of all requests in progress.
         header_deadline_s: Max. seconds until the headers of a request, and of a TLS handshake.
         keep_alive_s: Seconds after a response in which a connection may send another request.
@@ -74,7 +76,7 @@ async def serve_http(
     Raises:
         InvalidArgumentError: If the address cannot be bound.
     """
-    connections = Connections(connections_per_peer, max_request_bytes)
+    connections = Connections(connections_per_peer, max_request_bytes, authenticates=authenticates)
     listener = counted(listen(bind), connections)
     logging.getLogger("asyncio").addFilter(_ACCEPTS)
     config = uvicorn.Config(

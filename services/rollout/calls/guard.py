@@ -144,5 +144,6 @@ def serve_guarded(app: ASGIApp, given: argparse.Namespace) -> AbstractAsyncConte
         certificate=given.tls_certificate,
         key=given.tls_key,
         connections_per_peer=0 if is_here else _CONNECTIONS_PER_PEER,
+        authenticates=bool(token),
         max_request_bytes=MAX_REQUEST_BYTES,
     )

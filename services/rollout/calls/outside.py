@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import httpx
 
+from services.common.http.connections import ReusedConnections
 from services.common.telemetry import tracing
 from services.rollout.failures import BusyError, CallError
 
@@ -59,12 +60,14 @@ class AddressPolicy:
             BusyError: If the name does not resolve now.
             CallError: If one of its addresses is not public.
         """
-        loop = asyncio.get_running_loop()
-        try:
-            found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError) as error:
-            raise BusyError from error
-        addresses = [str(entry[4][0]) for entry in found]
+        addresses = [host]
+        if not _is_address(host):
+            loop = asyncio.get_running_loop()
+            try:
+                found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            except (OSError, UnicodeError) as error:
+                raise BusyError from error
+            addresses = [str(entry[4][0]) for entry in found]
         if host.lower() not in self.inner_hosts:
             for address in addresses:
                 if not is_public(address):
@@ -74,6 +77,14 @@ class AddressPolicy:
                         "installation's reward_hosts",
                     )
         return addresses[0]
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def is_public(address: str) -> bool:
@@ -134,7 +145,7 @@ class ExternalService:
     Args:
         url: ``http://`` or ``https://``.
         token: Token to send as ``Authorization: Bearer``; empty sends none.
-        transport: Replaces the network in tests.
+        transport: Connections to the service; None for connections over the network.
         max_answer_bytes: Max bytes of a response.
     """
 
@@ -158,10 +169,9 @@ class ExternalService:
             self._headers["Authorization"] = f"Bearer {token}"
         self._reach = reach
         self._http = httpx.AsyncClient(
-            transport=transport,
+            transport=transport or ReusedConnections(),
             timeout=None,  # noqa: S113 -- the caller has a deadline
             trust_env=False,
-            limits=httpx.Limits(max_connections=None),
         )
 
     async def close(self) -> None:

@@ -10,8 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
-
+from services.common.http.connections import ReusedConnections
 from services.common.parent import module_command
 from services.rollout.calls.outside import AddressPolicy, ExternalService
 from services.rollout.environments.client import HttpEnvironment, HttpSession
@@ -134,7 +133,7 @@ class LocalEnvironment:
             f"http://{_HERE}",
             reach=AddressPolicy((_HERE,)),
             max_answer_bytes=MAX_ANSWER_BYTES,
-            transport=httpx.AsyncHTTPTransport(uds=str(path), limits=_UNLIMITED),
+            transport=ReusedConnections(uds=str(path)),
         )
         self._environment = HttpEnvironment(
             self._reference, self._service, timeout_s=self._timeout_s, wait_s=self._wait_s
@@ -202,6 +201,3 @@ async def local_environments(
             stack.push_async_callback(environment.stop)
             environments.append(environment)
         yield LocalEnvironments(environments)
-
-
-_UNLIMITED = httpx.Limits(max_connections=None)

@@ -18,6 +18,7 @@ import httpx
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
+from services.common.http.connections import ReusedConnections
 from services.common.runspec.rollout import IMAGE, SandboxSpec
 from services.rollout.sandbox.base import (
     ANSWER_GRACE_S,
@@ -253,10 +254,9 @@ class _Api:
             self._tls = ssl.create_default_context(cafile=str(authority))
         self._client = httpx.AsyncClient(
             base_url=cluster.url,
-            verify=self._tls or True,
+            transport=ReusedConnections(verify=self._tls),
             timeout=_REQUEST_TIMEOUT_S,
             trust_env=False,
-            limits=httpx.Limits(max_connections=None),
         )
 
     async def call(

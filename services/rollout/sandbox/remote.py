@@ -92,9 +92,10 @@ def sandbox_argument(access: Mapping[str, str], function: Callable[..., Any]) ->
 @functools.lru_cache(1)
 def _client_of(loop: asyncio.AbstractEventLoop) -> "httpx.AsyncClient":
     """Returns the process's client, which keeps connections: a new client per episode would cost 20 ms."""
-    import httpx  # takes as long as the rest of an agent's start, and most runs have no sandbox
+    # These take as long as the rest of an agent's start, and most runs have no sandbox.
+    import httpx
+
+    from services.common.http.connections import ReusedConnections
 
     del loop
-    return httpx.AsyncClient(
-        timeout=_TIMEOUT_S, trust_env=False, limits=httpx.Limits(max_connections=None)
-    )
+    return httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False, transport=ReusedConnections())

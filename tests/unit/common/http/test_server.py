@@ -220,6 +220,19 @@ async def test_the_oldest_connections_that_have_not_authenticated_are_ended(monk
             assert await answer(reader) == b"HTTP/1.1 200 OK"
 
 
+async def test_a_server_without_authentication_ends_no_connection_for_the_lack_of_it(monkeypatch):
+    monkeypatch.setattr(limits, "MAX_UNAUTHENTICATED", 2)
+    async with (
+        serve_http("127.0.0.1:0", APP, authenticates=False) as port,
+        AsyncExitStack() as stack,
+        asyncio.timeout(10),
+    ):
+        peers = [await stack.enter_async_context(raw(port)) for _ in range(5)]
+        for reader, writer in peers:
+            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert await answer(reader) == b"HTTP/1.1 200 OK"
+
+
 async def test_unfinished_handshakes_are_connections_that_have_not_authenticated(
     tmp_path, monkeypatch
 ):
