@@ -25,7 +25,7 @@ from pathlib import Path
 
 from services.common.callables import real_path
 from services.common.runspec.rollout import SandboxSpec
-from services.rollout.sandbox import seccomp
+from services.rollout.sandbox import seccomp, task_limit
 from services.rollout.sandbox.base import (
     END_TIMEOUT_S,
     START_TIMEOUT_S,
@@ -36,6 +36,7 @@ from services.rollout.sandbox.base import (
     starts_on_this_host,
 )
 from services.rollout.sandbox.confine import software
+from services.rollout.sandbox.task_limit import TaskLimit
 
 _logger = logging.getLogger(__name__)
 _PROGRAM = "bwrap"
@@ -52,6 +53,10 @@ _LIMITS: Mapping[str, Limit] = {
     "memory": "memory",
     "processes": "processes",
 }
+_MORE_TASKS = 256
+"""Tasks that the kernel admits beyond ``max_processes``, until ``init.py`` kills the command and reports it.
+
+Threads count, too, and the two processes that serve the sandbox."""
 # The answer to a command may come later than its time limit, on a busy host.
 _GRACE_S = 30.0
 
@@ -127,21 +132,23 @@ def prefix(
     ]
 
 
-def first_process(info: int) -> int | None:
+def first_process(info: int, timeout_s: float = 0.0) -> int | None:
     """Returns the first process in the namespaces, if bubblewrap has started it.
 
     The kernel ends a process namespace with its first process, and bubblewrap ends after it. So who kills
     this process and waits for bubblewrap knows that no process of the sandbox is left.
 
     Args:
-        info: Reading end of the pipe whose other end is ``info_fd``.
+        info: Reading end of the pipe whose other end is ``info_fd``; can be read once.
+        timeout_s: Max seconds between two parts of bubblewrap's output.
     """
-    output = os.read(info, 1 << 12) if select.select([info], [], [], 0)[0] else b""
-    try:
-        first, _ = json.JSONDecoder().raw_decode(output.decode())  # the rest is not from bubblewrap
-        return int(first["child-pid"])
-    except (ValueError, KeyError):
-        return None
+    output = b""
+    while select.select([info], [], [], timeout_s)[0] and (part := os.read(info, 1 << 12)):
+        output += part
+        with suppress(ValueError, KeyError):  # bubblewrap writes it in several parts
+            first, _ = json.JSONDecoder().raw_decode(output.decode())
+            return int(first["child-pid"])
+    return None
 
 
 class Bubblewrap:
@@ -152,7 +159,8 @@ class Bubblewrap:
 
     def __init__(self, spec: SandboxSpec) -> None:
         self._spec = spec
-        limits = (spec.memory_bytes, spec.max_processes, spec.disk_bytes)
+        self._max_tasks = spec.max_processes + _MORE_TASKS
+        limits = (spec.memory_bytes, spec.max_processes, self._max_tasks, spec.disk_bytes)
         self._limits = [str(limit) for limit in limits]
 
     @property
@@ -178,6 +186,7 @@ class Bubblewrap:
 
     async def start(self, image: str) -> "BubblewrapSandbox":
         """Starts a sandbox. Raises SandboxError."""
+        limit = task_limit.limit_tasks(self._max_tasks)
         reader, writer = os.pipe()
         system_calls = _system_calls()
         try:
@@ -199,13 +208,17 @@ class Bubblewrap:
             )
         except BaseException:
             os.close(reader)
+            if limit is not None:
+                limit.remove()
             raise
         finally:
             os.close(writer)
             os.close(system_calls)
-        sandbox = BubblewrapSandbox(process, reader)
+        sandbox = BubblewrapSandbox(process, reader, limit)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
+                # Meanwhile, its first program starts.
+                await sandbox.enter_limit()
                 await sandbox.wait_ready()
             if image:
                 folder = self._folder(image)
@@ -241,13 +254,23 @@ class BubblewrapSandbox:
 
     Args:
         info: Reading end of the pipe of :func:`first_process`.
+        limit: Cgroup for its processes; None if the kernel limits them without one.
     """
 
-    def __init__(self, process: Process, info: int) -> None:
+    def __init__(self, process: Process, info: int, limit: TaskLimit | None) -> None:
         self._process = process
         self._info = info
+        self._limit = limit
+        self._first: int | None = None
         self._turn = asyncio.Lock()
         self._has_ended = False
+
+    async def enter_limit(self) -> None:
+        """Moves its own processes into the cgroup, before the first command. Raises SandboxError."""
+        if self._limit is not None:
+            # The thread has its own descriptor, because `end` may close this one meanwhile.
+            info = os.dup(self._info)
+            self._first = await asyncio.to_thread(_enter, info, self._limit)
 
     async def wait_ready(self) -> None:
         """Waits until commands can run. Raises SandboxError."""
@@ -281,7 +304,7 @@ class BubblewrapSandbox:
         if self._has_ended:
             return
         self._has_ended = True
-        first = first_process(self._info)
+        first = self._first or first_process(self._info)
         os.close(self._info)
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
@@ -289,8 +312,12 @@ class BubblewrapSandbox:
                     os.kill(first, signal.SIGKILL)
                 else:
                     self._process.kill()
-        async with asyncio.timeout(END_TIMEOUT_S):
-            await self._process.wait()
+        try:
+            async with asyncio.timeout(END_TIMEOUT_S):
+                await self._process.wait()
+        finally:
+            if self._limit is not None:
+                self._limit.remove()
 
     async def _answer(self) -> CommandResult:
         """Reads one answer of the first program."""
@@ -312,6 +339,25 @@ class BubblewrapSandbox:
                 f"the sandbox died (status {exit_status}): {said or 'no message'}; if the host is short of "
                 "memory, lower rollout.sandbox.max_running or memory_bytes"
             ) from error
+
+
+def _enter(info: int, limit: TaskLimit) -> int | None:
+    """Moves a sandbox's first process and its children into a cgroup; returns None if it has ended."""
+    try:
+        first = first_process(info, START_TIMEOUT_S)
+        if first is not None:
+            limit.add(first)
+            # A child that it starts from now on is in the cgroup, too.
+            for child in task_limit.children(first):
+                limit.add(child)
+    except (ProcessLookupError, FileNotFoundError):  # `wait_ready` reports the reason
+        return None
+    except OSError as error:
+        raise SandboxError(f"the sandbox cannot enter its cgroup: {error}") from error
+    else:
+        return first
+    finally:
+        os.close(info)
 
 
 @functools.lru_cache(64)

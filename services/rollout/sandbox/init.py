@@ -188,10 +188,10 @@ def _answer(status: int, *, is_truncated: bool, limit: str, output: bytes | byte
 
 def main() -> None:
     """Sets the limits of its children, whose number is per user and not for root, and serves."""
-    memory_bytes, processes, disk_bytes = map(int, sys.argv[1:])
+    memory_bytes, processes, tasks, disk_bytes = map(int, sys.argv[1:])
     for limit, value in (
         (resource.RLIMIT_AS, memory_bytes),
-        (resource.RLIMIT_NPROC, processes),
+        (resource.RLIMIT_NPROC, tasks),
         (resource.RLIMIT_FSIZE, disk_bytes),
         (resource.RLIMIT_NOFILE, _MAX_OPEN_FILES),
         (resource.RLIMIT_CORE, 0),

@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 from services.common.http.limits import MAX_UNAUTHENTICATED
 from services.common.runspec.rollout import SandboxSpec
 from services.rollout.failures import CallError
-from services.rollout.sandbox import bubblewrap
+from services.rollout.sandbox import bubblewrap, task_limit
 from services.rollout.sandbox.base import SandboxError
 from services.rollout.sandbox.pool import SandboxPool
 from services.rollout.sandbox.remote import RemoteSandbox, sandbox_argument
@@ -67,8 +68,6 @@ async def test_files_and_snapshots_keep_every_byte() -> None:
         ("sleep 60", "time"),
         ("setsid sh -c 'while :; do :; done' & sleep 60", "time"),
         ("for i in $(seq 20); do sleep 60 & done; wait", "processes"),
-        # Until it is stopped, other tests of the machine cannot start processes.
-        pytest.param("f(){ f|f& };f; sleep 60", "processes", marks=pytest.mark.nightly),
         (
             f"for i in 1 2 3; do {sys.executable} -S -c 'x = bytes(range(256)) * 250000; import time;"
             "time.sleep(60)' & done; wait",
@@ -83,6 +82,30 @@ async def test_a_limit_kills_the_command_and_the_sandbox_goes_on(command: str, l
         assert (result.limit, result.exit_status) == (limit, 137)
         left = await box.run("ps -e -o stat=,comm= | grep -v ^Z | grep -c sleep")
         assert left.text == "0\n"
+
+
+FORKS = """
+import os, time
+forks = os.open("forks", os.O_CREAT | os.O_WRONLY)
+for _ in range(3000):
+    if os.fork() == 0:
+        time.sleep(60)
+        os._exit(0)
+    os.write(forks, b".")
+"""
+
+
+@pytest.mark.skipif(
+    os.geteuid() == 0 and task_limit.parent_cgroup() is None,
+    reason="needs cgroups: nothing else limits the processes of root",
+)
+async def test_the_kernel_bounds_processes_until_the_limit_stops_them() -> None:
+    async with sandbox() as box:
+        await box.run(f"{sys.executable} -S -c {shlex.quote(FORKS)}")
+        assert 8 <= len(await box.read("forks")) <= 8 + 256
+        # Its processes end if they cannot start others, maybe before anything stops them.
+        assert (await box.run("f(){ f|f& };f; sleep 60", timeout_s=2)).exit_status in (2, 137)
+        assert (await box.run("echo on")).text == "on\n"
 
 
 async def test_memory_disk_and_output_are_bounded() -> None:
@@ -293,3 +316,62 @@ def test_no_process_is_left_after_the_rollout_was_killed() -> None:
     process.wait(10)
     _, alive = psutil.wait_procs(inside, timeout=20)
     assert not alive
+
+
+@pytest.mark.skipif(task_limit.parent_cgroup() is None, reason="needs root and cgroups")
+async def test_a_sandbox_has_a_cgroup_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task_limit, "_UNLOCKED_S", 0.0)
+    parent = task_limit.parent_cgroup()
+    assert parent is not None
+    mine = f"slipstream-sandbox-{os.getpid()}-*"
+    async with sandbox() as box:
+        (folder,) = parent.glob(mine)
+        assert str(box._sandbox._first) in (folder / "cgroup.procs").read_text().split()
+        task_limit.remove_left(parent)
+        assert folder.exists()
+    assert not [*parent.glob(mine)]
+
+
+@pytest.mark.skipif(task_limit.parent_cgroup() is None, reason="needs root and cgroups")
+def test_the_cgroup_of_a_killed_rollout_is_removed_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task_limit, "_UNLOCKED_S", 0.0)
+    parent = task_limit.parent_cgroup()
+    assert parent is not None
+    process = subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    inside = psutil.Process(process.pid).children(recursive=True)
+    (folder,) = parent.glob(f"slipstream-sandbox-{process.pid}-*")
+    process.kill()
+    process.wait(10)
+    psutil.wait_procs(inside, timeout=20)
+    task_limit.remove_left(parent)
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("mounts", "memberships", "folder"),
+    [
+        (
+            "36 25 0:31 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu\n"
+            "37 25 0:32 / /sys/fs/cgroup/pids rw,nosuid shared:9 - cgroup cgroup rw,pids\n"
+            "38 25 0:33 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw",
+            "8:pids:/a/b\n1:cpu,cpuacct:/\n0::/c",
+            "/sys/fs/cgroup/pids/a/b",
+        ),
+        (
+            "37 25 0:32 /docker/x /sys/fs/cgroup/pids ro - cgroup cgroup rw,pids",
+            "8:pids:/docker/x/y\n0::/",
+            "/sys/fs/cgroup/pids/y",
+        ),
+        (
+            "29 23 0:26 / /sys/fs/cgroup rw,relatime shared:4 - cgroup2 cgroup2 rw,nsdelegate",
+            "0::/user.slice/session-1.scope",
+            "/sys/fs/cgroup/user.slice/session-1.scope",
+        ),
+    ],
+)
+def test_the_own_cgroup_is_found_in_both_versions(
+    mounts: str, memberships: str, folder: str
+) -> None:
+    assert task_limit._own_cgroup(mounts, memberships) == Path(folder)
