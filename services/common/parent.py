@@ -4,6 +4,7 @@ Has few imports, because sandboxed programs load it.
 """
 
 import ctypes
+import os
 import signal
 import sys
 
@@ -19,6 +20,22 @@ def die_with_parent() -> None:
     library = ctypes.CDLL(None, use_errno=True)
     if library.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "the kernel rejected the parent-death signal")
+
+
+def disconnect_forks(*descriptors: int) -> None:
+    """Replaces descriptors by ``/dev/null`` in every process that user code forks from this one.
+
+    Such a process may return from the user's function. It must then neither answer in this process's place
+    nor read its requests.
+    """
+
+    def disconnect() -> None:
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for descriptor in descriptors:
+            os.dup2(nothing, descriptor)
+        os.close(nothing)
+
+    os.register_at_fork(after_in_child=disconnect)
 
 
 def module_command(module: str, *arguments: str) -> list[str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common.callables import describe_error, load_callable
-from services.common.parent import die_with_parent
+from services.common.parent import die_with_parent, disconnect_forks
 
 
 def main() -> None:
@@ -29,6 +29,7 @@ def main() -> None:
     requests = os.fdopen(os.dup(sys.stdin.fileno()))
     with Path(os.devnull).open("rb") as nothing:
         os.dup2(nothing.fileno(), sys.stdin.fileno())
+    disconnect_forks(answers.fileno(), requests.fileno())
     for line in requests:
         answers.write(_answer(json.loads(line)) + "\n")
 

@@ -34,6 +34,16 @@ def long(*args): raise ValueError("y" * 100_000)
 def huge(*args): return "y" * 100_000
 def asks(*args): return len(input())
 def leaves(*args): raise SystemExit(3)
+def forks(number):
+    child = os.fork()
+    if child == 0:
+        return -1.0
+    os.waitpid(child, 0)
+    return number
+def lives_on(path):
+    if os.fork() == 0:
+        while not os.path.exists(path): time.sleep(0.01)
+    return os.getpid()
 class Mute(Exception):
     def __str__(self): raise RuntimeError
 def mute(*args): raise Mute
@@ -143,3 +153,17 @@ async def test_files_of_the_working_directory_do_not_replace_the_standard_librar
     monkeypatch.chdir(tmp_path)
     async with CallPool(1) as pool:
         assert await pool.call(f"{code}:big", timeout_s=30) == 7
+
+
+async def test_the_answer_of_a_process_that_user_code_forks_is_none_of_the_worker(
+    code: str, tmp_path: Path
+) -> None:
+    async with CallPool(1) as pool:
+        for number in range(5):
+            assert await pool.call(f"{code}:forks", [number], timeout_s=30) == number
+        go = tmp_path / "go"
+        worker = await pool.call(f"{code}:lives_on", [str(go)], timeout_s=30)
+        go.touch()
+        for number in range(5):
+            assert await pool.call(f"{code}:forks", [number], timeout_s=30) == number
+        assert await pool.call("os:getpid", timeout_s=30) == worker
