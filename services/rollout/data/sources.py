@@ -6,6 +6,7 @@ import os
 import tempfile
 import weakref
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from itertools import islice
 from pathlib import Path
@@ -239,6 +240,18 @@ class _ChosenRows:
         return self._source[self._chosen[index]]
 
 
+class _DuplicateKeyError(Exception):
+    """An object of a row has a key twice, of which :mod:`json` keeps the last."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        (key, _), *_ = Counter(key for key, _ in pairs).most_common(1)
+        raise _DuplicateKeyError(repr(key))
+    return found
+
+
 class _JsonLines:
     """A JSONL file that is read row by row; only the offsets of the rows are kept in memory."""
 
@@ -265,7 +278,11 @@ class _JsonLines:
         # pread, because threads read concurrently and a file has only one position.
         line = os.pread(self._file, end - begin, begin)
         try:
-            row = json.loads(line)
+            row = json.loads(line, object_pairs_hook=_object)
+        except _DuplicateKeyError as error:
+            raise ValueError(
+                f"row {index} of {self._path} has the key {error} more than once; keep one of its values"
+            ) from error
         except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"row {index} of {self._path} is not valid JSON ({error}): {line[:80]!r}; expected one JSON "
@@ -283,6 +300,7 @@ class _Parquet:
 
         try:
             file = parquet.ParquetFile(path, memory_map=True)
+            _check_names(file.schema_arrow, f"{key}: {path}")
             groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
             is_large = sum(group.total_byte_size for group in groups) > _MAX_HELD_BYTES
             self._table = _mapped(file) if is_large else file.read()
@@ -297,6 +315,21 @@ class _Parquet:
     def __getitem__(self, index: int, /) -> Row:
         row: Row = self._table.slice(index, 1).to_pylist()[0]
         return row
+
+
+def _check_names(fields: Any, place: str) -> None:
+    """Raises ValueError if columns, or fields of a nested column, have the same name."""
+    import pyarrow as pa
+
+    kinds = {field.name: field.type for field in fields}
+    if len(kinds) < len(fields):
+        (name, _), *_ = Counter(field.name for field in fields).most_common(1)
+        raise ValueError(
+            f"{place} has the column {name!r} more than once; rename or remove all but one of them"
+        )
+    for name, kind in kinds.items():
+        if pa.types.is_nested(kind):
+            _check_names([kind.field(i) for i in range(kind.num_fields)], f"{place}: {name!r}")
 
 
 def _mapped(file: Any) -> Any:

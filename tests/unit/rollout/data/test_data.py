@@ -70,6 +70,33 @@ def test_parquet_rows_are_addressed_by_index(tmp_path: Path) -> None:
     assert len(source) == 5
 
 
+@pytest.mark.parametrize(
+    "row", ['{"prompt": "a", "answer": "1", "prompt": "b"}', '{"prompt": [{"x": 1, "x": 2}]}']
+)
+def test_a_row_with_a_key_twice_is_refused(tmp_path: Path, row: str) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(ROWS[0]) + "\n" + row)
+    source = open_sources(data("jsonl", file))["train"]
+    with pytest.raises(ValueError, match=r"row 1 of .*rows\.jsonl has the key '(prompt|x)'"):
+        source[1]
+    file.write_text(row)
+    with pytest.raises(ValueError, match=r"data\.train: row 0 "):
+        open_sources(data("jsonl", file))
+
+
+def test_a_parquet_file_with_a_column_twice_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "rows.parquet"
+    twice = pa.table([["a"], ["b"], ["1"]], names=["prompt", "prompt", "answer"])
+    parquet.write_table(twice, file)
+    with pytest.raises(ValueError, match=r"data\.train: .*rows\.parquet has the column 'prompt'"):
+        open_sources(data("parquet", file))
+    pair = pa.StructArray.from_arrays([pa.array(["a"])] * 2, names=["x", "x"])
+    lists = pa.ListArray.from_arrays(pa.array([0, 1]), pair)
+    parquet.write_table(pa.table({"prompt": ["a"], "answer": ["1"], "tests": lists}), file)
+    with pytest.raises(ValueError, match=r"'tests'.* has the column 'x'"):
+        open_sources(data("parquet", file))
+
+
 def test_a_dotted_name_reaches_into_a_nested_column(tmp_path: Path) -> None:
     file = tmp_path / "rows.parquet"
     rows = [
