@@ -13,6 +13,7 @@ from services.common.models.loading import build_model, load_config
 from services.common.models.tokenizer import load_tokenizer
 from services.common.runspec.run import ModelSpec, RunSpec
 from services.trainer.batch.packing import pack
+from services.trainer.batch.prefixes import InputSpan
 from services.trainer.checkpoint.checkpointer import Checkpointer
 from services.trainer.collectives import Ranks
 from services.trainer.engines.base import TrainEngine
@@ -27,9 +28,20 @@ from services.trainer.steps.critic import CriticRunner
 from services.trainer.steps.step import StepRunner
 from services.wire.batch import BlobRef, FieldColumn, KVBatchMeta
 from services.wire.data.jagged import Jagged
+from services.wire.data.model_inputs import ModelInputs
 
 CPU = torch.device("cpu")
 SYMBOLS = "chars:0123456789+-=abcde"
+
+
+def prompt_spans(
+    prompts: Sequence[Sequence[int]], inputs: Sequence[ModelInputs]
+) -> tuple[tuple[InputSpan, ...], ...]:
+    """Returns the inputs of sequences whose prompts alone have some."""
+    return tuple(
+        (InputSpan(0, len(prompt), given),) if given.digest else ()
+        for prompt, given in zip(prompts, inputs, strict=True)
+    )
 
 
 def spec_of(

@@ -5,11 +5,13 @@ so that everything that trains, sends or serves causal language models applies t
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
+import xxhash
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -114,7 +116,7 @@ def _decoder_class(kind: str, base: Any) -> Any:
             image_grid_thw: Tensor | None = None,
             image_places: Tensor | None = None,
             position_ids: Tensor | None = None,
-            prompts: Tensor | None = None,
+            image_uses: Tensor | None = None,
             **others: Any,
         ) -> Any:
             """Computes hidden states.
@@ -123,11 +125,11 @@ def _decoder_class(kind: str, base: Any) -> Any:
                 input_ids: ``[B, T]``; ``B`` is 1 with images.
                 pixel_values: ``[patches, values]`` of all images, as the model's image processor makes them.
                 image_grid_thw: ``[images, 3]`` patches of each image: 1, rows, columns.
-                image_places: ``[images, 2]`` number of each image in its prompt, and the place of its first
-                    placeholder there. Images of a prompt follow one another.
+                image_places: ``[images, 2]`` number of each image in its sequence, and the position of its
+                    first placeholder there.
                 position_ids: ``[B, T]`` position of each token in its sequence.
-                prompts: ``[prompts, 2]`` first token of each prompt that has images, and the end of the
-                    sequences that begin with it; default: all tokens.
+                image_uses: ``[uses, 3]`` as :func:`image_arguments` returns it; default: the tokens are one
+                    sequence, which has each image once.
                 others: Further arguments of the decoder.
             """
             if pixel_values is None:
@@ -139,15 +141,17 @@ def _decoder_class(kind: str, base: Any) -> Any:
                 return output
             assert input_ids is not None
             assert image_grid_thw is not None
-            assert image_places is not None
             if position_ids is None:
                 position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
-            spans = [[0, input_ids.shape[1]]] if prompts is None else prompts.tolist()
+            if image_uses is None:
+                assert image_places is not None
+                numbers, firsts = torch.arange(len(image_places)), image_places[:, 1].cpu()
+                ends = torch.full_like(firsts, input_ids.shape[1])
+                image_uses = torch.stack([numbers, firsts, ends], 1)
             merged = image_grid_thw[:, 1:] // self.visual.spatial_merge_size
-            index, positions = _placed(
-                position_ids[0], merged.tolist(), image_places.tolist(), spans
-            )
-            seen = _embedded(self, input_ids, index, pixel_values, image_grid_thw)
+            places, rows, positions = _placed(position_ids[0], merged.tolist(), image_uses.tolist())
+            images = {"pixel_values": pixel_values, "image_grid_thw": image_grid_thw}
+            seen = _embedded(self, input_ids, places, rows, **images)
             return super().forward(position_ids=positions[:, None], **seen, **others)
 
         def position_offset(self, tensors: Mapping[str, Tensor]) -> int:
@@ -163,33 +167,82 @@ def _decoder_class(kind: str, base: Any) -> Any:
     return Decoder
 
 
+def image_arguments(
+    bundles: Sequence[Mapping[str, Tensor]],
+    spans: Sequence[tuple[int, int, int]],
+    device: torch.device,
+) -> dict[str, Tensor]:
+    """Returns the images of a pack as arguments of a decoder: equal ones once.
+
+    Args:
+        bundles: Inputs of prompts and observations, in the order of their tokens.
+        spans: Of each bundle, the place of its first token in the pack, the end of the sequences that have
+            the bundle, and the position of its first token in them.
+
+    Returns:
+        ``pixel_values`` and ``image_grid_thw`` of the distinct images, and ``image_uses`` in host memory: the
+        number of each used one among them, the place of its first placeholder in the pack, and the end of
+        the sequences that have it.
+    """
+    distinct: dict[tuple[str, tuple[int, ...]], int] = {}
+    pixels, grids, uses = list[Tensor](), list[Tensor](), list[list[int]]()
+    for tensors, (start, end, depth) in zip(bundles, spans, strict=True):
+        sizes = tensors["image_grid_thw"].prod(1).tolist()
+        for own, grid, place in zip(
+            tensors["pixel_values"].split(sizes),
+            tensors["image_grid_thw"],
+            tensors["image_places"],
+            strict=True,
+        ):
+            data = own.contiguous().view(torch.uint8).numpy()
+            key = (xxhash.xxh3_128_hexdigest(data), tuple(grid.tolist()))
+            if key not in distinct:
+                distinct[key] = len(distinct)
+                pixels.append(own)
+                grids.append(grid)
+            uses.append([distinct[key], start + int(place[1]) - depth, end])
+    return {
+        "pixel_values": torch.cat(pixels).to(device),
+        "image_grid_thw": torch.stack(grids).to(device),
+        "image_uses": torch.tensor(uses),
+    }
+
+
 def _embedded(
-    decoder: Any, input_ids: Tensor, index: Tensor, pixel_values: Tensor, image_grid_thw: Tensor
+    decoder: Any,
+    input_ids: Tensor,
+    places: Tensor,
+    rows: Tensor,
+    *,
+    pixel_values: Tensor,
+    image_grid_thw: Tensor,
 ) -> dict[str, Any]:
     """Returns embeddings with features at some places, as arguments of a decoder.
 
     Args:
         decoder: A decoder with a vision tower.
         input_ids: ``[1, T]``.
-        index: ``[F]`` places of the features.
+        places: ``[F]`` places of the features, ascending.
+        rows: ``[F]`` number of each feature among those of the distinct images.
         pixel_values: See the decoder.
         image_grid_thw: See the decoder.
 
     Raises:
         ValueError: If one of the places has no placeholder.
     """
-    if not bool((input_ids[0, index] == decoder.config.image_token_id).all()):
+    if not bool((input_ids[0, places] == decoder.config.image_token_id).all()):
         raise ValueError("placeholders of images are not where image_places expects them")
     tower = decoder.visual
     seen = tower(pixel_values.to(tower.dtype), grid_thw=image_grid_thw, return_dict=True)
     embedded = decoder.embed_tokens(input_ids)
-    features = seen.pooler_output.to(embedded.dtype)
-    found = {"inputs_embeds": embedded[0].index_copy(0, index, features)[None]}
+    features = seen.pooler_output.to(embedded.dtype)[rows]
+    found = {"inputs_embeds": embedded[0].index_copy(0, places, features)[None]}
     deepstack = getattr(seen, "deepstack_features", None)
     if deepstack is None:
         return found
     mask = torch.zeros_like(input_ids, dtype=torch.bool)
-    mask[0, index] = True
+    mask[0, places] = True
+    deepstack = [each[rows] for each in deepstack]
     return {**found, "visual_pos_masks": mask, "deepstack_visual_embeds": deepstack}
 
 
@@ -206,44 +259,43 @@ def _blank(tower: Any) -> Tensor:
 
 
 def _placed(
-    depths: Tensor,
-    sizes: list[list[int]],
-    places: list[list[int]],
-    spans: list[list[int]],
-) -> tuple[Tensor, Tensor]:
-    """Returns ``[F]`` places of all features, and ``[3, T]`` multimodal rotary positions (Qwen2-VL, 2024).
+    depths: Tensor, sizes: list[list[int]], uses: list[list[int]]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns where features belong, and multimodal rotary positions (Qwen2-VL, 2024).
 
     Args:
         depths: ``[T]`` position of each token in its sequence.
-        sizes: Rows and columns of each image's features.
-        places: See ``image_places``.
-        spans: See ``prompts``.
+        sizes: Rows and columns of each distinct image's features.
+        uses: See ``image_uses``; the images of a sequence in its order.
+
+    Returns:
+        ``[F]`` place of each feature, ``[F]`` its number among those of the distinct images, and ``[3, T]``
+        positions.
 
     Raises:
-        ValueError: If an image does not fit into its prompt.
+        ValueError: If an image does not fit into its sequences.
     """
     device = depths.device
-    found, positions = [], depths.expand(3, -1).clone()
-    prompt, shift = -1, 0
-    for (rows, columns), (number, first) in zip(sizes, places, strict=True):
-        if number == 0:
-            prompt, shift = prompt + 1, 0
-        start, end = spans[prompt]
+    starts = [0, *accumulate(rows * columns for rows, columns in sizes)]
+    places, numbers, positions = [], [], depths.expand(3, -1).clone()
+    for number, first, end in uses:
+        rows, columns = sizes[number]
         count = rows * columns
-        if start + first + count > end:
+        if first + count > end:
             raise ValueError(
-                f"an image has {count} features from token {first} on, but its sequences have "
-                f"{end - start} tokens"
+                f"an image has {count} features, but its sequences have {end - first} tokens from its "
+                "first placeholder on"
             )
         image = torch.arange(count, device=device)
-        place = start + first + image
+        place = first + image
         grid = torch.stack([torch.zeros_like(image), image // columns, image % columns])
-        positions[:, place] = first + shift + grid
-        shift += max(rows, columns) - count
-        after = torch.nonzero(depths[start:end] >= first + count).flatten() + start
-        positions[:, after] = depths[after] + shift
-        found.append(place)
-    return torch.cat(found), positions
+        # Earlier images of the sequence have shifted the first position.
+        positions[:, place] = positions[:, first : first + 1] + grid
+        after = slice(first + count, end)
+        positions[:, after] += max(rows, columns) - count
+        places.append(place)
+        numbers.append(starts[number] + image)
+    return torch.cat(places), torch.cat(numbers), positions
 
 
 def _causal_class(text: Any, decoder: Any) -> Any:

@@ -14,6 +14,7 @@ from services.trainer.batch.context import ContextRanks
 from services.trainer.batch.layout import AttentionLayout, build_layout
 from services.trainer.batch.prefixes import (
     Branch,
+    InputSpan,
     Prefixes,
     branches,
     joined,
@@ -52,14 +53,15 @@ class Work:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacedInputs:
-    """Model inputs of a sequence in a pack: a prompt that several sequences share has them once."""
+    """Model inputs in a pack, once for all sequences that share their tokens."""
 
     inputs: ModelInputs
-    """The inputs."""
     start: int
-    """Place of the prompt's first token."""
+    """Place of the first token with these inputs."""
     end: int
-    """Place after the last token of all sequences that begin with this prompt."""
+    """Place after the last token of all sequences that have them."""
+    depth: int = 0
+    """Position of the first token in these sequences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,7 @@ class PackedTokens:
     teacher: Tensor | None = None
     """``[P, ...]`` float32: the teacher's distribution of each prediction; None if the run compares none."""
     inputs: tuple[PlacedInputs, ...] = ()
-    """Model inputs of the sequences that have some, in their order."""
+    """Model inputs, in the order of their tokens."""
     context: ContextRanks | None = None
     """Ranks that compute the pack together. Tokens and predictions are then those of this rank; layout, work
     and ``places`` are those of all.
@@ -151,7 +153,7 @@ def pack(
     experts: Jagged | None = None,
     masks: Jagged | None = None,
     teacher: Tensor | None = None,
-    inputs: Sequence[ModelInputs] = (),
+    inputs: Sequence[Sequence[InputSpan]] = (),
 ) -> PackedTokens:
     """Packs prompts and their responses.
 
@@ -241,23 +243,23 @@ def _pairs(masks: Tensor, predictions: NDArray[np.int64] | None) -> Tensor:
 
 
 def _placed(
-    given: Sequence[ModelInputs], prefixes: Prefixes, found: Sequence[Branch]
+    given: Sequence[Sequence[InputSpan]], prefixes: Prefixes, found: Sequence[Branch]
 ) -> tuple[PlacedInputs, ...]:
-    """Returns the places of the inputs of prompts.
-
-    A sequence with inputs shares its whole prompt with earlier sequences, or nothing: nothing if some inputs
-    belong to tokens after the prompt.
-    """
+    """Returns the places of model inputs. The sequences that share a token follow one another in a pack."""
     if not given:
         return ()
-    laid = zip(prefixes.order, found, strict=True)
-    starts = [(index, int(branch.path[0])) for index, branch in laid if branch.depth == 0]
-    ends = [*(start for _, start in starts[1:]), sum(branch.length for branch in found)]
-    return tuple(
-        PlacedInputs(given[index], start, end)
-        for (index, start), end in zip(starts, ends, strict=True)
-        if given[index].digest
-    )
+    ends = np.cumsum([branch.length for branch in found]).tolist()
+    placed = []
+    for number, (index, branch) in enumerate(zip(prefixes.order, found, strict=True)):
+        for span in given[index]:
+            # Sequences with such a span share all of its tokens with an earlier one, or none.
+            if branch.depth <= span.start < len(branch.path):
+                last = number
+                while last + 1 < len(found) and found[last + 1].depth > span.start:
+                    last += 1
+                start = int(branch.path[span.start])
+                placed.append(PlacedInputs(span.inputs, start, ends[last], span.start))
+    return tuple(placed)
 
 
 def _distinct(

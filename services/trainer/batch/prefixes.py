@@ -20,6 +20,17 @@ _LEAST_SHARE = 1 / 50
 """Sharing less than this part of a sequence, or of a pack, costs attention more than it saves elsewhere."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class InputSpan:
+    """Model inputs of some tokens of a sequence: of its prompt, or of what it observed later."""
+
+    start: int
+    """First of these tokens. Earlier tokens do not depend on the inputs."""
+    end: int
+    """End of these tokens, which are shared as a whole or not at all: any of them may use the inputs."""
+    inputs: ModelInputs
+
+
 @dataclass(frozen=True, slots=True)
 class Prefixes:
     """Common prefixes of some sequences."""
@@ -49,7 +60,7 @@ def joined(
     prompts: Sequence[Tensor],
     responses: Sequence[Tensor],
     experts: Sequence[Tensor] | None = None,
-    inputs: Sequence[ModelInputs] = (),
+    inputs: Sequence[Sequence[InputSpan]] = (),
 ) -> list[NDArray[np.int64]]:
     """Concatenates prompts and responses to int64 keys, which are equal only for tokens that can be shared.
 
@@ -60,10 +71,8 @@ def joined(
         responses: ``[R]`` token ids each.
         experts: ``[P + R - 1, layers, K]`` each, if known: a token that passes other experts has other
             hidden states and cannot be shared. The upper bits of a key are a digest of them.
-        inputs: Model inputs of each sequence; empty if the run has none. They may affect any token, so
-            prompts with inputs are shared as a whole or not at all: the upper bits of their first key number
-            the distinct pairs of a prompt and its inputs. A sequence with inputs after its prompt shares
-            nothing.
+        inputs: Model inputs of each sequence, in the order of their tokens; empty if the run has none. The
+            upper bits of the key of a span's first token number the distinct pairs of tokens and inputs.
     """
     sequences = [
         np.concatenate([prompt.numpy(), response.numpy()]).astype(np.int64)
@@ -72,14 +81,12 @@ def joined(
     if experts is not None:
         for sequence, rows in zip(sequences, experts, strict=True):
             sequence[: len(rows)] |= _digests(rows) << _ID_BITS
-    numbers: dict[tuple[str, bytes, int | None], int] = {}
-    triples = zip(sequences, prompts, inputs, strict=False)
-    for index, (sequence, prompt, bundle) in enumerate(triples):
-        if bundle.digest:
-            own = index if bundle.follows_prompt else None
-            whole = (bundle.digest, sequence[: len(prompt)].tobytes(), own)
+    numbers: dict[tuple[str, bytes], int] = {}
+    for sequence, spans in zip(sequences, inputs, strict=False):
+        for span in spans:
+            whole = (span.inputs.digest, sequence[span.start : span.end].tobytes())
             number = numbers.setdefault(whole, len(numbers) + 1)
-            sequence[0] = token_ids(sequence[:1])[0] | number << _ID_BITS
+            sequence[span.start] = token_ids(sequence[span.start]) | number << _ID_BITS
     return sequences
 
 

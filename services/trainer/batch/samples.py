@@ -26,6 +26,7 @@ from services.common.runspec.algorithm import AlgorithmSpec
 from services.common.runspec.run import RunSpec
 from services.common.runspec.workers import kinds_with_own_gpus
 from services.trainer.batch.packing import PackedTokens, pack
+from services.trainer.batch.prefixes import InputSpan
 from services.trainer.batch.segments import Segments, on_device
 from services.wire.batch import MISSING, KVBatchMeta
 from services.wire.data.jagged import Jagged
@@ -56,12 +57,14 @@ class Sequences:
     """``n`` rows of token ids."""
     is_response: Tensor
     """``[R]`` bool: tokens after the samples' prompts that are not the prompt of a further sequence."""
+    is_observed: Tensor | None = None
+    """``[r]`` bool: tokens of the sequences' responses that the policy did not sample; None if unknown."""
     experts: Jagged | None = None
     """``n`` rows ``[P + R - 1, layers, K]``; None if unknown."""
     masks: Jagged | None = None
     """``n`` rows ``[S]``: sampling masks of the responses; None if all tokens could be drawn."""
 
-    def inputs_of(self, given: Sequence[SampleInputs]) -> tuple[ModelInputs, ...]:
+    def inputs_of(self, given: Sequence[SampleInputs]) -> tuple[tuple[InputSpan, ...], ...]:
         """Returns the model inputs of each sequence; nothing if the run has none.
 
         Args:
@@ -69,22 +72,40 @@ class Sequences:
         """
         if not given:
             return ()
-        found, start = list[ModelInputs](), 0
-        lengths = (self.prompts.lengths + self.responses.lengths).tolist()
-        for sample, number, length in zip(
-            self.samples.tolist(), self.numbers.tolist(), lengths, strict=True
-        ):
+        found, start = list[tuple[InputSpan, ...]](), 0
+        rows = zip(
+            self.samples.tolist(),
+            self.numbers.tolist(),
+            self.prompts.lengths.tolist(),
+            self.responses.lengths.tolist(),
+            self._observed(),
+            strict=True,
+        )
+        for sample, number, prompt, response, observed in rows:
             start = 0 if number == 0 else start
-            own = given[sample]
-            turns = {n: each for n, each in own.turns.items() if start <= n < start + length}
-            found.append(
-                ModelInputs.joined(
-                    [*([own.prompt] if number == 0 else []), *turns.values()],
-                    follows_prompt=any(place > start for place in turns),
-                )
-            )
+            own, length = given[sample], prompt + response
+            bundles = {n - start: each for n, each in own.turns.items() if 0 <= n - start < length}
+            if number == 0:
+                first = [own.prompt, *(each for n, each in bundles.items() if n == 0)]
+                bundles = {**bundles, 0: ModelInputs.joined(first)}
+            spans = []
+            for first, bundle in sorted(bundles.items()):
+                end = prompt
+                if first >= prompt:
+                    sampled = torch.nonzero(~observed[first - prompt :])
+                    end = first + int(sampled[0]) if len(sampled) else length
+                spans.append(InputSpan(first, end, bundle))
+            found.append(tuple(span for span in spans if span.inputs.digest))
             start += length
         return tuple(found)
+
+    def _observed(self) -> list[Tensor]:
+        """Returns ``[R]`` bool for each sequence: response tokens that the policy may not have sampled."""
+        known = self.is_observed
+        values = (
+            torch.ones_like(self.responses.values, dtype=torch.bool) if known is None else known
+        )
+        return Jagged(values, self.responses.lengths).unbind()
 
     def joined(self, columns: Tensor) -> Tensor:
         """Maps values of the sequences' response tokens to those of the samples, 0 at further prompts."""
@@ -103,13 +124,21 @@ def sequences_of(fields: Mapping[str, Jagged]) -> Sequences:
     prompts, responses = fields["prompt_ids"], fields["response_ids"]
     experts, masks = fields.get(ROUTED_EXPERTS), fields.get(SAMPLING_MASK)
     rows = torch.arange(len(responses))
-    is_prompt = torch.zeros(len(responses.values), dtype=torch.bool)
+    is_prompt, is_observed = torch.zeros(len(responses.values), dtype=torch.bool), None
     if "version_runs" in fields:
         runs = fields["version_runs"].values.to(torch.int64).reshape(-1, 2)
-        is_prompt = torch.repeat_interleave(runs[:, 0] == PROMPT_VERSION, runs[:, 1])
+        versions = torch.repeat_interleave(runs[:, 0], runs[:, 1])
+        is_prompt, is_observed = versions == PROMPT_VERSION, versions < 0
     if not bool(is_prompt.any()):
         return Sequences(
-            rows, torch.zeros_like(rows), prompts, responses, ~is_prompt, experts, masks
+            rows,
+            torch.zeros_like(rows),
+            prompts,
+            responses,
+            ~is_prompt,
+            is_observed,
+            experts,
+            masks,
         )
     row_of = torch.repeat_interleave(rows, responses.lengths)
     follows = torch.zeros_like(is_prompt)
@@ -132,6 +161,7 @@ def sequences_of(fields: Mapping[str, Jagged]) -> Sequences:
         prompts=Jagged.from_list(whole),
         responses=Jagged(responses.values[~is_prompt], lengths),
         is_response=~is_prompt,
+        is_observed=None if is_observed is None else is_observed[~is_prompt],
     )
     if masks is not None:
         token_of = torch.cumsum(masks.values < 0, 0) - 1
@@ -190,8 +220,8 @@ class Samples:
     """``n`` rows ``[S]``: tokens that could be drawn for each response token, as in the data dictionary."""
     teacher_prompts: Jagged | None = None
     """``n`` rows of token ids: what the teacher sees in place of the prompt; None if it sees the prompt."""
-    inputs: tuple[ModelInputs, ...] = ()
-    """Model inputs of each sequence; empty if the run has none."""
+    inputs: tuple[tuple[InputSpan, ...], ...] = ()
+    """Model inputs of each sequence, in the order of their tokens; empty if the run has none."""
     groups: Tensor | None = None
     """``[n]`` int64, group of each sequence, if the loss compares the members of a group."""
 

@@ -225,7 +225,7 @@ class ReferenceEngine:
         response = samples.responses.select([position]).values.to(self.device, torch.int64)
         tokens = torch.cat([prompt, response])[None]
         model: Any = self.module.model
-        given = samples.inputs[position : position + 1]
+        given = [span.inputs for span in samples.inputs[position]] if samples.inputs else []
         arguments = {"use_cache": False, **model_arguments(model.get_decoder(), given, self.device)}
         # The state before a token predicts it.
         predictors = slice(len(prompt) - 1, len(prompt) + len(response) - 1)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from services.common.models.families import check_trainer, is_mixture
 from services.common.models.invariant import token_multiple, use_invariant_operators
-from services.common.models.vision import set_attention, vision_tower
+from services.common.models.vision import image_arguments, set_attention, vision_tower
 from services.common.runspec.formulas import DistillArguments
 from services.trainer.algorithm.divergence import TokenDivergence, most_likely
 from services.trainer.algorithm.logprobs import OutputHead, token_logprobs
@@ -21,7 +21,7 @@ from services.trainer.batch.packing import PackedTokens
 from services.trainer.batch.recurrence import use_packed_recurrence
 from services.trainer.model.experts import EXPERTS
 from services.trainer.model.routing import Routing
-from services.wire.data.model_inputs import model_arguments
+from services.wire.data.model_inputs import check_arguments, model_arguments
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -164,9 +164,14 @@ def decoder_states(model: PreTrainedModel, packed: PackedTokens, *, multiple: in
     decoder = _untyped(model).get_decoder()
     padding = (0, -len(packed.input_ids) % multiple)
     bundles = [placed.inputs for placed in packed.inputs]
-    arguments = model_arguments(decoder, bundles, packed.input_ids.device)
     if bundles and vision_tower(model) is not None:
-        arguments["prompts"] = torch.tensor([[each.start, each.end] for each in packed.inputs])
+        spans = [(each.start, each.end, each.depth) for each in packed.inputs]
+        for bundle in bundles:
+            check_arguments(decoder, bundle)
+        tensors = [bundle.tensors for bundle in bundles]
+        arguments = image_arguments(tensors, spans, packed.input_ids.device)
+    else:
+        arguments = model_arguments(decoder, bundles, packed.input_ids.device)
     output = decoder(
         input_ids=functional.pad(packed.input_ids, padding)[None],
         position_ids=functional.pad(packed.position_ids, padding)[None],

@@ -7,7 +7,7 @@ digests.
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ _RESERVED = frozenset(
         "use_cache",
         "layout",
         "context",
-        "prompts",
+        "image_uses",
     }
 )
 """Arguments of the forward pass that engines and trainer compute themselves."""
@@ -43,8 +43,6 @@ class ModelInputs:
     """Tensors by the name of the model's argument, on the CPU."""
     digest: str
     """Digest of the tensors; empty for an empty bundle."""
-    follows_prompt: bool = False
-    """True if some tensors belong to tokens after the prompt, so that no other sequence shares the prompt."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ModelInputs) and self.digest == other.digest
@@ -92,21 +90,18 @@ class ModelInputs:
         return cls(_decoded(data), _digest(data))
 
     @classmethod
-    def joined(
-        cls, bundles: Sequence["ModelInputs"], *, follows_prompt: bool = False
-    ) -> "ModelInputs":
+    def joined(cls, bundles: Sequence["ModelInputs"]) -> "ModelInputs":
         """Concatenates the bundles of a sequence along their first dimension, in the order of its tokens."""
         found = [bundle for bundle in bundles if bundle.digest]
         if len(found) < 2:
-            one = found[0] if found else cls.from_values(None)
-            return replace(one, follows_prompt=True) if follows_prompt else one
+            return found[0] if found else cls.from_values(None)
         names = dict.fromkeys(name for bundle in found for name in bundle.tensors)
         tensors = {
             name: torch.cat([each.tensors[name] for each in found if name in each.tensors])
             for name in names
         }
         digest = _digest("/".join(bundle.digest for bundle in found).encode())
-        return cls(tensors, digest, follows_prompt)
+        return cls(tensors, digest)
 
 
 def encode_bundles(bundles: Mapping[int, ModelInputs]) -> Tensor:
@@ -157,7 +152,7 @@ def model_arguments(
 
     Args:
         model: Module whose forward pass takes the tensors.
-        bundles: Bundles in the order in which their prompts occur in the input. Tensors of one name are
+        bundles: Bundles in the order in which their tokens occur in the input. Tensors of one name are
             concatenated along their first dimension, as models of transformers expect.
 
     Raises:

@@ -16,7 +16,7 @@ from services.trainer.transfers import fetch_model_inputs
 from services.wire.batch import KVBatchMeta
 from services.wire.data.jagged import Jagged
 from services.wire.data.model_inputs import ModelInputs
-from tests.helpers.batches import CPU, queue_of
+from tests.helpers.batches import CPU, prompt_spans, queue_of
 from tests.helpers.features import PLACEHOLDER, feature_model, features, plain_logprobs
 
 NONE = ModelInputs.from_values(None)
@@ -39,7 +39,7 @@ def packed(
         rows(*responses),
         device=CPU,
         shares_prefixes=shares,
-        inputs=inputs,
+        inputs=prompt_spans(prompts, inputs),
         experts=experts,
     )
 
@@ -80,7 +80,7 @@ def test_micro_batches_keep_samples_with_equal_inputs_together() -> None:
     micros = cut(samples, range(8), max_tokens=16 + 4 * 2, shares=True)
     assert sorted(map(sorted, micros)) == [[0, 2, 4, 6], [1, 3, 5, 7]]
     chosen = samples.select([3, 0])
-    assert [each.digest for each in chosen.inputs] == [bundles[1].digest, bundles[0].digest]
+    assert [span.inputs for ((span),) in chosen.inputs] == [bundles[1], bundles[0]]
 
 
 @pytest.mark.parametrize("shares", [True, False])
@@ -164,5 +164,5 @@ def samples_of(
         responses=rows(*responses),
         rewards=torch.zeros(count),
         tokens={},
-        inputs=tuple(inputs),
+        inputs=prompt_spans(prompts, inputs),
     )

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
-from services.common.fields import PROMPT_VERSION
+from services.common.fields import PROMPT_VERSION, TOOL_VERSION
 from services.common.models.loading import as_stored, load_model
 from services.common.models.tokenizer import load_tokenizer
 from services.common.models.weight_files import stored_names
@@ -20,7 +20,7 @@ from services.trainer.checkpoint.export import export_checkpoint
 from services.trainer.model.policy import Policy, freeze_tower, trainable
 from services.wire.data.jagged import Jagged
 from services.wire.data.model_inputs import ModelInputs, decode_bundles, encode_bundles
-from tests.helpers.batches import CPU, policy_of, random_queue, rank_of, spec_of
+from tests.helpers.batches import CPU, policy_of, prompt_spans, random_queue, rank_of, spec_of
 from tests.helpers.vision import KINDS, model_spec, plain_logprobs, random_prompt, saved_model
 
 
@@ -34,6 +34,8 @@ class Conversation:
     """Images of the prompt."""
     turns: dict[int, ModelInputs]
     """Images of observations by the place of their first token."""
+    runs: tuple[tuple[int, int], ...] = ()
+    """Versions of the response's tokens, and the number of tokens of each."""
 
     def logprobs(self, whole: Any) -> torch.Tensor:
         everything = ModelInputs.joined([self.given, *self.turns.values()])
@@ -64,7 +66,7 @@ def test_packed_logprobs_and_gradients_are_those_of_the_whole_model(
             Jagged.from_list([torch.tensor(response) for _, response, _ in rows]),
             device=CPU,
             shares_prefixes=seed % 2 == 1,
-            inputs=[given for _, _, given in rows],
+            inputs=prompt_spans([prompt for prompt, _, _ in rows], [given for _, _, given in rows]),
         )
         found = errors(loaded, policy(packed)[0], expected, seed=seed)
         worst = list(map(max, worst, found))
@@ -101,22 +103,35 @@ def random_rows(rng: random.Random) -> list[tuple[list[int], list[int], ModelInp
     return rows
 
 
-def random_conversation(rng: random.Random, prompt: tuple[list[int], ModelInputs]) -> Conversation:
-    """Returns a conversation in which the policy answers observations with and without images."""
+def random_conversation(
+    rng: random.Random, prompt: tuple[list[int], ModelInputs], *, shared_seed: int | None = None
+) -> Conversation:
+    """Returns a conversation in which the policy answers observations with and without images.
+
+    Args:
+        shared_seed: Conversations with the same one begin alike: the policy says one of few things, and an
+            observation depends on what was said.
+    """
     tokens, given = prompt
-    response, own = list[int](), dict[int, ModelInputs]()
+    response, own, runs = list[int](), dict[int, ModelInputs](), list[tuple[int, int]]()
     num_images = len(given.tensors.get("image_places", ()))
     for _ in range(rng.randrange(1, 4)):
-        said = [rng.randrange(3, 64) for _ in range(rng.randrange(1, 6))]
+        if shared_seed is None:
+            said, world = [rng.randrange(3, 64) for _ in range(rng.randrange(1, 6))], rng
+        else:
+            said = [7, *[rng.randrange(3, 5)] * rng.randrange(1, 3)]
+            world = random.Random(f"{shared_seed} {response} {said}")
         place = len(tokens) + len(response) + len(said)
         seen, inputs = random_prompt(
-            rng, rng.randrange(3), num_tokens=place, num_earlier=num_images
+            world, world.randrange(3), num_tokens=place, num_earlier=num_images
         )
         num_images += len(inputs.tensors.get("image_places", ()))
-        seen.append(rng.randrange(3, 59))
+        # Text after the images may differ.
+        seen.append(rng.randrange(3, 59 if shared_seed is None else 5))
         response += [*said, *seen]
+        runs += [(0, len(said)), (TOOL_VERSION, len(seen))]
         own[place] = inputs
-    return Conversation(tokens, [*response, 5, 6], given, own)
+    return Conversation(tokens, [*response, 5, 6], given, own, (*runs, (0, 2)))
 
 
 @pytest.mark.parametrize("num_packs", [4, pytest.param(200, marks=pytest.mark.nightly)])
@@ -150,6 +165,67 @@ def test_images_of_observations_are_computed_as_by_the_whole_model(
     print(f"logprobs {worst[0]:.1e}, gradients {worst[1]:.1e} over {num_packs} packs")
 
 
+@pytest.mark.parametrize("num_packs", [4, pytest.param(200, marks=pytest.mark.nightly)])
+@pytest.mark.timeout(3600)
+def test_conversations_share_what_they_have_in_common_with_its_images(
+    loaded: tuple[Any, Any, set[str]], num_packs: int
+) -> None:
+    whole, model, _ = loaded
+    policy, worst, computed, plain = Policy(model, temperature=1.0), [0.0, 0.0], 0, 0
+    for seed in range(num_packs):
+        rng, groups = random.Random(seed), []
+        for group in range(3):
+            prompt = random_prompt(rng, rng.randrange(3))
+            shared = 1000 * seed + group
+            groups += [random_conversation(rng, prompt, shared_seed=shared) for _ in range(6)]
+        rng.shuffle(groups)
+        pairs = list(zip(groups, [*groups[1:], groups[0]], strict=True))
+        fields, given = stored(pairs)
+        found = sequences_of(fields)
+        inputs = found.inputs_of(given)
+        packed = pack(
+            found.prompts, found.responses, device=CPU, shares_prefixes=True, inputs=inputs
+        )
+        plain += sum(len(spans) for spans in inputs)
+        computed += len(packed.inputs)
+        expected = torch.cat([each.logprobs(whole) for pair in pairs for each in pair])
+        found_errors = errors(loaded, policy(packed)[0], expected, seed=seed)
+        worst = list(map(max, worst, found_errors))
+        assert max(found_errors) <= 1e-5, f"seed {seed}"
+    assert computed < plain / 2
+    print(f"logprobs {worst[0]:.1e}, gradients {worst[1]:.1e} over {num_packs} packs")
+
+
+def test_the_tower_computes_each_distinct_image_once(
+    loaded: tuple[Any, Any, set[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of sequences that share no tokens, in which the image has another place."""
+    whole, model, _ = loaded
+    policy, grids = Policy(model, temperature=1.0), []
+    tower = model.model.visual
+    own = tower.forward
+    monkeypatch.setattr(
+        tower, "forward", lambda *a, **k: grids.append(k["grid_thw"]) or own(*a, **k)
+    )
+    rows = []
+    for before in ([], [5], [6, 7]):
+        tokens, given = random_prompt(random.Random(4), 2)
+        places = given.tensors["image_places"] + torch.tensor([0, len(before)])
+        moved = ModelInputs.from_values({**given.tensors, "image_places": places})
+        rows.append(([*before, *tokens, 8], [9, 10], moved))
+    packed = pack(
+        Jagged.from_list([torch.tensor(prompt) for prompt, _, _ in rows]),
+        Jagged.from_list([torch.tensor(response) for _, response, _ in rows]),
+        device=CPU,
+        shares_prefixes=True,
+        inputs=prompt_spans([prompt for prompt, _, _ in rows], [each for _, _, each in rows]),
+    )
+    logprobs = policy(packed)[0]
+    assert [len(each) for each in grids] == [2]
+    expected = torch.cat([plain_logprobs(whole, *row) for row in rows])
+    assert max(errors(loaded, logprobs, expected, seed=0)) <= 1e-5
+
+
 def stored(
     samples: list[tuple[Conversation, Conversation]],
 ) -> tuple[dict[str, Jagged], list[SampleInputs]]:
@@ -160,9 +236,9 @@ def stored(
         responses.append([*first.response, *second.prompt, *second.response])
         runs.append(
             [
-                [0, len(first.response)],
-                [PROMPT_VERSION, len(second.prompt)],
-                [0, len(second.response)],
+                *first.runs,
+                (PROMPT_VERSION, len(second.prompt)),
+                *second.runs,
             ]
         )
         turns = {**first.turns, start: second.given}
@@ -225,7 +301,7 @@ def test_an_export_has_the_whole_model_with_its_tower(
         Jagged.from_list([torch.tensor(prompt)]),
         Jagged.from_list([torch.tensor([5, 6, 7])]),
         device=CPU,
-        inputs=[given],
+        inputs=prompt_spans([prompt], [given]),
     )
     expected = plain_logprobs(whole, prompt, [5, 6, 7], given)
     torch.testing.assert_close(policy(packed)[0], expected, atol=1e-4, rtol=1e-5)
