@@ -37,6 +37,7 @@ from services.rollout.engines.build import begin_imports, build_engine
 from services.rollout.engines.engine_config import ImageLimits
 from services.rollout.engines.memory import plan_of
 from services.rollout.environments.workflow import Environments
+from services.rollout.failures import CallError
 from services.rollout.frozen_weights import FrozenWeights
 from services.rollout.monitor import freeze_startup_objects, monitor
 from services.rollout.openai.agent import Agent
@@ -244,7 +245,7 @@ async def _load(
         GroupServices(
             engine=engine,
             tokenizer=tokenizer,
-            workflow=await _open_workflow(stack, spec, settings, reach, tokenizer),
+            workflow=await _open_workflow(stack, spec, settings, reach, tokenizer, calls),
             reward=scorer,
             comparison=scorer.comparison,
             calls=calls,
@@ -313,11 +314,16 @@ async def _open_workflow(
     settings: RolloutSettings,
     reach: AddressPolicy,
     tokenizer: Tokenizer,
+    calls: CallPool,
 ) -> Workflow:
     """Loads the workflow and starts the servers that it needs, until the stack is closed."""
     workflow = load_workflow(spec.rollout)
     if isinstance(workflow, MultiTurn):
         workflow.check(tokenizer if spec.data.chat_template else None)
+        try:
+            await workflow.describe_tools(calls, functions=spec.data.chat_template)
+        except CallError as error:
+            raise ValueError(f"rollout.workflow_arguments: {error.message}") from error
     if isinstance(workflow, Agent):
         serving = workflow.serving(
             settings.agent_bind,

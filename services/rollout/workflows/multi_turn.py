@@ -1,6 +1,7 @@
 """Workflow in which the policy calls tools and reads their results until it answers."""
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -10,6 +11,7 @@ from pydantic import Field
 
 from services.common.models.tokenizer import Tokenizer
 from services.common.runspec.base import AtLeastOne, PositiveSeconds
+from services.rollout.calls.pool import CallPool
 from services.rollout.data.images import has_images, with_parts
 from services.rollout.failures import CallError, GroupError
 from services.rollout.workflows.base import Episode
@@ -41,7 +43,8 @@ class MultiTurn:
 
     Args:
         tools: Python functions, ``module:function`` or ``file.py:function``, called with keyword arguments.
-        mcp_servers: Commands of Model Context Protocol servers; all their tools are offered.
+        mcp_servers: Commands of Model Context Protocol servers; all their tools are offered. No two tools
+            have one name.
         max_turn_tokens: Max tokens of one turn; None applies only the response's limit.
         result_template: Text to add for each result instead of the chat template's rendering; it contains
             ``{result}`` in place of the result. It must end the policy's turn and open the next one.
@@ -229,18 +232,40 @@ class MultiTurn:
         return f"error: unknown tool {name!r}; tools: {known}"
 
     async def _servers(self, episode: Episode) -> Mapping[str, list[str]]:
-        """Returns the server of each tool; the first call also reads the schemas of tools and functions."""
+        """Returns the server of each tool; describes the tools, if that was not done at the start."""
         if self._mcp_tools is None:
-            timeout_s = self._tool_timeout_s
-            schemas = [
-                await episode.call(f"{_SCHEMAS}:tool_schema", (reference,), timeout_s=timeout_s)
-                for reference in self._functions.values()
-                if self._offers_tools and episode.prompt.messages
-            ]
-            found: dict[str, list[str]] = {}
-            for command in self._mcp_servers:
-                tools = await episode.call(f"{_MCP}:list_tools", (command,), timeout_s=timeout_s)
-                found |= {tool["function"]["name"]: command for tool in tools}
-                schemas += tools
-            self._mcp_tools, self._schemas = found, schemas
+            await self.describe_tools(episode, functions=bool(episode.prompt.messages))
+        assert self._mcp_tools is not None
         return self._mcp_tools
+
+    async def describe_tools(self, calls: CallPool | Episode, *, functions: bool) -> None:
+        """Reads the schemas of all tools from servers and functions.
+
+        Args:
+            functions: False leaves out the schemas of functions, if no prompt shows them.
+
+        Raises:
+            CallError: If a server or a function cannot be described, or two tools have one name.
+        """
+        timeout_s = self._tool_timeout_s
+        schemas = [
+            await calls.call(f"{_SCHEMAS}:tool_schema", (reference,), timeout_s=timeout_s)
+            for reference in self._functions.values()
+            if self._offers_tools and functions
+        ]
+        origins = {name: f"the function {name!r} of tools" for name in self._functions}
+        found: dict[str, list[str]] = {}
+        for command in self._mcp_servers:
+            origin = f"the MCP server {shlex.join(command)!r}"
+            tools = await calls.call(f"{_MCP}:list_tools", (command,), timeout_s=timeout_s)
+            for tool in tools:
+                name = tool["function"]["name"]
+                if name in origins:
+                    raise CallError(
+                        "exception",
+                        f"{origins[name]} and {origin} both offer a tool {name!r}, and a call names only the "
+                        "tool; remove one of them, or rename it",
+                    )
+                origins[name], found[name] = origin, command
+            schemas += tools
+        self._mcp_tools, self._schemas = found, schemas

@@ -18,7 +18,7 @@ from services.common.runspec.run import ModelSpec
 from services.rollout.calls.pool import CallPool
 from services.rollout.data.prompts import Prompt
 from services.rollout.engines.base import GenerationRequest, GenerationResult
-from services.rollout.failures import GroupError
+from services.rollout.failures import CallError, GroupError
 from services.rollout.workflows.base import Episode, EpisodeLimits, Interrupted, load_workflow
 from services.rollout.workflows.multi_turn import MultiTurn
 from services.rollout.workflows.turns import Turn
@@ -260,6 +260,23 @@ async def test_mcp_servers_offer_their_tools(tmp_path: Path) -> None:
         await workflow.run(done)
     assert "HEY" in done.text(done.turns[1])
     assert "error: " in done.text(done.turns[3])
+
+
+async def test_two_tools_with_one_name_are_refused(tmp_path: Path, tools: str) -> None:
+    servers = []
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.py").write_text(SERVER)
+        servers.append([sys.executable, str(tmp_path / f"{name}.py")])
+    (tmp_path / "shout.py").write_text("def shout(text: str): ...")
+    function = [f"{tmp_path}/shout.py:shout"]
+    async with CallPool(1) as calls, asyncio.timeout(60):
+        for arguments, origins in (
+            ({"mcp_servers": servers}, r"one\.py.*two\.py"),
+            ({"mcp_servers": [servers[0]] * 2}, r"one\.py.*one\.py"),
+            ({"mcp_servers": servers[:1], "tools": function}, r"function 'shout'.*one\.py"),
+        ):
+            with pytest.raises(CallError, match=f"(?s){origins}.*'shout'"):
+                await MultiTurn(**arguments).describe_tools(calls, functions=True)
 
 
 def test_workflows_are_loaded_by_name_with_their_arguments() -> None:
