@@ -181,6 +181,34 @@ async def test_vllm_resumes_shares_and_recomputes_prompts_with_their_images() ->
     assert far(result.logprobs, torch.cat([both[0][:before], both[1][before:]])) <= 1e-5
 
 
+@pytest.mark.parametrize(
+    "kind", [pytest.param("qwen2_5_vl", marks=pytest.mark.nightly), "qwen3_vl"]
+)
+async def test_vllm_sees_images_of_later_turns(kind: str) -> None:
+    model, rng = model_of(wide_config(kind), 0), random.Random(2)
+    prompt, given = random_prompt(rng, 1)
+    prompt += [5] * 48  # several blocks of the cache
+    async with serving(wide_config(kind)) as engine:
+        await adopt(engine, 0, model)
+        first = await engine.generate(request("first", prompt, given))
+        said = [*prompt, *first.token_ids]
+        seen, inputs = random_prompt(rng, 2, num_tokens=len(said), num_earlier=1)
+        pixels = inputs.tensors["pixel_values"]
+        other = ModelInputs.from_values({**inputs.tensors, "pixel_values": pixels.flip(0)})
+        reused = []
+        for name, own in (("second", inputs), ("again", inputs), ("other", other)):
+            before = engine.stats().cached_tokens_total
+            whole = ModelInputs.joined([given, own])
+            answer = await engine.generate(request(name, [*said, *seen, 5], whole))
+            reused.append(engine.stats().cached_tokens_total - before)
+            response = [*first.token_ids, *seen, 5, *answer.token_ids]
+            wanted = expected(model, prompt, response, whole)
+            assert far(answer.logprobs, wanted[-len(answer.token_ids) :]) <= 1e-5
+    assert 0 < reused[0] <= len(said), "the first turn is computed once"
+    assert reused[2] <= len(said) + 16, "an image that differs is not shared"
+    assert reused[1] >= reused[2]
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("mode", ["shadow", "inplace"])
 def test_vllm_learns_which_square_is_red(tmp_path: Path, mode: str) -> None:
