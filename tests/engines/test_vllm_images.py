@@ -24,6 +24,7 @@ from services.trainer.batch.packing import pack
 from services.trainer.model.policy import Policy
 from services.wire.data.jagged import Jagged
 from services.wire.data.model_inputs import ModelInputs
+from tests.helpers.batches import prompt_spans
 from tests.helpers.cli import REPOSITORY, train
 from tests.helpers.engines import running, until
 from tests.helpers.vision import IMAGE, random_prompt, wide_config
@@ -90,7 +91,7 @@ def expected(
         Jagged.from_list([torch.tensor(prompt)]),
         Jagged.from_list([torch.tensor(response)]),
         device=torch.device("cpu"),
-        inputs=[given],
+        inputs=prompt_spans([prompt], [given]),
     )
     return Policy(model, temperature=1.0)(packed)[0]
 

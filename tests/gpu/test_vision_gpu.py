@@ -17,6 +17,7 @@ from services.rollout.engines.engine_config import EngineConfig, ImageLimits
 from services.trainer.batch.packing import pack
 from services.trainer.model.policy import Policy
 from services.wire.data.jagged import Jagged
+from tests.helpers.batches import prompt_spans
 from tests.helpers.cli import REPOSITORY, train
 from tests.helpers.engines import running
 from tests.helpers.vision import (
@@ -56,7 +57,7 @@ def test_packed_logprobs_are_those_of_the_whole_model_on_a_cpu(
         Jagged.from_list([torch.tensor(response) for _, response, _ in rows]),
         device=torch.device("cuda"),
         shares_prefixes=shares,
-        inputs=[given for _, _, given in rows],
+        inputs=prompt_spans([prompt for prompt, _, _ in rows], [given for _, _, given in rows]),
     )
     logprobs, _ = Policy(model, temperature=1.0)(packed)
     # The convolution that embeds patches computes in TF32.
@@ -117,7 +118,9 @@ async def _compare_logprobs(kind: str, *, in_place: bool) -> None:
                 Jagged.from_list([torch.tensor(prompt) for prompt, _ in prompts]),
                 Jagged.from_list([torch.tensor(result.token_ids) for result in results]),
                 device=torch.device("cuda"),
-                inputs=[given for _, given in prompts],
+                inputs=prompt_spans(
+                    [prompt for prompt, _ in prompts], [given for _, given in prompts]
+                ),
             )
             expected, _ = Policy(model, temperature=1.0)(packed)
             got = torch.tensor([each for result in results for each in result.logprobs])
