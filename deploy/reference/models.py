@@ -34,10 +34,11 @@ If a family's attention does not consist of `q_proj`, `k_proj`, `v_proj` and `o_
 the names for `trainer.lora.target_modules`. The weight plane sends every family under its checkpoint names.
 
 ## Hybrids
-{recurrent} have recurrent layers (gated delta nets with a short
-convolution) beside full attention. In a pack each sequence starts from an empty state. 200 random packs of
-each family, half of them with shared prefixes, are compared with transformers every night
-(`tests/unit/trainer/test_hybrids.py`).
+{recurrent} have recurrent layers with a short convolution
+beside full attention: gated delta nets in separate layers, or Mamba-2 mixers in every layer
+(`falcon_h1`). In a pack each sequence starts from an empty state. 200 random packs of each family, half of
+them with shared prefixes, are compared with transformers every night, and lengths around the sizes of
+kernels and chunks with every commit (`tests/unit/trainer/test_hybrids.py`).
 
 - **Shared prefixes**: recurrent layers compute a shared prefix again for each sequence, other layers once.
 - **Context parallelism**: each rank computes recurrent layers for all tokens of the pack, other layers for
@@ -48,9 +49,16 @@ each family, half of them with shared prefixes, are compared with transformers e
 - **Kernels**: on GPUs, install the extra `linear-attention` (`flash-linear-attention`) in the trainer's
   environment; transformers uses it if it is there. Without it, and on CPUs, torch computes the layers.
   On Hopper GPUs with Triton 3.4 to 3.7.0 (PyTorch 2.11) its backward pass also needs `tilelang`.
+  For mixers transformers uses `mamba-ssm` and `causal-conv1d` if they are there. Mixers have been compared on
+  CPUs only.
 - **vLLM**: its CPU build computes gated delta nets in bfloat16 and with heads of 128 only. `qwen3_next` is
   compared there in bfloat16; `qwen3_5_text` and `qwen3_5_moe_text` need `torchvision`, which the test
   environment lacks, and are not compared. None of their experts is reported on a CPU.
+  `falcon_h1` is compared like other families. vLLM does not store its `A_log` as such, so that weights go
+  through vLLM's loader, and `weight_sync.mode: inplace` is refused.
+- **Refused mixers**: `mamba_rms_norm` with `mamba_norm_before_gate`, and a `time_step_limit`, because
+  kernels and engines ignore these keys. LoRA refuses their `out_proj` and `conv1d`, because fused kernels use
+  these weights without adapters. Other state-space families (Nemotron-H, Bamba, Granite hybrids) are refused.
 - **Multi-token prediction**: heads of a checkpoint (`mtp.*`) are not trained. An export has them unchanged.
 
 ## Multimodal checkpoints

@@ -58,6 +58,7 @@ _YARN = {
 }
 _LINEAR = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 _AS_RELEASED: dict[str, dict[str, Any]] = {
+    "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_state": 32},
     **dict.fromkeys(("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text"), _LINEAR),
     "deepseek_v3": {
         "kv_lora_rank": 512,

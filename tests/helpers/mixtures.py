@@ -25,9 +25,26 @@ _LINEAR = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
 }
+_MIXER = {
+    "mamba_d_ssm": 48,
+    "mamba_n_heads": 6,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 12,
+    "mamba_chunk_size": 16,
+    "lm_head_multiplier": 0.7,
+    "embedding_multiplier": 1.7,
+    "mlp_multipliers": [0.8, 0.6],
+    "key_multiplier": 0.6,
+    "attention_in_multiplier": 1.3,
+    "attention_out_multiplier": 0.9,
+    "ssm_multipliers": [0.7, 0.9, 0.8, 1.2, 0.6],
+    "ssm_in_multiplier": 1.2,
+    "ssm_out_multiplier": 0.8,
+}
 _EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 24}
 _SHAPES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _LINEAR,
+    "falcon_h1": _MIXER,
     "qwen3_next": {
         "num_experts": 8,
         "shared_expert_intermediate_size": 40,

@@ -1,13 +1,12 @@
 """Reads the ``config.json`` of a model without torch."""
 
 import functools
-import json
 import os.path
 import re
 from pathlib import Path
 from typing import Any
 
-from services.common.models.evaluator import Evaluator
+from services.common.models.evaluator import Evaluator, parse_config
 from services.common.models.families import MULTIMODAL, image_kind, language_config
 from services.common.models.made_tokenizers import Vocabulary
 from services.common.runspec.run import TINY_PREFIX, ModelSpec
@@ -21,6 +20,7 @@ _SHAPES = {
     "llama-0.4m": ("llama", 128, 2, 4, 2, 352),
     "qwen3_moe-0.7m": ("qwen3_moe", 128, 2, 4, 2, 352),
     "qwen3_5-0.4m": ("qwen3_5_text", 128, 2, 4, 2, 352),
+    "falcon_h1-0.6m": ("falcon_h1", 128, 2, 4, 2, 352),
     "qwen2_5_vl-0.6m": ("qwen2_5_vl_text", 128, 2, 4, 4, 336),
 }
 PRESET_PATCH = 4
@@ -39,6 +39,11 @@ _FURTHER: dict[str, dict[str, Any]] = {
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 32,
         "linear_value_head_dim": 32,
+    },
+    "falcon_h1": {
+        "mamba_d_ssm": 128,
+        "mamba_n_heads": 4,
+        "mamba_d_state": 32,
     },
     "qwen2_5_vl_text": {
         # With a larger base, the positions of neighboring image columns would differ by too little.
@@ -67,6 +72,7 @@ _CLASSES = {
     "llama": "LlamaForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "falcon_h1": "FalconH1ForCausalLM",
     "qwen2_5_vl_text": "Qwen2_5_VLForConditionalGeneration",
 }
 _MAX_POSITIONS = 32_768
@@ -260,7 +266,7 @@ def _read(path: Path) -> Any:
         raise ValueError(
             f"its config.json has {size} bytes, more than the limit of {_MAX_CONFIG_BYTES}"
         )
-    return json.loads(path.read_text(encoding="utf-8"))
+    return parse_config(path.read_text(encoding="utf-8"))
 
 
 def _check(config: Any) -> None:

@@ -33,6 +33,17 @@ _MAX_STOPS: Final = 3
 _LENGTH_BYTES: Final = 8
 
 
+def parse_config(text: str) -> Any:
+    """Returns the content of a ``config.json``, where infinity is ``{"__float__": "Infinity"}``."""
+    return json.loads(text, object_hook=_plain_float)
+
+
+def _plain_float(found: dict[str, Any]) -> Any:
+    tag = found.get("__float__")
+    is_float = len(found) == 1 and tag in ("NaN", "Infinity", "-Infinity")
+    return float(tag) if is_float else found  # type: ignore[arg-type]
+
+
 class Evaluator:
     """Process that evaluates templates or configs; started on demand, and again after it was stopped.
 
@@ -237,7 +248,7 @@ def _config() -> Callable[..., Any]:
     CONFIG_MAPPING["qwen2"]()  # imports the modules that all families need
 
     def make(text: str) -> None:
-        config = json.loads(text)
+        config = parse_config(text)
         kind = config.get("model_type")
         if kind in CONFIG_MAPPING:
             CONFIG_MAPPING[kind].from_dict(config)

@@ -6,6 +6,7 @@ decoding, with the model's own.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any, Literal
 
 Routing = Literal["softmax", "softmax_of_chosen", "sigmoid"]
@@ -42,7 +43,10 @@ class Family:
     attention_modules: tuple[str, ...] = _ATTENTION
     """Linear modules of its attention, to which adapters apply."""
     recurrent: str | None = None
-    """Name of the module that carries a state from token to token, in layers of ``linear_attention``."""
+    """Name of the module that carries a state from token to token, in layers of ``linear_attention``.
+
+    In a model without ``layer_types`` all layers have it, beside attention.
+    """
     sinks: bool = False
     """True if each attention head has a sink: a score that takes weight and contributes no value."""
     fixed_by_alpha: bool = False
@@ -77,6 +81,8 @@ FAMILIES: Mapping[str, Family] = {
     "cohere2": Family(),
     "granite": Family(tensor_parallel=True),
     "qwen3_5_text": Family(recurrent="linear_attn", attention_modules=(*_ATTENTION, *_GATED_DELTA)),
+    # Fused kernels multiply with the weight of out_proj itself, without an adapter.
+    "falcon_h1": Family(recurrent="mamba", attention_modules=(*_ATTENTION, "in_proj")),
     "qwen2_moe": Family(routing="softmax", expert_parts=ExpertParts()),
     "qwen3_moe": Family(windowed=True, routing="softmax", expert_parts=ExpertParts()),
     "mixtral": Family(
@@ -126,7 +132,7 @@ COMPARED: Mapping[str, tuple[str, ...]] = {
     "vllm": (
         *("llama", "qwen2", "qwen3", "mistral", "ministral", "phi3", "olmo2", "olmo3", "glm"),
         *("glm4", "smollm3", "starcoder2", "seed_oss", "ernie4_5", "hunyuan_v1_dense", "exaone4"),
-        *("gemma", "gemma2", "gemma3_text", "cohere", "cohere2", "granite"),
+        *("gemma", "gemma2", "gemma3_text", "cohere", "cohere2", "granite", "falcon_h1"),
         *("qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "gpt_oss"),
     ),
     "sglang": (
@@ -252,6 +258,8 @@ def check_trainer(
         for kind in sorted(_rope_types(config) - set(_STATIC_ROPE))
     ]
     problems += _shape_problems(config, family)
+    if model_type == "falcon_h1":
+        problems += _mixer_problems(config)
     if tensor_parallel > 1 and not family.tensor_parallel:
         known = ", ".join(name for name, each in FAMILIES.items() if each.tensor_parallel)
         problems.append(
@@ -296,6 +304,21 @@ def _shape_problems(config: Mapping[str, Any], family: Family) -> Iterator[str]:
         yield (
             f"model.path: num_experts_per_tok in its config.json is {chosen}, but only {open_experts} "
             "experts are available to a token"
+        )
+
+
+def _mixer_problems(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yields settings of a Mamba-2 mixer that some kernels and engines ignore."""
+    if config.get("mamba_rms_norm") and config.get("mamba_norm_before_gate", True):
+        yield (
+            "model.path: mamba_rms_norm and mamba_norm_before_gate in its config.json are true, but kernels "
+            "and engines apply the gate before the norm; use a model with mamba_norm_before_gate false"
+        )
+    limits = config.get("time_step_limit")
+    if limits not in (None, [0.0, inf], (0.0, inf)):
+        yield (
+            f"model.path: time_step_limit in its config.json is {limits!r}, but engines do not limit "
+            "time steps; use a model with [0.0, Infinity]"
         )
 
 
@@ -362,6 +385,43 @@ def num_attention_layers(config: Mapping[str, Any]) -> int:
     """Returns the number of layers that attend to earlier tokens, and keep their keys and values."""
     kinds = config.get("layer_types") or [_FULL] * int(config["num_hidden_layers"])
     return sum(kind != _LINEAR for kind in kinds)
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentShape:
+    """Sizes of a model's recurrent layers."""
+
+    num_layers: int
+    """Number of layers that have one."""
+    channels: int
+    """Channels of the short convolution, per token."""
+    width: int
+    """Width of the output, and of its gate, per token."""
+    state: int
+    """Numbers in the state of one layer."""
+
+
+def recurrent_shape(config: Mapping[str, Any]) -> RecurrentShape | None:
+    """Returns the sizes of a model's recurrent layers; None if it has none.
+
+    Args:
+        config: A model's configuration, including defaults.
+    """
+    if recurrent_module(config) is None:
+        return None
+    if config.get("model_type") == "falcon_h1":
+        width = config["mamba_n_heads"] * config["mamba_d_head"]
+        per_group = config["mamba_d_state"]
+        channels = width + 2 * config["mamba_n_groups"] * per_group
+        return RecurrentShape(config["num_hidden_layers"], channels, width, width * per_group)
+    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    width = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+    return RecurrentShape(
+        num_layers=config["num_hidden_layers"] - num_attention_layers(config),
+        channels=2 * keys + width,
+        width=width,
+        state=width * config["linear_key_head_dim"],
+    )
 
 
 def windows_of(config: Mapping[str, Any]) -> dict[str, int | None]:

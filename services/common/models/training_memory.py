@@ -6,7 +6,6 @@ the backward pass; it was within 5 % of the peak of two runs on H200s (a 1.5B mo
 tokens: 110 GiB on one GPU, 96 on two with ``zero_stage`` 1).
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,7 +15,8 @@ from typing import Any, Final, Literal
 import torch
 from transformers import PretrainedConfig
 
-from services.common.models.families import num_attention_layers, num_experts
+from services.common.models.evaluator import parse_config
+from services.common.models.families import num_attention_layers, num_experts, recurrent_shape
 from services.common.models.loading import build_model, stored_tensors
 from services.common.models.quantization import (
     PART_BYTES,
@@ -355,7 +355,7 @@ def shapes_of(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
 
 @lru_cache(maxsize=8)
 def _shapes_of(kind: type[PretrainedConfig], described: str) -> dict[str, tuple[int, ...]]:
-    config = kind.from_dict(json.loads(described))
+    config = kind.from_dict(parse_config(described))
     model = build_model(config, dtype=torch.float32, device="meta")
     return {name: tuple(value.shape) for name, value in stored_tensors(model).items()}
 
@@ -421,8 +421,11 @@ def _activations(trainer: TrainerSpec, config: PretrainedConfig, *, item: int) -
     heads = _QUERIES * int(shape.num_attention_heads) + _KEY_VALUES * heads
     attended = item * heads * width / trainer.tensor_parallel
     layers = int(shape.num_hidden_layers)
-    if (attending := num_attention_layers(shape.to_dict())) < layers:
-        attended += (layers - attending) / layers * (item * _recurrent(shape) - attended)
+    attended *= num_attention_layers(shape.to_dict()) / layers
+    if (recurrent := recurrent_shape(shape.to_dict())) is not None:
+        # The inputs and outputs of the convolution, and of the gates.
+        kept_width = 2 * recurrent.channels + 2 * recurrent.width
+        attended += recurrent.num_layers / layers * item * kept_width
     # The tokens of an expert are copied, and its output is weighted.
     attended += item * _copied(shape)
     eager = 0 if trainer.compile else 1
@@ -445,13 +448,6 @@ def _activations(trainer: TrainerSpec, config: PretrainedConfig, *, item: int) -
     if recomputed == "selective" and not trainer.compile:
         return _Activations(sum(kept) + again, layers * hidden)
     return _Activations(min(layers, _LAYERS_HERE) * max(kept) + again, sum(kept))
-
-
-def _recurrent(shape: Any) -> int:
-    """Returns the width that a gated delta net keeps per token: of its convolution and of its gates."""
-    keys = shape.linear_num_key_heads * shape.linear_key_head_dim
-    values = shape.linear_num_value_heads * shape.linear_value_head_dim
-    return int(2 * (2 * keys + values) + 2 * values)
 
 
 def _feed_forward(shape: Any) -> float:

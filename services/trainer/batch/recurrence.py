@@ -1,15 +1,16 @@
 """Recurrent layers over packed sequences: each sequence starts from an empty state.
 
-A recurrent layer (a gated delta net with its short convolution, a state-space layer) carries a state from
+A recurrent layer (a gated delta net or a Mamba-2 mixer, each with a short convolution) carries a state from
 token to token. Sequences of similar length therefore run as rows of one batch, padded at the end, where
-padding cannot reach a token before it. Kernels for rows are transformers' own: ``flash-linear-attention`` if
-it is installed and the model is on a GPU, otherwise torch.
+padding cannot reach a token before it. Kernels for rows are transformers' own: ``flash-linear-attention`` or
+``mamba-ssm`` if it is installed and the model is on a GPU, otherwise torch.
 
 A sequence that shares a prefix with others computes the prefix again and returns its own tokens only. No
 state has to be forked, and gradients of the prefix add up. Other layers compute shared tokens once.
 """
 
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from services.trainer.batch.layout import AttentionLayout
 
 _CHUNK = 64
 """Tokens of a chunk of the gated delta rule, unless sequences are shorter."""
+_Prepare = Callable[[nn.Module, Tensor], dict[str, int]]
+"""Prepares a layer for ``[N, L, H]`` rows and returns options of its forward pass."""
 
 
 def use_packed_recurrence(model: PreTrainedModel) -> None:
@@ -30,15 +33,19 @@ def use_packed_recurrence(model: PreTrainedModel) -> None:
     name = recurrent_module(model.config.to_dict())
     if name is None:
         return
+    is_mixer = model.config.model_type == "falcon_h1"
+    prepare = _mixer_preparation(model.config) if is_mixer else _delta_options
     for module_name, module in model.named_modules():
         if module_name.rpartition(".")[2] == name:
-            setattr(module, "forward", partial(_packed, module))  # noqa: B010 -- mypy knows a method
+            forward = partial(_packed, module, prepare)
+            setattr(module, "forward", forward)  # noqa: B010 -- mypy knows a method
 
 
 # The number of batches differs from pack to pack, and each number would be another graph.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _packed(
     module: nn.Module,
+    prepare: _Prepare,
     hidden_states: Tensor,
     *args: Any,
     layout: AttentionLayout | None = None,
@@ -48,6 +55,8 @@ def _packed(
     """Computes ``[1, T, H]`` of a pack.
 
     Args:
+        module: Recurrent layer.
+        prepare: Its preparation.
         hidden_states: ``[1, T, H]``.
         *args: Further arguments of the layer's forward pass.
         layout: Layout of the pack; None for a plain batch.
@@ -56,6 +65,7 @@ def _packed(
     """
     forward = partial(type(module).forward, module)
     if layout is None:
+        prepare(module, hidden_states)
         plain: Tensor = forward(hidden_states, *args, **options)
         return plain
     states = hidden_states[0]
@@ -69,7 +79,7 @@ def _packed(
     for batch in layout.batches:
         places = batch.queries if batch.keys is None else batch.keys
         rows = copied_rows(states, places.flatten()).view(*places.shape, -1)
-        output = forward(rows, **_chunks(rows))
+        output = forward(rows, **prepare(module, rows))
         if batch.keys is not None:
             output = output.gather(1, batch.depths[:, :, None].expand(-1, -1, output.shape[2]))
         outputs.append(output.flatten(0, 1))
@@ -77,8 +87,33 @@ def _packed(
     return (output if context is None else context.own(output))[None]
 
 
-def _chunks(rows: Tensor) -> dict[str, int]:
+def _delta_options(_: nn.Module, rows: Tensor) -> dict[str, int]:
     """Returns the option with which torch's gated delta rule does not pad short sequences to 64 tokens."""
-    if rows.is_cuda:
+    return {} if rows.is_cuda else {"chunk_size": _chunk(_CHUNK, rows)}
+
+
+def _chunk(size: int, rows: Tensor) -> int:
+    return min(size, 1 << (rows.shape[1] - 1).bit_length())
+
+
+def _mixer_preparation(config: Any) -> _Prepare:
+    """Returns the preparation of Falcon-H1's mixers: chunks, and multipliers in the dtype of the pass.
+
+    A mixer has its multipliers in a buffer that is not stored. It has no values after the model was on the
+    meta device, and with float32 values a pass in bfloat16 would continue in float32.
+    """
+    from transformers.models.falcon_h1.modeling_falcon_h1 import compute_mup_vector
+
+    multipliers: Tensor = compute_mup_vector(config)  # type: ignore[no-untyped-call]
+
+    @cache
+    def cast(device: torch.device, dtype: torch.dtype) -> Tensor:
+        return multipliers.to(device, dtype)
+
+    def prepare(module: nn.Module, rows: Tensor) -> dict[str, int]:
+        module.mup_vector = cast(rows.device, rows.dtype)
+        if not rows.is_cuda:
+            module.chunk_size = _chunk(config.mamba_chunk_size, rows)  # type: ignore[assignment]
         return {}
-    return {"chunk_size": min(_CHUNK, 1 << (rows.shape[1] - 1).bit_length())}
+
+    return prepare

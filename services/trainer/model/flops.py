@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from services.common.models.families import num_attention_layers, num_experts
+from services.common.models.families import num_attention_layers, num_experts, recurrent_shape
 from services.common.models.loading import build_model
 from services.trainer.model.quantized import quantized_layers
 
@@ -67,11 +67,8 @@ def training_flops(
         head = getattr(shape, "head_dim", None) or hidden // heads
     forward = 2.0 * weights * tokens
     forward += 2.0 * layers * heads * head * squares
-    if (recurrent := shape.num_hidden_layers - layers) > 0:
-        state = (
-            shape.linear_num_value_heads * shape.linear_key_head_dim * shape.linear_value_head_dim
-        )
-        forward += 3 * 2.0 * recurrent * state * tokens
+    if (recurrent := recurrent_shape(shape.to_dict())) is not None:
+        forward += 3 * 2.0 * recurrent.num_layers * recurrent.state * tokens
     forward += 2.0 * shape.vocab_size * hidden * predictions
     return 3.0 * float(forward)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
+from math import prod
 from typing import Any, TypeVar
 
 import torch
@@ -147,10 +148,10 @@ def output_head(model: PreTrainedModel) -> OutputHead:
     # Read declared fields only: a family does not compute what its configuration does not declare.
     declared = type(model.config).__dataclass_fields__
     config = {key: value for key, value in vars(model.config).items() if key in declared}
-    multiplier, divisor = config.get("logit_scale"), config.get("logits_scaling")
+    multipliers = [float(config.get(key) or 1.0) for key in ("logit_scale", "lm_head_multiplier")]
     return OutputHead(
         _untyped(model).get_output_embeddings().weight,
-        scale=float(multiplier or 1.0) / float(divisor or 1.0),
+        scale=prod(multipliers) / float(config.get("logits_scaling") or 1.0),
         cap=config.get("final_logit_softcapping"),
     )
 

@@ -73,6 +73,7 @@ _VARIANTS: list[tuple[str, dict[str, Any]]] = [
         {"rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0}},
     ),
     ("qwen3_5_text", {"linear_num_value_heads": 2, "full_attention_interval": 4}),
+    ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
     ("qwen3_next", {"mlp_only_layers": [1], "tie_word_embeddings": True}),
     ("llama", {"logit_scale": 0.5, "logits_scaling": 3.0, "final_logit_softcapping": 2.0}),
 ]
@@ -86,7 +87,7 @@ _CASES = [
     *(pytest.param(*case, id=f"{case[0]}-{index}") for index, case in enumerate(_VARIANTS)),
 ]
 # One family for each set of modules that adapters apply to; others are tested at night.
-_ADAPTED = ("llama", "phi3", "qwen3_moe", "deepseek_v3", "qwen3_5_text", "qwen3_next")
+_ADAPTED = ("llama", "phi3", "qwen3_moe", "deepseek_v3", "qwen3_5_text", "falcon_h1", "qwen3_next")
 _TEMPERATURE = 0.7
 
 
@@ -210,6 +211,8 @@ def test_adapters_of_modules_that_a_model_lacks_are_refused_with_those_that_it_h
         ),
         ({"model_type": "llama", "rope_scaling": {"type": "dynamic", "alpha": 50.0}}, "'dynamic'"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "bidirectional"),
+        ({"model_type": "falcon_h1", "mamba_rms_norm": True}, "mamba_norm_before_gate"),
+        ({"model_type": "falcon_h1", "time_step_limit": [0.001, 0.1]}, "time_step_limit"),
         (
             {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 3},
             "num_key_value_heads",

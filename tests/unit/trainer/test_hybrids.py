@@ -1,16 +1,25 @@
 """Hybrids: random packs, plain and with shared prefixes, against the model's own pass over each sequence."""
 
+import math
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from services.common.models.families import FAMILIES
-from services.common.models.loading import build_model
+from services.common.models.configs import read_config
+from services.common.models.families import FAMILIES, check_trainer
+from services.common.models.loading import build_model, load_folder, stored_tensors
+from services.common.models.weight_files import stored_names
+from services.common.runspec.run import ModelSpec
+from services.common.runspec.trainer import LoraSpec
 from services.trainer.batch.packing import pack
+from services.trainer.engines.fsdp.build import fill
+from services.trainer.engines.fsdp.lora import add_adapters
 from services.trainer.model.policy import Policy
+from services.wire.data.jagged import Jagged
 from tests.helpers.batches import CPU
 from tests.helpers.mixtures import tiny_config
 from tests.helpers.tries import random_trie
@@ -28,7 +37,7 @@ def test_packed_logprobs_and_gradients_are_those_of_single_sequences(
     for seed in range(num_packs):
         rng = random.Random(seed)
         model = build_model(_config(family, rng), dtype=torch.float32, device="cpu", seed=seed)
-        # Sequences shorter and longer than a chunk of the gated delta rule.
+        # Sequences shorter and longer than a chunk of the recurrent layer.
         longest = rng.choice((4, 24, 80))
         rows = random_trie(rng, vocabulary=61, most_samples=6, longest=longest)
         factors = torch.randn(len(rows[1].values), generator=torch.Generator().manual_seed(seed))
@@ -49,14 +58,84 @@ def test_packed_logprobs_and_gradients_are_those_of_single_sequences(
     print(f"{family}: logprobs {worst[0]:.1e}, gradients {worst[1]:.1e} over {num_packs} packs")
 
 
+@pytest.mark.parametrize("family", _HYBRIDS)
+def test_lengths_around_the_sizes_of_kernels_and_chunks_are_exact(family: str) -> None:
+    """A kernel sees 4 tokens. A chunk has 64 in gated delta nets, 16 in the mixers of this configuration."""
+    model = build_model(
+        tiny_config(family, initializer_range=0.05, max_position_embeddings=512),
+        dtype=torch.float32,
+        device="cpu",
+        seed=0,
+    )
+    generator = torch.Generator().manual_seed(0)
+    lengths = (2, 3, 4, 5, 6, 15, 16, 17, 18, 31, 33, 63, 64, 65, 66, 127, 129)
+    texts = [torch.randint(3, 61, (length,), generator=generator) for length in lengths]
+    expected = torch.cat([_own(model, text[:1], text[1:]) for text in texts])
+    factors = torch.randn(len(expected), generator=generator)
+    weights = list(model.parameters())
+    wanted = _gradient(expected @ factors, weights)
+
+    rows = (Jagged.from_list([text[cut] for text in texts]) for cut in (slice(1), slice(1, None)))
+    actual, _ = Policy(model, temperature=1.0)(pack(*rows, device=CPU))
+    gradient = _gradient(actual @ factors, weights)
+
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+    assert (gradient - wanted).norm() <= 1e-5 * wanted.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_multipliers_of_mixers_have_values_and_the_dtype_of_the_pass(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    config = tiny_config("falcon_h1")
+    model = build_model(config, dtype=dtype, device="cpu", seed=0)
+    model.save_pretrained(tmp_path)
+    policy = Policy(build_model(config, dtype=torch.float32, device="meta"), temperature=1.0)
+    fill(policy, tmp_path, device=CPU)
+    for parameter in policy.parameters():
+        parameter.data = parameter.data.to(dtype)  # as in a pass with mixed precision
+    rows = random_trie(random.Random(0), vocabulary=61, most_samples=6, longest=24)
+    packed = pack(*rows, device=CPU)
+    assert torch.equal(policy(packed)[0], Policy(model, temperature=1.0)(packed)[0])
+
+
+def test_a_saved_state_space_model_is_loaded_again(tmp_path: Path) -> None:
+    model = build_model(tiny_config("falcon_h1"), dtype=torch.float32, device="cpu", seed=0)
+    model.save_pretrained(tmp_path)
+    assert check_trainer(read_config(ModelSpec(path=str(tmp_path)), None)) == []
+    loaded = load_folder(tmp_path, dtype=torch.float32, device="cpu")
+    assert loaded.config.time_step_limit == model.config.time_step_limit == (0.0, math.inf)
+    own = stored_tensors(model)
+    for name, value in stored_tensors(loaded).items():
+        assert torch.equal(value, own[name]), name
+    assert stored_names(tmp_path) == set(own)
+
+
+def test_adapters_that_kernels_would_ignore_are_refused() -> None:
+    model = build_model(tiny_config("falcon_h1"), dtype=torch.float32, device="cpu")
+    with pytest.raises(ValueError, match=r"trainer\.lora\.target_modules .*out_proj"):
+        add_adapters(model, LoraSpec(target_modules=("q_proj", "out_proj")))
+
+
 def _config(family: str, rng: random.Random) -> Any:
-    experts = {"num_experts": rng.choice((0, 8))} if family == "qwen3_next" else {}
+    further: dict[str, Any] = {}
+    if family == "qwen3_next":
+        further["num_experts"] = rng.choice((0, 8))
+    if family == "falcon_h1":
+        further |= {
+            "mamba_rms_norm": rng.choice((True, False)),
+            "mamba_norm_before_gate": False,
+            "mamba_d_conv": rng.choice((2, 4)),
+            "mamba_n_groups": rng.choice((1, 3)),
+            "mamba_chunk_size": rng.choice((8, 64)),
+        }
+    else:
+        further["full_attention_interval"] = rng.choice((2, 4))
+        further["linear_num_value_heads"] = rng.choice((2, 4))
     return tiny_config(
         family,
-        **experts,
+        **further,
         num_hidden_layers=4,
-        full_attention_interval=rng.choice((2, 4)),
-        linear_num_value_heads=rng.choice((2, 4)),
         initializer_range=0.05,
         max_position_embeddings=512,
     )
