@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from services.common.models.families import FAMILIES
+from services.common.models.loading import build_model
 from services.common.models.quantization import Fp8, fp8_rounded, is_fp8
 from services.rollout.engines.base import GenerationResult
 from services.rollout.engines.torch import decoding
@@ -350,12 +351,19 @@ async def test_rounding_up_batches_and_spans_changes_nothing(monkeypatch) -> Non
         assert exact.logprobs == pytest.approx(rounded.logprobs, abs=1e-5)
 
 
-async def test_contexts_that_are_stored_in_parts_give_the_same_tokens(monkeypatch) -> None:
-    async with running(engine := make_engine()):
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_5_text", "falcon_h1"])
+@pytest.mark.parametrize("most", [14, 21])
+async def test_contexts_that_are_stored_in_parts_give_the_same_tokens(
+    monkeypatch, family: str, most: int
+) -> None:
+    model = build_model(
+        tiny_config(family, vocab_size=VOCAB_SIZE), dtype=torch.float32, device="cpu", seed=0
+    )
+    async with running(engine := TorchEngine(model, max_running=8)):
         whole = await generate_all(engine)
-    # Two queries at a time for the longest context, fewer than that for several at once.
-    monkeypatch.setattr(decoding, "_MAX_MASK", 14)
-    async with running(engine := make_engine()):
+    # Two or three queries at a time for the longest context, fewer than that for several at once.
+    monkeypatch.setattr(decoding, "_MAX_MASK", most)
+    async with running(engine := TorchEngine(model, max_running=8)):
         parts = await generate_all(engine)
     for one, other in zip(whole, parts, strict=True):
         assert one.token_ids == other.token_ids

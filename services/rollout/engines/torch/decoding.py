@@ -5,6 +5,7 @@ import time
 from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -918,14 +919,16 @@ class DecodeBatch:
             ``[N, L, layers, K]`` chosen experts, if they are recorded.
         """
         num_rows, longest = inputs.shape
-        num_tokens = max(1, _MAX_MASK // (num_rows * longest))
+        # A Mamba-2 mixer updates its state in place for a single token, but here the state is a copy: no part
+        # after the first has one token.
+        num_tokens = max(2, _MAX_MASK // (num_rows * longest))
         arguments: dict[str, Tensor] = {}
         if model_inputs is not None:
             arguments = model_arguments(self._model.base_model, [model_inputs], self._device)
             num_tokens = longest
         chosen: list[RoutedExperts] = []
-        for first in range(0, longest, num_tokens):
-            end = min(first + num_tokens, longest)
+        starts = range(0, max(1, longest - 1), num_tokens)
+        for first, end in pairwise([*starts, longest]):
             self._cache.begin_prefill(targets, sources, first=first)
             keys = torch.arange(end, device=self._device)
             positions = keys[None, first:]
