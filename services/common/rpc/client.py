@@ -90,6 +90,12 @@ ResponseT = TypeVar("ResponseT")
 
 _FIRST_DELAY_S = 0.05
 _MAX_DELAY_S = 2.0
+_REFUSED = "RST_STREAM with error code 7"
+"""gRPC's text for REFUSED_STREAM (RFC 9113, 8.7): the peer has not processed the call.
+
+A server refuses calls beyond ``MAX_CALLS``: those that arrive before the client knows the limit, and those
+that arrive before it has removed ended ones. gRPC repeats each only once.
+"""
 
 
 CHANNEL_OPTIONS = (
@@ -149,7 +155,8 @@ async def call(
     """Calls a unary method.
 
     Args:
-        idempotent: Allows retries if the peer could not be reached.
+        idempotent: Allows retries if the peer could not be reached. A call that the peer has refused
+            unprocessed is always retried.
 
     Raises:
         ServiceError: The class that the peer raised; UnavailableError or DeadlineExceededError if
@@ -169,7 +176,8 @@ async def call(
         except grpc.aio.AioRpcError as rpc_error:
             error = from_rpc_error(rpc_error, name)
             rest_s = deadline - time.monotonic()
-            if not (idempotent and isinstance(error, UnavailableError) and rest_s > delay_s):
+            is_repeatable = idempotent or _REFUSED in (rpc_error.details() or "")
+            if not (is_repeatable and isinstance(error, UnavailableError) and rest_s > delay_s):
                 raise error from rpc_error
         await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))  # noqa: S311  jitter, not a secret
         delay_s = min(2 * delay_s, _MAX_DELAY_S)

@@ -92,6 +92,16 @@ async def test_an_unreachable_peer_is_named():
             await call(stub.ReleaseKeys, pb.ReleaseKeysRequest(), timeout_s=2.0)
 
 
+async def test_calls_beyond_the_limit_of_a_connection_wait_even_if_they_are_not_idempotent():
+    servicer = Servicer(lambda: asyncio.sleep(0.1))
+    async with served(servicer) as channel:
+        stub = transferqueue_pb2_grpc.TransferQueueServiceStub(channel)
+        request = pb.ReleaseKeysRequest()
+        calls = [call(stub.ReleaseKeys, request, timeout_s=60) for _ in range(3 * MAX_CALLS)]
+        await asyncio.gather(*calls)
+    assert servicer.calls == 3 * MAX_CALLS
+
+
 async def test_only_idempotent_calls_are_repeated():
     failures = iter([errors.UnavailableError("not yet"), None])
 
