@@ -39,6 +39,8 @@ MAX_UNAUTHENTICATED = 256
 """Max. connections of a server whose peer has not authenticated; one more ends the oldest."""
 _READ_DEADLINE_S = 30.0
 """Seconds within which a peer must read some of a waiting response."""
+_LINGER_S = 1.0
+"""Seconds in which the rest of a request is dropped after its response, before the connection closes."""
 _WRITE_BUFFER_BYTES = 16 << 10
 # Up to this much of a body is read before the application takes it, and up to this much of the next
 # request may arrive with the end of one before it is counted.
@@ -218,6 +220,8 @@ class LimitedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
     _header_bytes = 0
     _body_bytes = 0
     _refusal = ""
+    _is_lingering = False
+    """True if all further data is dropped."""
 
     def connection_made(self, transport: Any) -> None:
         """Starts the deadline of the first request."""
@@ -254,7 +258,7 @@ class LimitedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         Most requests arrive with all of their headers at once, and need no timer.
         """
         self._unset_keepalive_if_required()
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._is_lingering:
             return
         try:
             self._header_bytes += len(data)
@@ -282,7 +286,26 @@ class LimitedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         self.transport.write(
             b"HTTP/1.1 %b\r\ncontent-length: 0\r\nconnection: close\r\n\r\n" % status
         )
-        self.transport.close()
+        self._linger()
+
+    def close_after_response(self) -> None:
+        """Closes the connection, at once if its request was read completely."""
+        if self._is_before_body:
+            self.transport.close()
+        else:
+            self._linger()
+
+    def _linger(self) -> None:
+        """Closes the connection when the peer has had time to read the response.
+
+        The kernel resets a connection that is closed with unread data, and the peer may lose the response.
+        """
+        self._is_lingering = True
+        self._drop_request()
+        if self.transport.can_write_eof():  # not with TLS
+            self.transport.write_eof()
+        self._stop_header_deadline()
+        self._deadline = self.loop.call_later(_LINGER_S, self.transport.close)
 
     def end(self, reason: str) -> None:
         """Closes the connection at once."""
@@ -313,6 +336,7 @@ class LimitedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._is_before_body = False
         self._body_bytes = 0
         super().on_headers_complete()
+        self.cycle.transport = _ResponseTransport(self)  # type: ignore[assignment]  # has its methods
 
     def on_body(self, body: bytes) -> None:
         """Counts a part of the body. What remains is its framing: sizes of chunks, and trailers."""
@@ -331,7 +355,7 @@ class LimitedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         self.connections_by_peer.release(self)
         self._drop_body()
         super().on_response_complete()
-        if not self._is_before_body:
+        if not self._is_before_body and not self._is_lingering:
             self._start_header_deadline()
 
     def pause_writing(self) -> None:
@@ -396,6 +420,19 @@ class LimitedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+
+
+class _ResponseTransport:
+    """Transport of a response; closes it by :meth:`LimitedProtocol.close_after_response`."""
+
+    def __init__(self, protocol: LimitedProtocol) -> None:
+        self._protocol = protocol
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._protocol.transport, name)
+
+    def close(self) -> None:
+        self._protocol.close_after_response()
 
 
 def limited(connections: Connections, header_deadline_s: float) -> type[asyncio.Protocol]:

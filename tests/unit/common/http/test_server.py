@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import ssl
+import time
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import httpx
@@ -189,6 +190,53 @@ async def test_a_body_is_read_as_fast_as_the_application_takes_it():
         may_read.set()
         assert await answer(reader) == b"HTTP/1.1 200 OK"
     assert 0 < sizes[0] <= 16 << 10
+
+
+CLOSED = POST.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+
+
+@pytest.mark.parametrize("request_bytes", [CLOSED + b"a" * 150_000, b"GET / HTTP/1.1\r\n" * 9000])
+async def test_a_refused_peer_reads_the_response_even_if_it_is_still_sending(request_bytes):
+    async def refuse(scope, receive, send):
+        await PlainTextResponse("too large", 413)(scope, receive, send)
+
+    def ask(port: int) -> tuple[bytes, BaseException | None]:
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+            connection.sendall(request_bytes)
+            time.sleep(
+                0.3
+            )  # the server has answered, and has closed the connection if it does not wait
+            failure = None
+            try:
+                connection.sendall(b"a" * 50_000)
+            except OSError as error:
+                failure = error
+            found = b""
+            while part := connection.recv(1 << 16):
+                found += part
+        return found, failure
+
+    async with serve_http("127.0.0.1:0", refuse) as port, asyncio.timeout(20):
+        found, failure = await asyncio.to_thread(ask, port)
+    assert found.startswith(b"HTTP/1.1 4")
+    assert failure is None
+
+
+async def test_a_refused_peer_that_never_ends_is_cut_off(monkeypatch):
+    monkeypatch.setattr(limits, "_LINGER_S", 0.2)
+
+    async def refuse(scope, receive, send):
+        await PlainTextResponse("too large", 413)(scope, receive, send)
+
+    async with serve_http("127.0.0.1:0", refuse) as port, raw(port) as (reader, writer):
+        writer.write(CLOSED)
+        async with asyncio.timeout(10):
+            assert await answer(reader) == b"HTTP/1.1 413 Request Entity Too Large"
+            with pytest.raises(ConnectionError):
+                while True:
+                    writer.write(b"a" * 1000)
+                    await writer.drain()
+                    await asyncio.sleep(0.01)
 
 
 async def test_the_oldest_connections_that_have_not_authenticated_are_ended(monkeypatch):
