@@ -1,9 +1,8 @@
 """Programs in the sandbox."""
 
 import os
-import signal
+import resource
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,15 +32,27 @@ def score(response: str, answer: object = "assert True", **changes: object) -> f
     return code_tests("", response, answer, {}, **changes)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("folder", ["/", "/dev/shm", "/etc", "/root"])
-def test_no_other_folder_is_writable(folder: str) -> None:
-    program = (
-        f"import os; os.close(os.open({folder!r} + '/slipstream-x', os.O_CREAT | os.O_WRONLY))"
-    )
+def printed(*parts: str) -> str | None:
+    """Returns what a program prints; None if it fails."""
+    return run_python(parts, "", Limits(seconds=20, memory_bytes=1 << 29))
+
+
+def test_no_other_folder_is_writable() -> None:
+    folders = ["/", "/dev/shm", "/etc", "/root"]
+    program = f"""\
+import os
+for folder in {folders}:
     try:
-        assert run_python([program], "", Limits(seconds=20, memory_bytes=1 << 29)) is None
+        os.close(os.open(folder + '/slipstream-x', os.O_CREAT | os.O_WRONLY))
+    except OSError:
+        continue
+    print(folder)
+"""
+    try:
+        assert printed(program) == ""
     finally:
-        Path(f"{folder}/slipstream-x").unlink(missing_ok=True)
+        for folder in folders:
+            Path(f"{folder}/slipstream-x").unlink(missing_ok=True)
 
 
 def test_asserts_decide_over_the_last_fenced_block() -> None:
@@ -58,13 +69,16 @@ def test_standard_input_and_output_decide_test_by_test() -> None:
     assert score("import sys; print(2 * int(input()) + 0 ** 0 * 0); sys.exit(0)", PAIRS) == 0.0
 
 
+@pytest.mark.parametrize("program", ["while True: pass", "import time; time.sleep(100)"])
+def test_a_program_that_does_not_end_fails(program: str) -> None:
+    assert score(program, seconds=0.5) == 0.0
+
+
 @pytest.mark.parametrize(
     "program",
     [
         "import sys; sys.exit(0)",
         "import os; os._exit(0)",
-        "while True: pass",
-        "import time; time.sleep(100)",
         "bytearray(10 ** 10)",
         "open('big', 'wb').write(bytes(4 << 20))",
         "import os; os.abort()",
@@ -73,7 +87,7 @@ def test_standard_input_and_output_decide_test_by_test() -> None:
     ],
 )
 def test_a_program_that_exits_early_or_leaves_its_limits_fails(program: str) -> None:
-    assert score(program, seconds=1.0) == 0.0
+    assert score(program, seconds=20.0) == 0.0
 
 
 WRITERS = {
@@ -109,8 +123,7 @@ def test_a_program_that_writes_until_its_deadline_scores_0_and_leaves_nothing(
     program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    for _ in range(2):
-        assert score(program, seconds=1.0) == 0.0
+    assert score(program, seconds=1.0) == 0.0
     assert [*tmp_path.iterdir()] == []
     assert [each for each in Path("/proc").glob("[0-9]*/cwd") if _is_in(each, tmp_path)] == []
 
@@ -127,31 +140,34 @@ def test_all_files_of_a_program_together_are_limited() -> None:
 import time
 written = 0
 try:
-    for number in range(200):
+    for number in range(50):
         with open(str(number), "wb") as file:
             written += file.write(bytes(1 << 20))
         time.sleep(0.02)
 except OSError:
     pass
 """
-    parts = (program, "assert written == 200 << 20", "print('all')")
+    parts = (program, "assert written == 50 << 20", "print('all')")
     few = Limits(seconds=60.0, memory_bytes=512 << 20, disk_bytes=8 << 20)
     assert run_python(parts, "", few) is None
-    assert run_python(parts, "", replace(few, disk_bytes=256 << 20)) == "all\n"
+    assert run_python(parts, "", replace(few, disk_bytes=64 << 20)) == "all\n"
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        "socket.socket()",
-        "socket.socketpair()",
-        "socket.create_connection(('127.0.0.1', 80))",
-        "os.kill(os.getppid(), 9)",
-    ],
-)
-def test_network_and_signals_are_denied(call: str) -> None:
-    program = f"import os, socket\ntry:\n    {call}\nexcept PermissionError:\n    denied = True\n"
-    assert score(program, "assert denied") == 1.0
+def test_network_and_signals_are_denied() -> None:
+    program = """\
+import os, socket
+for call in (
+    socket.socket,
+    socket.socketpair,
+    lambda: socket.create_connection(('127.0.0.1', 80)),
+    lambda: os.kill(os.getppid(), 9),
+):
+    try:
+        call()
+    except PermissionError:
+        print("denied")
+"""
+    assert printed(program) == "denied\n" * 4
 
 
 def test_an_answer_without_tests_is_a_failure_not_a_zero() -> None:
@@ -159,19 +175,26 @@ def test_an_answer_without_tests_is_a_failure_not_a_zero() -> None:
         score("x = 1", None)
 
 
-DENIED = """\
-def denied(call):
+ESCAPES = """\
+import ctypes, fcntl, os, signal, subprocess, threading
+
+def fail():
+    raise OSError(ctypes.get_errno(), '')
+
+for text in {escapes}:
     try:
-        call()
-    except (PermissionError, OSError) as error:
-        return error.errno in {errors}
-    return False
+        eval(text)()
+    except OSError as error:
+        if error.errno in {errors}:
+            continue
+    print(text)
 """
 
 
-@pytest.mark.parametrize(
-    "escape",
-    [
+def test_escapes_are_denied(tmp_path: Path, isolation: str) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    escapes = [
         "lambda: open('{secret}').read()",
         "lambda: os.listdir('{folder}')",
         "lambda: os.listdir(os.path.expanduser('~'))",
@@ -198,19 +221,11 @@ def denied(call):
         "lambda: ctypes.CDLL(None, use_errno=True).unshare(0x10000000) and fail()",
         "lambda: ctypes.CDLL(None, use_errno=True).mount(b'x', b'.', b'tmpfs', 0, None) and fail()",
         "lambda: ctypes.CDLL(None, use_errno=True).shmget(1, 1, 0o666) == -1 and fail()",
-    ],
-)
-def test_escapes_are_denied(tmp_path: Path, isolation: str, escape: str) -> None:
-    secret = tmp_path / "secret"
-    secret.write_text("secret")
-    fail = "def fail():\n    raise OSError(ctypes.get_errno(), '')\n"
-    program = f"import ctypes, fcntl, os, signal, subprocess, threading\n{fail}"
+    ]
     # Inside bubblewrap the files of the user do not exist, and the system's cannot be written.
-    program += DENIED.format(
-        errors=(1, 13, 18, 2, 30) if isolation == "bubblewrap" else (1, 13, 18)
-    )
-    call = escape.format(secret=secret, folder=tmp_path)
-    assert score(program, f"assert denied({call})") == 1.0
+    errors = (1, 13, 18, 2, 30) if isolation == "bubblewrap" else (1, 13, 18)
+    calls = [escape.format(secret=secret, folder=tmp_path) for escape in escapes]
+    assert printed(ESCAPES.format(escapes=calls, errors=errors)) == ""
     assert secret.read_text() == "secret"
 
 
@@ -237,18 +252,20 @@ def test_without_landlock_programs_run_only_where_that_is_asked_for(
 
 
 ON_OTHERS = """\
-import ctypes, os, sys
+import ctypes
 call = ctypes.CDLL(None, use_errno=True).syscall
 pid = {pid}
 nothing = (ctypes.c_uint64 * 16)()
 pair = (ctypes.c_uint64 * 2)(0, 0)
+for text in {calls}:
+    if eval(text) != -1 or ctypes.get_errno() != 1:
+        print(text)
 """
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="has the numbers of x86_64")
-@pytest.mark.parametrize(
-    "call",
-    [
+def test_other_processes_of_the_user_cannot_be_touched() -> None:
+    calls = [
         "call(302, pid, 0, pair, None)",  # prlimit64, RLIMIT_CPU 0
         "call(302, pid, 7, None, nothing)",
         "call(141, 0, pid, 19)",  # setpriority
@@ -269,20 +286,21 @@ pair = (ctypes.c_uint64 * 2)(0, 0)
         "call(121, pid)",  # getpgid
         "call(256, pid, 0, nothing, nothing)",  # migrate_pages
         "call(312, pid, pid, 0, 0, 0)",  # kcmp
-    ],
-)
-def test_other_processes_of_the_user_cannot_be_touched(call: str) -> None:
-    victim = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    ]
+    victim = subprocess.Popen(["sleep", "100"])
     try:
-        program = ON_OTHERS.format(pid=victim.pid)
-        assert score(program, f"assert {call} == -1 and ctypes.get_errno() == 1") == 1.0
-        assert os.sched_getaffinity(victim.pid) == os.sched_getaffinity(0)
-        assert os.getpriority(os.PRIO_PROCESS, victim.pid) == os.getpriority(os.PRIO_PROCESS, 0)
-        with pytest.raises(subprocess.TimeoutExpired):
-            victim.wait(1.2 if "302, pid, 0" in call else 0)
+        before = properties_of(victim.pid)
+        assert printed(ON_OTHERS.format(pid=victim.pid, calls=calls)) == ""
+        assert properties_of(victim.pid) == before
+        assert victim.poll() is None
     finally:
-        victim.send_signal(signal.SIGKILL)
+        victim.kill()
         victim.wait()
+
+
+def properties_of(pid: int) -> list[object]:
+    limits = [resource.prlimit(pid, each) for each in (resource.RLIMIT_CPU, resource.RLIMIT_NOFILE)]
+    return [*limits, os.sched_getaffinity(pid), os.getpriority(os.PRIO_PROCESS, pid)]
 
 
 def test_neither_the_answer_nor_the_mark_is_in_a_frame_of_the_program() -> None:
