@@ -123,6 +123,7 @@ class Cluster:
         specs: The tensors.
         sinks: Sinks of the receivers; None for two of :class:`Sink`.
         backend: The transport.
+        timeout_s: Deadline of a transfer in seconds.
     """
 
     def __init__(
@@ -134,6 +135,7 @@ class Cluster:
         specs=SPECS,
         sinks=None,
         backend="gloo",
+        timeout_s=10,
     ) -> None:
         stores: dict[str, MemoryStore] = {}
         first = Source(0, num_sources, specs=specs)
@@ -147,6 +149,7 @@ class Cluster:
         self.plan_hash = ""
         self.held = [-1]
         self._mode, self._bucket_bytes, self._backend = mode, bucket_bytes, backend
+        self._timeout_s = timeout_s
         self.senders, self.receivers = (
             [
                 WeightMember(
@@ -203,7 +206,9 @@ class Cluster:
 
     async def transfer(self, version, epoch=1, base_version=-1):
         """Returns the reports of all members, or their errors."""
-        order = TransferOrder(epoch=epoch, version=version, timeout_s=10, base_version=base_version)
+        order = TransferOrder(
+            epoch=epoch, version=version, timeout_s=self._timeout_s, base_version=base_version
+        )
         return await asyncio.gather(
             *(member.transfer(order) for member in self.members), return_exceptions=True
         )

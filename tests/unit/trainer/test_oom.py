@@ -1,6 +1,5 @@
 """Micro-batches that exceed memory are divided, and sequences left out, without a wrong gradient."""
 
-import gc
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -27,13 +26,6 @@ from services.trainer.steps.step import StepResult, without_unscored
 from services.wire.data.jagged import Jagged
 from tests.helpers.batches import CPU, Queue, policy_of, random_queue, rank_of, spec_of
 from tests.helpers.shortage import limited
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _little_to_look_through() -> None:
-    """Each recovery collects garbage, and what earlier tests left is much."""
-    gc.collect()
-    gc.freeze()
 
 
 class Recorder:

@@ -101,7 +101,7 @@ async def test_injected_code_is_found_before_the_first_token(monkeypatch, mode, 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["word", "place"])
 async def test_a_damaged_change_of_a_delta_is_found(monkeypatch, dtype):
-    cluster = Cluster(1, "delta")
+    cluster = Cluster(1, "delta", timeout_s=1)
     await cluster.form_group()
     await cluster.publish(0)
     cluster.weights["embed"][7] = 7
@@ -133,7 +133,7 @@ async def test_a_delta_is_much_smaller_than_everything_when_little_changed():
 
 
 async def test_a_delta_from_another_version_is_rejected():
-    cluster = Cluster(1, "delta")
+    cluster = Cluster(1, "delta", timeout_s=1)
     await cluster.form_group()
     await cluster.publish(0)
     cluster.receivers[1]._receiver.held_version = -1

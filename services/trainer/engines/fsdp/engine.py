@@ -338,8 +338,8 @@ def score_tokens(
 
 def _forget_pass(module: nn.Module, device: torch.device) -> None:
     """Frees the memory of a failed forward pass."""
-    gc.collect()
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()
     if isinstance(module, FSDPModule) and hasattr(module, "reset_iter_state"):
         root: Any = module

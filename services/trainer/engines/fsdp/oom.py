@@ -243,8 +243,8 @@ class OomRetry:
     def _recover(self) -> None:
         """Releases the memory of the failed pass and drops all gradients of the update."""
         self._module.zero_grad(set_to_none=True)
-        gc.collect()
         if self._device.type == "cuda":
+            gc.collect()
             torch.cuda.empty_cache()
         if isinstance(self._module, FSDPModule) and self._can_repeat:
             root: Any = self._module

@@ -46,7 +46,7 @@ async def test_connections_that_never_shake_hands_are_counted_and_ended(tmp_path
     files = {"certificate": tmp_path / "rest.crt", "key": tmp_path / "rest.key"}
     async with (
         serve_http(
-            "127.0.0.1:0", APP, connections_per_peer=2, header_deadline_s=3.0, **files
+            "127.0.0.1:0", APP, connections_per_peer=2, header_deadline_s=1.0, **files
         ) as port,
         asyncio.timeout(20),
     ):
