@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 
 from services.cli.state_directory import find_token
+from tests.helpers.forked_command import run_forked
 from tests.helpers.processes import below
 
 REPOSITORY = Path(__file__).parents[2]
@@ -56,7 +57,12 @@ def as_owner(url: str) -> dict[str, str]:
 
 def slipstream(*arguments: str | Path, timeout: float = 300, folder: Path = REPOSITORY) -> Finished:
     """Runs a command to its end, in a folder."""
-    done = subprocess.run(
+    done = run_forked(
+        ["slipstream", *map(str, arguments)],
+        environment=environment(),
+        folder=folder,
+        timeout=timeout,
+    ) or subprocess.run(
         command(*arguments),
         capture_output=True,
         text=True,

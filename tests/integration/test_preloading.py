@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 from services.controller.launch.fork_client import PRELOADED
+from tests.helpers.cli import command, environment, slipstream
 
 LOOK = f"""
 import json, os, sys
@@ -38,3 +39,13 @@ def test_what_is_imported_beforehand_can_be_forked_and_is_all_that_takes_long():
     ]
     heavy = {"torch", "transformers", "sympy", "grpc", "pydantic", "zmq", "httpx", "uvicorn"}
     assert not heavy & set(seen["late"])
+
+
+def test_a_forked_command_ends_like_one_with_its_own_imports(tmp_path):
+    arguments = ("validate", "missing.yaml")
+    forked = slipstream(*arguments, folder=tmp_path)
+    done = subprocess.run(
+        command(*arguments), capture_output=True, text=True, cwd=tmp_path, env=environment()
+    )
+    assert (forked.code, forked.out, forked.err) == (done.returncode, done.stdout, done.stderr)
+    assert forked.code != 0
