@@ -187,9 +187,7 @@ async def test_a_connection_that_breaks_is_opened_again(
     async with DataClient.connect(address) as data:
         meta = await put(data, "a")
         accepted[0].shutdown(socket.SHUT_RDWR)
-        with pytest.raises(UnavailableError, match="broke"):
-            # It is unknown whether the interrupted put is visible.
-            await put(data, "b")
+        await put(data, "b")
         fetched = await asyncio.gather(*(data.get(meta, ["tokens"]) for _ in range(3)))
         assert all(one["tokens"].values.shape == (4,) for one in fetched)
         await put(data, "c")
@@ -215,7 +213,7 @@ async def test_a_shard_whose_unix_socket_was_removed_is_reached_over_the_network
         fetched = await data.get(meta, ["tokens"])
         assert fetched["tokens"].values.shape == (4,)
         await put(data, "b")
-    assert caplog.text.count("Unix socket is gone") == 1
+    assert caplog.text.count("connecting over the network") == 1
 
 
 async def test_errors_leave_the_client_as_they_are(address: str) -> None:

@@ -47,8 +47,8 @@ class TransferQueueSpec(SpecPart):
     """Max bytes of the run's samples that have not been released; a put that exceeds them waits. A
     batch of responses of maximum length must fit."""
     put_timeout_s: float = Field(300.0, gt=0, le=MAX_SECONDS)
-    """Max seconds that a producer waits for free space before its put fails; the error states the
-    reason."""
+    """Max seconds that a producer waits for free space, and a rollout for a lost connection, before
+    its put fails; the error states the reason."""
 
 
 class ValidationSpec(SpecPart):

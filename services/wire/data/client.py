@@ -8,8 +8,9 @@ import asyncio
 import ctypes
 import mmap
 import threading
+import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -17,7 +18,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from services.common.errors import InternalError, InvalidArgumentError
+from services.common.errors import (
+    DeadlineExceededError,
+    InternalError,
+    InvalidArgumentError,
+    UnavailableError,
+)
 from services.common.fields import group_of
 from services.common.ids import new_id
 from services.common.task_group import TaskGroup, gather_in_group, unwrapped
@@ -34,8 +40,8 @@ from services.wire.data.encoding.packing import (
 from services.wire.data.encoding.readplan import Extent, plan_read
 from services.wire.data.jagged import Jagged
 from services.wire.data.placement import place
-from services.wire.data.transport.connection import ShardConnection
-from services.wire.data.transport.links import Links
+from services.wire.data.transport.connection import CONNECT_TIMEOUT_S, ShardConnection
+from services.wire.data.transport.links import RETRY_S, Link, Links
 from services.wire.data.transport.socket_transport import TIMEOUT_S
 from services.wire.transferqueue.client import TransferQueueClient
 from services.wire.transferqueue.types import Shard
@@ -91,7 +97,6 @@ class BufferPool:
 
 
 _KEEP_BYTES = 512 << 20
-_COMMIT_TIMEOUT_S = 60.0
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -103,32 +108,51 @@ class DataClient:
 
     Args:
         put_timeout_s: Max. seconds that a put waits for space.
+        outage_timeout_s: Max. seconds that a transfer waits for a lost connection.
     """
 
-    def __init__(self, links: Links, pool: BufferPool, put_timeout_s: float) -> None:
+    def __init__(
+        self, links: Links, pool: BufferPool, *, put_timeout_s: float, outage_timeout_s: float
+    ) -> None:
         self._links = links
         self._pool = pool
         self._put_timeout_s = put_timeout_s
+        self._outage_timeout_s = outage_timeout_s
 
     @classmethod
     @asynccontextmanager
     async def connect(
-        cls, address: str, *, put_timeout_s: float = 300.0, use_shared_memory: bool = True
+        cls,
+        address: str,
+        *,
+        put_timeout_s: float = 300.0,
+        outage_timeout_s: float = CONNECT_TIMEOUT_S,
+        use_shared_memory: bool = True,
     ) -> AsyncIterator["DataClient"]:
         """Connects to the transferqueue whose metadata service is at ``host:port``.
 
         Args:
             put_timeout_s: Max. seconds that a put waits for space.
+            outage_timeout_s: Max. seconds that a transfer waits for a lost connection.
             use_shared_memory: Use the memory of shards on this host directly; False forces the
                 network path, for measurements.
         """
-        links = Links(use_shared_memory=use_shared_memory)
+        links = Links(address, use_shared_memory=use_shared_memory)
         async with TransferQueueClient.connect(address) as metadata, links.opened(metadata):
-            yield cls(links, BufferPool(_KEEP_BYTES), put_timeout_s)
+            yield cls(
+                links,
+                BufferPool(_KEEP_BYTES),
+                put_timeout_s=put_timeout_s,
+                outage_timeout_s=outage_timeout_s,
+            )
 
     @property
     def shards(self) -> tuple[Shard, ...]:
         return self._links.shards
+
+    def outage(self) -> str:
+        """Returns what has been unreachable for too long, with its address; empty if there is nothing."""
+        return self._links.outage() if self._links.outage_s >= CONNECT_TIMEOUT_S else ""
 
     async def put(
         self,
@@ -154,7 +178,9 @@ class DataClient:
 
         Raises:
             ResourceExhaustedError: If there was no space in time; the message names the limit.
-            AlreadyExistsError: If a key already has one of the fields.
+            AlreadyExistsError: If a key already has one of the fields, also if the connection broke
+                after this call stored it.
+            DeadlineExceededError: If the transferqueue was unreachable for too long; names its address.
             InvalidArgumentError: If types or numbers of rows do not match.
         """
         tags = tags or {}
@@ -200,6 +226,7 @@ class DataClient:
 
         Raises:
             NotFoundError: If a sample was released or lacks a field.
+            DeadlineExceededError: As ``put``.
             DataLossError: If bytes are damaged.
             ValueError: If a field does not exist.
         """
@@ -208,18 +235,40 @@ class DataClient:
         by_shard: dict[str, list[Extent]] = {}
         for extent in plan.extents:
             by_shard.setdefault(extent.blob.shard_id, []).append(extent)
-        links = [await self._links.to(shard_id) for shard_id in by_shard]
-        reads = zip(links, by_shard.values(), strict=True)
-        await gather_in_group([link.transport.read(extents, data) for link, extents in reads])
+
+        def read_into(extents: list[Extent]) -> Callable[[Link], Awaitable[None]]:
+            return lambda link: link.transport.read(extents, data)
+
+        await gather_in_group(
+            [self._through_outages(shard, read_into(part)) for shard, part in by_shard.items()]
+        )
         view = data.numpy().data
         for source, target, size in plan.copies:
             view[target : target + size] = view[source : source + size]
         return {column.name: unpack(column, data[begin:end]) for column, begin, end in plan.columns}
 
+    async def _through_outages(self, shard_id: str, transfer: Callable[[Link], Awaitable[T]]) -> T:
+        """Executes a transfer; repeats it if its connection breaks, until the outage takes too long."""
+        begin = 0.0
+        while True:
+            try:
+                return await transfer(await self._links.to(shard_id))
+            except UnavailableError as error:
+                begin = begin or time.monotonic()
+                if time.monotonic() - begin >= self._outage_timeout_s:
+                    raise DeadlineExceededError(self._links.outage() or str(error)) from error
+            await asyncio.sleep(RETRY_S)
+
     async def _put_on(
         self, shard_id: str, meta: KVBatchMeta, columns: Sequence[PackedColumn]
     ) -> KVBatchMeta:
-        link = await self._links.to(shard_id)
+        return await self._through_outages(
+            shard_id, lambda link: self._write(link, shard_id, meta, columns)
+        )
+
+    async def _write(
+        self, link: Link, shard_id: str, meta: KVBatchMeta, columns: Sequence[PackedColumn]
+    ) -> KVBatchMeta:
         put_id = new_id("put")
         sizes = tuple(column.size_bytes for column in columns)
         meta = replace(meta, blobs=_blobs(shard_id, range(len(sizes)), sizes, (0,) * len(sizes)))
@@ -236,7 +285,8 @@ class DataClient:
             link.connection.send_request(codec.Describe(put_id, description))
             checksums = await write(grant)
             commit = codec.Commit(put_id, tuple(checksums))
-            answer = await link.connection.request(commit, timeout_s=_COMMIT_TIMEOUT_S)
+            # A slow link may take as long as the shard keeps the space.
+            answer = await link.connection.request(commit, timeout_s=codec.GRANT_S)
         except BaseException:
             link.connection.abort(put_id)
             raise

@@ -32,8 +32,9 @@ def test_only_outages_end_with_their_own_exit_code(
 async def test_a_transferqueue_that_does_not_answer_is_an_outage(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(links, "_CONNECT_TIMEOUT_S", 0.1)
-    async with TransferQueueClient.connect(f"127.0.0.1:{free_port()}") as metadata:
-        with pytest.raises(UnavailableError):
-            async with links.Links(use_shared_memory=False).opened(metadata):
+    monkeypatch.setattr(links, "CONNECT_TIMEOUT_S", 0.1)
+    address = f"127.0.0.1:{free_port()}"
+    async with TransferQueueClient.connect(address) as metadata:
+        with pytest.raises(UnavailableError, match=address):
+            async with links.Links(address, use_shared_memory=False).opened(metadata):
                 """It never gets here."""

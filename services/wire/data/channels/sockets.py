@@ -5,6 +5,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from services.wire.data.encoding.codec import FRAME_BYTES, MAX_HEADER_BYTES
 
@@ -27,6 +28,8 @@ def keep_freed_memory() -> None:
 
 _SEND_BUFFER_BYTES = 128 << 10
 """By default the kernel's queue outgrows the cache, in which the receiver should still find the bytes."""
+_SILENCE_MS = 20_000
+"""Milliseconds without an answer to a heartbeat, or an acknowledged byte, after which a connection breaks."""
 _READABLE = int(zmq.POLLIN)
 _LAST_FRAME = int(zmq.NOBLOCK)
 _FRAME = int(zmq.NOBLOCK | zmq.SNDMORE)
@@ -74,8 +77,9 @@ class MessageSocket:
         self._receive_soon()
 
     def close(self) -> None:
-        self._loop.remove_reader(self._fd)
-        self._socket.close(linger=0)
+        if not self._socket.closed:  # or another socket may have the descriptor
+            self._loop.remove_reader(self._fd)
+            self._socket.close(linger=0)
 
     def _receive_soon(self) -> None:
         if not self._is_due:
@@ -96,6 +100,53 @@ class MessageSocket:
         self._receive_soon()
 
 
+_CONNECTED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+_LOST = int(
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+
+class ClientSocket(MessageSocket):
+    """Message socket of a client, which reports when it is connected and when its connection is lost.
+
+    ZeroMQ connects again by itself, but answers to earlier requests never arrive then.
+
+    Args:
+        socket: A socket that is not connected yet.
+        on_connected: Called when the peer has admitted this client.
+        on_lost: Called when the connection breaks, or the peer refuses it.
+    """
+
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        on_message: Callable[[list[zmq.Frame]], None],
+        *,
+        on_connected: Callable[[], None],
+        on_lost: Callable[[], None],
+    ) -> None:
+        super().__init__(socket, on_message)
+        self._on_connected = on_connected
+        self._on_lost = on_lost
+        self._events = MessageSocket(socket.get_monitor_socket(_CONNECTED | _LOST), self._on_event)
+
+    def close(self) -> None:
+        if not self._socket.closed:
+            self._socket.disable_monitor()
+        self._events.close()
+        super().close()
+
+    def _on_event(self, frames: list[zmq.Frame]) -> None:
+        event = parse_monitor_message([frame.bytes for frame in frames])["event"]
+        if event == _CONNECTED:
+            self._on_connected()
+        elif event & _LOST:
+            self._on_lost()
+
+
 def set_limits(socket: zmq.Socket[bytes], *, receive_queue: int) -> None:
     """Sets the limits and time-outs of a socket, which apply before memory is allocated for a message."""
     socket.setsockopt(zmq.MAXMSGSIZE, max(2 * FRAME_BYTES, MAX_HEADER_BYTES))
@@ -103,4 +154,6 @@ def set_limits(socket: zmq.Socket[bytes], *, receive_queue: int) -> None:
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDBUF, _SEND_BUFFER_BYTES)
     socket.setsockopt(zmq.HEARTBEAT_IVL, 5_000)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 20_000)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
+    # While the kernel's queue is full, ZeroMQ sends no heartbeat. A slow link acknowledges bytes.
+    socket.setsockopt(zmq.TCP_MAXRT, _SILENCE_MS)

@@ -17,11 +17,14 @@ from services.common.errors import (
     from_reason,
 )
 from services.wire.data.channels.arena_socket import LocalChannel
-from services.wire.data.channels.sockets import Frame, MessageSocket, set_limits
+from services.wire.data.channels.sockets import ClientSocket, Frame, set_limits
 from services.wire.data.encoding import codec
 from services.wire.transferqueue.types import Shard
 
 logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 30.0
+"""Seconds without a connection after which the transferqueue counts as unreachable."""
 
 Payload = list[memoryview]
 Answer = tuple[codec.Response, Payload]
@@ -54,6 +57,9 @@ class ShardConnection:
         self._request_ids = count(1)
         self.is_open = True
         """True while requests can be sent."""
+        self.is_connected = False
+        """True while the shard can be reached, as far as is known."""
+        self._connecting: asyncio.TimerHandle | None = None
 
     @classmethod
     def over_network(
@@ -76,10 +82,16 @@ class ShardConnection:
             socket.setsockopt(zmq.CURVE_SERVERKEY, shard.public_key.encode())
             socket.setsockopt(zmq.CURVE_PUBLICKEY, key_pair[0])
             socket.setsockopt(zmq.CURVE_SECRETKEY, key_pair[1])
-        socket.connect(shard.endpoint)
         connection = cls(shard)
-        connection._channel = MessageSocket(
-            socket, lambda frames: connection._on_message([frame.buffer for frame in frames])
+        connection._channel = ClientSocket(
+            socket,
+            lambda frames: connection._on_message([frame.buffer for frame in frames]),
+            on_connected=connection._on_connected,
+            on_lost=connection._on_lost,
+        )
+        socket.connect(shard.endpoint)
+        connection._connecting = asyncio.get_running_loop().call_later(
+            CONNECT_TIMEOUT_S, connection._on_lost
         )
         return connection
 
@@ -91,6 +103,7 @@ class ShardConnection:
             lambda: LocalChannel(connection._on_message, lambda is_refused: connection._fail()),
             sock=peer,
         )
+        connection._on_connected()
         return connection
 
     def close(self) -> None:
@@ -98,8 +111,20 @@ class ShardConnection:
         self._channel.close()
         self._fail()
 
+    def _on_connected(self) -> None:
+        self.is_connected = True
+        if self._connecting is not None:
+            self._connecting.cancel()
+
+    def _on_lost(self) -> None:
+        self._fail()
+        # Not at once: the channel may be calling.
+        asyncio.get_running_loop().call_soon(self._channel.close)
+
     def _fail(self) -> None:
-        self.is_open = False
+        self.is_open = self.is_connected = False
+        if self._connecting is not None:
+            self._connecting.cancel()
         for request in self._pending.values():
             if not request.answer.done():
                 request.answer.set_exception(self._gone())
@@ -165,8 +190,8 @@ class ShardConnection:
 
     def _gone(self) -> UnavailableError:
         return UnavailableError(
-            f"the connection to shard {self.shard.shard_id} broke; retry, and if the shard is gone, "
-            "generate its samples again",
+            f"the connection to shard {self.shard.shard_id} at {self.shard.endpoint} broke; retry, and "
+            "if the shard is gone, generate its samples again",
             shard_id=self.shard.shard_id,
         )
 
@@ -178,8 +203,7 @@ class ShardConnection:
                 "a shard sent an invalid message; closing the connection",
                 extra={"shard_id": self.shard.shard_id, "error": str(error)},
             )
-            self._fail()
-            asyncio.get_running_loop().call_soon(self._channel.close)
+            self._on_lost()
             return
         request = self._pending.get(request_id)
         if request is None or request.answer.done() or not isinstance(message, codec.Response):

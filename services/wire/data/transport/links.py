@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -13,15 +14,15 @@ from services.common.task_group import TaskGroup, unwrapped
 from services.wire.data.channels.arena_socket import open_arena
 from services.wire.data.channels.sockets import keep_freed_memory
 from services.wire.data.transport.arena_transport import ArenaTransport
-from services.wire.data.transport.connection import ShardConnection
+from services.wire.data.transport.connection import CONNECT_TIMEOUT_S, ShardConnection
 from services.wire.data.transport.socket_transport import SocketTransport, Transport
 from services.wire.transferqueue.client import TransferQueueClient
 from services.wire.transferqueue.types import Shard
 
 logger = logging.getLogger(__name__)
 
-_CONNECT_TIMEOUT_S = 30.0
-_RETRY_S = 1.0
+RETRY_S = 1.0
+"""Seconds between two attempts to connect."""
 _PROBE_S = 2.0
 
 
@@ -34,14 +35,18 @@ class Link:
 
 
 class Links:
-    """Connections to all shards; see ``opened``.
+    """Connections to the index and all shards, which are opened again when they break; see ``opened``.
 
     Args:
+        address: ``host:port`` of the index.
         use_shared_memory: Use the memory of shards on this host directly.
     """
 
-    def __init__(self, *, use_shared_memory: bool) -> None:
+    def __init__(self, address: str, *, use_shared_memory: bool) -> None:
+        self._address = address
         self._use_shared_memory = use_shared_memory
+        self._lost: dict[str, float] = {}
+        """Monotonic seconds since which connections are lost, by endpoint."""
         self._key_pair = zmq.curve_keypair()
         self._links: dict[str, Link] = {}
         self._shards: tuple[Shard, ...] = ()
@@ -50,6 +55,21 @@ class Links:
     @property
     def shards(self) -> tuple[Shard, ...]:
         return self._shards
+
+    def outage(self) -> str:
+        """Returns since when which part of the transferqueue is unreachable; empty if all is reachable."""
+        if not self._lost:
+            return ""
+        endpoint, since = min(self._lost.items(), key=lambda item: item[1])
+        where = (
+            self._address if endpoint == self._address else f"{self._address}, shard {endpoint},"
+        )
+        return f"the transferqueue at {where} has been unreachable for {time.monotonic() - since:.0f} s"
+
+    @property
+    def outage_s(self) -> float:
+        """Seconds since a connection was lost and could not be opened again; 0 if all are open."""
+        return time.monotonic() - min(self._lost.values()) if self._lost else 0.0
 
     async def to(self, shard_id: str) -> Link:
         """Returns the link to a shard; reopens a broken one.
@@ -82,16 +102,21 @@ class Links:
         try:
             with unwrapped():
                 async with TaskGroup() as tasks:
-                    following = tasks.create_task(self._follow(metadata, connected))
+                    background = [
+                        tasks.create_task(self._follow(metadata, connected)),
+                        tasks.create_task(self._reopen_lost()),
+                    ]
                     try:
-                        async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                        async with asyncio.timeout(CONNECT_TIMEOUT_S):
                             await connected.wait()
                     except TimeoutError:
                         raise UnavailableError(
-                            f"the transferqueue did not answer within {_CONNECT_TIMEOUT_S:.0f} s"
+                            f"the transferqueue at {self._address} did not answer within "
+                            f"{CONNECT_TIMEOUT_S:.0f} s"
                         ) from None
                     yield
-                    following.cancel()
+                    for task in background:
+                        task.cancel()
         finally:
             await self._update(())
             self._context.destroy(linger=0)
@@ -103,12 +128,30 @@ class Links:
                 async for shards in metadata.connect_client(self._key_pair[0].decode()):
                     await self._update(shards)
                     connected.set()
+                    self._lost.pop(self._address, None)
                     is_known_to_be_away = False
             except (UnavailableError, FailedPreconditionError) as error:
                 if not is_known_to_be_away:
                     logger.warning("the index is unreachable", extra={"error": str(error)})
                 is_known_to_be_away = True
-            await asyncio.sleep(_RETRY_S)
+            self._lost.setdefault(self._address, time.monotonic())
+            await asyncio.sleep(RETRY_S)
+
+    async def _reopen_lost(self) -> None:
+        """Opens lost connections to shards again, and records since when they are lost."""
+        while True:
+            await asyncio.sleep(RETRY_S)
+            links = dict(self._links)
+            for shard_id, link in links.items():
+                if link.connection.is_connected:
+                    self._lost.pop(link.connection.shard.endpoint, None)
+                    continue
+                self._lost.setdefault(link.connection.shard.endpoint, time.monotonic())
+                if not link.connection.is_open:
+                    await self._reopen(shard_id)
+            known = {link.connection.shard.endpoint for link in self._links.values()}
+            for gone in self._lost.keys() - known - {self._address}:
+                del self._lost[gone]
 
     async def _reopen(self, shard_id: str) -> Link | None:
         async with self._changing:
@@ -119,8 +162,8 @@ class Links:
             reopened = await self._open_local(shard)
             if reopened is None and await _listens(shard.endpoint):
                 logger.warning(
-                    "the shard's Unix socket is gone; using the network",
-                    extra={"shard_id": shard_id, "arena_socket": shard.arena_socket},
+                    "the connection to a shard broke; connecting over the network",
+                    extra={"shard_id": shard_id, "endpoint": shard.endpoint},
                 )
                 reopened = await self._open_network(shard)
             if reopened is not None:

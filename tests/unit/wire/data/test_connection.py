@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
+import zmq
 
 from services.common.errors import DeadlineExceededError, UnavailableError
 from services.wire.data.encoding import codec
@@ -77,3 +78,23 @@ async def test_an_invalid_message_closes_the_connection_and_fails_waiting_reques
         await asking
     assert not asker.is_open
     assert channel.is_closed
+
+
+async def test_a_lost_connection_over_the_network_fails_waiting_requests() -> None:
+    context = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    shard = Shard(shard_id="s", endpoint=f"tcp://127.0.0.1:{port}", public_key="", instance_id="i")
+    asker = ShardConnection.over_network(context, shard, zmq.curve_keypair())
+    asking = asyncio.ensure_future(
+        asker.request(codec.Read((1, 0, 8), in_arena=True), timeout_s=30)
+    )
+    while not await asyncio.to_thread(router.poll, 10):
+        assert not asking.done()
+    assert asker.is_connected
+    router.close(linger=0)
+    with pytest.raises(UnavailableError, match=shard.endpoint):
+        await asking
+    assert not (asker.is_open or asker.is_connected)
+    asker.close()
+    context.destroy(linger=0)
