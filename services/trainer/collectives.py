@@ -12,9 +12,15 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor
 
-from services.common.errors import DataLossError, NotFoundError, ServiceError, UnavailableError
+from services.common.errors import (
+    DataLossError,
+    DeadlineExceededError,
+    NotFoundError,
+    ServiceError,
+    UnavailableError,
+)
 
-_SHARED = (NotFoundError, UnavailableError)
+_SHARED = (NotFoundError, UnavailableError, DeadlineExceededError)
 """Failures that mean the same on every rank: samples were released, or the transferqueue is unreachable."""
 
 
@@ -75,6 +81,13 @@ class Ranks:
         """
         return self._reduce(values, distributed.ReduceOp.MAX)
 
+    def gather(self, text: str) -> list[str]:
+        """Returns the texts of all ranks, in their order. All ranks must call it in the same order."""
+        texts = [text] * self.size
+        if self.size > 1:
+            distributed.all_gather_object(texts, text, group=self.group)
+        return texts
+
     @contextmanager
     def fail_together(self, doing: str) -> Iterator[None]:
         """Guards work that each rank does alone: fails on all ranks if it fails on one.
@@ -86,7 +99,8 @@ class Ranks:
 
         Raises:
             NotFoundError: If another rank failed because its samples were released.
-            UnavailableError: If another rank failed because it did not reach the transferqueue.
+            UnavailableError: If another rank failed because its connection broke.
+            DeadlineExceededError: If another rank failed because it did not reach the transferqueue.
             DataLossError: If another rank failed for another reason. A failure of this rank is raised
                 unchanged.
         """
@@ -98,12 +112,14 @@ class Ranks:
         mine = [failure is not None, *(isinstance(failure, kind) for kind in _SHARED)]
         everyone = self.everyone or self
         failures, *shared = everyone.sum(torch.tensor(mine, dtype=torch.int64)).tolist()
+        if not failures:
+            return
+        causes = everyone.gather("" if failure is None else str(failure))
         if failure is not None:
             raise failure
-        if failures:
-            kinds = [kind for kind, count in zip(_SHARED, shared, strict=True) if count == failures]
-            kind = kinds[0] if kinds else DataLossError
-            raise kind(f"another rank could not {doing}")
+        kinds = [kind for kind, count in zip(_SHARED, shared, strict=True) if count == failures]
+        kind = kinds[0] if kinds else DataLossError
+        raise kind(f"another rank could not {doing}: {next(filter(None, causes))}")
 
     def _reduce(self, values: Tensor, operation: distributed.ReduceOp.RedOpType) -> Tensor:
         if self.size == 1:

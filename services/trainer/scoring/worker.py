@@ -247,8 +247,8 @@ class ReferenceScoring:
             try:
                 leases = await self._lease()
                 await self._score(leases)
-            except (UnavailableError, NotFoundError) as error:
-                logger.info("scoring failed; retrying", extra={"reason": str(error)})
+            except (UnavailableError, DeadlineExceededError, NotFoundError) as error:
+                logger.warning("scoring failed; retrying", extra={"reason": str(error)})
                 await asyncio.sleep(_RETRY_S)
 
     async def _lease(self) -> list[KVBatchMeta]:
