@@ -22,6 +22,8 @@ _TOLD = (
     "Waiting",
     "WorkerPending",
     "WorkerLost",
+    "RolloutCutOff",
+    "RolloutReconnected",
     "GroupFailed",
     "CheckpointFailed",
     "NoProgress",

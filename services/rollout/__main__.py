@@ -206,7 +206,11 @@ async def _load(
             f"{engine.capabilities.name!r} takes token ids only; leave it out, or use the engine 'torch'"
         )
     address, put_timeout_s = session.transferqueue_address, spec.transferqueue.put_timeout_s
-    data = await stack.enter_async_context(DataClient.connect(address, put_timeout_s=put_timeout_s))
+    # Finished samples wait longer than the controller, which gives their group to another rollout.
+    data = await stack.enter_async_context(
+        DataClient.connect(address, put_timeout_s=put_timeout_s, outage_timeout_s=put_timeout_s)
+    )
+    session.report_outages(data.outage)
     metadata = await stack.enter_async_context(TransferQueueClient.connect(address))
     replays = spec.rollout.routing_replay != "off"
     routing = routing_shape(load_config(spec.model, tokenizer).to_dict()) if replays else None

@@ -12,7 +12,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Final, Literal, Self, TypeVar
 
 from services.common.errors import (
     DataLossError,
@@ -43,7 +43,11 @@ def state_number(state: WorkerState) -> worker_pb2.WorkerState.ValueType:
     return worker_pb2.WorkerState.Value(f"WORKER_STATE_{state.upper()}")
 
 
+CUT_OFF_GAUGE: Final = "cut_off"
+"""Gauge of a worker: 1 while it cannot reach the transferqueue, with the cause in its activity."""
+
 _CALL_TIMEOUT_S = 10.0
+_OUTAGE_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +112,8 @@ class WorkerSession:
             self._members = membership_pb2_grpc.MembershipServiceStub(channel)
             self._meetings = membership_pb2_grpc.RendezvousServiceStub(channel)
             await self._register()
-            tasks = await stack.enter_async_context(TaskGroup())
-            heartbeats = tasks.create_task(self._send_heartbeats())
+            self._tasks = await stack.enter_async_context(TaskGroup())
+            heartbeats = self._tasks.create_task(self._send_heartbeats())
             stack.callback(heartbeats.cancel)
             self._stack = stack.pop_all()
         return self
@@ -147,6 +151,24 @@ class WorkerSession:
         self.report(state="failed", activity=cause)
         with suppress(UnavailableError, DeadlineExceededError):
             await self._send_heartbeat()
+
+    def report_outages(self, outage: Callable[[], str]) -> None:
+        """Reports, from now on, while this worker cannot reach the transferqueue.
+
+        Args:
+            outage: Returns the cause; empty if the transferqueue can be reached.
+        """
+        watching = self._tasks.create_task(self._watch_outages(outage))
+        self._stack.callback(watching.cancel)
+
+    async def _watch_outages(self, outage: Callable[[], str]) -> None:
+        was_cut_off = False
+        while True:
+            cause = outage()
+            if cause or was_cut_off:
+                self.report(activity=cause, gauges={CUT_OFF_GAUGE: float(bool(cause))})
+            was_cut_off = bool(cause)
+            await asyncio.sleep(_OUTAGE_EVERY_S)
 
     async def report_failures(self, failures: Sequence[GroupFailure]) -> None:
         """Reports groups that brought no samples to the controller."""

@@ -10,7 +10,7 @@ from typing import Literal
 from services.common.errors import DeadlineExceededError, FailedPreconditionError
 from services.common.host import Clock
 from services.controller.membership.rendezvous import RendezvousStore
-from services.wire.controller import WorkerState
+from services.wire.controller import CUT_OFF_GAUGE, WorkerState
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +34,11 @@ class Worker:
     activity: str = ""
     weight_version: int = -1
     gauges: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def is_cut_off(self) -> bool:
+        """True if the worker reports that it cannot reach the transferqueue."""
+        return self.gauges.get(CUT_OFF_GAUGE, 0.0) > 0
 
 
 class Membership:
@@ -120,9 +125,10 @@ class Membership:
             return "register"
         if worker.incarnation != incarnation:
             return "stop"
-        # Most heartbeats report no change of state, and no condition depends on the value of a
-        # gauge.
+        # Most heartbeats report no change of state, and no condition depends on the value of
+        # another gauge.
         is_news = worker.state != state or worker.gauges.keys() != gauges.keys()
+        is_news |= worker.is_cut_off != (gauges.get(CUT_OFF_GAUGE, 0.0) > 0)
         worker.last_heartbeat = self._clock.monotonic()
         worker.state = state
         worker.activity = activity

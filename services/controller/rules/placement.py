@@ -21,7 +21,8 @@ class Placement:
         self._load: dict[str, int] = {}
         # Index by load, so that the least loaded rollout is found without a search.
         self._by_load: dict[int, dict[str, None]] = {}
-        self._excluded: set[str] = set()
+        self._excluded: dict[str, set[str]] = {}
+        """Reasons for which rollouts receive no groups."""
 
     def add(self, worker_id: str) -> None:
         """Adds a rollout without groups."""
@@ -30,7 +31,7 @@ class Placement:
     def remove(self, worker_id: str) -> None:
         self.exclude(worker_id)
         del self._load[worker_id]
-        self._excluded.discard(worker_id)
+        del self._excluded[worker_id]
 
     def assigned(self, worker_id: str) -> None:
         """Records that a rollout received a group."""
@@ -47,14 +48,17 @@ class Placement:
         """Number of rollouts that may receive groups."""
         return len(self._load) - len(self._excluded)
 
-    def exclude(self, worker_id: str) -> None:
-        """Stops assigning groups to a rollout; its current groups continue."""
-        self._excluded.add(worker_id)
+    def exclude(self, worker_id: str, reason: str = "") -> None:
+        """Stops assigning groups to a rollout for a reason; its current groups continue."""
+        self._excluded.setdefault(worker_id, set()).add(reason)
         self._move(worker_id, self._load[worker_id])
 
-    def include(self, worker_id: str) -> None:
-        """Resumes assigning groups to a rollout."""
-        self._excluded.discard(worker_id)
+    def include(self, worker_id: str, reason: str = "") -> None:
+        """Resumes assigning groups to a rollout, unless there is another reason against it."""
+        reasons = self._excluded.get(worker_id, set())
+        reasons.discard(reason)
+        if not reasons:
+            self._excluded.pop(worker_id, None)
         self._move(worker_id, self._load[worker_id])
 
     def choose(self, holder: str, *, room: int) -> str | None:

@@ -172,9 +172,13 @@ async def connect(
     names += present
 
     def missing() -> list[str]:
-        workers = membership.workers(run_id)
-        loaded = {worker.worker_id for worker in workers if is_loaded(worker, spec)}
-        return [name for name in names if name not in loaded]
+        workers = {worker.worker_id: worker for worker in membership.workers(run_id)}
+        causes = {name: f" ({each.activity})" for name, each in workers.items() if each.is_cut_off}
+        return [
+            name + causes.get(name, "")
+            for name in names
+            if name not in workers or not is_loaded(workers[name], spec)
+        ]
 
     await membership.wait_until(
         lambda: not missing(),
@@ -228,9 +232,16 @@ async def connect(
 
 
 def is_loaded(worker: Worker, spec: RunSpec) -> bool:
-    """Returns True if a worker has loaded its model, and its data if it is a rollout."""
+    """Returns True if a worker has loaded what it needs and reaches the transferqueue.
+
+    A worker needs its model; a rollout also needs its data.
+    """
     gauges = WORKERS[worker.role].gauges(spec)
-    return worker.state in ("loaded", "ready") and worker.gauges.keys() >= {*gauges}
+    return (
+        not worker.is_cut_off
+        and worker.state in ("loaded", "ready")
+        and worker.gauges.keys() >= {*gauges}
+    )
 
 
 def _check_one_host(trainer: Worker, colocated: Sequence[Worker]) -> None:

@@ -43,6 +43,10 @@ one step after the other, and at last ``finish``; all other loops run concurrent
         waits for     the loss of a shard of the transferqueue
         unblocked by  the transferqueue, which reports the lost keys
 
+    scheduler.follow_cut_off                   moves groups away from rollouts that cannot store samples
+        waits for     rollouts that report that they cannot reach the transferqueue, or can again
+        unblocked by  heartbeats, which it reads each second
+
     early.accumulate                           trains READY groups before their batch is full
         waits for     READY groups that it has not sent yet (``trainer.accumulate_early``)
         unblocked by  scheduler.collect, scheduler.fail; take_batch starts and cancels it
@@ -214,6 +218,7 @@ class TrainingPipeline:
         return (
             self.scheduler.collect(),
             self.scheduler.replace_lost(),
+            self.scheduler.follow_cut_off(),
             self.evaluator.collect(),
             self.evaluator.exclude_lost(),
             self.evaluator.run(),

@@ -88,6 +88,7 @@ async def load(
     data = await stack.enter_async_context(
         connect_data(session.transferqueue_address, session.spec)
     )
+    session.report_outages(data.outage)
     start = {
         "spec": canonical_json(session.spec),
         "transferqueue_address": session.transferqueue_address,

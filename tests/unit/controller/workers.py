@@ -189,9 +189,13 @@ class Rollout:
     """The only rollout of a run."""
 
     num_replicas = 1
+    cut_off = frozenset()
 
     def __init__(self, workers):
         self._workers = workers
+
+    def update_cut_off(self):
+        return {}, []
 
     def newest_version(self):
         return self._workers.version

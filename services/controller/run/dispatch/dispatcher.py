@@ -201,28 +201,45 @@ class Dispatcher:
         The leaving rollouts receive no further groups.
         """
         self._rollout_pool.detach(names)
-
-        def affected_groups() -> dict[str, Group]:
-            running = {group.group_id: group for group in self._ledger.running()}
-            return {
-                group_id: group
-                for group_id, group in running.items()
-                if not {*names}.isdisjoint(self.shards.workers(group_id))
-            }
-
-        if self._spec.now.rollout.partial_rollout and (groups := affected_groups()):
+        groups = self._groups_on(names)
+        if self._spec.now.rollout.partial_rollout and groups:
             await self._rollout_pool.park_groups([*groups])
+        left = await self._cancel_on(names)
+        logger.info("removing rollouts", extra={"rollouts": str([*names]), "reclaimed": len(left)})
+
+    async def reclaim_cut_off(self) -> list[Group]:
+        """Reclaims groups of rollouts that cannot reach the transferqueue, if there are other rollouts.
+
+        Otherwise the groups stay where they are: they lose nothing if the rollouts reach it again.
+        """
+        names = self._rollout_pool.cut_off
+        if not self._rollout_pool.num_replicas or not self._groups_on(names):
+            return []
+        left = await self._cancel_on(names)
+        for group in left:
+            group.worker_id = ""
+        return left
+
+    def _groups_on(self, names: Collection[str]) -> dict[str, Group]:
+        return {
+            group.group_id: group
+            for group in self._ledger.running()
+            if not {*names}.isdisjoint(self.shards.workers(group.group_id))
+        }
+
+    async def _cancel_on(self, names: Collection[str]) -> list[Group]:
+        """Cancels the unfinished groups of rollouts, to continue from stored tokens; returns them."""
         # Groups that finished meanwhile are stored and will be collected.
         stored = await self._stored.find()
         whole = {name for name, samples in stored.items() if self._stored.is_whole(samples)}
-        if unfinished := [name for name in affected_groups() if name not in whole]:
+        if unfinished := [name for name in self._groups_on(names) if name not in whole]:
             await self._rollout_pool.cancel(unfinished)
-        left = [group for name, group in affected_groups().items() if name not in whole]
+        left = [group for name, group in self._groups_on(names).items() if name not in whole]
         for group in left:
             self.record_end(group)
             self._ledger.interrupt(group)
         await self._stored.delete_incomplete(left)
-        logger.info("removing rollouts", extra={"rollouts": str([*names]), "reclaimed": len(left)})
+        return left
 
     def seconds_to_next_stall(self) -> float | None:
         """Returns the seconds until the next check for stalled groups; None if no group is running."""

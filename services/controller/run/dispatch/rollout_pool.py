@@ -14,6 +14,7 @@ from services.controller.rules.placement import Placement
 from services.wire.workers import GroupAssignment, RolloutClient
 
 logger = logging.getLogger(__name__)
+_CUT_OFF = "cut off"
 
 
 class RolloutPool:
@@ -28,6 +29,7 @@ class RolloutPool:
         self._reserved: set[str] = set()
         self._outdated: set[str] = set()
         self._leaving: set[str] = set()
+        self._cut_off: set[str] = set()
         self._progress: dict[str, tuple[float, float]] = {}
 
     async def open(self, workers: Iterable[Worker], *, colocated: Iterable[str] = ()) -> None:
@@ -58,12 +60,33 @@ class RolloutPool:
         ending = [name for name, worker in self._workers.items() if worker.state == "draining"]
         self.detach(name for name in ending if name not in self._leaving)
 
+    def update_cut_off(self) -> tuple[dict[str, str], list[str]]:
+        """Stops assigning work to rollouts that cannot reach the transferqueue, until they can again.
+
+        Returns:
+            Causes by rollouts that are cut off since the last call; rollouts that are not any more.
+        """
+        now = {name for name, worker in self._workers.items() if worker.is_cut_off}
+        lost, back = sorted(now - self._cut_off), sorted(self._cut_off - now)
+        self._cut_off = now
+        for name in lost:
+            self._placement.exclude(name, _CUT_OFF)
+        for name in back:
+            self._placement.include(name, _CUT_OFF)
+        return {name: self._workers[name].activity for name in lost}, back
+
+    @property
+    def cut_off(self) -> frozenset[str]:
+        """Rollouts that cannot reach the transferqueue, as of the last :meth:`update_cut_off`."""
+        return frozenset(self._cut_off)
+
     def remove(self, names: Iterable[str]) -> None:
         for name in names:
             for known in (self._clients, self._workers, self._progress):
                 known.pop(name, None)
             self._outdated.discard(name)
             self._leaving.discard(name)
+            self._cut_off.discard(name)
             self._placement.remove(name)
 
     async def close(self) -> None:
@@ -83,9 +106,13 @@ class RolloutPool:
         return self._placement.num_present
 
     def present(self) -> list[str]:
-        """Returns the rollouts that serve the newest weights and may receive any work."""
+        """Returns the rollouts that serve the newest weights and may receive any work.
+
+        Rollouts that are cut off belong to them only if all are.
+        """
         others = self._reserved | self._outdated | self._leaving
-        return [name for name in self._clients if name not in others]
+        names = [name for name in self._clients if name not in others]
+        return [name for name in names if name not in self._cut_off] or names
 
     def has_reserved(self, names: Iterable[str]) -> bool:
         """Returns True if an evaluation holds any of the rollouts."""

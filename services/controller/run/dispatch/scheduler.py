@@ -35,6 +35,9 @@ _NOT_PROMPT_FAILURES = frozenset({"publish_failed"})
 _PARKED = frozenset({"interrupted", "stalled"})
 # Reason for which dynamic sampling replaces a group.
 _REFILLED = "equal_rewards"
+_UNREACHABLE = "the transferqueue is unreachable"
+# Max. seconds until groups of a rollout that cannot reach the transferqueue are given to other ones.
+_CUT_OFF_EVERY_S = 1.0
 # Collects groups that end within this time into one dispatch: each dispatch waits for the disk.
 _DISPATCH_PAUSE_S = 0.01
 
@@ -216,6 +219,33 @@ class GenerationScheduler:
                     self._dispatcher.record_end(group)
                     self._ledger.requeue(group)
             await self.restart([group for group in groups if group.state is GroupState.READY])
+            await self._notify()
+
+    async def follow_cut_off(self) -> None:
+        """Uses other rollouts while some cannot reach the transferqueue, until it is cancelled."""
+        while True:
+            await self.update_cut_off()
+            await asyncio.sleep(_CUT_OFF_EVERY_S)
+
+    async def update_cut_off(self) -> None:
+        """Reclaims groups of rollouts that cannot reach the transferqueue, and uses those that can again."""
+        lost, back = self._rollout_pool.update_cut_off()
+        notes = [
+            Note("RolloutCutOff", f"{name}: {why or _UNREACHABLE}", {"workers": [name]})
+            for name, why in lost.items()
+        ]
+        notes += [
+            Note(
+                "RolloutReconnected", f"{name} reaches the transferqueue again", {"workers": [name]}
+            )
+            for name in back
+        ]
+        for note in notes:
+            await self._journal.record_event(note, self._ledger)
+        reclaimed = await self._dispatcher.reclaim_cut_off()
+        if reclaimed:
+            await self._journal.save(self._ledger)
+        if reclaimed or back:
             await self._notify()
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from services.controller.rules.ledger import GroupState, Ledger
+from services.controller.rules.ledger import RUNNING, GroupState, Ledger
 from services.controller.rules.placement import split
 from services.controller.rules.prompts import Mixture, PromptOrder
 from services.controller.run.dispatch.dispatcher import Dispatcher
@@ -29,7 +29,7 @@ class Recorder:
     """A journal that records its calls."""
 
     def __init__(self):
-        self.told = []
+        self.told, self.messages = [], []
 
     async def save(self, ledger):
         ledger.take_changes()
@@ -37,6 +37,7 @@ class Recorder:
     async def record_event(self, note, ledger):
         ledger.take_changes()
         self.told.append(note.type)
+        self.messages.append(note.message)
 
 
 class Queue:
@@ -68,14 +69,21 @@ class Rollouts(RolloutPool):
         self.started = {}
         self.cancelled, self.put_aside_by_name = [], []
         for number in range(3):
-            worker = SimpleNamespace(weight_version=0, gauges={}, state="ready")
+            worker = SimpleNamespace(weight_version=0, gauges={}, state="ready", is_cut_off=False)
             self._workers[f"rollout-{number}"] = worker
+            self._clients[f"rollout-{number}"] = None
             self._placement.add(f"rollout-{number}")
 
     async def start(self, by_worker):
         for worker_id, assignments in by_worker.items():
             for assignment in assignments:
                 self.started[worker_id] = assignment
+
+    def cut_off_from(self, address, *names):
+        """Makes only the named rollouts report that they do not reach an address."""
+        for name, worker in self._workers.items():
+            worker.is_cut_off = name in names
+            worker.activity = f"{address} is unreachable" if name in names else ""
 
     async def cancel(self, group_ids):
         self.cancelled += group_ids
@@ -88,14 +96,14 @@ class Run:
     """A run of one group."""
 
     def __init__(self, ledger=None):
-        self.queue, self.rollouts = Queue(), Rollouts()
+        self.queue, self.rollouts, self.journal = Queue(), Rollouts(), Recorder()
         self.ledger, self.now = ledger or Ledger(max_attempts=3), 1.0
         order = PromptOrder(Mixture({"train": 10}), seed=0, shuffle=False)
         stored = SampleIndex(self.queue, "run_1/train", group_size=5, required_fields=())
         shared = {
             "ledger": self.ledger,
             "order": order,
-            "journal": Recorder(),
+            "journal": self.journal,
             "replicas": self.rollouts,
             "stored": stored,
         }
@@ -312,6 +320,45 @@ async def test_what_leaving_rollouts_have_finished_is_taken_in_as_any_other():
     await run.generation.reclaim_from_leaving(["rollout-1"])
     await run.generation.collect()
     assert (run.group.state, run.rollouts.cancelled) == (GroupState.READY, [])
+
+
+async def test_groups_of_a_rollout_that_is_cut_off_from_the_transferqueue_go_to_the_others():
+    run = Run()
+    await run.dispatch()
+    run.rollouts.cut_off_from("tq:1", "rollout-1")
+    await run.generation.update_cut_off()
+    await run.generation.update_cut_off()
+    assert run.journal.told == ["RolloutCutOff"]
+    assert "tq:1" in run.journal.messages[0]
+    assert (run.group.state, run.rollouts.cancelled) == (GroupState.PARTIAL, [run.group.group_id])
+    assert run.rollouts.present() == ["rollout-0", "rollout-2"]
+    assert sorted(await run.dispatch()) == ["rollout-0", "rollout-2"]
+    run.rollouts.cut_off_from("")
+    await run.generation.update_cut_off()
+    assert run.journal.told == ["RolloutCutOff", "RolloutReconnected"]
+    assert "rollout-1" in run.rollouts.choose_several(3)[0]
+
+
+async def test_if_all_rollouts_are_cut_off_their_groups_wait_where_they_are():
+    run = Run()
+    await run.dispatch()
+    run.rollouts.cut_off_from("tq:1", "rollout-0", "rollout-1", "rollout-2")
+    await run.generation.update_cut_off()
+    assert (run.group.state in RUNNING, run.rollouts.cancelled) == (True, [])
+    assert len(run.rollouts.present()) == 3
+    run.rollouts.cut_off_from("tq:1", "rollout-1", "rollout-2")
+    await run.generation.update_cut_off()
+    assert run.group.state is GroupState.PARTIAL
+
+
+async def test_a_rollout_that_leaves_while_it_is_cut_off_gets_no_groups_when_it_is_back():
+    run = Run()
+    run.rollouts.cut_off_from("tq:1", "rollout-1")
+    await run.generation.update_cut_off()
+    run.rollouts.detach(["rollout-1"])
+    run.rollouts.cut_off_from("")
+    await run.generation.update_cut_off()
+    assert sorted(await run.dispatch()) == ["rollout-0", "rollout-2"]
 
 
 async def test_a_draining_rollout_gets_no_groups():
