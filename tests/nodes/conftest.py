@@ -34,7 +34,8 @@ def nodes() -> Iterator[dict[str, Node]]:
     CACHE.mkdir(parents=True, exist_ok=True)
     with (CACHE / "nodes.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # names and addresses are there once on a machine
-        with network("controller", "transferqueue", "trainer0", "trainer1", "rollout") as made:
+        names = ("controller", "transferqueue", "trainer0", "trainer1", "rollout", "rollout1")
+        with network(*names) as made:
             yield made
 
 

@@ -38,7 +38,7 @@ def until(condition: Callable[[], object], what: Callable[[], str], timeout_s: f
 
 @dataclass
 class Run:
-    """A run whose trainer has a rank on each of two nodes, and whose rollout is on a third."""
+    """A run whose trainer has a rank on each of two nodes, and whose rollouts are on further ones."""
 
     id: str
     workers: Workers
@@ -121,11 +121,15 @@ class Runs:
     """Measurements of the tests."""
 
     @contextmanager
-    def run(self, *, steps: int) -> Iterator[Run]:
-        """Trains until the block ends."""
+    def run(self, *, steps: int, replicas: int = 1) -> Iterator[Run]:
+        """Trains until the block ends.
+
+        Args:
+            replicas: One or two rollouts.
+        """
         spec = json.loads(json.dumps(PLUMBING))
         spec["data"]["train"]["path"] = str(self.release.code / "prompts.jsonl")
-        spec["rollout"] |= {"replicas": 1, "rewards": [{"name": "reward:length"}]}
+        spec["rollout"] |= {"replicas": replicas, "rewards": [{"name": "reward:length"}]}
         spec["trainer"] |= {"steps": steps, "world_size": 2, "checkpoint": {"every": 2}}
         spec["topology"] = {"gpus_per_node": 1}
         spec["limits"] = {"max_restarts": 10}
@@ -138,6 +142,7 @@ class Runs:
             "trainer-0": self.nodes["trainer0"],
             "trainer-0-node-1": self.nodes["trainer1"],
             "rollout-0": self.nodes["rollout"],
+            "rollout-1": self.nodes["rollout1"],
         }
         workers = self.release.workers(run_id, parse_spec(spec), where)
         run = Run(run_id, workers, self.release.state, self.api, self.release.logs)

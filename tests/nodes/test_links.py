@@ -1,6 +1,7 @@
 """A run over three nodes while their links are whole, slow, flapping and cut.
 
-Rank 0 of the trainer is on ``trainer0``, rank 1 on ``trainer1``, the rollout on ``rollout``.
+Rank 0 of the trainer is on ``trainer0``, rank 1 on ``trainer1``, a rollout on ``rollout``, a second one
+on ``rollout1``.
 """
 
 import time
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.nodes.network import Node
-from tests.nodes.runs import Runs
+from tests.nodes.runs import Run, Runs, until
 
 pytestmark = [pytest.mark.nodes, pytest.mark.timeout(1800)]
 
@@ -19,6 +20,8 @@ _NOTICED_S = 45.0
 """The heartbeat time-out, and the interval at which it is checked."""
 _FORMED_S = 90.0
 """The deadline of a weight group, and that of the transfer before."""
+_UNREACHABLE_S = 60.0
+"""Seconds until a worker reports that it does not reach the transferqueue."""
 _BUSY_S = 60.0
 """Patience with a busy machine, in addition to a deadline."""
 _FLAPS = 6
@@ -90,13 +93,71 @@ def test_a_cut_link_is_reported_with_its_end_and_the_run_recovers_when_it_is_bac
                 nodes[node].isolate()
             begin = time.monotonic()
             cause = run.until_lost(before + 1, timeout_s=cut.deadline_s + _BUSY_S)
-            release.figures[f"noticed_s_{name}"] = round(time.monotonic() - begin, 1)
+            release.figures[f"noticed_s_{name}"] = _since(begin)
             assert any(text in cause for text in cut.says), f"{name}: {cause}"
             _mend(nodes)
             begin = time.monotonic()
             run.train(1)
-            release.figures[f"recovered_s_{name}"] = round(time.monotonic() - begin, 1)
+            release.figures[f"recovered_s_{name}"] = _since(begin)
         assert run.finish()["losses"] >= len(_CUTS)
+
+
+def test_a_rollout_that_reaches_all_but_the_transferqueue_is_reported_and_the_others_go_on(
+    release: Runs, nodes: dict[str, Node]
+) -> None:
+    queue = nodes["transferqueue"]
+    with release.run(steps=1000, replicas=2) as run:
+        run.train(3)
+        for _ in range(_FLAPS):
+            queue.isolate()
+            nodes["rollout"].isolate()
+            time.sleep(5.0)
+            _mend(nodes)
+            time.sleep(3.0)
+        assert run.events("RolloutCutOff") == []
+
+        queue.isolate()
+        nodes["rollout"].isolate()
+        begin = time.monotonic()
+        _until_events(run, "RolloutCutOff", 1, timeout_s=_UNREACHABLE_S + _BUSY_S)
+        release.figures["noticed_s_rollout_from_transferqueue"] = _since(begin)
+        (event,) = run.events("RolloutCutOff")
+        assert "rollout-0" in event["message"]
+        assert "transferqueue.train.svc:50051" in event["message"]
+        run.train(5)  # by the other one
+
+        nodes["rollout1"].isolate()
+        _until_events(run, "RolloutCutOff", 2, timeout_s=_UNREACHABLE_S + _BUSY_S)
+        _mend(nodes)
+        begin = time.monotonic()
+        _until_events(run, "RolloutReconnected", 2, timeout_s=_BUSY_S)
+        run.train(2)
+        release.figures["recovered_s_rollouts_from_transferqueue"] = _since(begin)
+        assert run.lost() == []
+        assert run.events("GroupFailed") == []
+        assert run.workers.starts == {"trainer-0": 1, "rollout-0": 1, "rollout-1": 1}
+
+
+def test_a_trainer_that_reaches_all_but_the_transferqueue_is_reported_and_goes_on(
+    release: Runs, nodes: dict[str, Node]
+) -> None:
+    with release.run(steps=1000) as run:
+        for number, name in enumerate(("trainer0", "trainer1"), 1):
+            run.train(3)
+            nodes["transferqueue"].isolate()
+            nodes[name].isolate()
+            begin = time.monotonic()
+            cause = run.until_lost(number, timeout_s=_UNREACHABLE_S + _BUSY_S)
+            release.figures[f"noticed_s_{name}_from_transferqueue"] = _since(begin)
+            assert "transferqueue.train.svc:50051" in cause
+            if name == "trainer0":  # rank 0 reports it, and the run waits
+                time.sleep(_UNREACHABLE_S)
+                assert len(run.lost()) == number
+            _mend(nodes)
+            begin = time.monotonic()
+            run.train(2)
+            release.figures[f"recovered_s_{name}_from_transferqueue"] = _since(begin)
+        assert run.workers.starts == {"trainer-0": 1, "rollout-0": 1}
 
 
 def test_a_link_that_stays_cut_fails_the_run_with_the_missing_worker(
@@ -109,6 +170,14 @@ def test_a_link_that_stays_cut_fails_the_run_with_the_missing_worker(
         ended = run.until_end()
         assert ended["state"] == "FAILED"
         assert "trainer-0" in ended["message"]
+
+
+def _until_events(run: Run, type_: str, number: int, *, timeout_s: float) -> None:
+    until(lambda: len(run.events(type_)) >= number, lambda: f"{type_}: {run.read()}", timeout_s)
+
+
+def _since(begin: float) -> float:
+    return round(time.monotonic() - begin, 1)
 
 
 def _mend(nodes: dict[str, Node]) -> None:
