@@ -1,21 +1,25 @@
 """The torch engine: exact logprobs, versions, seeds, interruption."""
 
 import asyncio
+from copy import deepcopy
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from services.common.models.families import FAMILIES
-from services.common.models.loading import build_model
+from services.common.models.loading import build_model, stored_tensors
 from services.common.models.quantization import Fp8, fp8_rounded, is_fp8
 from services.rollout.engines.base import GenerationResult
 from services.rollout.engines.torch import decoding
 from services.rollout.engines.torch.engine import TorchEngine
 from tests.helpers.engines import (
     VOCAB_SIZE,
+    begun,
+    made,
     make_engine,
     make_model,
     reference_logprobs,
@@ -199,6 +203,44 @@ async def test_every_token_has_the_version_and_logprob_of_the_weights_that_sampl
             torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
             start += count
     assert mixed > len(CONTEXTS) // 2
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1"])
+async def test_recurrent_states_are_those_of_the_live_weights_and_of_resumed_responses(
+    family: str,
+) -> None:
+    # Larger weights amplify the rounding of a plain forward pass beyond the tolerance.
+    config = tiny_config(family, vocab_size=VOCAB_SIZE, initializer_range=0.1)
+    models = [
+        build_model(config, dtype=torch.float32, device="cpu", seed=seed) for seed in range(2)
+    ]
+    engine = TorchEngine(deepcopy(models[0]), max_running=4)
+    await engine.adopt_weights(0, stored_tensors(models[0]))
+    contexts = CONTEXTS[:8]
+    async with running(engine):
+        tasks = begun(engine, contexts, max_tokens=40)
+        await until(made(engine, 60))
+        await engine.adopt_weights(1, stored_tensors(models[1]))
+        results = await asyncio.gather(*tasks)
+        head = await engine.generate(request("head", contexts[3], max_tokens=15))
+        whole = await engine.generate(request("whole", contexts[3], max_tokens=30))
+        tail = await engine.generate(
+            request("tail", contexts[3] + head.token_ids, max_tokens=15, draw_offset=15)
+        )
+    assert any(len(result.version_runs) == 2 for result in results)
+    for context, result in zip(contexts, results, strict=True):
+        ids = torch.tensor([context + result.token_ids])
+        expected: list[Tensor] = []
+        for version, count in result.version_runs:
+            with torch.no_grad():
+                logits = models[version](ids).logits[0, len(context) - 1 : -1]
+            own = torch.log_softmax(logits, -1).gather(1, ids[0, len(context) :, None])[:, 0]
+            expected += own[len(expected) : len(expected) + count]
+        torch.testing.assert_close(
+            torch.tensor(result.logprobs), torch.stack(expected), atol=1e-5, rtol=1e-5
+        )
+    assert whole.token_ids == head.token_ids + tail.token_ids
+    assert whole.logprobs == pytest.approx(head.logprobs + tail.logprobs, abs=1e-5)
 
 
 async def test_stale_kv_differs_from_recomputed_kv_after_an_update() -> None:
