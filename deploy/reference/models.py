@@ -55,7 +55,7 @@ kernels and chunks with every commit (`tests/unit/trainer/test_hybrids.py`).
   compared there in bfloat16; `qwen3_5_text` and `qwen3_5_moe_text` need `torchvision`, which the test
   environment lacks, and are not compared. None of their experts is reported on a CPU.
   `falcon_h1` is compared like other families. vLLM does not store its `A_log` as such, so that weights go
-  through vLLM's loader, and `weight_sync.mode: inplace` is refused.
+  through vLLM's loader; `weight_sync.mode: inplace` and `trainer.lora.sync: adapter` are refused.
 - **Refused mixers**: `mamba_rms_norm` with `mamba_norm_before_gate`, and a `time_step_limit`, because
   kernels and engines ignore these keys. LoRA refuses their `out_proj` and `conv1d`, because fused kernels use
   these weights without adapters. Other state-space families (Nemotron-H, Bamba, Granite hybrids) are refused.

@@ -26,6 +26,7 @@ from services.cli.settings import MachineSettings
 from services.common.callables import bind_callable, load_callable
 from services.common.models.configs import full_config, is_folder, read_config
 from services.common.models.families import (
+    COMPARED,
     FAMILIES,
     Family,
     attention_modules,
@@ -46,6 +47,7 @@ from services.common.runspec.rollout import AGENTS, EARNED, REWARDS, WORKFLOWS
 from services.common.runspec.rules import batch_bytes, quota
 from services.common.runspec.run import ModelSpec, RunSpec
 from services.common.runspec.trainer import OF_EXPERTS
+from services.common.runspec.weight_modes import MODES
 from services.common.security.secrets import find_plain_secrets
 from services.rollout.data.prompts import check_prompt
 from services.rollout.data.sources import PromptSource, open_source
@@ -109,6 +111,21 @@ def engine_problems(spec: RunSpec, config: Mapping[str, Any]) -> Iterator[str]:
             f"rollout.engine_arguments.{name} is {size}, but model.path has {heads} attention heads and "
             f"{shared} key-value heads, which cannot be split evenly over so many GPUs; set it to a divisor "
             "of both"
+        )
+
+
+def transfer_problems(spec: RunSpec, config: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a problem if weights are to be written into an engine that computes other tensors from them."""
+    kind, engine = str(config.get("model_type")), spec.rollout.engine
+    if engine not in COMPARED or not FAMILIES.get(kind, Family()).needs_loader:
+        return
+    why = f"but {engine} computes other tensors from the weights of {kind!r} and must load them"
+    if MODES[spec.weight_sync.mode].is_in_place:
+        yield f"weight_sync.mode is {spec.weight_sync.mode!r}, {why}; set it to 'shadow'"
+    if spec.sends_adapters and spec.trainer.lora is not None:
+        yield (
+            f"trainer.lora.sync is {spec.trainer.lora.sync!r}, which merges adapters into live weights, "
+            f"{why}; set it to 'merged'"
         )
 
 
@@ -464,6 +481,7 @@ def _model(spec: RunSpec) -> Iterator[str]:
     yield from adapter_problems(spec, config)
     yield from mixture_problems(spec, config)
     yield from engine_problems(spec, config)
+    yield from transfer_problems(spec, config)
     yield from length_problems(spec, config)
     if is_full:
         yield from quota_problems(spec, config)

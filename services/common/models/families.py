@@ -51,6 +51,8 @@ class Family:
     """True if each attention head has a sink: a score that takes weight and contributes no value."""
     fixed_by_alpha: bool = False
     """True if ``alpha`` fixes rotary frequencies of type ``dynamic``."""
+    needs_loader: bool = False
+    """True if engines compute other tensors from its weights, which only their own loaders can do."""
     exceeds_float16: bool = False
     """True if its states can exceed 65,504; vLLM refuses these families in float16."""
 
@@ -82,7 +84,9 @@ FAMILIES: Mapping[str, Family] = {
     "granite": Family(tensor_parallel=True),
     "qwen3_5_text": Family(recurrent="linear_attn", attention_modules=(*_ATTENTION, *_GATED_DELTA)),
     # Fused kernels multiply with the weight of out_proj itself, without an adapter.
-    "falcon_h1": Family(recurrent="mamba", attention_modules=(*_ATTENTION, "in_proj")),
+    "falcon_h1": Family(
+        recurrent="mamba", attention_modules=(*_ATTENTION, "in_proj"), needs_loader=True
+    ),
     "qwen2_moe": Family(routing="softmax", expert_parts=ExpertParts()),
     "qwen3_moe": Family(windowed=True, routing="softmax", expert_parts=ExpertParts()),
     "mixtral": Family(
@@ -92,7 +96,10 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "glm4_moe": Family(routing="sigmoid", expert_parts=ExpertParts()),
     "deepseek_v3": Family(
-        routing="sigmoid", expert_parts=ExpertParts(), attention_modules=_LATENT_ATTENTION
+        routing="sigmoid",
+        expert_parts=ExpertParts(),
+        attention_modules=_LATENT_ATTENTION,
+        needs_loader=True,
     ),
     "gpt_oss": Family(routing="softmax_of_chosen", sinks=True),
     "qwen3_next": Family(

@@ -462,3 +462,30 @@ def test_a_batch_that_the_queue_of_this_machine_never_holds_is_rejected(tmp_path
         check(spec)
     monkeypatch.setenv("SLIPSTREAM_TRANSFERQUEUE_SPILL_BYTES", str(64 << 20))
     check(spec)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"weight_sync": {"mode": "inplace"}}, "weight_sync.mode"),
+        ({"trainer": {"lora": {}}}, "trainer.lora.sync"),
+        ({"trainer": {"lora": {"sync": "merged"}}}, None),
+        ({}, None),
+    ],
+)
+@pytest.mark.parametrize("kind", ["falcon_h1", "qwen2"])
+def test_weights_that_an_engine_must_load_are_not_written_into_it(tmp_path, kind, changes, key):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": kind, "vocab_size": 300}))
+    spec = spec_with(
+        tmp_path,
+        model={"path": str(folder), "tokenizer": "bytes"},
+        rollout={"engine": "vllm"},
+        **changes,
+    )
+    with pytest.raises(SpecError) as found:
+        check(spec)
+    is_refused = "computes other tensors" in str(found.value)
+    assert is_refused == (kind == "falcon_h1" and key is not None)
+    assert not is_refused or f"{key} is" in str(found.value)
