@@ -38,7 +38,9 @@ the names for `trainer.lora.target_modules`. The weight plane sends every family
 beside full attention: gated delta nets in separate layers, or Mamba-2 mixers in every layer
 (`falcon_h1`). In a pack each sequence starts from an empty state. 200 random packs of each family, half of
 them with shared prefixes, are compared with transformers every night, and lengths around the sizes of
-kernels and chunks with every commit (`tests/unit/trainer/test_hybrids.py`).
+kernels and chunks with every commit (`tests/unit/trainer/test_hybrids.py`). The presets `tiny:qwen3_5-0.4m`
+and `tiny:falcon_h1-0.6m` learn sort4 through all services on a CPU
+([results](algorithms.md#learning-results)).
 
 - **Shared prefixes**: recurrent layers compute a shared prefix again for each sequence, other layers once.
 - **Context parallelism**: each rank computes recurrent layers for all tokens of the pack, other layers for
