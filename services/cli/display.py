@@ -125,10 +125,16 @@ def _loss(record: Mapping[str, Any]) -> str:
 
 
 def _idle_side(record: Mapping[str, Any]) -> str:
-    """Returns the side that was idle for longer, and for how long; ``none`` below 2 % of the step."""
+    """Returns the side that was idle for longer, and for how long; ``none`` below 2 % of the step.
+
+    ``both`` if most of this time was the same: they did not wait for each other.
+    """
     trainer, rollouts = record["trainer_wait_s"], record["rollout_idle_s"]
     if max(trainer, rollouts) < 0.02 * record["seconds"]:
         return "none"
+    both = trainer + rollouts - record["seconds"]
+    if both > max(trainer, rollouts) / 2:
+        return f"both {both:.1f}s"
     if trainer >= rollouts:
         return f"trainer {trainer:.1f}s"
     return f"rollouts {rollouts:.1f}s"

@@ -28,8 +28,8 @@ async def test_the_page_opens_on_what_is_running_and_is_live(open_page, controll
         "step 10 of 20 · weight version 10 · disaggregated · about 20 s left"
     )
     await expect(page.locator("#verdict")).to_have_text(
-        "Rollouts are the bottleneck: in the last 10 steps the trainer waited for samples 75 % of the time. "
-        "Predicted: rollout.replicas 2 instead of 1 would give 1.6x."
+        "Rollouts are the bottleneck: in the last 10 steps the trainer waited for samples 75 % of the time, "
+        "and the rollouts were idle 0 %. Predicted: rollout.replicas 2 instead of 1 would give 1.6x."
     )
     await expect(page.locator("#prompts")).to_have_text(
         "40 prompts issued: 30 consumed, 10 dropped (10 stale)"

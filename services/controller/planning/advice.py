@@ -3,6 +3,7 @@
 The prediction for the run as it is must agree with its measurement; otherwise no change is advised.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -66,7 +67,8 @@ class Advice:
     idled: float
     """Fraction of the time in which the rollouts had nothing to generate."""
     measured_step_s: float
-    now: Prediction
+    now: Prediction | None
+    """Prediction for the run as it is; None if its rates are unknown."""
     changes: tuple[Change, ...]
     """Changes that would help, the best first; empty if the prediction is off."""
     placement: str
@@ -77,13 +79,21 @@ class Advice:
 
     @property
     def error(self) -> float:
-        """Relative error of the prediction for the run as it is; 0.1 is 10 % too long."""
-        return self.now.step_s / self.measured_step_s - 1
+        """Relative error of the prediction for the run as it is; 0.1 is 10 % too long, NaN is unknown."""
+        return math.nan if self.now is None else self.now.step_s / self.measured_step_s - 1
+
+    @property
+    def both_waited(self) -> float:
+        """Min fraction of the time in which both sides waited, so neither waited for the other one."""
+        return max(0.0, self.waited + self.idled - 1)
 
     @property
     def is_trusted(self) -> bool:
-        """True if the prediction for the run as it is agrees with its measurement."""
-        return abs(self.error) <= MAX_ERROR
+        """True if the prediction for the run as it is agrees with its measurement.
+
+        It knows no rewards, tools and environments, so it may agree by chance if both sides wait for them.
+        """
+        return abs(self.error) <= MAX_ERROR and self.both_waited < _LOW_WAIT
 
     def message(self) -> str:
         """Returns the side that waits and the remedy, as text for people."""
@@ -92,13 +102,25 @@ class Advice:
         if self.placement == "colocated":
             text = f"Trainer and rollouts share GPUs: {times}."
         elif self.bottleneck == "generation":
-            text = f"Rollouts are the bottleneck: {times}."
+            text = f"Rollouts are the bottleneck: {times}, {idle}."
         elif self.bottleneck == "training":
             text = f"The trainer is the bottleneck: {times}, {idle}."
         elif self.waited < _LOW_WAIT:
             text = f"Trainer and rollouts are balanced: {times}, {idle}."
-        else:
+        elif self.both_waited < _LOW_WAIT:
             text = f"Trainer and rollouts wait for each other: {times}, {idle}."
+        else:
+            text = (
+                "Trainer and rollouts wait at once, for rewards, tools, environments or overhead: "
+                f"{times}, {idle}."
+            )
+        if self.both_waited >= _LOW_WAIT:
+            return (
+                f"{text} No change is advised: predictions include neither rewards nor tools nor "
+                "environments."
+            )
+        if self.now is None:
+            return f"{text} No change is advised: the run's rates have not been measured yet."
         if not self.is_trusted:
             return (
                 f"{text} No change is advised: the predicted step time differs from the measured "
@@ -138,7 +160,7 @@ class Advice:
 
 def advise(
     steps: Sequence[Step],
-    rates: Rates,
+    rates: Rates | None,
     setting: Setting,
     *,
     others: Iterable[Setting] = (),
@@ -149,6 +171,7 @@ def advise(
 
     Args:
         steps: Metrics of the steps, in order.
+        rates: Rates that the steps have; None if a metric is missing. No change is advised without them.
         others: The same setting in other placements, on the same GPUs.
         gpus: Number of GPUs that trainer and rollouts may use; None if only their current ones are
             known. No change that needs more is advised.
@@ -159,7 +182,7 @@ def advise(
     """
     share, idle_share = waited_fraction(steps), idle_fraction(steps)
     step_s = measured_step_s(representative_steps(steps))
-    now = predict(rates, setting, num_steps=_SIMULATED_STEPS)
+    now = None if rates is None else predict(rates, setting, num_steps=_SIMULATED_STEPS)
     found = Advice(
         bottleneck=_bottleneck(share, idle_share) if setting.dedicated_rollouts else "neither",
         waited=share,
@@ -169,7 +192,7 @@ def advise(
         changes=(),
         placement=setting.placement,
     )
-    if not found.is_trusted:
+    if rates is None or now is None or not found.is_trusted:
         return found
     spare = 0 if gpus is None else gpus - setting.gpus
     found_changes = _changes(

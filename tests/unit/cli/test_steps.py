@@ -108,6 +108,16 @@ def test_a_row_shows_the_idle_side():
     )
 
 
+@pytest.mark.parametrize(
+    ("trainer_s", "rollouts_s", "side"),
+    [(0.1, 7.0, "rollouts 7.0s"), (5.0, 4.0, "trainer 5.0s"), (7.8, 8.0, "both 7.8s")],
+)
+def test_the_idle_side_is_both_if_neither_waits_for_the_other(trainer_s, rollouts_s, side):
+    _, event = committed(1)
+    numbers = {"seconds": 8.0, "trainer_wait_s": trainer_s, "rollout_idle_s": rollouts_s}
+    assert row_of({**event["data"], **numbers, "sync_ms": 7.4}, [])[-1] == side
+
+
 def test_without_a_terminal_progress_is_plain_lines():
     out = io.StringIO()
     _, event = committed(1)

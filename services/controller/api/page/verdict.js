@@ -44,9 +44,11 @@ export function verdict(series, placement, advice) {
   const time = `in the last ${found.steps} steps the trainer waited for samples ${percent(found.waited)} of the time`;
   const both = `${time}, and the rollouts were idle ${percent(found.idle)}`;
   const side = bottleneck(found);
-  const together = found.waited < 0.1 ? "are balanced" : "wait for each other";
+  const isOther = found.waited + found.idle >= 1.1; // both waited at once
+  const other = isOther ? "wait at once, for rewards, tools, environments or overhead" : "wait for each other";
+  const together = found.waited < 0.1 ? "are balanced" : other;
   const text = placement === "colocated" ? `Trainer and rollouts share GPUs: ${time}.` : {
-    generation: `Rollouts are the bottleneck: ${time}.`,
+    generation: `Rollouts are the bottleneck: ${both}.`,
     training: `The trainer is the bottleneck: ${both}.`,
     neither: `Trainer and rollouts ${together}: ${both}.`,
   }[side];

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -12,7 +13,13 @@ from services.common.host import Clock
 from services.controller.launch.launcher import total_gpus
 from services.controller.planning.advice import Advice, advise
 from services.controller.planning.gpu_splits import allows, other_placements
-from services.controller.planning.inputs import Step, rates_of, setting_of, waited_fraction
+from services.controller.planning.inputs import (
+    Step,
+    TooFewStepsError,
+    rates_of,
+    setting_of,
+    waited_fraction,
+)
 from services.controller.rules.ledger import Ledger
 from services.controller.run.observe.progress import Progress
 from services.controller.run.state.journal import Journal
@@ -46,6 +53,7 @@ class Advisor:
     _stepped: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _advised_at: float | None = field(default=None, init=False)
     _waited: float = field(default=0.0, init=False)
+    _is_predicted: bool = field(default=False, init=False)
     _reported: tuple[object, ...] = field(default=(), init=False)
 
     def reset(self) -> None:
@@ -79,7 +87,8 @@ class Advisor:
             return True
         passed_s = self.clock.monotonic() - self._advised_at
         has_moved = abs(waited_fraction(self._numbers()) - self._waited) >= _MOVED
-        return passed_s >= (_MIN_PAUSE_S if has_moved else _MAX_PAUSE_S)
+        is_soon = has_moved or not self._is_predicted
+        return passed_s >= (_MIN_PAUSE_S if is_soon else _MAX_PAUSE_S)
 
     async def _advise(self) -> None:
         steps, spec, setting = self._numbers(), self.spec.now, setting_of(self.spec.now)
@@ -89,8 +98,10 @@ class Advisor:
             gpus -= total_gpus(spec) - setting.gpus
 
         def work() -> Advice | None:
-            try:
+            rates = None
+            with suppress(TooFewStepsError):  # a metric is missing so far
                 rates = rates_of(steps, lengths, setting=setting)
+            try:
                 return advise(
                     steps,
                     rates,
@@ -100,7 +111,7 @@ class Advisor:
                     allows=partial(allows, spec),
                 )
             except ValueError:
-                return None  # a metric is missing so far
+                return None
 
         try:
             advice = await asyncio.to_thread(work)
@@ -108,6 +119,7 @@ class Advisor:
             logger.exception("cannot predict the bottleneck")
             advice = None
         self._advised_at, self._waited = self.clock.monotonic(), waited_fraction(steps)
+        self._is_predicted = advice is not None and advice.now is not None
         if advice is None:
             return
         texts = {"message": advice.message(), "remedy": advice.remedy()}
@@ -122,7 +134,7 @@ class Advisor:
             "waited": advice.waited,
             "idled": advice.idled,
             "step_s": advice.measured_step_s,
-            "predicted_step_s": advice.now.step_s,
+            "predicted_step_s": None if advice.now is None else advice.now.step_s,
             "changes": [asdict(change) for change in advice.changes],
             "placement": advice.placement,
             "placements": dict(advice.others),

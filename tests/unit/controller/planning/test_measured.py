@@ -189,6 +189,29 @@ def test_the_remedy_is_for_the_side_that_is_short(waited_part, idle_part, bottle
     assert not {change.key for change in advice.changes} & others
 
 
+def test_without_rates_the_side_that_waits_is_named_and_nothing_is_advised():
+    found, _ = measured()
+    advice = advise(found, None, SETTING, gpus=100)
+    assert (advice.bottleneck, advice.now, advice.changes) == ("generation", None, ())
+    assert not advice.is_trusted
+    assert f"{100 * waited_fraction(found):.0f} %" in advice.message()
+    assert advice.remedy() == ""
+
+
+@pytest.mark.parametrize(("waited_part", "both"), [(0.98, 0.96), (0.4, 0.38), (0.11, 0.09)])
+def test_two_sides_that_are_idle_at_once_do_not_wait_for_each_other(waited_part, both):
+    """As in live runs: a reward of 1 s made the trainer wait 98 % and left the rollouts idle 100 %."""
+    found, rates = measured()
+    seconds = found[0]["seconds"]
+    idle = {"trainer_wait_s": waited_part * seconds, "rollout_idle_s": 0.98 * seconds}
+    advice = advise([{**step, **idle} for step in found], rates, SETTING)
+    assert advice.bottleneck == "neither"
+    assert advice.both_waited == pytest.approx(both, abs=0.001)
+    assert ("rewards" in advice.message()) is (both >= 0.1)
+    assert advice.is_trusted is (both < 0.1)
+    assert advice.remedy() == "" or both < 0.1
+
+
 @pytest.mark.parametrize(
     ("gpus", "is_advised"),
     [(2, False), (None, False), (0, False), (3, True)],

@@ -110,9 +110,11 @@ def test_changes_are_not_looked_for_all_the_time():
     assert len(told) == 1
 
 
-def test_steps_that_lack_a_number_are_no_reason_to_fail():
+def test_steps_that_lack_a_number_name_the_side_that_waits_and_a_remedy_follows():
     told, _ = advised([step(decode_fixed_s=None)] * 12, [step()] * 12)
-    assert len(told) <= 1
+    assert [note.data["bottleneck"] for note in told] == ["generation"] * 2
+    assert [bool(note.data["changes"]) for note in told] == [False, True]
+    assert told[0].data["predicted_step_s"] is None
 
 
 def test_steps_with_other_rollouts_than_now_do_not_count():
