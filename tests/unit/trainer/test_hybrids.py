@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from services.common.models.configs import read_config
-from services.common.models.families import FAMILIES, check_trainer
+from services.common.models.families import FAMILIES, check_trainer, recurrent_shape
 from services.common.models.loading import build_model, load_folder, stored_tensors
 from services.common.models.weight_files import stored_names
 from services.common.runspec.run import ModelSpec
@@ -109,6 +110,24 @@ def test_a_saved_state_space_model_is_loaded_again(tmp_path: Path) -> None:
     for name, value in stored_tensors(loaded).items():
         assert torch.equal(value, own[name]), name
     assert stored_names(tmp_path) == set(own)
+
+
+@pytest.mark.parametrize("family", _HYBRIDS)
+def test_sizes_of_recurrent_layers_are_those_of_their_modules(family: str) -> None:
+    config = tiny_config(family)
+    model = build_model(config, dtype=torch.float32, device="cpu")
+    shape, name = recurrent_shape(config.to_dict()), FAMILIES[family].recurrent
+    assert shape is not None
+    modules: list[Any] = [
+        each for path, each in model.named_modules() if path.rpartition(".")[2] == name
+    ]
+    assert len(modules) == shape.num_layers
+    cache = DynamicCache(config=config)
+    model(torch.arange(3, 9)[None], past_key_values=cache, use_cache=True)
+    for module in modules:
+        assert module.conv1d.weight.shape[0] == shape.channels
+        assert module.out_proj.in_features == shape.width
+        assert cache.get_recurrent_state(module.layer_idx).numel() == shape.state
 
 
 def test_adapters_that_kernels_would_ignore_are_refused() -> None:
