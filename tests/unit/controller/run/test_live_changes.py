@@ -333,7 +333,8 @@ async def test_a_batch_is_scored_under_the_weights_that_its_step_starts_from(
     assert workers.scored == [(version, version) for version in range(6)]
 
 
-async def test_a_step_that_takes_too_long_names_its_limit(database, workers):
+async def test_a_step_that_takes_too_long_names_its_limit(database, workers, monkeypatch):
+    monkeypatch.setattr("services.controller.run.lifecycle.driver._EXIT_REPORT_S", 0.0)
     async with open_manager(database, queue=workers.queue) as manager:
         run_id = await submitted(manager)
         workers.takes_too_long = True

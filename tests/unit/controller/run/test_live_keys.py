@@ -96,8 +96,9 @@ def _value(spec, *, part_of, name):
 
 
 async def test_a_rollout_finds_a_dead_engine_under_the_limit_that_holds_now(
-    database, workers, tmp_path
+    database, workers, tmp_path, monkeypatch
 ):
+    monkeypatch.setattr("services.rollout.monitor._EVERY_S", 0.05)
     stats = EngineStats(
         num_running=1,
         num_waiting=0,
