@@ -15,6 +15,8 @@ INSTALL := deploy/with_progress.sh "installing" $(BIN)/pip install --quiet --no-
 RUNS := $(VENV)/.runs-$(EXTRAS)
 READY := $(VENV)/.ready
 SPEC ?= examples/sort4.yaml
+# On two cores, a third process of pytest uses the time in which two wait for services and deadlines.
+TEST_WORKERS ?= 3
 EVERY_COMMIT := not nightly and not gpu and not multi_gpu and not cluster and not nodes
 ALL_MARKS := -o addopts='--import-mode=importlib --strict-markers -ra -p no:schemathesis'
 PROTOS := $(shell find proto/slipstream -name '*.proto')
@@ -46,10 +48,10 @@ run: $(RUNS) ## Train the example end to end (SPEC=examples/sort4.yaml)
 	$(BIN)/slipstream run $(SPEC)
 
 unit: $(READY) deploy-tools ## Run the unit tests
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m '$(EVERY_COMMIT)' tests/unit
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m '$(EVERY_COMMIT)' tests/unit
 
 test: test-system check ## Run everything that a commit must pass: check, then contract, API, integration and fault tests
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m '$(EVERY_COMMIT)' --ignore tests/unit
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m '$(EVERY_COMMIT)' --ignore tests/unit
 
 test-system: # Installs a browser and a sandbox; tests that need a missing one are skipped
 	tests/system.sh --or-skip chromium bwrap=bubblewrap
