@@ -7,6 +7,8 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Callable
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 
@@ -36,6 +38,19 @@ def disconnect_forks(*descriptors: int) -> None:
         os.close(nothing)
 
     os.register_at_fork(after_in_child=disconnect)
+
+
+def call_ending_forks(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    """Calls a user's function in a thread; ends the processes that it forks and that return from it.
+
+    The thread is the only one of such a process, which would wait for further work forever.
+    """
+    process = os.getpid()
+    try:
+        return function(*arguments, **keywords)
+    finally:
+        if os.getpid() != process:
+            os._exit(0)  # noqa: TID251 -- a fork has no task group
 
 
 def module_command(module: str, *arguments: str) -> list[str]:

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, TextIO
 
 from services.common.callables import describe_error, load_callable
-from services.common.parent import die_with_parent, disconnect_forks
+from services.common.parent import call_ending_forks, die_with_parent, disconnect_forks
 from services.common.task_group import TaskGroup
 from services.rollout.sandbox.remote import sandbox_argument
 
@@ -62,24 +62,11 @@ async def _run(agent: Callable[..., Any], message: dict[str, Any], answers: Text
         if inspect.iscoroutinefunction(agent):
             value = await agent(**keywords)
         else:
-            value = await asyncio.to_thread(_call, agent, keywords)
+            value = await asyncio.to_thread(call_ending_forks, agent, **keywords)
         answer["value"] = _reward(value)
     except Exception as error:  # noqa: BLE001 -- the edge to user code: every fault becomes an answer
         answer["error"] = describe_error(error)
     _answer(answers, answer)
-
-
-def _call(agent: Callable[..., Any], keywords: dict[str, Any]) -> Any:
-    """Calls an agent in a thread; ends the process if the agent has forked it.
-
-    No other thread exists in the fork, which would wait for work forever.
-    """
-    process = os.getpid()
-    try:
-        return agent(**keywords)
-    finally:
-        if os.getpid() != process:
-            os._exit(0)  # noqa: TID251 -- a fork has no task group
 
 
 def _reward(value: Any) -> Any:

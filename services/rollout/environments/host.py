@@ -34,7 +34,7 @@ from starlette.routing import Route
 from services.common.callables import load_callable
 from services.common.errors import InvalidArgumentError
 from services.common.lifetime import wait_for_shutdown
-from services.common.parent import die_with_parent
+from services.common.parent import call_ending_forks, die_with_parent
 from services.rollout.calls.guard import add_options, serve_guarded
 from services.rollout.environments.protocol import MAX_ANSWER_BYTES, PROTOCOL, as_json
 from services.rollout.sandbox.remote import sandbox_argument
@@ -130,7 +130,7 @@ class Host:
         name = secrets.token_urlsafe(24)
         episode = self._episodes[name] = _Episode()
         try:
-            episode.inner = await asyncio.to_thread(self._make, **self._arguments)
+            episode.inner = await _call(self._make, **self._arguments)
             more = {}
             if given.get("sandbox") is not None:
                 more["sandbox"] = sandbox_argument(given["sandbox"], episode.inner.reset)
@@ -229,7 +229,7 @@ async def _call(function: Callable[..., Any], *arguments: Any, **keywords: Any) 
     """Calls a user's method; a plain function runs in a thread so that it does not block other episodes."""
     if inspect.iscoroutinefunction(function):
         return await function(*arguments, **keywords)
-    return await asyncio.to_thread(function, *arguments, **keywords)
+    return await asyncio.to_thread(call_ending_forks, function, *arguments, **keywords)
 
 
 def _as_answer(answer: Any) -> dict[str, Any]:
