@@ -110,7 +110,7 @@ def random_conversation(
 
     Args:
         shared_seed: Conversations with the same one begin alike: the policy says one of few things, and an
-            observation depends on what was said.
+            observation depends on the response before it.
     """
     tokens, given = prompt
     response, own, runs = list[int](), dict[int, ModelInputs](), list[tuple[int, int]]()
