@@ -3,9 +3,10 @@
 bench-dataplane: $(READY) ## Data plane against its peer, minutes (OPTIONS=--smoke for seconds)
 	$(BIN)/python -m bench.dataplane $(OPTIONS)
 
-bench-learning: $(READY) ## sort4 with every algorithm through the whole system, half an hour (OPTIONS=--smoke for minutes)
+bench-learning: $(READY) ## sort4 with every algorithm, and examples of agents and images, through the whole system, an hour (OPTIONS=--smoke for minutes)
 	$(BIN)/python -m bench.learning $(OPTIONS)
 	$(BIN)/python -m bench.learning.overlap $(OPTIONS)
+	$(BIN)/python -m bench.learning.agents $(OPTIONS)
 
 bench-e2e: $(READY) ## Synchronous and asynchronous runs against the hardware limit, two GPUs (OPTIONS=--smoke without a GPU)
 	$(BIN)/python -m bench.e2e $(OPTIONS)
@@ -38,8 +39,9 @@ bench-rollout: $(READY) ## Engines, interruptions, failing rewards, learning; ha
 	$(BIN)/python -m bench.rollout.learning
 	$(BIN)/python -m bench.rollout.speculation --smoke
 
-bench-episodes: $(READY) ## 2,000 concurrent agents on one rollout: overhead per turn, memory; half an hour (OPTIONS=--smoke for a minute)
+bench-episodes: $(READY) ## 2,000 concurrent agents on one rollout: overhead per turn, memory; environments; half an hour (OPTIONS=--smoke for a minute)
 	$(BIN)/python -m bench.rollout.episodes $(OPTIONS)
+	$(BIN)/python -m bench.rollout.environments $(OPTIONS)
 
 bench-sandboxes: $(READY) ## 1,000 sandboxed episodes, and a killed rollout; two minutes (OPTIONS=--smoke for seconds)
 	$(BIN)/python -m bench.rollout.sandboxes $(OPTIONS)
