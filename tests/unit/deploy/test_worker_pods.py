@@ -315,6 +315,7 @@ def test_a_kind_of_worker_that_is_added_gets_a_pod(
     ("scheduler", "kind", "name"),
     [
         ("volcano", "scheduling.volcano.sh/v1beta1", "volcano"),
+        ("kai", "scheduling.run.ai/v2alpha2", "kai-scheduler"),
         ("coscheduling", "scheduling.x-k8s.io/v1alpha1", "scheduler-plugins-scheduler"),
         ("native", "scheduling.k8s.io/v1alpha2", None),
     ],
@@ -328,6 +329,7 @@ def test_pods_of_a_run_are_one_group_of_a_gang_scheduler(
         metadata, spec = pod["metadata"], pod["spec"]
         references = [
             metadata["annotations"].get("scheduling.k8s.io/group-name"),
+            metadata["annotations"].get("pod-group-name"),
             metadata["labels"].get("scheduling.x-k8s.io/pod-group"),
             spec.get("schedulingGroup", {}).get("podGroupName"),
         ]
@@ -342,7 +344,24 @@ def test_pods_of_a_run_are_one_group_of_a_gang_scheduler(
     assert group["metadata"]["ownerReferences"] == [OWNER]
     policy = group["spec"].get("schedulingPolicy", {}).get("gang", group["spec"])
     assert 3 in policy.values()
-    assert group["spec"].get("queue") == ("gpus" if scheduler == "volcano" else None)
+    assert group["spec"].get("queue") == ("gpus" if scheduler in ("volcano", "kai") else None)
+
+
+def test_kai_takes_the_group_of_the_run_and_leaves_workers_alone_while_one_is_replaced(
+    tmp_path: Path,
+) -> None:
+    values = ("--set", "workers.gang.scheduler=kai,workers.priorityClassName=train")
+    pods = build(tmp_path, *values, profiles=("multi-node",))
+    template = load_templates(tmp_path).pod_group
+    assert template is not None
+    assert gang.build_pod_group(template, "run_0198", num_pods=3, owner=OWNER)["spec"] == {
+        "minMember": 3,
+        "queue": "default-queue",
+        "priorityClassName": "train",
+        "stalenessGracePeriod": "-1s",
+    }
+    skips = [pod["metadata"]["annotations"]["kai.scheduler/skip-podgrouper"] for pod in pods]
+    assert skips == ["true"] * 3
 
 
 def test_pods_are_in_no_group_without_a_gang_scheduler(tmp_path: Path) -> None:

@@ -31,6 +31,10 @@ metadata:
     {{- end }}
     {{- if eq $gang "volcano" }}
     scheduling.k8s.io/group-name: $(GROUP)
+    {{- else if eq $gang "kai" }}
+    pod-group-name: $(GROUP)
+    # KAI would make a group of the pods of all runs, which have the same owner.
+    kai.scheduler/skip-podgrouper: "true"
     {{- end }}
     # An autoscaler must not move workers: a restart costs the run more than an idle node.
     cluster-autoscaler.kubernetes.io/safe-to-evict: "false"
@@ -63,7 +67,7 @@ spec:
   {{- with $own.runtimeClassName }}
   runtimeClassName: {{ . }}
   {{- end }}
-  {{- with $workers.schedulerName | default (get (dict "volcano" "volcano" "coscheduling" "scheduler-plugins-scheduler") $gang) }}
+  {{- with $workers.schedulerName | default (get (dict "volcano" "volcano" "coscheduling" "scheduler-plugins-scheduler" "kai" "kai-scheduler") $gang) }}
   schedulerName: {{ . }}
   {{- end }}
   {{- if eq $gang "native" }}
@@ -225,11 +229,18 @@ spec:
   {{- end }}
   {{- if and .Values.workers.gang.queueName (eq .Values.workers.gang.scheduler "volcano") }}
   queue: {{ .Values.workers.gang.queueName }}
+  {{- else if eq .Values.workers.gang.scheduler "kai" }}
+  queue: {{ .Values.workers.gang.queueName | default "default-queue" }}
+  {{- with .Values.workers.priorityClassName }}
+  priorityClassName: {{ . }}
+  {{- end }}
+  # The run goes on while a lost worker is replaced; KAI would evict all others after a minute.
+  stalenessGracePeriod: -1s
   {{- end }}
 {{- end -}}
 
 {{- define "slipstream.podGroupVersion" -}}
-{{- get (dict "volcano" "scheduling.volcano.sh/v1beta1" "coscheduling" "scheduling.x-k8s.io/v1alpha1" "native" "scheduling.k8s.io/v1alpha2") .Values.workers.gang.scheduler -}}
+{{- get (dict "volcano" "scheduling.volcano.sh/v1beta1" "coscheduling" "scheduling.x-k8s.io/v1alpha1" "kai" "scheduling.run.ai/v2alpha2" "native" "scheduling.k8s.io/v1alpha2") .Values.workers.gang.scheduler -}}
 {{- end -}}
 
 {{/*
