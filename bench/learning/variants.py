@@ -66,7 +66,7 @@ VARIANTS = {
     "float16": Variant(settings=("trainer.dtype=float16",)),
     "adamw, 8 bits": Variant(settings=("trainer.optimizer.kind=adamw_8bit",)),
     "hybrid of gated delta nets": Variant(settings=("model.path=tiny:qwen3_5-0.4m",)),
-    "hybrid of mamba-2 mixers": Variant(settings=("model.path=tiny:falcon_h1-0.6m",)),
+    "hybrid of mamba-2 mixers": Variant(settings=("model.path=tiny:falcon_h1-0.5m",)),
     "entropy target": Variant(
         settings=("algorithm.entropy_target=0.15", "algorithm.entropy_step=1.0e-3")
     ),

@@ -39,7 +39,7 @@ beside full attention: gated delta nets in separate layers, or Mamba-2 mixers in
 (`falcon_h1`). In a pack each sequence starts from an empty state. 200 random packs of each family, half of
 them with shared prefixes, are compared with transformers every night, and lengths around the sizes of
 kernels and chunks with every commit (`tests/unit/trainer/test_hybrids.py`). The presets `tiny:qwen3_5-0.4m`
-and `tiny:falcon_h1-0.6m` learn sort4 through all services on a CPU
+and `tiny:falcon_h1-0.5m` learn sort4 through all services on a CPU
 ([results](algorithms.md#learning-results)).
 
 - **Shared prefixes**: recurrent layers compute a shared prefix again for each sequence, other layers once.

@@ -20,7 +20,7 @@ _SHAPES = {
     "llama-0.4m": ("llama", 128, 2, 4, 2, 352),
     "qwen3_moe-0.7m": ("qwen3_moe", 128, 2, 4, 2, 352),
     "qwen3_5-0.4m": ("qwen3_5_text", 128, 2, 4, 2, 352),
-    "falcon_h1-0.6m": ("falcon_h1", 128, 2, 4, 2, 352),
+    "falcon_h1-0.5m": ("falcon_h1", 128, 2, 4, 2, 352),
     "qwen2_5_vl-0.6m": ("qwen2_5_vl_text", 128, 2, 4, 4, 336),
 }
 PRESET_PATCH = 4
