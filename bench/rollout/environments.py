@@ -67,7 +67,7 @@ def main() -> None:
         row: dict[str, Any] = {"episodes": count}
         for name, transport in (("cpu_ms", _OWN), ("pool_cpu_ms", _Pool)):
             local.ReusedConnections = transport  # type: ignore[assignment, misc]
-            row[name] = asyncio.run(cpu_ms(count, 2 if arguments.smoke else 5))
+            row[name] = asyncio.run(cpu_ms(count, 2 if arguments.smoke else 3))
         rows.append(row)
     report_to(None if arguments.smoke else arguments.out, {"rows": rows, **machine_state()})
 
