@@ -217,11 +217,11 @@ class RunDriver:
         known = self._services.membership.find(self._run_id, exit_.worker_id)
         had_loaded = known is not None and known.state != "loading"
         was_interrupted = exit_.code is None or exit_.code < 0 or exit_.code == OUTAGE_EXIT
-        is_absent = exit_.worker_id in self._sizing.missing_rollouts()
-        others_go_on = is_absent and self._state is RunState.RUNNING
-        # A worker that fails by itself before it has loaded would fail again; other workers need not
-        # end for that.
-        self._is_hopeless |= not (had_loaded or was_interrupted or others_go_on)
+        # A worker that fails by itself before it has loaded would fail again. After the run has
+        # started once, a slow machine or an occupied port are more likely, and the number of
+        # restarts is limited.
+        is_first = self._state is RunState.STARTING
+        self._is_hopeless |= is_first and not (had_loaded or was_interrupted)
         message = (
             f"{exit_.worker_id} exited {exit_.description}; last log lines:\n{exit_.last_lines}"
         )

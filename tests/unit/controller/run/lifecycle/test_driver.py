@@ -28,14 +28,14 @@ def ended(run_id, worker_id, code=1) -> WorkerExit:
     ("is_running", "is_other_there", "code", "ends_the_run"),
     [
         (False, True, 1, True),
-        (True, False, 1, True),
+        (True, False, 1, False),
         (True, True, 1, False),
         (False, True, -9, False),
         (False, True, OUTAGE_EXIT, False),
     ],
-    ids=["at the start", "nobody is left", "others go on", "killed", "no answer of a service"],
+    ids=["at the start", "started before", "others go on", "killed", "no answer of a service"],
 )
-async def test_a_rollout_that_cannot_load_fails_a_run_without_others(
+async def test_a_rollout_that_cannot_load_fails_a_run_at_its_first_start(
     database, workers, is_running, is_other_there, code, ends_the_run
 ):
     workers.has_rollout = is_other_there
