@@ -80,10 +80,11 @@ the torch engine (`tests/unit/rollout/test_images.py`, `tests/integration/test_t
 
 - **vLLM**: it gets the trainer's token ids and pixels, and neither tokenizes nor scales. On its CPU build,
   logprobs of both families equal the trainer's after each of five versions, which also change the tower, to a
-  mean of 1e-5 in float32 and 5e-3 in bfloat16. So do those of resumed responses, and of responses whose
-  weights change midway (`tests/engines/test_vllm_images.py`).
-- **Shared prefixes**: the trainer computes a prompt once for all responses that have no images. A response
-  with images shares nothing.
+  mean of 1e-5 in float32 and 5e-3 in bfloat16. So do those of resumed responses, of responses whose weights
+  change midway, and of turns that follow further images (`tests/engines/test_vllm_images.py`).
+- **Shared prefixes**: the trainer computes the common prefix of samples once, through observations with equal
+  images. A prompt or an observation with images is shared as a whole or not at all. The vision tower computes
+  each distinct image of a pack once, also for samples that share no tokens.
 - **Refused**: the engine `sglang`, `rollout.quantization` and `rollout.speculation`, context and tensor
   parallelism, demonstrations, and images of `gemma3`: its tokens attend to later ones within an image, which
   packs do not compute.
