@@ -65,7 +65,7 @@ async def serve_http(  # noqa: PLR0913 -- as many limits
         certificate: PEM file with a certificate chain, to serve HTTPS; reloaded when it changes.
         key: PEM file with its key.
         connections_per_peer: Max. simultaneous connections of one address; 0 for no limit.
-        authenticates: False if only this user can connect, so that nobody need authenticate.
+        authenticates: False if peers need not authenticate, because only this user can connect.
         max_request_bytes: Max. total size of all requests in progress.
         header_deadline_s: Max. seconds until the headers of a request, and of a TLS handshake.
         keep_alive_s: Seconds after a response in which a connection may send another request.
