@@ -190,14 +190,19 @@ def test_adapters_of_experts_that_a_family_lacks_are_rejected_by_its_config_alon
         check(spec)
 
 
+def model_of(folder: Path, kind: str) -> dict[str, str]:
+    """Returns the keys of a model of which only the type and the size of its vocabulary are known."""
+    (folder / "model").mkdir()
+    config = {"model_type": kind, "vocab_size": 300}
+    (folder / "model" / "config.json").write_text(json.dumps(config))
+    return {"path": f"{folder}/model", "tokenizer": "bytes"}
+
+
 @pytest.mark.parametrize(("kind", "is_refused"), [("gemma2", True), ("qwen2", False)])
 def test_float16_is_rejected_for_families_that_exceed_its_range(tmp_path, kind, is_refused):
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"model_type": kind, "vocab_size": 300}))
     spec = spec_with(
         tmp_path,
-        model={"path": str(folder), "tokenizer": "bytes"},
+        model=model_of(tmp_path, kind),
         trainer={"dtype": "float16"},
     )
     with pytest.raises(SpecError) as found:
@@ -475,12 +480,9 @@ def test_a_batch_that_the_queue_of_this_machine_never_holds_is_rejected(tmp_path
 )
 @pytest.mark.parametrize("kind", ["falcon_h1", "qwen2"])
 def test_weights_that_an_engine_must_load_are_not_written_into_it(tmp_path, kind, changes, key):
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"model_type": kind, "vocab_size": 300}))
     spec = spec_with(
         tmp_path,
-        model={"path": str(folder), "tokenizer": "bytes"},
+        model=model_of(tmp_path, kind),
         rollout={"engine": "vllm"},
         **changes,
     )
