@@ -92,15 +92,20 @@ def weights_of(seed: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn_like(value).bfloat16() for name, value in shape.named_parameters()}
 
 
-def replaced(model: Any, engine_config: Any, weights: dict[str, torch.Tensor]) -> list[str]:
-    from services.rollout.engines.vllm.quantized import QuantizedReload
+def begun(model: Any, engine_config: Any, weights: dict[str, torch.Tensor]) -> Any:
+    from services.rollout.engines.vllm.quantized import QuantizedUpdate
 
     shapes = {name: tuple(value.shape) for name, value in weights.items()}
-    reload = QuantizedReload(model, engine_config, shapes, rank=0, ranks=1)
-    for name, value in reversed(weights.items()):  # in any order
-        reload.add(name, value)
-    assert reload.is_complete
-    return reload.finish()
+    return QuantizedUpdate(model, engine_config, shapes, rank=0, ranks=1)
+
+
+def replaced(model: Any, engine_config: Any, weights: dict[str, torch.Tensor]) -> list[str]:
+    update = begun(model, engine_config, weights)
+    tensors = [*reversed(weights.items())]  # in any order
+    update.add(tensors[:3])
+    update.add(tensors[3:])
+    assert update.is_complete
+    return update.finish()
 
 
 def test_every_replacement_is_verified_and_serves_the_new_weights(model: tuple[Any, Any]) -> None:
@@ -142,24 +147,20 @@ def test_a_parameter_that_was_not_replaced_is_named(
     target = f"{name}_scale" if is_scale else name
     kept = dict(llm.named_parameters())[target]
     old = kept.detach().clone()
-    check = quantized.QuantizedReload._check
+    differ = quantized._differ
 
-    def undone(self: Any, *arguments: Any) -> None:
+    def undone(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         kept.data.copy_(old)
-        check(self, *arguments)
+        return differ(one, other)
 
-    monkeypatch.setattr(quantized.QuantizedReload, "_check", undone)
+    monkeypatch.setattr(quantized, "_differ", undone)
     assert replaced(llm, engine_config, weights_of(1)) == [target]
 
 
 def test_an_interrupted_replacement_is_followed_by_a_whole_one(model: tuple[Any, Any]) -> None:
-    from services.rollout.engines.vllm.quantized import QuantizedReload
-
     llm, engine_config = model
     weights = weights_of(0)
-    shapes = {name: tuple(value.shape) for name, value in weights.items()}
-    begun = QuantizedReload(llm, engine_config, shapes, rank=0, ranks=1)
-    for name in [*weights][:5]:
-        begun.add(name, weights[name])
-    assert not begun.is_complete
+    update = begun(llm, engine_config, weights)
+    update.add([*weights.items()][:5])
+    assert not update.is_complete
     assert replaced(llm, engine_config, weights_of(1)) == []

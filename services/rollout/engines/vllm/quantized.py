@@ -1,15 +1,13 @@
-"""Loads weights into a vLLM model that quantizes them, layer by layer, and verifies what then serves.
+"""Quantizes received weights into the parameters that a vLLM model serves, layer by layer, and verifies them.
 
-vLLM's layerwise reload gives a layer memory in the checkpoint's dtype, loads it, quantizes it, and copies the
-result to the layer's parameters, whose addresses CUDA graphs hold. This module sends it whole layers, so that
-at most one is in memory besides the model. It then quantizes the received weights a second time, with the
-layer's own method, and compares the bits with those of the live parameters: a weight that is missing, old,
-misplaced or from another layer differs.
+A layer's parameters are assembled from checkpoint tensors by the rules of
+:mod:`services.rollout.engines.layout`, quantized once by the layer's own method, as when vLLM loads a
+checkpoint, and copied into the live parameters, whose addresses CUDA graphs hold. The live bits are then
+compared with the quantized ones. At most one layer is in memory besides the model.
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -17,20 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
-from vllm.model_executor.model_loader.reload import (
-    finalize_layerwise_reload,
-    initialize_layerwise_reload,
-)
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
-from services.common.models.experts import checkpoint_names
-from services.rollout.engines.layout import Piece, Shape, plan_pieces
+from services.rollout.engines.layout import Piece, Shape, planned_pieces
 
-_COMPARED = 1 << 26
-"""Max values that are compared at once; a comparison needs a byte for each."""
+_COMPARED_BYTES = 1 << 29
+"""Max bytes that are compared at once; a comparison needs a byte for each word."""
 _DONE = "_already_called_process_weights_after_loading"
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def quantizes(model: nn.Module) -> bool:
@@ -50,8 +43,6 @@ class _Layer:
     is_quantizing: bool
     pieces: dict[str, list[Piece]] = field(default_factory=dict)
     """Blocks by the name of the layer's parameter."""
-    shapes: dict[str, Shape] = field(default_factory=dict)
-    """Shapes of these parameters before they are quantized."""
 
     @property
     def sources(self) -> set[str]:
@@ -59,116 +50,87 @@ class _Layer:
         return {piece.source for pieces in self.pieces.values() for piece in pieces}
 
 
-class QuantizedReload:
+class QuantizedUpdate:
     """One replacement of all weights of a model, which must not run meanwhile."""
 
     def __init__(
         self,
-        model: Any,
+        model: nn.Module,
         vllm_config: Any,
         shapes: Mapping[str, Shape],
         *,
         rank: int,
         ranks: int,
-        loading: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        """Prepares the model for new weights.
+        """Plans the replacement; changes nothing yet.
 
         Args:
             shapes: Shapes of all tensors that will be received, by checkpoint name.
             rank: Rank of tensor parallelism.
             ranks: Number of ranks of tensor parallelism.
-            loading: Context in which the model's own loader runs.
 
         Raises:
             UnknownLayoutError: If it is unknown which tensors make up a layer.
         """
-        self._model, self._config, self._loading = model, vllm_config, loading
-        self._text = vllm_config.model_config.hf_config.to_dict()
-        if any(get_layerwise_info(layer).can_load() for layer in model.modules()):
-            # The previous replacement was not finished.
-            with set_current_vllm_config(vllm_config):
-                finalize_layerwise_reload(model, vllm_config.model_config)
+        self._config = vllm_config
         self._layers = _planned_layers(model, shapes, rank=rank, ranks=ranks)
         self._missing = {owner: layer.sources for owner, layer in self._layers.items()}
-        self._owners = {
-            name: [owner for owner, sources in self._missing.items() if name in sources]
-            for name in shapes
-        }
+        self._owners: dict[str, set[str]] = {name: set() for name in shapes}
+        """Layers that a tensor is still needed for."""
+        for owner, sources in self._missing.items():
+            for name in sources:
+                self._owners[name].add(owner)
         self._received: dict[str, Tensor] = {}
         self._differs: dict[str, Tensor] = {}
-        with set_current_vllm_config(vllm_config):
-            initialize_layerwise_reload(model)
 
     @property
     def is_complete(self) -> bool:
         """True if all tensors were received."""
-        return not any(self._missing.values())
+        return not self._layers
 
     @torch.no_grad()
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Receives a tensor, whose values must not change until :meth:`finish`, and loads complete layers."""
-        self._received[name] = tensor
-        for owner in self._owners[name]:
-            self._missing[owner].discard(name)
-            if not self._missing[owner]:
-                self._load(owner, self._layers[owner])
-
-    @torch.no_grad()
-    def finish(self) -> list[str]:
-        """Ends the replacement; returns the names of parameters that differ from the received weights."""
+    def add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Receives tensors, which must not change until all were received; replaces complete layers."""
         with set_current_vllm_config(self._config):
-            finalize_layerwise_reload(self._model, self._config.model_config)
-            for owner, layer in self._layers.items():
-                self._check(owner, layer)
-        self._layers.clear()
-        self._received.clear()
+            for name, tensor in tensors:
+                self._received[name] = tensor
+                for owner in sorted(self._owners[name]):
+                    self._missing[owner].discard(name)
+                    if not self._missing[owner]:
+                        self._replace(owner, self._layers.pop(owner))
+
+    def finish(self) -> list[str]:
+        """Returns the names of parameters that differ from the received weights."""
         differs = torch.stack([*self._differs.values()]).tolist()
         return [name for name, one in zip(self._differs, differs, strict=True) if one]
 
-    def _load(self, owner: str, layer: _Layer) -> None:
-        loaded = [
-            part
-            for name in sorted(layer.sources)
-            for part in checkpoint_names(name, self._received[name], self._text)
-        ]
-        with set_current_vllm_config(self._config), self._loading():
-            self._model.load_weights(iter(loaded))
-            if get_layerwise_info(layer.module).can_load():
-                return  # its parameters have padding, so vLLM ends it last
-            self._check(owner, layer)
-        del self._layers[owner]
+    def _replace(self, owner: str, layer: _Layer) -> None:
+        whole = {name: self._whole(pieces) for name, pieces in layer.pieces.items()}
+        if layer.is_quantizing:
+            whole = _quantized(layer.module, whole)
+        for name, value in whole.items():
+            live = getattr(layer.module, name).detach()
+            if not layer.is_quantizing:
+                # Vocabularies are padded.
+                live = live.narrow(0, 0, len(value)) if value.dim() else live
+                value = value.to(live.dtype)
+            if live.shape == value.shape and live.dtype == value.dtype:
+                live.copy_(value)
+            self._differs[f"{owner}.{name}"] = _differ(live, value)
         for name in layer.sources:
-            if not any(name in other.sources for other in self._layers.values()):
+            self._owners[name].discard(owner)
+            if not self._owners[name]:
                 del self._received[name]
 
-    def _check(self, owner: str, layer: _Layer) -> None:
-        if not layer.is_quantizing:
-            for name, pieces in layer.pieces.items():
-                live = getattr(layer.module, name)
-                places = [live.narrow(p.dim, p.target_start, p.length) for p in pieces]
-                blocks = [self._block(piece).to(live.dtype) for piece in pieces]
-                found = [_differ(*pair) for pair in zip(places, blocks, strict=True)]
-                self._differs[f"{owner}.{name}"] = torch.stack(found).any()
-            return
-        for name, expected in _quantized(layer.module, self._whole(layer)).items():
-            live = getattr(layer.module, name)
-            self._differs[f"{owner}.{name}"] = _differ(live, expected)
-
-    def _block(self, piece: Piece) -> Tensor:
-        return self._received[piece.source].narrow(piece.dim, piece.start, piece.length)
-
-    def _whole(self, layer: _Layer) -> dict[str, Tensor]:
-        """Returns the layer's parameters before they are quantized."""
-        found = {}
-        for name, pieces in layer.pieces.items():
-            first = self._block(pieces[0])
-            whole = first.new_zeros(layer.shapes[name])
-            for piece in pieces:
-                place = whole.narrow(piece.dim, piece.target_start, piece.length)
-                place.copy_(self._block(piece))
-            found[name] = whole
-        return found
+    def _whole(self, pieces: Sequence[Piece]) -> Tensor:
+        """Returns a parameter as it is before it is quantized."""
+        blocks = [
+            self._received[piece.source].narrow(piece.dim, piece.start, piece.length)
+            for piece in sorted(pieces, key=lambda piece: piece.target_start)
+        ]
+        # Some methods change experts.
+        is_shared = len(blocks) == 1 and blocks[0].dim() <= 2 and blocks[0].is_contiguous()
+        return blocks[0] if is_shared else torch.cat(blocks, dim=pieces[0].dim)
 
 
 class QuantizedWriter:
@@ -183,14 +145,15 @@ class QuantizedWriter:
     """
 
     def __init__(
-        self, slots: Mapping[str, Tensor], shapes: Mapping[str, Shape], reload: QuantizedReload
+        self, slots: Mapping[str, Tensor], shapes: Mapping[str, Shape], update: QuantizedUpdate
     ) -> None:
         self.differing: list[str] = []
-        self._slots, self._shapes, self._reload = slots, shapes, reload
+        self._slots, self._shapes, self._update = slots, shapes, update
         self._tensors: dict[str, tuple[Tensor, int]] = {}
 
     def write(self, slot: str, parts: Sequence[Sequence[Any]]) -> None:
         """Takes a slot's parts: name, dtype, first byte in the tensor, begin and end byte in the slot."""
+        complete = []
         for name, dtype, first, begin, end in parts:
             values = self._slots[slot][begin:end].view(getattr(torch, dtype))
             if name not in self._tensors:
@@ -201,9 +164,10 @@ class QuantizedWriter:
             self._tensors[name] = tensor, num_received + len(values)
             if num_received + len(values) == len(tensor):
                 del self._tensors[name]
-                self._reload.add(name, tensor.view(self._shapes[name]))
-        if self._reload.is_complete:
-            self.differing = self._reload.finish()
+                complete.append((name, tensor.view(self._shapes[name])))
+        self._update.add(complete)
+        if self._update.is_complete:
+            self.differing = self._update.finish()
 
 
 def _planned_layers(
@@ -223,12 +187,11 @@ def _planned_layers(
             targets[name] = tuple(live.shape if before is None else before.shape)
     layers: dict[str, _Layer] = {}
     # Experts are in order before they are quantized; kernels reorder them afterwards.
-    for piece in plan_pieces(shapes, targets, rank=rank, ranks=ranks, has_plain_experts=True):
+    for piece in planned_pieces(shapes, targets, rank=rank, ranks=ranks, has_plain_experts=True):
         owner, _, leaf = piece.target.rpartition(".")
         if owner not in layers:
             layers[owner] = _Layer(modules[owner], _is_quantizing(modules[owner]))
         layers[owner].pieces.setdefault(leaf, []).append(piece)
-        layers[owner].shapes[leaf] = targets[piece.target]
     return layers
 
 
@@ -259,10 +222,25 @@ def _differ(one: Tensor, other: Tensor) -> Tensor:
     """Returns a scalar on the tensors' device: True if any bit differs."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return torch.ones((), dtype=torch.bool, device=one.device)
-    bits = _BITS[one.element_size()]
-    one, other = one.detach().view(bits), other.detach().view(bits)
-    if one.dim() == 0:
-        return one != other
-    rows = max(1, _COMPARED // max(1, prod(one.shape[1:])))
-    parts = zip(one.split(rows), other.split(rows), strict=True)
-    return torch.stack([(a != b).any() for a, b in parts]).any()
+    one, other = _words(one.detach(), other.detach())
+    rows = max(1, _COMPARED_BYTES // max(1, one.itemsize * prod(one.shape[1:])))
+    found = [(a != b).any() for a, b in zip(one.split(rows), other.split(rows), strict=True)]
+    return found[0] if len(found) == 1 else torch.stack(found).any()
+
+
+def _words(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """Views the bits of two tensors of one shape as integers, if possible eight bytes at once."""
+    if one.stride() == other.stride():
+        # Quantized weights are transposed.
+        order = sorted(range(one.dim()), key=one.stride, reverse=True)
+        one, other = one.permute(order), other.permute(order)
+    size = one.itemsize
+    is_dense = all(
+        each.is_contiguous() and each.data_ptr() % 8 == 0 and each.storage_offset() * size % 8 == 0
+        for each in (one, other)
+    )
+    if is_dense and one.numel() * size % 8 == 0:
+        return one.reshape(-1).view(torch.int64), other.reshape(-1).view(torch.int64)
+    word = _WORDS[size]
+    one, other = one.view(word), other.view(word)
+    return (one.view(1), other.view(1)) if one.dim() == 0 else (one, other)

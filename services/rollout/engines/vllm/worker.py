@@ -7,7 +7,7 @@ only vLLM's wrapped loaders defer them. gpt-oss copies its experts and its sinks
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, TypedDict
 
 import torch
@@ -28,7 +28,7 @@ from services.rollout.engines.in_place import handle_weight_command
 from services.rollout.engines.layout import Shape, UnknownLayoutError, copy_weights
 from services.rollout.engines.shared_tensors import open_shared
 from services.rollout.engines.vllm import images as _images  # noqa: F401 -- replaces a function of vLLM
-from services.rollout.engines.vllm.quantized import QuantizedReload, QuantizedWriter, quantizes
+from services.rollout.engines.vllm.quantized import QuantizedUpdate, QuantizedWriter, quantizes
 
 _COPIED = ("w13_weight", "w2_weight", "w13_bias", "w2_bias", "sinks")
 
@@ -78,7 +78,7 @@ class Loaded(TypedDict):
 
     way: str
     """``copied`` or ``placed`` directly into the parameters, ``reloaded`` as a checkpoint, or ``verified``:
-    quantized, and compared with a second quantization."""
+    quantized into them and compared."""
     differing: list[str]
     """Names of parameters that are not those of the received weights."""
 
@@ -127,25 +127,20 @@ class WeightLoader:
     def _make_writer(
         self, slots: Mapping[str, Tensor], shapes: Mapping[str, Shape]
     ) -> QuantizedWriter:
-        self._quantized_writer = QuantizedWriter(slots, shapes, self._begin_reload(shapes))
+        self._quantized_writer = QuantizedWriter(slots, shapes, self._begin_update(shapes))
         return self._quantized_writer
 
-    def _begin_reload(self, shapes: Mapping[str, Shape]) -> QuantizedReload:
+    def _begin_update(self, shapes: Mapping[str, Shape]) -> QuantizedUpdate:
         model = self.model_runner.model
-        config, place = self.vllm_config.model_config.hf_config.to_dict(), _place(model)
-        return QuantizedReload(
-            model,
-            self.vllm_config,
-            shapes,
-            rank=place["rank"],
-            ranks=place["ranks"],
-            loading=partial(DeferredCopies, model) if is_fused_on_hub(config) else nullcontext,
+        place = _place(model)
+        return QuantizedUpdate(
+            model, self.vllm_config, shapes, rank=place["rank"], ranks=place["ranks"]
         )
 
     def _quantize(self, model: Any, tensors: dict[str, Tensor]) -> Loaded:
-        """Loads weights that the model quantizes, and verifies the result."""
+        """Quantizes weights into the model's parameters, and verifies the result."""
         try:
-            reload = self._begin_reload(
+            update = self._begin_update(
                 {name: tuple(tensor.shape) for name, tensor in tensors.items()}
             )
         except UnknownLayoutError as error:
@@ -154,9 +149,8 @@ class WeightLoader:
             )
             self._reload(model, tensors)
             return Loaded(way="reloaded", differing=[])
-        for name, tensor in tensors.items():
-            reload.add(name, tensor.to(self.device))
-        return Loaded(way="verified", differing=reload.finish())
+        update.add((name, tensor.to(self.device)) for name, tensor in tensors.items())
+        return Loaded(way="verified", differing=update.finish())
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
