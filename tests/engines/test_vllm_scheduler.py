@@ -1,5 +1,8 @@
 """Tokens leave vLLM's engine process in batches, each with its logprob and the weights that sampled it."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed here")
@@ -8,7 +11,7 @@ import numpy as np
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.outputs import LogprobsLists
 
-from services.rollout.engines.vllm.scheduler import TokenBatcher
+from services.rollout.engines.vllm.scheduler import SpeculationMeter, TokenBatcher
 
 
 def sampled(name: str, token: int, *, reason: FinishReason | None = None) -> EngineCoreOutput:
@@ -59,3 +62,21 @@ def test_every_token_has_the_era_that_sampled_it() -> None:
 def test_what_holds_no_sampled_token_passes_at_once() -> None:
     scored = EngineCoreOutput("s", [5], finish_reason=FinishReason.LENGTH)
     assert TokenBatcher(8).passed([scored]) == [scored]
+
+
+def test_only_proposals_that_occurred_before_are_counted() -> None:
+    meter = SpeculationMeter(4)
+    step: Any = SimpleNamespace(
+        scheduled_spec_decode_tokens={"a": [-1] * 4, "b": [-1] * 4},
+        num_scheduled_tokens={"a": 5, "b": 5},
+        total_num_scheduled_tokens=10,
+    )
+    output: Any = SimpleNamespace(
+        sampled_token_ids=[[1, 2, 3], [4]], req_id_to_index={"a": 0, "b": 1}
+    )
+    meter.record(step, output)
+    totals = meter.totals
+    assert (totals.num_drafts, totals.num_draft_tokens, totals.num_accepted_tokens) == (2, 8, 2)
+    output.draft_totals = [1, 4, 2]
+    meter.record(step, output)
+    assert (totals.num_drafts, totals.num_draft_tokens, totals.num_accepted_tokens) == (1, 4, 2)

@@ -2,6 +2,8 @@
 
 import asyncio
 import importlib.util
+import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from services.common.runspec.rollout import SpeculationSpec
 from services.rollout.engines.base import Engine, GenerationResult
 from services.rollout.engines.build import make_engine
 from services.rollout.engines.engine_config import EngineConfig
+from services.rollout.engines.speculation import propose_ngram
 from tests.helpers.engines import begun, made, request, running, until
 
 pytestmark = [
@@ -59,13 +62,18 @@ async def assert_scored(
     assert difference.max() <= 0.5
 
 
-async def test_logprobs_with_proposals_are_those_of_the_policy() -> None:
+@pytest.mark.parametrize("is_eager", [True, False], ids=["eager", "graphs"])
+def test_logprobs_with_proposals_are_those_of_the_policy(is_eager: bool) -> None:
+    asyncio.run(check_logprobs(is_eager=is_eager))
+
+
+async def check_logprobs(*, is_eager: bool) -> None:
     order = EngineConfig(
         config=CONFIG,
         dtype=DTYPE,
         device=DEVICE,
         max_running=8,
-        arguments={"max_model_len": 512, "gpu_memory_utilization": 0.3, "enforce_eager": True},
+        arguments={"max_model_len": 512, "gpu_memory_utilization": 0.3, "enforce_eager": is_eager},
         speculation=SpeculationSpec(tokens=3, prompt_lookup_min=1),
     )
     engine = make_engine("vllm", order)
@@ -106,3 +114,55 @@ async def test_logprobs_with_proposals_are_those_of_the_policy() -> None:
         tail = await engine.generate(rest)
         assert tail.version_runs == ((1, 100),)
         await assert_scored(engine, context, [tail])
+
+
+def test_proposals_on_the_gpu_are_those_of_the_torch_engine() -> None:
+    from services.rollout.engines.vllm import ngram
+
+    if not ngram.IS_ADDED:
+        pytest.skip("this vLLM proposes by itself")
+    from services.rollout.engines.vllm.ngram_worker import NgramProposer  # needs Triton
+
+    drawn = random.Random(0)
+    for _ in range(40):
+        shortest = drawn.randint(1, 3)
+        most, longest, num_slots = drawn.randint(1, 5), drawn.randint(shortest, 5), 9
+        proposer = NgramProposer(
+            SimpleNamespace(
+                speculative_config=SimpleNamespace(
+                    num_speculative_tokens=most,
+                    prompt_lookup_min=shortest,
+                    prompt_lookup_max=longest,
+                ),
+                scheduler_config=SimpleNamespace(max_num_seqs=num_slots),
+            ),
+            DEVICE,
+        )
+        tokens = torch.randint(0, drawn.choice([2, 9, 60]), (num_slots, 3000), dtype=torch.int32)
+        lengths = [drawn.randint(1, 3000) for _ in range(num_slots)]
+        proposer.req_states = SimpleNamespace(
+            all_token_ids=SimpleNamespace(gpu=tokens.to(DEVICE)),
+            total_len=SimpleNamespace(gpu=torch.tensor(lengths, dtype=torch.int32, device=DEVICE)),
+        )
+        slots = drawn.sample(range(num_slots), 5)
+        batch = SimpleNamespace(
+            num_reqs=len(slots), idx_mapping=torch.tensor(slots, dtype=torch.int32, device=DEVICE)
+        )
+        expected = [
+            propose_ngram(
+                tokens[slot, : lengths[slot]].long().numpy(),
+                most=most,
+                shortest=shortest,
+                longest=longest,
+            )
+            for slot in slots
+        ]
+        # The second step verifies what the first one proposed: it accepts none, or all.
+        for accepted in (0, most):
+            counts = torch.full((len(slots),), 1 + accepted, dtype=torch.int32, device=DEVICE)
+            steps = (batch, None, None, None, None, counts, most + 1 - counts)
+            found = proposer.propose(*steps).tolist()
+            for slot, own, other in zip(slots, found, expected, strict=True):
+                assert own == (other or [int(tokens[slot, lengths[slot] - 1])] * most)
+        count = sum(map(bool, expected))
+        assert proposer.totals.tolist() == [count, count * most, count * most]

@@ -50,6 +50,7 @@ from services.rollout.engines.request_segments import (
     segment_seed,
 )
 from services.rollout.engines.vllm.images import MAX_IMAGE_TOKENS, ImageInputs
+from services.rollout.engines.vllm.ngram import prepare_speculation
 from services.wire.data.model_inputs import ModelInputs
 
 _SCHEDULERS = "services.rollout.engines.vllm.scheduler"
@@ -69,6 +70,7 @@ def start(arguments: AsyncEngineArgs, *, reports_experts: bool) -> AsyncLLM:
     if reports_experts and not reports_on_cpu:
         arguments = replace(arguments, enable_return_routed_experts=True)
     config = arguments.create_engine_config()
+    prepare_speculation(config)
     if reports_on_cpu:
         if not config.cache_config.enable_prefix_caching:
             raise ValueError(
@@ -345,16 +347,16 @@ class VllmBackend:
         }
         if self._order.quantization is not None:
             arguments["quantization_config"] = {"ignore": [_ROUTERS]}
-        tokens_per_slot = 2
+        most = self._order.max_running
+        captured = {n for n in _CAPTURED if n <= 2 * most}
         if self._order.speculation is not None:
-            tokens_per_slot = max(2, 1 + self._order.speculation.tokens)
             arguments["speculative_config"] = speculative_config(self._order.speculation)
-        most = tokens_per_slot * self._order.max_running
+            per_request = 1 + self._order.speculation.tokens
+            counts = (*[n for n in _CAPTURED if n < most], most)
+            captured |= {size for n in counts if (size := n * per_request) <= _CAPTURED[-1]}
         if self._order.images is not None:
             arguments |= self._image_arguments(self._order.images)
-        arguments["compilation_config"] = {
-            "cudagraph_capture_sizes": [n for n in _CAPTURED if n <= most]
-        }
+        arguments["compilation_config"] = {"cudagraph_capture_sizes": sorted(captured)}
         if current_platform.is_cpu():
             # vLLM's engine dies on a CPU if it prefills a seeded request in chunks: it rewinds the
             # request's random generator, which CPU generators cannot do.

@@ -24,6 +24,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from services.rollout.engines.speculation import SpeculationSwitch
 from services.rollout.engines.vllm import images as _images  # noqa: F401 -- replaces a function of vLLM
+from services.rollout.engines.vllm import ngram as _ngram  # noqa: F401 -- replaces a function of vLLM
 
 _NOTHING = np.zeros(0, dtype=np.int32)
 
@@ -128,7 +129,11 @@ class SpeculationMeter:
         num_drafted = sum(drafts.values())
         tokens = output.sampled_token_ids
         index = output.req_id_to_index
-        if drafts:
+        # Without these totals, as in vLLM's first model runner, every proposal was found by the proposer.
+        if (totals := getattr(output, "draft_totals", None)) is not None:
+            counted = self.totals
+            counted.num_drafts, counted.num_draft_tokens, counted.num_accepted_tokens = totals
+        elif drafts:
             self.totals.num_drafts += len(drafts)
             self.totals.num_draft_tokens += num_drafted
             self.totals.num_accepted_tokens += sum(

@@ -28,7 +28,11 @@ from services.rollout.engines.in_place import handle_weight_command
 from services.rollout.engines.layout import Shape, UnknownLayoutError, copy_weights
 from services.rollout.engines.shared_tensors import open_shared
 from services.rollout.engines.vllm import images as _images  # noqa: F401 -- replaces a function of vLLM
+from services.rollout.engines.vllm import ngram
 from services.rollout.engines.vllm.quantized import QuantizedUpdate, QuantizedWriter, quantizes
+
+if ngram.IS_ADDED:
+    from services.rollout.engines.vllm import ngram_worker as _ngram_worker  # noqa: F401 -- replaces classes of vLLM
 
 _COPIED = ("w13_weight", "w2_weight", "w13_bias", "w2_bias", "sinks")
 
