@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from services.common.models.families import (
     COMPARED,
+    COMPARED_ROUNDED,
     FAMILIES,
     IMAGES,
     MULTIMODAL,
@@ -53,9 +54,10 @@ and `tiny:falcon_h1-0.5m` learn sort4 through all services on a CPU
   On Hopper GPUs with Triton 3.4 to 3.7.0 (PyTorch 2.11) its backward pass also needs `tilelang`.
   For mixers transformers uses `mamba-ssm` and `causal-conv1d` if they are there. Mixers have been compared on
   CPUs only.
-- **vLLM**: its CPU build computes gated delta nets in bfloat16 and with heads of 128 only. `qwen3_next` is
-  compared there in bfloat16; `qwen3_5_text` and `qwen3_5_moe_text` need `torchvision`, which the test
-  environment lacks, and are not compared. None of their experts is reported on a CPU.
+- **vLLM**: its CPU build computes gated delta nets in bfloat16 and with heads of 128 only. `qwen3_next`,
+  `qwen3_5_text` and `qwen3_5_moe_text` are compared there after five versions. None of their experts is
+  reported on a CPU. vLLM 0.26 has Qwen3.5's language models only beside a vision tower; Slipstream registers
+  them alone. On Hopper GPUs without `flashinfer`, set `rollout.engine_arguments.gdn_prefill_backend: triton`.
   `falcon_h1` is compared like other families. vLLM does not store its `A_log` as such, so that weights go
   through vLLM's loader; `weight_sync.mode: inplace` and `trainer.lora.sync: adapter` are refused.
 - **Refused mixers**: `mamba_rms_norm` with `mamba_norm_before_gate`, and a `time_step_limit`, because
@@ -154,6 +156,8 @@ def _adapted(family: Family) -> str:
 def _compared(engine: str, family: str) -> str:
     if family in COMPARED[engine]:
         return "compared"
+    if family in COMPARED_ROUNDED[engine]:
+        return "compared in bfloat16"
     return "no" if family in UNEQUAL[engine] else "not compared"
 
 

@@ -49,6 +49,7 @@ from services.rollout.engines.request_segments import (
     convert_experts,
     segment_seed,
 )
+from services.rollout.engines.vllm import model_registry as _models  # noqa: F401 -- registers models
 from services.rollout.engines.vllm.images import MAX_IMAGE_TOKENS, ImageInputs
 from services.rollout.engines.vllm.ngram import prepare_speculation
 from services.wire.data.model_inputs import ModelInputs
@@ -357,11 +358,15 @@ class VllmBackend:
         if self._order.images is not None:
             arguments |= self._image_arguments(self._order.images)
         arguments["compilation_config"] = {"cudagraph_capture_sizes": sorted(captured)}
+        is_recurrent = recurrent_module(self._order.config.to_dict()) is not None
+        if is_recurrent and not current_platform.is_cpu():
+            # The trainer computes states in float32 too.
+            arguments["mamba_ssm_cache_dtype"] = "float32"
         if current_platform.is_cpu():
             # vLLM's engine dies on a CPU if it prefills a seeded request in chunks: it rewinds the
             # request's random generator, which CPU generators cannot do.
             arguments["enable_chunked_prefill"] = False
-            if recurrent_module(self._order.config.to_dict()) is not None:
+            if is_recurrent:
                 # Prefixes of recurrent states are cached only with chunked prefill.
                 arguments["enable_prefix_caching"] = False
             if self._order.is_written_in_place:

@@ -1,0 +1,46 @@
+"""Qwen3.5's language models for versions of vLLM that serve them only beside a vision tower, such as 0.26.
+
+The methods are those of later versions. :mod:`services.rollout.engines.vllm.model_registry` registers the
+classes by name, so that only engines of such a model import this module.
+"""
+
+from typing import Any
+
+import torch
+from vllm.model_executor.models import qwen3_5
+from vllm.model_executor.models.interfaces import IsHybrid, SupportsMRoPE
+
+_Wrapper = qwen3_5.Qwen3_5ForConditionalGeneration
+
+
+class _Hybrid(IsHybrid, SupportsMRoPE):  # type: ignore[misc]  # vLLM has no types
+    """States of recurrent layers, and positions of texts."""
+
+    @classmethod
+    def get_mamba_state_dtype_from_config(cls, vllm_config: Any) -> Any:
+        """Returns the dtypes of a layer's states of convolution and recurrence."""
+        return _Wrapper.get_mamba_state_dtype_from_config(vllm_config)
+
+    @classmethod
+    def get_mamba_state_shape_from_config(cls, vllm_config: Any) -> Any:
+        """Returns the shapes of a layer's states of convolution and recurrence."""
+        return _Wrapper.get_mamba_state_shape_from_config(vllm_config)
+
+    @classmethod
+    def get_mamba_state_copy_func(cls) -> Any:
+        """Returns the functions that copy these states."""
+        return _Wrapper.get_mamba_state_copy_func()
+
+    def get_mrope_input_positions(
+        self, input_tokens: list[int], mm_features: list[Any]
+    ) -> tuple[torch.Tensor, int]:
+        """Returns ``[3, tokens]`` positions of a text, and how much they differ from the tokens' numbers."""
+        return torch.arange(len(input_tokens)).expand(3, -1), 0
+
+
+class Qwen35ForCausalLM(_Hybrid, qwen3_5.Qwen3_5ForCausalLM):  # type: ignore[misc]  # vLLM has no types
+    """Language model of ``qwen3_5_text``."""
+
+
+class Qwen35MoeForCausalLM(_Hybrid, qwen3_5.Qwen3_5MoeForCausalLM):  # type: ignore[misc]  # vLLM has no types
+    """Language model of ``qwen3_5_moe_text``."""
