@@ -1,15 +1,23 @@
-"""Hybrids on a GPU: packs equal single sequences, with the kernels that are installed there."""
+"""Hybrids on a GPU: packs equal single sequences, with the kernels that are installed there, and vLLM."""
 
+import asyncio
+import importlib.util
 import random
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from services.common.models.families import FAMILIES, is_mixture
-from services.common.models.loading import build_model
+from services.common.models.loading import build_model, stored_tensors
+from services.rollout.engines.base import GenerationRequest
+from services.rollout.engines.build import make_engine
+from services.rollout.engines.engine_config import EngineConfig
 from services.trainer.batch.packing import pack
 from services.trainer.model.policy import Policy
+from services.wire.data.jagged import Jagged
+from tests.helpers.engines import running
 from tests.helpers.mixtures import tiny_config
 from tests.helpers.tries import random_trie
 
@@ -64,3 +72,51 @@ def _own(model: torch.nn.Module, prompt: Tensor, response: Tensor) -> Tensor:
 def _gradient(total: Tensor, weights: list[torch.nn.Parameter]) -> Tensor:
     found = torch.autograd.grad(total, weights, materialize_grads=True)
     return torch.cat([each.flatten().float() for each in found])
+
+
+@torch.no_grad()
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed here")
+def test_logprobs_of_vllm_are_those_of_the_trainer_after_every_adoption() -> None:
+    asyncio.run(_compare_logprobs())
+
+
+async def _compare_logprobs() -> None:
+    config = tiny_config(
+        "qwen3_5_text",
+        hidden_size=256,
+        head_dim=64,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        num_hidden_layers=4,
+        initializer_range=0.05,
+        max_position_embeddings=512,
+        architectures=["Qwen3_5ForCausalLM"],
+    )
+    arguments: dict[str, Any] = {"gpu_memory_utilization": 0.3, "enforce_eager": True}
+    if importlib.util.find_spec("flashinfer") is None:
+        arguments["gdn_prefill_backend"] = "triton"
+    order = EngineConfig(
+        config=config, dtype=torch.bfloat16, device=_CUDA, max_running=8, arguments=arguments
+    )
+    engine = make_engine("vllm", order)
+    prompt = [3 + (7 * number) % 50 for number in range(100)]
+    scores: list[Any] = []
+    async with asyncio.timeout(500), running(engine):
+        await engine.wait_ready()
+        for version, seed in enumerate((0, 1, 2, 3, 1)):
+            model = build_model(config, dtype=torch.bfloat16, device="cuda", seed=seed)
+            weights = {name: value.clone() for name, value in stored_tensors(model).items()}
+            await engine.adopt_weights(version, weights)
+            result = await engine.generate(
+                GenerationRequest(
+                    request_id=str(version), context_ids=tuple(prompt), max_tokens=200, seed=seed
+                )
+            )
+            scores.append(await engine.score(prompt))
+            rows = (torch.tensor(prompt), torch.tensor(result.token_ids))
+            packed = pack(*(Jagged.from_list([row]) for row in rows), device=_CUDA)
+            expected, _ = Policy(model, temperature=1.0)(packed)
+            assert (torch.tensor(result.logprobs) - expected.cpu()).abs().mean() <= 5e-3
+    # The same weights with others in between: nothing of those is left, bit for bit.
+    assert scores[4] == scores[1]
+    assert scores[1] != scores[0]
