@@ -14,7 +14,8 @@ modules, in ``bench/results/one-gpu-lora.json``; with ``--lora 32 --base nf4``, 
 a base in 4 bits, in ``bench/results/one-gpu-lora-nf4.json``.
 
 With ``--hybrid`` three of four layers are recurrent (``flash-linear-attention`` computes them if it is
-installed), in ``bench/results/one-gpu-hybrid.json``. Bar: an MFU within 10 % of the dense model's.
+installed), with ``--dense`` all attend, in as many weights; both go to ``bench/results/hybrid-gpu.json``.
+Bar: an MFU within 10 % of the dense model's. ``bench.trainer.hybrids`` names the kernels that take the time.
 
 With ``--duel`` the lengths are geometric with a mean of 600, as ``bench.one_gpu_peer`` trains them with TRL;
 each setting's entry goes to ``bench/results/one-gpu-duel.json``.
@@ -35,7 +36,7 @@ import psutil
 import torch
 from transformers import AutoConfig
 
-from bench.e2e.shapes import DUEL, HYBRID, LINEAR, QWEN_7B, QWEN_14B, SHAPES, Shape, smoke
+from bench.e2e.shapes import DENSE, DUEL, HYBRID, LINEAR, QWEN_7B, QWEN_14B, SHAPES, Shape, smoke
 from bench.e2e.timeline import facts, time_line
 from bench.report import device_name, read_json, write_json
 from bench.switches import switches
@@ -45,6 +46,7 @@ from services.common.runspec.run import RunSpec
 from services.rollout.engines.memory import plan_of
 
 RESULTS = REPOSITORY / "bench" / "results"
+HYBRIDS = RESULTS / "hybrid-gpu.json"
 _TASKS = REPOSITORY / "bench" / "e2e" / "tasks.py"
 _POLL_S = 0.25
 _FIRST = 3
@@ -66,8 +68,10 @@ def main() -> None:
     parser.add_argument(
         "--base", choices=("int8", "nf4"), help="dtype of a base of 14B, with --lora"
     )
-    parser.add_argument("--hybrid", action="store_true", help="a model with recurrent layers")
-    parser.add_argument("--duel", action="store_true", help="the lengths of bench.one_gpu_peer")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--hybrid", action="store_true", help="a model with recurrent layers")
+    kinds.add_argument("--dense", action="store_true", help="a model of the hybrid's size without")
+    kinds.add_argument("--duel", action="store_true", help="the lengths of bench.one_gpu_peer")
     parser.add_argument("--folder", type=Path, help="where run and logs stay; default: nowhere")
     arguments = parser.parse_args()
     shape = _shape(arguments)
@@ -77,7 +81,6 @@ def main() -> None:
     is_colocated = "topology.placement=colocated" in arguments.set
     names = (
         *("one-gpu", "lora" if arguments.lora else "", arguments.base or ""),
-        "hybrid" if arguments.hybrid else "",
         "colocated" if is_colocated else "",
     )
     name = f"{'-'.join(filter(None, names))}.json"
@@ -106,9 +109,13 @@ def main() -> None:
             "planned_gb": _planned(RunSpec.model_validate(document), model) if peaks else {},
         }
     print(json.dumps(found, indent=1))
-    if arguments.duel and not arguments.smoke:
+    if arguments.smoke:
+        return
+    if arguments.duel:
         keep_in_duel(" ".join(arguments.set) or "algorithm.max_staleness=1", found)
-    elif not arguments.smoke:
+    elif arguments.hybrid or arguments.dense:
+        write_json(HYBRIDS, read_json(HYBRIDS) | {"hybrid" if arguments.hybrid else "dense": found})
+    else:
         write_json(RESULTS / name, found)
 
 
@@ -116,8 +123,8 @@ def _shape(arguments: argparse.Namespace) -> Shape:
     chosen = _SHAPE
     if arguments.lora is not None:
         chosen = QWEN_14B if arguments.base else QWEN_7B
-    elif arguments.hybrid:
-        chosen = HYBRID
+    elif arguments.hybrid or arguments.dense:
+        chosen = HYBRID if arguments.hybrid else DENSE
     elif arguments.duel:
         chosen = DUEL
     return smoke(chosen) if arguments.smoke else chosen

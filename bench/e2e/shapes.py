@@ -142,27 +142,36 @@ QWEN_14B = replace(QWEN_7B, layers=48, hidden=5120, intermediate=13_824, heads=4
 HYBRID = Shape(
     layers=24,
     hidden=2048,
-    intermediate=5632,
-    heads=16,
+    intermediate=6144,
+    heads=8,
     kv_heads=2,
-    vocabulary=151_936,
+    vocabulary=_REAL,
     max_response_tokens=1024,
     mean_response_tokens=280,
     workflow=f"{_TASKS}:Lognormal",
     workflow_arguments={"least": 16, "most": 1024, "median": 220.0, "sigma": 0.7},
-    family="qwen3_next",
-    architecture="Qwen3NextForCausalLM",
+    family="qwen3_5_text",
+    architecture="Qwen3_5ForCausalLM",
     further={
         "head_dim": 256,
-        "num_experts": 0,
         "full_attention_interval": 4,
         "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
+        "linear_num_value_heads": 16,
         "linear_key_head_dim": 128,
         "linear_value_head_dim": 128,
     },
 )
-"""Qwen3-Next without experts: three of four layers are gated delta nets."""
+"""Qwen3.5's form with 1.68 billion parameters: three of four layers are gated delta nets."""
+DENSE = replace(
+    HYBRID,
+    layers=28,
+    heads=16,
+    kv_heads=8,
+    family="qwen3",
+    architecture="Qwen3ForCausalLM",
+    further={"head_dim": 128},
+)
+"""Qwen3's form with 1.72 billion parameters, to compare with :data:`HYBRID`."""
 
 # A random model ends a response after about as many tokens as its vocabulary has.
 DUEL = replace(
