@@ -50,6 +50,11 @@ _PRECISIONS: Mapping[str, Mapping[str, str]] = {
 _LEARNING = {
     "bf16": (),
     "fp8": ("rollout.quantization=fp8", "rollout.max_mismatch=null"),
+    "fp8, 4 layers exact": (
+        "rollout.quantization=fp8",
+        "rollout.unquantized_layers=4",
+        "rollout.max_mismatch=null",
+    ),
     "fp8, uncorrected": (
         "rollout.quantization=fp8",
         "rollout.max_mismatch=null",
@@ -85,6 +90,8 @@ def main() -> None:
     common.add_argument("--out", type=Path)
     engine = parts.add_parser("engine", parents=[common])
     engine.add_argument("--running", type=int, nargs="*", default=[256, 1024])
+    engine.add_argument("--arguments", default="{}", help="further engine arguments, as JSON")
+    engine.add_argument("--label", default="", help="added to the names of the results")
     run = parts.add_parser("run", parents=[common])
     run.add_argument("--shape", choices=("1.3b", "7b"), default="1.3b")
     run.add_argument("--steps", type=int, default=14)
@@ -147,15 +154,17 @@ def _engines(arguments: argparse.Namespace, report: Report) -> None:
         if not (arguments.smoke and "kv_cache_dtype" in precision)
     ]
     for name in _chosen(names, arguments):
-        entry = asyncio.run(_measure_engine(shape, _PRECISIONS[name], running))
-        report.add(name, entry)
+        entry = asyncio.run(
+            _measure_engine(shape, _PRECISIONS[name], running, json.loads(arguments.arguments))
+        )
+        report.add(name + arguments.label, entry)
         _wait_for_memory()
     found = report.found
     if "bf16" not in found:
         return
     bars: dict[str, Any] = {}
-    for name in names[1:]:
-        if name in found:
+    for name in found:
+        if name not in {"bf16", "bars"}:
             ratios = {
                 count: round(rate / found["bf16"]["tokens_per_s"][count], 3)
                 for count, rate in found[name]["tokens_per_s"].items()
@@ -188,15 +197,19 @@ def _wait_for_memory() -> None:
 
 
 async def _measure_engine(
-    shape: Shape, precision: Mapping[str, str], running: Sequence[int]
+    shape: Shape, precision: Mapping[str, str], running: Sequence[int], further: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Measures an engine with all slots occupied by responses of equal length."""
+    """Measures an engine with all slots occupied by responses of equal length.
+
+    Args:
+        further: Further arguments of the engine.
+    """
     num_tokens, repeats, is_vllm = (8, 1, False) if shape.engine == "torch" else (256, 2, True)
     ordered = order(
         shape.config(),
         dtype=getattr(torch, shape.dtype),
         max_running=max(running),
-        arguments=_ARGUMENTS if is_vllm else {},
+        arguments={**_ARGUMENTS, **further} if is_vllm else {},
         **precision,
     )
     begin = time.perf_counter()

@@ -1,5 +1,6 @@
 """vLLM serves FP8 weights on a GPU after many updates, each verified in its workers."""
 
+import asyncio
 import importlib.util
 import json
 from collections.abc import Sequence
@@ -65,9 +66,13 @@ def difference(one: Sequence[float], other: Sequence[float]) -> float:
     ],
     ids=["fp8, graphs", "blocks, graphs", "fp8 and cache", "cache"],
 )
-async def test_vllm_serves_fp8_after_five_updates_and_verifies_each(
+def test_vllm_serves_fp8_after_five_updates_and_verifies_each(
     kind: Fp8 | None, cache: str | None, is_eager: bool, tied: bool
 ) -> None:
+    asyncio.run(check_updates(kind, cache, is_eager=is_eager, tied=tied))
+
+
+async def check_updates(kind: Fp8 | None, cache: str | None, *, is_eager: bool, tied: bool) -> None:
     order = EngineConfig(
         config=config(tied=tied),
         dtype=torch.bfloat16,

@@ -153,30 +153,37 @@ def rounded(weight: Tensor, kind: BaseDtype) -> Tensor:
     return dequantize(*quantize(weight, kind), tuple(weight.shape))
 
 
-def is_fp8(name: str, shape: tuple[int, ...]) -> bool:
+def is_fp8(name: str, shape: tuple[int, ...], *, num_exact: int = 0) -> bool:
     """Returns True for the weights that an engine with FP8 weights rounds.
 
     These are matrices of decoder layers and of their experts, but not routers: a change of an expert costs
     more than the product.
+
+    Args:
+        num_exact: Number of first layers that are not rounded.
     """
-    if ".layers." not in name or name.endswith(".gate.weight"):
+    _, _, inner = name.partition(".layers.")
+    if not inner or name.endswith(".gate.weight"):
+        return False
+    if int(inner.partition(".")[0]) < num_exact:
         return False
     return is_quantized(name, shape) or (len(shape) == 3 and ".experts." in name)
 
 
 def fp8_bytes(
-    shapes: Mapping[str, tuple[int, ...]], kind: Fp8, *, item: int
+    shapes: Mapping[str, tuple[int, ...]], kind: Fp8, *, item: int, num_exact: int = 0
 ) -> tuple[float, float]:
     """Returns the bytes of an engine's weights in FP8, and of the largest layer's in its own dtype.
 
     Args:
         shapes: Shapes of all weights by name.
         item: Bytes of a value that is not in FP8.
+        num_exact: As in :func:`is_fp8`.
     """
     total, largest = 0.0, 0.0
     for name, shape in shapes.items():
         count = prod(shape)
-        if not is_fp8(name, shape):
+        if not is_fp8(name, shape, num_exact=num_exact):
             total += item * count
             continue
         matrices = prod(shape[:-2])

@@ -243,10 +243,11 @@ def served_weights(spec: RunSpec, shapes: Mapping[str, tuple[int, ...]]) -> tupl
     Args:
         shapes: Result of :func:`shapes_of` for its model.
     """
-    item, kind = getattr(torch, spec.trainer.dtype).itemsize, spec.rollout.quantization
-    if kind is None or engine_kind(spec.rollout.engine).quantizations.get(kind) is None:
+    item, rollout = getattr(torch, spec.trainer.dtype).itemsize, spec.rollout
+    kind = rollout.quantization
+    if kind is None or engine_kind(rollout.engine).quantizations.get(kind) is None:
         return item * _num_weights(shapes), 0.0
-    weights, largest = fp8_bytes(shapes, kind, item=item)
+    weights, largest = fp8_bytes(shapes, kind, item=item, num_exact=rollout.unquantized_layers)
     return weights, _QUANTIZING * largest
 
 

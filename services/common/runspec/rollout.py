@@ -217,6 +217,9 @@ class RolloutSpec(SpecPart):
     inputs. Each version is quantized once, when an engine adopts it; training, checkpoints and
     adapters keep their precision. ``vllm`` on a GPU, and ``torch``, which rounds to FP8 and computes
     in ``trainer.dtype``. null: ``trainer.dtype``."""
+    unquantized_layers: int = Field(0, ge=0)
+    """With ``quantization``: number of first decoder layers whose products stay in ``trainer.dtype``. In a
+    small model, rounding the first layers changes the policy most."""
     kv_cache_dtype: Literal["fp8"] | None = None
     """Precision of the KV cache: ``fp8`` holds twice as many tokens. ``vllm`` and ``sglang`` on a GPU.
     null: ``trainer.dtype``."""

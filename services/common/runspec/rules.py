@@ -1156,6 +1156,13 @@ def _without_effect(spec: RunSpec) -> Iterator[str]:
             "rollout.partial_rollout true",
         ),
         (
+            "rollout.unquantized_layers",
+            rollout.unquantized_layers,
+            0,
+            rollout.quantization,
+            "rollout.quantization",
+        ),
+        (
             "rollout.max_mismatch",
             rollout.max_mismatch,
             RolloutSpec.model_fields["max_mismatch"].default,

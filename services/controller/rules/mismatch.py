@@ -57,7 +57,12 @@ def mismatch(divergences: Sequence[float], spec: RunSpec) -> Mismatch | None:
 def without_quantization(spec: RunSpec) -> RunSpec:
     """Returns a specification with rollouts in the trainer's precision and the same correction."""
     default = RolloutSpec.model_fields["max_mismatch"].default
-    ended = {"quantization": None, "kv_cache_dtype": None, "max_mismatch": default}
+    ended = {
+        "quantization": None,
+        "unquantized_layers": 0,
+        "kv_cache_dtype": None,
+        "max_mismatch": default,
+    }
     return spec.model_copy(
         update={
             "rollout": spec.rollout.model_copy(update=ended),

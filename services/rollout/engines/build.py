@@ -80,6 +80,7 @@ def build_engine(  # noqa: PLR0913 -- what a run says about its engine
         is_written_in_place=is_written_in_place,
         sleeps=sleeps,
         quantization=spec.quantization,
+        unquantized_layers=spec.unquantized_layers,
         kv_cache_dtype=spec.kv_cache_dtype,
         images=images,
         vocab_size=tokenizer.vocab_size,

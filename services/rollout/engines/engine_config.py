@@ -93,6 +93,8 @@ class EngineConfig:
     """True if the engine must release its GPU memory from time to time."""
     quantization: Fp8 | None = None
     """FP8 of weights and inputs of products; None for ``dtype``."""
+    unquantized_layers: int = 0
+    """Number of first decoder layers whose products stay in ``dtype``."""
     kv_cache_dtype: str | None = None
     """``fp8``, or None for ``dtype``."""
     images: ImageLimits | None = None

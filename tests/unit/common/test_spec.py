@@ -155,6 +155,10 @@ from tests.helpers.specs import SMALLEST, changed
             ["algorithm.correction", "rollout.quantization"],
         ),
         (changed(rollout={"max_mismatch": 0.5}), ["rollout.max_mismatch", "rollout.quantization"]),
+        (
+            changed(rollout={"unquantized_layers": 2}),
+            ["rollout.unquantized_layers", "rollout.quantization"],
+        ),
         (changed(trainer={"steps": 0}), ["trainer.steps", "greater than or equal to 1", "0"]),
         (changed(rollout={"engine": "tgi"}), ["rollout.engine", "'vllm'", "tgi"]),
         ({key: value for key, value in SMALLEST.items() if key != "model"}, ["model", "missing"]),

@@ -98,6 +98,9 @@ def test_quantized_weights_and_cache_take_half_the_memory() -> None:
     assert plan.shadow == planned(whole).shadow == whole.weights
     layer = 2 * 2 * 18_944 * 3584
     assert plan.slots == planned(whole).slots + 4 * layer
+    all_exact = quantized.rollout.model_copy(update={"unquantized_layers": 28})
+    exact = quantized.model_copy(update={"rollout": all_exact})
+    assert ModelSize.of(qwen_7b(), exact).weights == whole.weights
     rounding = spec_with(
         trainer={"dtype": "bfloat16"}, rollout={"engine": "torch", "quantization": "fp8"}
     )

@@ -430,9 +430,11 @@ async def test_experts_are_rounded_and_routers_are_not() -> None:
     assert len(result.token_ids) == 8
 
 
-@pytest.mark.parametrize("kind", ["fp8", "fp8_block"])
-async def test_a_quantizing_engine_serves_the_rounded_weights_of_each_version(kind: Fp8) -> None:
-    engine = TorchEngine(make_model(0), max_running=4, quantization=kind)
+@pytest.mark.parametrize(("kind", "exact"), [("fp8", 0), ("fp8", 1), ("fp8_block", 0)])
+async def test_a_quantizing_engine_serves_the_rounded_weights_of_each_version(
+    kind: Fp8, exact: int
+) -> None:
+    engine = TorchEngine(make_model(0), max_running=4, quantization=kind, unquantized_layers=exact)
     plain = TorchEngine(make_model(0), max_running=4)
     context = CONTEXTS[6]
     for version in range(3):
@@ -442,7 +444,9 @@ async def test_a_quantizing_engine_serves_the_rounded_weights_of_each_version(ki
             await each.adopt_weights(version, weights)
         assert all(torch.equal(weights[name], value) for name, value in before.items())
         rounded = {
-            name: fp8_rounded(value, kind) if is_fp8(name, tuple(value.shape)) else value
+            name: fp8_rounded(value, kind)
+            if is_fp8(name, tuple(value.shape), num_exact=exact)
+            else value
             for name, value in weights.items()
         }
         served = dict(engine._model.named_parameters())

@@ -77,7 +77,7 @@ def use_decoding_kernels(model: PreTrainedModel, *, is_invariant: bool = False) 
         model.set_experts_implementation("eager")
 
 
-def _round_inputs(model: PreTrainedModel, kind: Fp8) -> None:
+def _round_inputs(model: PreTrainedModel, kind: Fp8, *, num_exact: int) -> None:
     """Rounds the inputs of all linear layers with FP8 weights.
 
     Inputs of experts in one tensor keep their precision.
@@ -87,7 +87,9 @@ def _round_inputs(model: PreTrainedModel, kind: Fp8) -> None:
         return fp8_rounded_inputs(inputs[0], kind), *inputs[1:]
 
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and is_fp8(f"{name}.weight", tuple(module.weight.shape)):
+        if isinstance(module, nn.Linear) and is_fp8(
+            f"{name}.weight", tuple(module.weight.shape), num_exact=num_exact
+        ):
             module.register_forward_pre_hook(rounded)
 
 
@@ -102,6 +104,7 @@ def build(order: EngineConfig) -> "TorchEngine":
         returns_experts=order.returns_experts,
         is_invariant=order.is_invariant,
         quantization=order.quantization,
+        unquantized_layers=order.unquantized_layers,
         speculation=order.speculation,
         **order.arguments,
     )
@@ -150,6 +153,7 @@ class TorchEngine:
         returns_experts: bool = False,
         is_invariant: bool = False,
         quantization: Fp8 | None = None,
+        unquantized_layers: int = 0,
         speculation: SpeculationSpec | None = None,
     ) -> None:
         """Wraps a loaded model.
@@ -164,6 +168,7 @@ class TorchEngine:
             is_invariant: True if a request's tokens must not depend on other requests.
             quantization: Rounds weights and inputs of the decoder layers to FP8, and computes in the
                 weights' dtype; None rounds nothing.
+            unquantized_layers: Number of first decoder layers that it does not round.
             speculation: Settings of proposals; None decodes one token per step.
 
         Raises:
@@ -181,8 +186,9 @@ class TorchEngine:
         # produced.
         self._parameters: dict[str, Tensor] = stored_tensors(model)
         self._quantization = quantization
+        self._num_exact = unquantized_layers
         if quantization is not None:
-            _round_inputs(model, quantization)
+            _round_inputs(model, quantization, num_exact=unquantized_layers)
         self._vocab_size = int(config.vocab_size)
         self.max_tokens = min(int(config.max_position_embeddings), max_kv_tokens)
         self._max_running = max_running
@@ -422,7 +428,7 @@ class TorchEngine:
         copy_all(live, [tensors[name] for name in self._parameters])
         if self._quantization is not None:
             for name, value in self._parameters.items():
-                if is_fp8(name, tuple(value.shape)):
+                if is_fp8(name, tuple(value.shape), num_exact=self._num_exact):
                     value.copy_(fp8_rounded(value, self._quantization))
         if self._recompute_kv or self._is_blank:
             self._batch.recompute()

@@ -10,7 +10,7 @@ import importlib.util
 import multiprocessing
 import secrets
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
@@ -347,7 +347,8 @@ class VllmBackend:
             **self._order.precision_arguments(engine_kind("vllm")),
         }
         if self._order.quantization is not None:
-            arguments["quantization_config"] = {"ignore": [_ROUTERS]}
+            exact = [rf"re:.*\.layers\.{n}\..*" for n in range(self._order.unquantized_layers)]
+            arguments["quantization_config"] = {"ignore": [_ROUTERS, *exact]}
         most = self._order.max_running
         captured = {n for n in _CAPTURED if n <= 2 * most}
         if self._order.speculation is not None:
@@ -371,7 +372,10 @@ class VllmBackend:
                 arguments["enable_prefix_caching"] = False
             if self._order.is_written_in_place:
                 arguments["worker_extension_cls"] = _PLAIN_WORKER
-        return AsyncEngineArgs(**(arguments | {**self._order.arguments}))
+        given = dict(self._order.arguments)
+        if isinstance(compilation := given.get("compilation_config"), Mapping):
+            given["compilation_config"] = {**arguments["compilation_config"], **compilation}
+        return AsyncEngineArgs(**(arguments | given))
 
     def _image_arguments(self, limits: ImageLimits) -> dict[str, Any]:
         head = {"head_dtype": "float32"}

@@ -124,3 +124,5 @@ def test_fp8_leaves_routers_norms_and_embeddings() -> None:
     }
     assert all(is_fp8(name, shape) for name, shape in rounded_ones.items())
     assert not any(is_fp8(name, shape) for name, shape in others.items())
+    assert not any(is_fp8(name, shape, num_exact=1) for name, shape in rounded_ones.items())
+    assert is_fp8("model.layers.10.self_attn.q_proj.weight", (4, 4), num_exact=2)
