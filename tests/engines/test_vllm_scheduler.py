@@ -11,6 +11,7 @@ import numpy as np
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.outputs import LogprobsLists
 
+from services.rollout.engines.vllm.adapter import captured_sizes
 from services.rollout.engines.vllm.scheduler import SpeculationMeter, TokenBatcher
 
 
@@ -80,3 +81,16 @@ def test_only_proposals_that_occurred_before_are_counted() -> None:
     output.draft_totals = [1, 4, 2]
     meter.record(step, output)
     assert (totals.num_drafts, totals.num_draft_tokens, totals.num_accepted_tokens) == (1, 4, 2)
+
+
+@pytest.mark.parametrize("max_running", [1, 3, 8, 64, 100, 256])
+@pytest.mark.parametrize("per_request", [2, 5, 6])
+def test_graphs_are_captured_for_all_steps_with_and_without_proposals(
+    max_running: int, per_request: int
+) -> None:
+    sizes = captured_sizes(max_running, per_request)
+    for count in range(1, max_running + 1):
+        assert next(size for size in sizes if size >= count) <= max(max_running, per_request)
+        if count * per_request <= sizes[-1]:
+            assert next(s for s in sizes if s >= count * per_request) % per_request == 0
+    assert sizes[-1] >= min(max_running * per_request, 1024)

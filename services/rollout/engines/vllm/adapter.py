@@ -114,6 +114,26 @@ _CAPTURED = (
 )
 
 
+def captured_sizes(max_running: int, per_request: int = 1) -> list[int]:
+    """Returns the numbers of tokens for which vLLM captures CUDA graphs.
+
+    vLLM looks for the graph of a step, with or without proposals, at the next captured number only. With
+    proposals, all numbers are therefore multiples of a request's, except that of all slots without proposals.
+
+    Args:
+        per_request: Tokens of a request in a step with proposals.
+    """
+    plain = [n for n in _CAPTURED if n <= 2 * max_running]
+    if per_request == 1:
+        return plain
+    counts = [*(n for n in _CAPTURED if n < max_running), max_running]
+    return sorted(
+        {-(-n // per_request) * per_request for n in plain}
+        | {size for n in counts if (size := n * per_request) <= _CAPTURED[-1]}
+        | {max_running, max(max_running // per_request, 1) * per_request}
+    )
+
+
 def speculative_config(speculation: SpeculationSpec) -> dict[str, Any]:
     """Returns vLLM's configuration of speculative decoding.
 
@@ -349,16 +369,15 @@ class VllmBackend:
         if self._order.quantization is not None:
             exact = [rf"re:.*\.layers\.{n}\..*" for n in range(self._order.unquantized_layers)]
             arguments["quantization_config"] = {"ignore": [_ROUTERS, *exact]}
-        most = self._order.max_running
-        captured = {n for n in _CAPTURED if n <= 2 * most}
+        per_request = 1
         if self._order.speculation is not None:
+            per_request += self._order.speculation.tokens
             arguments["speculative_config"] = speculative_config(self._order.speculation)
-            per_request = 1 + self._order.speculation.tokens
-            counts = (*[n for n in _CAPTURED if n < most], most)
-            captured |= {size for n in counts if (size := n * per_request) <= _CAPTURED[-1]}
         if self._order.images is not None:
             arguments |= self._image_arguments(self._order.images)
-        arguments["compilation_config"] = {"cudagraph_capture_sizes": sorted(captured)}
+        arguments["compilation_config"] = {
+            "cudagraph_capture_sizes": captured_sizes(self._order.max_running, per_request)
+        }
         is_recurrent = recurrent_module(self._order.config.to_dict()) is not None
         if is_recurrent and not current_platform.is_cpu():
             # The trainer computes states in float32 too.
