@@ -128,6 +128,17 @@ def output_of(folder: Path) -> str:
     return (folder / _OUTPUT).read_text(encoding="utf-8")
 
 
+def exported(runs: Path, spec: Path) -> Path:
+    """Exports the only checkpoint of the runs in a folder to a Hugging Face folder, once."""
+    folder = runs / "exported"
+    if not folder.exists():
+        (checkpoint,) = runs.glob("**/checkpoints/*/")
+        command = [sys.executable, "-m", "services.trainer.checkpoint.export"]
+        given = (str(checkpoint), str(spec), str(folder))
+        subprocess.run([*command, *given], cwd=REPOSITORY, check=True)
+    return folder
+
+
 def _cancel(process: subprocess.Popen[bytes]) -> None:
     """Interrupts twice: the first signal pauses the run with a checkpoint."""
     while process.poll() is None:

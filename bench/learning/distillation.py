@@ -6,8 +6,6 @@ vocabulary. Results go to ``bench/results/distillation.json`` or ``--out``.
 """
 
 import argparse
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.real_model.smollm2 import make_folder
 from bench.report import write_json
-from bench.whole_run import REPOSITORY, whole_run
+from bench.whole_run import REPOSITORY, exported, whole_run
 
 RESULTS = REPOSITORY / "bench" / "results" / "distillation.json"
 TOP_K = 64
@@ -170,22 +168,14 @@ def main() -> None:
                 own = folder / f"run-{number}-{seed}"
                 extra = (f"seed={seed}", *settings)
                 whole_run(own, extra, spec=spec)
-                exported = _exported(own, spec)
-                after = divergences(exported, teacher, tokenizer, num_tokens=arguments.tokens)
+                after = divergences(
+                    exported(own, spec), teacher, tokenizer, num_tokens=arguments.tokens
+                )
                 entries.append({"kind": arm, "seed": seed, **after})
                 print(entries[-1], flush=True)
                 given = {name: getattr(arguments, name) for name in ("steps", "tokens", "prompts")}
                 result = {**given, "before": before, "runs": entries}
                 write_json(arguments.out, result)
-
-
-def _exported(runs: Path, spec: Path) -> Path:
-    """Exports the only checkpoint of a run to a Hugging Face folder."""
-    (checkpoint,) = runs.glob("**/checkpoints/*/")
-    folder = runs / "exported"
-    command = [sys.executable, "-m", "services.trainer.checkpoint.export"]
-    subprocess.run([*command, str(checkpoint), str(spec), str(folder)], cwd=REPOSITORY, check=True)
-    return folder
 
 
 if __name__ == "__main__":
