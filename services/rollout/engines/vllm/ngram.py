@@ -7,9 +7,10 @@ import it.
 """
 
 import inspect
-from typing import Any
+from typing import Any, Literal
 
 from vllm.config import VllmConfig
+from vllm.config import vllm as config_module
 from vllm.triton_utils import HAS_TRITON
 from vllm.v1.worker.gpu.spec_decode import init_speculator
 
@@ -28,12 +29,19 @@ def _unsupported_besides(config: VllmConfig) -> list[str]:
 
 if IS_ADDED:
     VllmConfig._get_v2_model_runner_unsupported_features = _unsupported_besides  # noqa: SLF001 -- no setting
+    # The methods whose steps are scheduled ahead.
+    config_module.NgramGPUTypes = Literal["ngram", "ngram_gpu"]
 
 
 def prepare_speculation(config: VllmConfig) -> None:
     """Prepares vLLM's configuration for speculative decoding whose proposals end where they do not pay."""
     speculation = config.speculative_config
-    if speculation is None or not config.use_v2_model_runner:
+    if speculation is None:
+        return
+    if not config.use_v2_model_runner:
+        if speculation.method == "ngram":
+            # The first model runner proposes n-grams between steps.
+            config.scheduler_config.async_scheduling = False
         return
     # CUDA graphs are captured for all numbers of proposals in this table. Our scheduler replaces it.
     most = config.scheduler_config.max_num_seqs
@@ -41,6 +49,3 @@ def prepare_speculation(config: VllmConfig) -> None:
         (1, most, speculation.num_speculative_tokens),
         (most + 1, most + 1, 0),
     ]
-    if IS_ADDED and speculation.method == "ngram":
-        config.scheduler_config.async_scheduling = True
-        config.model_config.disable_cascade_attn = True
