@@ -147,14 +147,34 @@ def test_a_parameter_that_was_not_replaced_is_named(
     target = f"{name}_scale" if is_scale else name
     kept = dict(llm.named_parameters())[target]
     old = kept.detach().clone()
-    differ = quantized._differ
+    finish = quantized.QuantizedUpdate.finish
+
+    def undone(self: Any) -> list[str]:
+        kept.data.copy_(old)
+        return finish(self)
+
+    monkeypatch.setattr(quantized.QuantizedUpdate, "finish", undone)
+    assert replaced(llm, engine_config, weights_of(1)) == [target]
+
+
+def test_a_large_parameter_that_was_not_replaced_is_named(
+    model: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from services.rollout.engines.vllm import quantized
+
+    llm, engine_config = model
+    assert replaced(llm, engine_config, weights_of(0)) == []
+    name = "model.layers.1.mlp.gate_up_proj.weight"
+    kept = dict(llm.named_parameters())[name]
+    old, differ = kept.detach().clone(), quantized._differ
 
     def undone(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         kept.data.copy_(old)
         return differ(one, other)
 
+    monkeypatch.setattr(quantized, "_SMALL", 0)
     monkeypatch.setattr(quantized, "_differ", undone)
-    assert replaced(llm, engine_config, weights_of(1)) == [target]
+    assert replaced(llm, engine_config, weights_of(1)) == [name]
 
 
 def test_an_interrupted_replacement_is_followed_by_a_whole_one(model: tuple[Any, Any]) -> None:

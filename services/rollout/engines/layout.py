@@ -144,30 +144,12 @@ def copy_weights(
     Raises:
         UnknownLayoutError: If the layout of the parameters is unknown.
     """
-    pieces = planned_pieces(
-        _shapes(sources),
-        _shapes(targets),
-        rank=rank,
-        ranks=ranks,
-        has_plain_experts=has_plain_experts,
-    )
+    place = (rank, ranks, has_plain_experts)
+    pieces = _planned(tuple(_shapes(sources).items()), tuple(_shapes(targets).items()), place)
     copy_all(
         [targets[p.target].narrow(p.dim, p.target_start, p.length) for p in pieces],
         [sources[p.source].narrow(p.dim, p.start, p.length) for p in pieces],
     )
-
-
-def planned_pieces(
-    sources: Mapping[str, Shape],
-    targets: Mapping[str, Shape],
-    *,
-    rank: int = 0,
-    ranks: int = 1,
-    has_plain_experts: bool = False,
-) -> list[Piece]:
-    """Returns :func:`plan_pieces`, computed once for all versions of a model. Raises UnknownLayoutError."""
-    place = (rank, ranks, has_plain_experts)
-    return _planned(tuple(sources.items()), tuple(targets.items()), place)
 
 
 @lru_cache(maxsize=4)
@@ -176,6 +158,7 @@ def _planned(
     targets: tuple[tuple[str, Shape], ...],
     place: tuple[int, int, bool],
 ) -> list[Piece]:
+    """Returns :func:`plan_pieces`, once for all versions of a model."""
     rank, ranks, has_plain_experts = place
     return plan_pieces(
         dict(sources), dict(targets), rank=rank, ranks=ranks, has_plain_experts=has_plain_experts

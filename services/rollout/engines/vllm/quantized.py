@@ -9,6 +9,7 @@ compared with the quantized ones. At most one layer is in memory besides the mod
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -18,8 +19,10 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
-from services.rollout.engines.layout import Piece, Shape, planned_pieces
+from services.rollout.engines.layout import Piece, Shape, plan_pieces
 
+_SMALL = 1 << 16
+"""Bytes below which parameters are compared together."""
 _COMPARED_BYTES = 1 << 29
 """Max bytes that are compared at once; a comparison needs a byte for each word."""
 _DONE = "_already_called_process_weights_after_loading"
@@ -42,12 +45,9 @@ class _Layer:
     module: nn.Module
     is_quantizing: bool
     pieces: dict[str, list[Piece]] = field(default_factory=dict)
-    """Blocks by the name of the layer's parameter."""
-
-    @property
-    def sources(self) -> set[str]:
-        """Names of the tensors that the layer is made of."""
-        return {piece.source for pieces in self.pieces.values() for piece in pieces}
+    """Blocks by the name of the layer's parameter, in the order of their rows or columns."""
+    sources: set[str] = field(default_factory=set)
+    """Names of the tensors that the layer is made of."""
 
 
 class QuantizedUpdate:
@@ -73,8 +73,8 @@ class QuantizedUpdate:
             UnknownLayoutError: If it is unknown which tensors make up a layer.
         """
         self._config = vllm_config
-        self._layers = _planned_layers(model, shapes, rank=rank, ranks=ranks)
-        self._missing = {owner: layer.sources for owner, layer in self._layers.items()}
+        self._layers = dict(_planned_layers(model, tuple(shapes.items()), rank, ranks))
+        self._missing = {owner: set(layer.sources) for owner, layer in self._layers.items()}
         self._owners: dict[str, set[str]] = {name: set() for name in shapes}
         """Layers that a tensor is still needed for."""
         for owner, sources in self._missing.items():
@@ -82,6 +82,8 @@ class QuantizedUpdate:
                 self._owners[name].add(owner)
         self._received: dict[str, Tensor] = {}
         self._differs: dict[str, Tensor] = {}
+        self._small: dict[str, tuple[Tensor, Tensor]] = {}
+        """Live and received values of small parameters."""
 
     @property
     def is_complete(self) -> bool:
@@ -101,8 +103,10 @@ class QuantizedUpdate:
 
     def finish(self) -> list[str]:
         """Returns the names of parameters that differ from the received weights."""
-        differs = torch.stack([*self._differs.values()]).tolist()
-        return [name for name, one in zip(self._differs, differs, strict=True) if one]
+        if self._small and _differ(*map(_bytes, zip(*self._small.values(), strict=True))):
+            self._differs |= {name: _differ(*pair) for name, pair in self._small.items()}
+        found = torch.stack([*self._differs.values()]).tolist() if self._differs else []
+        return [name for name, one in zip(self._differs, found, strict=True) if one]
 
     def _replace(self, owner: str, layer: _Layer) -> None:
         whole = {name: self._whole(pieces) for name, pieces in layer.pieces.items()}
@@ -114,9 +118,13 @@ class QuantizedUpdate:
                 # Vocabularies are padded.
                 live = live.narrow(0, 0, len(value)) if value.dim() else live
                 value = value.to(live.dtype)
-            if live.shape == value.shape and live.dtype == value.dtype:
+            parameter, is_alike = f"{owner}.{name}", _are_alike(live, value)
+            if is_alike:
                 live.copy_(value)
-            self._differs[f"{owner}.{name}"] = _differ(live, value)
+            if is_alike and value.nbytes < _SMALL:
+                self._small[parameter] = live, value.detach()
+            else:
+                self._differs[parameter] = _differ(live, value)
         for name in layer.sources:
             self._owners[name].discard(owner)
             if not self._owners[name]:
@@ -126,7 +134,7 @@ class QuantizedUpdate:
         """Returns a parameter as it is before it is quantized."""
         blocks = [
             self._received[piece.source].narrow(piece.dim, piece.start, piece.length)
-            for piece in sorted(pieces, key=lambda piece: piece.target_start)
+            for piece in pieces
         ]
         # Some methods change experts.
         is_shared = len(blocks) == 1 and blocks[0].dim() <= 2 and blocks[0].is_contiguous()
@@ -170,10 +178,11 @@ class QuantizedWriter:
             self.differing = self._update.finish()
 
 
+@lru_cache(maxsize=1)
 def _planned_layers(
-    model: nn.Module, shapes: Mapping[str, Shape], *, rank: int, ranks: int
+    model: nn.Module, shapes: tuple[tuple[str, Shape], ...], rank: int, ranks: int
 ) -> dict[str, _Layer]:
-    """Returns the layers with parameters by name.
+    """Returns the layers with parameters by name; computed once for all versions of a model.
 
     Raises:
         UnknownLayoutError: If it is unknown which tensors make up a layer.
@@ -187,11 +196,13 @@ def _planned_layers(
             targets[name] = tuple(live.shape if before is None else before.shape)
     layers: dict[str, _Layer] = {}
     # Experts are in order before they are quantized; kernels reorder them afterwards.
-    for piece in planned_pieces(shapes, targets, rank=rank, ranks=ranks, has_plain_experts=True):
+    pieces = plan_pieces(dict(shapes), targets, rank=rank, ranks=ranks, has_plain_experts=True)
+    for piece in sorted(pieces, key=lambda piece: piece.target_start):
         owner, _, leaf = piece.target.rpartition(".")
         if owner not in layers:
             layers[owner] = _Layer(modules[owner], _is_quantizing(modules[owner]))
         layers[owner].pieces.setdefault(leaf, []).append(piece)
+        layers[owner].sources.add(piece.source)
     return layers
 
 
@@ -220,12 +231,21 @@ def _quantized(layer: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Ten
 
 def _differ(one: Tensor, other: Tensor) -> Tensor:
     """Returns a scalar on the tensors' device: True if any bit differs."""
-    if one.shape != other.shape or one.dtype != other.dtype:
+    if not _are_alike(one, other):
         return torch.ones((), dtype=torch.bool, device=one.device)
     one, other = _words(one.detach(), other.detach())
     rows = max(1, _COMPARED_BYTES // max(1, one.itemsize * prod(one.shape[1:])))
     found = [(a != b).any() for a, b in zip(one.split(rows), other.split(rows), strict=True)]
     return found[0] if len(found) == 1 else torch.stack(found).any()
+
+
+def _are_alike(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype
+
+
+def _bytes(tensors: Iterable[Tensor]) -> Tensor:
+    """Returns ``[n]`` uint8: the bytes of all tensors."""
+    return torch.cat([each.reshape(-1).view(torch.uint8) for each in tensors])
 
 
 def _words(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
