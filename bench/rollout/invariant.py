@@ -35,6 +35,7 @@ from transformers import (
 
 from bench.report import write_json
 from services.common.models.configs import preset_config
+from services.common.runspec.engines import InvariantEngine
 from services.rollout.engines.base import GenerationRequest, GenerationResult
 from services.rollout.engines.torch.decoding import DecodeBatch
 from services.rollout.engines.torch.engine import use_decoding_kernels
@@ -243,7 +244,8 @@ class Bench:
         return DecodeBatch(model, is_invariant=is_invariant)
 
     def _policy(self, config: PretrainedConfig, *, is_invariant: bool) -> Policy:
-        return Policy(self._model(config), temperature=TEMPERATURE, is_invariant=is_invariant)
+        engine: InvariantEngine | None = "torch" if is_invariant else None
+        return Policy(self._model(config), temperature=TEMPERATURE, engine=engine)
 
     def _alternately(self, functions: list[Callable[[], object]]) -> list[float]:
         """Returns the median seconds of each function."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from services.common.runspec.engines import InvariantEngine
 from services.rollout.engines.base import GenerationRequest, GenerationResult
 from services.rollout.engines.torch.decoding import DecodeBatch
 from services.rollout.engines.torch.engine import use_decoding_kernels
@@ -40,8 +41,10 @@ class Subject:
         use_decoding_kernels(model, is_invariant=True)
         return DecodeBatch(model, is_invariant=True)
 
-    def policy(self, *, is_invariant: bool = True) -> Policy:
-        return Policy(self.model(), temperature=TEMPERATURE, is_invariant=is_invariant)
+    def policy(
+        self, engine: InvariantEngine | None = "torch", *, temperature: float = TEMPERATURE
+    ) -> Policy:
+        return Policy(self.model(), temperature=temperature, engine=engine)
 
     def packed(
         self,

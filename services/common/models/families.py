@@ -268,7 +268,7 @@ def check_trainer(
     problems += [
         f"model.path: rope_type {kind!r} in its config.json depends on the longest sequence of a batch, so "
         "packed sequences would influence one another; use a model with fixed frequencies"
-        for kind in sorted(_rope_types(config) - set(_STATIC_ROPE))
+        for kind in sorted(rope_types(config) - set(_STATIC_ROPE))
     ]
     problems += _shape_problems(config, family)
     if model_type == "falcon_h1":
@@ -468,7 +468,7 @@ def exact_tokens(config: Mapping[str, Any], engine: str) -> int | None:
     return min((size for size in windows_of(config).values() if size is not None), default=None)
 
 
-def _rope_types(config: Mapping[str, Any]) -> set[str]:
+def rope_types(config: Mapping[str, Any]) -> set[str]:
     """Returns the types of rotary embedding, one for the model or one per kind of layer."""
     # The older key takes precedence if a configuration has both.
     found = config.get("rope_scaling") or config.get("rope_parameters") or {}

@@ -6,9 +6,12 @@ A new engine needs an adapter and an entry in ``ENGINES``.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from services.common.runspec.base import look_up
+
+InvariantEngine = Literal["torch", "vllm"]
+"""Engines whose operators the trainer can compute with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

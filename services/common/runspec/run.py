@@ -11,7 +11,7 @@ from services.common.fields import TEACHER_PROMPT, TEACHER_TOP_K
 from services.common.runspec.algorithm import AlgorithmSpec
 from services.common.runspec.base import MAX_SECONDS, SpecPart
 from services.common.runspec.data import DataSpec
-from services.common.runspec.engines import ENGINES, engine_kind
+from services.common.runspec.engines import ENGINES, InvariantEngine, engine_kind
 from services.common.runspec.formulas import LOSSES, DistillArguments
 from services.common.runspec.rollout import RewardSpec, RolloutSpec
 from services.common.runspec.topology import TopologySpec
@@ -386,20 +386,25 @@ class RunSpec(SpecPart):
         )
 
     @property
-    def computes_as_engine(self) -> bool:
-        """True if the trainer's logprobs equal those of the engine torch with equal weights, to the last bit.
+    def computes_as(self) -> InvariantEngine | None:
+        """Engine whose logprobs the trainer's equal with equal weights, to the last bit; None if of none.
 
-        Both then compute with invariant operators. Ranks that divide a layer or a pack add in another
-        order, and an engine adds adapters to the weights.
+        Both then compute with the same operators, if the trainer has them for the model. Ranks that divide a
+        layer or a pack add in another order, and an engine adds adapters to the weights.
         """
-        trainer = self.trainer
-        return (
-            self.rollout.engine == "torch"
-            and self.rollout.reproducible == "batch_invariant"
-            and trainer.engine == "fsdp"
-            and trainer.tensor_parallel == trainer.context_parallel == 1
-            and trainer.lora is None
-        )
+        trainer, rollout = self.trainer, self.rollout
+        if (
+            rollout.reproducible != "batch_invariant"
+            or trainer.engine != "fsdp"
+            or trainer.tensor_parallel != 1
+            or trainer.context_parallel != 1
+            or trainer.lora is not None
+        ):
+            return None
+        if rollout.engine == "torch":
+            return "torch"
+        is_alone = engine_kind(rollout.engine).num_gpus(rollout.engine_arguments) == 1
+        return "vllm" if rollout.engine == "vllm" and is_alone else None
 
     @property
     def needs_proximal(self) -> bool:

@@ -14,13 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from services.common.models import vllm_operators
 from services.common.models.head import float32_products
 from services.common.models.invariant import float32_invariant_products
+from services.common.runspec.engines import InvariantEngine
 
 _CHUNK_BYTES = 24 * (1 << 30) // 10
 """Max bytes of logits at once."""
-_DIVERGENCE_COPIES = 4
-"""Tensors of the size of a chunk's logits that a divergence needs besides them."""
+_EAGER_COPIES = 4
+"""Tensors of the size of a chunk's logits that a divergence, or the operators of an engine, need besides them."""
 LOWEST = -1e30
 """Logit of a token that cannot be drawn: its products with a probability of 0 are 0, unlike those of -inf."""
 _TILE = 128
@@ -44,8 +46,8 @@ class OutputHead:
     """Factor of the logits: Granite divides them, Cohere multiplies."""
     cap: float | None = None
     """Bound of the logits (Gemma 2); None for no bound."""
-    is_invariant: bool = False
-    """True if logprobs must equal those of the engine torch, to the last bit."""
+    engine: InvariantEngine | None = None
+    """Engine whose operators compute the logprobs, to the last bit; None for the ordinary ones."""
 
 
 def token_logprobs(
@@ -115,7 +117,7 @@ def _reduce(
     return logprobs, normalizer, normalizer - expected
 
 
-def _reduce_as_engine(
+def _reduce_as_torch(
     products: Tensor,
     targets: Tensor,
     excluded: Tensor | None,
@@ -131,6 +133,33 @@ def _reduce_as_engine(
     logprobs = log_p.gather(1, targets[:, None]).squeeze(1)
     normalizer = scaled.gather(1, targets[:, None]).squeeze(1) - logprobs
     return logprobs, normalizer, -(log_p.exp() * log_p).sum(-1)
+
+
+def _reduce_as_vllm(
+    products: Tensor,
+    targets: Tensor,
+    excluded: Tensor | None,
+    numbers: _Numbers,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes :func:`_reduce` with the operators of vLLM's sampler."""
+    _, _, temperature = numbers
+    if excluded is not None:
+        products = products.masked_fill(excluded, LOWEST)
+    scaled, logprobs = vllm_operators.logprobs(products, targets, temperature=temperature)
+    normalizer = scaled.gather(1, targets[:, None]).squeeze(1) - logprobs
+    log_p = scaled - normalizer[:, None]
+    return logprobs, normalizer, -(log_p.exp() * log_p).sum(-1)
+
+
+_MULTIPLIED: dict[InvariantEngine | None, Callable[[Tensor, Tensor], Tensor]] = {
+    None: float32_products,
+    "torch": float32_invariant_products,
+    "vllm": vllm_operators.float32_products,
+}
+_REDUCED: dict[InvariantEngine | None, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {
+    "torch": _reduce_as_torch,
+    "vllm": _reduce_as_vllm,
+}
 
 
 def _gradient(
@@ -189,11 +218,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
         normalizer, entropy = torch.empty_like(logprobs), torch.empty_like(logprobs)
         divergence = torch.empty_like(logprobs)
         numbers = head.scale, head.cap, temperature
-        for part in chunks(hidden, weight, copies=1 if extra is None else _DIVERGENCE_COPIES):
-            multiply = float32_invariant_products if head.is_invariant else float32_products
-            products = multiply(hidden[part], weight)
+        is_plain = extra is None and head.engine is None
+        for part in chunks(hidden, weight, copies=1 if is_plain else _EAGER_COPIES):
+            products = _MULTIPLIED[head.engine](hidden[part], weight)
             excluded = _excluded(mask, part, products)
-            reduce = _reduce_as_engine if head.is_invariant else _fused(_reduce, products)
+            reduce = _REDUCED.get(head.engine) or _fused(_reduce, products)
             reduced = reduce(products, targets[part], excluded, numbers)
             logprobs[part], normalizer[part], entropy[part] = reduced
             if extra is not None:
@@ -214,7 +243,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_weight = (
             torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         )
-        for part in chunks(hidden, weight, copies=1 if ctx.extra is None else _DIVERGENCE_COPIES):
+        for part in chunks(hidden, weight, copies=1 if ctx.extra is None else _EAGER_COPIES):
             products = float32_products(hidden[part], weight)
             excluded = _excluded(ctx.mask, part, products)
             grad = _fused(_gradient, products)(

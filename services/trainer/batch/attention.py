@@ -7,14 +7,14 @@ and of their keys, copied to each branch. A flex kernel is used instead if score
 sinks, or copies would be too many. Otherwise branches of similar length run as one batch, whose padding is
 masked.
 
-Under :data:`PACKED_INVARIANT` the forward pass computes each query as an engine does that decodes it
+Under the names in :data:`PACKED_AS` the forward pass computes each query as an engine does that decodes it
 (``rollout.reproducible: batch_invariant``); its gradients are those of the other kernels.
 """
 
 import inspect
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +24,20 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
+from services.common.models import vllm_operators
 from services.common.models.invariant import invariant_attention
+from services.common.runspec.engines import InvariantEngine
 from services.trainer.batch import flash
 from services.trainer.batch.context import ContextRanks
 from services.trainer.batch.layout import AttentionBatch, AttentionLayout
 
 PACKED = "slipstream_packed"
-PACKED_INVARIANT = "slipstream_packed_invariant"
+PACKED_AS: Final[dict[InvariantEngine | None, str]] = {
+    None: PACKED,
+    "torch": "slipstream_packed_as_torch",
+    "vllm": "slipstream_packed_as_vllm",
+}
+"""Names in transformers by the engine whose operators compute; None for the ordinary ones."""
 _HEAD_MULTIPLE = 8
 """Multiple of head sizes that the variable-length kernel supports."""
 # Before torch 2.12 the kernel supported fewer key-value heads without this argument.
@@ -70,7 +77,7 @@ def packed_attention(  # noqa: PLR0913 -- transformers decides its arguments
     s_aux: Tensor | None = None,
     layout: AttentionLayout,
     context: ContextRanks | None = None,
-    is_invariant: bool = False,
+    engine: InvariantEngine | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Computes causal attention inside each sequence of a pack, along its own path.
@@ -85,8 +92,9 @@ def packed_attention(  # noqa: PLR0913 -- transformers decides its arguments
         softcap: See :attr:`Scores.cap`.
         s_aux: See :attr:`Scores.sinks`.
         context: Ranks that compute the pack together; ``T`` is then the number of this rank's tokens.
-        is_invariant: True if a token's result must not depend on other packed sequences. The states may then
-            have more tokens than the layout: padding at the end, whose results are 0.
+        engine: Engine whose operators compute, so that a token's result does not depend on other packed
+            sequences. The states may then have more tokens than the layout: padding at the end, whose
+            results are 0.
 
     Returns:
         ``[1, T, heads, D]``, and no attention weights.
@@ -108,9 +116,9 @@ def packed_attention(  # noqa: PLR0913 -- transformers decides its arguments
         cap=softcap,
         sinks=s_aux,
     )
-    if is_invariant:
-        inputs = query, key, value
-        invariant: Tensor = _InvariantAttention.apply(*inputs, scores, layout)  # type: ignore[no-untyped-call]
+    if engine is not None:
+        inputs = query, key, value, scores, layout, engine
+        invariant: Tensor = _InvariantAttention.apply(*inputs)  # type: ignore[no-untyped-call]
         return invariant, None
     output = _packed(query, key, value, scores=scores, layout=layout)
     return output if context is None else context.to_tokens(output), None
@@ -136,12 +144,22 @@ class _InvariantAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, scores: Scores, layout: AttentionLayout
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scores: Scores,
+        layout: AttentionLayout,
+        engine: InvariantEngine,
     ) -> Tensor:
         ctx.save_for_backward(query, key, value)
         ctx.scores, ctx.layout = scores, layout
         flat = [states[0].transpose(0, 1) for states in (query, key, value)]
-        output: Tensor = _batched(*flat, scores=scores, layout=layout, is_invariant=True)
+        output: Tensor
+        if engine == "vllm":
+            output = _as_vllm(*flat, scores=scores, layout=layout)
+        else:
+            output = _batched(*flat, scores=scores, layout=layout, is_invariant=True)
         return functional.pad(output, (0, 0, 0, 0, 0, query.shape[2] - len(output)))[None]
 
     @staticmethod
@@ -152,7 +170,7 @@ class _InvariantAttention(torch.autograd.Function):
             leaves = [each[:, :, :length].detach().requires_grad_() for each in ctx.saved_tensors]
             output = _packed(*leaves, scores=ctx.scores, layout=ctx.layout)
         found = torch.autograd.grad(output, leaves, grad[:, :length])
-        return *(functional.pad(each, (0, 0, 0, padding)) for each in found), None, None
+        return *(functional.pad(each, (0, 0, 0, padding)) for each in found), None, None, None
 
 
 # The number of batches differs from pack to pack, and each number would be another graph.
@@ -221,6 +239,24 @@ def _visible(batch: AttentionBatch, window: int | None) -> Tensor:
         seen = seen if window is None else seen & (distance < window)
         batch.visible[window] = seen[:, None]
     return batch.visible[window]
+
+
+def _as_vllm(
+    query: Tensor, key: Tensor, value: Tensor, *, scores: Scores, layout: AttentionLayout
+) -> Tensor:
+    paths = layout.paths
+    if paths is not None:
+        key, value = key[paths.places], value[paths.places]
+    return vllm_operators.attention(
+        query,
+        key,
+        value,
+        cu_queries=layout.cu_lengths,
+        cu_keys=layout.cu_lengths if paths is None else paths.cu_lengths,
+        max_queries=layout.max_length,
+        max_keys=layout.max_length if paths is None else paths.max_length,
+        scaling=scores.scaling,
+    )
 
 
 def copied_rows(states: Tensor, places: Tensor) -> Tensor:
@@ -332,5 +368,5 @@ def _block_mask(layout: AttentionLayout, window: int | None) -> BlockMask:
     return create_block_mask(visible, None, None, total, total, device=str(ends.device))
 
 
-AttentionInterface.register(PACKED, packed_attention)
-AttentionInterface.register(PACKED_INVARIANT, partial(packed_attention, is_invariant=True))
+for _engine, _name in PACKED_AS.items():
+    AttentionInterface.register(_name, partial(packed_attention, engine=_engine))

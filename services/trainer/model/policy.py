@@ -1,5 +1,6 @@
 """The policy and the critic: causal language models that score packed responses."""
 
+import logging
 from collections.abc import Iterable
 from dataclasses import replace
 from math import prod
@@ -8,15 +9,19 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from services.common.models.families import check_trainer, is_mixture
 from services.common.models.invariant import token_multiple, use_invariant_operators
 from services.common.models.vision import image_arguments, set_attention, vision_tower
+from services.common.models.vllm_operators import missing_operators, use_vllm_operators
+from services.common.runspec.engines import InvariantEngine, engine_kind
 from services.common.runspec.formulas import DistillArguments
+from services.common.runspec.run import RunSpec
+from services.common.settings import set_defaults
 from services.trainer.algorithm.divergence import TokenDivergence, most_likely
 from services.trainer.algorithm.logprobs import OutputHead, token_logprobs
-from services.trainer.batch.attention import PACKED, PACKED_INVARIANT
+from services.trainer.batch.attention import PACKED_AS
 from services.trainer.batch.context import ContextRanks
 from services.trainer.batch.packing import PackedTokens
 from services.trainer.batch.recurrence import use_packed_recurrence
@@ -25,6 +30,7 @@ from services.trainer.model.routing import Routing
 from services.wire.data.model_inputs import check_arguments, model_arguments
 
 _Module = TypeVar("_Module", bound=nn.Module)
+logger = logging.getLogger(__name__)
 
 
 class Policy(nn.Module):
@@ -36,7 +42,7 @@ class Policy(nn.Module):
         routing_replay: Use of the engine's choice of experts, if a pack has it: value of
             ``rollout.routing_replay``.
         distill: Divergence from the teacher, if the loss is one.
-        is_invariant: True if logprobs must equal those of the engine torch, to the last bit.
+        engine: Engine whose logprobs these equal, to the last bit; None computes with the ordinary operators.
 
     Raises:
         ValueError: If the trainer does not compute the architecture exactly.
@@ -49,14 +55,14 @@ class Policy(nn.Module):
         temperature: float,
         routing_replay: str = "off",
         distill: DistillArguments | None = None,
-        is_invariant: bool = False,
+        engine: InvariantEngine | None = None,
     ) -> None:
         super().__init__()
         problems = check_trainer(model.config.to_dict())
         if problems:
             raise ValueError("; ".join(problems))
-        _use_packs(model, is_invariant=is_invariant)
-        self._is_invariant = is_invariant
+        _use_packs(model, engine)
+        self._engine = engine
         self.model = model
         config = model.config.to_dict()
         self.routing = Routing(model, config) if is_mixture(config) else None
@@ -89,10 +95,10 @@ class Policy(nn.Module):
         packed = packed if self.context is None else packed.shared_with(self.context)
         if self.routing is not None:
             self.routing.begin(packed, self._routing_replay)
-        multiple = token_multiple(self.model) if self._is_invariant else 1
+        multiple = token_multiple(self.model) if self._engine == "torch" else 1
         states = decoder_states(self.model, packed, multiple=multiple)
         hidden = states[packed.predictors]
-        head = replace(output_head(self.model), is_invariant=self._is_invariant)
+        head = replace(output_head(self.model), engine=self._engine)
         temperature = temperature or self._temperature
         if teaches is not None:
             if teaches.top_k is None:
@@ -143,6 +149,23 @@ class Critic(nn.Module):
         return packed.of_responses(self.head(hidden).squeeze(-1).float())
 
 
+def computes_as(spec: RunSpec, config: PretrainedConfig) -> InvariantEngine | None:
+    """Returns the engine whose logprobs the policy's equal with equal weights; None if of none.
+
+    Warns if vLLM's operators do not compute the model, so that the logprobs differ.
+    """
+    engine = spec.computes_as
+    if engine == "vllm":
+        dtype = getattr(torch, spec.trainer.dtype)
+        if lacks := missing_operators(config.to_dict(), dtype):
+            logger.warning(
+                "the trainer computes with other operators than the engine, so their logprobs differ",
+                extra={"not_computed_with_vllm_operators": ", ".join(lacks)},
+            )
+            return None
+    return engine
+
+
 def output_head(model: PreTrainedModel) -> OutputHead:
     """Returns the output head of a causal language model, with scale and cap from its configuration."""
     # Read declared fields only: a family does not compute what its configuration does not declare.
@@ -185,11 +208,14 @@ def decoder_states(model: PreTrainedModel, packed: PackedTokens, *, multiple: in
     return states
 
 
-def _use_packs(model: PreTrainedModel, *, is_invariant: bool = False) -> None:
+def _use_packs(model: PreTrainedModel, engine: InvariantEngine | None = None) -> None:
     """Switches a model to our attention, recurrent layers and experts, as far as it has them."""
-    if is_invariant:
+    if engine == "torch":
         use_invariant_operators(model)
-    set_attention(model, PACKED_INVARIANT if is_invariant else PACKED)
+    elif engine == "vllm":
+        set_defaults(engine_kind(engine).invariant_environment or {})
+        use_vllm_operators(model)
+    set_attention(model, PACKED_AS[engine])
     use_packed_recurrence(model)
     if is_mixture(model.config.to_dict()):
         model.set_experts_implementation(EXPERTS)

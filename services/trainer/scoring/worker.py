@@ -39,7 +39,7 @@ from services.trainer.engines.fsdp.build import Loader
 from services.trainer.engines.fsdp.engine import FsdpEngine
 from services.trainer.engines.fsdp.oom import load_oom_limits
 from services.trainer.engines.fsdp.parallel import RankTopology, build_topology
-from services.trainer.model.policy import Policy, freeze
+from services.trainer.model.policy import Policy, computes_as, freeze
 from services.trainer.ranks.build import device_of
 from services.trainer.ranks.command_group import CommandGroup
 from services.trainer.ranks.start import FollowerStart, load, until_stopped
@@ -365,7 +365,7 @@ def _build(
             model,
             temperature=temperature,
             routing_replay=replay,
-            is_invariant=spec.computes_as_engine and is_policy,
+            engine=computes_as(spec, model.config) if is_policy else None,
         )
         return freeze(policy)
 

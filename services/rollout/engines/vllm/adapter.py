@@ -29,6 +29,7 @@ from vllm.v1.executor import Executor
 from services.common.errors import DataLossError
 from services.common.models.families import recurrent_module, routing_shape
 from services.common.models.vision import checkpoint_config
+from services.common.models.vllm_operators import missing_operators
 from services.common.runspec.engines import engine_kind
 from services.common.runspec.rollout import SpeculationSpec
 from services.rollout.engines.base import (
@@ -382,6 +383,16 @@ class VllmBackend:
         if is_recurrent and not current_platform.is_cpu():
             # The trainer computes states in float32 too.
             arguments["mamba_ssm_cache_dtype"] = "float32"
+        if self._order.is_invariant and not missing_operators(
+            self._order.config.to_dict(), self._order.dtype
+        ):
+            # Kernels that Inductor makes of norms and activations round otherwise than vLLM's own, with which
+            # the trainer computes. Without Inductor, only whole passes can be captured as CUDA graphs.
+            arguments["compilation_config"] |= {
+                "mode": 0,
+                "custom_ops": ["all"],
+                "cudagraph_mode": "FULL",
+            }
         if current_platform.is_cpu():
             # vLLM's engine dies on a CPU if it prefills a seeded request in chunks: it rewinds the
             # request's random generator, which CPU generators cannot do.

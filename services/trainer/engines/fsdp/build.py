@@ -33,7 +33,14 @@ from services.trainer.engines.fsdp.engine import FsdpEngine
 from services.trainer.engines.fsdp.lora import add_adapters, begin_adapters, is_adapter, plain_name
 from services.trainer.engines.fsdp.oom import load_oom_limits
 from services.trainer.engines.fsdp.parallel import RankTopology, build_topology, distribute
-from services.trainer.model.policy import Critic, Policy, freeze, freeze_tower, output_head
+from services.trainer.model.policy import (
+    Critic,
+    Policy,
+    computes_as,
+    freeze,
+    freeze_tower,
+    output_head,
+)
 from services.trainer.model.quantized import quantize_base, quantized_layers
 from services.trainer.model.warm_start import base_folder, load_base_model
 from services.trainer.settings import TrainerSettings
@@ -104,7 +111,7 @@ def _reference(spec: RunSpec) -> Callable[[PreTrainedModel], Policy]:
         policy = Policy(
             model,
             temperature=spec.rollout.sampling.temperature,
-            is_invariant=spec.computes_as_engine and is_policy,
+            engine=computes_as(spec, model.config) if is_policy else None,
         )
         policy = freeze(policy)
         if is_policy:
@@ -129,7 +136,7 @@ def load_policy(loader: "Loader", spec: RunSpec) -> Policy:
             temperature=spec.rollout.sampling.temperature,
             routing_replay=spec.rollout.routing_replay,
             distill=spec.distillation,
-            is_invariant=spec.computes_as_engine,
+            engine=computes_as(spec, model.config),
         )
         freeze_tower(model, is_frozen=spec.trainer.freeze_vision_tower)
         if spec.trainer.lora is not None:
@@ -241,11 +248,11 @@ def fitted_to_gpu(spec: RunSpec, settings: TrainerSettings, *, device: torch.dev
             changes["activation_checkpointing"] = False
         trainer = spec.trainer.model_copy(update=changes)
         return spec.model_copy(update={"trainer": trainer})
-    if spec.computes_as_engine:
+    config = load_config(spec.model, load_tokenizer(spec.model))
+    if computes_as(spec, config) is not None:
         # Compiled layers would compute with other operators than the engine.
         trainer = spec.trainer.model_copy(update={"compile": False})
         spec = spec.model_copy(update={"trainer": trainer})
-    config = load_config(spec.model, load_tokenizer(spec.model))
     gpu_bytes = torch.cuda.get_device_properties(device).total_memory
     engines = 0 if spec.topology.is_colocated else settings.gpu_neighbours.count("rollout")
     memory = trainer_memory(spec, config, gpu_bytes=gpu_bytes, engines=engines)
