@@ -106,11 +106,13 @@ def products(states: Tensor, weight: Tensor, *, dtype: torch.dtype | None = None
 
 def _stored_products(rows: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Runs vLLM's kernel with another dtype of the result than vLLM's own function gives it."""
+    from vllm.model_executor.layers.batch_invariant import matmul_kernel_persistent  # noqa: PLC0415
+
     output = rows.new_empty((len(rows), len(weight)), dtype=dtype)
     count, width, inner = len(rows), len(weight), rows.shape[1]
     processors = torch.cuda.get_device_properties(rows.device).multi_processor_count
     tiles = -(-count // _TILE["BLOCK_SIZE_M"]) * -(-width // _TILE["BLOCK_SIZE_N"])
-    _vllm().matmul_kernel[(min(processors, tiles),)](
+    matmul_kernel_persistent[(min(processors, tiles),)](
         rows,
         weight.t(),
         output,
@@ -243,7 +245,6 @@ class _Vllm:
     """The functions of vLLM that compute."""
 
     matmul: Callable[..., Any]
-    matmul_kernel: Any
     norm: Callable[..., Any]
     added_norm: Callable[..., Any]
     gated: Callable[..., Any]
@@ -277,7 +278,6 @@ def _imported() -> _Vllm:
         raise ImportError("there is no FlashAttention for this device")
     return _Vllm(
         matmul=batch_invariant.matmul_persistent,
-        matmul_kernel=batch_invariant.matmul_kernel_persistent,
         norm=batch_invariant.rms_norm_batch_invariant,
         added_norm=ops.fused_add_rms_norm,
         gated=torch.ops._C.silu_and_mul,  # noqa: SLF001 -- vLLM's compiled operators

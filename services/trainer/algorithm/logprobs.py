@@ -22,7 +22,7 @@ from services.common.runspec.engines import InvariantEngine
 _CHUNK_BYTES = 24 * (1 << 30) // 10
 """Max bytes of logits at once."""
 _EAGER_COPIES = 4
-"""Tensors of the size of a chunk's logits that a divergence, or the operators of an engine, need besides them."""
+"""Tensors of the size of a chunk's logits that a divergence, or an engine's operators, need besides them."""
 LOWEST = -1e30
 """Logit of a token that cannot be drawn: its products with a probability of 0 are 0, unlike those of -inf."""
 _TILE = 128

@@ -91,7 +91,6 @@ def _token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
 
 _STANDS_IN = vllm_operators._Vllm(
     matmul=torch.mm,
-    matmul_kernel=None,
     norm=lambda states, weight, epsilon: functional.rms_norm(states, weight.shape, weight, epsilon),
     added_norm=_added_norm,
     gated=_gated,

@@ -14,23 +14,24 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 
 from services.common.models.vllm_operators import float32_products
 
-_apply_head = LogitsProcessor._apply_head  # noqa: SLF001 -- vLLM has no other place for it
 
+def _replace_head() -> None:
+    original = LogitsProcessor._apply_head  # noqa: SLF001 -- vLLM has no other place for it
 
-def _apply_invariant_head(
-    self: Any, lm_head: Any, hidden_states: Tensor, bias: Tensor | None
-) -> Tensor:
-    if (
-        self.head_dtype != torch.float32
-        or hidden_states.dtype != torch.bfloat16
-        or not hidden_states.is_cuda
-        or not isinstance(lm_head.quant_method, UnquantizedEmbeddingMethod)
-    ):
-        found: Tensor = _apply_head(self, lm_head, hidden_states, bias)
-        return found
-    logits = float32_products(hidden_states, lm_head.weight)
-    return logits if bias is None else logits + bias.float()
+    def apply_head(self: Any, lm_head: Any, hidden_states: Tensor, bias: Tensor | None) -> Tensor:
+        if (
+            self.head_dtype != torch.float32
+            or hidden_states.dtype != torch.bfloat16
+            or not hidden_states.is_cuda
+            or not isinstance(lm_head.quant_method, UnquantizedEmbeddingMethod)
+        ):
+            found: Tensor = original(self, lm_head, hidden_states, bias)
+            return found
+        logits = float32_products(hidden_states, lm_head.weight)
+        return logits if bias is None else logits + bias.float()
+
+    LogitsProcessor._apply_head = apply_head  # noqa: SLF001
 
 
 if envs.VLLM_BATCH_INVARIANT:
-    LogitsProcessor._apply_head = _apply_invariant_head  # noqa: SLF001
+    _replace_head()
