@@ -16,6 +16,7 @@ vLLM is imported on first use: only a trainer of such a run needs it. Its compil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
+from importlib.metadata import PackageNotFoundError, version
 from types import MethodType
 from typing import Any, Final
 
@@ -27,6 +28,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from services.common.models.families import rope_types, windows_of
 
+_VERSION: Final = "0.26"
+"""Version of vLLM whose operators these are; later ones choose the tiles of a product by its shape."""
 _FAMILIES: Final = ("llama", "qwen2", "qwen3")
 _ROPES: Final = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings that vLLM computes with one kernel and a table of cosines and sines."""
@@ -37,15 +40,16 @@ _TILE: Final = {"BLOCK_SIZE_M": 128, "BLOCK_SIZE_N": 128, "BLOCK_SIZE_K": 64, "G
 
 
 def missing_operators(config: Mapping[str, Any], dtype: torch.dtype) -> list[str]:
-    """Returns what a model has that these operators do not compute; empty if they compute it.
+    """Returns why these operators do not compute a model here; empty if they compute it.
 
     Args:
         config: A ``config.json``.
         dtype: Dtype of the forward pass.
     """
-    kind, head = config.get("model_type"), _head_size(config)
+    if (kind := config.get("model_type")) not in _FAMILIES:
+        return [f"models of type {kind!r}"]
+    head = _head_size(config)
     lacks = {
-        f"models of type {kind!r}": kind not in _FAMILIES,
         f"the dtype {str(dtype).removeprefix('torch.')}": dtype != torch.bfloat16,
         "sliding windows": any(size is not None for size in windows_of(config).values()),
         f"rotary embeddings of type {' and '.join(sorted(rope_types(config)))}": not (
@@ -54,24 +58,31 @@ def missing_operators(config: Mapping[str, Any], dtype: torch.dtype) -> list[str
         f"the activation {config.get('hidden_act')!r}": config.get("hidden_act") != "silu",
         f"heads of {head} elements": head % _HEAD_MULTIPLE != 0 or head > _MAX_HEAD,
     }
-    return [name for name, is_so in lacks.items() if is_so]
+    found = [name for name, is_so in lacks.items() if is_so]
+    return found if are_here() else [*found, f"an environment without vLLM {_VERSION}"]
+
+
+def are_here() -> bool:
+    """Returns True if this environment has the version of vLLM with these operators."""
+    try:
+        return version("vllm").startswith(f"{_VERSION}.")
+    except PackageNotFoundError:
+        return False
 
 
 def use_vllm_operators(model: PreTrainedModel) -> None:
     """Makes a model compute as vLLM in its batch-invariant mode; its attention is set separately.
 
     Raises:
-        ValueError: If the model has a part that the operators do not compute, or this process has no vLLM
-            with these operators.
+        ValueError: If the model has a part that the operators do not compute, or this environment lacks them.
     """
     untyped: Any = model
     decoder, config = untyped.get_decoder(), untyped.config
     if found := missing_operators(config.to_dict(), torch.bfloat16):
         raise ValueError(
-            f"vLLM's batch-invariant operators are not used with {' and '.join(found)}; set "
-            "rollout.reproducible to true"
+            f"vLLM's batch-invariant operators do not compute {' and '.join(found)}; use another model or "
+            f"environment, or set rollout.reproducible to true"
         )
-    _vllm()
     for number, layer in enumerate(decoder.layers):
         for module in layer.modules():
             if type(module) is nn.Linear:
@@ -106,7 +117,7 @@ def products(states: Tensor, weight: Tensor, *, dtype: torch.dtype | None = None
 
 def _stored_products(rows: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Runs vLLM's kernel with another dtype of the result than vLLM's own function gives it."""
-    from vllm.model_executor.layers.batch_invariant import matmul_kernel_persistent  # noqa: PLC0415
+    from vllm.model_executor.layers.batch_invariant import matmul_kernel_persistent
 
     output = rows.new_empty((len(rows), len(weight)), dtype=dtype)
     count, width, inner = len(rows), len(weight), rows.shape[1]
@@ -257,25 +268,17 @@ class _Vllm:
 
 @cache
 def _vllm() -> _Vllm:
-    try:
-        return _imported()
-    except (ImportError, AttributeError) as error:
-        raise ValueError(
-            "rollout.reproducible is batch_invariant with rollout.engine vllm, so the trainer computes with "
-            f"vLLM's operators, but they are missing in its environment ({error}); install the engine's "
-            "version of vLLM there (0.26), or set rollout.reproducible to true"
-        ) from error
-
-
-def _imported() -> _Vllm:
     from vllm import _custom_ops as ops
     from vllm.model_executor.layers import batch_invariant
     from vllm.v1.attention.backends import fa_utils
     from vllm.v1.worker.gpu.sample import gumbel, logprob
 
-    version = fa_utils.get_flash_attn_version()
-    if version is None:
-        raise ImportError("there is no FlashAttention for this device")
+    attention_version = fa_utils.get_flash_attn_version()
+    if attention_version is None:
+        raise ValueError(
+            "the trainer cannot compute with vLLM's batch-invariant operators, because vLLM has no "
+            "FlashAttention for this device; set rollout.reproducible to true"
+        )
     return _Vllm(
         matmul=batch_invariant.matmul_persistent,
         norm=batch_invariant.rms_norm_batch_invariant,
@@ -283,7 +286,7 @@ def _imported() -> _Vllm:
         gated=torch.ops._C.silu_and_mul,  # noqa: SLF001 -- vLLM's compiled operators
         rotate=ops.rotary_embedding,
         attention=fa_utils.flash_attn_varlen_func,
-        attention_version=version,
+        attention_version=attention_version,
         apply_temperature=gumbel.apply_temperature,
         token_logprobs=logprob.compute_token_logprobs,
     )

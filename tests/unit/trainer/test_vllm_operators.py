@@ -1,6 +1,7 @@
 """With vLLM's operators, the trainer computes the same function; here torch stands in for vLLM's kernels."""
 
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from typing import Any
 
 import pytest
@@ -112,7 +113,12 @@ def _table(config: Any, device: torch.device) -> Tensor:
 
 
 @pytest.fixture
-def stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_operators, "version", lambda _: "0.26.0")
+
+
+@pytest.fixture
+def stands_in(monkeypatch: pytest.MonkeyPatch, installed: None) -> None:
     monkeypatch.setattr(vllm_operators, "_vllm", lambda: _STANDS_IN)
     monkeypatch.setattr(vllm_operators, "_rotary_table", _table)
 
@@ -172,13 +178,23 @@ def test_every_operator_of_a_layer_is_used(monkeypatch: pytest.MonkeyPatch) -> N
     }
 
 
-def test_a_trainer_without_vllm_is_refused() -> None:
-    vllm_operators._vllm.cache_clear()
+@pytest.mark.parametrize("found", ["0.32.0", None])
+def test_an_environment_with_another_vllm_or_none_is_refused(
+    monkeypatch: pytest.MonkeyPatch, found: str | None
+) -> None:
+    def version(_: str) -> str:
+        if found is None:
+            raise PackageNotFoundError
+        return found
+
+    monkeypatch.setattr(vllm_operators, "version", version)
     model = Subject({"model_type": "llama", **_SHAPE}).model()
     with pytest.raises(ValueError, match=r"rollout\.reproducible"):
         Policy(model, temperature=1.0, engine="vllm")
+    assert computes_as(spec_with(rollout=_BATCH_INVARIANT), model.config) is None
 
 
+@pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(
     "values",
     [
@@ -203,6 +219,7 @@ def test_models_with_other_operators_are_found(values: dict[str, Any]) -> None:
     assert missing_operators(config, torch.bfloat16)
 
 
+@pytest.mark.usefixtures("installed")
 def test_other_dtypes_are_found() -> None:
     config = AutoConfig.for_model("qwen3", **_SHAPE).to_dict()
     assert not missing_operators(config, torch.bfloat16)
@@ -231,6 +248,7 @@ def test_the_trainer_computes_as_vllm_alone_on_its_gpu(
     assert spec.computes_as == engine
 
 
+@pytest.mark.usefixtures("installed")
 def test_a_model_with_other_operators_computes_with_the_ordinary_ones() -> None:
     spec = spec_with(rollout=_BATCH_INVARIANT, trainer={"dtype": "bfloat16"})
     assert computes_as(spec, AutoConfig.for_model("qwen3", **_SHAPE)) == "vllm"

@@ -12,7 +12,7 @@ from vllm import envs
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-from services.common.models.vllm_operators import float32_products
+from services.common.models.vllm_operators import are_here, float32_products
 
 
 def _replace_head() -> None:
@@ -33,5 +33,5 @@ def _replace_head() -> None:
     LogitsProcessor._apply_head = apply_head  # noqa: SLF001
 
 
-if envs.VLLM_BATCH_INVARIANT:
+if envs.VLLM_BATCH_INVARIANT and are_here():
     _replace_head()
