@@ -207,8 +207,9 @@ class RolloutSpec(SpecPart):
     ``sglang``, as they always do in ``torch``. Each request then has its own random generator,
     which makes every decode step slower. ``batch_invariant``: in addition, logprobs do not depend
     on what else is decoded, to the last bit: ``torch``, and on a GPU the modes of ``vllm`` and
-    ``sglang`` for it. With ``torch`` the trainer computes with the same operators, so that its
-    logprobs equal the engine's."""
+    ``sglang`` for it. With ``torch``, and for dense Llama, Qwen2 and Qwen3 with ``vllm`` in
+    ``bfloat16``, the trainer computes with the same operators, so that its logprobs equal the
+    engine's."""
     sampling: SamplingSpec = SamplingSpec()
     """Sampling of training responses."""
     quantization: Literal["fp8", "fp8_block"] | None = None

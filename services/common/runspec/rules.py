@@ -930,6 +930,14 @@ def _engine(spec: RunSpec) -> Iterator[str]:
                 "rollout.reproducible is batch_invariant, which engine 'torch' does not support with "
                 "data.model_inputs_column; set rollout.reproducible to true, or remove the column"
             )
+        if spec.computes_as == "vllm":
+            for argument in _CHANGE_OPERATORS:
+                if argument in rollout.engine_arguments:
+                    yield (
+                        f"rollout.engine_arguments.{argument} gives vLLM other operators than those with which "
+                        "the trainer computes under rollout.reproducible batch_invariant; remove it, or set "
+                        "rollout.reproducible to true"
+                    )
     yield from _quantization(spec)
     if rollout.speculation is not None:
         yield from _speculation(spec, rollout.speculation)
@@ -938,6 +946,16 @@ def _engine(spec: RunSpec) -> Iterator[str]:
         engine_kind(name).check(rollout.engine_arguments, most_tokens=most_tokens)
     except ValueError as error:
         yield str(error)
+
+
+_CHANGE_OPERATORS: Final = (
+    "compilation_config",
+    "hf_overrides",
+    "attention_backend",
+    "attention_config",
+    "kernel_config",
+)
+"""Arguments of vLLM that choose its operators."""
 
 
 def _quantization(spec: RunSpec) -> Iterator[str]:

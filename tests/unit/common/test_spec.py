@@ -149,6 +149,16 @@ from tests.helpers.specs import SMALLEST, changed
         ),
         (
             changed(
+                rollout={
+                    "engine": "vllm",
+                    "reproducible": "batch_invariant",
+                    "engine_arguments": {"compilation_config": {"mode": 3}},
+                }
+            ),
+            ["rollout.engine_arguments.compilation_config", "rollout.reproducible"],
+        ),
+        (
+            changed(
                 algorithm={"correction": "none", "max_staleness": 0},
                 rollout={"quantization": "fp8"},
             ),
