@@ -4,7 +4,8 @@ SmolLM2-135M-Instruct trains 20 asynchronous steps of three-digit addition: ``la
 partial rollouts), and ``batch_invariant`` (the same with ``rollout.reproducible: batch_invariant``). Each run
 is recorded, then replayed without rollouts, and replayed with another loss. Rates, logprob differences and
 the time of a version's digests go to ``bench/results/replay-gpu.json``. Bars: every version has its recorded
-digest; another loss parts at step 1; recording takes at most 2 % of the trainer's time, the GPU's counted in.
+digest; another loss parts at step 1; recording takes at most 2 % of the trainer's time, the GPU's counted in;
+with ``batch_invariant``, engine and trainer have equal logprobs at step 1.
 """
 
 import argparse
@@ -77,6 +78,9 @@ def main() -> None:
             entry["bars"]["recording takes at most 2 % of the trainer's time"] = (
                 entry["record_fraction"] + gpu <= _MAX_RECORD_FRACTION
             )
+            if name == "batch_invariant":
+                difference = entry["logprob_abs_diff_first_step"]
+                entry["bars"]["engine and trainer have equal logprobs at step 1"] = difference == 0.0
             entries[name] = entry
             print(json.dumps({name: entry}, indent=1), flush=True)
     if not arguments.smoke:
