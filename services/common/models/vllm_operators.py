@@ -1,13 +1,9 @@
 """vLLM's batch-invariant operators in the forward pass of a trainer, with ordinary gradients.
 
-With ``rollout.reproducible: batch_invariant`` the engine vLLM computes every product with one Triton kernel
-whose order of additions does not depend on the number of rows, norms with two kernels, and attention with
-FlashAttention 3 without splits. A model on which :func:`use_vllm_operators` was called has the same forward
-pass, to the last bit. Each operator's gradient is that of the same formula in torch.
-
-The order in which a transformers layer adds and norms is vLLM's, with one exception: vLLM adds the residual
-and norms in one kernel, whose norm rounds otherwise than the kernel of a norm alone. :func:`added_norm`
-computes that norm of a sum that was rounded before, as the kernel rounds it.
+With ``rollout.reproducible: batch_invariant`` the engine vLLM computes products and norms with Triton kernels
+whose order of additions does not depend on the number of rows, and attention with FlashAttention 3 without
+splits. A model on which :func:`use_vllm_operators` was called has the same forward pass, to the last bit.
+Each operator's gradient is that of the same formula in torch.
 
 vLLM is imported on first use: only a trainer of such a run needs it. Its compiled operators read
 ``VLLM_BATCH_INVARIANT`` from the environment with their first call.
@@ -33,8 +29,10 @@ _VERSION: Final = "0.26"
 _FAMILIES: Final = ("llama", "qwen2", "qwen3")
 _ROPES: Final = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings that vLLM computes with one kernel and a table of cosines and sines."""
-_HEAD_MULTIPLE, _MAX_HEAD = 8, 256
-"""Head sizes that FlashAttention 3 supports."""
+_HEADS: Final = (64, 128)
+"""Head sizes for which FlashAttention 3 takes blocks of as many keys from pages as from one tensor."""
+MIN_QUERIES: Final = 128
+"""FlashAttention 3 takes larger blocks of keys for heads of 64 elements if it is to expect fewer queries."""
 _TILE: Final = {"BLOCK_SIZE_M": 128, "BLOCK_SIZE_N": 128, "BLOCK_SIZE_K": 64, "GROUP_SIZE_M": 8}
 """Tiles of vLLM's matrix product in bfloat16."""
 
@@ -56,7 +54,7 @@ def missing_operators(config: Mapping[str, Any], dtype: torch.dtype) -> list[str
             rope_types(config) <= {*_ROPES}
         ),
         f"the activation {config.get('hidden_act')!r}": config.get("hidden_act") != "silu",
-        f"heads of {head} elements": head % _HEAD_MULTIPLE != 0 or head > _MAX_HEAD,
+        f"heads of {head} elements": head not in _HEADS,
     }
     found = [name for name, is_so in lacks.items() if is_so]
     return found if are_here() else [*found, f"an environment without vLLM {_VERSION}"]
@@ -83,20 +81,14 @@ def use_vllm_operators(model: PreTrainedModel) -> None:
             f"vLLM's batch-invariant operators do not compute {' and '.join(found)}; use another model or "
             f"environment, or set rollout.reproducible to true"
         )
-    for number, layer in enumerate(decoder.layers):
-        for module in layer.modules():
-            if type(module) is nn.Linear:
-                module.__class__ = _Linear
-        attention = layer.self_attn
-        for norm in (getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)):
-            if norm is not None:
-                _replace(norm, _norm_forward)
-        # Only the first norm of the model has no residual before it.
-        _replace(layer.input_layernorm, _added_norm_forward if number else _norm_forward)
-        _replace(layer.post_attention_layernorm, _added_norm_forward)
-        _replace(attention, _attention_forward)
+    for layer in decoder.layers:
+        _replace(layer.self_attn, _attention_forward)
         _replace(layer.mlp, _mlp_forward)
-    _replace(decoder.norm, _added_norm_forward)
+    for module in decoder.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = _Linear
+        elif hasattr(module, "variance_epsilon"):
+            _replace(module, _norm_forward)
 
 
 def products(states: Tensor, weight: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -152,16 +144,9 @@ def float32_products(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Returns the RMS norm of ``[..., H]`` states, as vLLM computes it of states alone."""
+    """Returns the RMS norm of ``[..., H]`` states."""
     found: Tensor = _vllm().norm(states, weight, epsilon)
     return found
-
-
-def added_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Returns the RMS norm of ``[..., H]`` states, as vLLM computes it of a sum with the residual."""
-    rows = states.reshape(-1, states.shape[-1]).clone()
-    _vllm().added_norm(rows, torch.zeros_like(rows), weight, epsilon)
-    return rows.view(states.shape)
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
@@ -218,8 +203,7 @@ def attention(
         query.contiguous(),
         key.contiguous(),
         value.contiguous(),
-        # With one query the kernel takes other blocks of keys, unless these are in pages as in the engine.
-        max_seqlen_q=max(2, max_queries),
+        max_seqlen_q=max(MIN_QUERIES, max_queries),
         cu_seqlens_q=cu_queries,
         max_seqlen_k=max_keys,
         cu_seqlens_k=cu_keys,
@@ -257,7 +241,6 @@ class _Vllm:
 
     matmul: Callable[..., Any]
     norm: Callable[..., Any]
-    added_norm: Callable[..., Any]
     gated: Callable[..., Any]
     rotate: Callable[..., Any]
     attention: Callable[..., Any]
@@ -282,7 +265,6 @@ def _vllm() -> _Vllm:
     return _Vllm(
         matmul=batch_invariant.matmul_persistent,
         norm=batch_invariant.rms_norm_batch_invariant,
-        added_norm=ops.fused_add_rms_norm,
         gated=torch.ops._C.silu_and_mul,  # noqa: SLF001 -- vLLM's compiled operators
         rotate=ops.rotary_embedding,
         attention=fa_utils.flash_attn_varlen_func,
@@ -351,21 +333,13 @@ def _replace(module: Any, forward: Callable[..., Any]) -> None:
 
 
 def _norm_forward(self: Any, states: Tensor) -> Tensor:
-    return _normed(self, states, norm)
-
-
-def _added_norm_forward(self: Any, states: Tensor) -> Tensor:
-    return _normed(self, states, added_norm)
-
-
-def _normed(module: Any, states: Tensor, compute: Callable[..., Tensor]) -> Tensor:
-    epsilon = module.variance_epsilon
+    epsilon = self.variance_epsilon
 
     def formula(states: Tensor, weight: Tensor) -> Tensor:
         return functional.rms_norm(states, weight.shape, weight, epsilon)
 
     found: Tensor = computed(
-        partial(compute, epsilon=epsilon), formula, states, module.weight.to(states.dtype)
+        partial(norm, epsilon=epsilon), formula, states, self.weight.to(states.dtype)
     )
     return found
 

@@ -919,25 +919,7 @@ def _engine(spec: RunSpec) -> Iterator[str]:
                 f"rollout.engine_arguments.{stages} each worker has only some layers; use mode shadow, or "
                 "remove it"
             )
-    if rollout.reproducible == "batch_invariant":
-        if engine_kind(name).invariant_environment is None:
-            yield (
-                f"rollout.reproducible is batch_invariant, which engine {name!r} does not support; use "
-                "torch, vllm or sglang, or set rollout.reproducible to true"
-            )
-        elif name == "torch" and spec.data.model_inputs_column is not None:
-            yield (
-                "rollout.reproducible is batch_invariant, which engine 'torch' does not support with "
-                "data.model_inputs_column; set rollout.reproducible to true, or remove the column"
-            )
-        if spec.computes_as == "vllm":
-            for argument in _CHANGE_OPERATORS:
-                if argument in rollout.engine_arguments:
-                    yield (
-                        f"rollout.engine_arguments.{argument} gives vLLM other operators than those with which "
-                        "the trainer computes under rollout.reproducible batch_invariant; remove it, or set "
-                        "rollout.reproducible to true"
-                    )
+    yield from _invariance(spec)
     yield from _quantization(spec)
     if rollout.speculation is not None:
         yield from _speculation(spec, rollout.speculation)
@@ -948,13 +930,39 @@ def _engine(spec: RunSpec) -> Iterator[str]:
         yield str(error)
 
 
-_CHANGE_OPERATORS: Final = (
+def _invariance(spec: RunSpec) -> Iterator[str]:
+    name, rollout = spec.rollout.engine, spec.rollout
+    if rollout.reproducible != "batch_invariant":
+        return
+    if engine_kind(name).invariant_environment is None:
+        yield (
+            f"rollout.reproducible is batch_invariant, which engine {name!r} does not support; use "
+            "torch, vllm or sglang, or set rollout.reproducible to true"
+        )
+    elif name == "torch" and spec.data.model_inputs_column is not None:
+        yield (
+            "rollout.reproducible is batch_invariant, which engine 'torch' does not support with "
+            "data.model_inputs_column; set rollout.reproducible to true, or remove the column"
+        )
+    try:
+        engine = spec.computes_as
+    except ValueError:
+        return  # the engine's own check reports it
+    if engine == "vllm":
+        for argument in sorted(_CHANGE_OPERATORS & rollout.engine_arguments.keys()):
+            yield (
+                f"rollout.engine_arguments.{argument} would give vLLM other operators than the trainer, but "
+                "rollout.reproducible is batch_invariant; remove one of them"
+            )
+
+
+_CHANGE_OPERATORS: Final = {
     "compilation_config",
     "hf_overrides",
     "attention_backend",
     "attention_config",
     "kernel_config",
-)
+}
 """Arguments of vLLM that choose its operators."""
 
 

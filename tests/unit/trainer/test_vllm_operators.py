@@ -24,7 +24,7 @@ _SHAPE: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 16,
+    "head_dim": 64,
     "max_position_embeddings": 512,
     "pad_token_id": 0,
     "bos_token_id": 1,
@@ -40,11 +40,6 @@ _BATCH_INVARIANT: dict[str, Any] = {
     "engine": "vllm",
     "reproducible": "batch_invariant",
 }
-
-
-def _added_norm(states: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> None:
-    residual += states
-    states.copy_(functional.rms_norm(residual, weight.shape, weight, epsilon))
 
 
 def _gated(output: Tensor, both: Tensor) -> None:
@@ -93,7 +88,6 @@ def _token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
 _STANDS_IN = vllm_operators._Vllm(
     matmul=torch.mm,
     norm=lambda states, weight, epsilon: functional.rms_norm(states, weight.shape, weight, epsilon),
-    added_norm=_added_norm,
     gated=_gated,
     rotate=_rotate,
     attention=_attention,
@@ -158,7 +152,7 @@ def test_every_operator_of_a_layer_is_used(monkeypatch: pytest.MonkeyPatch) -> N
 
         return call
 
-    names = ("matmul", "norm", "added_norm", "gated", "rotate", "attention", "apply_temperature")
+    names = ("matmul", "norm", "gated", "rotate", "attention", "apply_temperature")
     counting = replace(_STANDS_IN, **{name: counted(name) for name in names})
     monkeypatch.setattr(vllm_operators, "_vllm", lambda: counting)
     subject = Subject({"model_type": "qwen3", **_SHAPE})
@@ -166,11 +160,10 @@ def test_every_operator_of_a_layer_is_used(monkeypatch: pytest.MonkeyPatch) -> N
     packed = subject.packed(given, decoded(subject.batch(), given, running=4), shares_prefixes=True)
     with torch.no_grad():
         subject.policy("vllm")(packed)
-    # Two layers: seven products and the head; the first norm, and those of queries and keys, are alone.
+    # Two layers with seven products and four norms, then the last norm and the head.
     assert counts == {
         "matmul": 15,
-        "norm": 5,
-        "added_norm": 4,
+        "norm": 9,
         "gated": 2,
         "rotate": 2,
         "attention": 2,
@@ -200,7 +193,7 @@ def test_an_environment_with_another_vllm_or_none_is_refused(
     [
         {"model_type": "gemma2"},
         {"model_type": "llama", "hidden_act": "gelu"},
-        {"model_type": "llama", "head_dim": 20},
+        {"model_type": "llama", "head_dim": 96},
         {
             "model_type": "llama",
             "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},

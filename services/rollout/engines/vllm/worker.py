@@ -27,8 +27,8 @@ from services.common.models.vision import TOWER
 from services.rollout.engines.in_place import handle_weight_command
 from services.rollout.engines.layout import Shape, UnknownLayoutError, copy_weights
 from services.rollout.engines.shared_tensors import open_shared
-from services.rollout.engines.vllm import head as _head  # noqa: F401 -- replaces a function of vLLM
 from services.rollout.engines.vllm import images as _images  # noqa: F401 -- replaces a function of vLLM
+from services.rollout.engines.vllm import invariant as _invariant  # noqa: F401 -- replaces functions of vLLM
 from services.rollout.engines.vllm import model_registry as _models  # noqa: F401 -- registers models
 from services.rollout.engines.vllm import ngram
 from services.rollout.engines.vllm.quantized import QuantizedUpdate, QuantizedWriter, quantizes
