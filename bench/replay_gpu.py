@@ -80,7 +80,9 @@ def main() -> None:
             )
             if name == "batch_invariant":
                 difference = entry["logprob_abs_diff_first_step"]
-                entry["bars"]["engine and trainer have equal logprobs at step 1"] = difference == 0.0
+                entry["bars"]["engine and trainer have equal logprobs at step 1"] = (
+                    difference == 0.0
+                )
             entries[name] = entry
             print(json.dumps({name: entry}, indent=1), flush=True)
     if not arguments.smoke:
