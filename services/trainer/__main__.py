@@ -24,13 +24,13 @@ from services.common.runspec.loader import parse_spec
 from services.common.runspec.workers import WORKERS
 from services.common.security.credentials import acting_as
 from services.common.settings import set_defaults
-from services.common.task_group import leaves
+from services.common.task_group import TaskGroup, leaves, unwrapped
 from services.common.telemetry.logging import configure
 from services.trainer.algorithm.own import OwnFunctionError
 from services.trainer.collectives import join_processes
 from services.trainer.ranks.build import device_of
 from services.trainer.ranks.command_group import CommandGroup, RankFailedError
-from services.trainer.ranks.start import FollowerStart, connect_data
+from services.trainer.ranks.start import FollowerStart, connect_data, share_outages
 from services.trainer.settings import TrainerSettings
 from services.trainer.transfers import QueueTransfers
 
@@ -42,11 +42,17 @@ async def follow(settings: TrainerSettings) -> None:
         command = await asyncio.to_thread(command_group.receive)
         message = json.loads(command.payload)
         spec = parse_spec(message["spec"])
-        async with connect_data(message["transferqueue_address"], spec) as data:
-            transfers = QueueTransfers(data, asyncio.get_running_loop())
-            start = FollowerStart(spec, settings, command_group, transfers)
-            await resolve_name(WORKERS[settings.role].follow)(start)
-            await transfers.finish()
+        with unwrapped():
+            async with (
+                connect_data(message["transferqueue_address"], spec) as data,
+                TaskGroup() as tasks,
+            ):
+                sharing = tasks.create_task(share_outages(command_group, data.outage))
+                transfers = QueueTransfers(data, asyncio.get_running_loop())
+                start = FollowerStart(spec, settings, command_group, transfers)
+                await resolve_name(WORKERS[settings.role].follow)(start)
+                await transfers.finish()
+                sharing.cancel()
 
 
 def main() -> None:

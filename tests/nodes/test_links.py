@@ -150,9 +150,8 @@ def test_a_trainer_that_reaches_all_but_the_transferqueue_is_reported_and_goes_o
             cause = run.until_lost(number, timeout_s=_UNREACHABLE_S + _BUSY_S)
             release.figures[f"noticed_s_{name}_from_transferqueue"] = _since(begin)
             assert "transferqueue.train.svc:50051" in cause
-            if name == "trainer0":  # rank 0 reports it, and the run waits
-                time.sleep(_UNREACHABLE_S)
-                assert len(run.lost()) == number
+            time.sleep(_UNREACHABLE_S)
+            assert len(run.lost()) == number, "the run waits"
             _mend(nodes)
             begin = time.monotonic()
             run.train(2)

@@ -37,6 +37,8 @@ _END = "worker/end"
 _ENDED_NORMALLY = "ended"
 _HOST = "worker/host/"
 """Prefix of the store's keys of all ranks' addresses and host names, for messages."""
+_OUTAGE = "worker/outage/"
+"""Prefix of the store's keys of what other ranks than 0 cannot reach; empty values if there is nothing."""
 _LISTEN = timedelta(days=365)
 # Process groups connect when they are first used.
 _WATCH_EVERY_S = 5.0
@@ -104,6 +106,23 @@ class CommandGroup:
     @property
     def has_failed(self) -> bool:
         return self._cause.done()
+
+    def share_outage(self, cause: str) -> None:
+        """Tells rank 0 what this rank cannot reach; an empty text if it reaches all again."""
+        with suppress(RuntimeError, ValueError):  # after a failure the store is gone
+            _default_store().set(f"{_OUTAGE}{distributed.get_rank()}", cause)
+
+    def outage(self) -> str:
+        """Returns what another rank than 0 cannot reach, on rank 0; empty if there is nothing."""
+        if self._size == 1:
+            return ""
+        with suppress(RuntimeError, ValueError):
+            store = _default_store()
+            for rank in range(1, self._size):
+                key = f"{_OUTAGE}{rank}"
+                if store.check([key]) and (cause := store.get(key).decode()):
+                    return f"rank {rank}: {cause}"
+        return ""
 
     @contextmanager
     def listening(self) -> Iterator[None]:

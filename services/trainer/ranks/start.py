@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -23,6 +24,7 @@ from services.wire.controller import WorkerSession
 from services.wire.data.client import DataClient
 
 _PROGRESS_EVERY = 20
+_OUTAGE_EVERY_S = 1.0
 _Built_co = TypeVar("_Built_co", covariant=True)
 
 
@@ -88,7 +90,7 @@ async def load(
     data = await stack.enter_async_context(
         connect_data(session.transferqueue_address, session.spec)
     )
-    session.report_outages(data.outage)
+    session.report_outages(lambda: data.outage() or command_group.outage())
     start = {
         "spec": canonical_json(session.spec),
         "transferqueue_address": session.transferqueue_address,
@@ -106,6 +108,21 @@ async def load(
             progress=progress,
         )
     )
+
+
+async def share_outages(command_group: CommandGroup, outage: Callable[[], str]) -> None:
+    """Tells rank 0 while this rank cannot reach the transferqueue, until it is cancelled.
+
+    Args:
+        outage: Returns the cause; empty if the transferqueue can be reached.
+    """
+    shared = ""
+    while True:
+        cause = outage()
+        if bool(cause) != bool(shared):
+            await asyncio.to_thread(command_group.share_outage, cause)
+        shared = cause
+        await asyncio.sleep(_OUTAGE_EVERY_S)
 
 
 async def until_stopped(session: WorkerSession, command_group: CommandGroup) -> None:
