@@ -24,6 +24,8 @@ _TOLD = (
     "WorkerLost",
     "RolloutCutOff",
     "RolloutReconnected",
+    "WorkerCutOff",
+    "WorkerReconnected",
     "GroupFailed",
     "CheckpointFailed",
     "NoProgress",

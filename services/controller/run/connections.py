@@ -53,6 +53,8 @@ class RunConnections:
     weights: WeightSession
     serving: list[Worker]
     """Workers that receive the trainer's weights; empty if the run neither samples nor scores."""
+    others: list[Worker]
+    """Workers besides the trainer and the rollouts."""
     train_rows: Mapping[str, int]
     """Rows of each training set, by split."""
     heldout_rows: Mapping[str, int]
@@ -226,6 +228,7 @@ async def connect(
         critic=critic,
         weights=weights,
         serving=serving,
+        others=others,
         train_rows=_agreed_rows(rollouts, spec.data.train_sets),
         heldout_rows=_agreed_rows(rollouts, spec.data.heldout_sets),
     )

@@ -47,6 +47,10 @@ one step after the other, and at last ``finish``; all other loops run concurrent
         waits for     rollouts that report that they cannot reach the transferqueue, or can again
         unblocked by  heartbeats, which it reads each second
 
+    _report_cut_off                            reports scoring workers and critics that cannot fetch samples
+        waits for     the same of these workers
+        unblocked by  heartbeats, which it reads each second
+
     early.accumulate                           trains READY groups before their batch is full
         waits for     READY groups that it has not sent yet (``trainer.accumulate_early``)
         unblocked by  scheduler.collect, scheduler.fail; take_batch starts and cancels it
@@ -128,6 +132,7 @@ logger = logging.getLogger(__name__)
 # Max steps by which the trainer may be ahead of the served weights: the largest allowed staleness
 # bound.
 _MAX_UNSERVED = 64
+_CUT_OFF_EVERY_S = 1.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -219,6 +224,7 @@ class TrainingPipeline:
             self.scheduler.collect(),
             self.scheduler.replace_lost(),
             self.scheduler.follow_cut_off(),
+            self._report_cut_off(),
             self.evaluator.collect(),
             self.evaluator.exclude_lost(),
             self.evaluator.run(),
@@ -245,6 +251,21 @@ class TrainingPipeline:
         except Exception as error:  # noqa: BLE001 -- any error ends the run, never the reporting worker
             if not self._fault.done():
                 self._fault.set_exception(error)
+
+    async def _report_cut_off(self) -> None:
+        """Reports workers besides trainer and rollouts that cannot reach the transferqueue, or can again."""
+        known: set[str] = set()
+        while True:
+            now = {w.worker_id: w.activity for w in self.connections.others if w.is_cut_off}
+            for name in sorted(now.keys() - known):
+                note = Note("WorkerCutOff", f"{name}: {now[name]}", {"workers": [name]})
+                await self.journal.record_event(note, self.ledger)
+            for name in sorted(known - now.keys()):
+                message = f"{name} reaches the transferqueue again"
+                note = Note("WorkerReconnected", message, {"workers": [name]})
+                await self.journal.record_event(note, self.ledger)
+            known = {*now}
+            await asyncio.sleep(_CUT_OFF_EVERY_S)
 
     async def _raise_fault(self) -> None:
         """Raises the error that a failure report caused."""

@@ -88,6 +88,7 @@ class Workers:
         self.may_connect = asyncio.Event()
         self.may_connect.set()
         self.lost, self.has_rollout = False, True
+        self.others = []
         self.turn = asyncio.Lock()
         self.trained, self.held_from = 0, 1
         self.version = -1
@@ -129,6 +130,7 @@ class Workers:
             critic=critic,
             weights=weights,
             serving=[],
+            others=self.others,
             train_rows={"train": 64},
             heldout_rows={"heldout": 2},
         )

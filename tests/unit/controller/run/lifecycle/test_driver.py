@@ -1,6 +1,7 @@
 """Which ends of workers end their run, and which it goes on after."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
@@ -136,3 +137,27 @@ async def test_a_restart_of_the_rollouts_that_a_dead_controller_ordered_is_finis
         assert restarted.data == {"workers": ["rollout-0", "rollout-1"]}
     with database.read() as connection:
         assert read_requests(connection, run_id) == []
+
+
+async def test_a_scoring_worker_that_cannot_reach_the_transferqueue_is_reported(
+    database, workers, monkeypatch
+):
+    monkeypatch.setattr("services.controller.run.pipeline._CUT_OFF_EVERY_S", 0.01)
+    scorer = SimpleNamespace(worker_id="ref_logp-0", is_cut_off=True, activity="tq:1 is away")
+    workers.others = [scorer]
+    workers.may_train.clear()
+    async with open_manager(database, queue=workers.queue) as manager, asyncio.timeout(20):
+        run_id = (await manager.create(Submission(spec=specification())))[0].run_id
+
+        async def reported(kind):
+            only = EventFilter(types=(kind,))
+            while not (found := await manager.feed.page(run_id, after_seq=0, only=only)):  # noqa: ASYNC110 -- events are read
+                await asyncio.sleep(0.01)
+            return found
+
+        (cut,) = await reported("WorkerCutOff")
+        assert cut.data["workers"] == ["ref_logp-0"]
+        assert "tq:1" in cut.message
+        scorer.is_cut_off = False
+        (back,) = await reported("WorkerReconnected")
+        assert back.data["workers"] == ["ref_logp-0"]
