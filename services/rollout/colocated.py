@@ -58,7 +58,7 @@ def main() -> NoReturn:
     wanted = [int(number) for number in numbers.split(",")]
     names = wait_for_gpus(Path(path), wanted, timeout_s=float(timeout_s))
     given = ["env", f"CUDA_VISIBLE_DEVICES={names}"] if names else []
-    command = [*given, *module_command("services.rollout")]
+    command = [*given, *module_command("services.common.start", "services.rollout")]
     os.execvp(command[0], command)  # noqa: S606 -- nothing of it is a user's
 
 

@@ -1,6 +1,7 @@
 """Each image installs what its program imports: extras of pyproject.toml against the imports themselves."""
 
 import ast
+import json
 import re
 import sys
 import tomllib
@@ -22,7 +23,9 @@ _OURS = {"services", "slipstream", "slipstream_client"}
 @pytest.mark.parametrize("image", sorted(set(IMAGES) - {"trackers"}))
 def test_what_a_program_imports_at_its_start_is_installed(image: str) -> None:
     extras = target_of(image)["args"]["EXTRAS"].split(",")
-    program = re.fullmatch(r'CMD \["python", "-m", "services\.(\w+)"\]', stage_of(image)[-1])[1]
+    command = json.loads(stage_of(image)[-1].removeprefix("CMD "))
+    assert command[:3] == ["python", "-m", "services.common.start"]
+    program = command[3].removeprefix("services.")
     missing = _missing(ROOT / "services" / program / "__main__.py", extras)
     assert missing == set(), f"add them to an extra that the image installs: {extras}"
 

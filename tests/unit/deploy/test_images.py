@@ -72,7 +72,7 @@ def test_images_are_pinned_and_run_without_root(image: str) -> None:
     assert "USER 10001:10001" in lines
     assert "ENTRYPOINT []" in lines
     assert not [line for line in lines if line.startswith("RUN ")], "nothing is installed as root"
-    assert lines[-1].startswith('CMD ["python", "-m", "services.')
+    assert lines[-1].startswith('CMD ["python", "-m", "services.common.start", "services.')
 
 
 def test_a_change_of_code_changes_only_the_layers_above_the_dependencies() -> None:
