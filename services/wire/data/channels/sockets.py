@@ -30,6 +30,11 @@ _SEND_BUFFER_BYTES = 128 << 10
 """By default the kernel's queue outgrows the cache, in which the receiver should still find the bytes."""
 _SILENCE_MS = 20_000
 """Milliseconds without an answer to a heartbeat, or an acknowledged byte, after which a connection breaks."""
+_CONNECT_MS = 2_000
+"""Milliseconds after which a connection attempt is repeated, with the name resolved again.
+
+Right after a restart on another host, the name may still mean an address that no longer answers.
+"""
 _READABLE = int(zmq.POLLIN)
 _LAST_FRAME = int(zmq.NOBLOCK)
 _FRAME = int(zmq.NOBLOCK | zmq.SNDMORE)
@@ -153,6 +158,7 @@ def set_limits(socket: zmq.Socket[bytes], *, receive_queue: int) -> None:
     socket.setsockopt(zmq.RCVHWM, receive_queue)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDBUF, _SEND_BUFFER_BYTES)
+    socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
     socket.setsockopt(zmq.HEARTBEAT_IVL, 5_000)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
     # While the kernel's queue is full, ZeroMQ sends no heartbeat. A slow link acknowledges bytes.
