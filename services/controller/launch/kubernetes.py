@@ -39,7 +39,7 @@ from services.controller.launch.worker_pods import (
 )
 
 logger = logging.getLogger(__name__)
-_RENEWAL_CHECK_S = 60.0
+_RENEWAL_CHECK_S = 10.0
 
 # Seconds that Kubernetes needs in addition to the pods' own time.
 _STOP_MARGIN_S = 20.0

@@ -114,7 +114,7 @@ spec:
             failureThreshold: 6
           readinessProbe:
             {{- include "slipstream.transferqueueProbe" . | nindent 12 }}
-            periodSeconds: 5
+            periodSeconds: 2
             timeoutSeconds: 3
           resources:
             requests: {cpu: {{ $values.cpu | quote }}, memory: {{ $memory }}}
