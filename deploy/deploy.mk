@@ -2,7 +2,7 @@
 CLUSTER_TOOLS ?= $(HOME)/.cache/slipstream/cluster
 ENGINES ?= vllm
 
-.PHONY: images chart-docs observability deploy-tools cluster-system cluster-tools test-chart test-control-plane test-cluster test-cluster-engines test-nodes test-alerts test-page
+.PHONY: images chart-docs observability deploy-tools cluster-system cluster-tools test-chart test-control-plane test-cluster test-runs test-cluster-engines test-nodes test-alerts test-page
 
 chart-docs: ## Write the chart's table of values
 	$(BIN)/python -m deploy.values_table
@@ -29,7 +29,11 @@ test-chart: deploy-tools ## Test chart, dashboards and alerts
 test-control-plane: cluster-tools ## Test chart and launcher against a real API server
 	CI=true $(BIN)/python -m pytest tests/cluster/test_control_plane.py tests/cluster/test_rlruns.py -q -m cluster --durations=10
 
-test-cluster: test-control-plane ## Train on a real one-node cluster with the images of the Dockerfiles
+test-cluster: cluster-tools ## Train on a real one-node cluster with the images of the Dockerfile
+	$(MAKE) --jobs 2 --output-sync=target test-control-plane test-runs
+
+# Beside the other suite, which mostly waits, as building and importing images mostly reads and writes.
+test-runs: cluster-tools
 	tests/cluster/images.sh $(CLUSTER_TOOLS) . $(abspath $(BIN)/python)
 	CI=true $(BIN)/python -m pytest tests/cluster/test_readme.py tests/cluster/test_run.py tests/cluster/test_sandboxes.py -q -m cluster --durations=20
 

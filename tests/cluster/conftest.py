@@ -16,14 +16,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[Cluster]:
-    """API server, scheduler and controllers; this process is inside the cluster's network."""
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """API server, scheduler and controllers; this process is inside the cluster's network.
+
+    Clusters with and without a node may run at once; of each kind there is one on a machine.
+    """
     if os.geteuid() != 0:
         pytest.skip("a cluster on this machine needs root")
+    has_node = any("machine" in item.fixturenames for item in request.session.items)
+    name = "session" if has_node else "control-plane"
     CACHE.mkdir(parents=True, exist_ok=True)
-    with (CACHE / "session.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # addresses and mounts are there once on a machine
-        with control_plane(fresh_folder("session")) as started:
+    with (CACHE / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with control_plane(fresh_folder(name)) as started:
             yield started
 
 

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 from kubernetes.client import ApiException, CoreV1Api, CustomObjectsApi
@@ -15,19 +15,23 @@ from tests.helpers.job_sets import NAME_LABEL, pods_of
 _PERIOD_S = 0.3
 
 
+def job_set_kind(core: CoreV1Api) -> AbstractContextManager[None]:
+    """Defines JobSets until the block ends."""
+    return defined(core, "JobSet", group=GROUP, version=VERSION, plural=PLURAL)
+
+
 @contextmanager
 def job_sets(core: CoreV1Api, namespace: str) -> Iterator[None]:
-    """Define JobSets, and make their pods until the block ends."""
-    with defined(core, "JobSet", group=GROUP, version=VERSION, plural=PLURAL):
-        _wait_for_garbage_collector(core, namespace)
-        stopped = threading.Event()
-        controller = threading.Thread(target=_play, args=(core, namespace, stopped))
-        controller.start()
-        try:
-            yield
-        finally:
-            stopped.set()
-            controller.join()
+    """Makes the pods of JobSets, which are defined, until the block ends."""
+    _wait_for_garbage_collector(core, namespace)
+    stopped = threading.Event()
+    controller = threading.Thread(target=_play, args=(core, namespace, stopped))
+    controller.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        controller.join()
 
 
 def names(core: CoreV1Api, namespace: str) -> list[str]:

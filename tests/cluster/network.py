@@ -10,22 +10,21 @@ NODE_IP = "10.99.0.1"
 SERVICE_RANGE = "10.96.0.0/16"
 POD_RANGE = "10.244.0.0/24"
 
-_NAME = "slipstream-test"
 _CLONE_NEWNET = 0x40000000
-_PATH = Path("/run/netns") / _NAME
 
 
 @contextmanager
-def own_network() -> Iterator[None]:
-    """Enter a fresh network namespace; sockets and child processes made in the block live in it.
+def own_network(name: str) -> Iterator[None]:
+    """Enters a fresh network namespace; sockets and child processes made in the block live in it.
 
-    No route leaves it.
+    No route leaves it, so several clusters have the same addresses.
     """
-    if _PATH.exists():
-        _ip("netns", "delete", _NAME)
-    _ip("netns", "add", _NAME)
+    path = Path("/run/netns") / name
+    if path.exists():
+        _ip("netns", "delete", name)
+    _ip("netns", "add", name)
     try:
-        with Path("/proc/thread-self/ns/net").open("rb") as before, _PATH.open("rb") as inside:
+        with Path("/proc/thread-self/ns/net").open("rb") as before, path.open("rb") as inside:
             _enter(inside.fileno())
             try:
                 _set_up()
@@ -33,7 +32,7 @@ def own_network() -> Iterator[None]:
             finally:
                 _enter(before.fileno())
     finally:
-        _ip("netns", "delete", _NAME)
+        _ip("netns", "delete", name)
 
 
 def _set_up() -> None:

@@ -16,6 +16,7 @@ from kubernetes import config
 from kubernetes.client import ApiException, CoreV1Api
 
 from tests.cluster.dns import serve_dns
+from tests.cluster.image_archives import import_images
 from tests.cluster.machine import unchanged_machine, unmount_below
 from tests.cluster.network import NODE_IP, POD_RANGE, SERVICE_RANGE, own_network
 from tests.cluster.node_config import DNS_IP, containerd_config, kubelet_config
@@ -63,7 +64,7 @@ def control_plane(folder: Path) -> Iterator[Cluster]:
         "etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubectl"
     )
     with ExitStack() as stack:
-        stack.enter_context(own_network())
+        stack.enter_context(own_network(f"slipstream-{folder.name}"))
         authority = _certificates(folder / "pki")
         root = CACHE / "root" / "usr"
         path = f"{kubectl.parent}:{root}/bin:{root}/sbin:{os.defpath}:/usr/sbin:/sbin"
@@ -87,6 +88,7 @@ def control_plane(folder: Path) -> Iterator[Cluster]:
             ]
             processes.start(
                 name, program, *flags, "--bind-address=127.0.0.1", "--leader-elect=false",
+                "--kube-api-qps=200", "--kube-api-burst=400",
                 *(_controller_flags(authority.folder) if name == "controllers" else ()),
             )  # fmt: skip
         processes.wait_for("service accounts", lambda: _has_account(core), _START_S)
@@ -106,7 +108,7 @@ def node(cluster: Cluster) -> Iterator[Cluster]:
             "containerd", "containerd", "-c", containerd_config(folder, containers, socket)
         )
         processes.wait_for("containerd", socket.exists, _START_S)
-        _import_images(cluster, socket)
+        _import_images(socket)
         authority = folder / "pki"
         processes.start(
             "kubelet", kubelet, f"--kubeconfig={authority}/node.kubeconfig",
@@ -182,18 +184,27 @@ def _controller_flags(pki: Path) -> list[str]:
         f"--service-account-private-key-file={pki}/service-accounts.key",
         f"--root-ca-file={pki}/ca.crt",
         "--use-service-account-credentials=true",
+        # By default claims are bound every 15 s if an event was missed, and autoscalers act as often.
+        "--pvclaimbinder-sync-period=1s",
+        "--horizontal-pod-autoscaler-sync-period=2s",
     ]
 
 
-def _import_images(cluster: Cluster, socket: Path) -> None:
-    """Bring in the images that are newer than what an earlier session brought in."""
-    for archive in sorted((CACHE / "images").glob("*.tar")):
-        stamp = CACHE / "containerd" / f"{archive.name}.{archive.stat().st_mtime_ns}"
-        if not stamp.exists():
-            cluster.command(
-                "ctr", "-a", socket, "-n", "k8s.io", "image", "import", archive, timeout_s=600
-            )
-            stamp.touch()
+def _import_images(socket: Path) -> None:
+    """Brings in the images that are newer than what an earlier session brought in."""
+    archives = {
+        CACHE / "containerd" / f"{archive.name}.{archive.stat().st_mtime_ns}": archive
+        for archive in sorted((CACHE / "images").glob("*.tar"))
+    }
+    stamps = [stamp for stamp in archives if not stamp.exists()]
+    if stamps:
+        import_images(
+            [archives[stamp] for stamp in stamps],
+            [CACHE / "root/usr/bin/ctr", "-a", socket, "-n", "k8s.io", "image", "import", "-"],
+            CACHE / "containerd/root/io.containerd.content.v1.content/blobs/sha256",
+        )
+    for stamp in stamps:
+        stamp.touch()
 
 
 def _create_dns_service(core: CoreV1Api) -> None:
@@ -211,12 +222,14 @@ def _create_dns_service(core: CoreV1Api) -> None:
 
 
 def _remove_pods(cluster: Cluster) -> None:
-    """Lets the kubelet end all containers, so that none is left on the machine."""
-    for namespace in cluster.core.list_namespace().items:
-        cluster.command(
-            "kubectl", "-n", namespace.metadata.name, "delete", "deployment,statefulset,pod", "--all",
-            "--grace-period=1", "--wait=true",
-        )  # fmt: skip
+    """Lets the kubelet end the containers; what is left then ends with containerd.
+
+    A graceful deletion would wait for the kubelet's collection of dead containers, up to a minute.
+    """
+    cluster.command(
+        "kubectl", "delete", "deployment,statefulset,pod", "--all", "--all-namespaces",
+        "--grace-period=0", "--force",
+    )  # fmt: skip
 
 
 def _has_account(core: CoreV1Api) -> bool:

@@ -76,6 +76,12 @@ def kubelet_config(folder: Path) -> Path:
         "resolvConf": str(resolv),
         "evictionHard": {"memory.available": "100Mi", "nodefs.available": "1%"},
         "imageGCHighThresholdPercent": 100,
+        # The default of 5 requests a second is shared by the secrets and states of all pods.
+        "kubeAPIQPS": 200,
+        "kubeAPIBurst": 400,
+        "eventRecordQPS": 0,
+        # Mounted secrets change at a pod's next sync, by default once a minute.
+        "syncFrequency": "10s",
     }
     path.write_text(yaml.safe_dump(settings), encoding="utf-8")
     return path

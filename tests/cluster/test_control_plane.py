@@ -24,7 +24,7 @@ from services.controller.launch.pod_api import PodApi, follow, service_reference
 from services.controller.launch.worker_pods import RUN_LABEL
 from tests.cluster.definitions import defined
 from tests.cluster.fake_nodes import fake_nodes
-from tests.cluster.job_sets import job_sets, names
+from tests.cluster.job_sets import job_set_kind, job_sets, names
 from tests.cluster.node import Cluster
 from tests.cluster.release import namespaces
 from tests.helpers.chart import CHART, PROFILES
@@ -364,6 +364,7 @@ async def test_a_trainer_of_several_nodes_is_a_job_set_where_asked(
         with pytest.raises(FailedPreconditionError, match=r"workers\.jobSet\.enabled"):
             await launcher.start("run_a7", spec)
         await launcher.stop("run_a7")
+        stack.enter_context(job_set_kind(cluster.core))
         stack.enter_context(job_sets(cluster.core, WORKERS))
         await launcher.start("run_a8", spec)
         await until(lambda: running("run_a8") == whole)

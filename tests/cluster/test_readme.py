@@ -53,4 +53,4 @@ def test_a_new_user_installs_and_trains_by_the_readme(machine: Cluster, tmp_path
     list_pods = partial(machine.core.list_namespaced_pod, f"{_NAMESPACE}-workers")
     pods = partial(list_pods, label_selector="slipstream.dev/run")
     eventually(lambda: not pods().items, timeout_s=CLEARING_S)
-    machine.command(helm, "uninstall", "slipstream", "-n", _NAMESPACE, "--wait")
+    machine.command(helm, "uninstall", "slipstream", "-n", _NAMESPACE)
