@@ -29,7 +29,7 @@ make_base() {
 }
 
 fetch_wheels() { # the dependencies of all services, for the Python of the base image
-  local extras="cluster,rollout,kubernetes,trainer,tracing" stamp
+  local extras="cluster,rollout,kubernetes,trainer,tracing,wandb,mlflow" stamp
   stamp="$wheels/.$({ cat "$source"/{pyproject.toml,constraints.txt,deploy/docker/bake.json}; echo "$extras"; } | sha256sum | cut -c1-16)"
   [ -e "$stamp" ] && return
   "$python" -m pip download -q -d "$wheels" -c "$source/constraints.txt" \
@@ -112,7 +112,7 @@ C
 make_pause
 make_base
 fetch_wheels
-for name in controller transferqueue trainer rollout; do
+for name in controller transferqueue trainer rollout trackers; do
   build "$name" "$base"
 done
 for engine in "$@"; do

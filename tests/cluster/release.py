@@ -66,7 +66,8 @@ class Installed:
         """Submits the sort4 example, changed at the top level of its sections; returns the run's id."""
         spec = sort4_spec()
         for section, values in overrides.items():
-            spec[section] = {**spec.get(section, {}), **values}
+            is_section = isinstance(values, dict)
+            spec[section] = {**spec.get(section, {}), **values} if is_section else values
         answer = self.api.post("/v1/runs", json=spec)
         assert answer.status_code == 201, answer.text
         run_id: str = answer.json()["id"]
@@ -132,6 +133,10 @@ class Installed:
         left = [run["id"] for run in self.api.get("/v1/runs").json()["items"] if not _is_over(run)]
         for run_id in left:
             self.api.post(f"/v1/runs/{run_id}/cancel").raise_for_status()
+            # The controller would wait up to a minute for a pod whose containers never started.
+            remove = self.cluster.core.delete_collection_namespaced_pod
+            selector = f"slipstream.dev/run={run_id}"
+            remove(WORKERS, label_selector=selector, grace_period_seconds=0)
         eventually(lambda: not any(map(self.pods, left)), timeout_s=CLEARING_S)
 
     def pods(self, run_id: str = "") -> list[Any]:
@@ -141,12 +146,23 @@ class Installed:
 
 
 def list_pods(cluster: Cluster, selector: str = "") -> list[Any]:
-    """Pods of the release in both of its namespaces."""
+    """Pods of the release in both of its namespaces, besides deleted ones whose containers have ended.
+
+    A kubelet that misses the end of a container shows such a pod until it collects containers, once a minute.
+    """
     listed = [
         cluster.core.list_namespaced_pod(namespace, label_selector=selector).items
         for namespace in (NAMESPACE, WORKERS)
     ]
-    return list(itertools.chain.from_iterable(listed))
+    return [pod for pod in itertools.chain.from_iterable(listed) if not has_ended(pod)]
+
+
+def has_ended(pod: Any) -> bool:
+    """Returns True for a deleted pod whose containers have all ended, or never started."""
+    containers = pod.status.container_statuses or []
+    return pod.metadata.deletion_timestamp is not None and all(
+        container.state.terminated for container in containers
+    )
 
 
 def _is_over(run: dict[str, Any]) -> bool:
@@ -188,6 +204,7 @@ def _install(cluster: Cluster) -> Installed:
         "--set", "workers.modelCache.existingClaim=models,controller.persistence.existingClaim=state",
         "--set", "controller.persistence.enabled=true,transferqueue.shards=2",
         "--set", f"workers.rolloutScales.enabled=true,rlruns.namespaces={{{TEAM}}}",
+        "--set", "trackers.enabled=true,trackers.persistence.enabled=false",
     )  # fmt: skip
     install_s = time.monotonic() - begin
     code = {"sort4.py": (_EXAMPLES / "sort4.py").read_text(encoding="utf-8")}

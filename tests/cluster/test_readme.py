@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.node import Cluster
-from tests.cluster.release import CLEARING_S, eventually
+from tests.cluster.release import CLEARING_S, eventually, has_ended
 from tests.helpers.chart import ROOT
 from tests.helpers.tools import require
 
@@ -52,5 +52,5 @@ def test_a_new_user_installs_and_trains_by_the_readme(machine: Cluster, tmp_path
     assert "SUCCEEDED" in done.stdout
     list_pods = partial(machine.core.list_namespaced_pod, f"{_NAMESPACE}-workers")
     pods = partial(list_pods, label_selector="slipstream.dev/run")
-    eventually(lambda: not pods().items, timeout_s=CLEARING_S)
+    eventually(lambda: all(map(has_ended, pods().items)), timeout_s=CLEARING_S)
     machine.command(helm, "uninstall", "slipstream", "-n", _NAMESPACE)

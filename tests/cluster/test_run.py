@@ -72,9 +72,10 @@ def test_sort4_trains_to_the_end_while_prometheus_scrapes_every_pod(
     installed.wait(run_id, lambda run: run["step"] >= 1, timeout_s=300)
     first_step_s = time.monotonic() - begin
     pods = {pod.metadata.name for pod in installed.pods() if pod.status.phase == "Running"}
-    assert len(pods) == 6  # controller, two of the transferqueue, trainer, two rollouts
+    scraped = {pod for pod in pods if "trackers" not in pod}
+    assert len(scraped) == 6  # controller, two of the transferqueue, trainer, two rollouts
     installed.wait(run_id, lambda run: run["step"] >= 10, timeout_s=300)
-    assert scraping.targets() == dict.fromkeys(pods, "up")
+    assert scraping.targets() == dict.fromkeys(scraped, "up")
     run = installed.wait(run_id, lambda run: run["state"] == "SUCCEEDED", timeout_s=600)
     assert_ledger_closes(run)
     assert run["step"] == 50
@@ -289,8 +290,23 @@ def test_a_trainer_on_two_nodes_is_a_job_set_where_asked(installed: Installed) -
         eventually(lambda: names(core, WORKERS) == [], timeout_s=30)
 
 
-def test_a_run_in_turns_is_one_pod_that_holds_both_sides(installed: Installed) -> None:
+# Status of a run and steps of its loss, from the database of the trackers' pod.
+_TRACKED = """
+import sys
+from mlflow import MlflowClient
+client = MlflowClient("sqlite:////var/lib/slipstream/mlflow.db")
+experiments = [each.experiment_id for each in client.search_experiments()]
+for run in client.search_runs(experiments, f"tags.`slipstream.run` = '{sys.argv[1]}'"):
+    steps = [each.step for each in client.get_metric_history(run.info.run_id, "loss")]
+    print(run.info.status, *sorted(steps))
+"""
+
+
+def test_a_run_in_turns_is_one_pod_that_holds_both_sides_and_is_tracked(
+    installed: Installed,
+) -> None:
     run_id = installed.submit(
+        trackers=[{"kind": "mlflow"}],
         topology={"placement": "colocated"},
         algorithm={"max_staleness": 1},
         rollout={"replicas": 1},
@@ -308,6 +324,15 @@ def test_a_run_in_turns_is_one_pod_that_holds_both_sides(installed: Installed) -
     steps = installed.api.get(f"/v1/runs/{run_id}/metrics").raise_for_status().json()
     switches = {item["name"]: item["values"] for item in steps["items"]}["gpu_switch_s"]
     assert all(seconds is not None for seconds in switches)
+
+    def tracked() -> list[str]:
+        show = ("-c", _TRACKED, run_id)
+        return installed.execute(
+            "deploy/demo-slipstream-trackers", *show, namespace=NAMESPACE
+        ).split()
+
+    expected = ["FINISHED", *map(str, range(1, 21))]
+    eventually(lambda: tracked() == expected, timeout_s=60)
 
 
 # Asks, as a worker of one run, for the samples of another.
