@@ -213,7 +213,8 @@ def _use_packs(model: PreTrainedModel, engine: InvariantEngine | None = None) ->
     if engine == "torch":
         use_invariant_operators(model)
     elif engine == "vllm":
-        set_defaults(engine_kind(engine).invariant_environment or {})
+        kind = engine_kind(engine)
+        set_defaults({**kind.environment, **(kind.invariant_environment or {})})
         use_vllm_operators(model)
     set_attention(model, PACKED_AS[engine])
     use_packed_recurrence(model)
