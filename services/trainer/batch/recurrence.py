@@ -3,12 +3,16 @@
 A recurrent layer (a gated delta net or a Mamba-2 mixer, each with a short convolution) carries a state from
 token to token. Sequences of similar length therefore run as rows of one batch, padded at the end, where
 padding cannot reach a token before it. Kernels for rows are transformers' own: ``flash-linear-attention`` or
-``mamba-ssm`` if it is installed and the model is on a GPU, otherwise torch.
+``mamba-ssm`` if it is installed and the model is on a GPU, otherwise torch. The convolution of a gated delta
+net is that of ``flash-linear-attention`` too: transformers only looks for ``causal-conv1d``, which has to be
+compiled.
 
 A sequence that shares a prefix with others computes the prefix again and returns its own tokens only. No
 state has to be forked, and gradients of the prefix add up. Other layers compute shared tokens once.
 """
 
+import importlib.util
+import sys
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -35,6 +39,8 @@ def use_packed_recurrence(model: PreTrainedModel) -> None:
         return
     is_mixer = model.config.model_type == "falcon_h1"
     prepare = _mixer_preparation(model.config) if is_mixer else _delta_options
+    if not is_mixer:
+        _use_fused_convolution(model)
     for module_name, module in model.named_modules():
         if module_name.rpartition(".")[2] == name:
             forward = partial(_packed, module, prepare)
@@ -85,6 +91,36 @@ def _packed(
         outputs.append(output.flatten(0, 1))
     output = torch.cat(outputs)[layout.gather]
     return (output if context is None else context.own(output))[None]
+
+
+def _use_fused_convolution(model: PreTrainedModel) -> None:
+    """Replaces the function with which a model's gated delta nets compute their convolution on a GPU."""
+    if importlib.util.find_spec("fla") is None or importlib.util.find_spec("causal_conv1d"):
+        return
+    modeling = sys.modules[type(model).__module__]
+    plain = modeling.causal_conv1d_fn
+    if getattr(plain, "is_fused", False):
+        return
+
+    def convolve(
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        **options: Any,
+    ) -> Tensor:
+        if not hidden_states.is_cuda:
+            computed: Tensor = plain(hidden_states, weight, bias, activation, **options)
+            return computed
+        from fla.modules.causal_conv1d import causal_conv1d
+
+        fused: Tensor
+        rows = hidden_states.transpose(1, 2)
+        fused, _ = causal_conv1d(rows, weight, bias, activation=activation)
+        return fused.transpose(1, 2)
+
+    convolve.is_fused = True  # type: ignore[attr-defined]
+    setattr(modeling, "causal_conv1d_fn", convolve)  # noqa: B010 -- mypy knows no such attribute
 
 
 def _delta_options(_: nn.Module, rows: Tensor) -> dict[str, int]:
