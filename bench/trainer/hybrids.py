@@ -57,6 +57,8 @@ def main() -> None:
         shape = smoke(_MODELS[name]) if is_smoke else _MODELS[name]
         found["step"][name] = _measure(replace(base, config=shape.config()), trainer, device)
         report_to(out, found)
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
 
 
 def _measure(scale: Scale, trainer: dict[str, Any], device: torch.device) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import asyncio
 import importlib.util
 import random
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -46,7 +47,9 @@ def test_packed_logprobs_and_gradients_are_those_of_single_sequences(
         max_position_embeddings=512,
     )
     own, model = (
-        build_model(config, dtype=torch.bfloat16, device="cuda", seed=0) for _ in range(2)
+        # A policy changes its model's configuration.
+        build_model(deepcopy(config), dtype=torch.bfloat16, device="cuda", seed=0)
+        for _ in range(2)
     )
     policy = Policy(model, temperature=1.0)
     # In bfloat16, a rounding can change which experts a token chooses.
