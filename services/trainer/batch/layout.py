@@ -45,6 +45,20 @@ class Paths:
     """True if there are too many to copy."""
 
 
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """Whole sequences of a pack laid end to end, for layers that carry a state from token to token."""
+
+    places: Tensor | None
+    """``[K]`` int64 place of each of their tokens in the pack; None if they are the pack itself."""
+    own: Tensor | None
+    """``[T]`` int64: place of each token of the pack among them; None if they are the pack itself."""
+    cu_lengths: Tensor
+    """``[N + 1]`` int64 offsets of the sequences, and the total."""
+    depths: Tensor
+    """``[K]`` int64: position of each token in its sequence."""
+
+
 # Not frozen: torch 2.11 guards every field of a frozen dataclass that enters a checkpoint which it
 # compiles (``activation_checkpointing: selective``), so each number of batches was another graph.
 @dataclass(slots=True, eq=False)
@@ -67,6 +81,27 @@ class AttentionLayout:
     """``[T]`` int64: place of each token in the batches, laid end to end."""
     block_masks: dict[int | None, BlockMask] = field(default_factory=dict)
     """Block masks of the flex kernel, by window; computed on first use by a layer."""
+    whole: list[Sequences] = field(default_factory=list)
+    """Result of :meth:`sequences`, once it is computed."""
+
+    def sequences(self) -> Sequences:
+        """Returns the sequences, each with the prefix that it shares; the same object for all layers."""
+        if not self.whole:
+            self.whole.append(self._sequences())
+        return self.whole[0]
+
+    def _sequences(self) -> Sequences:
+        if self.paths is None:
+            return Sequences(None, None, self.cu_lengths.long(), self.depths)
+        ends, offsets = self.paths.cu_lengths.long(), self.cu_lengths.long()
+        lengths, places = ends.diff(), torch.arange(len(self.paths.places), device=ends.device)
+        depths = places - ends[:-1].repeat_interleave(lengths, output_size=len(places))
+        # A branch is the end of its sequence.
+        shift = (ends[1:] - offsets[1:]).repeat_interleave(
+            offsets.diff(), output_size=len(self.depths)
+        )
+        own = torch.arange(len(self.depths), device=ends.device) + shift
+        return Sequences(self.paths.places, own, ends, depths)
 
 
 def build_layout(branches: Sequence[Branch], device: torch.device) -> AttentionLayout:

@@ -1,18 +1,15 @@
 """Recurrent layers over packed sequences: each sequence starts from an empty state.
 
 A recurrent layer (a gated delta net or a Mamba-2 mixer, each with a short convolution) carries a state from
-token to token. Sequences of similar length therefore run as rows of one batch, padded at the end, where
-padding cannot reach a token before it. Kernels for rows are transformers' own: ``flash-linear-attention`` or
-``mamba-ssm`` if it is installed and the model is on a GPU, otherwise torch. The convolution of a gated delta
-net is that of ``flash-linear-attention`` too: transformers only looks for ``causal-conv1d``, which has to be
-compiled.
+token to token. On a GPU with ``flash-linear-attention``, gated delta nets compute the sequences laid end to
+end. Otherwise sequences of similar length run as rows of one batch, padded at the end, where padding cannot
+reach a token before it. Kernels for rows are transformers' own: ``mamba-ssm`` if it is installed and the
+model is on a GPU, otherwise torch.
 
 A sequence that shares a prefix with others computes the prefix again and returns its own tokens only. No
 state has to be forked, and gradients of the prefix add up. Other layers compute shared tokens once.
 """
 
-import importlib.util
-import sys
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -24,6 +21,7 @@ from transformers import PreTrainedModel
 from services.common.models.families import recurrent_module
 from services.trainer.batch.attention import copied_rows
 from services.trainer.batch.context import ContextRanks, all_to_all
+from services.trainer.batch.delta import computes_packs, pack_delta_net
 from services.trainer.batch.layout import AttentionLayout
 
 _CHUNK = 64
@@ -39,8 +37,6 @@ def use_packed_recurrence(model: PreTrainedModel) -> None:
         return
     is_mixer = model.config.model_type == "falcon_h1"
     prepare = _mixer_preparation(model.config) if is_mixer else _delta_options
-    if not is_mixer:
-        _use_fused_convolution(model)
     for module_name, module in model.named_modules():
         if module_name.rpartition(".")[2] == name:
             forward = partial(_packed, module, prepare)
@@ -81,6 +77,9 @@ def _packed(
             states.repeat(context.size, 1), [len(states)] * context.size, group=context.group
         )
         states = everywhere[: len(layout.depths)]
+    if prepare is _delta_options and computes_packs(states):
+        output = pack_delta_net(module, states, layout)
+        return (output if context is None else context.own(output))[None]
     outputs = []
     for batch in layout.batches:
         places = batch.queries if batch.keys is None else batch.keys
@@ -91,36 +90,6 @@ def _packed(
         outputs.append(output.flatten(0, 1))
     output = torch.cat(outputs)[layout.gather]
     return (output if context is None else context.own(output))[None]
-
-
-def _use_fused_convolution(model: PreTrainedModel) -> None:
-    """Replaces the function with which a model's gated delta nets compute their convolution on a GPU."""
-    if importlib.util.find_spec("fla") is None or importlib.util.find_spec("causal_conv1d"):
-        return
-    modeling = sys.modules[type(model).__module__]
-    plain = modeling.causal_conv1d_fn
-    if getattr(plain, "is_fused", False):
-        return
-
-    def convolve(
-        hidden_states: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        activation: str | None = None,
-        **options: Any,
-    ) -> Tensor:
-        if not hidden_states.is_cuda:
-            computed: Tensor = plain(hidden_states, weight, bias, activation, **options)
-            return computed
-        from fla.modules.causal_conv1d import causal_conv1d
-
-        fused: Tensor
-        rows = hidden_states.transpose(1, 2)
-        fused, _ = causal_conv1d(rows, weight, bias, activation=activation)
-        return fused.transpose(1, 2)
-
-    convolve.is_fused = True  # type: ignore[attr-defined]
-    setattr(modeling, "causal_conv1d_fn", convolve)  # noqa: B010 -- mypy knows no such attribute
 
 
 def _delta_options(_: nn.Module, rows: Tensor) -> dict[str, int]:

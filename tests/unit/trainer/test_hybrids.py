@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
 from services.common.models.configs import read_config
 from services.common.models.families import FAMILIES, check_trainer, recurrent_shape
@@ -16,6 +17,7 @@ from services.common.models.loading import build_model, load_folder, stored_tens
 from services.common.models.weight_files import stored_names
 from services.common.runspec.run import ModelSpec
 from services.common.runspec.trainer import LoraSpec
+from services.trainer.batch import delta, recurrence
 from services.trainer.batch.packing import pack
 from services.trainer.engines.fsdp.build import fill
 from services.trainer.engines.fsdp.lora import add_adapters
@@ -57,6 +59,29 @@ def test_packed_logprobs_and_gradients_are_those_of_single_sequences(
         assert difference <= 1e-5, f"seed {seed}"
         assert error <= 1e-5, f"seed {seed}"
     print(f"{family}: logprobs {worst[0]:.1e}, gradients {worst[1]:.1e} over {num_packs} packs")
+
+
+def _rule_of_sequences(*states: Tensor, cu_seqlens: Tensor, **gates: Any) -> tuple[Tensor, None]:
+    """Computes the gated delta rule of sequences laid end to end, each on its own."""
+    flags = {name: gates.pop(name) for name in ("use_qk_l2norm_in_kernel",)}
+    lengths = cu_seqlens.diff().tolist()
+    parts = zip(*(each.split(lengths, 1) for each in (*states, *gates.values())), strict=True)
+    outputs = [
+        torch_chunk_gated_delta_rule(*part[:3], **dict(zip(gates, part[3:], strict=True)), **flags)
+        for part in parts
+    ]
+    return torch.cat([output for output, _ in outputs], 1), None
+
+
+@pytest.mark.parametrize("num_packs", [4, pytest.param(200, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("family", [name for name in _HYBRIDS if name != "falcon_h1"])
+@pytest.mark.timeout(1800)
+def test_kernels_for_whole_packs_get_sequences_that_are_kept_apart(
+    monkeypatch: pytest.MonkeyPatch, family: str, num_packs: int
+) -> None:
+    monkeypatch.setattr(recurrence, "computes_packs", lambda _: True)
+    monkeypatch.setattr(delta, "delta_rule", lambda: _rule_of_sequences)
+    test_packed_logprobs_and_gradients_are_those_of_single_sequences(family, num_packs)
 
 
 @pytest.mark.parametrize("family", _HYBRIDS)
