@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import distributed
 
 from bench.e2e.shapes import DENSE, HYBRID, smoke
 from bench.one_gpu import HYBRIDS
@@ -56,6 +57,8 @@ def main() -> None:
     for name in arguments.models or _MODELS:
         shape = smoke(_MODELS[name]) if is_smoke else _MODELS[name]
         found["step"][name] = _measure(replace(base, config=shape.config()), trainer, device)
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
         report_to(out, found)
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
