@@ -60,8 +60,6 @@ def main() -> None:
         if distributed.is_initialized():
             distributed.destroy_process_group()
         report_to(out, found)
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
 
 
 def _measure(scale: Scale, trainer: dict[str, Any], device: torch.device) -> dict[str, Any]:
