@@ -50,8 +50,9 @@ and `tiny:falcon_h1-0.5m` learn sort4 through all services on a CPU
   prompts of different lengths one after the other, because a state cannot skip padding, and captures no
   graphs.
 - **Kernels**: on GPUs, install the extra `linear-attention` (`flash-linear-attention`) in the trainer's
-  environment; transformers uses it if it is there. Without it, and on CPUs, torch computes the layers.
-  On Hopper GPUs with Triton 3.4 to 3.7.0 (PyTorch 2.11) its backward pass also needs `tilelang`.
+  environment: gated delta nets then compute all sequences of a pack at once, without padding. Without it,
+  and on CPUs, torch computes the layers, in batches of sequences of similar length. On Hopper GPUs with
+  Triton 3.4 to 3.7.0 (PyTorch 2.11) its backward pass also needs `tilelang`.
   For mixers transformers uses `mamba-ssm` and `causal-conv1d` if they are there. Mixers have been compared on
   CPUs only.
 - **vLLM**: its CPU build computes gated delta nets in bfloat16 and with heads of 128 only. `qwen3_next`,
@@ -80,16 +81,18 @@ night, with images in prompts, in observations and in further conversations of a
 the torch engine (`tests/unit/rollout/test_images.py`, `tests/integration/test_turn_images.py`).
 `trainer.freeze_vision_tower: false` trains the tower.
 
-- **vLLM**: it gets the trainer's token ids and pixels, and neither tokenizes nor scales. On its CPU build,
-  logprobs of both families equal the trainer's after each of five versions, which also change the tower, to a
-  mean of 1e-5 in float32 and 5e-3 in bfloat16. So do those of resumed responses, of responses whose weights
-  change midway, and of turns that follow further images (`tests/engines/test_vllm_images.py`).
+- **vLLM and SGLang**: they get the trainer's token ids and pixels, and neither tokenize nor scale. On their
+  CPU builds, logprobs of both families equal the trainer's after each of five versions, which also change
+  the tower, to a mean of 1e-5 in float32 and 5e-3 in bfloat16. So do those of resumed responses, of
+  responses whose weights change midway, and of turns that follow further images
+  (`tests/engines/test_engine_images.py`).
+  SGLang takes patches of 14 pixels only from `qwen2_5_vl`, which all released checkpoints have.
 - **Shared prefixes**: the trainer computes the common prefix of samples once, through observations with equal
   images. A prompt or an observation with images is shared as a whole or not at all. The vision tower computes
   each distinct image of a pack once, also for samples that share no tokens.
-- **Refused**: the engine `sglang`, `rollout.quantization` and `rollout.speculation`, context and tensor
-  parallelism, demonstrations, and images of `gemma3`: its tokens attend to later ones within an image, which
-  packs do not compute.
+- **Refused**: `rollout.quantization` and `rollout.speculation`, context and tensor parallelism,
+  demonstrations, and images of `gemma3`: its tokens attend to later ones within an image, which none of the
+  kernels for packs computes, nor the torch engine's cache.
 - **LoRA**: adapters of the language model only.
 - **Placeholders that the policy samples** are tokens like any other, in trainer and engine.
 

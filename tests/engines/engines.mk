@@ -10,5 +10,5 @@ test-clients: ## Client libraries of agents with the torch engine (in the enviro
 	SUITES=tests/engines/test_clients.py tests/engines/run.sh vllm -k torch
 
 test-families: ## Logprobs of every model family on vLLM and SGLang against the trainer's, half an hour
-	SUITES="tests/engines/test_families.py tests/engines/test_vllm_images.py" tests/engines/run.sh vllm -m ""
-	SUITES=tests/engines/test_families.py tests/engines/run.sh sglang -m ""
+	SUITES="tests/engines/test_families.py tests/engines/test_engine_images.py" tests/engines/run.sh vllm -m ""
+	SUITES="tests/engines/test_families.py tests/engines/test_engine_images.py" tests/engines/run.sh sglang -m ""

@@ -79,11 +79,18 @@ def saved_model(kind: str, folder: Path, *, seed: int = 0, tied: bool = False) -
     return model
 
 
-def wide_config(kind: str, *, head_dim: int = 32, initializer_range: float = 0.1) -> Any:
-    """Returns the configuration of a model with heads as wide as external engines need."""
+def wide_config(
+    kind: str, *, head_dim: int = 32, initializer_range: float = 0.1, patch: int = PATCH
+) -> Any:
+    """Returns the configuration of a model with heads as wide as external engines need.
+
+    Args:
+        patch: Pixels of a patch's side.
+    """
     text = {
         **_TEXT,
         "hidden_size": 4 * head_dim,
+        "intermediate_size": 64,
         "head_dim": head_dim,
         "initializer_range": initializer_range,
         "rope_parameters": {
@@ -98,7 +105,10 @@ def wide_config(kind: str, *, head_dim: int = 32, initializer_range: float = 0.1
         "hidden_size": 2 * head_dim,
         "out_hidden_size": 4 * head_dim,
         "intermediate_size": 64,
+        "patch_size": patch,
     }
+    if "window_size" in tower:
+        tower["window_size"] = 4 * patch
     wrapper = AutoConfig.for_model(
         kind,
         text_config=text,
@@ -118,13 +128,19 @@ def model_spec(folder: Path) -> ModelSpec:
 
 
 def random_prompt(
-    rng: random.Random, num_images: int, *, num_tokens: int = 0, num_earlier: int = 0
+    rng: random.Random,
+    num_images: int,
+    *,
+    num_tokens: int = 0,
+    num_earlier: int = 0,
+    patch: int = PATCH,
 ) -> tuple[list[int], ModelInputs]:
     """Returns a prompt or an observation with images of random sizes.
 
     Args:
         num_tokens: Tokens of the conversation before it.
         num_earlier: Images of the conversation before it.
+        patch: Pixels of a patch's side.
     """
     tokens = [rng.randrange(3, 59) for _ in range(rng.randrange(1, 6))]
     grids, places = [], []
@@ -139,7 +155,7 @@ def random_prompt(
         return tokens, ModelInputs.from_values(None)
     patches = sum(rows * columns for _, rows, columns in grids)
     generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
-    pixels = torch.randn(patches, 3 * 2 * PATCH * PATCH, generator=generator)
+    pixels = torch.randn(patches, 3 * 2 * patch * patch, generator=generator)
     values = {"pixel_values": pixels, "image_grid_thw": grids, "image_places": places}
     return tokens, ModelInputs.from_values(values)
 

@@ -208,6 +208,20 @@ def image_arguments(
     }
 
 
+def rotary_positions(num_tokens: int, tensors: Mapping[str, Tensor], *, merge: int) -> Tensor:
+    """Returns ``[3, num_tokens]`` multimodal rotary positions of a sequence with images.
+
+    Args:
+        num_tokens: Number of the sequence's tokens.
+        tensors: Its images, see the decoder.
+        merge: Rows and columns of patches that make one feature.
+    """
+    sizes = (tensors["image_grid_thw"][:, 1:] // merge).tolist()
+    firsts = tensors["image_places"][:, 1].tolist()
+    uses = [[number, first, num_tokens] for number, first in enumerate(firsts)]
+    return _placed(torch.arange(num_tokens), sizes, uses)[2]
+
+
 def _embedded(
     decoder: Any,
     input_ids: Tensor,

@@ -139,10 +139,6 @@ def _model_inputs(spec: RunSpec) -> Iterator[str]:
 def _images(spec: RunSpec) -> Iterator[str]:
     if spec.model.images:
         refused = {
-            "rollout.engine": (
-                spec.rollout.engine == "sglang",
-                "which takes token ids only; use 'torch' or 'vllm'",
-            ),
             "rollout.quantization": (
                 spec.rollout.quantization is not None,
                 "but quantized vision towers are not compared",

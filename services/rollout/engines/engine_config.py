@@ -175,6 +175,8 @@ def write_sglang_config(config: PretrainedConfig, folder: str) -> None:
     """
     content = json.loads(engine_config(config).to_json_string())
     content["eos_token_id"] = None
+    if "text_config" in content:
+        content["text_config"]["eos_token_id"] = None
     if config.model_type == "olmo3":
         content |= _rotary(content)
     Path(folder, "config.json").write_text(json.dumps(content), encoding="utf-8")

@@ -12,8 +12,8 @@ Engines fuse tensors that they multiply together, and split them over the ranks 
     experts.gate_up_proj    w13_weight    experts (expert parallel), or of each a slice of gate and of up
     experts.down_proj       w2_weight     experts, or of each columns
 
-Models that see images are wrappers in engines: ``model.visual.`` is ``visual.`` there, and all other names
-begin with ``language_model.``.
+Models that see images are wrappers in engines: ``model.visual.`` is ``visual.`` there. In vLLM all other
+names begin with ``language_model.``; in SGLang the tower's ``attn.qkv`` is ``attn.qkv_proj``.
 
 The mapping depends only on names and shapes, so a model is supported if all its names and shapes
 fit these rules.
@@ -30,7 +30,7 @@ from services.weightsync.arena import copy_all
 Shape = tuple[int, ...]
 _EXPERTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
 _FUSED = (".qkv_proj.", ".gate_up_proj.")
-_TOWER_FUSED = ".attn.qkv."
+_TOWER_FUSED = (".attn.qkv.", ".attn.qkv_proj.")
 _TOWER, _LANGUAGE_MODEL = "model.visual.", "language_model."
 _ABSORBED = ".kv_b_proj."
 """Projection of latent attention; engines multiply by matrices that they compute from it."""
@@ -92,7 +92,7 @@ def plan_pieces(
             if target not in targets:  # vLLM from 0.32 on
                 target = f"{owner}.experts.routed_experts.{_EXPERTS[leaf]}"
             pieces += _place_experts(name, shape, target, targets, rank=rank, ranks=ranks)
-        elif _TOWER_FUSED in name and targets.get(name) == (shape[0] // ranks, *shape[1:]):
+        elif _is_tower_fused(name) and targets.get(name) == (shape[0] // ranks, *shape[1:]):
             whole, part = shape[0] // 3, shape[0] // ranks // 3
             pieces += [
                 Piece(
@@ -117,11 +117,17 @@ def engine_name(name: str, targets: Collection[str]) -> str:
     Args:
         targets: Names of the engine's parameters.
     """
-    if not is_wrapper(targets):
+    if is_wrapper(targets):
+        return (
+            name.removeprefix("model.") if name.startswith(_TOWER) else f"{_LANGUAGE_MODEL}{name}"
+        )
+    if not name.startswith(_TOWER) or name in targets:
         return name
-    if name.startswith(_TOWER):
-        return name.removeprefix("model.")
-    return f"{_LANGUAGE_MODEL}{name}"
+    return name.removeprefix("model.").replace(*_TOWER_FUSED)
+
+
+def _is_tower_fused(name: str) -> bool:
+    return name.startswith("visual.") and any(part in name for part in _TOWER_FUSED)
 
 
 def is_wrapper(targets: Collection[str]) -> bool:

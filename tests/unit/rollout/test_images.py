@@ -269,7 +269,6 @@ def test_the_first_rows_are_tried_with_their_images() -> None:
 @pytest.mark.parametrize(
     ("rollout", "key"),
     [
-        ({"engine": "sglang"}, "rollout.engine"),
         ({"engine": "vllm", "quantization": "fp8"}, "rollout.quantization"),
         ({"engine": "vllm", "speculation": {"method": "ngram"}}, "rollout.speculation"),
     ],

@@ -55,7 +55,9 @@ def adopt(source: dict[str, Tensor], rank: int, ranks: int, padded_vocab: int) -
     return target
 
 
-def test_a_model_that_sees_images_is_a_wrapper_in_the_engine() -> None:
+@pytest.mark.parametrize(("prefix", "fused"), [("language_model.", "qkv"), ("", "qkv_proj")])
+def test_a_model_that_sees_images_is_a_wrapper_in_the_engine(prefix: str, fused: str) -> None:
+    """vLLM names the language model, SGLang only the parts of the tower."""
     block = "visual.blocks.0"
     tower = {
         f"model.{block}.attn.qkv.weight": torch.randn(3 * HIDDEN, HIDDEN),
@@ -66,17 +68,17 @@ def test_a_model_that_sees_images_is_a_wrapper_in_the_engine() -> None:
     text = checkpoint()
     for rank in range(2):
         inner = engine_parameters(2, VOCAB)
-        target = {f"language_model.{name}": tensor for name, tensor in inner.items()} | {
-            f"{block}.attn.qkv.weight": torch.empty(3 * HIDDEN // 2, HIDDEN),
+        target = {f"{prefix}{name}": tensor for name, tensor in inner.items()} | {
+            f"{block}.attn.{fused}.weight": torch.empty(3 * HIDDEN // 2, HIDDEN),
             f"{block}.mlp.gate_up_proj.weight": torch.empty(FF, HIDDEN),
             "visual.patch_embed.proj.weight": torch.empty(HIDDEN, 3, 2, 4, 4),
         }
         copy_weights(text | tower, target, rank=rank, ranks=2)
         for name, tensor in adopt(text, rank, 2, VOCAB).items():
-            assert torch.equal(target[f"language_model.{name}"], tensor)
+            assert torch.equal(target[f"{prefix}{name}"], tensor)
         parts = tower[f"model.{block}.attn.qkv.weight"].chunk(3)
         heads = torch.cat([part.chunk(2)[rank] for part in parts])
-        assert torch.equal(target[f"{block}.attn.qkv.weight"], heads)
+        assert torch.equal(target[f"{block}.attn.{fused}.weight"], heads)
         both = [tower[f"model.{block}.mlp.{name}_proj.weight"] for name in ("gate", "up")]
         slices = torch.cat([part.chunk(2)[rank] for part in both])
         assert torch.equal(target[f"{block}.mlp.gate_up_proj.weight"], slices)

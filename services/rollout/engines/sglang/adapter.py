@@ -8,7 +8,7 @@ import os
 import signal
 import tempfile
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,13 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils import MultiprocessingSerializer
 
 from services.common.models.families import exact_tokens, routing_shape
+from services.common.models.vision import checkpoint_config
 from services.common.runspec.engines import engine_kind
 from services.rollout.engines.base import EngineCapabilities, RoutedExperts
 from services.rollout.engines.engine_config import EngineConfig, write_sglang_config
 from services.rollout.engines.external import EngineDiedError, ExternalEngine
 from services.rollout.engines.request_segments import Segment, TokenChunk, convert_experts
+from services.rollout.engines.sglang.images import ImageInputs
 from services.wire.data.model_inputs import ModelInputs
 
 
@@ -122,11 +124,17 @@ class SglangBackend:
             seeds=bool(self._arguments["enable_deterministic_inference"]),
             routed_experts=_TELLS_EXPERTS in _OPTIONS
             and (order.device.type != "cpu" or pins_memory()),
+            model_inputs=order.images is not None,
+        )
+        self._images = (
+            None
+            if order.images is None
+            else ImageInputs(checkpoint_config(order.config), order.dtype)
         )
         self.routing = routing_shape(order.config.to_dict()) if order.returns_experts else None
         if self.routing is not None:
             self._arguments[_TELLS_EXPERTS] = True
-        self._config = order.config
+        self._config = checkpoint_config(order.config)
         self._engine: Engine | None = None
         self._died = asyncio.Event()
         self.streams: set[_Stream] = set()
@@ -154,7 +162,8 @@ class SglangBackend:
         with tempfile.TemporaryDirectory() as folder:
             write_sglang_config(self._config, folder)
             arguments = {"model_path": folder} | self._arguments
-            engine = await asyncio.to_thread(Engine, **arguments)
+            with nullcontext() if self._images is None else self._images.installed():
+                engine = await asyncio.to_thread(Engine, **arguments)
         # Importing SGLang installs uvloop's event loop policy for the process. This process does
         # not run a uvloop loop, so it could no longer start child processes, such as those of
         # rewards.
@@ -195,6 +204,7 @@ class SglangBackend:
             name,
             part.context_ids,
             sampling,
+            request.model_inputs,
             **wanted,
             stream=True,
             extra_key=part.cache_salt,
@@ -256,20 +266,37 @@ class SglangBackend:
         self, name: str, token_ids: Sequence[int], model_inputs: ModelInputs | None = None
     ) -> tuple[float, ...]:
         """Requests the log probabilities of a prompt; SGLang then uses no cached prefix."""
+        has_images = model_inputs is not None and bool(model_inputs.tensors)
+        # SGLang replaces placeholders by keys of its cache, and would return the keys' log probabilities.
+        placeholders = [self._config.image_token_id] if has_images else None
         outputs = self._request(
             name,
             token_ids,
             {"max_new_tokens": 1, "temperature": 1.0},
+            model_inputs,
             stream=False,
             extra_key=name,
             logprob_start_len=0,
+            token_ids_logprob=placeholders,
         )
-        output = await anext(outputs)
-        return tuple(float(entry[0]) for entry in output["meta_info"]["input_token_logprobs"][1:])
+        info = (await anext(outputs))["meta_info"]
+        entries = list(info["input_token_logprobs"])
+        if placeholders is not None:
+            for number, (entry,) in enumerate(info["input_token_ids_logprobs"][1:], start=1):
+                if token_ids[number] == placeholders[0]:
+                    entries[number] = entry
+        return tuple(float(entry[0]) for entry in entries[1:])
 
     def _request(
-        self, name: str, token_ids: Sequence[int], sampling: dict[str, Any], **arguments: Any
+        self,
+        name: str,
+        token_ids: Sequence[int],
+        sampling: dict[str, Any],
+        model_inputs: ModelInputs | None,
+        **arguments: Any,
     ) -> AsyncIterator[dict[str, Any]]:
+        if model_inputs is not None and model_inputs.tensors:
+            arguments["image_data"] = [{"inputs": model_inputs}]
         request = io_struct.GenerateReqInput(
             rid=name,
             input_ids=list(token_ids),

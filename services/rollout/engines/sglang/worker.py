@@ -12,6 +12,7 @@ from sglang.srt.distributed.parallel_state import (
 from torch import Tensor
 
 from services.common.models.experts import checkpoint_names
+from services.common.models.vision import TOWER
 from services.rollout.engines.in_place import handle_weight_command
 from services.rollout.engines.layout import UnknownLayoutError, copy_weights
 from services.rollout.engines.shared_tensors import open_shared
@@ -44,9 +45,9 @@ def _load_all(model: Any, tensors: Mapping[str, Tensor], *, rank: int, ranks: in
             config = model.config.to_dict()
             model.load_weights(
                 [
-                    part
+                    (part_name.replace(TOWER, "visual."), part)
                     for name, tensor in tensors.items()
-                    for part in checkpoint_names(name, tensor, config)
+                    for part_name, part in checkpoint_names(name, tensor, config)
                 ]
             )
 

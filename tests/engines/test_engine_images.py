@@ -1,125 +1,68 @@
-"""Images in vLLM: logprobs after every update are those of the trainer, and caches know the images."""
+"""Images in external engines: logprobs after every update are the trainer's, and caches know the images."""
 
 import asyncio
+import importlib.util
 import random
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm", reason="vllm is not installed here")
-
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
 
-from services.common.models.loading import build_model, stored_tensors
-from services.rollout.engines.base import Engine, GenerationRequest
-from services.rollout.engines.build import make_engine
-from services.rollout.engines.engine_config import EngineConfig, ImageLimits
-from services.trainer.batch.packing import pack
-from services.trainer.model.policy import Policy
-from services.wire.data.jagged import Jagged
 from services.wire.data.model_inputs import ModelInputs
-from tests.helpers.batches import prompt_spans
 from tests.helpers.cli import REPOSITORY, train
-from tests.helpers.engines import running, until
-from tests.helpers.vision import IMAGE, random_prompt, wide_config
+from tests.helpers.engine_images import adopt, expected, far, model_of, request, serving
+from tests.helpers.engines import until
+from tests.helpers.vision import IMAGE, KINDS, random_prompt, wide_config
 
 pytestmark = pytest.mark.timeout(900)
+_PATCH = 14  # SGLang's Qwen2.5-VL takes no others
+# Made before SGLang is imported, which changes defaults of transformers.
+_CONFIGS = {
+    (kind, spread): wide_config(kind, initializer_range=spread, patch=_PATCH)
+    for kind in KINDS
+    for spread in (0.1, 0.02)
+}
 _SEEDS = (0, 1, 2, 3, 1)
 """Seeds of the weights that are sent one after the other."""
 _TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
 
 
-@asynccontextmanager
-async def serving(
-    config: Any, dtype: torch.dtype = torch.float32, *, in_place: bool = False
-) -> AsyncIterator[Engine]:
-    order = EngineConfig(
-        config=config,
-        dtype=dtype,
-        device=torch.device("cpu"),
-        max_running=4,
-        arguments={
-            "max_model_len": 256,
-            "max_num_batched_tokens": 256,
-            "kv_cache_memory_bytes": 64 << 20,
-        },
-        images=ImageLimits(max_images=4, max_tokens=128),
-        is_written_in_place=in_place,
-    )
-    engine = make_engine("vllm", order)
-    async with asyncio.timeout(800), running(engine):
-        await engine.wait_ready()
-        yield engine
+def _case(engine: str, *others: Any, nightly: bool) -> Any:
+    """Returns a case that is skipped without its engine."""
+    is_missing = importlib.util.find_spec(engine) is None
+    marks = [pytest.mark.skipif(is_missing, reason=f"{engine} is not installed here")]
+    if nightly:
+        marks.append(pytest.mark.nightly)
+    return pytest.param(engine, *others, marks=marks, id="-".join(map(str, (engine, *others))))
 
 
-def model_of(config: Any, seed: int, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Returns a model with weights of a seed; in float32, no tensor of it is constant."""
-    model = build_model(deepcopy(config), dtype=dtype, device="cpu", seed=seed)
-    if dtype != torch.float32:
-        return model
-    with torch.no_grad(), torch.random.fork_rng():
-        torch.manual_seed(seed)
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    return model
-
-
-async def adopt(engine: Engine, version: int, model: PreTrainedModel) -> None:
-    tensors = {name: value.detach().clone() for name, value in stored_tensors(model).items()}
-    await engine.adopt_weights(version, tensors)
-
-
-def request(name: str, context: Sequence[int], given: ModelInputs, **changes: Any) -> Any:
-    values = {"max_tokens": 12, "seed": 3, **changes}
-    return GenerationRequest(
-        request_id=name, context_ids=tuple(context), model_inputs=given, **values
-    )
-
-
-@torch.no_grad()
-def expected(
-    model: PreTrainedModel, prompt: Sequence[int], response: Sequence[int], given: ModelInputs
-) -> Tensor:
-    """Returns the trainer's logprobs."""
-    packed = pack(
-        Jagged.from_list([torch.tensor(prompt)]),
-        Jagged.from_list([torch.tensor(response)]),
-        device=torch.device("cpu"),
-        inputs=prompt_spans([prompt], [given]),
-    )
-    return Policy(model, temperature=1.0)(packed)[0]
-
-
-def far(got: Sequence[float], wanted: Tensor) -> float:
-    return float((torch.tensor(got) - wanted).abs().mean())
+_ENGINES = [_case("vllm", nightly=False), _case("sglang", nightly=False)]
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype", "in_place"),
+    ("engine_name", "kind", "dtype", "in_place"),
     [
-        pytest.param("qwen2_5_vl", torch.float32, True, id="vllm-qwen2_5_vl-in-place"),
-        *(
-            pytest.param(kind, dtype, False, id=f"vllm-{kind}-{dtype}", marks=pytest.mark.nightly)
-            for kind in ("qwen2_5_vl", "qwen3_vl")
-            for dtype in (torch.float32, torch.bfloat16)
-        ),
+        _case(engine, kind, dtype, in_place, nightly=not in_place)
+        for engine in ("vllm", "sglang")
+        for kind, dtype, in_place in (
+            ("qwen2_5_vl", torch.float32, True),
+            ("qwen2_5_vl", torch.float32, False),
+            ("qwen2_5_vl", torch.bfloat16, False),
+            ("qwen3_vl", torch.float32, False),
+            ("qwen3_vl", torch.bfloat16, False),
+        )
     ],
 )
 async def test_logprobs_are_those_of_the_trainer_after_every_adoption(
-    kind: str, dtype: torch.dtype, in_place: bool
+    engine_name: str, kind: str, dtype: torch.dtype, in_place: bool
 ) -> None:
     is_exact = dtype == torch.float32
-    config = wide_config(kind, initializer_range=0.1 if is_exact else 0.02)
+    config = _CONFIGS[kind, 0.1 if is_exact else 0.02]
     rng = random.Random(0)
-    prompts = [random_prompt(rng, count) for count in (1, 2, 0, 3)]
+    prompts = [random_prompt(rng, count, patch=_PATCH) for count in (1, 2, 0, 3)]
     scores = []
-    async with serving(config, dtype, in_place=in_place) as engine:
+    async with serving(engine_name, config, dtype, in_place=in_place) as engine:
         for version, seed in enumerate(_SEEDS):
             model = model_of(config, seed, dtype)
             await adopt(engine, version, model)
@@ -138,15 +81,18 @@ async def test_logprobs_are_those_of_the_trainer_after_every_adoption(
     assert scores[-1] != scores[0]
 
 
-async def test_vllm_resumes_shares_and_recomputes_prompts_with_their_images() -> None:
-    config = wide_config("qwen2_5_vl")
+@pytest.mark.parametrize("engine_name", _ENGINES)
+async def test_an_engine_resumes_shares_and_recomputes_prompts_with_their_images(
+    engine_name: str,
+) -> None:
+    config = _CONFIGS["qwen2_5_vl", 0.1]
     old, new = (model_of(config, seed) for seed in (0, 1))
-    prompt, given = random_prompt(random.Random(1), 2)
+    prompt, given = random_prompt(random.Random(1), 2, patch=_PATCH)
     prompt += [5] * 64  # several blocks of the cache
     other = ModelInputs.from_values(
         {**given.tensors, "pixel_values": given.tensors["pixel_values"].flip(0)}
     )
-    async with serving(config) as engine:
+    async with serving(engine_name, config) as engine:
         await adopt(engine, 0, old)
         first = await engine.generate(request("first", prompt, given))
         # The policy sampled placeholders, which are tokens like any other.
@@ -183,17 +129,22 @@ async def test_vllm_resumes_shares_and_recomputes_prompts_with_their_images() ->
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param("qwen2_5_vl", marks=pytest.mark.nightly), "qwen3_vl"]
+    ("engine_name", "kind"),
+    [
+        _case(engine, kind, nightly=kind == "qwen2_5_vl")
+        for engine in ("vllm", "sglang")
+        for kind in ("qwen2_5_vl", "qwen3_vl")
+    ],
 )
-async def test_vllm_sees_images_of_later_turns(kind: str) -> None:
-    model, rng = model_of(wide_config(kind), 0), random.Random(2)
-    prompt, given = random_prompt(rng, 1)
+async def test_an_engine_sees_images_of_later_turns(engine_name: str, kind: str) -> None:
+    model, rng = model_of(_CONFIGS[kind, 0.1], 0), random.Random(2)
+    prompt, given = random_prompt(rng, 1, patch=_PATCH)
     prompt += [5] * 48  # several blocks of the cache
-    async with serving(wide_config(kind)) as engine:
+    async with serving(engine_name, _CONFIGS[kind, 0.1]) as engine:
         await adopt(engine, 0, model)
         first = await engine.generate(request("first", prompt, given))
         said = [*prompt, *first.token_ids]
-        seen, inputs = random_prompt(rng, 2, num_tokens=len(said), num_earlier=1)
+        seen, inputs = random_prompt(rng, 2, num_tokens=len(said), num_earlier=1, patch=_PATCH)
         pixels = inputs.tensors["pixel_values"]
         other = ModelInputs.from_values({**inputs.tensors, "pixel_values": pixels.flip(0)})
         reused = []
@@ -210,10 +161,13 @@ async def test_vllm_sees_images_of_later_turns(kind: str) -> None:
     assert reused[1] >= reused[2]
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("mode", ["shadow", "inplace"])
-def test_vllm_learns_which_square_is_red(tmp_path: Path, mode: str) -> None:
-    settings = ("rollout.engine=vllm", f"weight_sync.mode={mode}")
+@pytest.mark.parametrize(
+    ("engine_name", "mode"),
+    # The example's patches are smaller than those that SGLang's Qwen2.5-VL takes.
+    [_case("vllm", mode, nightly=True) for mode in ("shadow", "inplace")],
+)
+def test_a_model_learns_which_square_is_red(tmp_path: Path, engine_name: str, mode: str) -> None:
+    settings = (f"rollout.engine={engine_name}", f"weight_sync.mode={mode}")
     finished = train(REPOSITORY / "examples" / "images.yaml", tmp_path, *settings, timeout=800)
     assert finished.code == 0, finished.out[-2000:] + finished.err[-4000:]
     assert finished.summary["heldout"]["greedy"] >= 0.9

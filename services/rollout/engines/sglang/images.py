@@ -1,0 +1,122 @@
+"""Images of requests to SGLang: the tensors that the trainer gets, at the places of the prompt's own tokens.
+
+SGLang's processors are not used: they would count placeholders and scale images by themselves.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import xxhash
+from sglang.srt.managers import tokenizer_manager
+from sglang.srt.managers.schedule_batch import (
+    Modality,
+    MultimodalDataItem,
+    MultimodalProcessorOutput,
+)
+from torch import Tensor, dtype
+
+from services.common.models.vision import rotary_positions
+
+_QWEN2_5_PATCH = 14
+
+
+class ImageInputs:
+    """Stands for SGLang's processor of images, which its tokenizer process calls with each request.
+
+    Args:
+        config: Configuration of the checkpoint.
+        dtype: Dtype of its vision tower.
+
+    Raises:
+        ValueError: If SGLang would take the patches of this tower for features.
+    """
+
+    prefer_tokenized_input = True
+
+    def __init__(self, config: Any, dtype: dtype) -> None:
+        vision = config.vision_config
+        if config.model_type == "qwen2_5_vl" and vision.patch_size != _QWEN2_5_PATCH:
+            raise ValueError(
+                f"rollout.engine is 'sglang', which takes patches of {_QWEN2_5_PATCH} pixels from "
+                f"qwen2_5_vl, but the model's vision_config.patch_size is {vision.patch_size}; use 'torch' "
+                "or 'vllm'"
+            )
+        self._tokens = config
+        self._merge = int(config.vision_config.spatial_merge_size)
+        self._dtype = dtype
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Makes an engine that starts meanwhile use this object."""
+        with (
+            patch.object(tokenizer_manager, "get_processor_wrapper", lambda: None),
+            patch.object(tokenizer_manager, "get_mm_processor", lambda *_, **__: self),
+        ):
+            yield
+
+    def clear_preprocess_cache(self) -> None:
+        """Does nothing: nothing is cached here."""
+
+    def shutdown(self) -> None:
+        """Does nothing: nothing runs here."""
+
+    async def process_mm_data_async(
+        self,
+        *,
+        image_data: Sequence[Any],
+        input_text: Sequence[int],
+        request_obj: Any,
+        **others: Any,
+    ) -> MultimodalProcessorOutput:
+        """Returns a request's images and positions as SGLang's schedulers want them.
+
+        Args:
+            image_data: One dictionary with ``inputs``, the request's :class:`ModelInputs`.
+            input_text: The token ids.
+            request_obj: The request.
+            others: Ignored.
+
+        Raises:
+            ValueError: If the prompt's placeholders are not where the images expect them, so that SGLang and
+                the trainer would see different prompts.
+        """
+        (inputs,) = image_data
+        tensors: dict[str, Tensor] = dict(inputs["inputs"].tensors)
+        grids, pixels = tensors["image_grid_thw"], tensors["pixel_values"]
+        parts = pixels.split(grids.prod(-1).tolist())
+        placeholder, items = int(self._tokens.image_token_id), list[MultimodalDataItem]()
+        for part, grid, (_, first) in zip(
+            parts, grids, tensors["image_places"].tolist(), strict=True
+        ):
+            length = math.prod(grid.tolist()) // self._merge**2
+            held = input_text[first : first + length]
+            if len(held) != length or set(held) != {placeholder}:
+                raise ValueError(
+                    f"image {len(items)} has {length} features, but the prompt has other tokens than "
+                    f"{placeholder} (image_token_id) from token {first} on"
+                )
+            item = MultimodalDataItem(
+                modality=Modality.IMAGE,
+                feature=part.to(self._dtype),
+                offsets=[(first, first + length - 1)],
+                model_specific_data={"image_grid_thw": grid[None]},
+            )
+            # SGLang keeps features under this key, also those of older weights.
+            digest = xxhash.xxh3_64(part.contiguous().numpy())
+            digest.update(f"{grid.tolist()} {request_obj.extra_key}".encode())
+            item.set_hash(digest.intdigest())
+            items.append(item)
+        positions = rotary_positions(len(input_text), tensors, merge=self._merge)
+        return MultimodalProcessorOutput(
+            input_ids=list(input_text),
+            mm_items=items,
+            im_token_id=placeholder,
+            im_start_id=self._tokens.vision_start_token_id,
+            im_end_id=self._tokens.vision_end_token_id,
+            video_token_id=self._tokens.video_token_id,
+            mrope_positions=positions,
+            mrope_position_delta=(positions.max() + 1 - len(input_text)).view(1, 1),
+        )

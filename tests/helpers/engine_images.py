@@ -1,0 +1,91 @@
+"""Engines that serve tiny models with images, and what the trainer computes for their responses."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from services.common.models.loading import build_model, stored_tensors
+from services.rollout.engines.base import Engine, GenerationRequest
+from services.rollout.engines.build import make_engine
+from services.rollout.engines.engine_config import EngineConfig, ImageLimits
+from services.trainer.batch.packing import pack
+from services.trainer.model.policy import Policy
+from services.wire.data.jagged import Jagged
+from services.wire.data.model_inputs import ModelInputs
+from tests.helpers.batches import prompt_spans
+from tests.helpers.engines import running
+
+_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "vllm": {"max_model_len": 256, "max_num_batched_tokens": 256, "kv_cache_memory_bytes": 64 << 20}
+}
+
+
+@asynccontextmanager
+async def serving(
+    engine_name: str, config: Any, dtype: torch.dtype = torch.float32, *, in_place: bool = False
+) -> AsyncIterator[Engine]:
+    """Yields an engine on a CPU for models that see images."""
+    order = EngineConfig(
+        config=config,
+        dtype=dtype,
+        device=torch.device("cpu"),
+        max_running=4,
+        arguments=_ARGUMENTS.get(engine_name, {}),
+        images=ImageLimits(max_images=4, max_tokens=128),
+        is_written_in_place=in_place,
+    )
+    engine = make_engine(engine_name, order)
+    async with asyncio.timeout(800), running(engine):
+        await engine.wait_ready()
+        yield engine
+
+
+def model_of(config: Any, seed: int, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Returns a model with weights of a seed; in float32, no tensor of it is constant."""
+    model = build_model(deepcopy(config), dtype=dtype, device="cpu", seed=seed)
+    if dtype != torch.float32:
+        return model
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(seed)
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model
+
+
+async def adopt(engine: Engine, version: int, model: PreTrainedModel) -> None:
+    """Sends a model's weights to an engine."""
+    tensors = {name: value.detach().clone() for name, value in stored_tensors(model).items()}
+    await engine.adopt_weights(version, tensors)
+
+
+def request(name: str, context: Sequence[int], given: ModelInputs, **changes: Any) -> Any:
+    """Returns a request with images."""
+    values = {"max_tokens": 12, "seed": 3, **changes}
+    return GenerationRequest(
+        request_id=name, context_ids=tuple(context), model_inputs=given, **values
+    )
+
+
+@torch.no_grad()
+def expected(
+    model: PreTrainedModel, prompt: Sequence[int], response: Sequence[int], given: ModelInputs
+) -> Tensor:
+    """Returns the trainer's logprobs."""
+    packed = pack(
+        Jagged.from_list([torch.tensor(prompt)]),
+        Jagged.from_list([torch.tensor(response)]),
+        device=torch.device("cpu"),
+        inputs=prompt_spans([prompt], [given]),
+    )
+    return Policy(model, temperature=1.0)(packed)[0]
+
+
+def far(got: Sequence[float], wanted: Tensor) -> float:
+    """Returns the mean difference of logprobs."""
+    return float((torch.tensor(got) - wanted).abs().mean())
