@@ -58,7 +58,8 @@ and `tiny:falcon_h1-0.5m` learn sort4 through all services on a CPU
 - **vLLM**: its CPU build computes gated delta nets in bfloat16 and with heads of 128 only. `qwen3_next`,
   `qwen3_5_text` and `qwen3_5_moe_text` are compared there after five versions. None of their experts is
   reported on a CPU. vLLM 0.26 has Qwen3.5's language models only beside a vision tower; Slipstream registers
-  them alone. On Hopper GPUs without `flashinfer`, set `rollout.engine_arguments.gdn_prefill_backend: triton`.
+  them alone, which has not been tried on a GPU ([one GPU](one-gpu.md#not-reached-or-not-measured)). On Hopper
+  GPUs without `flashinfer`, set `rollout.engine_arguments.gdn_prefill_backend: triton`.
   `falcon_h1` is compared like other families. vLLM does not store its `A_log` as such, so that weights go
   through vLLM's loader; `weight_sync.mode: inplace` and `trainer.lora.sync: adapter` are refused.
 - **Refused mixers**: `mamba_rms_norm` with `mamba_norm_before_gate`, and a `time_step_limit`, because
@@ -86,7 +87,9 @@ the torch engine (`tests/unit/rollout/test_images.py`, `tests/integration/test_t
   the tower, to a mean of 1e-5 in float32 and 5e-3 in bfloat16. So do those of resumed responses, of
   responses whose weights change midway, and of turns that follow further images
   (`tests/engines/test_engine_images.py`).
-  SGLang takes patches of 14 pixels only from `qwen2_5_vl`, which all released checkpoints have.
+  SGLang takes patches of 14 pixels only from `qwen2_5_vl`, which all released checkpoints have. On one H100 a
+  run with images trained with vLLM, and both families' logprobs equalled the trainer's there
+  (`tests/gpu/test_vision_gpu.py`); images with SGLang have not been tried on a GPU.
 - **Shared prefixes**: the trainer computes the common prefix of samples once, through observations with equal
   images. A prompt or an observation with images is shared as a whole or not at all. The vision tower computes
   each distinct image of a pack once, also for samples that share no tokens.
