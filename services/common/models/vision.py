@@ -55,6 +55,11 @@ def _wrapper(kind: str, text: Mapping[str, Any]) -> PretrainedConfig:
         tie_word_embeddings=bool(text.get("tie_word_embeddings")),
     )
     config.architectures = [_WRAPPERS[kind]]
+    tower: Any = config.vision_config
+    rotary = getattr(tower, "rope_parameters", None) or {}
+    if rotary.get("rope_type", "default") == "default" and hasattr(tower, "default_rope_type"):
+        # transformers has done so, unless SGLang is imported, which skips it.
+        rotary["rope_type"] = tower.default_rope_type
     return config
 
 

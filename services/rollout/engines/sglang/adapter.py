@@ -31,6 +31,18 @@ from services.rollout.engines.sglang.images import ImageInputs
 from services.wire.data.model_inputs import ModelInputs
 
 
+def use_own_event_loops() -> None:
+    """Restores asyncio's event loop policy, which importing SGLang replaces by uvloop's.
+
+    This process does not run a uvloop loop, so it could no longer start child processes, such as those of
+    rewards.
+    """
+    asyncio.set_event_loop_policy(None)
+
+
+use_own_event_loops()
+
+
 def kernels(order: EngineConfig) -> dict[str, str]:
     """Returns arguments that avoid SGLang kernels whose packages are missing or incomplete."""
     if order.device.type == "cpu":
@@ -164,10 +176,7 @@ class SglangBackend:
             arguments = {"model_path": folder} | self._arguments
             with nullcontext() if self._images is None else self._images.installed():
                 engine = await asyncio.to_thread(Engine, **arguments)
-        # Importing SGLang installs uvloop's event loop policy for the process. This process does
-        # not run a uvloop loop, so it could no longer start child processes, such as those of
-        # rewards.
-        asyncio.set_event_loop_policy(None)
+        use_own_event_loops()
         pids = engine.get_all_child_pids()
         try:
             engine.tokenizer_manager.auto_create_handle_loop()
