@@ -15,8 +15,10 @@ INSTALL := deploy/with_progress.sh "installing" $(BIN)/pip install --quiet --no-
 RUNS := $(VENV)/.runs-$(EXTRAS)
 READY := $(VENV)/.ready
 SPEC ?= examples/sort4.yaml
-# On two cores, a third process of pytest uses the time in which two wait for services and deadlines.
+# On two cores, further processes of pytest use the time in which two wait for services and deadlines. Tests with whole
+# runs wait more than unit tests.
 TEST_WORKERS ?= 3
+RUN_WORKERS ?= 4
 EVERY_COMMIT := not nightly and not gpu and not multi_gpu and not cluster and not nodes
 ALL_MARKS := -o addopts='--import-mode=importlib --strict-markers -ra -p no:schemathesis'
 PROTOS := $(shell find proto/slipstream -name '*.proto')
@@ -51,7 +53,7 @@ unit: $(READY) deploy-tools ## Run the unit tests
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m '$(EVERY_COMMIT)' tests/unit
 
 test: test-system check ## Run everything that a commit must pass: check, then contract, API, integration and fault tests
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m '$(EVERY_COMMIT)' --ignore tests/unit
+	$(BIN)/python -m pytest -n $(RUN_WORKERS) --dist worksteal -m '$(EVERY_COMMIT)' --ignore tests/unit
 
 test-system: # Installs a browser and a sandbox; tests that need a missing one are skipped
 	tests/system.sh --or-skip chromium bwrap=bubblewrap
