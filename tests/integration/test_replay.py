@@ -2,11 +2,12 @@
 
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from services.trainer.record import files
-from tests.helpers.cli import ranks_of, slipstream, started
+from tests.helpers.cli import Finished, ranks_of, slipstream, started
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -36,24 +37,32 @@ def test_a_run_that_was_killed_replays_bit_by_bit_and_parts_with_another_loss(pl
     assert starts[0] == 0
     assert len(starts) == 2
 
-    here = ("--state-directory", tmp_path / "runs")
-    replayed = slipstream("replay", "plumbing", "--json", *here)
+    def command(name: str, *options: object) -> Finished:
+        return slipstream(name, *map(str, options), "--state-directory", tmp_path / "runs")
+
+    # Most of their time is the start of the ranks.
+    with ThreadPoolExecutor() as threads:
+        same = threads.submit(command, "replay", "plumbing", "--json")
+        regenerated = ("--sample", 2, "--sample", 7)
+        again = threads.submit(command, "replay", "plumbing", "--json", *regenerated)
+        other = threads.submit(command, "replay", "plumbing", *OTHER_LOSS, "--to", 2)
+    replayed, sampled, changed = same.result(), again.result(), other.result()
     assert replayed.code == 0, replayed.out + replayed.err
     steps = [json.loads(line) for line in replayed.out.splitlines()]
     assert [step["step"] for step in steps] == [*range(9)]
     assert not any(step["tensors"] for step in steps)
     assert all(step["metrics"] == step["recorded"] for step in steps[1:])
 
-    sampled = slipstream("replay", "plumbing", "--json", *here, "--sample", 2, "--sample", 7)
     assert sampled.code == 0, sampled.out + sampled.err
     responses = [json.loads(line) for line in sampled.out.splitlines()]
     assert len(responses) == 2 * 16
     assert not any(response["difference"] for response in responses)
 
-    changed = slipstream("replay", "plumbing", *here, *OTHER_LOSS, "--to", 2)
     assert changed.code == 0, changed.out + changed.err
     assert re.search(r"parts at step 1$", changed.err.strip())
 
     files.rank_file(record, 4, 1).unlink()
-    assert slipstream("replay", "plumbing", *here).code == 2
-    assert slipstream("diff", "plumbing", "plumbing", *here).code == 2
+    with ThreadPoolExecutor() as threads:
+        refused = threads.submit(command, "replay", "plumbing")
+        incomparable = threads.submit(command, "diff", "plumbing", "plumbing")
+    assert (refused.result().code, incomparable.result().code) == (2, 2)
