@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,7 @@ class Installed:
 
 
 def list_pods(cluster: Cluster, selector: str = "") -> list[Any]:
-    """Pods of the release in both of its namespaces, besides deleted ones whose containers have ended.
+    """Pods of the release in both of its namespaces, besides deleted ones that have ended.
 
     A kubelet that misses the end of a container shows such a pod until it collects containers, once a minute.
     """
@@ -158,11 +159,11 @@ def list_pods(cluster: Cluster, selector: str = "") -> list[Any]:
 
 
 def has_ended(pod: Any) -> bool:
-    """Returns True for a deleted pod whose containers have all ended, or never started."""
+    """Returns True for a deleted pod whose containers have all ended, or whose grace period is over."""
+    if (deadline := pod.metadata.deletion_timestamp) is None:
+        return False
     containers = pod.status.container_statuses or []
-    return pod.metadata.deletion_timestamp is not None and all(
-        container.state.terminated for container in containers
-    )
+    return datetime.now(UTC) >= deadline or all(one.state.terminated for one in containers)
 
 
 def _is_over(run: dict[str, Any]) -> bool:
