@@ -108,7 +108,7 @@ class CommandGroup:
         return self._cause.done()
 
     def share_outage(self, cause: str) -> None:
-        """Tells rank 0 what this rank cannot reach; an empty text if it reaches all again."""
+        """Reports to rank 0 what this rank cannot reach; an empty text if it reaches all again."""
         with suppress(RuntimeError, ValueError):  # after a failure the store is gone
             _default_store().set(f"{_OUTAGE}{distributed.get_rank()}", cause)
 

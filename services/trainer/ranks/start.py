@@ -111,7 +111,7 @@ async def load(
 
 
 async def share_outages(command_group: CommandGroup, outage: Callable[[], str]) -> None:
-    """Tells rank 0 while this rank cannot reach the transferqueue, until it is cancelled.
+    """Reports to rank 0 while this rank cannot reach the transferqueue, until it is cancelled.
 
     Args:
         outage: Returns the cause; empty if the transferqueue can be reached.

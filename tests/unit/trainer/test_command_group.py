@@ -1,4 +1,4 @@
-"""What ranks tell each other besides commands."""
+"""Reports of other ranks to rank 0."""
 
 import pytest
 from torch import distributed
