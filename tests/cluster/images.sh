@@ -112,8 +112,13 @@ C
 make_pause
 make_base
 fetch_wheels
+builds=()
 for name in controller transferqueue trainer rollout trackers; do
-  build "$name" "$base"
+  build "$name" "$base" & # copying dependencies between stages reads all of them, on one core
+  builds+=($!)
+done
+for one in "${builds[@]}"; do
+  wait "$one"
 done
 for engine in "$@"; do
   make_engine_base "$engine"
