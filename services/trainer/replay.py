@@ -100,7 +100,7 @@ def replay(
     """
     spec, folder = parse_spec(plan["spec"]), Path(plan["folder"])
     source = RecordedBatches(is_experiment=bool(plan["changes"]))
-    loaded = build_rank(spec, settings, transfers=source, progress=lambda step, steps: None)
+    loaded = build_rank(spec, settings, transfers=source, progress=lambda activity: None)
     rank, num_ranks = loaded.rank, settings.world_size
     if files.rank_file(folder, loaded.step, settings.rank).exists():
         recorded = files.read_step(folder, loaded.step, num_ranks=num_ranks)

@@ -82,7 +82,7 @@ def built(
     )
     transfers: Any = Transfers(queue_for(spec), folder)
     build = build_reference if role == "ref_logp" else build_policy
-    return build(spec, settings, transfers=transfers, progress=lambda step, steps: None)
+    return build(spec, settings, transfers=transfers, progress=lambda activity: None)
 
 
 def work(leader: ScoringLeader, queue: Queue, spec: RunSpec, folder: Path, role: str) -> None:

@@ -39,7 +39,7 @@ def _make(rank: int, folder: str, preset: str) -> None:
             seed=0,
             device=_CPU,
             cache=Path(folder) / "cache",
-            progress=lambda done, total: None,
+            progress=lambda activity: None,
         )
     distributed.barrier()
     distributed.destroy_process_group()

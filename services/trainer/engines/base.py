@@ -268,8 +268,8 @@ class TrainEngine(Protocol):
         """Restores the state to the device. Safe to repeat."""
 
 
-Progress = Callable[[int, int], None]
-"""Called with the number of finished steps of a warm start and of all its steps."""
+Progress = Callable[[str], None]
+"""Called with what a process does while it loads its models."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +281,7 @@ class EngineArgs:
     device: torch.device
     roles: Sequence[ModelRole]
     """Models to load."""
-    progress: Progress = lambda step, steps: None
+    progress: Progress = lambda activity: None
 
 
 def build_engines(args: EngineArgs) -> dict[ModelRole, TrainEngine]:

@@ -36,13 +36,15 @@ from services.trainer.batch.packing import pack
 from services.trainer.model.policy import Policy
 from services.wire.data.jagged import Jagged
 
-Progress = Callable[[int, int], None]
-"""Called with the number of finished steps and of all steps."""
+Progress = Callable[[str], None]
+"""Called with what a process does while it loads its models."""
 
 _BETAS = (0.9, 0.95)
 _WARMUP_STEPS = 30
 _FINAL_FRACTION = 0.1
 _MAX_GRAD_NORM = 1.0
+_REPORT_EVERY = 20
+"""Steps between two reports of the warm start."""
 _EXAMPLES_PER_DRAW = 64
 """Steps whose examples one call of the user's function draws."""
 
@@ -138,7 +140,8 @@ def train(
         torch.nn.utils.clip_grad_norm_(policy.parameters(), _MAX_GRAD_NORM)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        progress(step, spec.steps)
+        if step % _REPORT_EVERY == 0:
+            progress(f"warm start: step {step} of {spec.steps}")
 
 
 def _schedule(step: int, steps: int) -> float:

@@ -23,7 +23,6 @@ from services.trainer.transfers import QueueTransfers
 from services.wire.controller import WorkerSession
 from services.wire.data.client import DataClient
 
-_PROGRESS_EVERY = 20
 _OUTAGE_EVERY_S = 1.0
 _Built_co = TypeVar("_Built_co", covariant=True)
 
@@ -58,7 +57,7 @@ class FollowerStart:
             self.spec,
             self.settings,
             transfers=self.transfers,
-            progress=lambda step, steps: None,
+            progress=lambda activity: None,
         )
 
 
@@ -81,10 +80,8 @@ async def load(
     """
     loop = asyncio.get_running_loop()
 
-    def progress(step: int, steps: int) -> None:
-        if step % _PROGRESS_EVERY == 0:
-            activity = f"warm start: step {step} of {steps}"
-            loop.call_soon_threadsafe(lambda: session.report(activity=activity))
+    def progress(activity: str) -> None:
+        loop.call_soon_threadsafe(lambda: session.report(activity=activity))
 
     session.report(state="loading", activity="loading the model")
     data = await stack.enter_async_context(

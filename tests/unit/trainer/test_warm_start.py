@@ -38,7 +38,7 @@ def made(tmp_path):
             seed=0,
             device=torch.device("cpu"),
             cache=tmp_path / "cache",
-            progress=lambda done, total: None,
+            progress=lambda activity: None,
         )
 
     return make

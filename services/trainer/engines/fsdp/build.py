@@ -178,6 +178,7 @@ class Loader:
         """
         module = self._loaded(make)
         if self._spec.trainer.compile:
+            self._source["progress"]("compiling layers for all sizes of a micro-batch")
             compile_ahead(module, self._spec.trainer, device=self._topology.device)
         return module
 
