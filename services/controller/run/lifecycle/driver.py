@@ -370,12 +370,16 @@ class RunDriver:
         return [worker.worker_id for worker in workers]
 
     async def _await_exit_report(self) -> None:
-        workers = self._services.membership.workers(self._run_id)
-        is_leaving = any(worker.state == "draining" for worker in workers)
-        limit_s = self._services.heartbeat_timeout_s if is_leaving else _EXIT_REPORT_S
+        """Waits for the report that names the lost worker; longer while a worker stores its work."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout(_EXIT_REPORT_S):
                 await self._lost.wait()
+        # A worker refuses calls a moment before its state says that it is leaving.
+        workers = self._services.membership.workers(self._run_id)
+        if any(worker.state == "draining" for worker in workers):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._services.heartbeat_timeout_s):
+                    await self._lost.wait()
 
     async def _watch_workers(self) -> None:
         """Raises if a worker exits or sends no heartbeats."""

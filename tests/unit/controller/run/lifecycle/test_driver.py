@@ -58,20 +58,25 @@ async def test_a_rollout_that_cannot_load_fails_a_run_at_its_first_start(
             assert not (await manager.get(run_id)).is_terminal
 
 
-@pytest.mark.parametrize(("state", "is_heard"), [("draining", True), ("loaded", False)])
+@pytest.mark.parametrize(
+    ("state", "later", "is_heard"),
+    [("draining", "draining", True), ("loaded", "draining", True), ("loaded", "loaded", False)],
+)
 async def test_the_end_of_a_rollout_that_stores_its_work_is_waited_for(
-    database, workers, state, is_heard
+    database, workers, monkeypatch, state, later, is_heard
 ):
+    monkeypatch.setattr("services.controller.run.lifecycle.driver._EXIT_REPORT_S", 0.1)
     workers.may_train.clear()
     async with open_manager(database, queue=workers.queue) as manager, asyncio.timeout(20):
         run_id = (await manager.create(Submission(spec=specification())))[0].run_id
         await workers.trains.wait()
-        manager.workers(run_id)[0].state = state
+        worker = manager.workers(run_id)[0]
+        worker.state = state
         workers.connects.clear()
         workers.lose()
-        asyncio.get_running_loop().call_later(
-            0.2, manager.drivers.worker_exited, ended(run_id, "rollout-0")
-        )
+        loop = asyncio.get_running_loop()
+        loop.call_later(0.02, setattr, worker, "state", later)
+        loop.call_later(0.3, manager.drivers.worker_exited, ended(run_id, "rollout-0"))
         await workers.connects.wait()
         (lost,) = await manager.feed.page(
             run_id, after_seq=0, only=EventFilter(types=("WorkerLost",))
