@@ -13,6 +13,7 @@ A kernel adds in an order that it chooses by the shape, so a token may have othe
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -79,29 +80,31 @@ def token_multiple(model: PreTrainedModel) -> int:
 class _InvariantLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         products: Tensor = (
-            _Products.apply(input, self.weight)  # type: ignore[no-untyped-call]
+            Products.apply(invariant_products, input, self.weight)  # type: ignore[no-untyped-call]
             if torch.is_grad_enabled()
             else invariant_products(input, self.weight)
         )
         return products if self.bias is None else products + self.bias
 
 
-class _Products(torch.autograd.Function):
-    """Invariant products with ordinary gradients."""
+class Products(torch.autograd.Function):
+    """Products that a given function computes, with ordinary gradients."""
 
     @staticmethod
-    def forward(ctx: Any, states: Tensor, weight: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, compute: Callable[[Tensor, Tensor], Tensor], states: Tensor, weight: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(states, weight)
-        return invariant_products(states, weight)
+        return compute(states, weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
         states, weight = ctx.saved_tensors
-        of_states = grad @ weight if ctx.needs_input_grad[0] else None
+        of_states = grad @ weight if ctx.needs_input_grad[1] else None
         of_weight = None
-        if ctx.needs_input_grad[1]:
+        if ctx.needs_input_grad[2]:
             of_weight = grad.flatten(0, -2).T @ states.flatten(0, -2)
-        return of_states, of_weight
+        return None, of_states, of_weight
 
 
 def invariant_products(

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from services.common.models.families import rope_types, windows_of
+from services.common.models.invariant import Products
 
 _VERSION: Final = "0.26"
 """Version of vLLM whose operators these are; later ones choose the tiles of a product by its shape."""
@@ -305,25 +306,9 @@ def computed(compute: Callable[..., Any], formula: Callable[..., Any], *inputs: 
     return _Computed.apply(compute, formula, *inputs)  # type: ignore[no-untyped-call]
 
 
-class _Products(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, states: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(states, weight)
-        return products(states, weight)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        states, weight = ctx.saved_tensors
-        of_states = grad @ weight if ctx.needs_input_grad[0] else None
-        of_weight = None
-        if ctx.needs_input_grad[1]:
-            of_weight = grad.flatten(0, -2).T @ states.flatten(0, -2)
-        return of_states, of_weight
-
-
 class _Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
-        found: Tensor = _Products.apply(input, self.weight)  # type: ignore[no-untyped-call]
+        found: Tensor = Products.apply(products, input, self.weight)  # type: ignore[no-untyped-call]
         # vLLM rounds the products before it adds the bias.
         return found if self.bias is None else found + self.bias
 
