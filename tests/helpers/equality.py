@@ -98,3 +98,14 @@ def decoded(
 def logprobs(given: list[GenerationRequest], results: dict[str, GenerationResult]) -> Tensor:
     """Returns the logprobs of all response tokens."""
     return torch.tensor([value for each in given for value in results[each.request_id].logprobs])
+
+
+def trained(
+    subject: Subject, packed: PackedTokens, engine: InvariantEngine | None
+) -> tuple[tuple[Tensor, Tensor], dict[str, Tensor | None]]:
+    """Returns logprobs and entropy of a policy, and its gradients of a loss of both."""
+    policy = subject.policy(engine)
+    found, entropy = policy(packed)
+    (found.square().mean() + 0.1 * entropy.mean()).backward()
+    gradients = {name: value.grad for name, value in policy.named_parameters()}
+    return (found.detach(), entropy.detach()), gradients

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from services.common.runspec.run import RunSpec
-from tests.helpers.equality import Subject, decoded, groups, logprobs
+from tests.helpers.equality import Subject, decoded, groups, logprobs, trained
 from tests.helpers.specs import spec_with
 
 _SHAPE: dict[str, Any] = {
@@ -60,14 +60,9 @@ def test_gradients_are_those_of_the_ordinary_operators(family: str) -> None:
     subject = subject_of(family)
     given = groups(8, tokens=20, vocabulary=301, context=30)
     packed = subject.packed(given, decoded(subject.batch(), given, running=8), shares_prefixes=True)
-    scores = []
-    gradients = []
-    for engine in ("torch", None):
-        policy = subject.policy(engine)
-        found, entropy = policy(packed)
-        (found.square().mean() + 0.1 * entropy.mean()).backward()
-        scores.append((found.detach(), entropy.detach()))
-        gradients.append({name: value.grad for name, value in policy.named_parameters()})
+    scores, gradients = zip(
+        *(trained(subject, packed, engine) for engine in ("torch", None)), strict=True
+    )
     torch.testing.assert_close(*scores, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-5)
 

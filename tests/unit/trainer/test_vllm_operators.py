@@ -14,7 +14,7 @@ from services.common.models import vllm_operators
 from services.common.models.vllm_operators import missing_operators
 from services.common.runspec.run import RunSpec
 from services.trainer.model.policy import Policy, computes_as
-from tests.helpers.equality import Subject, decoded, groups
+from tests.helpers.equality import Subject, decoded, groups, trained
 from tests.helpers.specs import spec_with
 
 _SHAPE: dict[str, Any] = {
@@ -128,13 +128,9 @@ def test_scores_and_gradients_are_those_of_the_ordinary_operators(
     packed = subject.packed(
         given, decoded(subject.batch(), given, running=8), shares_prefixes=shares_prefixes
     )
-    scores, gradients = [], []
-    for engine in ("vllm", None):
-        policy = subject.policy(engine)
-        found, entropy = policy(packed)
-        (found.square().mean() + 0.1 * entropy.mean()).backward()
-        scores.append((found.detach(), entropy.detach()))
-        gradients.append({name: value.grad for name, value in policy.named_parameters()})
+    scores, gradients = zip(
+        *(trained(subject, packed, engine) for engine in ("vllm", None)), strict=True
+    )
     torch.testing.assert_close(*scores, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-4)
 
