@@ -111,7 +111,11 @@ from services.controller.rules.evaluation import (
 from services.controller.rules.ledger import RUNNING, Group, Ledger
 from services.controller.rules.mismatch import mismatch, without_quantization
 from services.controller.run.connections import RunConnections
-from services.controller.run.dispatch.scheduler import GenerationScheduler
+from services.controller.run.dispatch.scheduler import (
+    CUT_OFF_EVERY_S,
+    GenerationScheduler,
+    cut_off_notes,
+)
 from services.controller.run.evaluate.evaluator import Evaluator
 from services.controller.run.observe.progress import Progress
 from services.controller.run.observe.waits import StallReporter, Waits
@@ -132,7 +136,6 @@ logger = logging.getLogger(__name__)
 # Max steps by which the trainer may be ahead of the served weights: the largest allowed staleness
 # bound.
 _MAX_UNSERVED = 64
-_CUT_OFF_EVERY_S = 1.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -257,15 +260,12 @@ class TrainingPipeline:
         known: set[str] = set()
         while True:
             now = {w.worker_id: w.activity for w in self.connections.others if w.is_cut_off}
-            for name in sorted(now.keys() - known):
-                note = Note("WorkerCutOff", f"{name}: {now[name]}", {"workers": [name]})
-                await self.journal.record_event(note, self.ledger)
-            for name in sorted(known - now.keys()):
-                message = f"{name} reaches the transferqueue again"
-                note = Note("WorkerReconnected", message, {"workers": [name]})
+            lost = {name: now[name] for name in sorted(now.keys() - known)}
+            back = sorted(known - now.keys())
+            for note in cut_off_notes("WorkerCutOff", lost, "WorkerReconnected", back):
                 await self.journal.record_event(note, self.ledger)
             known = {*now}
-            await asyncio.sleep(_CUT_OFF_EVERY_S)
+            await asyncio.sleep(CUT_OFF_EVERY_S)
 
     async def _raise_fault(self) -> None:
         """Raises the error that a failure report caused."""

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from services.common.task_group import TaskGroup
 from services.common.telemetry import tracing
@@ -36,10 +36,30 @@ _PARKED = frozenset({"interrupted", "stalled"})
 # Reason for which dynamic sampling replaces a group.
 _REFILLED = "equal_rewards"
 _UNREACHABLE = "the transferqueue is unreachable"
-# Max. seconds until groups of a rollout that cannot reach the transferqueue are given to other ones.
-_CUT_OFF_EVERY_S = 1.0
+CUT_OFF_EVERY_S = 1.0
+"""Max. seconds until a worker that cannot reach the transferqueue is reported, and its groups move."""
 # Collects groups that end within this time into one dispatch: each dispatch waits for the disk.
 _DISPATCH_PAUSE_S = 0.01
+
+
+def cut_off_notes(
+    cut: str, lost: Mapping[str, str], reconnected: str, back: Iterable[str]
+) -> list[Note]:
+    """Returns the events of workers that cannot reach the transferqueue any more, or can again.
+
+    Args:
+        cut: Type of the first ones.
+        lost: Causes by worker; an empty one is not known.
+        reconnected: Type of the others.
+        back: Workers that can.
+    """
+    return [
+        *(Note(cut, f"{n}: {why or _UNREACHABLE}", {"workers": [n]}) for n, why in lost.items()),
+        *(
+            Note(reconnected, f"{name} reaches the transferqueue again", {"workers": [name]})
+            for name in back
+        ),
+    ]
 
 
 class GroupFailures:
@@ -225,22 +245,12 @@ class GenerationScheduler:
         """Uses other rollouts while some cannot reach the transferqueue, until it is cancelled."""
         while True:
             await self.update_cut_off()
-            await asyncio.sleep(_CUT_OFF_EVERY_S)
+            await asyncio.sleep(CUT_OFF_EVERY_S)
 
     async def update_cut_off(self) -> None:
         """Reclaims groups of rollouts that cannot reach the transferqueue, and uses those that can again."""
         lost, back = self._rollout_pool.update_cut_off()
-        notes = [
-            Note("RolloutCutOff", f"{name}: {why or _UNREACHABLE}", {"workers": [name]})
-            for name, why in lost.items()
-        ]
-        notes += [
-            Note(
-                "RolloutReconnected", f"{name} reaches the transferqueue again", {"workers": [name]}
-            )
-            for name in back
-        ]
-        for note in notes:
+        for note in cut_off_notes("RolloutCutOff", lost, "RolloutReconnected", back):
             await self._journal.record_event(note, self._ledger)
         reclaimed = await self._dispatcher.reclaim_cut_off()
         if reclaimed:

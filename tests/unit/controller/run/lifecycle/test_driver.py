@@ -147,7 +147,7 @@ async def test_a_restart_of_the_rollouts_that_a_dead_controller_ordered_is_finis
 async def test_a_scoring_worker_that_cannot_reach_the_transferqueue_is_reported(
     database, workers, monkeypatch
 ):
-    monkeypatch.setattr("services.controller.run.pipeline._CUT_OFF_EVERY_S", 0.01)
+    monkeypatch.setattr("services.controller.run.pipeline.CUT_OFF_EVERY_S", 0.01)
     scorer = SimpleNamespace(worker_id="ref_logp-0", is_cut_off=True, activity="tq:1 is away")
     workers.others = [scorer]
     workers.may_train.clear()
