@@ -37,8 +37,14 @@ def serve(max_memory_bytes: int, max_processes: int) -> None:
         command_bytes, stdin_bytes, milliseconds, output_bytes = map(int, line.split())
         command, given = requests.read(command_bytes), requests.read(stdin_bytes)
         output = _Output(output_bytes)
+        # Processes of the last command may still start others, and leave none for this one.
+        _kill_if_exceeded(max_memory_bytes, max_processes)
         try:
-            process = _start(command, given, output)
+            try:
+                process = _start(command, given, output)
+            except BlockingIOError:
+                _kill_if_exceeded(max_memory_bytes, max_processes)
+                process = _start(command, given, output)
         except (OSError, ValueError) as error:  # a zero byte, too long, or no process is left
             output.close_writer()
             output.read_rest()
@@ -147,8 +153,14 @@ def _wait(
 def _wait_for_request(max_memory_bytes: int, max_processes: int) -> None:
     """Waits for the next request, and holds processes that run meanwhile to their limits."""
     while not select.select([sys.stdin.fileno()], [], [], _CHECK_S if _others() else None)[0]:
-        if _exceeded(max_memory_bytes, max_processes):
-            os.kill(-1, _SIGKILL)
+        _kill_if_exceeded(max_memory_bytes, max_processes)
+
+
+def _kill_if_exceeded(max_memory_bytes: int, max_processes: int) -> None:
+    """Kills all processes that commands have left if together they exceed a limit."""
+    if _exceeded(max_memory_bytes, max_processes):
+        os.kill(-1, _SIGKILL)
+        _wait_for_others()
 
 
 def _others() -> list[str]:

@@ -103,6 +103,8 @@ for _ in range(3000):
 async def test_the_kernel_bounds_processes_until_the_limit_stops_them() -> None:
     async with sandbox() as box:
         await box.run(f"{sys.executable} -S -c {shlex.quote(FORKS)}")
+        # They hold all processes that the kernel allows, but none of the next command's.
+        assert (await box.run("echo on | cat")).text == "on\n"
         assert 8 <= len(await box.read("forks")) <= 8 + 256
         # Its processes end if they cannot start others, maybe before anything stops them.
         assert (await box.run("f(){ f|f& };f; sleep 60", timeout_s=2)).exit_status in (2, 137)
