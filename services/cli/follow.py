@@ -1,22 +1,27 @@
-"""Follows a run to its end: displays progress, then writes the report files."""
+"""Follows a run to its end: displays progress, then writes summary.json, metrics.jsonl and curves.png."""
 
 import asyncio
+import json
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from services.cli.api import Api, ApiError
-from services.cli.display import Display, heldout_line, make_display
+from services.cli.display import Display, duration, heldout_line, make_display, set_line
 from services.cli.output import TELL_EVERY_S
-from services.cli.report import METRICS, StepLog, summary_lines, write_report
 from services.common.task_group import TaskGroup
 from services.controller.api.operations import GetTopology
 
+_STYLES = ("-", "--", ":", "-.")
+METRICS = "metrics.jsonl"
 _TOLD = (
     "StateChanged",
     "Waiting",
@@ -34,6 +39,185 @@ _TOLD = (
     "QuantizationEnded",
     "Advice",
 )
+
+
+@dataclass(slots=True)
+class StepLog:
+    """Collects the events of a run; a step's record is complete when its weights are published.
+
+    ``metrics.jsonl`` has one line per step. Step 0 is the initial model.
+    """
+
+    records: list[dict[str, Any]] = field(default_factory=list)
+    """Complete records, in order."""
+    heldout: list[dict[str, Any]] = field(default_factory=list)
+    """Evaluations: ``version``, ``greedy``, ``sampled``, and ``sets`` with the scores of each."""
+    _open: dict[str, Any] | None = None
+    _num_written: int = 0
+
+    def process(self, kind: str, event: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """Processes an event; yields the records that it completes."""
+        data = event.get("data", {})
+        if kind == "StepCommitted":
+            yield from self._close()
+            # After the loss of a trainer, the run resumes from its checkpoint and trains later
+            # steps again.
+            kept = [record for record in self.records if record["step"] < data["step"]]
+            if len(kept) < len(self.records):
+                self.records, self._num_written = kept, 0
+            self._open = {"time": event["time"], **data}
+        elif kind == "WeightsPublished" and self._open is not None:
+            self._open.update(
+                {name: value for name, value in data.items() if name.endswith("_ms")},
+                weight_version=data["version"],
+            )
+            yield from self._close()
+        elif kind == "Validated" and data["num_samples"]:
+            scores = {name: data[name] for name in ("version", "greedy", "sampled")}
+            self.heldout.append({**scores, "sets": data.get("by_set", {})})
+        elif kind == "end":
+            yield from self._close()
+
+    def append(self, path: Path) -> None:
+        """Appends new records to the file; rewrites it if steps were trained again."""
+        new = self.records[self._num_written :]
+        if not new:
+            return
+        with path.open("a" if self._num_written else "w", encoding="utf-8") as file:
+            file.writelines(json.dumps(record) + "\n" for record in new)
+        self._num_written = len(self.records)
+
+    def write(self, path: Path) -> None:
+        """Writes all records as JSON lines, with held-out scores in the record of their step."""
+        scores = {score["version"]: score for score in self.heldout}
+        with path.open("w", encoding="utf-8") as file:
+            for record in self.records:
+                score = scores.get(record["step"])
+                if score is not None:
+                    record = {
+                        **record,
+                        "heldout_greedy": score["greedy"],
+                        "heldout_sampled": score["sampled"],
+                        "heldout_sets": score["sets"],
+                    }
+                file.write(json.dumps(record) + "\n")
+
+    def _close(self) -> Iterator[dict[str, Any]]:
+        if self._open is not None:
+            self.records.append(self._open)
+            yield self._open
+            self._open = None
+
+
+mpl.use("Agg")
+
+
+def draw(path: Path, run: Mapping[str, Any], log: StepLog) -> None:
+    """Draws the curves of a run into a PNG file."""
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    (reward, accuracy), (staleness, sync) = figure.subplots(2, 2)
+    steps = [record["step"] for record in log.records]
+    versions = [score["version"] for score in log.heldout]
+
+    _line(reward, steps, [record.get("reward_mean") for record in log.records], "reward")
+    _decorate(reward, "Training reward", "mean reward of the batch")
+
+    for kind in ("greedy", "sampled"):
+        _line(accuracy, versions, [score[kind] for score in log.heldout], kind, marker="o")
+    sets = dict.fromkeys(name for score in log.heldout for name in score["sets"])
+    for name in sets if len(sets) > 1 else ():
+        of_set = [score["sets"].get(name, {}).get("greedy") for score in log.heldout]
+        _line(accuracy, versions, of_set, f"{name}, greedy", marker=".")
+    _decorate(accuracy, "Held-out accuracy", "mean reward")
+
+    for kind in ("mean", "max"):
+        _line(staleness, steps, [record.get(f"staleness_{kind}") for record in log.records], kind)
+    bound = run["summary"]["staleness"]["bound"]
+    staleness.axhline(bound, linestyle="--", color="grey", label=f"bound {bound}")
+    _decorate(staleness, "Staleness of trained samples", "weight versions")
+
+    _line(sync, steps, [record.get("sync_ms") for record in log.records], "total")
+    _decorate(sync, "Weight sync", "milliseconds")
+
+    figure.suptitle(f"{run['name']}  ({run['id']})")
+    figure.savefig(path, dpi=110)
+
+
+def _line(
+    axes: Any, x: Sequence[float], y: Sequence[float | None], label: str, *, marker: str = ""
+) -> None:
+    known = [(step, value) for step, value in zip(x, y, strict=True) if value is not None]
+    # Different line styles keep overlapping lines visible.
+    style = _STYLES[len(axes.lines) % len(_STYLES)]
+    axes.plot(*zip(*known, strict=True) if known else ((), ()), style, label=label, marker=marker)
+
+
+def _decorate(axes: Any, title: str, unit: str) -> None:
+    axes.set_title(title)
+    axes.set_xlabel("step")
+    axes.set_ylabel(unit)
+    if axes.dataLim.ymin >= 0:  # rewards may be negative
+        axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend()
+
+
+def write_report(
+    folder: Path, run: Mapping[str, Any], log: StepLog, *, wall_seconds: float
+) -> Path:
+    """Writes all report files; returns the path of ``summary.json``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    log.write(folder / METRICS)
+    if log.records:
+        # This imports matplotlib, which takes time and is needed only to draw.
+
+        draw(folder / "curves.png", run, log)
+    summary = {
+        "run_id": run["id"],
+        "name": run["name"],
+        "state": run["state"],
+        "state_reason": run["state_reason"],
+        "message": run["message"],
+        "wall_seconds": round(wall_seconds, 2),
+        **run["summary"],
+    }
+    path = folder / "summary.json"
+    path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    return path
+
+
+def summary_lines(
+    run: Mapping[str, Any], folder: Path, log: StepLog, *, wall_seconds: float
+) -> list[str]:
+    summary = run["summary"]
+    lines = [f"{run['name']} {run['state']} after {duration(wall_seconds)} ({run['state_reason']})"]
+    if run["message"]:
+        lines.append(run["message"])
+    if not summary:
+        return lines
+    if learning := summary.get("nothing_learned"):
+        lines.append(learning["message"])
+    heldout, staleness = summary["heldout"], summary["staleness"]
+    prompts, sync = summary["prompts"], summary["sync_ms"]
+    lines += [
+        f"  steps       {summary['steps']}, weight version {summary['weight_version']}",
+        *([f"  learning    {drop['message']}"] if (drop := summary.get("reward_drop")) else []),
+        f"  held-out    greedy {_number(heldout['greedy'])}, sampled {_number(heldout['sampled'])}",
+        *(f"    {name}: {set_line(scores)}" for name, scores in heldout.get("sets", {}).items()),
+        f"  staleness   mean {staleness['mean']:.2f}, max {staleness['max']}, bound {staleness['bound']}",
+        f"  weight sync p50 {_number(sync['p50'], 1)} ms, p95 {_number(sync['p95'], 1)} ms",
+        "  prompts     "
+        + ", ".join(
+            f"{prompts[name]} {name}" for name in ("issued", "consumed", "dropped", "quarantined")
+        )
+        + f", {prompts['outstanding']} outstanding",
+        f"  files       {folder}/summary.json, metrics.jsonl, curves.png",
+    ]
+    return lines
+
+
+def _number(value: float | None, digits: int = 3) -> str:
+    return "not measured" if value is None else f"{value:.{digits}f}"
 
 
 async def follow(

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from services.cli.display import make_display, row_of
-from services.cli.report import StepLog, summary_lines, write_report
+from services.cli.follow import StepLog, summary_lines, write_report
 
 RUN = {
     "id": "run_1",
