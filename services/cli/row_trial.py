@@ -18,8 +18,7 @@ from services.rollout.data.prompts import Curriculum, Prompt, PromptStore
 from services.rollout.data.sources import PromptSource
 from services.rollout.failures import CallError, GroupError
 from services.rollout.rewards.base import RewardInput
-from services.rollout.rewards.comparison import Comparison
-from services.rollout.rewards.scorer import Scorer
+from services.rollout.rewards.scorer import Comparison, Scorer
 from services.wire.workers import PromptHistory
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.rewards.code_tests import code_tests
+from services.rollout.rewards.answers import code_tests
 from services.rollout.sandbox import bubblewrap, landlock, seccomp
 from services.rollout.sandbox.programs import Limits, run_python
 

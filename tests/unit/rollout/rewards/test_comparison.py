@@ -10,8 +10,7 @@ from services.common.runspec.rollout import RewardSpec
 from services.rollout.calls.pool import CallPool
 from services.rollout.failures import CallError
 from services.rollout.rewards.base import RewardInput
-from services.rollout.rewards.comparison import Comparison
-from services.rollout.rewards.scorer import Scorer
+from services.rollout.rewards.scorer import Comparison, Scorer
 from tests.unit.rollout.sampling.test_sampler import assignment, sampling
 
 REWARDS = """

@@ -9,9 +9,8 @@ from services.common.runspec.rollout import RewardSpec
 from services.rollout.calls.pool import CallPool
 from services.rollout.failures import CallError
 from services.rollout.rewards.base import RewardInput, Score
-from services.rollout.rewards.numbers import MAX_TERMS
 from services.rollout.rewards.scorer import Scorer
-from services.rollout.rewards.terms import weighted_score
+from services.rollout.rewards.terms import MAX_TERMS, weighted_score
 
 JUDGED = RewardSpec.model_validate(
     {
