@@ -117,9 +117,9 @@ async def check_logprobs(*, is_eager: bool) -> None:
 
 
 def test_proposals_on_the_gpu_are_those_of_the_torch_engine() -> None:
-    from services.rollout.engines.vllm import ngram
+    from services.rollout.engines.vllm import versions
 
-    if not ngram.IS_ADDED:
+    if not versions.ADDS_NGRAMS:
         pytest.skip("this vLLM proposes by itself")
     from services.rollout.engines.vllm.ngram_worker import NgramProposer  # needs Triton
 

@@ -50,9 +50,8 @@ from services.rollout.engines.request_segments import (
     convert_experts,
     segment_seed,
 )
-from services.rollout.engines.vllm import model_registry as _models  # noqa: F401 -- registers models
 from services.rollout.engines.vllm.images import MAX_IMAGE_TOKENS, ImageInputs
-from services.rollout.engines.vllm.ngram import prepare_speculation
+from services.rollout.engines.vllm.versions import prepare_speculation
 from services.wire.data.model_inputs import ModelInputs
 
 _SCHEDULERS = "services.rollout.engines.vllm.scheduler"

@@ -24,7 +24,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from services.rollout.engines.speculation import SpeculationSwitch
 from services.rollout.engines.vllm import images as _images  # noqa: F401 -- replaces a function of vLLM
-from services.rollout.engines.vllm import ngram as _ngram  # noqa: F401 -- replaces a function of vLLM
+from services.rollout.engines.vllm import versions as _versions  # noqa: F401 -- replaces a function of vLLM
 
 _NOTHING = np.zeros(0, dtype=np.int32)
 

@@ -29,11 +29,10 @@ from services.rollout.engines.layout import Shape, UnknownLayoutError, copy_weig
 from services.rollout.engines.shared_tensors import open_shared
 from services.rollout.engines.vllm import images as _images  # noqa: F401 -- replaces a function of vLLM
 from services.rollout.engines.vllm import invariant as _invariant  # noqa: F401 -- replaces functions of vLLM
-from services.rollout.engines.vllm import model_registry as _models  # noqa: F401 -- registers models
-from services.rollout.engines.vllm import ngram
+from services.rollout.engines.vllm import versions
 from services.rollout.engines.vllm.quantized import QuantizedUpdate, QuantizedWriter, quantizes
 
-if ngram.IS_ADDED:
+if versions.ADDS_NGRAMS:
     from services.rollout.engines.vllm import ngram_worker as _ngram_worker  # noqa: F401 -- replaces classes of vLLM
 
 _COPIED = ("w13_weight", "w2_weight", "w13_bias", "w2_bias", "sinks")

@@ -1,33 +1,37 @@
-"""Lets vLLM propose n-grams in its second model runner, where decoding steps are scheduled ahead.
+"""Adds to a version of vLLM what later ones can do. All processes of an engine import it.
 
-Versions before 0.32 decode with n-grams in their first runner only: they schedule no step while another runs,
-and launch most kernels of a step one by one. Importing this module makes such a version accept n-grams in the
-second one, where :mod:`services.rollout.engines.vllm.ngram_worker` proposes them. All processes of an engine
-import it.
+Models: those that the version has but does not serve are registered.
+
+N-grams: versions before 0.32 decode with n-grams in their first model runner only. They schedule no step
+while another runs, and launch most kernels of a step one by one. Importing this module makes such a version
+accept n-grams in the second one, where :mod:`services.rollout.engines.vllm.ngram_worker` proposes them.
 """
 
 import inspect
 from typing import Any, Literal
 
+from vllm import ModelRegistry
 from vllm.config import VllmConfig
 from vllm.config import vllm as config_module
+from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 from vllm.triton_utils import HAS_TRITON
 from vllm.v1.worker.gpu.spec_decode import init_speculator
 
 _unsupported: Any = getattr(VllmConfig, "_get_v2_model_runner_unsupported_features", None)
-IS_ADDED = (
+ADDS_NGRAMS = (
     HAS_TRITON
     and _unsupported is not None
     and "req_states" not in inspect.signature(init_speculator).parameters
 )
 """True if vLLM has a second runner that does not propose n-grams by itself."""
+_CLASSES = "services.rollout.engines.vllm.language_models"
 
 
 def _unsupported_besides(config: VllmConfig) -> list[str]:
     return [each for each in _unsupported(config) if not each.startswith("ngram")]
 
 
-if IS_ADDED:
+if ADDS_NGRAMS:
     VllmConfig._get_v2_model_runner_unsupported_features = _unsupported_besides  # noqa: SLF001 -- no setting
     # The methods whose steps are scheduled ahead.
     config_module.NgramGPUTypes = Literal["ngram", "ngram_gpu"]
@@ -49,3 +53,12 @@ def prepare_speculation(config: VllmConfig) -> None:
         (1, most, speculation.num_speculative_tokens),
         (most + 1, most + 1, 0),
     ]
+
+
+for _kind in ("", "Moe"):
+    _name, _wrapper = f"Qwen3_5{_kind}ForCausalLM", f"Qwen3_5{_kind}ForConditionalGeneration"
+    _served = ModelRegistry.get_supported_archs()
+    # Versions that know neither refuse the model by themselves.
+    if _name not in _served and _wrapper in _served:
+        ModelRegistry.register_model(_name, f"{_CLASSES}:Qwen35{_kind}ForCausalLM")
+        MODELS_CONFIG_MAP[_name] = MODELS_CONFIG_MAP[_wrapper]
