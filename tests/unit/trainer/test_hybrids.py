@@ -17,7 +17,7 @@ from services.common.models.loading import build_model, load_folder, stored_tens
 from services.common.models.weight_files import stored_names
 from services.common.runspec.run import ModelSpec
 from services.common.runspec.trainer import LoraSpec
-from services.trainer.batch import delta, recurrence
+from services.trainer.batch import recurrence
 from services.trainer.batch.packing import pack
 from services.trainer.engines.fsdp.build import fill
 from services.trainer.engines.fsdp.lora import add_adapters
@@ -80,7 +80,7 @@ def test_kernels_for_whole_packs_get_sequences_that_are_kept_apart(
     monkeypatch: pytest.MonkeyPatch, family: str, num_packs: int
 ) -> None:
     monkeypatch.setattr(recurrence, "computes_packs", lambda _: True)
-    monkeypatch.setattr(delta, "delta_rule", lambda: _rule_of_sequences)
+    monkeypatch.setattr(recurrence, "delta_rule", lambda: _rule_of_sequences)
     test_packed_logprobs_and_gradients_are_those_of_single_sequences(family, num_packs)
 
 

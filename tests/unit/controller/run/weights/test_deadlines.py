@@ -8,7 +8,7 @@ from services.common.errors import DeadlineExceededError, UnavailableError
 from services.common.runspec.run import WeightSyncSpec
 from services.controller.run.weights import session
 from services.weightsync.canary import Canary
-from services.weightsync.metrics import TransferReport
+from services.weightsync.member import TransferReport
 from tests.unit.controller.run.weights.test_members import Member, Members, worker
 
 

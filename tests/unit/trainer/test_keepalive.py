@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from services.common.keepalive import SILENCE_S, watch_connections
+from services.trainer.ranks.command_group import SILENCE_S, watch_connections
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
