@@ -15,7 +15,7 @@ _MODULES = {
     "transferqueue": ("services.transferqueue.metrics",),
     "rollout": ("services.rollout.metrics",),
     "trainer": ("services.trainer.metrics",),
-    "trainer and rollout": ("services.weightsync.metrics",),
+    "trainer and rollout": ("services.weightsync.member",),
 }
 _PREFIX = "slipstream_"
 

@@ -12,29 +12,93 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from prometheus_client import Counter, Gauge, Histogram
 
 from services.common.callables import load_callable
 from services.common.errors import (
     DataLossError,
+    DeadlineExceededError,
     FailedPreconditionError,
     UnavailableError,
 )
 from services.common.runspec.weight_modes import weight_mode
-from services.common.telemetry.metrics import Phases
-from services.weightsync import metrics
+from services.common.telemetry.metrics import SYNC, Phases
 from services.weightsync.canary import Canary, difference
 from services.weightsync.endpoints import OwnThread, WeightSink, WeightSource, on_device
 from services.weightsync.group import Epochs, KeyValueStore, RankAssignment, WeightGroup
-from services.weightsync.metrics import TransferReport, explained
 from services.weightsync.modes.base import PeerSender, Receiver, Sender
 from services.weightsync.plan import TensorSpec, fsdp_shards, make_plan, version_digest
 from services.weightsync.shared_buffers import gpu_of
-from services.weightsync.transfer import TransferOrder, Transferred
+from services.weightsync.transfer import TransferError, TransferOrder, Transferred
+
+# In the message of a collective of Gloo that missed its deadline.
+_GLOO_LATE = "Timed out waiting"
+
+MEMBER_SECONDS = Histogram(
+    "slipstream_weight_sync_member_duration_seconds",
+    "Time of a weight sync in one member, by phase.",
+    ["phase"],
+    buckets=SYNC,
+)
+MEMBER_BYTES = Counter(
+    "slipstream_weight_sync_member_bytes_total", "Bytes of weights that a member sent or received."
+)
+SUPERSEDED = Counter(
+    "slipstream_weight_sync_superseded_total",
+    "Versions that a newer one replaced between their transfer and their adoption.",
+)
+REJECTED = Counter(
+    "slipstream_weight_sync_rejected_total",
+    "Versions that a rollout rejected, by the failed check.",
+    ["reason"],
+)
+CANARY_DIFFERENCE = Gauge(
+    "slipstream_weight_sync_canary_difference_nats",
+    "Mean absolute difference of the canary's logprobs between trainer and rollout.",
+)
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferReport:
+    """Report of one member about a transfer."""
+
+    digests: tuple[str, ...]
+    """Digest of each source that took part, in order: one for a sender, all for a receiver."""
+    num_bytes: int
+    """Bytes sent or received."""
+    seconds: float
+    """Time from the order to the verified end."""
+
+
+def explained(error: BaseException, order: TransferOrder) -> BaseException:
+    """Converts the error of a failed transfer to the error that the controller receives."""
+    match error:
+        case TransferError():
+            REJECTED.labels("checksum").inc()
+            return DataLossError(str(error), version=order.version)
+        case TimeoutError():
+            return DeadlineExceededError(
+                f"the transfer of version {order.version} took longer than {order.timeout_s} s",
+                version=order.version,
+            )
+        case RuntimeError() if _GLOO_LATE in str(error):
+            return DeadlineExceededError(
+                f"the transfer of version {order.version} is too slow for its deadline, or a link between "
+                f"members is interrupted: {error}",
+                version=order.version,
+            )
+        case RuntimeError():
+            return UnavailableError(
+                f"the transfer of version {order.version} lost a member: {error}",
+                version=order.version,
+            )
+    return error
 
 
 class WeightMember:
@@ -219,7 +283,7 @@ class WeightMember:
                 f"{version}",
                 version=version,
             )
-        with metrics.MEMBER_SECONDS.labels("prepare").time():
+        with MEMBER_SECONDS.labels("prepare").time():
             if self._receiver is not None:
                 await self._receiver.prepare()
             else:
@@ -236,10 +300,10 @@ class WeightMember:
         """
         group = self._epochs.group(order.epoch)
         if self._staged is not None:
-            metrics.SUPERSEDED.inc()
+            SUPERSEDED.inc()
             self._staged = None
         start = time.perf_counter()
-        phases = Phases(metrics.MEMBER_SECONDS)
+        phases = Phases(MEMBER_SECONDS)
         async with self._adopting:
             try:
                 async with asyncio.timeout(order.timeout_s):
@@ -254,11 +318,11 @@ class WeightMember:
         if not self._epochs.holds(group):
             raise UnavailableError(f"epoch {order.epoch} was aborted during its transfer")
         seconds = time.perf_counter() - start
-        metrics.MEMBER_SECONDS.labels("transfer").observe(seconds)
+        MEMBER_SECONDS.labels("transfer").observe(seconds)
         logger.info(
             "weights transferred", extra={"version": order.version, **phases.milliseconds()}
         )
-        metrics.MEMBER_BYTES.inc(done.num_bytes)
+        MEMBER_BYTES.inc(done.num_bytes)
         if self._sink is not None and self._peer_sender is None:
             self._staged = (order.version, version_digest(done.digests))
         return TransferReport(digests=done.digests, num_bytes=done.num_bytes, seconds=seconds)
@@ -278,13 +342,13 @@ class WeightMember:
                     f"version {version} is not staged here (staged: {self._staged}); transfer it first"
                 )
             if self._staged[1] != digest:
-                metrics.REJECTED.labels("digest").inc()
+                REJECTED.labels("digest").inc()
                 raise DataLossError(
                     f"version {version} is rejected: its digest is {self._staged[1][:12]}, expected "
                     f"{digest[:12]}",
                     version=version,
                 )
-            with metrics.MEMBER_SECONDS.labels("adopt").time():
+            with MEMBER_SECONDS.labels("adopt").time():
                 self._stall_s = await self._receiver.adopt(version)
             self._adopted = (version, digest)
             self._staged = None
@@ -320,9 +384,9 @@ class WeightMember:
             )
         scored = await self._sink.score(canary.token_ids)
         found = difference(canary.logprobs, scored) if scored else 0.0
-        metrics.CANARY_DIFFERENCE.set(found)
+        CANARY_DIFFERENCE.set(found)
         if found > tolerance:
-            metrics.REJECTED.labels("canary").inc()
+            REJECTED.labels("canary").inc()
             message = (
                 f"under version {version} the canary's logprobs differ from the trainer's by {found:.3g} "
                 f"on average, more than {tolerance:.3g}; weights were written to wrong positions"
