@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import grpc
 
-from services.common.ids import new_id
+from services.common.fields import new_id
 from services.common.lifetime import report_ready, wait_for_shutdown
 from services.common.rpc.client import open_channel
 from services.common.rpc.server import serve

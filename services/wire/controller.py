@@ -20,8 +20,8 @@ from services.common.errors import (
     FailedPreconditionError,
     UnavailableError,
 )
+from services.common.fields import new_id
 from services.common.host import host_id
-from services.common.ids import new_id
 from services.common.messages import to_message
 from services.common.rpc.client import call, open_channel
 from services.common.runspec.loader import parse_spec, spec_digest

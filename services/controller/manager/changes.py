@@ -7,7 +7,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from services.common.ids import new_run_id
+from services.common.fields import new_run_id
 from services.common.runspec.aliases import remove_contradictions, without_aliases
 from services.common.runspec.keys import flat
 from services.common.runspec.loader import SpecError, canonical_json, parse_spec, spec_digest

@@ -11,8 +11,8 @@ from services.common.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
 )
+from services.common.fields import new_id
 from services.common.host import Clock
-from services.common.ids import new_id
 from services.common.task_group import Waiters
 from services.transferqueue.index.columns import Extension, Row
 from services.transferqueue.index.partition import Partition, find

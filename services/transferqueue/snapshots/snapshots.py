@@ -27,8 +27,7 @@ from services.common.errors import (
     InvalidArgumentError,
     NotFoundError,
 )
-from services.common.fields import group_of
-from services.common.ids import new_id
+from services.common.fields import group_of, new_id
 from services.transferqueue.index.index import Index
 from services.transferqueue.shards.shards import Shards
 from services.wire.batch import BlobRef, FieldColumn, KVBatchMeta

@@ -24,8 +24,7 @@ from services.common.errors import (
     InvalidArgumentError,
     UnavailableError,
 )
-from services.common.fields import group_of
-from services.common.ids import new_id
+from services.common.fields import group_of, new_id
 from services.common.task_group import TaskGroup, gather_in_group, unwrapped
 from services.wire.batch import BlobRef, KVBatchMeta, as_tag
 from services.wire.data.encoding import codec

@@ -6,7 +6,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from services.common.ids import new_id
+from services.common.fields import new_id
 from services.common.runspec.loader import canonical_json, parse_spec, spec_digest
 from services.common.runspec.run import RunSpec
 from services.controller.launch.launcher import total_gpus

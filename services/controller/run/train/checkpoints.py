@@ -23,8 +23,8 @@ from services.common.errors import (
     NotFoundError,
     ResourceExhaustedError,
 )
+from services.common.fields import new_id
 from services.common.host import Clock
-from services.common.ids import new_id
 from services.common.runspec.trainer import CheckpointSpec
 from services.controller.rules.ledger import Ledger
 from services.controller.run.scorers import CriticClient
