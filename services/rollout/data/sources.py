@@ -378,6 +378,17 @@ class _Rows:
         return _as_row(row, index, self._name)
 
 
+class _GymRows(_Rows):
+    """Rows of a task of ``reasoning-gym``, with the arguments that its verifier needs besides the row."""
+
+    def __init__(self, rows: Sequence[Any], spec: PromptSourceSpec) -> None:
+        super().__init__(rows, spec.path)
+        self._task = {"name": spec.path, "arguments": dict(spec.arguments)}
+
+    def __getitem__(self, index: int, /) -> Row:
+        return {**super().__getitem__(index), "task": self._task}
+
+
 def _as_row(row: object, index: int, name: str) -> Row:
     if not isinstance(row, Mapping):
         raise ValueError(  # noqa: TRY004 -- the data is wrong, not an argument's type
@@ -482,12 +493,12 @@ def _open_reasoning_gym(spec: PromptSourceSpec, key: str) -> PromptSource:
         ) from error
     try:
         dataset = reasoning_gym.create_dataset(spec.path, **spec.arguments)
-    except (TypeError, ValueError, AssertionError) as error:
+    except (TypeError, ValueError, AssertionError, AttributeError) as error:
         raise ValueError(
             f"{key}: reasoning-gym cannot create the task {spec.path!r} with {dict(spec.arguments)} "
             f"({error}); check {key}.path and {key}.arguments"
         ) from error
-    return _Rows(dataset, spec.path)
+    return _GymRows(dataset, spec)
 
 
 _OPENERS: dict[str, Callable[[PromptSourceSpec, str], PromptSource]] = {

@@ -1,15 +1,19 @@
 """Rewards that compare the response with the row's answer: as text, by the row's verifier or by its tests."""
 
+import functools
+import json
 import math
 import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from services.rollout.sandbox.programs import Limits, run_python
 
+# Their verifiers compare boards as tuples, which JSON turns into lists.
+_BOARD_TASKS: Final = frozenset(("arc_agi", "rearc"))
 # Linear time: the end of a fence is searched only once, because no other fence begins before it.
 _FENCE = re.compile(r"```(?:python|py)?[^\S\n]*\n(.*?)```", re.DOTALL)
 
@@ -54,12 +58,12 @@ def gym_answer(prompt: str, response: str, answer: Any, row: Mapping[str, Any]) 
     """Returns the score, between 0 and 1, from the verifier of the task that generated the row.
 
     The answer is what the response has between ``<answer>`` and ``</answer>``, as the package's own prompts
-    require it; without these tags, it is the whole response.
+    require it; without these tags, it is the whole response. The verifier has the arguments of the row's
+    ``task``, or the task's defaults if the row has none.
 
     Raises:
         ValueError: If the row is not from ``reasoning-gym``.
     """
-    import reasoning_gym
     from reasoning_gym.utils import extract_answer
 
     metadata = row.get("metadata")
@@ -67,10 +71,24 @@ def gym_answer(prompt: str, response: str, answer: Any, row: Mapping[str, Any]) 
         raise ValueError(
             "the row has no metadata.source_dataset; use this reward with data.train.source reasoning_gym"
         )
-    score = reasoning_gym.get_score_answer_fn(metadata["source_dataset"])
     tagged = extract_answer(response)
     found = response.strip() if tagged is None else tagged
-    return float(score(answer=found, entry=dict(row)))
+    entry = dict(row)
+    if metadata["source_dataset"] in _BOARD_TASKS:
+        entry["metadata"] = {**metadata, "output": tuple(map(tuple, metadata["output"]))}
+    task = row.get("task") or {"name": metadata["source_dataset"], "arguments": {}}
+    verify = _gym_verifier(task["name"], json.dumps(task["arguments"], sort_keys=True))
+    return float(verify(answer=found, entry=entry))
+
+
+@functools.cache
+def _gym_verifier(name: str, arguments: str) -> Callable[..., Any]:
+    import reasoning_gym
+
+    verify: Callable[..., Any] = reasoning_gym.create_dataset(
+        name, **json.loads(arguments)
+    ).score_answer
+    return verify
 
 
 def code_tests(

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import reasoning_gym
 
+from services.common.runspec.data import DataSpec
+from services.rollout.data.sources import open_sources
 from services.rollout.rewards import math_answer as math_reward
 from services.rollout.rewards.answers import exact_match, gym_answer
 from services.rollout.rewards.math_answer import math_answer
@@ -105,6 +107,23 @@ def test_an_answer_longer_than_any_is_wrong_and_a_longer_gold_answer_rejected() 
 def test_an_answer_without_an_expression_is_a_failure_not_a_zero() -> None:
     with pytest.raises(ValueError, match="no expression"):
         math_answer("", "72", "####", {})
+
+
+@pytest.mark.parametrize(
+    ("task", "arguments"),
+    [
+        ("word_ladder", {"min_word_length": 5, "max_word_length": 5}),  # its verifier needs them
+        ("rearc", {}),  # compares tuples, which JSON does not have
+        ("arc_agi", {}),
+    ],
+)
+def test_reasoning_gym_verifier_has_the_tasks_arguments(
+    task: str, arguments: dict[str, int]
+) -> None:
+    train = {"source": "reasoning_gym", "path": task, "arguments": {"size": 1, **arguments}}
+    spec = DataSpec.model_validate({"train": train, "prompt_column": "question"})
+    row = json.loads(json.dumps(dict(open_sources(spec)["train"][0])))
+    assert gym_answer("", row["answer"], row["answer"], row) == 1.0
 
 
 def test_reasoning_gym_verifier_accepts_its_answer() -> None:
