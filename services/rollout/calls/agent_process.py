@@ -18,6 +18,7 @@ from typing import Any, TextIO
 from services.common.callables import describe_error, load_callable
 from services.common.parent import call_ending_forks, die_with_parent, disconnect_forks
 from services.common.task_group import TaskGroup
+from services.rollout.calls.json_text import json_text
 from services.rollout.sandbox.remote import sandbox_argument
 
 _LINE_BYTES = 64 << 20
@@ -71,11 +72,13 @@ async def _run(agent: Callable[..., Any], message: dict[str, Any], answers: Text
 
 def _reward(value: Any) -> Any:
     """Returns the agent's result as its episode's reward; None unless it is a number or a dict."""
-    if not isinstance(value, int | float | dict):
+    text = json_text(value)
+    plain = json.loads(text)
+    if not isinstance(plain, int | float | dict):
         return None
-    if (size := len(json.dumps(value))) > _MAX_REWARD_BYTES:
+    if (size := len(text)) > _MAX_REWARD_BYTES:
         raise ValueError(f"its result has {size} bytes, more than the limit of {_MAX_REWARD_BYTES}")
-    return value
+    return plain
 
 
 def _forget(running: dict[int, asyncio.Task[None]], number: int, _: asyncio.Task[None]) -> None:

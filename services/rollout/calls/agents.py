@@ -12,6 +12,7 @@ import httpx
 
 from services.common.parent import module_command
 from services.common.task_group import TaskGroup
+from services.rollout.calls.json_text import json_text
 from services.rollout.calls.outside import AddressPolicy, ExternalService
 from services.rollout.failures import BusyError, CallError
 from services.rollout.settings import environment_of_user_code
@@ -119,7 +120,7 @@ class AgentProcess:
         assert self._process is not None
         assert self._process.stdin is not None
         if not self._process.stdin.is_closing():
-            self._process.stdin.write(json.dumps(message, default=str).encode() + b"\n")
+            self._process.stdin.write(json_text(message).encode() + b"\n")
 
 
 class AgentProcesses:

@@ -5,7 +5,6 @@ The installation decides which addresses are allowed.
 
 import asyncio
 import ipaddress
-import json
 import random
 import socket
 from collections.abc import Collection, Iterator, Mapping
@@ -16,6 +15,7 @@ import httpx
 
 from services.common.http.connections import ReusedConnections
 from services.common.telemetry import tracing
+from services.rollout.calls.json_text import json_text
 from services.rollout.failures import BusyError, CallError
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -204,7 +204,7 @@ class ExternalService:
         request = self._http.build_request(
             method,
             url.copy_with(host=address),
-            content=None if body is None else json.dumps(body, default=str).encode(),
+            content=None if body is None else json_text(body).encode(),
             headers={**self._headers, **tracing.headers()},
             extensions={"sni_hostname": self._url.host},
         )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from services.common.parent import module_command
+from services.rollout.calls.json_text import json_text
 from services.rollout.failures import CallError
 from services.rollout.settings import environment_of_user_code
 
@@ -121,8 +122,14 @@ async def _ask(process: Process, request: dict[str, Any], *, timeout_s: float) -
     """Sends a request to a worker and waits for its answer."""
     name = request["name"]
     try:
+        text = json_text(request)
+    except (ValueError, RecursionError) as error:
+        raise CallError(
+            "invalid_value", f"the arguments of {name!r} cannot be written as JSON: {error}"
+        ) from error
+    try:
         async with asyncio.timeout(timeout_s):
-            line = await _exchange(process, json.dumps(request, default=str).encode() + b"\n")
+            line = await _exchange(process, text.encode() + b"\n")
     except TimeoutError as error:
         raise CallError(
             "timeout",

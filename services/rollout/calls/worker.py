@@ -30,11 +30,13 @@ def main() -> None:
     with Path(os.devnull).open("rb") as nothing:
         os.dup2(nothing.fileno(), sys.stdin.fileno())
     disconnect_forks(answers.fileno(), requests.fileno())
-    for line in requests:
-        answers.write(_answer(json.loads(line)) + "\n")
+    # One event loop for all calls: user code may keep a client with open connections.
+    with asyncio.Runner() as runner:
+        for line in requests:
+            answers.write(_answer(json.loads(line), runner) + "\n")
 
 
-def _answer(request: dict[str, Any]) -> str:
+def _answer(request: dict[str, Any], runner: asyncio.Runner) -> str:
     """Calls the function that a request names; only loads it if there are no arguments."""
     try:
         function = _load(request["name"])
@@ -42,7 +44,7 @@ def _answer(request: dict[str, Any]) -> str:
             return json.dumps({"value": None})
         value = function(*request["arguments"], **request["keywords"])
         if inspect.isawaitable(value):
-            value = asyncio.run(_wait_for(value))
+            value = runner.run(_wait_for(value))
         return json.dumps({"value": value}, default=_plain)
     except BaseException as error:  # noqa: BLE001 -- the edge to user code: every fault becomes an answer
         kind = "timeout" if isinstance(error, TimeoutError) else "exception"

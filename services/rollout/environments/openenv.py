@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
+from services.rollout.calls.json_text import json_text
 from services.rollout.calls.outside import AddressPolicy, delays
 from services.rollout.environments.protocol import (
     FIRST_DELAY_S,
@@ -174,7 +175,7 @@ class OpenEnvSession:
         """
         from websockets.exceptions import ConnectionClosed, WebSocketException
 
-        message = json.dumps({"type": kind, "data": data}, default=str)
+        message = json_text({"type": kind, "data": data})
         try:
             async with asyncio.timeout(self._timeout_s):
                 # A full server reports this before it receives anything, and closes.

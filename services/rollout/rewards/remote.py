@@ -1,7 +1,6 @@
 """Reward that a remote service computes, such as a reward model, a judge or a farm of test machines."""
 
 import asyncio
-import json
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, Self
@@ -11,6 +10,7 @@ import httpx
 
 from services.common.rpc.client import CHANNEL_OPTIONS
 from services.common.telemetry import tracing
+from services.rollout.calls.json_text import json_text
 from services.rollout.calls.outside import AddressPolicy, ExternalService, delays
 from services.rollout.failures import BusyError, CallError
 from services.rollout.rewards.base import RewardInput
@@ -224,9 +224,9 @@ class GrpcRewardService:
         request = pb.ScoreResponseRequest(
             prompt=given.prompt,
             response=given.response,
-            answer_json=json.dumps(given.answer, default=str),
-            row_json=json.dumps(dict(given.row), default=str),
-            episode_json="" if episode is None else json.dumps(episode),
+            answer_json=json_text(given.answer),
+            row_json=json_text(given.row),
+            episode_json="" if episode is None else json_text(episode),
         )
         stub = reward_pb2_grpc.RewardServiceStub(await self._connected())
         try:

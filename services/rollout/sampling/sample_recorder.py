@@ -1,7 +1,6 @@
 """Records some samples for people to read: texts, turns and facts, with the columns of their tokens."""
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from services.common.models.tokenizer import Tokenizer
 from services.common.runspec.data import kind_of
 from services.common.runspec.run import RunSpec
 from services.rollout import metrics
+from services.rollout.calls.json_text import json_text
 from services.rollout.data.prompts import Prompt
 from services.rollout.sampling.samples import Sample
 from services.rollout.workflows.reply_formats import reply_format
@@ -88,7 +88,7 @@ class SampleRecorder:
     ) -> list[Tensor]:
         """Returns each sample's record as JSON bytes, uint8 ``[B]``."""
         records = [self._record(assignment, prompt, sample) for sample in samples]
-        texts = [json.dumps(record, default=str).encode() for record in records]
+        texts = [json_text(record).encode() for record in records]
         return [torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in texts]
 
     def _tool_calls(self, turn: Turn) -> list[dict[str, Any]]:

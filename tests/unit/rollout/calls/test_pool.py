@@ -74,6 +74,29 @@ async def test_user_functions_sync_and_async_are_summed_by_weight(code: str) -> 
         )
 
 
+async def test_calls_of_a_process_share_an_event_loop(tmp_path: Path) -> None:
+    file = tmp_path / "client.py"
+    file.write_text(
+        "import asyncio\n"
+        "loops = []\n"  # as a client's open connections would
+        "async def same(*args):\n"
+        "    loops.append(asyncio.get_running_loop())\n"
+        "    return loops[0] is loops[-1] and not loops[0].is_closed()\n"
+    )
+    async with CallPool(1) as pool:
+        assert [await pool.call(f"{file}:same", timeout_s=10) for _ in range(2)] == [True, True]
+
+
+async def test_arguments_that_contain_themselves_fail_their_own_call(code: str) -> None:
+    row: dict[str, object] = {}
+    row["row"] = row
+    async with CallPool(1) as pool:
+        with pytest.raises(CallError) as failed:
+            await pool.call(f"{code}:good", ("p", "r", "a", row), timeout_s=10)
+        assert failed.value.kind == "invalid_value"
+        assert await pool.call(f"{code}:good", ("p", "r", "a", {}), timeout_s=10) == 1
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "message"),
     [
