@@ -243,6 +243,7 @@ class Tokenizer:
 
     def _escape(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Escapes the special tokens in a message from outside."""
+        # As in transformers: many templates print None for a key with that value.
         found = {key: each for key, each in message.items() if each is not None}
         if self._special is None or found.get("role") not in _OUTSIDE_ROLES:
             return found
@@ -299,9 +300,9 @@ class Tokenizer:
                 f"the chat template of tokenizer {self._name!r} does not show tools; offer none, or use "
                 "a model that calls tools"
             )
+        escaped = [self._escape(one) for one in messages]
+        parsed = [_with_parsed_calls(one) for one in escaped]
         arguments = {
-            # As in transformers: many templates print None for a key with that value.
-            "conversations": [[self._escape(one) for one in messages]],
             "tools": offered,
             **options,
             **self._inner.special_tokens_map,
@@ -309,20 +310,52 @@ class Tokenizer:
         }
         try:
             template = self._inner.get_chat_template(None, offered)
-            is_ours = template == _CHAT_TEMPLATE
-            evaluated = (
-                render(template, **arguments) if is_ours else CHATS.evaluate(template, arguments)
-            )
+            try:
+                return _evaluated(template, arguments, parsed)
+            except ValueError:  # a few templates print the arguments of calls, which must be text
+                if parsed == escaped:
+                    raise
+                return _evaluated(template, arguments, escaped)
         except ValueError as error:
             raise ValueError(
                 f"the chat template of tokenizer {self._name!r} rejects the messages: {error}"
             ) from error
-        text, places = evaluated
-        return text, places
 
     def save(self, folder: Path) -> None:
         """Writes the files from which Hugging Face's ``AutoTokenizer`` loads it."""
         self._inner.save_pretrained(folder)
+
+
+def _evaluated(
+    template: str, arguments: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]
+) -> tuple[str, list[tuple[int, int]]]:
+    given = {**arguments, "conversations": [messages]}
+    text, places = (
+        render(template, **given) if template == _CHAT_TEMPLATE else CHATS.evaluate(template, given)
+    )
+    return text, places
+
+
+def _with_parsed_calls(message: dict[str, Any]) -> dict[str, Any]:
+    """Returns a message with the arguments of its tool calls as objects, which templates write as JSON.
+
+    OpenAI's API and most data sets have them as JSON text, which would be written as a quoted string.
+    """
+    calls = message.get("tool_calls")
+    if not isinstance(calls, Sequence) or isinstance(calls, str):
+        return message
+    return {**message, "tool_calls": [_with_parsed_arguments(call) for call in calls]}
+
+
+def _with_parsed_arguments(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        parsed = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": parsed}}
 
 
 def _plain_backend(inner: Any) -> Any:

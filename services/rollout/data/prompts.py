@@ -231,12 +231,22 @@ class PromptStore:
             content = self._data.prompt_template_of(spec).replace("{prompt}", content)
             messages: Sequence[Message] = [{"role": "user", "content": content}]
         elif _are_messages(content) and self._data.chat_template:
-            messages = cast("Sequence[Message]", content)
+            messages = [
+                # A message with calls may have no content.
+                each if each.get("content") is not None else {**each, "content": ""}
+                for each in cast("Sequence[Message]", content)
+            ]
+            if messages[-1]["role"] == "assistant":
+                raise refused_prompt(
+                    "prompt_malformed",
+                    f"{key} {column!r} in {place} ends with a message of 'assistant', but the model writes "
+                    "the next one; remove the answer from the prompt",
+                )
         else:
             raise refused_prompt(
                 "prompt_malformed",
-                f"{key} {column!r} in {place} must be text or, with "
-                f"data.chat_template, chat messages, got {type(content).__name__}",
+                f"{key} {column!r} in {place} must be text or, with data.chat_template, chat messages with "
+                f"role and content, got {content!r:.80}",
             )
         messages, images = self._with_images(row, messages, place)
         last = messages[-1]["content"]
@@ -397,7 +407,7 @@ def check_prompt(
         )
     raise ValueError(
         f"data.prompt_column {column!r} of {key} must be text or a list of messages with role "
-        f"and content, got {content!r:.60}; use another column"
+        f"and content, got {content!r:.60}; use another column, or correct the row"
     )
 
 
@@ -408,7 +418,11 @@ def _are_messages(content: object) -> bool:
         and all(
             isinstance(message, Mapping)
             and isinstance(message.get("role"), str)
-            and (isinstance(message.get("content"), str) or _are_parts(message.get("content")))
+            and (
+                isinstance(message.get("content"), str)
+                or _are_parts(message.get("content"))
+                or (message.get("content") is None and bool(message.get("tool_calls")))
+            )
             for message in content
         )
     )

@@ -304,9 +304,10 @@ class _Parquet:
             groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
             is_large = sum(group.total_byte_size for group in groups) > _MAX_HELD_BYTES
             self._table = _mapped(file) if is_large else file.read()
-        except pa.ArrowInvalid as error:
+        except (pa.ArrowException, OSError) as error:  # of a damaged file: one or the other
             raise ValueError(
-                f"{key}: {path} is not a Parquet file ({error}); check the path"
+                f"{key}: {path} cannot be read as a Parquet file ({str(error).strip()}); check the path, or "
+                "write the file again"
             ) from error
 
     def __len__(self) -> int:

@@ -111,6 +111,15 @@ def test_the_chat_template_reads_its_arguments(llama_like: ModelSpec) -> None:
     assert load_tokenizer(llama_like, {"thinks": True}).apply_chat_template(chat) == [3]
 
 
+@pytest.mark.parametrize("written", ["arguments | tojson", "arguments + ''"])
+def test_the_arguments_of_calls_may_be_json_text(llama_like: ModelSpec, written: str) -> None:
+    template = f"{{{{ messages[0].tool_calls[0].function.{written} }}}}"
+    (Path(llama_like.path) / "chat_template.jinja").write_text(template)
+    calls = [{"function": {"name": "add", "arguments": '{"a": 1}'}}]
+    chat = [{"role": "assistant", "content": None, "tool_calls": calls}]
+    assert load_tokenizer(llama_like).render_chat(chat) == '{"a": 1}'
+
+
 def test_tools_that_the_chat_template_does_not_show_are_refused(llama_like: ModelSpec) -> None:
     chat = [{"role": "user", "content": "a"}]
     tool = {"type": "function", "function": {"name": "add", "parameters": {}}}

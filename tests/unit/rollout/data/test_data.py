@@ -13,6 +13,7 @@ from services.common.runspec.data import DataSpec
 from services.common.runspec.run import ModelSpec
 from services.rollout.data.prompts import PromptStore
 from services.rollout.data.sources import column_value, open_sources
+from services.rollout.failures import GroupError
 
 ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(5)]
 
@@ -68,6 +69,32 @@ def test_parquet_rows_are_addressed_by_index(tmp_path: Path) -> None:
     source = open_sources(data("parquet", tmp_path / "rows.parquet"))["train"]
     assert source[4] == ROWS[4]
     assert len(source) == 5
+
+
+def test_a_damaged_parquet_file_has_its_key(tmp_path: Path) -> None:
+    file = tmp_path / "rows.parquet"
+    parquet.write_table(pa.Table.from_pylist(ROWS), file)
+    whole = file.read_bytes()
+    file.write_bytes(whole[:20] + bytes(60) + whole[80:])
+    with pytest.raises(ValueError, match=r"data\.train: .*rows\.parquet"):
+        open_sources(data("parquet", file))
+
+
+def test_a_chat_may_have_calls_without_a_content_and_does_not_end_with_an_answer() -> None:
+    function = {"name": "add", "arguments": '{"a": 1}'}
+    chat = [
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": function}]},
+        {"role": "tool", "content": "2"},
+    ]
+    rows = [{"prompt": chat}, {"prompt": [*chat, {"role": "assistant", "content": "2"}]}]
+    tokenizer = load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m", tokenizer="bytes"))
+    spec = data("jsonl", "rows.jsonl", chat_template=True, answer_column=None)
+    store = PromptStore(spec, {"train": rows}, tokenizer)  # type: ignore[dict-item]  # a list is a sequence
+    assert store.prompt("train", 0).text == "2"
+    with pytest.raises(GroupError) as refused:
+        store.prompt("train", 1)
+    assert refused.value.reason == "prompt_malformed"
 
 
 @pytest.mark.parametrize(
