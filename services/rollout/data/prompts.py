@@ -407,7 +407,7 @@ def check_prompt(
         )
     raise ValueError(
         f"data.prompt_column {column!r} of {key} must be text or a list of messages with role "
-        f"and content, got {content!r:.60}; use another column, or correct the row"
+        f"and content, got {content!r:.60}; use another column"
     )
 
 
