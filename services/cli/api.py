@@ -30,8 +30,7 @@ from services.controller.api.operations import (
 )
 from services.controller.models import EventView, LogLine, RunView
 from slipstream_client.async_transport import AsyncTransport
-from slipstream_client.problems import ApiError
-from slipstream_client.request import Request
+from slipstream_client.request import ApiError, Request
 
 __all__ = ["Api", "ApiError"]
 

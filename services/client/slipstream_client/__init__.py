@@ -6,7 +6,7 @@ with Client() as client:
 """
 
 from slipstream_client.async_client import AsyncClient, AsyncRun
-from slipstream_client.problems import ApiError, RunFailedError
+from slipstream_client.request import ApiError, RunFailedError
 from slipstream_client.sync_client import Client, Run
 
 __all__ = ["ApiError", "AsyncClient", "AsyncRun", "Client", "Run", "RunFailedError"]

@@ -18,7 +18,7 @@ from slipstream_client.models import (
     ValidatedView,
     WholeSample,
 )
-from slipstream_client.problems import ApiError, RunFailedError
+from slipstream_client.request import ApiError, RunFailedError
 from slipstream_client.specification import read_spec
 
 _DAY_S = 86_400.0

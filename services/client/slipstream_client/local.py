@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from slipstream_client.problems import ApiError
+from slipstream_client.request import ApiError
 
 _UP_FILE = Path("runs") / "up.json"
 

@@ -1,9 +1,11 @@
-"""An HTTP request of the client."""
+"""HTTP requests of the client, and errors of its calls."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
+
+import httpx
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,3 +42,49 @@ class Request:
 def without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields that are not None."""
     return {name: value for name, value in fields.items() if value is not None}
+
+
+class ApiError(RuntimeError):
+    """The controller refused a request or did not answer.
+
+    Attributes:
+        status: HTTP status; 0 if the controller did not answer.
+        code: Stable error code for programs; empty if the controller did not answer.
+    """
+
+    def __init__(self, message: str, *, status: int = 0, code: str = "") -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+
+class RunFailedError(RuntimeError):
+    """A run failed or was cancelled; the message has its state and the reason."""
+
+
+def error_of(response: httpx.Response) -> ApiError:
+    """Converts an error response to an exception."""
+    status = response.status_code
+    try:
+        problem = response.json()
+    except ValueError:
+        return ApiError(f"the controller answered {status}: {response.text[:200]}", status=status)
+    if not isinstance(problem, dict):
+        return ApiError(f"the controller answered {status}: {problem}", status=status)
+    lines = [str(problem.get("detail", status)), *map(_with_key, problem.get("errors", ()))]
+    return ApiError("\n".join(lines), status=status, code=str(problem.get("code", "")))
+
+
+def unreachable(url: str, error: Exception) -> ApiError:
+    """Creates the error for a controller that does not answer."""
+    return ApiError(
+        f"no controller answers at {url} ({error}); start one with 'slipstream up', or set SLIPSTREAM_URL or "
+        "--url"
+    )
+
+
+def _with_key(error: dict[str, Any]) -> str:
+    """Returns the message of a validation error, prefixed with its key unless it begins with that."""
+    name = str(error["pointer"]).strip("/").replace("/", ".")
+    message = str(error["message"])
+    return message if not name or message.startswith(name) else f"{name}: {message}"

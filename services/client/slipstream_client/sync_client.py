@@ -19,7 +19,7 @@ from slipstream_client.models import (
     ValidatedView,
     WholeSample,
 )
-from slipstream_client.problems import ApiError, RunFailedError
+from slipstream_client.request import ApiError, RunFailedError
 from slipstream_client.specification import read_spec
 from slipstream_client.sync_operations import Operations
 from slipstream_client.sync_transport import Transport

@@ -10,8 +10,7 @@ from typing import Any
 
 import httpx
 
-from slipstream_client.problems import ApiError, error_of, unreachable
-from slipstream_client.request import Request
+from slipstream_client.request import ApiError, Request, error_of, unreachable
 
 _TIMEOUT_S = 30.0
 # The server sends a heartbeat every 10 s.
