@@ -7,7 +7,7 @@ from typing import Any
 from bench.tails.engine import Caches, CachingEngine
 from bench.tails.setting import RUN, Setting
 from services.common.task_group import TaskGroup
-from services.controller.membership.registry import Worker
+from services.controller.membership import Worker
 from services.rollout.calls.pool import CallPool
 from services.rollout.data.prompts import PromptStore
 from services.rollout.rewards.base import RewardInput, Score

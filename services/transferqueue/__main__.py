@@ -20,8 +20,7 @@ from services.transferqueue.index.index import Index
 from services.transferqueue.samples.keeper import SampleRecordKeeper
 from services.transferqueue.server import SampleRecordServicer, TransferQueueServicer
 from services.transferqueue.settings import TransferQueueSettings
-from services.transferqueue.shards.registry import RemoteIndex, ShardRegistryServicer
-from services.transferqueue.shards.shards import Shards
+from services.transferqueue.shards import RemoteIndex, ShardRegistryServicer, Shards
 from services.transferqueue.snapshots.snapshots import Snapshots
 from services.transferqueue.storage.dataplane import storage_shard
 from services.wire.data.channels.sockets import keep_freed_memory

@@ -16,9 +16,9 @@ from services.common.errors import (
     UnavailableError,
 )
 from services.common.rpc.client import open_channel
+from services.transferqueue import shards as shards_module
 from services.transferqueue.__main__ import transferqueue
 from services.transferqueue.settings import TransferQueueSettings
-from services.transferqueue.shards import shards as shards_module
 from services.wire.batch import BlobRef, KVBatchMeta
 from services.wire.data.client import DataClient
 from services.wire.data.encoding import codec

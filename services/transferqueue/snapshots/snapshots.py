@@ -29,7 +29,7 @@ from services.common.errors import (
 )
 from services.common.fields import group_of, new_id
 from services.transferqueue.index.index import Index
-from services.transferqueue.shards.shards import Shards
+from services.transferqueue.shards import Shards
 from services.wire.batch import BlobRef, FieldColumn, KVBatchMeta
 from services.wire.data.encoding import codec
 from services.wire.data.encoding.codec import blob_checksum

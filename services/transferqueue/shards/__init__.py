@@ -1,1 +1,0 @@
-"""Storage shards of a transferqueue: registration, heartbeats, admission of clients."""
