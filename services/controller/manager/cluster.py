@@ -1,17 +1,25 @@
-"""Connects the controller to the cluster that it runs in."""
+"""Connects the controller to the cluster that it runs in, and copies the logs of its pods."""
 
+import asyncio
 import json
-from collections.abc import AsyncIterator
+import logging
+import re
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 from kubernetes import config
-from kubernetes.client import CoreV1Api, CustomObjectsApi
+from kubernetes.client import ApiException, CoreV1Api, CustomObjectsApi
+from urllib3.exceptions import HTTPError
 
 from services.common.task_group import TaskGroup
+from services.controller.launch.job_set import place_of
 from services.controller.launch.kubernetes import KubernetesLauncher
-from services.controller.launch.pod_api import PodApi, follow, service_reference
-from services.controller.launch.pod_logs import PodLogs
+from services.controller.launch.pod_api import PodApi, Seen, follow, service_reference
 from services.controller.launch.scale import GROUP, PLURAL, VERSION, RolloutScales
 from services.controller.launch.worker_pods import RUN_LABEL, WORKER_LABEL
 from services.controller.manager.rlruns import RLRuns
@@ -19,6 +27,100 @@ from services.controller.manager.runs import RunManager
 from services.controller.models import RunPatch
 from services.controller.settings import ControllerSettings
 from services.controller.store.runs import StaleRevisionError
+
+logger = logging.getLogger(__name__)
+
+_CONNECT_S = 10.0
+# A log that is silent for longer is requested again, because its connection may be dead.
+_SILENCE_S = 300.0
+# A larger file is truncated, so that no worker fills the controller's volume.
+MAX_BYTES = 32 << 20
+# Text that the node sends in place of further lines if the container is removed while its log is
+# followed.
+_NOT_FOUND = re.compile(rb"^rpc error: code = NotFound desc = .*find container.*\n?", re.MULTILINE)
+
+
+class PodLogs:
+    """Copies the output of worker pods into log files, from which the API also serves the logs of processes.
+
+    The files outlive the pods. Reading a log blocks until its container ends, so each has a thread.
+
+    Args:
+        state_directory: Root of the logs: each run's go to ``<state_directory>/<run_id>/logs``.
+    """
+
+    def __init__(self, core: CoreV1Api, namespace: str, state_directory: Path) -> None:
+        self._core = core
+        self._namespace = namespace
+        self._state_directory = state_directory
+        self._known: set[tuple[str, str]] = set()
+
+    async def watch(self, seen: "asyncio.Queue[Seen]") -> None:
+        """Follows the containers of all observed pods until cancelled."""
+        while True:
+            change = await seen.get()
+            if change.body is None:
+                self._known = {key for key in self._known if key[0] != change.name}
+            else:
+                self._follow(change.name, change.body)
+
+    def _follow(self, name: str, pod: Mapping[str, Any]) -> None:
+        """Follows started containers that are not followed yet; pods are listed again every minute."""
+        run_id = pod["metadata"]["labels"][RUN_LABEL]
+        for container in _started(pod):
+            key = (name, container)
+            if key not in self._known:
+                self._known.add(key)
+                folder = self._state_directory / run_id / "logs"
+                file = folder / f"{_component(run_id, place_of(pod), container)}.log"
+                # A daemon, because it may be blocked in a read that only the API server ends.
+                threading.Thread(
+                    target=self._copy, args=(key, file), name=f"log of {name}", daemon=True
+                ).start()
+
+    def _copy(self, key: tuple[str, str], file: Path) -> None:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            self._append(*key, file)
+        except (ApiException, HTTPError, OSError) as error:
+            logger.info(
+                "log stream of a pod ended; reopening it", extra={"pod": key[0], "why": str(error)}
+            )
+            self._known.discard(key)
+
+    def _append(self, name: str, container: str, file: Path) -> None:
+        """Appends new log lines to the file; after a reconnection, up to a second of lines may repeat."""
+        missed: dict[str, Any] = {}
+        if file.exists():
+            missed = {"since_seconds": max(int(time.time() - file.stat().st_mtime) + 1, 1)}
+        answer: Any = self._core.read_namespaced_pod_log(
+            name,
+            self._namespace,
+            container=container,
+            follow=True,
+            _preload_content=False,
+            _request_timeout=(_CONNECT_S, _SILENCE_S),
+            **missed,
+        )
+        with file.open("ab") as output:
+            for data in answer.stream():
+                if output.tell() > MAX_BYTES:
+                    output.truncate(0)
+                output.write(_NOT_FOUND.sub(b"", data))
+                output.flush()
+
+
+def _started(pod: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the containers that may have written output."""
+    for status in pod["status"].get("containerStatuses", []):
+        if "waiting" not in status["state"]:
+            yield status["name"]
+
+
+def _component(run_id: str, place: str, container: str) -> str:
+    """Returns the worker's name, with the node if the worker has several."""
+    own = place.removeprefix(f"{run_id.replace('_', '-')}-")
+    return own if own.startswith(container) else container
 
 
 @asynccontextmanager
