@@ -19,7 +19,7 @@ from services.controller.api.run_api import RunApi
 from services.controller.manager.audit import RunAudit
 from services.controller.manager.logs import RunLogs
 from services.controller.manager.runs import RunManager
-from services.controller.membership.registry import Membership
+from services.controller.membership import Membership
 from services.controller.settings import DATABASE_FILE, Limits
 from services.controller.store.database import Database
 

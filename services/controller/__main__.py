@@ -39,7 +39,7 @@ from services.controller.manager.audit import RunAudit
 from services.controller.manager.logs import RunLogs
 from services.controller.manager.run_collector import RunCollector
 from services.controller.manager.runs import RunManager
-from services.controller.membership.registry import Membership
+from services.controller.membership import Membership
 from services.controller.run.lifecycle.loop import Services
 from services.controller.settings import DATABASE_FILE, ControllerSettings
 from services.controller.store.copies import in_use

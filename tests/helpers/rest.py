@@ -16,7 +16,7 @@ from services.controller.launch.launcher import ExternalLauncher
 from services.controller.manager.audit import RunAudit
 from services.controller.manager.logs import RunLogs
 from services.controller.manager.runs import RunManager
-from services.controller.membership.registry import Membership
+from services.controller.membership import Membership
 from services.controller.run.lifecycle.loop import Services
 from services.controller.run.train.checkpoints import Checkpoint
 from services.controller.settings import Limits

@@ -7,8 +7,7 @@ from contextlib import asynccontextmanager
 from services.common.rpc.server import serve
 from services.common.runspec.run import WeightSyncSpec
 from services.controller.api.membership import RendezvousServicer
-from services.controller.membership.registry import Worker
-from services.controller.membership.rendezvous import RendezvousStore
+from services.controller.membership import RendezvousStore, Worker
 from services.controller.run.weights.session import WeightSession
 from slipstream.controller.v1 import membership_pb2_grpc
 from tests.helpers.ranks import PROCESSES

@@ -9,8 +9,7 @@ from services.common.host import Clock
 from services.common.messages import from_message
 from services.common.runspec.workers import WORKERS
 from services.controller.manager.runs import RunManager
-from services.controller.membership.registry import Membership, Worker
-from services.controller.membership.rendezvous import RendezvousStore
+from services.controller.membership import Membership, RendezvousStore, Worker
 from services.controller.settings import ControllerSettings
 from services.wire.controller import (
     GroupFailure,

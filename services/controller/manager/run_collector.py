@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 
 from services.common.runspec.loader import SpecError, parse_spec
 from services.common.runspec.run import RunSpec
-from services.controller.membership.registry import Worker
+from services.controller.membership import Worker
 from services.controller.rules.run_state import RunState
 from services.controller.store.records import Run
 

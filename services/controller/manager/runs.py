@@ -17,7 +17,7 @@ from services.controller.manager.drivers import Drivers
 from services.controller.manager.event_feed import EventFeed
 from services.controller.manager.quotas import Quota, admit
 from services.controller.manager.spec_policy import SpecPolicy
-from services.controller.membership.registry import Membership, Worker
+from services.controller.membership import Membership, Worker
 from services.controller.models import CancelOptions, ForkRequest, PauseOptions, Role, RunPatch
 from services.controller.rules.run_state import RunEvent, RunState
 from services.controller.run.connections import delete_sample_records

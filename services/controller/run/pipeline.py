@@ -101,7 +101,7 @@ import sqlalchemy as sa
 from services.common.errors import UnavailableError
 from services.common.host import Clock
 from services.common.task_group import TaskGroup
-from services.controller.membership.registry import Worker
+from services.controller.membership import Worker
 from services.controller.rules.evaluation import (
     Evaluation,
     StartedEvaluation,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.common.errors import UnavailableError
-from services.controller.membership.registry import Worker
+from services.controller.membership import Worker
 from services.controller.rules.ledger import Ledger
 from services.controller.run.connections import RunConnections
 from services.controller.run.dispatch.scheduler import GenerationScheduler

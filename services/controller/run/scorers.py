@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 from services.common.rpc.client import open_channel
 from services.common.runspec.workers import WORKERS
 from services.common.task_group import TaskGroup
-from services.controller.membership.registry import Worker
+from services.controller.membership import Worker
 from services.wire.batch import KVBatchMeta
 from services.wire.transferqueue.client import TransferQueueClient
 from services.wire.workers import ScoringClient, TrainerClient

@@ -8,7 +8,7 @@ from services.common.errors import DeadlineExceededError, UnavailableError
 from services.common.fields import ROLLOUT_FIELDS
 from services.common.runspec.loader import parse_spec
 from services.common.runspec.workers import rows_gauge
-from services.controller.membership.registry import Worker
+from services.controller.membership import Worker
 from services.controller.run.weights.session import SyncReport
 from services.wire.batch import BlobRef, FieldColumn, KVBatchMeta
 from services.wire.transferqueue.types import Stats

@@ -8,7 +8,7 @@ from statistics import fmean
 from services.common.errors import ServiceError, UnavailableError
 from services.common.rpc.client import open_channel
 from services.common.task_group import TaskGroup, unwrapped
-from services.controller.membership.registry import Worker
+from services.controller.membership import Worker
 from services.controller.planning.inputs import DECODE_TIMES
 from services.controller.rules.placement import Placement
 from services.wire.workers import GroupAssignment, RolloutClient

@@ -14,7 +14,7 @@ from functools import partial
 from services.common.host import Clock
 from services.common.task_group import TaskGroup
 from services.controller.launch.launcher import Launcher
-from services.controller.membership.registry import Membership
+from services.controller.membership import Membership
 from services.controller.run.connections import connect, create_partitions
 from services.controller.run.lifecycle.recovery import restore
 from services.controller.run.pipeline import TrainingPipeline

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from services.common.rpc.client import open_channel
 from services.common.task_group import TaskGroup
 from services.controller.launch.launcher import Launcher, gpu_hosts
-from services.controller.membership.registry import Membership, Worker
+from services.controller.membership import Membership, Worker
 from services.controller.run.connections import RunConnections
 from services.controller.run.evaluate.evaluator import Evaluator
 from services.controller.run.state.requests import CurrentSpec, with_replicas

@@ -23,7 +23,7 @@ from services.common.runspec.weight_modes import (
     transport_of,
 )
 from services.common.task_group import TaskGroup, unwrapped
-from services.controller.membership.registry import Worker
+from services.controller.membership import Worker
 from services.controller.run.state.worker_failures import UnresponsiveError
 from services.weightsync.plan import TensorSpec, WeightPlan, fsdp_shards, make_plan
 from services.wire.weightsync import WeightSyncClient

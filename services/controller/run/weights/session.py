@@ -19,7 +19,7 @@ from services.common.runspec.weight_modes import TRANSPORTS
 from services.common.task_group import gather_in_group
 from services.common.telemetry import tracing
 from services.controller import metrics
-from services.controller.membership.registry import Worker
+from services.controller.membership import Worker
 from services.controller.run.state.worker_failures import LateError
 from services.controller.run.weights.members import WeightMembers
 from services.weightsync.canary import Canary, canary_tolerance

@@ -6,7 +6,7 @@ import pytest
 
 from services.common.errors import FailedPreconditionError
 from services.controller.api.membership import MembershipServicer
-from services.controller.membership.registry import Membership, Worker
+from services.controller.membership import Membership, Worker
 from services.controller.settings import ControllerSettings
 from slipstream.controller.v1 import membership_pb2
 from slipstream.type.v1 import worker_pb2

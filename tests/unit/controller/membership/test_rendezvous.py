@@ -10,8 +10,7 @@ from services.common.errors import (
     InvalidArgumentError,
     ResourceExhaustedError,
 )
-from services.controller.membership.registry import Membership
-from services.controller.membership.rendezvous import MAX_RUN_BYTES, RendezvousStore
+from services.controller.membership import MAX_RUN_BYTES, Membership, RendezvousStore
 
 KIB_64 = bytes(64 << 10)
 

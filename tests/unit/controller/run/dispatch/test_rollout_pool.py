@@ -3,7 +3,7 @@
 import pytest
 
 from services.common.errors import UnavailableError
-from services.controller.membership.registry import Worker
+from services.controller.membership import Worker
 from services.controller.run.dispatch import rollout_pool as module
 from services.controller.run.dispatch.rollout_pool import RolloutPool
 

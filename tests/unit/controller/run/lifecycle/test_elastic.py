@@ -9,7 +9,7 @@ import pytest
 from services.common.errors import FailedPreconditionError
 from services.common.runspec.workers import rows_gauge
 from services.controller.launch.launcher import WorkerExit
-from services.controller.membership.registry import Membership, Worker
+from services.controller.membership import Membership, Worker
 from services.controller.run.lifecycle.elastic import ElasticSizing, SizeChangedError
 from services.controller.run.state.requests import CurrentSpec
 from services.controller.store.rows import Request

@@ -6,7 +6,7 @@ import pytest
 
 from services.common.errors import DeadlineExceededError, FailedPreconditionError
 from services.common.runspec.run import WeightSyncSpec
-from services.controller.membership.registry import Worker
+from services.controller.membership import Worker
 from services.controller.run.weights.members import WeightMembers
 from services.controller.run.weights.session import WeightSession
 from services.weightsync.plan import TensorSpec, fsdp_shards, make_plan

@@ -1,1 +1,0 @@
-"""Registered workers, and the rendezvous of their ranks."""
