@@ -303,7 +303,6 @@ class RemoteIndex:
         self._client = client
 
     async def reserve(self, partition_id: str, size_bytes: int, *, wait_s: float) -> None:
-        """Charges the run's quota."""
         await self._client.reserve(partition_id, size_bytes, wait_s=wait_s)
 
     def cancel(self, partition_id: str, size_bytes: int) -> None:

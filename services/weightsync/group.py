@@ -79,7 +79,6 @@ class RendezvousStore(dist.Store):  # type: ignore[name-defined,misc]
         return self._values.get(key, self._timeout_s)
 
     def add(self, key: str, amount: int) -> int:
-        """Adds to a counter and returns its new value."""
         return self._values.add(key, amount)
 
     def check(self, keys: list[str]) -> bool:

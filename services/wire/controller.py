@@ -311,7 +311,6 @@ class Rendezvous:
         return self._run(self._get(key, timeout_s), timeout_s + _CALL_TIMEOUT_S)
 
     def add(self, key: str, amount: int) -> int:
-        """Adds to a counter and returns its new value."""
         return self._run(self._add(key, amount), _CALL_TIMEOUT_S)
 
     def _run(self, work: Coroutine[Any, Any, _T], timeout_s: float) -> _T:

@@ -71,7 +71,6 @@ class ForkedProcess:
         return status
 
     def send_signal(self, number: int) -> None:
-        """Sends a signal; does nothing if it is gone."""
         self._process.send_signal(number)
 
 

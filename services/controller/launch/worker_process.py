@@ -53,7 +53,6 @@ class ChildProcess:
         return await self._process.wait()
 
     def send_signal(self, number: int) -> None:
-        """Sends a signal; does nothing if it is gone."""
         if self._process.returncode is None:
             self._process.send_signal(number)
 
@@ -71,7 +70,6 @@ class AdoptedProcess:
         return None
 
     def send_signal(self, number: int) -> None:
-        """Sends a signal; does nothing if it is gone."""
         if not self._ended.is_set():
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._descriptor, number)

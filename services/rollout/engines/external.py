@@ -427,7 +427,6 @@ class ExternalEngine:
 
     @property
     def max_tokens(self) -> int:
-        """Max length of a context with its response."""
         return self._model.max_tokens
 
     async def run(self) -> None:

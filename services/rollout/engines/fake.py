@@ -50,7 +50,6 @@ class LongTail:
     """Standard deviation of the logarithm; with 1.0, one response in a hundred is ten times the median."""
 
     def length(self, seed: int) -> int:
-        """Returns the length in tokens of the sample with this seed; the same on every replica."""
         drawn = Random(seed).gauss(math.log(self.median), self.sigma)  # noqa: S311 -- a simulation
         return max(1, round(math.exp(drawn)))
 

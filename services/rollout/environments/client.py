@@ -69,7 +69,6 @@ class HttpEnvironment:
         self._wait_s = wait_s
 
     async def check(self) -> None:
-        """Checks that the environment responds and speaks this version of the protocol. Raises CallError."""
         answer = await self.request("GET", "/v1", None, what="answer", wait_s=self.timeout_s)
         if answer.get("protocol") != PROTOCOL:
             raise CallError(
@@ -167,7 +166,6 @@ class HttpSession:
         self._step = 0
 
     async def step(self, message: Message) -> Observation:
-        """Sends the policy's message and returns the next observation. Raises CallError."""
         environment = self._environment
         self._step += 1
         body = {"step": self._step, "message": dict(message)}
@@ -187,7 +185,6 @@ class HttpSession:
         return parse_observation(answer, source=_source(environment.name))
 
     async def close(self) -> Observation:
-        """Ends the episode if it is still running; returns the reward of the end."""
         environment = self._environment
         answer = await environment.request(
             "DELETE", self._path, None, what="end its episode", wait_s=environment.timeout_s

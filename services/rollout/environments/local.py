@@ -149,7 +149,6 @@ class LocalSession:
         self._process = process
 
     async def step(self, message: Message) -> Observation:
-        """Sends the policy's message and returns the next observation. Raises CallError."""
         answer: Observation = await self._owner.while_alive(
             self._process, self._inner.step(message)
         )

@@ -66,7 +66,6 @@ class CompletionFormatter:
         yield self._event([{"index": index, "delta": delta, "finish_reason": choice.finish_reason}])
 
     def last_events(self, replies: Replies) -> Iterator[str]:
-        """Yields the events that end a stream."""
         if self._request.with_usage:
             yield self._event([], usage=_usage(replies))
         yield _DONE

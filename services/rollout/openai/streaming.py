@@ -77,7 +77,6 @@ class ReplyStream:
         self._first: _News | None = None
 
     def begin(self, *, num_prompt_tokens: int, is_open: bool) -> None:
-        """Receives the prompt's tokens, and whether it opened the replies' reasoning, before all else."""
         self._num_prompt_tokens = num_prompt_tokens
         request, layout = self._request, self._layout
         marks = (*request.stop_texts,)

@@ -193,11 +193,6 @@ class TransferQueueCache:
         self._serials: dict[str, dict[int, int]] = defaultdict(dict)
 
     async def load(self, first_attempts: Mapping[str, int]) -> Mapping[str, GroupProgress]:
-        """Returns the newest usable progress of the groups that have any.
-
-        Args:
-            first_attempts: By group, the first attempt whose progress may be resumed.
-        """
         try:
             stored = await self._metadata.get_batch(self._partition_id)
             if stored.num_keys == 0:

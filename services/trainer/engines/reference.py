@@ -258,7 +258,6 @@ class ReferenceEngine:
             yield name, value.detach()
 
     def save(self) -> PendingSave:
-        """Copies weights and optimizer state to host memory."""
         tensors = {name: value.to("cpu", copy=True) for name, value in self._state().items()}
 
         def write(folder: Path) -> None:

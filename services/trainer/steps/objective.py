@@ -328,7 +328,6 @@ class PolicyLoss:
 
     @property
     def num_trained(self) -> Tensor:
-        """Scalar: number of tokens that the loss is divided by, over all ranks."""
         return self.unit[0]
 
     def __call__(

@@ -173,7 +173,6 @@ class StepRunner:
         )
 
     def trained(self) -> dict[str, TrainEngine]:
-        """Returns the engines that train, by the subfolder of their checkpoint."""
         if self.critic is None:
             return {"": self.engine}
         return {"": self.engine, CRITIC: self.critic.engine}
@@ -183,7 +182,6 @@ class StepRunner:
         return [*self.trained().values(), *frozen]
 
     def facts(self) -> dict[str, float]:
-        """Returns the numbers that a checkpoint stores besides the tensors."""
         critic = {} if self.critic is None else self.critic.updates.facts(CRITIC)
         return {
             **self._updates.facts(""),
@@ -455,7 +453,6 @@ class CriticStepRunner:
         return [self.engine]
 
     def facts(self) -> dict[str, float]:
-        """Returns the numbers that a checkpoint stores besides the tensors."""
         return self.critic.updates.facts("")
 
     def restore(self, facts: Mapping[str, float]) -> None:

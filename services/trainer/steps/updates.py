@@ -179,7 +179,6 @@ class Updates:
         return {counter(part): self.count, **scale}
 
     def restore(self, facts: Mapping[str, float], part: str) -> None:
-        """Restores the numbers of a checkpoint."""
         self.count = int(facts[counter(part)])
         if self._scale is not None:
             self._scale.restore(facts, part)

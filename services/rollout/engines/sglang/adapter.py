@@ -266,7 +266,6 @@ class SglangBackend:
         )
 
     async def wake(self) -> None:
-        """Takes the memory back."""
         await self.engine.tokenizer_manager.resume_memory_occupation(
             io_struct.ResumeMemoryOccupationReqInput(tags=_SLEEPING), None
         )
@@ -405,7 +404,6 @@ class _Stream:
         self._next.cancel()
 
     async def close(self) -> None:
-        """Closes the stream and ends the segment if it still runs."""
         if self not in self._backend.streams:
             return
         self._backend.streams.discard(self)

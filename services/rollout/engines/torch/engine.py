@@ -290,7 +290,6 @@ class TorchEngine:
             return await asyncio.to_thread(self._score, token_ids, model_inputs)
 
     async def abort(self, request_ids: Collection[str] | None = None) -> None:
-        """Ends requests between two steps; their results keep the tokens so far."""
         async with self._between_steps:
             waiting = [item.request.request_id for item in self._waiting]
             ended = {name for name in waiting if request_ids is None or name in request_ids}

@@ -268,7 +268,6 @@ class VllmBackend:
             stream.end(TokenChunk(token_ids=(), logprobs=(), finish_reason="abort"))
 
     async def freeze(self) -> None:
-        """Stops between two steps; segments keep their slots, tokens and cache."""
         with _alive():
             await self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
 
@@ -306,7 +305,6 @@ class VllmBackend:
                 await self.llm.engine_core.sleep_async(level=2)
 
     async def wake(self) -> None:
-        """Takes the memory back."""
         with _alive():
             if self._order.sleeps:
                 await self.llm.engine_core.wake_up_async()
@@ -541,7 +539,6 @@ class _Stream:
         return self._end
 
     async def close(self) -> None:
-        """Closes the stream and ends the segment if it still runs."""
         await self._backend.give_up(self._name)
 
     def _chunk(self, output: EngineCoreOutput) -> TokenChunk:

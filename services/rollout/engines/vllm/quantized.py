@@ -160,7 +160,6 @@ class QuantizedWriter:
         self._tensors: dict[str, tuple[Tensor, int]] = {}
 
     def write(self, slot: str, parts: Sequence[Sequence[Any]]) -> None:
-        """Takes a slot's parts: name, dtype, first byte in the tensor, begin and end byte in the slot."""
         complete = []
         for name, dtype, first, begin, end in parts:
             values = self._slots[slot][begin:end].view(getattr(torch, dtype))

@@ -103,7 +103,6 @@ class FsdpEngine:
 
     @property
     def bounds(self) -> Bounds:
-        """Token budget of a micro-batch, and sizes that are known to exceed memory."""
         return self.oom_limits.bounds
 
     @property
