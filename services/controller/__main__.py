@@ -22,11 +22,11 @@ from services.common.task_group import TaskGroup
 from services.common.telemetry.logging import configure
 from services.controller.api.app import Measured, build_app
 from services.controller.api.membership import MembershipServicer, RendezvousServicer
-from services.controller.api.oidc import OidcProvider
 from services.controller.api.principals import (
     DEFAULT_PROJECT,
     Authenticator,
     Authenticators,
+    OidcProvider,
     TokenStore,
 )
 from services.controller.api.request_limits import RequestLimits

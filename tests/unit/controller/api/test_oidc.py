@@ -14,8 +14,7 @@ from services.common.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from services.controller.api.oidc import OidcProvider
-from services.controller.api.principals import Authenticators, Principal, TokenStore
+from services.controller.api.principals import Authenticators, OidcProvider, Principal, TokenStore
 
 KEY = rsa.generate_private_key(public_exponent=65537, key_size=2048)
 FOREIGN = rsa.generate_private_key(public_exponent=65537, key_size=2048)
