@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from services.rollout.sandbox import bubblewrap, landlock, seccomp
+from services.rollout.sandbox import bubblewrap, confine, seccomp
 
 logger = logging.getLogger(__name__)
 
@@ -284,7 +284,7 @@ def _check_host(limits: Limits, *, is_wrapped: bool) -> None:
         raise RuntimeError(
             "code_tests needs Linux on x86_64 or aarch64 to block network access of programs"
         )
-    if not (limits.reads_files or is_wrapped or landlock.is_supported()):
+    if not (limits.reads_files or is_wrapped or confine.has_landlock()):
         raise RuntimeError(
             "code_tests needs bubblewrap, or a kernel with Landlock (Linux 5.13, enabled by lsm=), to block "
             "file access of programs; set the reward's argument reads_files to true if this user cannot read "

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from services.rollout.rewards.answers import code_tests
-from services.rollout.sandbox import bubblewrap, landlock, seccomp
+from services.rollout.sandbox import bubblewrap, confine, seccomp
 from services.rollout.sandbox.programs import Limits, run_python
 
 pytestmark = pytest.mark.skipif(not seccomp.is_supported(), reason="needs Linux")
@@ -244,7 +244,7 @@ with ThreadPoolExecutor(2) as pool:
 def test_without_landlock_programs_run_only_where_that_is_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(landlock, "is_supported", lambda: False)
+    monkeypatch.setattr(confine, "has_landlock", lambda: False)
     monkeypatch.setattr(bubblewrap, "is_usable", lambda: False)
     with pytest.raises(RuntimeError, match="reads_files"):
         score("x = 1")
@@ -330,7 +330,7 @@ def test_bubblewrap_shows_no_other_process_and_no_file_of_the_user(
 ) -> None:
     if isolation != "bubblewrap":
         pytest.skip("only with bubblewrap")
-    monkeypatch.setattr(landlock, "is_supported", lambda: False)
+    monkeypatch.setattr(confine, "has_landlock", lambda: False)
     (tmp_path / "secret").write_text("secret")
     program = "import os"
     assert score(program, f"assert not os.path.exists({str(tmp_path)!r})") == 1.0
