@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from services.trainer.engines.fsdp.adamw import HostAdamW
+from services.trainer.engines.fsdp.optim import HostAdamW
 from tests.helpers.batches import policy_of, random_queue, rank_of, spec_of
 
 
