@@ -1,6 +1,6 @@
 """Engine without a model, with deterministic tokens, lengths and times, for simulations and chaos tests.
 
-On a :class:`~services.rollout.engines.virtual_time.VirtualTimeLoop` its times are virtual.
+On a :class:`VirtualTimeLoop` its times are virtual.
 """
 
 import asyncio
