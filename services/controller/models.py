@@ -1,5 +1,6 @@
 """Request and response models of the API, shared by REST, gRPC and the client."""
 
+import json
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
@@ -51,6 +52,10 @@ Priority = Annotated[int, Field(ge=-1000, le=1000)]
 def _bounded(document: dict[str, Any]) -> dict[str, Any]:
     if problem := shape_problem(document):
         raise ValueError(f"the document {problem}")
+    try:
+        json.dumps(document, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("the document must have text of Unicode characters only") from error
     return document
 
 

@@ -11,6 +11,7 @@ import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any, get_type_hints
 
 from pydantic import ConfigDict, ValidationError, create_model
@@ -82,6 +83,8 @@ _SHORT_FORMS = {
 """Key of a group that a text in place of the group most likely means."""
 # Each round replaces keys whose errors the previous round uncovered.
 _MAX_ROUNDS = 8
+# No person reads more, and the time to explain them grows with their square.
+_MAX_PROBLEMS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +94,7 @@ class ValidationResult:
     spec: RunSpec | None
     """The specification with stand-ins for wrong keys; None if it cannot be read at all."""
     problems: tuple[str, ...]
-    """One line per problem: the key, the expected value, the actual value."""
+    """One line per problem: the key, the expected value, the actual value; of very many, the first ones."""
     wrong_keys: frozenset[str] = frozenset()
     """Keys that have stand-ins."""
 
@@ -112,6 +115,10 @@ def validate_spec(document: Mapping[str, Any]) -> ValidationResult:
             by_place: dict[tuple[int | str, ...], list[Any]] = {}
             for item in new:
                 by_place.setdefault(_place(item), []).append(item)
+            if len(by_place) > _MAX_PROBLEMS:
+                problems += [_problem(items) for items in [*by_place.values()][:_MAX_PROBLEMS]]
+                problems.append(f"{len(by_place) - _MAX_PROBLEMS} more keys are wrong")
+                return ValidationResult(None, tuple(problems))
             for place, items in by_place.items():
                 problems.append(_problem(items))
                 is_null_key = items[0]["input"] is None and not isinstance(place[-1], int)
@@ -126,7 +133,8 @@ def validate_spec(document: Mapping[str, Any]) -> ValidationResult:
                 break
         else:
             found = ValidationResult(spec, (), frozenset(wrong - removed.keys()))
-            across = [*_too_large(spec.model_dump(mode="json")), *broken_rules(spec)]
+            all_across = chain(_too_large(spec.model_dump(mode="json")), broken_rules(spec))
+            across = [*islice(all_across, _MAX_PROBLEMS)]
             across = [each for each in across if not found.is_about_stand_ins(each)]
             # Without the key, a rule misses it: its message says what is expected.
             needed = [key for key in removed if any(_begins_with(each, key) for each in across)]
@@ -194,8 +202,8 @@ def argument_problems(
 def _place(error: Any) -> tuple[int | str, ...]:
     """Returns the location of an error without the names of forms and types."""
     place = tuple(step for step in error["loc"] if step not in FORMS and step != "[key]")
-    is_of_type = error["type"].startswith(_OF_TYPES) and _TYPE.fullmatch(str(place[-1])) is not None
-    return place[:-1] if is_of_type else place
+    is_of_type = error["type"].startswith(_OF_TYPES) and place != ()
+    return place[:-1] if is_of_type and _TYPE.fullmatch(str(place[-1])) else place
 
 
 def _key(place: tuple[int | str, ...]) -> str:
@@ -253,7 +261,7 @@ def _too_large(value: Any, key: str = "") -> Iterator[str]:
 
 def _problem(errors: Sequence[Any]) -> str:
     """Returns one line about the errors at one location."""
-    error, key = errors[0], _key(_place(errors[0]))
+    error, key = errors[0], _key(_place(errors[0])) or "the specification"
     if error["type"] == "missing":
         return f"{key}: is required, but missing; see docs/runspec.md for its meaning"
     if error["type"] == "extra_forbidden":

@@ -63,8 +63,9 @@ class SpecError(ValueError):
     """Reports a run specification that cannot be used; the message names every key and its fix."""
 
     def __init__(self, problems: Sequence[str]) -> None:
-        self.problems = tuple(problems)
-        super().__init__("\n".join(problems))
+        # A message may show a lone surrogate, which UTF-8 does not encode.
+        self.problems = tuple(each.encode(errors="backslashreplace").decode() for each in problems)
+        super().__init__("\n".join(self.problems))
 
 
 @dataclass(frozen=True, slots=True)

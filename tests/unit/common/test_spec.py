@@ -25,6 +25,8 @@ from tests.helpers.specs import SMALLEST, changed
             ["trainer.checkpoint.directory"],
         ),
         (changed(rollout={"sampling": {"stop": ["a\ud800"]}}), ["rollout.sampling.stop"]),
+        ({**SMALLEST, "model": "\ud800"}, ["model"]),
+        ({**SMALLEST, "\ud800": 1}, ["the specification"]),
         (
             changed(rollout={"workflow_arguments": {"x": [{"\udfff": 1}]}}),
             ["rollout.workflow_arguments"],

@@ -387,6 +387,31 @@ async def test_overrides_of_a_fork_may_be_anything_but_a_fault(api):
         assert refused.status_code == 409, refused.text
 
 
+async def test_half_a_character_is_the_callers_fault(api):
+    half = b'{"overrides": {"name": "\\ud800"}}'
+    run_id = (await api.post("/v1/runs", json=SPEC)).json()["id"]
+    refused = await api.post(f"/v1/runs/{run_id}/fork", content=half, headers=JSON)
+    assert refused.status_code == 422, refused.text
+    half = json.dumps({**SPEC, "model": "\ud800"})
+    refused = await api.post("/v1/runs", content=half, headers=JSON)
+    assert refused.status_code == 422, refused.text
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rollout": {**SPEC["rollout"], "rewards": [{"name": "x", "a": 1}] * 9000}},
+        {"rollout": {**SPEC["rollout"], "rewards": [{"name": "math", "weight": -1}] * 7000}},
+        {f"key{number}": 1 for number in range(9000)},
+    ],
+    ids=["wrong items", "broken rules", "unknown keys"],
+)
+async def test_of_very_many_problems_the_first_are_explained(api, changes):
+    refused = await api.post("/v1/runs", json={**SPEC, **changes})
+    assert refused.status_code == 422
+    assert 90 < len(refused.json()["errors"]) < 110, "each takes time to explain"
+
+
 async def test_a_body_that_states_too_large_a_size_is_refused_unread(api):
     num_read = 0
 
