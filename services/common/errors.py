@@ -18,6 +18,8 @@ On the wire an error is a ``google.rpc.Status`` with one ``ErrorInfo`` (AIP-193)
 class's stable code, ``metadata`` has the variable parts of the message.
 """
 
+from collections.abc import Iterable
+from itertools import accumulate, takewhile
 from typing import ClassVar
 
 import grpc
@@ -26,6 +28,11 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 DOMAIN = "slipstream"
+# gRPC clients drop the status of a call whose headers exceed 8 KiB, and report RESOURCE_EXHAUSTED
+# instead. A message is sent twice: as UTF-8, and in a header with escapes.
+_HEAD_BYTES = 4000
+_TAIL_BYTES = 2000
+_METADATA_BYTES = 1200
 
 
 class ServiceError(Exception):
@@ -133,15 +140,34 @@ class InternalError(ServiceError):
 
 
 def to_status(error: ServiceError) -> grpc.Status:
-    """Returns the gRPC status that carries ``error``."""
-    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata)
+    """Returns the gRPC status that carries ``error``; a message that is too long loses its middle."""
+    metadata = {
+        name: value[: _METADATA_BYTES // (4 * len(error.metadata))]
+        for name, value in error.metadata.items()
+    }
+    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata)
     detail = any_pb2.Any()
     detail.Pack(info)
     number: int = error.code.value[0]
     status: grpc.Status = rpc_status.to_status(
-        status_pb2.Status(code=number, message=error.message, details=[detail])
+        status_pb2.Status(code=number, message=_shortened(error.message), details=[detail])
     )
     return status
+
+
+def _shortened(message: str) -> str:
+    """Returns the beginning and the end of a message that is too long for a status."""
+    message = message.encode(errors="backslashreplace").decode()
+    head = _num_fitting(message, _HEAD_BYTES)
+    rest = message[head:]
+    tail = _num_fitting(reversed(rest), _TAIL_BYTES)
+    return message if tail == len(rest) else f"{message[:head]} [...] {rest[len(rest) - tail :]}"
+
+
+def _num_fitting(text: Iterable[str], max_bytes: int) -> int:
+    """Returns how many characters of a text take up to ``max_bytes`` in a status."""
+    sizes = accumulate(2 if " " <= char <= "~" else 4 * len(char.encode()) for char in text)
+    return sum(1 for _ in takewhile(lambda size: size <= max_bytes, sizes))
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> ServiceError:

@@ -48,7 +48,7 @@ _REQUEST_FIELDS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "run_name": lambda name: {"name": name},
     "metric": lambda name: {"name": [name]},
     "type": lambda type_: {"type": [type_]},
-    "state": lambda state: {"state": pb.Run.State.Name(state).removeprefix("STATE_")},
+    "state": lambda state: {"state": _state_name(state)},
     "oldest_first": lambda is_oldest: {"order_by": "create_time" if is_oldest else "-create_time"},
     "after_time": lambda moment: {"last_event_id": repr(moment)},
     "step_count": lambda count: {"steps": count},
@@ -129,8 +129,9 @@ def _method(api: RunApi, method: MethodDescriptor) -> Callable[..., Any]:
         who = _user.get()
         operation = named[-1] if len(named) == 1 or request.follow else named[0]
         if operation.form == "lines":
-            for line in await _answer(api, who, operation, request):
-                yield message_of(line, kind)
+            async for lines in await _answer(api, who, operation, request):
+                for line in lines:
+                    yield message_of(line, kind)
             return
         with api.limits.stream(who.project):
             async for items in await _answer(api, who, operation, request):
@@ -210,6 +211,12 @@ def run_id_of(name: str) -> str:
     if not _RUN_ID.fullmatch(run_id):
         raise NotFoundError(f"run {run_id!r} does not exist; list the runs of the project")
     return run_id
+
+
+def _state_name(number: int) -> str:
+    """Returns the name of a state; of an unknown one its number, which no filter accepts."""
+    known = pb.Run.State.DESCRIPTOR.values_by_number.get(number)
+    return known.name.removeprefix("STATE_") if known else str(number)
 
 
 def _object(name: str, text: str) -> dict[str, Any]:

@@ -125,6 +125,20 @@ async def test_both_faces_show_the_same_runs(both):
     assert [line async for line in stub.ReadLogs(pb.ReadLogsRequest(**named))] == []
 
 
+async def test_an_unknown_state_is_the_callers_fault(both):
+    rpc, _ = both
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await rpc.ListRuns(pb.ListRunsRequest(state=99))
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_what_is_wrong_with_a_very_long_name_arrives(both):
+    rpc, _ = both
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await rpc.GetRun(pb.GetRunRequest(name="é" * 50_000))
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 async def test_a_run_goes_through_its_life_over_grpc(both):
     stub, _ = both
     await call(stub.CreateRun, pb.CreateRunRequest(spec_json=json.dumps(SPEC)))
