@@ -328,8 +328,10 @@ class Handlers:
 
         return items()
 
-    async def read_logs(self, call: Call, request: ops.ReadLogs) -> list[LogLine]:
-        return await self._logs.tail(request.run_id, request.component, request.tail_lines)
+    async def read_logs(
+        self, call: Call, request: ops.ReadLogs
+    ) -> AsyncIterator[Sequence[LogLine]]:
+        return self._logs.tail(request.run_id, request.component, request.tail_lines)
 
     async def follow_logs(self, call: Call, request: ops.FollowLogs) -> Items:
         async def items() -> Items:

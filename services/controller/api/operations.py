@@ -284,7 +284,8 @@ class FollowLogs(RunOperation[LogLine]):
     form = "events"
     component: Component = ""
     tail_lines: Annotated[int, Field(ge=0, le=10_000)] = 100
-    last_event_id: Annotated[str, Field(max_length=4096), HEADER] = ""
+    # The position in the log of each worker.
+    last_event_id: Annotated[str, Field(max_length=48 << 10), HEADER] = ""
 
 
 class ListMetrics(RunOperation[MetricPage]):

@@ -3,7 +3,7 @@
 import inspect
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from http import HTTPStatus
 from typing import Annotated, Any
 
@@ -163,8 +163,7 @@ def _endpoint(
         if operation.form == "events":
             return event_stream(encoded.frames(answer))
         if operation.form == "lines":
-            lines = answer if isinstance(answer, AsyncIterator) else _lines(answer)
-            return StreamingResponse(lines, media_type=LINES)
+            return StreamingResponse(_lines(answer), media_type=LINES)
         if call.is_repeated:
             response.status_code = HTTPStatus.OK
         if isinstance(answer, RunView):
@@ -178,8 +177,12 @@ def _endpoint(
     return endpoint
 
 
-def _lines(answer: Sequence[BaseModel]) -> Iterator[str]:
-    return (line.model_dump_json() + "\n" for line in answer)
+async def _lines(batches: AsyncIterator[bytes | Sequence[BaseModel]]) -> AsyncIterator[bytes]:
+    async for batch in batches:
+        if isinstance(batch, bytes):
+            yield batch
+        else:
+            yield b"".join(line.model_dump_json().encode() + b"\n" for line in batch)
 
 
 async def _fields(

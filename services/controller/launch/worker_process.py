@@ -182,16 +182,24 @@ _LAST_LINES = 15
 _BLOCK_BYTES = 1 << 16
 
 
-def last_lines(log: Path, count: int = _LAST_LINES) -> str:
-    """Returns the last lines of a log file of any size; empty if the file does not exist."""
+def last_lines(log: Path, count: int = _LAST_LINES, *, max_bytes: int = 1 << 16) -> str:
+    """Returns the last lines of a log file of any size; empty if the file does not exist.
+
+    Args:
+        max_bytes: Max. bytes to read; of a longer line only the end is returned.
+    """
     if not log.exists():
         return ""
-    data = b""
+    blocks: list[bytes] = []
+    num_ends = 0
     with log.open("rb") as file:
         begin = file.seek(0, os.SEEK_END)
+        first = max(begin - max_bytes, 0)
         # One more line end than lines, because the text before the first one may be half a line.
-        while begin > 0 and data.count(b"\n") <= count:
-            end, begin = begin, max(begin - _BLOCK_BYTES, 0)
+        while begin > first and num_ends <= count:
+            end, begin = begin, max(begin - _BLOCK_BYTES, first)
             file.seek(begin)
-            data = file.read(end - begin) + data
+            blocks.append(file.read(end - begin))
+            num_ends += blocks[-1].count(b"\n")
+    data = b"".join(reversed(blocks))
     return b"\n".join(data.rstrip().split(b"\n")[-count:]).decode(errors="replace")

@@ -13,7 +13,10 @@ from services.controller.models import LogLine
 
 # Polled, because a file gives no notification when it grows.
 _POLL_S = 0.5
-_MAX_READ_BYTES = 1 << 20
+_MAX_READ_BYTES = 1 << 18
+_MAX_TAIL_BYTES = 4 << 20
+"""Max. bytes of past lines of each worker."""
+_BATCH_LINES = 1000
 _OFFSET = re.compile(r"([a-z0-9-]{1,63}):(\d{1,18})")
 
 
@@ -28,17 +31,15 @@ class RunLogs:
         self._state_directory = state_directory
         self._is_ended = is_ended
 
-    async def tail(self, run_id: str, component: str, num_lines: int) -> list[LogLine]:
-        """Returns the last lines of one worker, or of every worker if ``component`` is empty."""
-
-        def read() -> list[LogLine]:
-            return [
-                LogLine(component=log.stem, line=line)
-                for log in self._files(run_id, component)
-                for line in last_lines(log, num_lines).splitlines()
-            ]
-
-        return await asyncio.to_thread(read)
+    async def tail(
+        self, run_id: str, component: str, num_lines: int
+    ) -> AsyncIterator[list[LogLine]]:
+        """Yields the last lines of one worker, or of every worker if ``component`` is empty, in batches."""
+        for log in self._files(run_id, component):
+            found = (await asyncio.to_thread(_tail, log, num_lines)).splitlines()
+            for first in range(0, len(found), _BATCH_LINES):
+                lines = found[first : first + _BATCH_LINES]
+                yield [LogLine(component=log.stem, line=line) for line in lines]
 
     async def follow(
         self, run_id: str, component: str, num_lines: int, cursor: str
@@ -51,23 +52,28 @@ class RunLogs:
             cursor: Cursor that an earlier call yielded last; empty at first.
 
         Yields:
-            A possibly empty batch of lines, each with the cursor that resumes after it.
+            A possibly empty batch of lines; the last one has the cursor that resumes after it, the others
+            an empty one.
         """
         offsets = {name: int(offset) for name, offset in _OFFSET.findall(cursor)}
         is_last = False
         while not is_last:
             # Checked before reading, so that lines written before the end are still read.
             is_last = await self._is_ended(run_id)
-            found: list[tuple[str, LogLine]] = []
+            has_more = False
             for log in self._files(run_id, component):
                 name = log.stem
                 if name not in offsets:
                     offsets[name] = await asyncio.to_thread(_tail_offset, log, num_lines)
-                lines, offsets[name] = await asyncio.to_thread(_read, log, offsets[name])
-                cursor = _cursor(offsets)
-                found += [(cursor, LogLine(component=name, line=line)) for line in lines]
-            yield found
-            if not is_last:
+                lines, end = await asyncio.to_thread(_read, log, offsets[name])
+                has_more |= end - offsets[name] > _MAX_READ_BYTES // 2
+                offsets[name] = end
+                if lines:
+                    *others, last = (LogLine(component=name, line=line) for line in lines)
+                    yield [*(("", line) for line in others), (_cursor(offsets), last)]
+            is_last = is_last and not has_more
+            yield []
+            if not (is_last or has_more):
                 await asyncio.sleep(_POLL_S)
 
     def _files(self, run_id: str, component: str) -> list[Path]:
@@ -75,11 +81,15 @@ class RunLogs:
         return [log for log in found if component in ("", log.stem)]
 
 
+def _tail(log: Path, num_lines: int) -> str:
+    return last_lines(log, num_lines, max_bytes=_MAX_TAIL_BYTES)
+
+
 def _tail_offset(log: Path, num_lines: int) -> int:
     """Returns the offset at which the last lines of a file begin."""
     if num_lines == 0:
         return log.stat().st_size
-    kept = len(last_lines(log, num_lines).encode())
+    kept = len(_tail(log, num_lines).encode())
     return max(log.stat().st_size - kept - 1, 0)
 
 

@@ -61,8 +61,8 @@ async def lines(folder):
     async def is_ended(run_id):
         return True
 
-    tail = await RunLogs(folder, is_ended).tail("run_01", "", 100)
-    return [(line.component, line.line) for line in tail]
+    tail = RunLogs(folder, is_ended).tail("run_01", "", 100)
+    return [(line.component, line.line) async for lines in tail for line in lines]
 
 
 async def test_the_api_shows_what_pods_wrote(tmp_path):
