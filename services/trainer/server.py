@@ -74,7 +74,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 num_steps=request.num_steps or None,
                 waits=dict(request.waits),
             )
-            span.attributes |= {
+            span |= {
                 name: value for name, value in result.metrics.items() if name.startswith("seconds_")
             }
         tracing.record(

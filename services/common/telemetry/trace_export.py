@@ -12,27 +12,24 @@ from opentelemetry.trace import Link, SpanContext, Status, StatusCode, TraceFlag
 from services.common.telemetry import tracing
 
 
-class OpenTelemetrySink:
-    """Converts spans to OpenTelemetry's and passes them to a processor.
+def span_sink(processor: SpanProcessor, facts: dict[str, str]) -> tracing.SpanSink:
+    """Returns a function that converts spans to OpenTelemetry's and passes them to a processor.
 
     Args:
         facts: Attributes of the process: ``service.name`` and so on.
     """
+    resource = Resource.create(facts)
 
-    def __init__(self, processor: SpanProcessor, facts: dict[str, str]) -> None:
-        self._processor = processor
-        self._resource = Resource.create(facts)
-
-    def export(self, span: tracing.Span) -> None:
+    def export(span: tracing.Span) -> None:
         parent = None
         if span.parent_id:
             parent = _context(tracing.Trace(span.trace.trace_id, span.parent_id, is_collected=True))
-        self._processor.on_end(
+        processor.on_end(
             ReadableSpan(
                 name=span.name,
                 context=_context(span.trace),
                 parent=parent,
-                resource=self._resource,
+                resource=resource,
                 attributes=dict(span.attributes),
                 links=[Link(_context(link)) for link in span.links],
                 status=Status(StatusCode.ERROR, span.error) if span.error else Status(),
@@ -40,6 +37,8 @@ class OpenTelemetrySink:
                 end_time=span.end_ns,
             )
         )
+
+    return export
 
 
 @contextmanager
@@ -52,7 +51,7 @@ def exporting(endpoint: str, *, ratio: float, facts: dict[str, str]) -> Iterator
     """
     processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint))
     try:
-        with tracing.collecting(OpenTelemetrySink(processor, facts), ratio=ratio):
+        with tracing.collecting(span_sink(processor, facts), ratio=ratio):
             yield
     finally:
         processor.shutdown()  # type: ignore[no-untyped-call]

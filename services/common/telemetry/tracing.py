@@ -14,11 +14,10 @@ after a restart, and all agree on the fraction of groups that is collected.
 import hashlib
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
 
 # Max. groups of a batch to which a step is linked.
 MAX_LINKS = 128
@@ -59,25 +58,14 @@ class Span:
     """Name of the exception that ended it."""
 
 
-class SpanSink(Protocol):
-    """Receives spans; must not block."""
-
-    def export(self, span: Span) -> None:
-        """Receives an ended span."""
+SpanSink = Callable[[Span], None]
+"""Receives ended spans; must not block."""
 
 
 @dataclass(slots=True)
 class _Collecting:
     sink: SpanSink | None = None
     ratio: float = 0.0
-
-
-@dataclass(slots=True)
-class OpenSpan:
-    """Span that has not ended."""
-
-    attributes: dict[str, Attribute] = field(default_factory=dict)
-    """Attributes that are recorded at its end."""
 
 
 _collecting = _Collecting()
@@ -165,40 +153,31 @@ def span(
     is_first: bool = False,
     links: Sequence[Trace] = (),
     **attributes: Attribute,
-) -> Iterator[OpenSpan]:
+) -> Iterator[dict[str, Attribute]]:
     """Runs the block as a span of ``parent``, or else of the current trace.
 
     Args:
         is_first: True if the span is ``parent`` itself: the first span of its trace.
         attributes: Facts; never the text of a prompt or a response.
+
+    Yields:
+        The attributes, to which the block may add.
     """
     parent = parent or _current.get()
-    opened = OpenSpan(attributes)
     if parent is None or not parent.is_collected:
         with within(parent):
-            yield opened
+            yield attributes
         return
     own, parent_id = _place(parent, is_first=is_first)
     begin_ns, error = time.time_ns(), ""
     try:
         with within(own):
-            yield opened
+            yield attributes
     except BaseException as caught:
         error = type(caught).__name__
         raise
     finally:
-        _take(
-            Span(
-                name=name,
-                trace=own,
-                parent_id=parent_id,
-                begin_ns=begin_ns,
-                end_ns=time.time_ns(),
-                attributes=opened.attributes,
-                links=links,
-                error=error,
-            )
-        )
+        _send(name, own, parent_id, begin_ns, attributes, links=links, error=error)
 
 
 def record(
@@ -211,22 +190,10 @@ def record(
     **attributes: Attribute,
 ) -> None:
     """Records a span from ``begin_ns`` to now for each of several traces."""
-    end_ns = time.time_ns()
     for trace in traces:
-        if not trace.is_collected:
-            continue
-        own, parent_id = _place(trace, is_first=is_first)
-        _take(
-            Span(
-                name=name,
-                trace=own,
-                parent_id=parent_id,
-                begin_ns=begin_ns,
-                end_ns=end_ns,
-                attributes=attributes,
-                links=links,
-            )
-        )
+        if trace.is_collected:
+            own, parent_id = _place(trace, is_first=is_first)
+            _send(name, own, parent_id, begin_ns, attributes, links=links)
 
 
 def of_groups(run_id: str, group_ids: Iterable[str]) -> list[Trace]:
@@ -243,9 +210,30 @@ def _place(parent: Trace, *, is_first: bool) -> tuple[Trace, str]:
     return Trace(parent.trace_id, secrets.token_hex(8), is_collected=True), parent.span_id
 
 
-def _take(span_: Span) -> None:
+def _send(
+    name: str,
+    trace: Trace,
+    parent_id: str,
+    begin_ns: int,
+    attributes: Mapping[str, Attribute],
+    *,
+    links: Sequence[Trace],
+    error: str = "",
+) -> None:
+    """Passes a span that ends now to the collector."""
     if _collecting.sink is not None:
-        _collecting.sink.export(span_)
+        _collecting.sink(
+            Span(
+                name=name,
+                trace=trace,
+                parent_id=parent_id,
+                begin_ns=begin_ns,
+                end_ns=time.time_ns(),
+                attributes=attributes,
+                links=links,
+                error=error,
+            )
+        )
 
 
 def _ids(name: str) -> tuple[str, str]:

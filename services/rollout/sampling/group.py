@@ -231,8 +231,8 @@ class RunningGroup:
             with tracing.span("rollout.generate") as span:
                 await self._run_in_sandbox(episode)
                 _check_sampled(episode)
-                span.attributes["gen_ai.usage.output_tokens"] = len(episode.response_ids)
-                span.attributes["num_segments"] = episode.num_segments
+                span["gen_ai.usage.output_tokens"] = len(episode.response_ids)
+                span["num_segments"] = episode.num_segments
         except Interrupted:
             return False
         except CallError as error:

@@ -15,7 +15,7 @@ from services.common.rpc.server import serve
 from services.common.settings import ServiceSettings
 from services.common.telemetry import tracing
 from services.common.telemetry.logging import JsonFormatter
-from services.common.telemetry.trace_export import OpenTelemetrySink
+from services.common.telemetry.trace_export import span_sink
 from slipstream.transferqueue.v1 import transferqueue_pb2 as pb
 from slipstream.transferqueue.v1 import transferqueue_pb2_grpc
 
@@ -25,7 +25,7 @@ def collected():
     """Returns the spans that the collector receives if all groups are collected."""
     exporter = InMemorySpanExporter()
     with tracing.collecting(
-        OpenTelemetrySink(SimpleSpanProcessor(exporter), {"service.name": "test"}), ratio=1.0
+        span_sink(SimpleSpanProcessor(exporter), {"service.name": "test"}), ratio=1.0
     ):
         yield exporter.get_finished_spans
 
@@ -70,9 +70,7 @@ def test_a_span_has_the_error_that_ended_it(collected):
 
 def test_part_of_the_groups_is_collected_and_all_steps(collected):
     names = [f"g{number}" for number in range(2000)]
-    with tracing.collecting(
-        OpenTelemetrySink(SimpleSpanProcessor(InMemorySpanExporter()), {}), ratio=0.1
-    ):
+    with tracing.collecting(span_sink(SimpleSpanProcessor(InMemorySpanExporter()), {}), ratio=0.1):
         assert 130 < len(tracing.of_groups("run_1", names)) < 270
         assert tracing.of_step("run_1", 1).is_collected
 
