@@ -87,10 +87,6 @@ def short_ids(ids: Sequence[str]) -> list[str]:
     return [each[:length] for each in ids]
 
 
-URL = "http://ended.runs"
-"""Base address of the API, which is not on any network."""
-
-
 _T = TypeVar("_T")
 
 DEFAULT_STATE = Path("runs")

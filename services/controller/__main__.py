@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import logging
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager, nullcontext
@@ -48,8 +47,6 @@ from services.controller.store.lease import Leadership
 from services.controller.store.runs import RunStore
 from services.wire.transferqueue.client import TransferQueueClient
 from slipstream.controller.v1 import membership_pb2_grpc, run_pb2_grpc
-
-logger = logging.getLogger(__name__)
 
 # Specifications, with up to 256 KiB, are larger than anything that workers send.
 _MAX_MESSAGE_BYTES = 4 << 20

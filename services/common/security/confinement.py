@@ -135,7 +135,6 @@ _DATA_KINDS: Final[Mapping[str, Kind]] = {
     "python": "code",
     "verifiers": "package",
 }
-_URLS = ("http://", "https://", "grpc://", "grpcs://", "openenv+http://", "openenv+https://")
 # Presets of models and tokenizers, which are generated without files.
 _PRESETS = ("tiny:", "chars:")
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")

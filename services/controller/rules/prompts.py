@@ -136,10 +136,6 @@ class PromptOrder:
         """Rows taken so far, skipped ones included."""
         return self._position
 
-    @property
-    def epoch(self) -> int:
-        return self._position // self._num_rows
-
     def next_row(self, *, step: int = 0) -> int | None:
         """Returns the next row; None if all rows are quarantined.
 

@@ -5,7 +5,6 @@ Writers take turns. Every write checks in its own transaction that this controll
 
 import asyncio
 import importlib.resources
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,8 +19,6 @@ from sqlalchemy import event, exc
 
 from services.common.errors import AbortedError, FailedPreconditionError, UnavailableError
 from services.controller.store.tables import LEASES, METADATA
-
-logger = logging.getLogger(__name__)
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

@@ -96,11 +96,6 @@ class StepRunner:
         self.num_steps = spec.trainer.steps or 1
         self._early = StepAccumulator()
 
-    @property
-    def num_updates(self) -> int:
-        """Number of optimizer updates until now."""
-        return self._updates.count
-
     def accumulate(
         self, weight_version: int, samples: Samples, cohort: BatchFacts, plan: StepPlan
     ) -> None:

@@ -222,9 +222,6 @@ class Index:
                 self._losses[name].append(LostSamples(keys=keys, shard_id=shard_id))
                 self._waiters.wake(name)
 
-    def losses(self, partition_id: str) -> list[LostSamples]:
-        return self._losses[partition_id]
-
     async def watch_lost_samples(self, partition_id: str) -> AsyncIterator[LostSamples]:
         """Streams all losses of a partition, the earlier ones first."""
         num_seen = 0

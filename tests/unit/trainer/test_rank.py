@@ -146,7 +146,7 @@ def test_a_batch_without_a_trained_token_leaves_weights_and_schedule_as_they_are
     result = rank.train(2, idle.meta)
     assert not result.skipped
     assert result.metrics["empty_updates"] == 1
-    assert rank.runner.num_updates == 0
+    assert rank.runner.facts()["num_updates"] == 0
     assert all(torch.equal(value, before[key]) for key, value in policy.state_dict().items())
 
 
@@ -199,7 +199,7 @@ def test_fewer_groups_than_updates_give_an_update_each() -> None:
     queue = random_queue(policy, num_groups=2)
     rank = rank_of(spec, policy, queue)
     assert not rank.train(1, queue.meta).skipped
-    assert rank.runner.num_updates == 2
+    assert rank.runner.facts()["num_updates"] == 2
 
 
 def test_a_skipped_step_leaves_the_adaptive_coefficient_a_number() -> None:

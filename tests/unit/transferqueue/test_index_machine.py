@@ -150,9 +150,9 @@ class IndexMachine(RuleBasedStateMachine):
         hit = {
             key for key, fields in self.blobs.items() if any(s == shard for s, _ in fields.values())
         }
-        before = len(self.index.losses(PARTITION))
+        before = len(self.index._losses[PARTITION])
         self.index.remove_shard(shard)
-        lost = {key for loss in self.index.losses(PARTITION)[before:] for key in loss.keys}
+        lost = {key for loss in self.index._losses[PARTITION][before:] for key in loss.keys}
         assert lost == hit - self.acked
         self.forget(hit)
 

@@ -8,7 +8,6 @@
 
 import asyncio
 import itertools
-import logging
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
@@ -33,8 +32,6 @@ from services.wire.batch import KVBatchMeta
 from services.wire.controller import GroupFailure
 from services.wire.transferqueue.client import TransferQueueClient
 from services.wire.workers import GroupAssignment
-
-logger = logging.getLogger(__name__)
 
 # Offset that keeps seeds of held-out samples apart from those of training groups.
 _SEED_OFFSET = 1 << 40
