@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 from pathlib import Path
 
 import kubernetes_validate
@@ -59,6 +60,10 @@ _BAD_VALUES = [
     ("workers.envFromSecrets={HF_TOKEN}", ("envFromSecrets",)),
     ("workers.jobSet.enabled=yes-please", ("jobSet", "enabled")),
     ("rlruns.namespaces={Team_A}", ("rlruns", "namespaces")),
+    ("fullnameOverride=rl.train", ("fullnameOverride",)),
+    ("commonLabels.team=a team", ("commonLabels", "team")),
+    ("workers.podLabels.team=a/b", ("podLabels", "team")),
+    ("workers.resourceClaimTemplates.rdma=One NIC", ("resourceClaimTemplates", "rdma")),
 ]
 
 
@@ -181,6 +186,35 @@ def test_the_key_and_the_issuer_are_with_the_services_and_no_worker() -> None:
         is_service = component.startswith(("controller", "transferqueue"))
         assert ("service-key" in json.dumps(pod)) is is_service
         assert ("demo-slipstream-issuer" in json.dumps(pod)) is (is_service or component == "test")
+
+
+@pytest.mark.parametrize(
+    ("release", "overrides"),
+    [
+        ("team.a", ""),
+        ("a" * 53, ""),
+        ("a" * 31 + ".b", ""),
+        ("123", "nameOverride=123,fullnameOverride=rl"),
+    ],
+)
+def test_names_of_any_release_are_valid(release: str, overrides: str) -> None:
+    values = ("--set", "transferqueue.shards=2", "--set-string", overrides)
+    done = helm("template", release, str(CHART), *values)
+    assert done.returncode == 0, done.stderr
+    manifests = [m for m in yaml.load_all(done.stdout, yaml.CSafeLoader) if m]
+    for manifest in manifests:
+        name = manifest["metadata"]["name"]
+        if manifest["kind"] == "Service":
+            assert re.fullmatch("[a-z]([a-z0-9-]{0,61}[a-z0-9])?", name)
+        # The label controller-revision-hash of their pods is 11 characters longer.
+        assert len(name) <= (52 if manifest["kind"] == "StatefulSet" else 63)
+        assert {*map(type, manifest["metadata"].get("labels", {}).values())} <= {str}
+
+
+def test_a_release_whose_services_would_have_invalid_names_is_refused() -> None:
+    done = helm("template", "1st", str(CHART))
+    assert done.returncode != 0
+    assert "fullnameOverride" in done.stderr
 
 
 def test_old_kubernetes_gets_what_it_knows() -> None:

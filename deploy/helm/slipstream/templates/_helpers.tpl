@@ -2,14 +2,21 @@
 {{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" -}}
 {{- end -}}
 
+{{/*
+Beginning of the names of objects. Names of services have no dots and begin with a letter; those of StatefulSets, such
+as `<fullname>-transferqueue-shard`, have at most 52 characters.
+*/}}
 {{- define "slipstream.fullname" -}}
-{{- if .Values.fullnameOverride -}}
-{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
-{{- else if contains (include "slipstream.name" .) .Release.Name -}}
-{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
-{{- else -}}
-{{- printf "%s-%s" .Release.Name (include "slipstream.name" .) | trunc 40 | trimSuffix "-" -}}
+{{- $full := .Values.fullnameOverride -}}
+{{- if not $full -}}
+{{- $name := include "slipstream.name" . -}}
+{{- $full = contains $name .Release.Name | ternary .Release.Name (printf "%s-%s" .Release.Name $name) -}}
 {{- end -}}
+{{- $full = $full | replace "." "-" | trunc 32 | trimSuffix "-" -}}
+{{- if not (regexMatch "^[a-z]" $full) -}}
+{{- fail (printf "the name of a service must begin with a letter, got %s; choose another release name, or set fullnameOverride" $full) -}}
+{{- end -}}
+{{- $full -}}
 {{- end -}}
 
 {{/* Namespace of worker pods. Separate, because whoever may create pods in a namespace can read all its secrets. */}}
@@ -24,8 +31,8 @@
 
 {{/* Labels that select pods; never change them, because selectors are immutable. Needs: root, component */}}
 {{- define "slipstream.selectorLabels" -}}
-app.kubernetes.io/name: {{ include "slipstream.name" .root }}
-app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/name: {{ include "slipstream.name" .root | quote }}
+app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 app.kubernetes.io/component: {{ .component }}
 {{- end -}}
 
