@@ -768,7 +768,6 @@ def _called(key: str, reference: str, given: str, arguments: dict[str, Any]) -> 
 
     Args:
         given: Positional arguments by meaning, such as ``row, history``; empty if the function is not called.
-        arguments: Keyword arguments.
     """
     try:
         function = load_callable(reference)

@@ -113,8 +113,6 @@ def wanted_responses(folder: Path, spec: RunSpec, names: Sequence[str]) -> Regen
     """Reads recorded responses.
 
     Args:
-        folder: Folder of the record.
-        spec: The run.
         names: ``STEP/GROUP``, or ``STEP`` for all groups that the step trained.
 
     Raises:

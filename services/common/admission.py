@@ -93,7 +93,6 @@ class AdmissionProxy:
 
         Args:
             bind: Address as for :func:`listen`.
-            target: Path of the Unix socket.
 
         Raises:
             InvalidArgumentError: If the address cannot be bound.
@@ -259,7 +258,6 @@ class _Flow:
     """Moves data in one direction. Reads nothing more before it has sent what it has read.
 
     Args:
-        source: Where data comes from.
         allow: Returns how many bytes may be read next; 0 stops until :meth:`resume`.
         count: Receives how many were read.
         end: Called at the end of the data, or if either connection breaks.

@@ -96,7 +96,6 @@ def replay(
 
     Args:
         plan: JSON of a ``ReplayPlan``.
-        settings: Settings of this process.
     """
     spec, folder = parse_spec(plan["spec"]), Path(plan["folder"])
     source = RecordedBatches(is_experiment=bool(plan["changes"]))

@@ -225,7 +225,6 @@ class WeightMember:
             epoch: Number of the group; higher than any before.
             receiver: Number of this member among the receivers, from 0; -1 for a source, and for a
                 rollout that sends its weights to joining ones. Ignored for a trainer rank.
-            backend: One of ``TRANSPORTS``.
             scope: Scope of the store in which the members meet.
 
         Raises:

@@ -63,7 +63,6 @@ async def serve_http(  # noqa: PLR0913 -- as many limits
         app: The application; it calls :func:`services.common.http.limits.admit` for each request that
             it has authenticated.
         certificate: PEM file with a certificate chain, to serve HTTPS; reloaded when it changes.
-        key: PEM file with its key.
         connections_per_peer: Max. simultaneous connections of one address; 0 for no limit.
         authenticates: False if peers need not authenticate, because only this user can connect.
         max_request_bytes: Max. total size of all requests in progress.

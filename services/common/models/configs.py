@@ -90,7 +90,6 @@ def preset_config(path: str, *, vocab_size: int, eos_id: int, pad_id: int) -> di
 
     Args:
         path: A preset such as ``tiny:qwen2-0.4m``.
-        eos_id: Token that ends a response.
 
     Raises:
         ValueError: If there is no such preset.

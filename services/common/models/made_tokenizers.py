@@ -57,7 +57,6 @@ def make_builtin_tokenizer(name: str, *, images: bool = False) -> Tokenizer | No
     has ``<pad>``, ``<eos>``, then one token for each byte value.
 
     Args:
-        name: The name.
         images: True to add the placeholder ``<image>`` as the last token.
 
     Raises:

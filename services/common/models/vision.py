@@ -135,7 +135,6 @@ def _decoder_class(kind: str, base: Any) -> Any:
                 position_ids: ``[B, T]`` position of each token in its sequence.
                 image_uses: ``[uses, 3]`` as :func:`image_arguments` returns it; default: the tokens are one
                     sequence, which has each image once.
-                others: Further arguments of the decoder.
             """
             if pixel_values is None:
                 output = super().forward(input_ids=input_ids, position_ids=position_ids, **others)
@@ -239,12 +238,9 @@ def _embedded(
     """Returns embeddings with features at some places, as arguments of a decoder.
 
     Args:
-        decoder: A decoder with a vision tower.
         input_ids: ``[1, T]``.
         places: ``[F]`` places of the features, ascending.
         rows: ``[F]`` number of each feature among those of the distinct images.
-        pixel_values: See the decoder.
-        image_grid_thw: See the decoder.
 
     Raises:
         ValueError: If one of the places has no placeholder.

@@ -39,12 +39,7 @@ _TILE: Final = {"BLOCK_SIZE_M": 128, "BLOCK_SIZE_N": 128, "BLOCK_SIZE_K": 64, "G
 
 
 def missing_operators(config: Mapping[str, Any], dtype: torch.dtype) -> list[str]:
-    """Returns why these operators do not compute a model here; empty if they compute it.
-
-    Args:
-        config: A ``config.json``.
-        dtype: Dtype of the forward pass.
-    """
+    """Returns why these operators do not compute a model here; empty if they compute it."""
     if (kind := config.get("model_type")) not in _FAMILIES:
         return [f"models of type {kind!r}"]
     head = _head_size(config)
@@ -192,9 +187,6 @@ def attention(
         value: ``[K, kv_heads, D]``.
         cu_queries: ``[N + 1]`` int32 offsets of the queries of each sequence, and the total.
         cu_keys: The same of the keys.
-        max_queries: Largest number of queries of a sequence.
-        max_keys: Largest number of keys of a sequence.
-        scaling: Factor of the scores.
 
     Returns:
         ``[T, heads, D]``.

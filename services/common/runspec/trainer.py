@@ -130,12 +130,7 @@ class CheckpointSpec(SpecPart):
 
 
 def checkpoint_root(directory: str | None, run_folder: Path) -> Path:
-    """Returns the folder of a run's checkpoints.
-
-    Args:
-        directory: ``trainer.checkpoint.directory``.
-        run_folder: Folder of the run.
-    """
+    """Returns the folder of a run's checkpoints."""
     return Path(directory) if directory else run_folder / "checkpoints"
 
 

@@ -90,11 +90,7 @@ class Authenticator(Protocol):
 
 
 class Authenticators:
-    """Tries several authenticators in order; the first one that knows the caller decides.
-
-    Args:
-        authenticators: The authenticators, at least one.
-    """
+    """Tries several authenticators in order; the first one that knows the caller decides."""
 
     def __init__(self, authenticators: Sequence[Authenticator]) -> None:
         self._authenticators = authenticators

@@ -81,11 +81,7 @@ class AdoptedProcess:
 
 
 class ProcessGroup:
-    """Processes of one worker; when one ends, the others are ended.
-
-    Args:
-        processes: The processes, at least one.
-    """
+    """Processes of one worker; when one ends, the others are ended."""
 
     def __init__(self, processes: Sequence[WorkerProcess]) -> None:
         self._processes = tuple(processes)

@@ -543,10 +543,6 @@ def status_of(run: Run) -> dict[str, Any]:
 def changes_of(run: Run, spec: RunSpec, asked: RunPatch, body: Json) -> RunPatch | None:
     """Returns the changes that make a run follow an edited object; None if it does already.
 
-    Args:
-        spec: The object's specification.
-        asked: The object's labels and priority.
-
     Raises:
         NotEditableError: With one line for each key that may not change.
     """

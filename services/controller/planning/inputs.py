@@ -384,7 +384,6 @@ def with_overrides(rates: Rates, document: Any) -> Rates:
 
     Args:
         rates: Rates for keys that the document lacks.
-        document: Mapping read from YAML or JSON.
 
     Raises:
         ValueError: If it has an unknown key or an invalid rate; the message names the key.

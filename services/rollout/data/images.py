@@ -57,7 +57,6 @@ class ImageReader:
     Args:
         model: A model with ``images``.
         data: Names the columns and limits.
-        tokenizer: The model's.
         allowance: Files that rows may name.
         reach: Addresses that rows may name.
 

@@ -31,7 +31,6 @@ def following_tokens(
     """Returns the tokens between the end of a recorded reply and the start of the next one.
 
     Args:
-        tools: Tools that the assistant may call.
         reply_index: Index of the recorded reply in ``messages``.
         last_id: Last token of the recorded reply.
     """

@@ -105,11 +105,9 @@ def code_tests(
     """Runs the last fenced block of the response, or all of it, in a sandbox.
 
     Args:
-        prompt: Unused.
         response: Text with a Python program.
         answer: Python code that raises if the program is wrong, for example ``assert`` lines; or
             ``{"inputs": [...], "outputs": [...]}``, standard input and expected output of each test.
-        row: Unused.
         seconds: CPU and wall time of one test; a program that takes longer fails the test.
         memory_bytes: Address space of one test; a program that needs more fails the test.
         partial_credit: True to return the fraction of passed tests.

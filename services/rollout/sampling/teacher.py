@@ -37,7 +37,6 @@ class Teacher:
     """Asks the served teachers of a run's sets, and makes the prompts that teachers see.
 
     Args:
-        spec: The run, which has a teacher.
         tokenizer: The policy's, which is also the teacher's.
         max_tokens: Max tokens of a prompt and its response.
         reach: Addresses that servers may have.
@@ -82,7 +81,6 @@ class Teacher:
 
         Args:
             split: Set that the prompt belongs to.
-            prompt: The group's prompt.
             samples: Its samples; the demonstrations of :attr:`TeacherSpec.demonstration` are among them.
 
         Raises:
@@ -209,7 +207,6 @@ def parsed(
 
     Args:
         server: ``vllm`` or ``sglang``.
-        body: JSON.
         response: The ``R`` tokens.
         top_k: ``K``, the most likely tokens of each place.
 

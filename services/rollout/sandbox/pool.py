@@ -63,7 +63,6 @@ class EpisodeSandbox:
         """Runs a shell command in the working folder.
 
         Args:
-            command: Text for ``sh -c``.
             timeout_s: Max seconds, at most ``rollout.sandbox.command_timeout_s``, which is the default.
 
         Raises:

@@ -101,7 +101,6 @@ def run_python(parts: Sequence[str], given: str, limits: Limits) -> str | None:
     Args:
         parts: Parts of the program that run in order and share their names. A part is in the memory of the
             process only once all earlier ones have ended.
-        given: Standard input.
 
     Returns:
         Standard output, up to 1 MiB; None if the program failed or exceeded a limit.

@@ -97,9 +97,7 @@ def most_likely(hidden: Tensor, head: OutputHead, count: int, *, temperature: fl
 
     Args:
         hidden: ``[T, H]`` final hidden states.
-        head: The output head.
         count: Max number of tokens; ``K`` is at most the vocabulary.
-        temperature: Divides the logits.
     """
     count = min(count, len(head.weight))
     found = torch.full((len(hidden), count + 1, 2), -1.0, device=hidden.device)

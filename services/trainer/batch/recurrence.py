@@ -57,8 +57,6 @@ def _packed(
     """Computes ``[1, T, H]`` of a pack.
 
     Args:
-        module: Recurrent layer.
-        prepare: Its preparation.
         hidden_states: ``[1, T, H]``.
         *args: Further arguments of the layer's forward pass.
         layout: Layout of the pack; None for a plain batch.
@@ -146,7 +144,6 @@ def pack_delta_net(module: nn.Module, states: Tensor, layout: AttentionLayout) -
     Args:
         module: The layer of a model of Qwen3-Next's or Qwen3.5's form.
         states: ``[T, H]``.
-        layout: Layout of the pack.
 
     Returns:
         ``[T, H]``.

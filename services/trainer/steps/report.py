@@ -234,11 +234,7 @@ def _by_staleness(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def utilization(early: StepAccumulator, engine: TrainEngine, *, num_gpus: int) -> dict[str, float]:
-    """Returns shared prefixes, compilations and, on GPUs, peak memory and MFU. All ranks must call it.
-
-    Args:
-        early: Accumulated state of the whole step.
-    """
+    """Returns shared prefixes, compilations and, on GPUs, peak memory and MFU. All ranks must call it."""
     work = torch.tensor(astuple(early.work), dtype=torch.float64)
     sequence_tokens, tokens, squares, predictions = engine.ranks.sum(work).tolist()
     used = {

@@ -165,7 +165,6 @@ class DataClient:
         """Stores samples; returns when they are visible.
 
         Args:
-            partition_id: An existing partition.
             keys: New keys, or existing ones that lack these fields.
             fields: Values of each field, one row per key.
             tags: Small facts, one per key; all new samples of a partition have the same tags.

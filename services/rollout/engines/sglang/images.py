@@ -26,10 +26,6 @@ _QWEN2_5_PATCH = 14
 class ImageInputs:
     """Stands for SGLang's processor of images, which its tokenizer process calls with each request.
 
-    Args:
-        config: Configuration of the checkpoint.
-        dtype: Dtype of its vision tower.
-
     Raises:
         ValueError: If SGLang would take the patches of this tower for features.
     """
@@ -75,9 +71,6 @@ class ImageInputs:
 
         Args:
             image_data: One dictionary with ``inputs``, the request's :class:`ModelInputs`.
-            input_text: The token ids.
-            request_obj: The request.
-            others: Ignored.
 
         Raises:
             ValueError: If the prompt's placeholders are not where the images expect them, so that SGLang and

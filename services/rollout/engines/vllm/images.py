@@ -48,12 +48,7 @@ output.strip_covered_mm_data = _all_features
 
 
 class ImageInputs:
-    """Makes vLLM's inputs of prompts with images.
-
-    Args:
-        config: Configuration of the checkpoint.
-        dtype: Dtype of its vision tower.
-    """
+    """Makes vLLM's inputs of prompts with images."""
 
     def __init__(self, config: Any, dtype: dtype) -> None:
         self._placeholder = int(config.image_token_id)

@@ -188,7 +188,6 @@ class OomRetry:
 
         Args:
             attempt: Accumulates the gradients of micro-batches, each of them inside :func:`fitting`.
-            samples: Samples that the positions refer to.
             once: True if other gradients are accumulated already, which a repetition would lose.
 
         Raises:
