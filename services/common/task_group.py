@@ -41,6 +41,12 @@ else:
                     parent.uncancel()
 
 
+def is_cancelled() -> bool:
+    """Returns True if somebody cancels the current task: user code may raise CancelledError by itself."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
 async def until_first(*works: Coroutine[Any, Any, Any]) -> list[asyncio.Task[Any]]:
     """Runs coroutines until the first is done; cancels the others. Returns the tasks in order."""
     async with TaskGroup() as tasks:

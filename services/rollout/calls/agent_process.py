@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 from services.common.callables import describe_error, load_callable
 from services.common.parent import call_ending_forks, die_with_parent, disconnect_forks
-from services.common.task_group import TaskGroup
+from services.common.task_group import TaskGroup, is_cancelled
 from services.rollout.calls.json_text import json_text
 from services.rollout.sandbox.remote import sandbox_argument
 
@@ -65,7 +65,10 @@ async def _run(agent: Callable[..., Any], message: dict[str, Any], answers: Text
         else:
             value = await asyncio.to_thread(call_ending_forks, agent, **keywords)
         answer["value"] = _reward(value)
-    except Exception as error:  # noqa: BLE001 -- the edge to user code: every fault becomes an answer
+    # The edge to user code: every fault becomes an answer, and the other episodes go on.
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
+        if isinstance(error, asyncio.CancelledError) and is_cancelled():
+            raise
         answer["error"] = describe_error(error)
     _answer(answers, answer)
 

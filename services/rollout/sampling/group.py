@@ -10,7 +10,7 @@ from functools import partial
 from services.common.models.tokenizer import Tokenizer
 from services.common.runspec.data import kind_of
 from services.common.runspec.rollout import RolloutSpec
-from services.common.task_group import TaskGroup, unwrapped
+from services.common.task_group import TaskGroup, is_cancelled, unwrapped
 from services.common.telemetry import tracing
 from services.rollout import metrics
 from services.rollout.calls.pool import CallPool
@@ -240,7 +240,10 @@ class RunningGroup:
             raise
         except GroupError:
             raise
-        except Exception as error:  # a workflow may be the user's code
+        # A workflow may be the user's code.
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and is_cancelled():
+                raise
             logger.exception("workflow failed")
             raise GroupError(
                 "workflow_error", f"{type(error).__name__}: {error}", retryable=True

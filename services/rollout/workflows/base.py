@@ -51,6 +51,9 @@ if TYPE_CHECKING:
     from services.wire.data.model_inputs import ModelInputs
 
 
+_Observation = str | Sequence[int] | Turn
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeLimits:
     """Sampling parameters and limits of an episode."""
@@ -280,13 +283,13 @@ class Episode:
         return turn
 
     async def observe(
-        self, call: Callable[[], Awaitable[str | Sequence[int] | Turn]]
+        self, call: Callable[[], Awaitable[_Observation] | _Observation]
     ) -> Turn | None:
         """Adds a turn that the policy did not sample, for example the result of a tool.
 
         Args:
-            call: Returns the text, its token ids, or a turn of :meth:`look`. It is not called if the turn
-                was recorded before an interruption.
+            call: Function, plain or async, that returns the text, its token ids, or a turn of
+                :meth:`look`. It is not called if the turn was recorded before an interruption.
 
         Returns:
             The turn, or None if the text would leave the response no room for a further turn.
@@ -294,15 +297,27 @@ class Episode:
         turn = self._next_recorded(sampled=False)
         if turn is None:
             begin = time.perf_counter()
-            seen = await call()
+            answer = call()
+            seen = await answer if isinstance(answer, Awaitable) else answer
             ids = self.tokenizer.encode(seen) if isinstance(seen, str) else seen
             turn = ids if isinstance(ids, Turn) else observed(ids)
+            self._check_ids(turn.token_ids)
             turn = replace(turn, seconds=time.perf_counter() - begin)
             if len(turn.token_ids) >= self.remaining_tokens:
                 self.is_full = True
                 return None
         self.turns.append(turn)
         return turn
+
+    def _check_ids(self, token_ids: Sequence[int]) -> None:
+        """Raises CallError unless all are tokens: after the last reply no engine sees them."""
+        size = self.tokenizer.vocab_size
+        if wrong := [each for each in token_ids if not 0 <= each < size]:
+            raise CallError(
+                "invalid_value",
+                f"an observation has the token id {wrong[0]}, but ids are 0 to {size - 1}; use "
+                "episode.tokenizer",
+            )
 
     async def look(
         self,

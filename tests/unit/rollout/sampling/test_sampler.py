@@ -289,17 +289,32 @@ async def test_cancelled_groups_leave_nothing_behind() -> None:
         assert engine.stats().num_running == engine.stats().num_waiting == 0
 
 
-async def test_a_users_workflow_that_raises_fails_its_group_only() -> None:
+@pytest.mark.parametrize("error", [KeyError("no"), SystemExit(3), asyncio.CancelledError()])
+async def test_a_users_workflow_that_raises_fails_its_group_only(error: BaseException) -> None:
     class Picky:
         async def run(self, episode: Episode) -> None:
             if episode.prompt.text == "12=":
-                raise KeyError("no")
+                raise error
             await episode.generate()
 
     async with sampling(ScoreBy(lambda _: 0.0), workflow=Picky()) as (sampler, outcome, _):
         sampler.start([assignment("a", 0), assignment("b", 1)])
         await outcome.wait_for(2)
     assert outcome.failed["a"].reason == "workflow_error"
+    assert set(outcome.published) == {"b"}
+
+
+async def test_an_observation_may_come_from_a_plain_function_and_has_tokens_only() -> None:
+    class Observes:
+        async def run(self, episode: Episode) -> None:
+            await episode.generate()
+            is_first = episode.prompt.text == "12="
+            await episode.observe(lambda: [3, 999] if is_first else [3])
+
+    async with sampling(ScoreBy(lambda _: 0.0), workflow=Observes()) as (sampler, outcome, _):
+        sampler.start([assignment("a", 0), assignment("b", 1)])
+        await outcome.wait_for(2)
+    assert outcome.failed["a"].reason == "workflow_invalid_value"
     assert set(outcome.published) == {"b"}
 
 
