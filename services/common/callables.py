@@ -99,7 +99,7 @@ def is_reference(text: str) -> bool:
 def load_callable(reference: str) -> Callable[..., Any]:
     """Imports the callable that a specification names.
 
-    ImportErrors pass through unchanged.
+    ImportErrors of modules pass through unchanged.
 
     Args:
         reference: ``package.module:name`` or ``path/to/file.py:name``.
@@ -112,11 +112,16 @@ def load_callable(reference: str) -> Callable[..., Any]:
     file, name = parsed.file, parsed.name
     try:
         module = _load(parsed) if file is None else _load_file(file, reference)
-    except (ImportError, _NotFoundError):
+    except _NotFoundError:
         raise
     except (Exception, SystemExit) as error:  # of the module
+        if file is None and isinstance(error, ImportError):
+            raise
+        fix = "correct the module"
+        if file is not None and isinstance(error, ModuleNotFoundError):
+            fix = _where_to_find(error.name or "", file)
         raise ValueError(
-            f"{reference!r}: importing {parsed.location} raised {describe_error(error)}; correct the module"
+            f"{reference!r}: importing {parsed.location} raised {describe_error(error)}; {fix}"
         ) from error
     target = getattr(module, name, None)
     if target is None:
@@ -129,6 +134,17 @@ def load_callable(reference: str) -> Callable[..., Any]:
             f"{reference!r}: expected a function or a class, got {name} of type {type(target).__name__}"
         )
     return target  # type: ignore[no-any-return]
+
+
+def _where_to_find(module: str, file: Path) -> str:
+    """Returns how to make a module known that a file imports."""
+    top = file.parent / module.partition(".")[0]
+    if top.is_dir() or top.with_suffix(".py").is_file():
+        return (
+            f"it is next to {file.name}, but their folder is not on the import path: set "
+            f"PYTHONPATH={file.parent}"
+        )
+    return "install it"
 
 
 def bind_callable(

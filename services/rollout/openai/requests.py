@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 
 class ApiError(Exception):
@@ -251,9 +252,11 @@ class GenerateRequest(BaseModel):
         for name, value in (self.model_extra or {}).items():
             is_neutral = value is None or name in _IGNORED or value in _NEUTRAL.get(name, ())
             if not is_neutral:
-                raise ValueError(
-                    f"{name}={value!r:.80} is not supported: tokens for training must be sampled "
-                    f"from the policy itself; remove {name}"
+                raise PydanticCustomError(
+                    "unsupported",
+                    "{what} is not supported: tokens for training must be sampled from the policy itself, "
+                    "with the settings of the run; remove {param}",
+                    {"what": f"{name}={value!r:.80}", "param": name},
                 )
         return self
 
@@ -327,6 +330,8 @@ def parse_body(kind: type[_Request], body: bytes | Mapping[str, Any]) -> _Reques
 
 def _refused(problems: Sequence[Any]) -> ApiError:
     first = problems[0]
+    if first["type"] == "unsupported":
+        return invalid(first["msg"], param=first["ctx"]["param"])
     param = ".".join(str(part) for part in first["loc"]) or None
     message = f"{param}: {first['msg']}" if param else str(first["msg"])
     return invalid(message, param=param)

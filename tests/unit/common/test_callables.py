@@ -49,3 +49,14 @@ def test_the_digest_follows_the_source(tmp_path: Path) -> None:
         (tmp_path / name).write_text(f"def task():\n    return {body}\n")
         digests.add(source_digest(f"{tmp_path / name}:task"))
     assert len(digests) == 2
+
+
+@pytest.mark.parametrize(("name", "fix"), [("beside", "PYTHONPATH="), ("no_such", "install")])
+def test_a_file_that_imports_an_unknown_module_is_named(
+    tmp_path: Path, name: str, fix: str
+) -> None:
+    (tmp_path / "beside.py").touch()
+    file = tmp_path / "tasks.py"
+    file.write_text(f"import {name}\n")
+    with pytest.raises(ValueError, match=rf"tasks\.py.*{name}.*{fix}"):
+        load_callable(f"{file}:function")

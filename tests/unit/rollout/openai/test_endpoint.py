@@ -29,16 +29,16 @@ from tests.helpers.served_episode import (
     ("changes", "param"),
     [
         ({"temperature": 0.3}, "temperature"),
-        ({"top_p": 0.9}, None),
-        ({"logit_bias": {"1": 2}}, None),
-        ({"top_logprobs": 3}, None),
-        ({"min_tokens": 5}, None),
-        ({"ignore_eos": True}, None),
-        ({"bad_words": ["x"]}, None),
-        ({"guided_json": {"type": "object"}}, None),
-        ({"structured_outputs": {"regex": "a+"}}, None),
-        ({"chat_template_kwargs": {"enable_thinking": False}}, None),
-        ({"an_extra_of_tomorrow": 1}, None),
+        ({"top_p": 0.9}, "top_p"),
+        ({"logit_bias": {"1": 2}}, "logit_bias"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"min_tokens": 5}, "min_tokens"),
+        ({"ignore_eos": True}, "ignore_eos"),
+        ({"bad_words": ["x"]}, "bad_words"),
+        ({"guided_json": {"type": "object"}}, "guided_json"),
+        ({"structured_outputs": {"regex": "a+"}}, "structured_outputs"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+        ({"an_extra_of_tomorrow": 1}, "an_extra_of_tomorrow"),
         ({"stop_token_ids": [10**6]}, "stop_token_ids"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"stop": ["a<eos>"]}, "stop"),
@@ -57,8 +57,7 @@ async def test_unsupported_requests_get_an_error_in_openais_format(changes, para
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["type"] == "invalid_request_error"
-    if param is not None:
-        assert error["param"].startswith(param)
+    assert error["param"].startswith(param)
     assert next(iter(changes)) in error["message"]
 
 
