@@ -93,20 +93,23 @@ def parse_end(answer: object, *, source: str) -> Observation:
 
 
 def as_json(answer: object) -> bytes:
-    """Returns an answer as JSON, with images of Pillow as data URLs.
+    """Returns an answer as JSON, with images of Pillow as data URLs and values of NumPy and torch as numbers.
 
     Raises:
         ValueError: If a number is not finite, or a text has a lone surrogate.
         TypeError: If it has another value that JSON does not have.
     """
-    text = json.dumps(answer, allow_nan=False, ensure_ascii=False, default=_image_url)
+    text = json.dumps(answer, allow_nan=False, ensure_ascii=False, default=_plain)
     return text.encode()
 
 
-def _image_url(value: object) -> str:
-    if (url := image_url(value)) is None:
+def _plain(value: object) -> object:
+    if (url := image_url(value)) is not None:
+        return url
+    as_list = getattr(value, "tolist", None)  # of NumPy and torch, scalars included
+    if not callable(as_list):
         raise TypeError(f"{type(value).__name__} is not JSON serializable")
-    return url
+    return as_list()
 
 
 def _messages(value: object, source: str) -> tuple[Message, ...]:

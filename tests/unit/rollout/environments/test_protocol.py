@@ -8,11 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from services.rollout.calls.outside import AddressPolicy, ExternalService
 from services.rollout.environments.client import HttpEnvironment
 from services.rollout.environments.host import Host
+from services.rollout.environments.protocol import as_json
 from services.rollout.failures import CallError
 
 URL = "http://127.0.0.1:1"
@@ -270,3 +272,14 @@ def test_a_host_that_cannot_start_ends_with_an_error_status(tmp_path, options, s
     )
     assert ended.returncode == status
     assert named in ended.stdout + ended.stderr
+
+
+def test_an_answer_may_have_numbers_of_numpy() -> None:
+    answer = {
+        "done": np.bool_(True),
+        "reward": {"a": np.float32(0.5)},
+        "metrics": {"b": np.int64(3)},
+    }
+    assert json.loads(as_json(answer)) == {"done": True, "reward": {"a": 0.5}, "metrics": {"b": 3}}
+    with pytest.raises(ValueError, match="JSON"):
+        as_json({"reward": np.float32("nan")})
