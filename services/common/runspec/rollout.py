@@ -18,7 +18,7 @@ REWARDS: Final[Mapping[str, str]] = {
     "exact_match": f"{_REWARDS}.answers:exact_match",
     "math_verify": f"{_REWARDS}.math_answer:math_answer",
     "reasoning_gym": f"{_REWARDS}.answers:gym_answer",
-    "code_tests": f"{_REWARDS}.code_tests:code_tests",
+    "code_tests": f"{_REWARDS}.answers:code_tests",
 }
 """The rewards by the value of ``rollout.rewards.N.name``."""
 
