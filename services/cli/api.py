@@ -37,32 +37,14 @@ __all__ = ["Api", "ApiError"]
 _EVENTS_A_PAGE = 1000
 
 
-class Api:
-    """Calls a controller.
-
-    Args:
-        url: Address such as ``http://127.0.0.1:8080``.
-        token: API token; empty if the controller requires none.
-        retry_s: Max seconds of retries while the controller does not answer, for example
-            because it restarts.
-        http: HTTP client to send requests with. Default: a client that uses no proxy.
-    """
-
-    def __init__(
-        self,
-        url: str,
-        *,
-        token: str = "",
-        retry_s: float = 0.0,
-        http: httpx.AsyncClient | None = None,
-    ) -> None:
-        self._transport = AsyncTransport(url, token=token, retry_s=retry_s, http=http)
+class Api(AsyncTransport):
+    """Calls a controller."""
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._transport.aclose()
+        await self.aclose()
 
     async def call(self, operation: Operation[Answer]) -> Answer:
         """Sends an operation with a single answer and returns the answer.
@@ -70,7 +52,7 @@ class Api:
         Raises:
             ApiError: If the controller refuses the operation or does not answer.
         """
-        content = await self._transport.content(_request(operation))
+        content = await self.content(_request(operation))
         answer: Answer = TypeAdapter(operation.answer()).validate_json(content or b"null")
         return answer
 
@@ -86,10 +68,6 @@ class Api:
         run = await self.call(CreateRun(spec=dict(spec), priority=priority, label=pairs))
         assert isinstance(run, RunView)
         return run
-
-    async def page_link(self) -> str:
-        """Returns a link to the run page that signs one browser in, once, as this caller."""
-        return await self._transport.page_link()
 
     async def get(self, run_id: str) -> RunView:
         return await self.call(GetRun(run_id=run_id))
@@ -111,28 +89,19 @@ class Api:
         """Yields the last log lines of the workers; with ``follow`` also new ones until the run ends."""
         asked = FollowLogs if follow else ReadLogs
         operation = asked(run_id=run_id, component=component, tail_lines=tail_lines)
-        async for kind, data in self._transport.stream(_request(operation)):
+        async for kind, data in self.stream(_request(operation)):
             if kind != "end":
                 yield LogLine.model_validate(data)
 
     async def samples(self, asked: ExportSamples) -> AsyncIterator[dict[str, Any]]:
         """Yields the kept samples of a run."""
-        async for _, sample in self._transport.stream(_request(asked)):
+        async for _, sample in self.stream(_request(asked)):
             yield sample
-
-    def watch(
-        self, run_id: str, *, after_seq: int = 0
-    ) -> AsyncIterator[tuple[str, dict[str, Any]]]:
-        """Yields events of a run as they occur: ``(type, event)``; the last one is ``("end", run)``.
-
-        It reconnects to a restarted controller, without missing or repeating an event.
-        """
-        return self._transport.watch(run_id, after_seq=after_seq)
 
     async def watch_all(self) -> AsyncIterator[tuple[str, dict[str, Any]]]:
         """Yields new events of all runs of the project as ``(type, event)`` until the connection breaks."""
         with suppress(httpx.TransportError):
-            async for kind, event in self._transport.stream(_request(WatchRuns())):
+            async for kind, event in self.stream(_request(WatchRuns())):
                 yield kind, event
 
 

@@ -31,8 +31,8 @@ class AsyncTransport:
         self,
         url: str,
         *,
-        token: str,
-        retry_s: float,
+        token: str = "",
+        retry_s: float = 0.0,
         http: httpx.AsyncClient | None = None,
     ) -> None:
         self.url = url

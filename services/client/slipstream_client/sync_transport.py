@@ -33,8 +33,8 @@ class Transport:
         self,
         url: str,
         *,
-        token: str,
-        retry_s: float,
+        token: str = "",
+        retry_s: float = 0.0,
         http: httpx.Client | None = None,
     ) -> None:
         self.url = url
