@@ -28,12 +28,22 @@ with suppress(ModuleNotFoundError):  # the environments of the real engines have
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Modules that may take long come first, so that no worker is left with one when others have ended."""
+    """Lets every worker of pytest-xdist begin with a share of the modules that may take long.
+
+    With ``--dist worksteal`` each worker gets a contiguous part of the items. If one had all long modules, it
+    would still run the last of them when the others have ended.
+    """
+    modules: dict[Path, list[pytest.Item]] = {}
     longest: dict[Path, float] = {}
     for item in items:
         timeout = item.get_closest_marker("timeout")
+        modules.setdefault(item.path, []).append(item)
         longest[item.path] = max(longest.get(item.path, 0.0), timeout.args[0] if timeout else 0.0)
-    items.sort(key=lambda item: -longest[item.path])
+    num_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    parts: list[list[pytest.Item]] = [[] for _ in range(num_workers)]
+    for path in sorted(modules, key=lambda path: -longest[path]):
+        min(parts, key=len).extend(modules[path])
+    items[:] = [item for part in parts for item in part]
 
 
 def pytest_collection_finish() -> None:

@@ -1,9 +1,11 @@
 """Every service starts with the packages that its image has."""
 
+import functools
 import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
 
@@ -32,7 +34,7 @@ def test_a_service_imports_nothing_that_its_extra_does_not_install(service: str)
     installed = _installed_by(Requirement(f"slipstream[{service}]"))
     absent = {
         name
-        for name, distributions in packages_distributions().items()
+        for name, distributions in _distributions().items()
         if not {_normal(one) for one in distributions} & installed
     }
     program = f"absent = {absent!r}\n{_WITHOUT % service}"
@@ -40,6 +42,12 @@ def test_a_service_imports_nothing_that_its_extra_does_not_install(service: str)
         [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=_ROOT
     )
     assert done.returncode == 0, f"its extra in pyproject.toml lacks a package:\n{done.stderr}"
+
+
+@functools.cache
+def _distributions() -> Mapping[str, list[str]]:
+    """Returns the distributions of each importable package, from the lists of all installed files."""
+    return packages_distributions()
 
 
 def _installed_by(requirement: Requirement) -> set[str]:
