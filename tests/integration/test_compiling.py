@@ -39,7 +39,7 @@ def test_no_pack_is_compiled_for_after_compile_ahead() -> None:
         vocab_size=258,
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=1,
+        num_hidden_layers=4,
         num_attention_heads=2,
         num_key_value_heads=1,
     )

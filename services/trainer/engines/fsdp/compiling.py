@@ -3,11 +3,18 @@
 Layers are compiled for any number of tokens, but the compiler selects other kernels for few tokens than for
 many, for example for the sums in a normalization's gradient, and guards its choice. The first step of each
 kind would wait for a compilation. So each kind is run here, while the engines start.
+
+Layers share their compiled code. The first pack therefore runs the whole model, and the others only its first
+layers: the rest would compile nothing and take most of the time.
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
+from torch import nn
 
 from services.common.runspec.trainer import TrainerSpec
 from services.trainer.batch.packing import PackedTokens, pack
@@ -16,6 +23,8 @@ from services.trainer.model.policy import Critic, Policy
 from services.wire.data.jagged import Jagged
 
 _LEAST_TOKENS = 16
+# The code that is compiled for one layer alone may contain the number of that layer.
+_LAYERS_PER_KIND = 2
 
 
 def compile_ahead(module: Policy | Critic, spec: TrainerSpec, *, device: torch.device) -> None:
@@ -25,16 +34,46 @@ def compile_ahead(module: Policy | Critic, spec: TrainerSpec, *, device: torch.d
         module: Policy or critic, sharded or not; its parameters do not change.
     """
     is_trained = any(parameter.requires_grad for parameter in module.parameters())
-    for packed in _packs(spec, device):
-        with torch.no_grad():
-            module(packed)
-        free_gathered(module)
-        if is_trained:
-            begin_micro_batch(module, is_last=True, spec=spec)
-            scores = module(packed)
-            # The gradients of squares have the same layout as those of a loss.
-            torch.stack([part.square().sum() for part in parts_of(scores)]).sum().backward()
-            module.zero_grad(set_to_none=True)
+    for number, packed in enumerate(_packs(spec, device)):
+        # FSDP finds its layers in its first forward pass.
+        with _first_layers(module) if number else nullcontext():
+            with torch.no_grad():
+                module(packed)
+            free_gathered(module)
+            if is_trained:
+                begin_micro_batch(module, is_last=True, spec=spec)
+                scores = module(packed)
+                # The gradients of squares have the same layout as those of a loss.
+                torch.stack([part.square().sum() for part in parts_of(scores)]).sum().backward()
+                module.zero_grad(set_to_none=True)
+
+
+@contextmanager
+def _first_layers(module: nn.Module) -> Iterator[None]:
+    """Removes layers from a policy or critic until the block ends, but leaves two of each kind."""
+    decoder: Any = module.get_submodule("model").get_decoder()  # type: ignore[operator]
+    layers = decoder.layers
+    decoder.layers = nn.ModuleList(layers[: num_compiled([_kind(layer) for layer in layers])])
+    try:
+        yield
+    finally:
+        decoder.layers = layers
+
+
+def num_compiled(kinds: Sequence[object]) -> int:
+    """Returns the number of first layers that have each kind twice, or as often as it occurs."""
+    left = Counter({kind: min(count, _LAYERS_PER_KIND) for kind, count in Counter(kinds).items()})
+    for number, kind in enumerate(kinds):
+        if not +left:
+            return number
+        left[kind] -= 1
+    return len(kinds)
+
+
+def _kind(layer: nn.Module) -> object:
+    """Returns what distinguishes a layer's code: its modules, its attention, and its checkpointing."""
+    modules = tuple(type(part) for part in layer.modules())
+    return modules, getattr(layer, "attention_type", None), type(layer.forward)
 
 
 def parts_of(scores: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

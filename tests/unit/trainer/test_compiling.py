@@ -1,0 +1,44 @@
+"""Compilation before the first step: which layers run for which pack."""
+
+import pytest
+import torch
+from transformers import Qwen2Config
+
+from services.common.models.loading import build_model
+from services.common.runspec.trainer import TrainerSpec
+from services.trainer.engines.fsdp.compiling import compile_ahead, num_compiled
+from services.trainer.model.policy import Policy
+
+
+@pytest.mark.parametrize(
+    ("kinds", "count"),
+    [("a", 1), ("aaaaaa", 2), ("aaabaaab", 8), ("ababab", 4), ("baaaaa", 3), ("aaaaab", 6)],
+)
+def test_each_kind_of_layer_is_compiled_twice_if_it_occurs_twice(kinds: str, count: int) -> None:
+    assert num_compiled(kinds) == count
+
+
+def test_the_first_pack_runs_all_layers_and_later_ones_two() -> None:
+    config = Qwen2Config(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=5,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    policy = Policy(build_model(config, dtype=torch.float32, device="cpu", seed=0), temperature=1.0)
+    layers = policy.model.get_decoder().layers
+    calls = [0] * len(layers)
+
+    def count(number: int) -> None:
+        calls[number] += 1
+
+    for number, layer in enumerate(layers):
+        layer.register_forward_hook(lambda *_, number=number: count(number))
+    spec = TrainerSpec(steps=1, prompts_per_step=1, tokens_per_micro_batch=64, share_prefixes=False)
+    compile_ahead(policy, spec, device=torch.device("cpu"))
+    # Packs of 64, 32 and 16 tokens, each without and with gradients.
+    assert calls == [6, 6, 2, 2, 2]
+    assert policy.model.get_decoder().layers is layers
+    assert all(parameter.grad is None for parameter in policy.parameters())
