@@ -10,8 +10,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
-from matplotlib.figure import Figure
 from rich.console import Console
 
 from services.cli.api import Api, ApiError
@@ -109,11 +107,13 @@ class StepLog:
             self._open = None
 
 
-mpl.use("Agg")
-
-
 def draw(path: Path, run: Mapping[str, Any], log: StepLog) -> None:
     """Draws the curves of a run into a PNG file."""
+    # Imported here: it takes a second, and every command that follows a run imports this module.
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    mpl.use("Agg")
     figure = Figure(figsize=(11, 7), layout="constrained")
     (reward, accuracy), (staleness, sync) = figure.subplots(2, 2)
     steps = [record["step"] for record in log.records]

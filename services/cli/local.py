@@ -11,12 +11,14 @@ import math
 import os
 import secrets
 import shutil
+import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 
@@ -24,12 +26,14 @@ from services.cli.output import REPEAT_EVERY_S, errors, print_line
 from services.cli.state_directory import known_token, lock_state_directory, process_folder
 from services.common.parent import module_command
 from services.common.task_group import TaskGroup
-from services.controller.launch.worker_process import last_lines
+from services.controller.launch.worker_process import AdoptedProcess, last_lines
 
 _START_TIMEOUT_S = 60.0
 _STOP_GRACE_S = 6.0
 # With less free space, no useful output can be written.
 _MIN_FREE_BYTES = 1 << 20
+# Only this user can read new files.
+_UMASK = 0o077
 _PR_SET_CHILD_SUBREAPER = 36
 SAMPLE_FOLDER = "samples"
 """Name of the folder with kept samples, in the state directory."""
@@ -37,6 +41,68 @@ SAMPLE_FOLDER = "samples"
 
 class ServiceExitedError(RuntimeError):
     """Reports that a service ended by itself; the message contains its last log lines."""
+
+
+class _Process(Protocol):
+    """Process of a service, of which ``asyncio.subprocess.Process`` is one."""
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit code; None while it runs."""
+
+    def terminate(self) -> None:
+        """Sends SIGTERM."""
+
+    async def wait(self) -> int:
+        """Waits until it has ended."""
+
+
+class _PreparedProcess:
+    """Process that was started, and has begun its imports, before the event loop."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        self._end = AdoptedProcess(process.pid)
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.poll()
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    async def wait(self) -> int:
+        await self._end.wait()
+        return self._process.wait()
+
+
+_SERVICES = ("transferqueue", "controller")
+PreparedServices = MutableMapping[str, "subprocess.Popen[bytes]"]
+"""Processes by service, without those that are in use."""
+
+
+@contextmanager
+def prepared_services() -> Iterator[PreparedServices]:
+    """Starts processes that import the services, for :func:`local_services`; ends those that it has not used.
+
+    The imports take seconds, in which this process can check the specification.
+    """
+    prepared: PreparedServices = {}
+    try:
+        for name in _SERVICES if sys.platform == "linux" else ():
+            prepared[name] = subprocess.Popen(  # noqa: S603 -- a module of this project
+                module_command("services.common.prepared", f"services.{name}"),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                umask=_UMASK,
+            )
+        yield prepared
+    finally:
+        for process in prepared.values():
+            process.kill()
+            process.wait()
 
 
 @dataclass(slots=True)
@@ -50,7 +116,9 @@ class _Service:
     num_restarts: int = 0
     told_at: float = -math.inf
     """Time of the last message about a restart."""
-    process: asyncio.subprocess.Process | None = None
+    prepared: "subprocess.Popen[bytes] | None" = None
+    """Process for the first start, which has begun its imports."""
+    process: _Process | None = None
 
 
 @dataclass(slots=True)
@@ -119,13 +187,18 @@ class LocalServices:
 
 @asynccontextmanager
 async def local_services(
-    state_directory: Path, *, port: int = 0, max_restarts: int = 0
+    state_directory: Path,
+    *,
+    port: int = 0,
+    max_restarts: int = 0,
+    prepared: PreparedServices | None = None,
 ) -> AsyncIterator[LocalServices]:
     """Starts a transferqueue and a controller on loopback; ends them with all their children.
 
     Args:
         state_directory: Folder of the database, the runs and the logs.
         port: Port of the REST API; 0 selects a free one.
+        prepared: Processes of :func:`prepared_services`, which are removed from it.
 
     Raises:
         ServiceExitedError: If a service does not start.
@@ -133,7 +206,9 @@ async def local_services(
     """
     logs = state_directory / "logs"
     _adopt_orphans()
-    strangers = psutil.Process().children()
+    prepared = {} if prepared is None else prepared
+    own = {process.pid for process in prepared.values()}
+    strangers = [child for child in psutil.Process().children() if child.pid not in own]
     services = LocalServices(max_restarts=max_restarts, token=f"slp_{secrets.token_urlsafe(32)}")
 
     with _files_of_this_user(), lock_state_directory(state_directory), process_folder() as folder:
@@ -142,7 +217,7 @@ async def local_services(
         def service(name: str, settings: dict[str, str]) -> _Service:
             log = logs / f"{name}.log"
             log.write_bytes(b"")
-            return _Service(name, log, folder / name, settings)
+            return _Service(name, log, folder / name, settings, prepared=prepared.pop(name, None))
 
         # Only this user can read the folder, so other users cannot use the API or connect to a
         # worker.
@@ -188,7 +263,7 @@ async def local_services(
 @contextmanager
 def _files_of_this_user() -> Iterator[None]:
     """Sets a umask under which only this user can read new files, also those of the services."""
-    before = os.umask(0o077)
+    before = os.umask(_UMASK)
     try:
         yield
     finally:
@@ -206,15 +281,7 @@ async def _start(service: _Service) -> dict[str, str]:
         f"{prefix}STOP_ON_STDIN_EOF": "true",
         f"{prefix}READY_FILE": str(service.ready_file),
     }
-    with service.log.open("ab") as output:
-        process = service.process = await asyncio.create_subprocess_exec(
-            *module_command(f"services.{service.name}"),
-            env=environment,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=output,
-            stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,
-        )
+    process = service.process = await _started_process(service, environment)
     try:
         async with asyncio.timeout(_START_TIMEOUT_S):
             while not service.ready_file.exists():
@@ -227,6 +294,28 @@ async def _start(service: _Service) -> dict[str, str]:
         ) from error
     addresses: dict[str, str] = json.loads(service.ready_file.read_text(encoding="utf-8"))
     return addresses
+
+
+async def _started_process(service: _Service, environment: Mapping[str, str]) -> _Process:
+    prepared, service.prepared = service.prepared, None
+    if prepared is not None:
+        assert prepared.stdin is not None
+        command = {"environment": environment, "log": str(service.log)}
+        # One that has ended is replaced by a new process, whose log has the reason.
+        with suppress(BrokenPipeError, ProcessLookupError):
+            prepared.stdin.write(json.dumps(command).encode() + b"\n")
+            prepared.stdin.flush()
+            if prepared.poll() is None:
+                return _PreparedProcess(prepared)
+    with service.log.open("ab") as output:
+        return await asyncio.create_subprocess_exec(
+            *module_command(f"services.{service.name}"),
+            env=environment,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=output,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
+        )
 
 
 def _exited(service: _Service) -> ServiceExitedError:

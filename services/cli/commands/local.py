@@ -16,7 +16,12 @@ from services.cli.api import Api, ApiError
 from services.cli.api_calls import DEFAULT_STATE, UP_FILE, StateDirectory, run_until_signal
 from services.cli.commands.spec import Overrides, SpecPath, load_checked
 from services.cli.follow import follow
-from services.cli.local import LocalServices, local_services
+from services.cli.local import (
+    LocalServices,
+    PreparedServices,
+    local_services,
+    prepared_services,
+)
 from services.cli.output import console, describe, print_line, write
 from services.cli.trackers.processes import FOLDER, TrackerProcesses, has_any_tracker, tracking
 from services.common.runspec.loader import SpecError
@@ -217,10 +222,11 @@ def run(
 
     The same command resumes a run that was paused or interrupted.
     """
-    with describe(f"checking {spec}", console):
-        loaded = load_checked(spec, overrides)
-    work = _run(loaded, state_directory.resolve(), port, resume=resume)
-    ended = run_until_signal(work, needs_reader=False)
+    with prepared_services() as prepared:
+        with describe(f"checking {spec}", console):
+            loaded = load_checked(spec, overrides)
+        work = _run(loaded, state_directory.resolve(), port, resume=resume, prepared=prepared)
+        ended = run_until_signal(work, needs_reader=False)
     if ended is None:
         raise typer.Exit(_INTERRUPTED)
     if as_json:
@@ -240,11 +246,14 @@ def up(state_directory: StateDirectory = DEFAULT_STATE, port: Port = 8700) -> No
 
 
 async def _run(
-    spec: RunSpec, state_directory: Path, port: int, *, resume: bool
+    spec: RunSpec, state_directory: Path, port: int, *, resume: bool, prepared: PreparedServices
 ) -> dict[str, Any] | None:
     """Returns the ended run, or None if a signal came first."""
     restarts = spec.limits.max_restarts
-    async with _started(state_directory, port=port, max_restarts=restarts) as (services, api):
+    async with _started(state_directory, port=port, max_restarts=restarts, prepared=prepared) as (
+        services,
+        api,
+    ):
         run_id = await submit_or_resume(api, spec, console, resume=resume)
         link = (await api.page_link()).replace("/page/", f"/runs/{run_id}")
         print_line(console, f"run page (link for one browser): {link}")
@@ -287,7 +296,11 @@ def _trackers(services: LocalServices, api: Api, state_directory: Path) -> Track
 
 @asynccontextmanager
 async def _started(
-    state_directory: Path, *, port: int, max_restarts: int
+    state_directory: Path,
+    *,
+    port: int,
+    max_restarts: int,
+    prepared: PreparedServices | None = None,
 ) -> AsyncIterator[tuple[LocalServices, Api]]:
     """Starts the services and yields them with an API client that waits for a restarted controller.
 
@@ -296,7 +309,9 @@ async def _started(
     async with AsyncExitStack() as stack:
         with describe("starting the controller and the transferqueue", console):
             services = await stack.enter_async_context(
-                local_services(state_directory, port=port, max_restarts=max_restarts)
+                local_services(
+                    state_directory, port=port, max_restarts=max_restarts, prepared=prepared
+                )
             )
         api = Api(services.url, token=services.token, retry_s=_RETRY_S)
         await stack.enter_async_context(api)
