@@ -130,7 +130,7 @@ def _become_worker(module: str, environment: Mapping[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = [module]
-    _set_command_line(sys.executable, "-m", module)
+    set_command_line(sys.executable, "-m", module)
     # `random` reseeds itself after a fork, NumPy does not.
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
         numpy_random.seed(random.SystemRandom().getrandbits(32))
@@ -141,7 +141,7 @@ def _become_worker(module: str, environment: Mapping[str, str]) -> None:
     gc.enable()
 
 
-def _set_command_line(*arguments: str) -> None:
+def set_command_line(*arguments: str) -> None:
     """Replaces the command line that ``ps`` and similar tools show, as far as it fits."""
     facts = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     begin, end = int(facts[_ARGUMENTS_BEGIN]), int(facts[_ARGUMENTS_END])

@@ -16,6 +16,8 @@ import runpy
 import sys
 from pathlib import Path
 
+from services.common.fork_server import set_command_line
+
 
 def main() -> None:
     """Runs the module that the first argument names."""
@@ -32,6 +34,7 @@ def main() -> None:
     os.environ.clear()
     os.environ.update(command["environment"])
     del sys.argv[0]
+    set_command_line(sys.executable, "-P", "-m", module)
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
