@@ -17,6 +17,9 @@ class RolloutSettings(WorkerSettings):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the engine; ``auto`` uses a GPU if there is one."""
+    engine: str = ""
+    """Name of the run's engine, if it uses GPUs: its own process then begins its imports before this worker
+    knows the specification."""
     gpu_neighbours: tuple[str, ...] = ()
     """Roles of other workers on the same GPU, if a host has too few GPUs; the engine leaves them memory."""
     gpus_free_file: Path | None = None

@@ -1,4 +1,4 @@
-"""Entry point of a rollout worker: registers, loads the model and data, serves until the run ends."""
+"""Rollout worker: registers, loads the model and data, serves until the run ends."""
 
 import asyncio
 import logging
@@ -33,8 +33,9 @@ from services.rollout.data.images import ImageReader
 from services.rollout.data.prompts import Curriculum, PromptStore
 from services.rollout.data.sources import open_sources
 from services.rollout.engines.base import Engine
-from services.rollout.engines.build import begin_imports, build_engine
+from services.rollout.engines.build import build_engine
 from services.rollout.engines.engine_config import ImageLimits
+from services.rollout.engines.imports import begin_imports
 from services.rollout.engines.memory import plan_of
 from services.rollout.environments.workflow import Environments
 from services.rollout.failures import CallError
@@ -398,9 +399,8 @@ async def _run_measured(settings: RolloutSettings) -> None:
         await run(settings)
 
 
-def main() -> None:
-    """Entry point of ``python -m services.rollout``."""
-    settings = RolloutSettings()
+def serve_rollout(settings: RolloutSettings) -> None:
+    """Runs the worker until its run ends."""
     configure(
         level=settings.log_level,
         log_format=settings.log_format,
@@ -415,7 +415,3 @@ def main() -> None:
         settings.tracing("rollout", run=settings.run_id, worker=settings.worker_id),
     ):
         asyncio.run(_run_measured(settings))
-
-
-if __name__ == "__main__":
-    main()

@@ -17,7 +17,7 @@ from transformers import (
 
 from services.common.models.experts import checkpoint_names
 from services.common.runspec.engines import ENGINES
-from services.rollout.engines.build import prepare_environment
+from services.rollout.engines.imports import prepare_environment
 from services.rollout.engines.layout import copy_weights
 
 pytest.importorskip("vllm", reason="vllm is not installed here")

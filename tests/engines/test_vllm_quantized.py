@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from services.common.runspec.engines import ENGINES
-from services.rollout.engines.build import prepare_environment
+from services.rollout.engines.imports import prepare_environment
 
 pytest.importorskip("vllm", reason="vllm is not installed here")
 pytestmark = pytest.mark.timeout(900)

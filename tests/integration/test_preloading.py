@@ -16,7 +16,7 @@ imported = set(sys.modules)
 from prometheus_client import REGISTRY
 metrics = [name for names in REGISTRY._collector_to_names.values() for name in names]
 threads = len(os.listdir("/proc/self/task"))
-import services.rollout.__main__, services.trainer.__main__
+import services.rollout.worker, services.trainer.__main__
 late = {{name.partition(".")[0] for name in set(sys.modules) - imported}}
 print(json.dumps({{"threads": threads, "metrics": metrics, "late": sorted(late)}}), file=sys.stderr)
 """

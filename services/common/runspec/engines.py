@@ -243,8 +243,6 @@ ENGINES: Final[Mapping[str, EngineKind]] = {
         },
         invariant_environment={"VLLM_BATCH_INVARIANT": "1"},
         process_modules=(
-            # The started process imports this program's main module again.
-            "services.rollout.__main__",
             "vllm.v1.engine.core",
             "vllm.v1.worker.gpu_worker",
             "vllm.model_executor.models.qwen2",

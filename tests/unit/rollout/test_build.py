@@ -10,9 +10,10 @@ from services.common.models.tokenizer import load_tokenizer
 from services.common.runspec.engines import ENGINES, EngineKind
 from services.common.runspec.rollout import RewardSpec, RolloutSpec
 from services.common.runspec.run import ModelSpec
-from services.rollout.engines import build as building
+from services.rollout.engines import imports
 from services.rollout.engines.base import Engine
-from services.rollout.engines.build import begin_imports, build_engine
+from services.rollout.engines.build import build_engine
+from services.rollout.engines.imports import begin_imports
 
 MODEL = ModelSpec(path="tiny:qwen2-0.4m", tokenizer="chars:0123456789=")
 
@@ -62,8 +63,8 @@ def test_imports_begin_in_the_process_that_the_engine_is_forked_from(
     monkeypatch: pytest.MonkeyPatch, package: str | None, is_cpu: bool, begun: list[str]
 ) -> None:
     found: list[str] = []
-    monkeypatch.setattr(building, "set_forkserver_preload", found.extend)
-    monkeypatch.setattr(building.forkserver, "ensure_running", lambda: None)
+    monkeypatch.setattr(imports, "set_forkserver_preload", found.extend)
+    monkeypatch.setattr(imports.forkserver, "ensure_running", lambda: None)
     kind = EngineKind(adapter="json:loads", package=package, process_modules=("json.tool",))
     begin_imports(kind, is_cpu=is_cpu)
     assert found == begun

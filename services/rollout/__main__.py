@@ -1,0 +1,20 @@
+"""Entry point of a rollout process: ``python -m services.rollout``."""
+
+from services.common.runspec.engines import engine_kind
+from services.rollout.engines.imports import begin_process_imports
+from services.rollout.settings import RolloutSettings
+
+
+def main() -> None:
+    """Lets the engine's own process begin its imports, then imports and runs the worker."""
+    settings = RolloutSettings()
+    if settings.engine and settings.device != "cpu":
+        begin_process_imports(engine_kind(settings.engine))
+    # Imported here, at the same time as the engine: either takes many seconds.
+    from services.rollout.worker import serve_rollout
+
+    serve_rollout(settings)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""Imports of engines, which take tens of seconds: here, and in the process that theirs is forked from."""
+
+import importlib.util
+from multiprocessing import forkserver, set_forkserver_preload
+
+from services.common.runspec.engines import EngineKind
+from services.common.settings import set_defaults
+
+
+def begin_imports(kind: EngineKind, *, is_cpu: bool, is_invariant: bool = False) -> None:
+    """Imports the engine, here and at the same time as in :func:`begin_process_imports`.
+
+    ``services.rollout.engines.build`` reports an engine that is not installed.
+    """
+    if kind.package is not None and not is_installed(kind.package):
+        return
+    if is_cpu:
+        prepare_environment(kind, is_cpu=True, is_invariant=is_invariant)
+    else:
+        begin_process_imports(kind, is_invariant=is_invariant)
+    importlib.import_module(kind.adapter.partition(":")[0])
+
+
+def begin_process_imports(kind: EngineKind, *, is_invariant: bool = False) -> None:
+    """Starts the process that the engine's own process on a GPU is forked from, which imports the engine.
+
+    Does nothing if it runs already, or the engine is not installed.
+    """
+    if kind.package is not None and not is_installed(kind.package):
+        return
+    prepare_environment(kind, is_cpu=False, is_invariant=is_invariant)
+    if kind.process_modules:
+        set_forkserver_preload([*kind.process_modules])
+        forkserver.ensure_running()
+
+
+def prepare_environment(kind: EngineKind, *, is_cpu: bool, is_invariant: bool = False) -> None:
+    """Sets environment variables that the engine reads at import, unless they are set already."""
+    if is_invariant:
+        set_defaults(kind.invariant_environment or {})
+    set_defaults(kind.environment)
+    for package, environment in kind.environment_without.items():
+        if not is_installed(package):
+            set_defaults(environment)
+    if is_cpu:
+        set_defaults(kind.cpu_environment)
+
+
+def is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
