@@ -236,7 +236,7 @@ async def test_logs_are_read_by_worker_and_followed_to_the_end(api, tmp_path):
     streamed = (await api.get(f"{path}/stream")).text
     told = [json.loads(line[5:]) for line in streamed.splitlines() if line.startswith("data:")]
     assert [line.get("line") for line in told] == ["one", "two", "three", None]
-    cursor = [line[3:].strip() for line in streamed.splitlines() if line.startswith("id:")][1]
+    cursor = next(line[3:].strip() for line in streamed.splitlines() if line.startswith("id:"))
     rest = (await api.get(f"{path}/stream", headers={"Last-Event-ID": cursor})).text
     assert "three" in rest
     assert "two" not in rest
