@@ -51,12 +51,14 @@ class Leadership:
         while True:
             await asyncio.sleep(self._ttl_s / 3)
             try:
-                await self._database.run(self._renew)
+                async with asyncio.timeout(self._ttl_s):
+                    await self._database.run(self._renew)
                 renewed = clock()
-            except DatabaseError as error:
+            except (DatabaseError, TimeoutError) as error:
                 if clock() - renewed > self._ttl_s:
+                    why = str(error) or "the database does not answer"
                     raise LeaseLostError(
-                        f"cannot renew the lease for {self._ttl_s:.0f} s: {error.message}"
+                        f"cannot renew the lease for {self._ttl_s:.0f} s: {why}"
                     ) from error
 
     def give_up(self) -> None:

@@ -50,6 +50,31 @@ async def test_a_holder_reacquires_its_lease_at_once(database, database_url):
     restarted.close()
 
 
+async def test_a_leader_whose_database_does_not_answer_ends(database):
+    leadership = Leadership(database, holder="one", ttl_s=0.2)
+    await leadership.acquire()
+    released = threading.Event()
+    silent = asyncio.ensure_future(database.run(released.wait, 30))
+    try:
+        async with asyncio.timeout(10):
+            with pytest.raises(LeaseLostError):
+                await leadership.keep_renewed()
+    finally:
+        released.set()
+        await silent
+
+
+def test_both_ends_of_a_connection_notice_that_the_other_is_gone(database):
+    if database.is_sqlite:
+        return  # has no connections
+    with database.read() as connection:
+        driver = connection.connection.driver_connection
+        assert int(driver.info.get_parameters()["tcp_user_timeout"]) > 0
+        names = connection.execute(sa.text("SHOW tcp_user_timeout")).scalar_one()
+        # A Unix socket shows 0: PostgreSQL applies it to TCP only.
+        assert names in ("15s", "0")
+
+
 @pytest.mark.parametrize("way", ["query", "scan"])
 async def test_who_only_looks_does_not_wait_for_a_write(database, way):
     begun, is_seen = threading.Event(), threading.Event()
