@@ -22,6 +22,7 @@ _STYLES = ("-", "--", ":", "-.")
 METRICS = "metrics.jsonl"
 _TOLD = (
     "StateChanged",
+    "DataChanged",
     "Waiting",
     "WorkerPending",
     "WorkerLost",

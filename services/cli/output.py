@@ -75,6 +75,10 @@ class _Terminal(Console):
             raise
 
 
+for _stream in (sys.stdout, sys.stderr):
+    if isinstance(_stream, io.TextIOWrapper):
+        # An output that is not UTF-8 gets escapes for the characters that it lacks.
+        _stream.reconfigure(errors="backslashreplace")
 # Programs read piped output, so lines are not wrapped to a screen.
 console = _Terminal(width=None if sys.stdout.isatty() else 1000)
 errors = _Terminal(stderr=True)

@@ -105,7 +105,10 @@ class Journal:
         return await self._database.run(self._store.begin_attempt, self.run_id)
 
     async def data_opened(self, rows: Mapping[str, int], *, steps: int) -> None:
-        """Records the rows of each prompt set and the resulting number of steps, unless they are known."""
+        """Records the rows of each prompt set and the resulting number of steps, unless they are known.
+
+        If a set had another number of rows before, the event ``DataChanged`` warns.
+        """
 
         def known() -> Event | None:
             with self._database.read() as connection:
@@ -119,6 +122,20 @@ class Journal:
             await self._record(
                 Note("DataOpened", message, data),
                 lambda connection: set_target_steps(connection, self.run_id, steps),
+            )
+        earlier = {} if before is None else before.data["rows"]
+        changed = [name for name, count in rows.items() if earlier.get(name, count) != count]
+        if changed:
+            listed = ", ".join(
+                f"data.{name}: {earlier[name]:,}, now {rows[name]:,}" for name in changed
+            )
+            await self.record_event(
+                Note(
+                    "DataChanged",
+                    f"the data has other rows than before ({listed}); the run continues with the new "
+                    "ones, in another order",
+                    {"before": earlier, "rows": dict(rows)},
+                )
             )
 
     async def record_event(

@@ -135,6 +135,16 @@ async def test_how_long_a_run_is_is_written_when_its_data_is_opened(journal, sto
     assert event.data == {"rows": {"train.a": 10, "heldout": 3}, "steps": 7}
 
 
+async def test_a_resumed_run_warns_that_its_data_has_changed(journal, store):
+    for count in (10, 10, 8, 8):
+        await journal.data_opened({"train": count, "heldout": 3}, steps=7)
+    (event,) = [event for event in store.events("run_1") if event.type == "DataChanged"]
+    assert event.data == {
+        "before": {"train": 10, "heldout": 3},
+        "rows": {"train": 8, "heldout": 3},
+    }
+
+
 def test_old_events_are_forgotten_and_their_cursors_are_refused(database):
     store = RunStore(database, events_kept=20)
     run_id = "run_" + "0" * 32
