@@ -1,10 +1,13 @@
 """Read-only API over the database of a folder whose controller has ended."""
 
+import os
+import shutil
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from http import HTTPStatus
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
@@ -30,7 +33,26 @@ URL = "http://ended.runs"
 @asynccontextmanager
 async def ended_runs(state_directory: Path) -> AsyncIterator[httpx.AsyncClient]:
     """Yields an HTTP client of the API in this process, over a folder's database; no run is driven."""
-    database = Database(f"sqlite:///{state_directory / DATABASE_FILE}")
+    with _writable(state_directory) as file:
+        async with _api_of(file, state_directory) as http:
+            yield http
+
+
+@contextmanager
+def _writable(state_directory: Path) -> Iterator[Path]:
+    """Yields a folder's database, or a copy of it if this user may only read: SQLite needs to write."""
+    if os.access(state_directory, os.W_OK):
+        yield state_directory / DATABASE_FILE
+        return
+    with TemporaryDirectory() as copy:
+        for file in state_directory.glob(f"{DATABASE_FILE}*"):
+            shutil.copy(file, copy)
+        yield Path(copy) / DATABASE_FILE
+
+
+@asynccontextmanager
+async def _api_of(file: Path, state_directory: Path) -> AsyncIterator[httpx.AsyncClient]:
+    database = Database(f"sqlite:///{file}")
     limits = Limits(max_active_runs=1, max_queued_runs=1)
     try:
         async with TaskGroup() as tasks:

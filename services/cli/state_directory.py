@@ -22,7 +22,7 @@ _FILE = "command.lock"
 
 
 class StateInUseError(RuntimeError):
-    """Reports that another command uses the state directory; the message names it and a fix."""
+    """Reports that this command cannot use the state directory; the message has the cause and a fix."""
 
 
 @contextmanager
@@ -30,10 +30,16 @@ def lock_state_directory(state_directory: Path) -> Iterator[None]:
     """Locks a state directory until the block or this process ends.
 
     Raises:
-        StateInUseError: If another process has locked it.
+        StateInUseError: If another process has locked it, or it is not writable.
     """
-    state_directory.mkdir(parents=True, exist_ok=True)
-    with (state_directory / _FILE).open("a+", encoding="utf-8") as lock:
+    try:
+        state_directory.mkdir(parents=True, exist_ok=True)
+        opened = (state_directory / _FILE).open("a+", encoding="utf-8")
+    except OSError as error:
+        raise StateInUseError(
+            f"{state_directory} cannot be written ({error.strerror}); use another --state-directory"
+        ) from error
+    with opened as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

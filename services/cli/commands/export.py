@@ -1,5 +1,6 @@
 """The ``export`` command: writes a run's weights as a Hugging Face folder."""
 
+import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -92,7 +93,9 @@ def _write(checkpoint: Path, spec: RunSpec, folder: Path) -> None:
     # This imports torch.
     from services.trainer.checkpoint.export import export_checkpoint
 
-    export_checkpoint(checkpoint, spec, folder)
+    with warnings.catch_warnings():  # torch's, about the one process of an export
+        warnings.simplefilter("ignore", UserWarning)
+        export_checkpoint(checkpoint, spec, folder)
     folder.chmod(_FOLDER_MODE)
     for path in folder.rglob("*"):
         path.chmod(_FOLDER_MODE if path.is_dir() else _FILE_MODE)

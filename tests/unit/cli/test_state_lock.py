@@ -38,3 +38,12 @@ def test_a_second_command_gets_the_owner_of_the_folder(tmp_path):
         lock_state_directory(tmp_path),
     ):
         pytest.fail("two have it")
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(StateInUseError, match="--state-directory"),
+        lock_state_directory(tmp_path / "file" / "runs"),
+    ):
+        pytest.fail("it is locked")

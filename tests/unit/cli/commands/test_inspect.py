@@ -1,6 +1,7 @@
 """Inspection commands: terminal-safe and machine-readable output."""
 
 import json
+import os
 import shutil
 from array import array
 
@@ -117,6 +118,15 @@ def test_nothing_that_a_run_wrote_reaches_the_terminal_as_a_command(folder, argu
     assert done.output
     found = {char for char in done.output if not char.isprintable() and char != "\n"}
     assert not found
+
+
+@pytest.mark.parametrize("name", ["list", "get", "logs", "samples"])
+def test_runs_of_a_folder_that_is_not_writable_can_be_read(folder, monkeypatch, name):
+    before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    done = look(folder, *COMMANDS[name])
+    assert done.exit_code == 0, done.output
+    assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == before
 
 
 @pytest.mark.parametrize("arguments", [["events"], ["logs"], ["samples", NEW]], ids=str)
