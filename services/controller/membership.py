@@ -20,6 +20,10 @@ from services.wire.controller import CUT_OFF_GAUGE, WorkerState
 
 logger = logging.getLogger(__name__)
 
+# What the workers of one run may keep in this process; its code may be hostile.
+MAX_WORKERS = 5000
+MAX_GAUGES = 500_000
+MAX_TEXT = 256
 HeartbeatOutcome = Literal["continue", "register", "stop"]
 MAX_VALUE_BYTES = 64 << 10
 MAX_KEY_CHARACTERS = 256
@@ -104,7 +108,15 @@ class Membership:
 
         Raises:
             FailedPreconditionError: If the run is not active, or the worker counts as gone.
+            InvalidArgumentError: If its description is too long.
+            ResourceExhaustedError: If the run has :data:`MAX_WORKERS` others.
         """
+        texts = (worker.worker_id, worker.incarnation, worker.address, worker.host_id)
+        if max(map(len, texts)) > MAX_TEXT:
+            raise InvalidArgumentError(
+                f"the id, incarnation, address and host of a worker must have at most {MAX_TEXT} characters",
+                run_id=worker.run_id,
+            )
         if worker.run_id not in self._runs:
             raise FailedPreconditionError(
                 f"run {worker.run_id} is not active, so no worker can register",
@@ -116,6 +128,11 @@ class Membership:
                 run_id=worker.run_id,
             )
         known = self._runs[worker.run_id].get(worker.worker_id)
+        if known is None and len(self._runs[worker.run_id]) >= MAX_WORKERS:
+            raise ResourceExhaustedError(
+                f"run {worker.run_id} has {MAX_WORKERS} workers, so no other one can register",
+                run_id=worker.run_id,
+            )
         self._runs[worker.run_id][worker.worker_id] = worker
         await self._notify()
         return known is not None and known.incarnation != worker.incarnation
@@ -139,13 +156,21 @@ class Membership:
             return "register"
         if worker.incarnation != incarnation:
             return "stop"
+        if len(gauges) > len(worker.gauges):
+            num_gauges = len(gauges) + sum(len(each.gauges) for each in workers.values())
+            if num_gauges > MAX_GAUGES or max(map(len, gauges)) > MAX_TEXT:
+                raise ResourceExhaustedError(
+                    f"the workers of run {run_id} report more than {MAX_GAUGES} gauges, or a name of more "
+                    f"than {MAX_TEXT} characters",
+                    run_id=run_id,
+                )
         # Most heartbeats report no change of state, and no condition depends on the value of
         # another gauge.
         is_news = worker.state != state or worker.gauges.keys() != gauges.keys()
         is_news |= worker.is_cut_off != (gauges.get(CUT_OFF_GAUGE, 0.0) > 0)
         worker.last_heartbeat = self._clock.monotonic()
         worker.state = state
-        worker.activity = activity
+        worker.activity = activity[:MAX_TEXT]
         worker.weight_version = weight_version
         worker.gauges = dict(gauges)
         if is_news:

@@ -4,7 +4,12 @@ import time
 
 import pytest
 
-from services.common.errors import FailedPreconditionError
+from services.common.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+)
+from services.controller import membership as membership_module
 from services.controller.api.membership import MembershipServicer
 from services.controller.membership import Membership, Worker
 from services.controller.settings import ControllerSettings
@@ -166,3 +171,22 @@ async def test_a_restarted_watch_is_not_a_pause():
     assert membership.find_silent("run_1") == []
     clock.now = 29.0 + 2.0
     assert [lost.worker_id for lost in membership.find_silent("run_1")] == ["rollout-0"]
+
+
+async def test_the_workers_of_one_run_cannot_fill_the_memory(monkeypatch):
+    monkeypatch.setattr(membership_module, "MAX_WORKERS", 3)
+    monkeypatch.setattr(membership_module, "MAX_GAUGES", 10)
+    membership = await registered()
+    for number in (1, 2):
+        await membership.register(dataclasses.replace(worker(), worker_id=f"rollout-{number}"))
+    with pytest.raises(ResourceExhaustedError):
+        await membership.register(dataclasses.replace(worker(), worker_id="rollout-3"))
+    await membership.register(worker("b"))  # a known one may be replaced
+    with pytest.raises(InvalidArgumentError):
+        await membership.register(dataclasses.replace(worker(), address="a" * 10_000))
+    membership = await registered()
+    with pytest.raises(ResourceExhaustedError):
+        await record_heartbeat(membership, "ready", **{f"gauge{i}": 1.0 for i in range(11)})
+    with pytest.raises(ResourceExhaustedError):
+        await record_heartbeat(membership, "ready", **{"a" * 300: 1.0})
+    assert await record_heartbeat(membership, "ready", running_samples=1.0) == "continue"
