@@ -1,5 +1,5 @@
 # Benchmarks; included by the Makefile.
-.PHONY: bench-abuse bench-abuse-memory bench-page bench-samples bench-silence bench-controller bench-dataplane bench-e2e bench-learning bench-pace bench-tails bench-one-gpu bench-fp8 bench-joins bench-trainer bench-trainer-peer bench-rollout bench-reply-formats bench-episodes bench-sandboxes bench-replay bench-replay-gpu bench-weightsync bench-recovery
+.PHONY: bench-abuse bench-abuse-memory bench-page bench-samples bench-silence bench-start bench-controller bench-dataplane bench-e2e bench-learning bench-pace bench-tails bench-one-gpu bench-fp8 bench-joins bench-trainer bench-trainer-peer bench-rollout bench-reply-formats bench-episodes bench-sandboxes bench-replay bench-replay-gpu bench-weightsync bench-recovery
 bench-dataplane: $(READY) ## Data plane against its peer, minutes (OPTIONS=--smoke for seconds)
 	$(BIN)/python -m bench.dataplane $(OPTIONS)
 
@@ -74,6 +74,9 @@ bench-page: $(READY) ## Load time of each view of the run page, with 3 runs of 1
 
 bench-samples: $(READY) ## Cost of sample records for rollouts and the controller, minutes (OPTIONS=--smoke for seconds)
 	$(BIN)/python -m bench.samples $(OPTIONS)
+
+bench-start: $(READY) ## Parts of a run's start, with empty and with filled caches (OPTIONS=--shape small on a CPU)
+	$(BIN)/python -m bench.start $(OPTIONS)
 
 bench-silence: $(READY) ## Longest silence of a starting run, and time of --help; a minute (OPTIONS=--smoke for half)
 	$(BIN)/python -m bench.silence $(OPTIONS)

@@ -15,6 +15,7 @@ from rich.console import Console
 from services.cli.api import Api, ApiError
 from services.cli.display import Display, duration, heldout_line, make_display, set_line
 from services.cli.output import TELL_EVERY_S
+from services.cli.start_report import StartReport
 from services.common.task_group import TaskGroup
 from services.controller.api.operations import GetTopology
 
@@ -170,8 +171,6 @@ def write_report(
     folder.mkdir(parents=True, exist_ok=True)
     log.write(folder / METRICS)
     if log.records:
-        # This imports matplotlib, which takes time and is needed only to draw.
-
         draw(folder / "curves.png", run, log)
     summary = {
         "run_id": run["id"],
@@ -222,15 +221,23 @@ def _number(value: float | None, digits: int = 3) -> str:
 
 
 async def follow(
-    api: Api, run_id: str, *, state_directory: Path, console: Console
+    api: Api,
+    run_id: str,
+    *,
+    state_directory: Path,
+    console: Console,
+    start: StartReport | None = None,
 ) -> dict[str, Any]:
     """Displays a run until it ends.
+
+    Args:
+        start: Report of the run's start, with what the command has done before.
 
     Returns:
         The ended run, with ``summary_path`` added.
     """
     run = (await api.get(run_id)).model_dump(mode="json")
-    log = StepLog()
+    log, start = StepLog(), start or StartReport()
     folder = state_directory / run_id
     folder.mkdir(parents=True, exist_ok=True)
     with make_display(f"{run['name']}  {run_id}", run["target_steps"], console) as display:
@@ -241,6 +248,7 @@ async def follow(
             last_step = run["target_steps"]
             async for kind, event in api.watch(run_id):
                 _show(kind, event, log, display)
+                _show_report(start, kind, event, display, folder)
                 log.append(folder / METRICS)
                 if kind in ("StepCommitted", "end"):
                     starting.cancel()
@@ -273,6 +281,15 @@ def _show(kind: str, event: Mapping[str, Any], log: StepLog, display: Display) -
         display.print_message(heldout_line(event["data"]))
     elif kind in _TOLD:
         display.print_message(event["message"])
+
+
+def _show_report(
+    start: StartReport, kind: str, event: Mapping[str, Any], display: Display, folder: Path
+) -> None:
+    """Shows and writes the report of the start when the first step completes it."""
+    if start.process(kind, event):
+        display.print_message(start.text())
+        start.write(folder)
 
 
 async def _show_start(api: Api, run_id: str, display: Display, reasons: Sequence[str]) -> None:

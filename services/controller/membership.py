@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal
 
 from services.common.errors import (
@@ -25,6 +26,8 @@ MAX_WORKERS = 5000
 MAX_GAUGES = 500_000
 MAX_TEXT = 256
 HeartbeatOutcome = Literal["continue", "register", "stop"]
+_LOADED = "loaded"
+_MAX_PHASES = 32
 MAX_VALUE_BYTES = 64 << 10
 MAX_KEY_CHARACTERS = 256
 MAX_RUN_BYTES = 16 << 20
@@ -52,6 +55,23 @@ class Worker:
     activity: str = ""
     weight_version: int = -1
     gauges: dict[str, float] = field(default_factory=dict)
+    start_phases: list[tuple[str, float]] = field(default_factory=list)
+    """Activities until it has loaded, and the begin of each in monotonic seconds; the last one is the end."""
+
+    def enter_phase(self, state: WorkerState, activity: str, now: float) -> None:
+        """Records what it does during its start, without progress such as ``: step 20 of 100``."""
+        phase = activity.partition(":")[0] if state == "loading" else _LOADED
+        last = self.start_phases[-1][0] if self.start_phases else ""
+        is_new = bool(phase) and last not in (phase, _LOADED)
+        if is_new and len(self.start_phases) < _MAX_PHASES:
+            self.start_phases.append((phase[:MAX_TEXT], now))
+
+    def start_seconds(self) -> dict[str, float]:
+        """Returns the seconds of each ended phase of its start, in order."""
+        spent: dict[str, float] = {}
+        for (phase, begin), (_, end) in pairwise(self.start_phases):
+            spent[phase] = round(spent.get(phase, 0.0) + end - begin, 2)
+        return spent
 
     @property
     def is_cut_off(self) -> bool:
@@ -70,6 +90,8 @@ class Membership:
         self._clock = clock
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._runs: dict[str, dict[str, Worker]] = {}
+        self._opened: dict[str, float] = {}
+        """Time of :meth:`open_run` per run, in monotonic seconds."""
         self._last_checks: dict[str, float] = {}
         """Time of the last call of :meth:`find_silent` per run, in monotonic seconds."""
         self._forgotten: dict[str, set[str]] = {}
@@ -80,11 +102,13 @@ class Membership:
 
     def open_run(self, run_id: str) -> None:
         self._runs.setdefault(run_id, {})
+        self._opened[run_id] = self._clock.monotonic()
         self.rendezvous.open(run_id)
 
     async def close_run(self, run_id: str) -> None:
         """Accepts no more workers of a run; registered ones are ordered to stop at their next heartbeat."""
         self._runs.pop(run_id, None)
+        self._opened.pop(run_id, None)
         self._last_checks.pop(run_id, None)
         self._forgotten.pop(run_id, None)
         await self.rendezvous.close(run_id)
@@ -134,6 +158,10 @@ class Membership:
                 run_id=worker.run_id,
             )
         self._runs[worker.run_id][worker.worker_id] = worker
+        worker.start_phases = [
+            ("imports", self._opened[worker.run_id]),
+            ("registered", self._clock.monotonic()),
+        ]
         await self._notify()
         return known is not None and known.incarnation != worker.incarnation
 
@@ -169,6 +197,7 @@ class Membership:
         is_news = worker.state != state or worker.gauges.keys() != gauges.keys()
         is_news |= worker.is_cut_off != (gauges.get(CUT_OFF_GAUGE, 0.0) > 0)
         worker.last_heartbeat = self._clock.monotonic()
+        worker.enter_phase(state, activity, worker.last_heartbeat)
         worker.state = state
         worker.activity = activity[:MAX_TEXT]
         worker.weight_version = weight_version

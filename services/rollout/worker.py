@@ -97,8 +97,9 @@ async def run(settings: RolloutSettings) -> None:
         session = await stack.enter_async_context(
             WorkerSession(settings, role="rollout", port=port)
         )
-        session.report(state="loading", activity="loading model and data")
+        session.report(state="loading", activity="importing the engine, opening the data")
         engine, sampler, publisher = await _load(stack, session, settings, device)
+        session.report(activity="starting the engine")
         tasks = await stack.enter_async_context(TaskGroup())
         # Runs while the engine starts, but after its model was created: both create models under
         # torch's process-wide default dtype.
@@ -158,7 +159,7 @@ async def _load(
     if settings.gpus_free_file is not None:
         session.report(activity="waiting until the trainer has loaded and sleeps")
         await _wait_for(settings.gpus_free_file, timeout_s=spec.limits.start_timeout_s)
-        session.report(activity="loading model and data")
+    session.report(activity="building the engine, starting reward processes")
     # Reward processes start and import their code while the engine reads its model.
     with unwrapped():
         async with TaskGroup() as loading:

@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,6 +23,7 @@ from services.cli.local import (
     prepared_services,
 )
 from services.cli.output import console, describe, print_line, write
+from services.cli.start_report import StartReport
 from services.cli.trackers.processes import FOLDER, TrackerProcesses, has_any_tracker, tracking
 from services.common.runspec.loader import SpecError
 from services.common.runspec.run import RunSpec
@@ -222,10 +223,13 @@ def run(
 
     The same command resumes a run that was paused or interrupted.
     """
+    start = StartReport()
+    start.record_imports()
     with prepared_services() as prepared:
-        with describe(f"checking {spec}", console):
+        with describe(f"checking {spec}", console), start.measured("checks"):
             loaded = load_checked(spec, overrides)
-        work = _run(loaded, state_directory.resolve(), port, resume=resume, prepared=prepared)
+        folder = state_directory.resolve()
+        work = _run(loaded, folder, port, resume=resume, prepared=prepared, start=start)
         ended = run_until_signal(work, needs_reader=False)
     if ended is None:
         raise typer.Exit(_INTERRUPTED)
@@ -246,32 +250,42 @@ def up(state_directory: StateDirectory = DEFAULT_STATE, port: Port = 8700) -> No
 
 
 async def _run(
-    spec: RunSpec, state_directory: Path, port: int, *, resume: bool, prepared: PreparedServices
+    spec: RunSpec,
+    state_directory: Path,
+    port: int,
+    *,
+    resume: bool,
+    prepared: PreparedServices,
+    start: StartReport,
 ) -> dict[str, Any] | None:
     """Returns the ended run, or None if a signal came first."""
     restarts = spec.limits.max_restarts
-    async with _started(state_directory, port=port, max_restarts=restarts, prepared=prepared) as (
-        services,
-        api,
-    ):
+    async with AsyncExitStack() as stack:
+        with start.measured("services"):
+            services, api = await stack.enter_async_context(
+                _started(state_directory, port=port, max_restarts=restarts, prepared=prepared)
+            )
         run_id = await submit_or_resume(api, spec, console, resume=resume)
         link = (await api.page_link()).replace("/page/", f"/runs/{run_id}")
         print_line(console, f"run page (link for one browser): {link}")
         tracked = tracking(_trackers(services, api, state_directory), console, run_id=run_id)
         async with tracked if spec.trackers else nullcontext():
-            return await _follow_beside(services, api, run_id, state_directory)
+            following = follow(
+                api, run_id, state_directory=state_directory, console=console, start=start
+            )
+            return await _beside(following, services, api)
 
 
-async def _follow_beside(
-    services: LocalServices, api: Api, run_id: str, state_directory: Path
+async def _beside(
+    following: Coroutine[Any, Any, dict[str, Any]], services: LocalServices, api: Api
 ) -> dict[str, Any] | None:
     """Follows a run until it ends; returns None after a signal, raises if a service dies."""
-    following, *_ = await until_first(
-        follow(api, run_id, state_directory=state_directory, console=console),
+    ended, *_ = await until_first(
+        following,
         SignalHandler().pause_runs(api, console),
         services.supervise(),
     )
-    return None if following.cancelled() else following.result()
+    return None if ended.cancelled() else ended.result()
 
 
 async def _up(state_directory: Path, port: int) -> None:

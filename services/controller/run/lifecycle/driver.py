@@ -296,7 +296,11 @@ class RunDriver:
         message = (
             f"continues without {', '.join(missing)}" if missing else "all workers have loaded"
         )
-        await self._journal.record_event(Note("WorkersReady", message, {"absent": missing}))
+        data: dict[str, object] = {"absent": missing}
+        if self._state is RunState.STARTING:
+            workers = self._services.membership.workers(self._run_id)
+            data["start_seconds"] = {each.worker_id: each.start_seconds() for each in workers}
+        await self._journal.record_event(Note("WorkersReady", message, data))
         if not missing:
             await self._sizing.confirm()
         if self._state is RunState.STARTING:

@@ -190,3 +190,37 @@ async def test_the_workers_of_one_run_cannot_fill_the_memory(monkeypatch):
     with pytest.raises(ResourceExhaustedError):
         await record_heartbeat(membership, "ready", **{"a" * 300: 1.0})
     assert await record_heartbeat(membership, "ready", running_samples=1.0) == "continue"
+
+
+async def test_the_phases_of_a_start_are_timed_until_the_worker_has_loaded():
+    clock = Watch()
+    membership = Membership(clock, 30.0)
+    membership.open_run("run_1")
+    clock.now = 5.0
+    await membership.register(worker())
+
+    async def beat(now: float, state: str, activity: str) -> None:
+        clock.now = now
+        await membership.record_heartbeat(
+            "run_1",
+            "rollout-0",
+            worker().incarnation,
+            state=state,
+            activity=activity,
+            weight_version=-1,
+            gauges={},
+        )
+
+    await beat(6.0, "loading", "warm start: step 20 of 100")
+    await beat(8.0, "loading", "warm start: step 40 of 100")
+    await beat(9.0, "loading", "")
+    await beat(10.0, "loading", "starting the engine")
+    await beat(30.0, "loaded", "")
+    await beat(40.0, "loading", "the reason of a refused version")
+    known = membership.find("run_1", "rollout-0")
+    assert known.start_seconds() == {
+        "imports": 5.0,
+        "registered": 1.0,
+        "warm start": 4.0,
+        "starting the engine": 20.0,
+    }
