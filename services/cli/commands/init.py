@@ -196,7 +196,7 @@ class _Rows:
 
 def _first_rows(source: PromptSourceSpec) -> _Rows:
     """Reads the first rows; returns a stand-in for a Hugging Face id, which is not downloaded for this."""
-    if source.source == "huggingface":
+    if source.source == "huggingface" and not Path(source.path).exists():
         return _Rows([{"prompt": "", "answer": ""}], _PROMPTS_PER_STEP)
     data = DataSpec(train=source, prompt_column="", answer_column=None)
     rows = open_source(source, data, key="data.train", has_columns=False)

@@ -332,11 +332,17 @@ def _absolute(path: str, folder: Path) -> str:
     return real_path(folder / os.path.expanduser(path))  # noqa: PTH111
 
 
-def _resolve_model(model: dict[str, Any], folder: Path) -> None:
-    path = model["path"]
+def _absolute_folder(path: str, folder: Path) -> str:
+    """Returns the absolute path of a folder; an id of Hugging Face is not changed."""
     found = _absolute(path, folder)
-    if not path.startswith(TINY_PREFIX) and os.path.isdir(found):  # noqa: PTH112 -- Path's raises
-        model["path"] = found
+    return found if os.path.isdir(found) else path  # noqa: PTH112 -- Path's raises
+
+
+def _resolve_model(model: dict[str, Any], folder: Path) -> None:
+    for key in ("path", "tokenizer"):
+        path = model[key]
+        if path not in (None, "bytes") and not path.startswith((TINY_PREFIX, "chars:")):
+            model[key] = _absolute_folder(path, folder)
     if (warm_start := model["warm_start"]) is not None:
         warm_start["examples"] = _absolute_callable(warm_start["examples"], folder)
 
@@ -362,6 +368,8 @@ def _resolve_sources(data: dict[str, Any], folder: Path) -> None:
             _resolve_functions(each, ("function",), folder)
         if source["source"] in ("jsonl", "parquet"):
             source["path"] = _absolute(source["path"], folder)
+        elif source["source"] == "huggingface":
+            source["path"] = _absolute_folder(source["path"], folder)
         elif source["source"] == "python":
             source["path"] = _absolute_callable(source["path"], folder)
 

@@ -420,6 +420,12 @@ def _open_huggingface(spec: PromptSourceSpec, key: str) -> PromptSource:
         import datasets
     except ModuleNotFoundError as error:
         raise ValueError(f"{key} needs the package 'datasets'; pip install datasets") from error
+    if Path(spec.path).is_file():
+        raise ValueError(
+            f"{key}.path: {spec.path!r} is a file, but source 'huggingface' reads a dataset's id or folder; "
+            "write JSON lines or Parquet, put the file into a folder of its own, or return its rows from a "
+            "Python function (source 'python')"
+        )
     try:
         rows = datasets.load_dataset(spec.path, name=spec.subset, split=spec.split)
     except Exception as error:  # the library raises many kinds, some without a common class

@@ -441,6 +441,20 @@ def test_paths_are_relative_to_the_file(tmp_path):
     assert spec.rollout.rewards[0].name == f"{tmp_path}/task.py:reward"
 
 
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_folders_of_tokenizers_and_data_sets_are_relative_to_the_file_and_ids_are_kept(
+    tmp_path, is_folder
+):
+    if is_folder:
+        (tmp_path / "own").mkdir()
+    train = {"source": "huggingface", "path": "own"}
+    document = changed(model={"path": "own", "tokenizer": "own"}, data={"train": train})
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(document))
+    spec = load_spec(tmp_path / "run.yaml")
+    found = {spec.model.path, spec.model.tokenizer, spec.data.train.path}
+    assert found == {str(tmp_path / "own") if is_folder else "own"}
+
+
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 

@@ -190,6 +190,12 @@ def test_bad_sources_name_the_key_and_the_fix(
         open_sources(data("jsonl", file, **changes))
 
 
+def test_a_file_of_another_format_is_no_data_set_of_hugging_face(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("prompt,answer\na,b\n")
+    with pytest.raises(ValueError, match=r"data\.train\.path: .*rows\.csv"):
+        open_sources(data("huggingface", tmp_path / "rows.csv"))
+
+
 def test_errors_of_parquet_files_and_functions_have_the_key(tmp_path: Path) -> None:
     (tmp_path / "rows.parquet").write_text("hello")
     (tmp_path / "task.py").write_text("def rows():\n    return 3\n")
