@@ -21,6 +21,7 @@ from services.cli.local import (
     PreparedServices,
     local_services,
     prepared_services,
+    write_bytecode,
 )
 from services.cli.output import console, describe, print_line, write
 from services.cli.start_report import StartReport
@@ -223,6 +224,7 @@ def run(
 
     The same command resumes a run that was paused or interrupted.
     """
+    write_bytecode()
     start = StartReport()
     start.record_imports()
     with prepared_services() as prepared:
@@ -245,6 +247,7 @@ def up(state_directory: StateDirectory = DEFAULT_STATE, port: Port = 8700) -> No
     Ctrl-C, a closed terminal and kill pause the runs, with checkpoints; a second Ctrl-C cancels
     them.
     """
+    write_bytecode()
     run_until_signal(_up(state_directory.resolve(), port), needs_reader=False)
     raise typer.Exit(_INTERRUPTED)
 

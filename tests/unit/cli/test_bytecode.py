@@ -1,0 +1,34 @@
+"""Bytecode of packages that were installed without it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_PROGRAM = """
+import json, os, sys
+from services.cli import local
+local._LARGE_PACKAGES = ("a_package", "a_missing_package")
+local.write_bytecode()
+print(json.dumps([sys.dont_write_bytecode, os.environ.get("PYTHONDONTWRITEBYTECODE")]))
+"""
+
+
+@pytest.mark.parametrize("has_bytecode", [False, True])
+def test_it_is_written_only_if_it_is_missing(tmp_path: Path, has_bytecode: bool) -> None:
+    package = tmp_path / "a_package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    if has_bytecode:
+        subprocess.run([sys.executable, "-m", "compileall", "-q", package], check=True)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM],
+        env={"HOME": str(tmp_path), "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        check=True,
+    )
+    assert json.loads(done.stdout) == ([True, "1"] if has_bytecode else [False, None])
