@@ -18,7 +18,7 @@ SPEC ?= examples/sort4.yaml
 # On two cores, further processes of pytest use the time in which two wait for services and deadlines. Tests with whole
 # runs wait more than unit tests.
 TEST_WORKERS ?= 3
-RUN_WORKERS ?= 4
+RUN_WORKERS ?= 5
 EVERY_COMMIT := not nightly and not gpu and not multi_gpu and not cluster and not nodes
 ALL_MARKS := -o addopts='--import-mode=importlib --strict-markers -ra -p no:schemathesis'
 PROTOS := $(shell find proto/slipstream -name '*.proto')
