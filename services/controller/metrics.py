@@ -77,6 +77,30 @@ EVENT_STREAMS = Gauge("slipstream_event_streams", "Number of open streams of eve
 for _reason in ("rate_limited", "too_many_streams"):
     API_REFUSALS.labels(_reason)
 
+KEPT_S = 900.0
+"""Seconds for which the series of an ended run stay, so that the last scrapes and alerts see its end."""
+_OF_RUNS = (
+    *(
+        RUN_STEP,
+        PROMPTS,
+        LAST_PROGRESS,
+        STALENESS_VIOLATIONS,
+        SAMPLE_STALENESS,
+        WEIGHT_SYNC_SECONDS,
+    ),
+    *(WEIGHT_SYNC_BYTES, WEIGHT_SYNCS, WEIGHT_GROUP_EPOCH, WEIGHT_GROUP_SIZE, SKIPPED_PROMPTS),
+    DISPATCH_SECONDS,
+)
+
+
+def forget_run(run: str) -> None:
+    """Removes the series of a run; without this, each run would add some 150 for ever."""
+    for metric in _OF_RUNS:
+        for family in metric.collect():
+            found = [sample.labels for sample in family.samples if sample.labels["run"] == run]
+            for labels in {tuple(v for k, v in each.items() if k != "le") for each in found}:
+                metric.remove(*labels)
+
 
 def observe_step(run: str, step: int, prompts: Mapping[str, int]) -> None:
     RUN_STEP.labels(run).set(step)

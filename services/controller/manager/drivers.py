@@ -9,6 +9,7 @@ from typing import Protocol
 from services.common.errors import FailedPreconditionError, UnavailableError
 from services.common.runspec.loader import SpecError, parse_spec
 from services.common.task_group import TaskGroup
+from services.controller import metrics
 from services.controller.launch.launcher import WorkerExit
 from services.controller.rules.run_state import RunEvent, RunState
 from services.controller.run.lifecycle.driver import RunDriver
@@ -120,7 +121,12 @@ class Drivers:
                 await self._apply(run_id, RunEvent.STOPPED, "CancelledByUser", "")
         finally:
             del self._drivers[run_id]
+            asyncio.get_running_loop().call_later(metrics.KEPT_S, self._forget_metrics, run_id)
         await self._on_end()
+
+    def _forget_metrics(self, run_id: str) -> None:
+        if run_id not in self._drivers:  # it may have been resumed
+            metrics.forget_run(run_id)
 
     def driven_runs(self) -> Collection[str]:
         return frozenset(self._drivers)

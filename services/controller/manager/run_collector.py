@@ -13,12 +13,9 @@ from prometheus_client.registry import Collector
 from services.common.runspec.loader import SpecError, parse_spec
 from services.common.runspec.run import RunSpec
 from services.controller.membership import Worker
+from services.controller.metrics import KEPT_S
 from services.controller.rules.run_state import RunState
 from services.controller.store.records import Run
-
-# Seconds for which the series of an ended run stay, so that the last scrapes and alerts see how it
-# ended.
-_KEPT_S = 900.0
 
 
 class RunCollector(Collector):
@@ -46,7 +43,7 @@ class RunCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         families = _families()
-        oldest = self._now() - _KEPT_S
+        oldest = self._now() - KEPT_S
         runs = [run for run in self._list_runs() if not run.is_terminal or run.update_time > oldest]
         states = Counter(run.state for run in runs)
         for state in RunState:

@@ -1,12 +1,16 @@
 """RunCollector: metrics of runs for Prometheus."""
 
+import asyncio
 from types import SimpleNamespace
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
+from prometheus_client.metrics import MetricWrapperBase
 
 from services.common.runspec.loader import canonical_json
+from services.controller import metrics
 from services.controller.manager.run_collector import RunCollector
 from services.controller.rules.run_state import RunState
+from tests.helpers import rest
 from tests.helpers.specs import spec_with
 
 NOW = 10_000.0
@@ -77,3 +81,46 @@ def test_an_ended_run_stays_for_a_while_without_workers_then_goes() -> None:
     assert 'slipstream_run_state{run="r2",state="FAILED"} 1.0' in text
     assert "slipstream_run_workers{" not in text
     assert '"r3"' not in text
+
+
+def series_of(run):
+    return {
+        sample.name
+        for family in REGISTRY.collect()
+        for sample in family.samples
+        if sample.labels.get("run") == run
+    }
+
+
+def test_all_series_of_a_run_are_forgotten_and_no_others():
+    for run in ("run_a", "run_b"):
+        metrics.observe_step(run, 1, {"ready": 2})
+        metrics.observe_staleness(run, {"1": 2})
+        metrics.observe_group(run, 1, 2)
+        metrics.observe_dispatch(run, 1, 0.1)
+        metrics.WEIGHT_SYNC_SECONDS.labels(run, "transfer").observe(1.0)
+        metrics.WEIGHT_SYNC_BYTES.labels(run).inc()
+        metrics.WEIGHT_SYNCS.labels(run, "ok").inc()
+        metrics.SKIPPED_PROMPTS.labels(run, "solved").set(1)
+    of_runs = {
+        metric
+        for metric in vars(metrics).values()
+        if isinstance(metric, MetricWrapperBase) and "run" in metric._labelnames
+    }
+    assert of_runs == {*metrics._OF_RUNS}
+    assert series_of("run_a")
+    kept = series_of("run_b")
+    metrics.forget_run("run_a")
+    assert not series_of("run_a")
+    assert series_of("run_b") == kept
+    metrics.forget_run("run_b")
+
+
+async def test_the_series_of_a_run_go_some_time_after_its_end(manager, api, monkeypatch):
+    monkeypatch.setattr(metrics, "KEPT_S", 0.0)
+    run_id = (await api.post("/v1/runs", json=rest.SPEC)).json()["id"]
+    metrics.observe_group(run_id, 1, 2)
+    await api.post(f"/v1/runs/{run_id}/cancel")
+    async with asyncio.timeout(20):
+        while series_of(run_id):  # noqa: ASYNC110 -- their removal has no event
+            await asyncio.sleep(0.01)
