@@ -110,7 +110,10 @@ class AsyncOperations:
     async def delete_run(
         self, run_id: str, *, delete_checkpoints: bool = False, if_match: str
     ) -> None:
-        """Deletes a run that has ended. Its checkpoints stay on disk unless ``delete_checkpoints`` is set."""
+        """Deletes a run that has ended, with its logs and recorded samples.
+
+        Its checkpoints stay on disk unless ``delete_checkpoints`` is set.
+        """
         request = Request(
             method="DELETE",
             path="/v1/runs/{run_id}",

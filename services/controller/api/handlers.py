@@ -255,6 +255,7 @@ class Handlers:
             revision=revision_of(request.if_match),
             delete_checkpoints=request.delete_checkpoints,
         )
+        await self._logs.delete(request.run_id)
 
     async def cancel_run(self, call: Call, request: ops.CancelRun) -> RunView:
         return self._view(await self._manager.cancel(request.run_id, request, actor=call.who.name))

@@ -159,7 +159,10 @@ class UpdateRun(RunPatch, RunOperation[RunView]):
 
 
 class DeleteRun(RunOperation[None]):
-    """Deletes a run that has ended. Its checkpoints stay on disk unless ``delete_checkpoints`` is set."""
+    """Deletes a run that has ended, with its logs and recorded samples.
+
+    Its checkpoints stay on disk unless ``delete_checkpoints`` is set.
+    """
 
     http = "DELETE /v1/runs/{run_id}"
     role = "admin"

@@ -5,7 +5,9 @@ Processes write these files directly; ``manager.cluster`` copies the output of p
 
 import asyncio
 import re
+import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 
 from services.controller.launch.worker_process import last_lines
@@ -75,6 +77,17 @@ class RunLogs:
             yield []
             if not (is_last or has_more):
                 await asyncio.sleep(_POLL_S)
+
+    async def delete(self, run_id: str) -> None:
+        """Deletes the logs of a run, and its folder if nothing else is in it."""
+        folder = self._state_directory / run_id
+
+        def remove() -> None:
+            shutil.rmtree(folder / "logs", ignore_errors=True)
+            with suppress(OSError):  # it holds checkpoints, or does not exist
+                folder.rmdir()
+
+        await asyncio.to_thread(remove)
 
     def _files(self, run_id: str, component: str) -> list[Path]:
         found = sorted((self._state_directory / run_id / "logs").glob("*.log"))

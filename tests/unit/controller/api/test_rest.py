@@ -152,6 +152,24 @@ async def test_only_ended_runs_are_deleted(api):
 
 
 @pytest.mark.postgresql
+async def test_the_logs_of_a_deleted_run_are_deleted_and_its_checkpoints_stay(api, tmp_path):
+    kept = []
+    for number in range(2):
+        run_id = (await api.post("/v1/runs", json=named(number))).json()["id"]
+        await api.post(f"/v1/runs/{run_id}/cancel")
+        await api.get(f"/v1/runs/{run_id}/events/stream")
+        (tmp_path / run_id / "logs").mkdir(parents=True)
+        (tmp_path / run_id / "logs" / "trainer-0.log").write_text("a secret\n")
+        if number:
+            (tmp_path / run_id / "checkpoints").mkdir()
+            kept.append(tmp_path / run_id / "checkpoints")
+        etag = (await api.get(f"/v1/runs/{run_id}")).headers["ETag"]
+        deleted = await api.delete(f"/v1/runs/{run_id}", headers={"If-Match": etag})
+        assert deleted.status_code == 204
+    assert [*tmp_path.glob("run_*/*")] == kept
+    assert [*tmp_path.glob("run_*")] == [kept[0].parent]
+
+
 async def test_pages_follow_each_other(api):
     for number in range(3):
         await api.post("/v1/runs", json=named(number))
