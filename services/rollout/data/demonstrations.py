@@ -6,6 +6,7 @@ turn and the end of its message counts as the assistant's. If the template marks
 text itself (``{% generation %}``), its marks count instead.
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -109,6 +110,28 @@ def as_messages(value: object, what: str) -> Messages:
             f"{what} must be chat messages, each with role and content, got {value!r:.60}"
         )
     return cast("Messages", value)
+
+
+def as_tools(value: object) -> Messages:
+    """Returns the tools of a row: a list in the format of OpenAI's API, as it is or as JSON text, or none.
+
+    Raises:
+        ValueError: If it is anything else.
+    """
+    tools = value
+    if isinstance(value, str) and value.strip():
+        try:
+            tools = json.loads(value)
+        except (ValueError, RecursionError):
+            tools = value
+    if not tools:
+        return ()
+    if not isinstance(tools, Sequence) or not all(isinstance(each, Mapping) for each in tools):
+        raise ValueError(
+            f"the column 'tools' must be a list of tools, or its JSON text, got {value!r:.60}; correct or "
+            "rename it"
+        )
+    return tools
 
 
 def check_answered(messages: Messages, what: str) -> None:

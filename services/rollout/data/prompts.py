@@ -14,6 +14,7 @@ from services.rollout.data.demonstrations import (
     Messages,
     Turns,
     as_messages,
+    as_tools,
     check_answered,
     of_chat,
     of_text,
@@ -192,7 +193,8 @@ class PromptStore:
         try:
             count = 1 if is_sampled else self._num_demonstrations
             talks = conversations_of(row, data, spec, place, count=count)
-            every = [self._shown(messages, row.get("tools") or (), turns) for messages in talks]
+            tools = as_tools(row.get("tools")) if data.chat_template else ()
+            every = [self._shown(messages, tools, turns) for messages in talks]
         except ValueError as error:
             raise refused_prompt("prompt_malformed", f"{place}: {error}") from error
         if len({one.prompt_ids for one in every}) > 1:

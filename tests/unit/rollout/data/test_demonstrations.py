@@ -1,5 +1,6 @@
 """Rows that bring their own answers: exactly the assistant's tokens train, or the row is refused."""
 
+import json
 from typing import Any
 
 import pytest
@@ -98,11 +99,13 @@ def test_a_template_without_end_tokens_gets_one_after_the_last_answer() -> None:
     assert parts(shown)[1] == ("3<eos>", True)
 
 
-def book(rows: list[Any], *, num_demonstrations: int = 1, **changes: Any) -> PromptStore:
+def book(
+    rows: list[Any], *, num_demonstrations: int = 1, template: str = PLAIN, **changes: Any
+) -> PromptStore:
     source: Any = {"source": "jsonl", "path": "rows"}
     data = DataSpec(train=source, heldout=source, **changes)
     sources: Any = {"train": rows, "heldout": rows}
-    used = tokenizer(PLAIN)
+    used = tokenizer(template)
     return PromptStore(
         data, sources, used, num_demonstrations=num_demonstrations, answers_heldout=True
     )
@@ -126,6 +129,18 @@ def test_a_held_out_conversation_is_asked_for_its_last_answer() -> None:
 
 
 CHAT = {"answer_column": None, "chat_template": True}
+
+
+def test_the_tools_of_a_row_may_be_json_text() -> None:
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    template = "{% for tool in tools %}{{ tool.function.name }}\n{% endfor %}" + PLAIN
+    rows = [{"prompt": TALK, "tools": each} for each in (tools, json.dumps(tools), 3)]
+    store = book(rows, template=template, **CHAT)
+    first, second = (store.prompt("train", row).demonstrations for row in range(2))
+    assert first == second
+    assert parts(first[0])[0][0].startswith("add\n")
+    with pytest.raises(GroupError, match="tools"):
+        store.prompt("train", 2)
 
 
 @pytest.mark.parametrize(
