@@ -43,7 +43,9 @@ def exact_match(
     *,
     ignore_case: bool = False,
 ) -> float:
-    """Compares the texts without surrounding white space.
+    """Compares the texts without surrounding white space; 72.0 as a number also equals the text ``72``.
+
+    Tables make numbers of a column floating if one is missing.
 
     Raises:
         ValueError: If there is no answer, or it is not one value.
@@ -51,7 +53,8 @@ def exact_match(
     given, expected = response.strip(), answer_text(answer, reward="exact_match").strip()
     if ignore_case:
         given, expected = given.casefold(), expected.casefold()
-    return float(given == expected)
+    whole = expected.removesuffix(".0") if isinstance(answer, float) else expected
+    return float(given in (expected, whole))
 
 
 def gym_answer(prompt: str, response: str, answer: Any, row: Mapping[str, Any]) -> float:
