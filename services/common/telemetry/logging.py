@@ -12,7 +12,12 @@ from services.common.telemetry import tracing
 
 # API tokens, run tokens, and other bearer credentials.
 _SECRET = re.compile(r"\b(slp_|slr_|[Bb]earer )[\w.~+/=-]{8,}")
-_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {
+    *("message", "asctime", "taskName", "color_message")
+}
+# Callers choose some of what is logged; a terminal would obey control characters.
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+_CONTROL_IN_LINES = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 def configure(
@@ -43,9 +48,11 @@ class _TextFormatter(logging.Formatter):
         self._prefix = " ".join(str(value) for value in fields.values())
 
     def format(self, record: logging.LogRecord) -> str:
-        extras = " ".join(f"{key}={value}" for key, value in _extras(record).items())
+        extras = " ".join(
+            f"{key}={_escaped(str(value), _CONTROL)}" for key, value in _extras(record).items()
+        )
         line = " ".join(part for part in (self._prefix, super().format(record), extras) if part)
-        return _without_secrets(line)
+        return _escaped(_without_secrets(line), _CONTROL_IN_LINES)
 
 
 class JsonFormatter(logging.Formatter):
@@ -67,6 +74,10 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return _without_secrets(json.dumps(line, default=str))
+
+
+def _escaped(text: str, control: re.Pattern[str]) -> str:
+    return control.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def _without_secrets(line: str) -> str:

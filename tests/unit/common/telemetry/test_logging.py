@@ -55,3 +55,18 @@ def test_other_lines_stay_as_they_are(formatted):
     line = formatted("run_0123 trained step 3 of sleep_8hours", token_count=5)
     assert "run_0123 trained step 3 of sleep_8hours" in line
     assert "***" not in line
+
+
+def test_what_a_caller_chose_does_not_control_a_terminal_or_begin_a_line(formatted):
+    line = formatted("refused %s", "\x1b[31m", path="/v1/\n12:00:00 ERROR invented\x1b]0;title\x07")
+    assert line.replace("\nNoneType: None", "").isprintable()
+    assert "invented" in line
+
+
+def test_a_traceback_keeps_its_lines(formatted):
+    try:
+        raise ValueError("\x1b[31m")
+    except ValueError:
+        line = formatted("failed")
+    assert "\x1b" not in line
+    assert "Traceback" in line
