@@ -30,6 +30,8 @@ _IS_ORPHAN = API_TOKENS.c.parent_digest.is_not(None) & API_TOKENS.c.parent_diges
     sa.select(_PARENTS.c.digest)
 )
 DEFAULT_PROJECT = "default"
+# Browsers that one token has signed in.
+_MAX_DERIVED = 100
 # Only asymmetric signatures: with a shared secret, a verifier of tokens could also create them.
 _ALGORITHMS = ("RS256", "PS256", "ES256", "EdDSA")
 _LEEWAY_S = 60
@@ -140,7 +142,8 @@ class TokenStore:
     def derive(self, who: Principal, life_s: float) -> str:
         """Creates a token for a principal that expires no later than the token that authenticated it.
 
-        If that is an API token, revoking it revokes the new one, too.
+        If that is an API token, revoking it revokes the new one, too. Expired tokens are deleted, and the
+        oldest of very many that were derived from one.
         """
         token = _PREFIX + secrets.token_urlsafe(32)
         if who.expire_time is not None:
@@ -153,7 +156,24 @@ class TokenStore:
             life_s=life_s,
             parent_digest=who.root_digest,
         )
+        self._delete_old(who.root_digest)
         return token
+
+    def _delete_old(self, root_digest: str | None) -> None:
+        """Deletes expired tokens, and the oldest of very many that were derived from one."""
+        derived = API_TOKENS.c.parent_digest == root_digest
+        newest = (
+            sa.select(API_TOKENS.c.digest)
+            .where(derived)
+            .order_by(API_TOKENS.c.create_time.desc())
+            .limit(_MAX_DERIVED)
+        )
+        with self._database.write_unfenced() as connection:
+            connection.execute(API_TOKENS.delete().where(API_TOKENS.c.expire_time < time.time()))
+            if root_digest is not None:
+                connection.execute(
+                    API_TOKENS.delete().where(derived, API_TOKENS.c.digest.not_in(newest))
+                )
 
     def accept(
         self,

@@ -28,6 +28,8 @@ _HEADERS = {"Content-Security-Policy": _POLICY, "Cache-Control": "no-cache"}
 _CHUNK_BYTES = 16 << 10
 _CODE_LIFE_S = 3600.0
 _TOKEN_LIFE_S = 12 * 3600.0
+# Unused links of a user; one more voids the oldest.
+_MAX_LINKS = 20
 
 
 class PageLink(BaseModel):
@@ -79,6 +81,10 @@ class PageLinks:
         """Creates a link that signs a browser in as ``who`` within the hour."""
         now = self._clock()
         self._codes = {code: known for code, known in self._codes.items() if known[1] > now}
+        user = who.project, who.name
+        own = [code for code, (by, _) in self._codes.items() if (by.project, by.name) == user]
+        for oldest in own[: max(len(own) - _MAX_LINKS + 1, 0)]:
+            del self._codes[oldest]
         code = secrets.token_urlsafe(24)
         self._codes[code] = (who, now + _CODE_LIFE_S)
         return PageLink(path=f"/page/#code={code}")

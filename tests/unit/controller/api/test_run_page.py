@@ -76,6 +76,34 @@ async def test_a_link_is_void_when_its_token_has_ended(users, tokens):
         await links.sign_in(link.path.partition("code=")[2])
 
 
+async def test_one_user_cannot_fill_the_memory_with_links_or_void_those_of_others(users, tokens):
+    links = PageLinks(tokens, users.check_valid)
+    ann = await users.authenticate(f"Bearer {tokens.create(**ADMIN)}", "")
+    bob = await users.authenticate(f"Bearer {tokens.create(**ADMIN | {'name': 'bob'})}", "")
+    of_bob = links.make(bob)
+    made = [links.make(ann) for _ in range(200)]
+    assert len(links._codes) < 50
+    for link, user in ((made[-1], "ann"), (of_bob, "bob")):
+        token = (await links.sign_in(link.path.partition("code=")[2])).token
+        assert tokens.authenticate(f"Bearer {token}").name == user
+    with pytest.raises(UnauthenticatedError):
+        await links.sign_in(made[0].path.partition("code=")[2])
+
+
+def test_tokens_of_browsers_do_not_fill_the_database(tokens, monkeypatch):
+    monkeypatch.setattr(principals, "_MAX_DERIVED", 3)
+    first = tokens.create(**ADMIN)
+    ann = tokens.authenticate(f"Bearer {first}")
+    derived = [tokens.derive(ann, 60.0) for _ in range(5)]
+    assert len(tokens.list_tokens()) == 4
+    for token in (first, *derived[-3:]):
+        tokens.authenticate(f"Bearer {token}")
+    later = time.time() + 61.0
+    monkeypatch.setattr(principals.time, "time", lambda: later)
+    tokens.derive(ann, 60.0)
+    assert len(tokens.list_tokens()) == 2
+
+
 def test_it_ends_with_the_token_of_another_provider(tokens, monkeypatch):
     now = time.time()
     token = tokens.derive(Principal(**ADMIN, expire_time=now + 60.0), 3600.0)
