@@ -5,6 +5,7 @@ import json
 import logging
 import sqlite3
 from collections.abc import AsyncIterator, Collection
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 _GATHER_S = 0.2
 """Samples that arrive within this time are written together."""
 _CHUNK_BYTES = 256 << 10
+_MAX_READS = 2
+"""Reads of sample records that run at once; further ones wait."""
 
 
 @dataclass(slots=True)
@@ -55,6 +58,8 @@ class SampleRecordKeeper:
         self._shards = shards
         self._tasks = TaskGroup()
         self._runs: dict[str, _Run] = {}
+        # Own threads: searches of users take seconds, and must not delay snapshots and the recording.
+        self._readers = ThreadPoolExecutor(_MAX_READS, "sample-reader")
 
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
@@ -64,6 +69,7 @@ class SampleRecordKeeper:
         """Writes pending samples of all runs."""
         for run_id in list(self._runs):
             await self.stop_recording(run_id)
+        self._readers.shutdown(wait=False, cancel_futures=True)
         await self._tasks.__aexit__(*error)
 
     async def start_recording(self, run_id: str, *, max_bytes: int, max_steps: int) -> None:
@@ -125,7 +131,8 @@ class SampleRecordKeeper:
         if run_id in self._runs:
             await self.flush(run_id)
         reading = self._store(run_id).lines(query)
-        while (lines := await asyncio.to_thread(next, reading, None)) is not None:
+        loop = asyncio.get_running_loop()
+        while (lines := await loop.run_in_executor(self._readers, next, reading, None)) is not None:
             data = b"".join(lines)
             for begin in range(0, len(data), _CHUNK_BYTES):
                 yield data[begin : begin + _CHUNK_BYTES]
