@@ -61,13 +61,18 @@ async def _wait_for(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Converts numpy and torch scalars to numbers, iterators to lists, images to URLs, others to text."""
+    """Converts numpy and torch values to numbers and lists, images to URLs, others to lists or text."""
     if isinstance(value, Iterator):
         return list(value)
     if (url := image_url(value)) is not None:
         return url
-    item = getattr(value, "item", None)
-    return item() if callable(item) else repr(value)
+    as_list = getattr(value, "tolist", None)
+    if not callable(as_list):
+        return repr(value)
+    plain = as_list()
+    while isinstance(plain, list) and len(plain) == 1:  # models return arrays of one number
+        (plain,) = plain
+    return plain
 
 
 def image_url(value: Any) -> str | None:

@@ -213,7 +213,9 @@ class MultiTurn:
         try:
             value = await self._call(episode, call.name, call.arguments)
         except CallError as error:
-            return f"error: {error.message}", []
+            # The policy reads the tool's name, and not the path of its file on this machine.
+            reference = self._functions.get(call.name, call.name)
+            return f"error: {error.message.replace(repr(reference), call.name)}", []
         if has_images(value):
             (message,), images = with_parts([{"role": "tool", "content": value}], ())
             return message["content"], images

@@ -74,6 +74,18 @@ async def test_user_functions_sync_and_async_are_summed_by_weight(code: str) -> 
         )
 
 
+async def test_arrays_are_numbers_and_lists(tmp_path: Path) -> None:
+    file = tmp_path / "arrays.py"
+    file.write_text(
+        "import numpy as np, torch\n"
+        "def one(*args): return torch.tensor([0.5])\n"
+        "def several(*args): return np.array([0.5, 2], np.float32)\n"
+    )
+    async with CallPool(1) as pool:
+        assert (await Scorer([RewardSpec(name=f"{file}:one")], pool).score(given())).value == 0.5
+        assert await pool.call(f"{file}:several", timeout_s=60) == [0.5, 2.0]
+
+
 async def test_calls_of_a_process_share_an_event_loop(tmp_path: Path) -> None:
     file = tmp_path / "client.py"
     file.write_text(
