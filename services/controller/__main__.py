@@ -17,7 +17,7 @@ from services.common.lifetime import report_ready, wait_for_shutdown
 from services.common.rpc.client import open_channel
 from services.common.rpc.server import serve
 from services.common.security.credentials import acting_as
-from services.common.task_group import TaskGroup
+from services.common.task_group import TaskGroup, unwrapped
 from services.common.telemetry.logging import configure
 from services.controller.api.app import Measured, build_app
 from services.controller.api.membership import MembershipServicer, RendezvousServicer
@@ -42,7 +42,7 @@ from services.controller.membership import Membership
 from services.controller.run.lifecycle.loop import Services
 from services.controller.settings import DATABASE_FILE, ControllerSettings
 from services.controller.store.copies import in_use
-from services.controller.store.database import Database
+from services.controller.store.database import Database, LeaseLostError
 from services.controller.store.lease import Leadership
 from services.controller.store.runs import RunStore
 from services.wire.transferqueue.client import TransferQueueClient
@@ -241,9 +241,9 @@ def main() -> None:
     gc.set_threshold(10_000, 10, 30)
     try:
         settings.check_users()
-        with acting_as(settings.identity()), settings.tracing("controller"):
+        with acting_as(settings.identity()), settings.tracing("controller"), unwrapped():
             asyncio.run(run_controller(settings))
-    except (InvalidArgumentError, FailedPreconditionError) as error:
+    except (InvalidArgumentError, FailedPreconditionError, LeaseLostError) as error:
         raise SystemExit(f"error: {error}") from error
 
 

@@ -24,10 +24,11 @@ async def test_services_that_do_not_start_say_why_and_leave_nothing(tmp_path):
     before = started()
     with (
         socket.create_server(("127.0.0.1", 0)) as taken,
-        pytest.raises(ServiceExitedError, match="cannot listen"),
+        pytest.raises(ServiceExitedError, match="cannot listen") as told,
     ):
         async with local_services(tmp_path, port=taken.getsockname()[1]):
             pytest.fail("the port is in use")
+    assert "File " not in str(told.value), "a traceback hides the reason"
     assert os.umask(umask) == 0o022
     assert started() <= before
 
