@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from functools import partial
@@ -35,6 +36,7 @@ from services.rollout.data.sources import open_sources
 from services.rollout.engines.base import Engine
 from services.rollout.engines.build import build_engine
 from services.rollout.engines.engine_config import ImageLimits
+from services.rollout.engines.external import EngineDiedError
 from services.rollout.engines.imports import begin_imports
 from services.rollout.engines.memory import plan_of
 from services.rollout.environments.workflow import Environments
@@ -415,4 +417,9 @@ def serve_rollout(settings: RolloutSettings) -> None:
         acting_as(settings.identity()),
         settings.tracing("rollout", run=settings.run_id, worker=settings.worker_id),
     ):
-        asyncio.run(_run_measured(settings))
+        try:
+            with unwrapped(EngineDiedError):
+                asyncio.run(_run_measured(settings))
+        except EngineDiedError as error:
+            # Without a traceback, the last lines of the log, which the run reports, are those of the engine.
+            sys.exit(f"{error}")

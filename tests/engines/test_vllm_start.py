@@ -12,6 +12,7 @@ from transformers import Qwen2Config
 from services.common.runspec.engines import ENGINES
 from services.rollout.engines.build import make_engine
 from services.rollout.engines.engine_config import EngineConfig
+from services.rollout.engines.external import EngineDiedError
 
 pytest.importorskip("vllm")
 
@@ -80,3 +81,27 @@ def test_an_option_that_vllm_does_not_have_is_refused_before_it_starts() -> None
     )
     with pytest.raises(ValueError, match="did you mean gpu_memory_utilization"):
         make_engine("vllm", order)
+
+
+async def test_the_last_lines_of_the_log_say_why_vllm_did_not_start(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    order = EngineConfig(
+        config=Qwen2Config(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+            num_key_value_heads=1,
+            architectures=["Qwen2ForCausalLM"],
+        ),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        max_running=2,
+        arguments={"max_model_len": 4096, "kv_cache_memory_bytes": 4096},
+    )
+    with pytest.raises(EngineDiedError):
+        await make_engine("vllm", order).run()
+    *_, last = capfd.readouterr().err.rstrip().splitlines()
+    assert "No available memory for the cache blocks" in last

@@ -66,6 +66,7 @@ def start(arguments: AsyncEngineArgs, *, reports_experts: bool) -> AsyncLLM:
 
     Raises:
         ValueError: If the engine cannot report them.
+        EngineDiedError: If vLLM's process did not start. It has printed the reason.
     """
     reports_on_cpu = reports_experts and current_platform.is_cpu()
     if reports_experts and not reports_on_cpu:
@@ -90,12 +91,17 @@ def start(arguments: AsyncEngineArgs, *, reports_experts: bool) -> AsyncLLM:
         # vLLM would spawn its engine's process, which imports for tens of seconds. The fork server
         # of `begin_imports` has done that and has not initialized the GPU driver.
         utils.get_mp_context = lambda: multiprocessing.get_context("forkserver")
-    return AsyncLLM(
-        vllm_config=config,
-        executor_class=Executor.get_class(config),
-        log_stats=False,
-        log_requests=False,
-    )
+    try:
+        return AsyncLLM(
+            vllm_config=config,
+            executor_class=Executor.get_class(config),
+            log_stats=False,
+            log_requests=False,
+        )
+    except RuntimeError as error:
+        if "Engine core initialization failed" not in str(error):
+            raise
+        raise EngineDiedError(_DID_NOT_START) from error
 
 
 _WORKER = "services.rollout.engines.vllm.worker.WeightLoader"
@@ -103,6 +109,7 @@ _PLAIN_WORKER = "services.rollout.engines.vllm.cpu_worker.PlainWeightLoader"
 _ROUTERS = r"re:.*\.gate$"
 """Layers that are not quantized, in vLLM's notation: a wrong choice of experts costs most."""
 _DIED = "the vLLM engine died; see its log lines above"
+_DID_NOT_START = "the vLLM engine did not start; see its log lines above"
 # Steps whose tokens are sent together: few enough that a streaming client receives several chunks a
 # second.
 _STREAM_INTERVAL = 16
