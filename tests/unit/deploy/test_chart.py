@@ -62,8 +62,8 @@ _BAD_VALUES = [
     ("rlruns.namespaces={Team_A}", ("rlruns", "namespaces")),
     ("fullnameOverride=rl.train", ("fullnameOverride",)),
     ("commonLabels.team=a team", ("commonLabels", "team")),
-    (r"commonLabels.app\.kubernetes\.io/name=x", ("propertyName", "app.kubernetes.io/name")),
-    (r"monitoring.podMonitor.labels.helm\.sh/chart=x", ("propertyName", "helm.sh/chart")),
+    (r"commonLabels.app\.kubernetes\.io/name=x", ("app.kubernetes.io/name",)),
+    (r"monitoring.podMonitor.labels.helm\.sh/chart=x", ("helm.sh/chart",)),
     ("workers.podLabels.team=a/b", ("podLabels", "team")),
     ("workers.resourceClaimTemplates.rdma=One NIC", ("resourceClaimTemplates", "rdma")),
 ]
