@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import sqlalchemy as sa
@@ -167,7 +168,7 @@ def _make_engine(url: str) -> sa.Engine:
         given = sa.make_url(url).query
         options = {name: value for name, value in _CLIENT_OPTIONS.items() if name not in given}
         engine = sa.create_engine(url, pool_pre_ping=True, pool_size=10, connect_args=options)
-        event.listen(engine, "connect", _prepare_postgresql)
+        event.listen(engine, "connect", partial(_prepare_postgresql, engine.dialect.loaded_dbapi))
         return engine
     engine = sa.create_engine(url, connect_args={"timeout": 30})
     event.listen(engine, "connect", _prepare_sqlite)
@@ -175,12 +176,14 @@ def _make_engine(url: str) -> sa.Engine:
     return engine
 
 
-def _prepare_postgresql(connection: Any, record: Any) -> None:
+def _prepare_postgresql(driver: Any, connection: Any, record: Any) -> None:
     # As statements, because connection poolers reject options that they do not know.
-    with connection.cursor() as cursor:
-        for name, value in _SERVER_OPTIONS.items():
-            cursor.execute(f"SET {name} = '{value}'")
-    connection.commit()
+    for name, value in _SERVER_OPTIONS.items():
+        try:
+            connection.execute(f"SET {name} = '{value}'")
+            connection.commit()
+        except driver.DatabaseError:  # a server on another system than Linux lacks some
+            connection.rollback()
 
 
 def _prepare_sqlite(connection: Any, record: Any) -> None:

@@ -9,6 +9,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
 from services.common.errors import FailedPreconditionError
+from services.controller.store import database as database_module
 from services.controller.store.database import Database, LeaseLostError
 from services.controller.store.lease import Leadership
 from services.controller.store.tables import METADATA
@@ -73,6 +74,12 @@ def test_both_ends_of_a_connection_notice_that_the_other_is_gone(database):
         names = connection.execute(sa.text("SHOW tcp_user_timeout")).scalar_one()
         # A Unix socket shows 0: PostgreSQL applies it to TCP only.
         assert names in ("15s", "0")
+
+
+def test_a_server_that_lacks_an_option_is_used_without_it(database, database_url, monkeypatch):
+    options = {"no_such_option": "5s", **database_module._SERVER_OPTIONS}
+    monkeypatch.setattr(database_module, "_SERVER_OPTIONS", options)
+    Database(database_url).close()
 
 
 @pytest.mark.parametrize("way", ["query", "scan"])
