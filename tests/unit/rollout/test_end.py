@@ -3,7 +3,7 @@
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
-from services.rollout import __main__ as program
+from services.rollout import worker as program
 
 
 class Session:
