@@ -1,5 +1,6 @@
 """Entry point of a rollout process: ``python -m services.rollout``."""
 
+from services.common.http.limits import raise_descriptor_limit
 from services.common.runspec.engines import engine_kind
 from services.rollout.engines.imports import begin_process_imports
 from services.rollout.settings import RolloutSettings
@@ -8,6 +9,8 @@ from services.rollout.settings import RolloutSettings
 def main() -> None:
     """Lets the engine's own process begin its imports, then imports and runs the worker."""
     settings = RolloutSettings()
+    # Each running episode of an agent holds a connection, here and in the agent's process.
+    raise_descriptor_limit()
     if settings.engine and settings.device != "cpu":
         begin_process_imports(engine_kind(settings.engine))
     # Imported here, at the same time as the engine: either takes many seconds.

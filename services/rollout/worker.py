@@ -14,7 +14,6 @@ import torch
 
 from services.common.errors import DeadlineExceededError, ServiceError
 from services.common.fields import partition_id
-from services.common.http.limits import raise_descriptor_limit
 from services.common.lifetime import ending_with_outages, report_ready, wait_for_shutdown
 from services.common.models.families import routing_shape
 from services.common.models.loading import load_config
@@ -410,8 +409,6 @@ def serve_rollout(settings: RolloutSettings) -> None:
         service="rollout",
         worker=settings.worker_id,
     )
-    # Each running episode of an agent holds a connection, here and in the agent's process.
-    raise_descriptor_limit()
     with (
         ending_with_outages(),
         acting_as(settings.identity()),

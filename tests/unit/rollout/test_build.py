@@ -1,6 +1,8 @@
 """A run gets the named engine, or an error with the reason."""
 
 import importlib.util
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -74,3 +76,11 @@ def test_own_modules_that_an_engines_process_imports_exist() -> None:
     for kind in ENGINES.values():
         own = [name for name in kind.process_modules if name.startswith("services.")]
         assert all(importlib.util.find_spec(name) for name in own)
+
+
+def test_the_engines_process_can_begin_before_the_worker_imports_torch() -> None:
+    look = (
+        "import services.rollout.__main__, sys; print({'torch', 'transformers'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

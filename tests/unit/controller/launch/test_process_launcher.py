@@ -222,3 +222,24 @@ def test_ranks_rendezvous_at_a_reserved_port():
     ports = [{place["MASTER_PORT"] for place in ranks} for ranks in places]
     assert all(len(found) == 1 for found in ports), "all ranks of a worker meet at one"
     assert max(int(port) for found in ports for port in found) < first
+
+
+@pytest.mark.parametrize(
+    ("gpus", "reproducible", "engine"),
+    [
+        (("0", "1", "2"), False, "torch"),
+        (("0", "1", "2"), "batch_invariant", None),
+        ((), False, None),
+    ],
+)
+async def test_a_rollout_with_gpus_knows_its_engine_before_the_specification(
+    tmp_path, gpus, reproducible, engine
+):
+    orders = Orders(Exited())
+    rollout = {**SPEC["rollout"], "engine": "torch", "reproducible": reproducible}
+    spec = RunSpec.model_validate({**SPEC, "rollout": rollout})
+    async with TaskGroup() as tasks:
+        await launcher_of(tmp_path, tasks, orders, gpus=gpus).start("run_a", spec)
+    given = {name: environment for name, (_, environment) in orders.given.items()}
+    assert given["rollout-0"].get("SLIPSTREAM_ROLLOUT_ENGINE") == engine
+    assert "SLIPSTREAM_TRAINER_ENGINE" not in given["trainer-0"]
