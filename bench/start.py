@@ -23,18 +23,19 @@ RESULTS = REPOSITORY / "bench" / "results" / "start.json"
 _ENGINE = "starting the engine"
 _SMALL = replace(
     DUEL,
-    layers=24,
-    hidden=896,
-    intermediate=4864,
-    heads=14,
-    vocabulary=151_936,
+    layers=30,
+    hidden=576,
+    intermediate=1536,
+    heads=9,
+    kv_heads=3,
+    vocabulary=49_152,
     prompts_per_step=2,
     group_size=2,
     max_response_tokens=8,
     engine="torch",
     trainer={},
 )
-"""Qwen2.5-0.5B's shape and a short step, for a CPU."""
+"""SmolLM2-135M's size and a short step, for a CPU."""
 _SHAPES = {"duel": DUEL, "small": _SMALL}
 _PLACEMENTS = {"shared": {}, "turns": {"placement": "colocated"}}
 _CACHES = {
