@@ -199,11 +199,12 @@ class CommandGroup:
         Args:
             cause: Reason why this rank cannot continue. If a rank failed before, its cause is used instead.
         """
-        if distributed.is_initialized():
-            mine = f"rank {distributed.get_rank()}: {self._name_peers(cause)}"
-            with suppress(RuntimeError):  # the store is gone with rank 0
-                mine = _default_store().compare_set(_END, "", mine).decode()
-            cause = mine
+        # Another thread may abort the groups at any moment, because another rank failed, too; and the
+        # store is gone with rank 0.
+        with suppress(RuntimeError, ValueError):
+            if not self.has_failed:
+                cause = f"rank {distributed.get_rank()}: {self._name_peers(cause)}"
+                cause = _default_store().compare_set(_END, "", cause).decode()
         self._abort(cause)
         return RankFailedError(self._cause.result())
 

@@ -1,4 +1,4 @@
-"""Reports of other ranks to rank 0."""
+"""Reports of other ranks to rank 0, and failures of several at once."""
 
 import pytest
 from torch import distributed
@@ -23,3 +23,21 @@ def test_a_worker_whose_ranks_have_ended_reports_no_outage() -> None:
     ranks = CommandGroup(2)
     ranks.share_outage("tq:1 is unreachable")
     assert ranks.outage() == ""
+
+
+@pytest.mark.parametrize("name", ["get_rank", "_default_store"])
+def test_a_rank_may_fail_while_another_thread_aborts_the_groups(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    ranks = CommandGroup(2)
+    monkeypatch.setattr(command_group, "abort_processes", lambda: None)
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "get_rank", lambda: 1)
+
+    def abort() -> None:
+        ranks._abort("rank 0: out of memory")
+        raise ValueError("Default process group has not been initialized")
+
+    monkeypatch.setattr(distributed if name == "get_rank" else command_group, name, abort)
+    assert "rank 0: out of memory" in str(ranks.fail("rank 1: out of memory, too"))
+    assert "rank 0: out of memory" in str(ranks.fail("once more"))
