@@ -36,6 +36,9 @@ _MIN_FREE_BYTES = 1 << 20
 # Only this user can read new files.
 _UMASK = 0o077
 _PR_SET_CHILD_SUBREAPER = 36
+_SERVICES = ("transferqueue", "controller")
+# Packages with the most modules.
+_LARGE_PACKAGES = ("torch", "transformers", "vllm", "sglang")
 SAMPLE_FOLDER = "samples"
 """Name of the folder with kept samples, in the state directory."""
 
@@ -77,10 +80,6 @@ class _PreparedProcess:
         return self._process.wait()
 
 
-# Packages with the most modules.
-_LARGE_PACKAGES = ("torch", "transformers", "vllm", "sglang")
-
-
 def write_bytecode() -> None:
     """Lets this process and its children write bytecode if large packages have none.
 
@@ -93,7 +92,6 @@ def write_bytecode() -> None:
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
-_SERVICES = ("transferqueue", "controller")
 PreparedServices = MutableMapping[str, "subprocess.Popen[bytes]"]
 """Processes by service, without those that are in use."""
 

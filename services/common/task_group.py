@@ -42,7 +42,7 @@ else:
 
 
 def is_cancelled() -> bool:
-    """Returns True if somebody cancels the current task: user code may raise CancelledError by itself."""
+    """Returns True if the current task is being cancelled; user code may raise CancelledError by itself."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 

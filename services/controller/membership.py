@@ -21,13 +21,14 @@ from services.wire.controller import CUT_OFF_GAUGE, WorkerState
 
 logger = logging.getLogger(__name__)
 
+HeartbeatOutcome = Literal["continue", "register", "stop"]
 # What the workers of one run may keep in this process; its code may be hostile.
 MAX_WORKERS = 5000
 MAX_GAUGES = 500_000
 MAX_TEXT = 256
-HeartbeatOutcome = Literal["continue", "register", "stop"]
-_LOADED = "loaded"
 _MAX_PHASES = 32
+_LOADED = "loaded"
+# Limits of the rendezvous store.
 MAX_VALUE_BYTES = 64 << 10
 MAX_KEY_CHARACTERS = 256
 MAX_RUN_BYTES = 16 << 20

@@ -80,15 +80,17 @@ for _reason in ("rate_limited", "too_many_streams"):
 KEPT_S = 900.0
 """Seconds for which the series of an ended run stay, so that the last scrapes and alerts see its end."""
 _OF_RUNS = (
-    *(
-        RUN_STEP,
-        PROMPTS,
-        LAST_PROGRESS,
-        STALENESS_VIOLATIONS,
-        SAMPLE_STALENESS,
-        WEIGHT_SYNC_SECONDS,
-    ),
-    *(WEIGHT_SYNC_BYTES, WEIGHT_SYNCS, WEIGHT_GROUP_EPOCH, WEIGHT_GROUP_SIZE, SKIPPED_PROMPTS),
+    RUN_STEP,
+    PROMPTS,
+    LAST_PROGRESS,
+    STALENESS_VIOLATIONS,
+    SAMPLE_STALENESS,
+    WEIGHT_SYNC_SECONDS,
+    WEIGHT_SYNC_BYTES,
+    WEIGHT_SYNCS,
+    WEIGHT_GROUP_EPOCH,
+    WEIGHT_GROUP_SIZE,
+    SKIPPED_PROMPTS,
     DISPATCH_SECONDS,
 )
 

@@ -8,6 +8,7 @@ text itself (``{% generation %}``), its marks count instead.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal, cast
@@ -120,10 +121,8 @@ def as_tools(value: object) -> Messages:
     """
     tools = value
     if isinstance(value, str) and value.strip():
-        try:
+        with suppress(ValueError, RecursionError):
             tools = json.loads(value)
-        except (ValueError, RecursionError):
-            tools = value
     if not tools:
         return ()
     if not isinstance(tools, Sequence) or not all(isinstance(each, Mapping) for each in tools):
