@@ -185,9 +185,10 @@ class Membership:
             return "register"
         if worker.incarnation != incarnation:
             return "stop"
-        if len(gauges) > len(worker.gauges):
-            num_gauges = len(gauges) + sum(len(each.gauges) for each in workers.values())
-            if num_gauges > MAX_GAUGES or max(map(len, gauges)) > MAX_TEXT:
+        has_new_names = worker.gauges.keys() != gauges.keys()
+        if has_new_names:
+            others = sum(len(each.gauges) for each in workers.values()) - len(worker.gauges)
+            if others + len(gauges) > MAX_GAUGES or max(map(len, gauges), default=0) > MAX_TEXT:
                 raise ResourceExhaustedError(
                     f"the workers of run {run_id} report more than {MAX_GAUGES} gauges, or a name of more "
                     f"than {MAX_TEXT} characters",
@@ -195,7 +196,7 @@ class Membership:
                 )
         # Most heartbeats report no change of state, and no condition depends on the value of
         # another gauge.
-        is_news = worker.state != state or worker.gauges.keys() != gauges.keys()
+        is_news = worker.state != state or has_new_names
         is_news |= worker.is_cut_off != (gauges.get(CUT_OFF_GAUGE, 0.0) > 0)
         worker.last_heartbeat = self._clock.monotonic()
         worker.enter_phase(state, activity, worker.last_heartbeat)

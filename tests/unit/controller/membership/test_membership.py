@@ -190,6 +190,9 @@ async def test_the_workers_of_one_run_cannot_fill_the_memory(monkeypatch):
     with pytest.raises(ResourceExhaustedError):
         await record_heartbeat(membership, "ready", **{"a" * 300: 1.0})
     assert await record_heartbeat(membership, "ready", running_samples=1.0) == "continue"
+    with pytest.raises(ResourceExhaustedError):  # as many as before, with other names
+        await record_heartbeat(membership, "ready", **{"a" * 300: 1.0})
+    assert await record_heartbeat(membership, "ready") == "continue"
 
 
 async def test_the_phases_of_a_start_are_timed_until_the_worker_has_loaded():
