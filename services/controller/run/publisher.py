@@ -107,7 +107,7 @@ class Publisher:
             await self._publish()
 
     async def _publish(self) -> None:
-        report = await self.gpu_time_sharing.publish(lambda: self._newest + self.version_offset)
+        report = await self.gpu_time_sharing.publish(self._version_to_send)
         if report.lost:
             raise UnavailableError(f"{', '.join(report.lost)} did not receive weights")
         version, replicas = report.version, self.connections.replicas
@@ -131,6 +131,16 @@ class Publisher:
             self._served = step
             self._joining.difference_update(report.receivers)
             self._changed.notify_all()
+
+    def _version_to_send(self) -> int:
+        """Returns the newest offered version if the trainer has its copy, else that of the trainer's weights.
+
+        The trainer may have trained a step since the offer.
+        """
+        offered = self._newest + self.version_offset
+        if self.connections.weights.has_copy(offered):
+            return offered
+        return self.progress.num_steps + self.version_offset
 
     async def _open_gate(self, step: int) -> None:
         self.scheduler.published(step)

@@ -43,6 +43,11 @@ class Progress:
         self.best: Mapping[str, Any] | None = None
         """``step``, ``weight_version`` and ``score`` of the saved version with the highest held-out score."""
 
+    @property
+    def num_steps(self) -> int:
+        """Committed steps, which include those before the checkpoint that the run starts from."""
+        return self._steps
+
     def restore(
         self,
         summary: Mapping[str, Any],
@@ -63,9 +68,9 @@ class Progress:
             self._rewards.add(found.step, found.metrics)
         self._update_drop()
         self._syncs_ms.extend(syncs_ms)
+        self._steps = steps
         if not summary:
             return
-        self._steps = steps
         self._version = summary["weight_version"]
         self._max_staleness = summary["staleness"]["max"]
         self._staleness_sum = summary["staleness"]["mean"] * (steps - self._first_step)

@@ -288,20 +288,21 @@ class TrainSteps:
                         timeout_s=timeout_s,
                     )
                 )
-        trained = training.result()
-        own = {
-            **learning.result(),
-            **reward_terms(samples),
-            **length_facts(samples),
-            **self._set_scores(batch, samples),
-        }
-        trained = replace(trained, metrics={**trained.metrics, **own})
-        spread = spread_of(
-            samples,
-            weight_version=version,
-            max_staleness=self.spec.now.algorithm.max_staleness,
-        )
-        await self._commit(step, batch, trained, spread=spread, begin=begin, wait_s=wait_s)
+            trained = training.result()
+            own = {
+                **learning.result(),
+                **reward_terms(samples),
+                **length_facts(samples),
+                **self._set_scores(batch, samples),
+            }
+            trained = replace(trained, metrics={**trained.metrics, **own})
+            spread = spread_of(
+                samples,
+                weight_version=version,
+                max_staleness=self.spec.now.algorithm.max_staleness,
+            )
+            # A publication that waits for the trainer must find the new weights under their own version.
+            await self._commit(step, batch, trained, spread=spread, begin=begin, wait_s=wait_s)
         await self._report_nothing_learned(step, samples, trained)
         await self.scheduler.release(stored)
 

@@ -23,6 +23,9 @@ class Parts:
         self.serving = [rollout("rollout-0")]
         self.replicas = SimpleNamespace(readmit_current=lambda: None)
         self.is_reached, self.copied, self.near, self.version = True, -1, [], -1
+        self.progress = SimpleNamespace(
+            num_steps=0, record_sync=lambda report: None, summary=lambda ledger: {}
+        )
 
     def has_copy(self, version):
         return version == self.copied
@@ -64,9 +67,14 @@ def publisher(connections):
         scheduler=SimpleNamespace(published=connections.opened.append),
         evaluator=SimpleNamespace(published=nothing),
         gpu_time_sharing=connections,
-        progress=SimpleNamespace(record_sync=lambda report: None, summary=lambda ledger: {}),
+        progress=connections.progress,
         version_offset=100,
     )
+
+
+async def trained(one, step):
+    one.progress.num_steps = step
+    await one.offer(step)
 
 
 async def test_versions_that_are_overtaken_are_never_sent():
@@ -75,7 +83,7 @@ async def test_versions_that_are_overtaken_are_never_sent():
     connections.may_publish.clear()
     task = asyncio.create_task(one.run())
     for step in (1, 2, 3):
-        await one.offer(step)
+        await trained(one, step)
         assert one.is_busy
     connections.may_publish.set()
     await one.wait_served(2)
@@ -84,6 +92,35 @@ async def test_versions_that_are_overtaken_are_never_sent():
     assert connections.serving[0].weight_version == 103
     await one.wait_idle()
     assert not one.is_busy
+    task.cancel()
+
+
+async def test_weights_that_changed_since_their_offer_are_sent_under_their_own_version():
+    connections = Parts()
+    one = publisher(connections)
+    connections.may_publish.clear()
+    task = asyncio.create_task(one.run())
+    await trained(one, 1)
+    connections.progress.num_steps = 2
+    connections.may_publish.set()
+    await one.wait_served(2)
+    await one.offer(2)
+    await one.wait_idle()
+    assert connections.published == [102]
+    task.cancel()
+
+
+async def test_a_rollout_that_joins_gets_the_copy_while_the_trainer_is_ahead():
+    connections = Parts()
+    one = publisher(connections)
+    task = asyncio.create_task(one.run())
+    await trained(one, 1)
+    await one.wait_served(1)
+    connections.progress.num_steps = 2
+    late = rollout("rollout-1")
+    assert await one.admit([late])
+    await one.wait_all_serve()
+    assert (connections.published, late.weight_version) == ([101, 101], 101)
     task.cancel()
 
 
@@ -106,7 +143,7 @@ async def test_a_rollout_that_joins_gets_what_is_served_and_nothing_is_evaluated
 
     one.evaluator.published = published
     task = asyncio.create_task(one.run())
-    await one.offer(1)
+    await trained(one, 1)
     await one.wait_served(1)
     late = rollout("rollout-1")
     assert await one.admit([late])
@@ -126,7 +163,7 @@ async def test_a_rollout_that_joins_waits_for_the_next_version_where_no_copy_is_
     late = rollout("rollout-1")
     assert await one.admit([late])
     assert not one.is_busy
-    await one.offer(5)
+    await trained(one, 5)
     await one.wait_all_serve()
     assert (connections.published, late.weight_version) == ([105], 105)
     task.cancel()
@@ -136,13 +173,13 @@ async def test_in_turns_nothing_is_published_for_a_rollout_that_joins_alone():
     connections = Parts()
     one = publisher(connections)
     task = asyncio.create_task(one.run())
-    await one.offer(1)
+    await trained(one, 1)
     await one.wait_served(1)
     connections.is_needed = True
     late = rollout("rollout-1")
     assert await one.admit([late])
     assert not one.is_busy
-    await one.offer(2)
+    await trained(one, 2)
     await one.wait_all_serve()
     assert (connections.published, late.weight_version) == ([101, 102], 102)
     task.cancel()
@@ -152,7 +189,7 @@ async def test_what_a_peer_has_sent_is_not_sent_again():
     connections = Parts()
     one = publisher(connections)
     task = asyncio.create_task(one.run())
-    await one.offer(1)
+    await trained(one, 1)
     await one.wait_served(1)
     late, connections.near = rollout("rollout-1"), ["rollout-1"]
     assert await one.admit([late])
@@ -173,7 +210,7 @@ async def test_a_rollout_that_took_no_part_is_a_loss():
     connections = Parts()
     connections.lost = ("rollout-0",)
     one = publisher(connections)
-    await one.offer(1)
+    await trained(one, 1)
     with pytest.raises(UnavailableError, match="rollout-0"):
         await one.run()
     assert not connections.opened

@@ -106,6 +106,24 @@ async def test_a_step_that_trained_over_the_bound_fails_the_run_and_is_not_commi
     assert ledger.count(GroupState.TRAINING) == 1
 
 
+async def test_a_publication_that_waits_for_the_trainer_finds_the_step_committed():
+    ledger = Ledger(max_attempts=3)
+    steps = steps_of(ledger)
+    lock = steps.connections.weights.trainer_lock
+
+    async def publication():
+        async with lock:
+            return steps.progress.num_steps, len(steps.journal.committed)
+
+    async with lock:
+        training = asyncio.create_task(steps.train(1, batch_of(ledger), begin=0.0))
+        await asyncio.sleep(0)
+        waiting = asyncio.create_task(publication())
+        await asyncio.sleep(0)
+    await training
+    assert await waiting == (1, 1)
+
+
 @pytest.mark.parametrize(
     ("reported", "told"),
     [
