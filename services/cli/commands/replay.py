@@ -1,6 +1,7 @@
 """Commands on recorded runs: ``replay`` repeats the training, ``diff`` compares two runs."""
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -164,7 +165,11 @@ def replayed(plan: "ReplayPlan") -> Iterator[dict[str, Any]]:
                 *module,
             ]
         command = [sys.executable, *module]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)  # noqa: S603
+        # torchrun warns unless it is set.
+        environment = {**os.environ, "OMP_NUM_THREADS": str(plan.threads)}
+        process = subprocess.Popen(  # noqa: S603
+            command, stdout=subprocess.PIPE, text=True, env=environment
+        )
         try:
             assert process.stdout is not None
             for line in process.stdout:
