@@ -1,7 +1,7 @@
 """Linear layers of a frozen base in 4 or 8 bits, beneath LoRA adapters.
 
 A layer dequantizes its weight for each product and keeps no copy of it, so the backward pass dequantizes it
-again. Both passes are operations of their own, because a compiler that saw inside would keep the result.
+again. Both passes are custom operators, because a compiler that saw inside would keep the result.
 """
 
 from collections.abc import Callable

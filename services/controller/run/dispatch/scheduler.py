@@ -62,6 +62,10 @@ def cut_off_notes(
     ]
 
 
+_OF_THE_ROW = frozenset({"prompt_too_long", "demonstration_too_long"})
+"""Reasons that a data set may have many rows for, and that say nothing about the other rows."""
+
+
 class GroupFailures:
     """Counts failed groups, retries their prompts or quarantines them.
 
@@ -85,7 +89,8 @@ class GroupFailures:
             extra={"group": failure.group_id, "reason": failure.reason, "why": failure.message},
         )
         why = f"{self._order.mixture.name(group.row)}: {failure.reason}: {failure.message}"
-        self._consecutive.append(why)
+        if failure.reason not in _OF_THE_ROW:
+            self._consecutive.append(why)
         self._dispatcher.first_failure = self._dispatcher.first_failure or why
         if not failure.retryable:
             self._ledger.quarantine(group, failure.reason)

@@ -16,7 +16,10 @@ def failures(max_staleness: int) -> GroupFailures:
     """Returns the parts of a run with two prompts per step, whose groups are retried."""
     spec = spec_with(trainer={"prompts_per_step": 2}, algorithm={"max_staleness": max_staleness})
     order: Any = SimpleNamespace(mixture=SimpleNamespace(name=lambda row: f"row {row}"))
-    ledger: Any = SimpleNamespace(retry=lambda group, reason: True)
+    order.quarantine = lambda row: None
+    ledger: Any = SimpleNamespace(
+        retry=lambda group, reason: True, quarantine=lambda group, reason: None
+    )
     dispatcher: Any = SimpleNamespace(first_failure="")
     return GroupFailures(CurrentSpec(spec), ledger=ledger, order=order, dispatcher=dispatcher)
 
@@ -43,4 +46,19 @@ def test_a_run_survives_the_failure_of_all_that_runs_and_ends_when_nothing_succe
     with pytest.raises(GenerationError, match="row 7: env"):
         found.raise_if_all_fail()
     found.reset_failures()
+    found.raise_if_all_fail()
+
+
+def test_many_rows_that_are_too_long_do_not_end_a_run() -> None:
+    found = failures(0)
+    failure = GroupFailure(
+        group_id="g1",
+        attempt=1,
+        reason="prompt_too_long",
+        message="it has 5000 tokens",
+        retryable=False,
+    )
+    group: Any = SimpleNamespace(row=7)
+    for _ in range(100):
+        found.count_failure(group, failure)
     found.raise_if_all_fail()
