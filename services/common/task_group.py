@@ -1,8 +1,8 @@
-"""Tasks: groups with a fix for Python before 3.13, races, named waits, threads, and unwrapped errors."""
+"""Tasks: groups with a fix for Python before 3.13, races, waits, uninterrupted work, unwrapped errors."""
 
 import asyncio
 import sys
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
@@ -118,14 +118,19 @@ class Waiters:
                 self._parked.pop(name, None)
 
 
-async def in_thread(work: Callable[[], _Result]) -> _Result:
-    """Runs ``work`` in a thread; returns only after the work has ended, also on cancellation.
+async def uninterrupted(work: Awaitable[_Result]) -> _Result:
+    """Awaits work; returns only after the work has ended, also on cancellation.
 
-    Until then the thread uses its memory, which nothing else may reuse.
+    Until then the caller holds its locks, and the work uses memory that nothing else may reuse.
     """
-    working = asyncio.get_running_loop().run_in_executor(None, work)
+    working = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(working)
     except asyncio.CancelledError:
         await asyncio.wait([working])
         raise
+
+
+async def in_thread(work: Callable[[], _Result]) -> _Result:
+    """Runs ``work`` in a thread, :func:`uninterrupted`."""
+    return await uninterrupted(asyncio.get_running_loop().run_in_executor(None, work))

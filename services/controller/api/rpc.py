@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from services.common.errors import InvalidArgumentError, NotFoundError
 from services.common.rpc.server import Know
 from services.common.runspec.loader import MAX_DOCUMENT_BYTES, SpecError
+from services.common.task_group import uninterrupted
 from services.controller.api.operations import OPERATIONS, Operation
 from services.controller.api.principals import Principal
 from services.controller.api.run_api import RunApi
@@ -123,7 +124,10 @@ def _method(api: RunApi, method: MethodDescriptor) -> Callable[..., Any]:
     kind = GetMessageClass(method.output_type)
 
     async def answer(self: Any, request: Any, context: _Context) -> Message:
-        return message_of(await _answer(api, _user.get(), named[0], request), kind)
+        # gRPC cancels the method of a caller that leaves. Between the record of a command and its effect,
+        # that would leave a run that nobody drives, or that never pauses.
+        answering = _answer(api, _user.get(), named[0], request)
+        return message_of(await uninterrupted(answering), kind)
 
     async def stream(self: Any, request: Any, context: _Context) -> AsyncIterator[Message]:
         who = _user.get()

@@ -1,7 +1,9 @@
 """The gRPC API: every REST operation, on the same runs, for the same principals."""
 
+import asyncio
 import json
 import re
+import threading
 from typing import get_type_hints
 
 import grpc
@@ -213,3 +215,21 @@ async def test_grpc_asks_for_the_same_tokens(manager, database, tmp_path):
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await stub.CreateRun(pb.CreateRunRequest(spec_json=json.dumps(SPEC)), metadata=metadata)
         assert refused.value.code() == PermissionDeniedError.code
+
+
+async def test_a_caller_that_leaves_does_not_stop_its_command_halfway(both, manager, database):
+    stub, _ = both
+    released = threading.Event()
+    holding = asyncio.create_task(database.run(released.wait))
+    creating = stub.CreateRun(pb.CreateRunRequest(spec_json=json.dumps(SPEC)))
+    while not database._thread._work_queue.qsize():  # noqa: ASYNC110 -- a queue of threads
+        await asyncio.sleep(0.01)
+    creating.cancel()
+    await asyncio.sleep(0.1)  # the server learns that the caller has left
+    released.set()
+    await holding
+    async with asyncio.timeout(10):
+        while not manager.drivers.driven_runs():  # noqa: ASYNC110 -- nothing announces it
+            await asyncio.sleep(0.01)
+    (run,) = await manager.list_runs(limit=9)
+    assert (run.state, {run.run_id}) == ("STARTING", {*manager.drivers.driven_runs()})
