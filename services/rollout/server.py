@@ -6,6 +6,7 @@ import grpc
 
 from services.common.errors import InvalidArgumentError, UnavailableError
 from services.common.messages import from_message
+from services.common.task_group import uninterrupted
 from services.rollout.sampling.sampler import GroupSampler
 from services.wire.workers import GroupAssignment, PromptHistory
 from slipstream.rollout.v1 import rollout_pb2 as pb
@@ -45,7 +46,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self, request: pb.InterruptGroupsRequest, context: _Context
     ) -> pb.InterruptGroupsResponse:
         """Stops groups and caches their progress."""
-        await self._attached().interrupt(request.group_ids or None)
+        # A group that stops must be reported: a caller that is lost meanwhile does not name it again.
+        await uninterrupted(self._attached().interrupt(request.group_ids or None))
         return pb.InterruptGroupsResponse()
 
     async def Sleep(self, request: pb.SleepRequest, context: _Context) -> pb.SleepResponse:

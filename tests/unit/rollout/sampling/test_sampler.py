@@ -28,10 +28,12 @@ from services.rollout.sampling.progress_cache import (
 )
 from services.rollout.sampling.sampler import Failure, GroupSampler
 from services.rollout.sampling.samples import Sample, sample_fields, sample_tags
+from services.rollout.server import RolloutServicer
 from services.rollout.workflows.base import Episode, SingleTurn
 from services.rollout.workflows.turns import Turn
 from services.wire.workers import GroupAssignment
-from tests.helpers.engines import make_engine, running, until, weights_of
+from slipstream.rollout.v1 import rollout_pb2 as pb
+from tests.helpers.engines import made, make_engine, running, until, weights_of
 
 ROWS = [{"prompt": text, "answer": "x"} for text in ("12=", "345=", "", "6" * 40, "é", 7)]
 
@@ -484,3 +486,29 @@ def test_a_sample_whose_logprobs_do_not_cover_its_tokens_is_rejected() -> None:
     )
     with pytest.raises(ValueError, match="2 tokens, 1 logprobs"):
         sample_fields([sample])
+
+
+async def test_an_interruption_whose_caller_leaves_still_returns_the_groups() -> None:
+    class SlowCache(MemoryCache):
+        saving, may_save = asyncio.Event(), asyncio.Event()
+
+        async def save(self, *given: Any, **also: Any) -> None:
+            self.saving.set()
+            await self.may_save.wait()
+            await super().save(*given, **also)
+
+    cache = SlowCache()
+    async with sampling(ScoreBy(lambda _: 1.0), cache=cache, **LONG) as (sampler, outcome, engine):
+        servicer = RolloutServicer()
+        servicer.attach(sampler)
+        sampler.start([assignment("a")])
+        await until(made(engine, 6))
+        call = servicer.InterruptGroups(pb.InterruptGroupsRequest(), None)  # type: ignore[arg-type]
+        interrupting = asyncio.create_task(call)
+        await cache.saving.wait()
+        interrupting.cancel()  # the controller has died
+        cache.may_save.set()
+        async with asyncio.timeout(10):
+            await outcome.wait_for(1)
+    assert outcome.failed["a"].reason == "interrupted"
+    assert cache.rows
