@@ -1,13 +1,14 @@
 """Adoption of received weight versions by the engine."""
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from torch import Tensor
 
 from services.common.errors import InvalidArgumentError, UnavailableError
+from services.common.task_group import in_thread, uninterrupted
 from services.rollout import metrics
 from services.rollout.engines.base import Engine, OpenEngine
 from services.rollout.frozen_weights import FrozenWeights
@@ -74,11 +75,11 @@ class WeightReceiver:
             place = await self.open_weights(frozen.plan, frozen.slots.buffers)
         except InvalidArgumentError as error:
             logger.warning("merging adapters into a copy of all weights", extra={"why": str(error)})
-            merged = await asyncio.to_thread(frozen.merged, tensors)
+            merged = await in_thread(partial(frozen.merged, tensors))
             self._stopped_at = None
             return await self._adopt_whole(self._attached()[0], version, merged)
         try:
-            await asyncio.to_thread(frozen.write, tensors, place)
+            await in_thread(partial(frozen.write, tensors, place))
         except BaseException:
             await self.refuse_weights(
                 "merging adapters into the live weights failed; nothing is served until a whole version "
@@ -94,7 +95,8 @@ class WeightReceiver:
         try:
             if not self._is_partial:
                 await engine.pause(drain=True)
-            stall_s = await engine.adopt_weights(version, tensors)
+            # If the session ends meanwhile, the engine must not decode with a mixture of both versions.
+            stall_s = await uninterrupted(engine.adopt_weights(version, tensors))
         except ValueError as error:
             raise InvalidArgumentError(str(error), version=version) from error
         finally:
@@ -135,7 +137,7 @@ class WeightReceiver:
     async def adopt_placed(self, version: int) -> float:
         """Puts the written weights into service; returns the seconds since the pause began."""
         engine = self._open()
-        await engine.adopt_placed(version)
+        await uninterrupted(engine.adopt_placed(version))
         await engine.resume()
         now = time.monotonic()
         assert self._stopped_at is not None, "weights were written without a pause"

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import grpc
@@ -31,7 +32,7 @@ from services.common.lifetime import report_ready
 from services.common.models.tokenizer import check_teacher
 from services.common.rpc.server import serve
 from services.common.runspec.run import RunSpec
-from services.common.task_group import TaskGroup
+from services.common.task_group import TaskGroup, in_thread
 from services.trainer import metrics
 from services.trainer.collectives import Ranks
 from services.trainer.engines.base import Progress
@@ -174,7 +175,7 @@ class ScoringServicer(scoring_pb2_grpc.ScoringServiceServicer):
         """Adopts a version; returns the seconds in which nothing was scored."""
         leader = self._attached()
         try:
-            return await asyncio.to_thread(leader.adopt, version, tensors)
+            return await in_thread(partial(leader.adopt, version, tensors))
         except ValueError as error:
             raise InvalidArgumentError(str(error), version=version) from error
 

@@ -1,8 +1,11 @@
 """The torch engine: exact logprobs, versions, seeds, interruption."""
 
 import asyncio
+import threading
+from collections.abc import Mapping
 from copy import deepcopy
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from services.common.models.quantization import Fp8, fp8_rounded, is_fp8
 from services.rollout.engines.base import GenerationResult
 from services.rollout.engines.torch import decoding
 from services.rollout.engines.torch.engine import TorchEngine
+from services.rollout.weights import WeightReceiver
 from tests.helpers.engines import (
     VOCAB_SIZE,
     begun,
@@ -454,3 +458,32 @@ async def test_a_quantizing_engine_serves_the_rounded_weights_of_each_version(
             assert torch.equal(served[name], value), name
         far = torch.tensor(await engine.score(context)) - torch.tensor(await plain.score(context))
         assert 0 < far.abs().mean() < 0.5
+
+
+async def test_an_adoption_whose_caller_leaves_ends_before_the_next_token() -> None:
+    engine = make_engine()
+    await engine.adopt_weights(1, weights_of(1))
+    receiver, copying, copied = WeightReceiver(), threading.Event(), threading.Event()
+    receiver.attach(engine, SimpleNamespace(checkpoint_soon=int), is_partial=True)  # type: ignore[arg-type]
+    copy = engine._copy_weights
+
+    def slowly(tensors: Mapping[str, Tensor]) -> None:
+        copying.set()
+        copied.wait(10)
+        copy(tensors)
+
+    engine._copy_weights = slowly  # type: ignore[method-assign]
+    async with running(engine):
+        generating = asyncio.create_task(engine.generate(request("a", (1, 2), max_tokens=300)))
+        await until(made(engine, 3))
+        adopting = asyncio.create_task(receiver.adopt_weights(2, weights_of(2)))
+        await until(copying.is_set)
+        num_tokens = engine.stats().tokens_total
+        adopting.cancel()  # another member was lost, so the controller ends the session
+        await asyncio.sleep(0.2)
+        assert engine.stats().tokens_total == num_tokens
+        copied.set()
+        result = await generating
+    with pytest.raises(asyncio.CancelledError):
+        await adopting
+    assert [version for version, _ in result.version_runs] == [1, 2]

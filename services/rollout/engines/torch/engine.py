@@ -5,6 +5,7 @@ import heapq
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ from services.common.models.quantization import (
 from services.common.models.vision import set_attention
 from services.common.runspec.rollout import SpeculationSpec
 from services.common.runspec.trainer import OF_EXPERTS
+from services.common.task_group import in_thread
 from services.rollout.engines.base import (
     Decode,
     EngineCapabilities,
@@ -128,7 +130,8 @@ class TorchEngine:
     """Decodes running requests together, step by step, and admits waiting ones between steps.
 
     Each step runs in a worker thread, so the event loop stays responsive. Operations that must
-    happen between two steps (admission, abort, adoption) hold the same lock as a step.
+    happen between two steps (admission, abort, adoption) hold the same lock as a step, which a
+    cancelled caller keeps until its thread has ended.
     """
 
     capabilities = EngineCapabilities(
@@ -238,7 +241,7 @@ class TorchEngine:
                 if not self._has_work():
                     continue
                 started_at = time.monotonic()
-                finished = await asyncio.to_thread(self._advance, self._next_requests())
+                finished = await in_thread(partial(self._advance, self._next_requests()))
                 self._busy_seconds += time.monotonic() - started_at
                 self._batch.deliver_tokens()
                 self._refuse(self._batch.pop_refused())
@@ -287,7 +290,7 @@ class TorchEngine:
             check_arguments(self._model.base_model, model_inputs)
         async with self._between_steps:
             assert not self._is_blank, "an engine without weights cannot score"
-            return await asyncio.to_thread(self._score, token_ids, model_inputs)
+            return await in_thread(partial(self._score, token_ids, model_inputs))
 
     async def abort(self, request_ids: Collection[str] | None = None) -> None:
         async with self._between_steps:
@@ -327,13 +330,13 @@ class TorchEngine:
         async with self._between_steps:
             if not self._is_asleep:
                 self._is_asleep = self._is_blank = True
-                await asyncio.to_thread(self._release_memory)
+                await in_thread(self._release_memory)
 
     async def wake(self) -> None:
         """Allocates the weights' storage again."""
         async with self._between_steps:
             if self._is_asleep:
-                await asyncio.to_thread(self._restore_memory)
+                await in_thread(self._restore_memory)
                 self._is_asleep = False
 
     def weight_specs(self) -> list[TensorSpec]:
@@ -366,7 +369,7 @@ class TorchEngine:
         async with self._between_steps:
             assert not self._is_asleep, "a sleeping engine has no memory for weights; wake it first"
             started_at = time.monotonic()
-            await asyncio.to_thread(self._copy_weights, tensors)
+            await in_thread(partial(self._copy_weights, tensors))
             self._weight_version, self._is_blank = version, False
             return time.monotonic() - started_at
 
