@@ -14,6 +14,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from services.common.errors import FailedPreconditionError, UnavailableError
+from services.common.task_group import uninterrupted
 from services.common.telemetry.metrics import IdleClock, PhaseTimer
 from services.trainer.checkpoint.checkpointer import Snapshot
 from services.trainer.ranks.command_group import Command, CommandGroup, CommandKind
@@ -187,6 +188,8 @@ class Leader:
     async def save(self, step: int, keep_steps: Collection[int] = ()) -> SavedCheckpoint:
         """Saves the state of the newest step. Training waits for the copy, not for the disk.
 
+        A save that has begun ends even if the caller disconnects.
+
         Args:
             keep_steps: Steps whose checkpoints are kept besides the newest ones.
 
@@ -194,7 +197,10 @@ class Leader:
             FailedPreconditionError: If ``step`` is not the newest one.
             UnavailableError: If the model is not loaded yet, or a rank failed.
         """
-        rank = self._attached()
+        # The next snapshot reuses the buffers from which this one is written, and all ranks write together.
+        return await uninterrupted(self._save(self._attached(), step, keep_steps))
+
+    async def _save(self, rank: Rank, step: int, keep_steps: Collection[int]) -> SavedCheckpoint:
         async with self._saving:
             timer = PhaseTimer()
             with timer("snapshot"):

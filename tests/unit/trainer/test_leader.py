@@ -1,12 +1,15 @@
 """Rank 0 trains steps in order, each once."""
 
 import asyncio
+import threading
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
 import torch
 
 from services.common.errors import FailedPreconditionError, UnavailableError
+from services.trainer.checkpoint.checkpointer import Snapshot
 from services.trainer.engines.fsdp.weights import WeightExport
 from services.trainer.ranks.command_group import CommandGroup
 from services.trainer.ranks.leader import Leader
@@ -60,3 +63,39 @@ async def test_only_the_newest_step_is_saved(tmp_path: Path) -> None:
 def test_a_fault_of_the_users_own_code_that_names_gloo_is_no_lost_rank() -> None:
     with pytest.raises(RuntimeError, match="no gloo"), CommandGroup(2).guard():
         raise RuntimeError("this loss knows no gloo")
+
+
+async def test_a_save_whose_caller_leaves_is_written_before_the_next_one_begins(
+    tmp_path: Path,
+) -> None:
+    spec = spec_of()
+    policy = policy_of(spec)
+    queue = random_queue(policy)
+    leader, rank = Leader(), rank_of(spec, policy, queue, root=tmp_path)
+    leader.attach(rank, CommandGroup(1))
+    write, begun, may_end = rank.checkpointer.write, threading.Event(), threading.Event()
+
+    def slowly(snapshot: Snapshot, keep_steps: Collection[int] = ()) -> Path:
+        begun.set()
+        may_end.wait(10)
+        return write(snapshot, keep_steps)
+
+    rank.checkpointer.write = slowly  # type: ignore[method-assign]
+    await leader.train_step(1, queue.meta)
+    saving = asyncio.create_task(leader.save(1))
+    await asyncio.to_thread(begun.wait)
+    saving.cancel()  # the controller has died
+    await leader.train_step(2, queue.meta)
+    next_ = asyncio.create_task(leader.save(2))
+    await asyncio.sleep(0.5)
+    may_end.set()
+    second = (await next_).folder
+    first = tmp_path / "step-00000001"
+    async with asyncio.timeout(10):
+        while not first.exists():  # noqa: ASYNC110 -- a thread renames it
+            await asyncio.sleep(0.01)
+    assert saved_weights(first) and saved_weights(first) != saved_weights(second)
+
+
+def saved_weights(folder: Path) -> list[bytes]:
+    return [file.read_bytes() for file in sorted(folder.rglob("*.safetensors"))]
