@@ -235,10 +235,11 @@ class Evaluator:
             # A missed evaluation completes no request.
             None if status == "missed" else request,
         )
-        await self._queue.release(self._partition, list(self._samples))
+        collected = list(self._samples)
         self._split_of_group.clear()
         self._samples.clear()
         self._failed.clear()
+        await self._queue.release(self._partition, collected)
 
     async def _generate(self, begun: StartedEvaluation) -> Status:
         """Generates responses to the held-out prompts under the version; returns how that ended."""

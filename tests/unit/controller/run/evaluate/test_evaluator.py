@@ -22,7 +22,7 @@ class Queue:
 
     def __init__(self):
         self.batches, self.losses = asyncio.Queue(), asyncio.Queue()
-        self.released = []
+        self.released, self.on_release = [], lambda: None
 
     async def watch(self, partition, revision):
         while True:
@@ -36,6 +36,9 @@ class Queue:
         return KVBatchMeta(partition_id=partition, keys=())
 
     async def release(self, partition, keys):
+        on_release, self.on_release = self.on_release, lambda: None
+        on_release()
+        await asyncio.sleep(0.01)
         self.released += keys
 
 
@@ -290,6 +293,19 @@ async def test_samples_that_come_too_late_are_deleted_and_never_counted():
         await stage.evaluator.wait_idle()
         assert stage.results == [(4, "ok", 6)]
         assert stage.queue.released[:2] == list(late.keys)
+        stage.end()
+
+
+async def test_samples_that_come_while_the_others_are_deleted_are_deleted_too():
+    async with asyncio.TaskGroup() as tasks:
+        stage = Stage(tasks, timeout_s=0.05)
+        stage.queue.on_release = lambda: stage.answer(but=("v000004-1-000001",))
+        await stage.evaluator.published(4, step=4)
+        await stage.evaluator.wait_idle()
+        await stage.evaluator.evaluate_served()
+        await stage.evaluator.wait_idle()
+        assert [status for _, status, _ in stage.results] == ["timeout"] * 2
+        assert len(set(stage.queue.released)) == 4
         stage.end()
 
 
