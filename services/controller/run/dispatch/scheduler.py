@@ -271,32 +271,18 @@ class GenerationScheduler:
     async def fail(self, failures: Sequence[GroupFailure]) -> None:
         """Processes reports of groups that produced no samples: parks, retries, drops or quarantines them."""
         for failure in failures:
-            group = self._ledger.get(failure.group_id, failure.attempt)
-            if group is None or group.state not in RUNNING:
+            group = self._running(failure)
+            if group is None:
                 continue
             if failure.reason in _PARKED:
                 self._park(group, failure)
                 if failure.reason == "stalled":
                     await self._note_stall(group, failure)
                 continue
-            workers = self._dispatcher.record_end(group)
-            if failure.reason == DEFERRED:
-                self._ledger.drop(group, DEFERRED)
-                self._dispatcher.num_deferred += 1
-            elif failure.reason in _NOT_PROMPT_FAILURES:
-                self._ledger.requeue(group)
-                # If the transferqueue has no room for a batch, all groups fail like this and none
-                # would ever be ready.
-                is_reported, self._is_reported = self._is_reported, True
-                if not is_reported:
-                    await self._journal.record_event(failed(failure), self._ledger)
-            else:
-                self._failures.count_failure(group, failure)
-                await self._journal.record_event(failed(failure), self._ledger)
-                self._failures.raise_if_all_fail()
-            if len(workers) > 1:
-                await self._rollout_pool.cancel([group.group_id])
-            await self.stored.discard([group])
+            # The next attempt may start as soon as the ledger ends this one.
+            await self._stop_shards(group)
+            if self._running(failure) is not None:
+                await self._end_failed(group, failure)
         await self._journal.save(self._ledger)
         await self._notify()
 
@@ -334,6 +320,36 @@ class GenerationScheduler:
         """Deletes the samples of groups that ended."""
         self._wake()
         await self.stored.release(groups)
+
+    async def _stop_shards(self, group: Group) -> None:
+        """Ends a group on all its rollouts and deletes the samples of its finished shards."""
+        if len(self._dispatcher.shards.workers(group.group_id)) > 1:
+            await self._rollout_pool.cancel([group.group_id])
+        while self.stored.members(group):  # further ones may arrive meanwhile
+            await self.stored.discard([group])
+
+    async def _end_failed(self, group: Group, failure: GroupFailure) -> None:
+        """Retries, drops or quarantines a group that failed, and records why."""
+        self._dispatcher.record_end(group)
+        if failure.reason == DEFERRED:
+            self._ledger.drop(group, DEFERRED)
+            self._dispatcher.num_deferred += 1
+        elif failure.reason in _NOT_PROMPT_FAILURES:
+            self._ledger.requeue(group)
+            # If the transferqueue has no room for a batch, all groups fail like this and none would
+            # ever be ready.
+            is_reported, self._is_reported = self._is_reported, True
+            if not is_reported:
+                await self._journal.record_event(failed(failure), self._ledger)
+        else:
+            self._failures.count_failure(group, failure)
+            await self._journal.record_event(failed(failure), self._ledger)
+            self._failures.raise_if_all_fail()
+
+    def _running(self, failure: GroupFailure) -> Group | None:
+        """Returns the group of a failure; None unless the attempt that failed is running."""
+        group = self._ledger.get(failure.group_id, failure.attempt)
+        return group if group is not None and group.state in RUNNING else None
 
     async def _find_stored(self) -> set[str]:
         """Adopts groups that the transferqueue holds, and deletes samples that are not expected.

@@ -223,6 +223,29 @@ async def test_a_failed_shard_cancels_the_others_and_restarts_the_group(reason):
     assert sorted(member for members in shares.values() for member in members) == [0, 1, 2, 3, 4]
 
 
+async def test_a_restart_that_is_dispatched_while_the_failure_is_recorded_is_not_cancelled():
+    run = Run()
+    await run.dispatch()
+    await run.bring(2, 3, attempt=1)
+    name, deleted = run.group.group_id, []
+    record = run.journal.record_event
+
+    async def record_event(note, ledger):
+        await record(note, ledger)
+        await run.dispatch()
+        await run.bring(2, 3, attempt=2)
+        assert run.rollouts.cancelled == [name]
+        deleted.extend(run.queue.released)
+
+    run.journal.record_event = record_event
+    await run.fail("rollout-0", "reward_timeout")
+    assert deleted == run.queue.released == [f"{name}.2", f"{name}.3"]
+    assert run.rollouts.cancelled == [name]
+    for members in ((0, 1), (4,)):
+        await run.bring(*members, attempt=2)
+    assert run.group.state is GroupState.READY
+
+
 async def test_groups_without_free_slots_are_reported_once_per_step():
     run = Run()
     for steps in (1, 2):

@@ -62,6 +62,9 @@ class OneRollout:
 class Nothing:
     """A transferqueue without samples."""
 
+    def members(self, group):
+        return set()
+
     async def discard(self, groups):
         """There are none."""
 
