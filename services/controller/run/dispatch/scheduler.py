@@ -235,14 +235,13 @@ class GenerationScheduler:
             whole = {name for name, samples in found.items() if self.stored.is_whole(samples)}
             known = [self._ledger.get(group_id) for group_id in sorted(group_ids - whole)]
             groups = [group for group in known if group is not None]
-            running = [group for group in groups if group.state in RUNNING]
-            await self._rollout_pool.cancel([group.group_id for group in running])
-            await self.stored.delete_incomplete(running)
-            for group in running:
-                # The group may have failed meanwhile.
-                if group.state in RUNNING:
-                    self._dispatcher.record_end(group)
-                    self._ledger.requeue(group)
+            # Their attempts may fail, or be interrupted and dispatched again, during the calls.
+            begun = [(group.group_id, group.attempt) for group in groups if group.state in RUNNING]
+            await self._rollout_pool.cancel([group_id for group_id, _ in begun])
+            await self.stored.delete_incomplete(self._still_running(begun))
+            for group in self._still_running(begun):
+                self._dispatcher.record_end(group)
+                self._ledger.requeue(group)
             await self.restart([group for group in groups if group.state is GroupState.READY])
             await self._notify()
 
@@ -348,8 +347,12 @@ class GenerationScheduler:
 
     def _running(self, failure: GroupFailure) -> Group | None:
         """Returns the group of a failure; None unless the attempt that failed is running."""
-        group = self._ledger.get(failure.group_id, failure.attempt)
-        return group if group is not None and group.state in RUNNING else None
+        return next(iter(self._still_running([(failure.group_id, failure.attempt)])), None)
+
+    def _still_running(self, attempts: Iterable[tuple[str, int]]) -> list[Group]:
+        """Returns the groups of attempts, by id and number, that are running."""
+        groups = [self._ledger.get(group_id, attempt) for group_id, attempt in attempts]
+        return [group for group in groups if group is not None and group.state in RUNNING]
 
     async def _find_stored(self) -> set[str]:
         """Adopts groups that the transferqueue holds, and deletes samples that are not expected.

@@ -310,6 +310,21 @@ async def test_a_group_that_lost_samples_restarts(members):
     assert await run.dispatch() == {"rollout-0": (0, 1), "rollout-1": (2, 3), "rollout-2": (4,)}
 
 
+async def test_an_attempt_that_begins_while_lost_samples_are_handled_goes_on():
+    run = Run()
+    await run.dispatch()
+
+    async def cancel(group_ids):
+        for worker_id in ("rollout-0", "rollout-1", "rollout-2"):
+            await run.fail(worker_id, "interrupted")
+        await run.dispatch()
+
+    run.rollouts.cancel = cancel
+    run.queue.losses = [(f"{run.group.group_id}.2",)]
+    await run.generation.replace_lost()
+    assert (run.group.state, run.group.attempt) == (GroupState.GENERATING, 2)
+
+
 async def test_a_group_that_is_whole_again_is_not_lost():
     run = Run()
     await run.dispatch()
