@@ -74,6 +74,8 @@ class Evaluator:
         self._evaluations = EvaluationQueue()
         self._is_leased = False
         """True once the current evaluation has its rollouts, or was refused any."""
+        self._answering: Request | None = None
+        """Request that the current evaluation will complete; None without one, or before it has rollouts."""
         self._num_begun = 0
         self._changed = asyncio.Condition()
         self._split_of_group: dict[str, str] = {}
@@ -109,7 +111,9 @@ class Evaluator:
         begun, self._begun = self._begun, None
         if begun is not None:
             reason = _repeated(begun, version=version, due=reason)
-        if reason is None and self._request_queue.get("evaluate") is not None:
+        # The current evaluation answers its own request, which stays pending until it is recorded.
+        asked = self._request_queue.get("evaluate")
+        if reason is None and asked is not None and asked != self._answering:
             reason = "manual"
         current = self._evaluations.current
         if reason is not None and (current is None or current.version != version):
@@ -220,7 +224,7 @@ class Evaluator:
         status: Status = "missed"
         if begun.version == self._version:
             await self._on_change(begun, None)
-            status = await self._generate(begun)
+            status = await self._generate(begun, request)
         await self._mark_leased()
         scored = evaluate(
             (self._scored(meta) for meta in self._samples.values() if _has_reward(meta)),
@@ -235,20 +239,21 @@ class Evaluator:
             # A missed evaluation completes no request.
             None if status == "missed" else request,
         )
+        self._answering = None
         collected = list(self._samples)
         self._split_of_group.clear()
         self._samples.clear()
         self._failed.clear()
         await self._queue.release(self._partition, collected)
 
-    async def _generate(self, begun: StartedEvaluation) -> Status:
+    async def _generate(self, begun: StartedEvaluation, request: Request | None) -> Status:
         """Generates responses to the held-out prompts under the version; returns how that ended."""
         try:
             async with asyncio.timeout(self._spec.now.validation.timeout_s):
                 await self._weights.pin.acquire()
         except TimeoutError:
             return "timeout"
-        async with self._lease(begun) as workers:
+        async with self._lease(begun, request) as workers:
             if not workers:
                 return "missed"
             groups = self._groups(begun.version)
@@ -256,7 +261,9 @@ class Evaluator:
             return await self._await_samples(groups)
 
     @asynccontextmanager
-    async def _lease(self, begun: StartedEvaluation) -> AsyncIterator[Sequence[str]]:
+    async def _lease(
+        self, begun: StartedEvaluation, request: Request | None
+    ) -> AsyncIterator[Sequence[str]]:
         """Yields rollouts that serve the version and keep it; empty if they serve another one already.
 
         The caller holds the pin, which this releases.
@@ -268,6 +275,7 @@ class Evaluator:
             if max(self._version, self._weights.version) != begun.version:
                 yield ()
                 return
+            self._answering = request
             if begun.reason != "final":  # training is over, so all rollouts evaluate
                 reserved = self._rollout_pool.reserve(self._spec.now.validation.replicas)
             if reserved:

@@ -96,7 +96,7 @@ class Stage:
 
     def __init__(self, tasks, **validation):
         self.queue, self.rollouts, self.weights = Queue(), Rollouts(), Weights()
-        self.told = []
+        self.told, self.request = [], None
         spec = parse_spec(
             {
                 **SPEC,
@@ -117,7 +117,7 @@ class Stage:
             "run_1",
             connections,
             queue=self.queue,
-            request_queue=SimpleNamespace(get=lambda kind: None),
+            request_queue=SimpleNamespace(get=lambda kind: self.request),
             on_change=on_change,
         )
         self.tasks = [
@@ -187,6 +187,20 @@ async def test_lent_rollouts_answer_while_new_weights_go_to_the_others():
         stage.answer()
         await stage.evaluator.wait_idle()
         assert stage.weights.reserved == stage.rollouts.reserved == set()
+        assert stage.results == [(4, "ok", 6)]
+        stage.end()
+
+
+async def test_a_version_that_is_served_during_an_evaluation_does_not_answer_its_request_again():
+    async with asyncio.TaskGroup() as tasks:
+        stage = Stage(tasks, every=0, replicas=1)
+        await stage.evaluator.published(4, step=4)
+        stage.request = object()
+        await stage.evaluator.evaluate_served()
+        await stage.rollouts.has_started.wait()
+        await stage.evaluator.published(5, step=5)
+        stage.answer()
+        await stage.evaluator.wait_idle()
         assert stage.results == [(4, "ok", 6)]
         stage.end()
 
