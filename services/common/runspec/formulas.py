@@ -71,6 +71,8 @@ class AdvantageKind(Formula):
     """True if a sample's advantage depends only on its own group."""
     needs_greedy: bool = False
     """True if each group has one additional greedy response."""
+    compares_members: bool = False
+    """True if the advantage of a response without others in its group is 0."""
 
 
 class DppoArguments(SpecPart):
@@ -250,13 +252,21 @@ LOSSES: Final[Mapping[str, LossKind]] = {
 }
 
 ADVANTAGES: Final[Mapping[str, AdvantageKind]] = {
-    "grpo": AdvantageKind(function=f"{_ESTIMATORS}:grpo", is_per_group=True),
-    "dr_grpo": AdvantageKind(function=f"{_ESTIMATORS}:dr_grpo", is_per_group=True),
-    "rloo": AdvantageKind(function=f"{_ESTIMATORS}:rloo", is_per_group=True),
-    "maxrl": AdvantageKind(function=f"{_ESTIMATORS}:maxrl", is_per_group=True),
-    "gdpo": AdvantageKind(function=f"{_ESTIMATORS}:gdpo", arguments=GdpoArguments),
+    "grpo": AdvantageKind(function=f"{_ESTIMATORS}:grpo", is_per_group=True, compares_members=True),
+    "dr_grpo": AdvantageKind(
+        function=f"{_ESTIMATORS}:dr_grpo", is_per_group=True, compares_members=True
+    ),
+    "rloo": AdvantageKind(function=f"{_ESTIMATORS}:rloo", is_per_group=True, compares_members=True),
+    "maxrl": AdvantageKind(
+        function=f"{_ESTIMATORS}:maxrl", is_per_group=True, compares_members=True
+    ),
+    "gdpo": AdvantageKind(
+        function=f"{_ESTIMATORS}:gdpo", arguments=GdpoArguments, compares_members=True
+    ),
     "opo": AdvantageKind(function=f"{_ESTIMATORS}:opo", is_per_group=True),
-    "pass_at_k": AdvantageKind(function=f"{_ESTIMATORS}:pass_at_k", is_per_group=True),
+    "pass_at_k": AdvantageKind(
+        function=f"{_ESTIMATORS}:pass_at_k", is_per_group=True, compares_members=True
+    ),
     "none": AdvantageKind(function=f"{_ESTIMATORS}:none", is_per_group=True),
     "uniform": AdvantageKind(function=f"{_ESTIMATORS}:uniform", is_per_group=True),
     "reinforce_pp": AdvantageKind(function=f"{_ESTIMATORS}:reinforce_pp", keys=("gamma",)),

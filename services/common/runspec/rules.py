@@ -106,6 +106,11 @@ def _curriculum(spec: RunSpec) -> Iterator[str]:
             f"data.curriculum.hopeless_to ({hopeless:g}) must be below data.curriculum.solved_from "
             f"({solved:g})"
         )
+    elif not spec.is_rewarded and (hopeless is not None or solved is not None):
+        yield (
+            "data.curriculum.solved_from and hopeless_to skip prompts by their rewards, but no sample that "
+            "trains has one; set data.curriculum.function in their place, or remove data.curriculum"
+        )
 
 
 def _weights(spec: RunSpec) -> Iterator[str]:
@@ -1257,12 +1262,7 @@ def _batch(spec: RunSpec) -> Iterator[str]:
             f"trainer.profile_steps has {beyond}, but trainer.steps is {trainer.steps}; use steps from 1 to "
             f"{trainer.steps}"
         )
-    group_size, least = spec.rollout.group_size, spec.algorithm.min_group_size
-    if group_size < least:
-        yield (
-            f"rollout.group_size ({group_size}) is below algorithm.min_group_size ({least}), so no "
-            "group could ever be trained; raise the first or lower the second"
-        )
+    yield from _groups(spec)
     if not all(0 <= beta < 1 for beta in trainer.optimizer.betas):
         yield (
             f"trainer.optimizer.betas must be >= 0 and < 1, got {list(trainer.optimizer.betas)}; "
@@ -1273,6 +1273,40 @@ def _batch(spec: RunSpec) -> Iterator[str]:
             f"validation.replicas ({spec.validation.replicas}) must be below rollout.replicas "
             f"({spec.rollout.replicas}), so that the others can generate meanwhile; 0 uses all replicas for "
             "both"
+        )
+
+
+def _groups(spec: RunSpec) -> Iterator[str]:
+    """Yields problems of groups of which none could train."""
+    algorithm, size = spec.algorithm, spec.rollout.group_size
+    least = algorithm.min_group_size
+    is_sampled = algorithm.num_demonstrations == 0
+    if algorithm.advantage_kind.compares_members and size == 1 and is_sampled:
+        others = [
+            name
+            for name, kind in ADVANTAGES.items()
+            if not kind.compares_members and name not in ("none", "uniform")
+        ]
+        yield (
+            f"rollout.group_size is 1, but algorithm.advantage {algorithm.advantage!r} compares the "
+            "responses of a group, so every advantage would be 0; raise it, or set algorithm.advantage to "
+            f"one of {', '.join(others)}, and algorithm.min_group_size to 1"
+        )
+    elif size < least:
+        yield (
+            f"rollout.group_size ({size}) is below algorithm.min_group_size ({least}), so no "
+            "group could ever be trained; raise the first or lower the second"
+        )
+    if algorithm.dynamic_sampling and (size == 1 or not spec.is_rewarded):
+        cause = "rollout.group_size is 1" if size == 1 else "no sample that trains has a reward"
+        yield (
+            f"algorithm.dynamic_sampling replaces groups whose rewards are all equal, but {cause}, so it "
+            "would replace every group; remove it"
+        )
+    if size == 1 and spec.teacher is not None and spec.teacher.demonstration is not None:
+        yield (
+            "teacher.demonstration shows the best other response of a group, but rollout.group_size is 1, "
+            "so no response would train; raise rollout.group_size"
         )
 
 

@@ -85,6 +85,7 @@ WRONG = [
     ({"data.curriculum": {"hopeless_to": None, "solved_from": None}}, "data.curriculum"),
     ({"data.curriculum": {"function": "task.py:gone"}}, "data.curriculum.function"),
     ({"data.curriculum": {"arguments": {"x": 1}}}, "data.curriculum.arguments"),
+    ({"data.curriculum": {}, "algorithm": "sft", "rollout.rewards": []}, "data.curriculum.solved_from"),
     (
         {"trainer.checkpoint": {"every": 4, "best": {}}, "validation.every": 6, "data.heldout": SET},
         "trainer.checkpoint.best",
@@ -198,6 +199,18 @@ WRONG = [
     ({"algorithm.rejection": [{"level": "token"}]}, "algorithm.rejection.0"),
     ({"critic.warmup_steps": 2}, "critic"),
     ({"rollout.group_size": 1}, "rollout.group_size"),
+    ({"rollout.group_size": 1, "algorithm.min_group_size": 1}, "algorithm.advantage"),
+    (
+        {
+            "rollout.group_size": 1,
+            "algorithm": {
+                "advantage": "opo",
+                "min_group_size": 1,
+                "dynamic_sampling": True,
+            },
+        },
+        "algorithm.dynamic_sampling",
+    ),
     ({"rollout.sampling.temperature": 0}, "rollout.sampling.temperature"),
     ({"rollout.sampling.top_p": 0.9}, "rollout.sampling.top_p"),
     ({"rollout.sampling.top_k": 5, "rollout.engine": "fake"}, "rollout.sampling.top_k"),
@@ -346,6 +359,14 @@ WRONG = [
     ({"teacher": {**TEACHER, "server": "sglang"}}, "teacher.server"),
     ({"teacher": {**TEACHER, "min_reward": 0.5}}, "teacher.min_reward"),
     ({"teacher": {**TEACHER, "demonstration": "no place"}}, "teacher.demonstration"),
+    (
+        {
+            "teacher": {"demonstration": "{response}"},
+            "algorithm": {"loss": "distill"},
+            "rollout.group_size": 1,
+        },
+        "teacher.demonstration",
+    ),
     ({"teacher": {**TEACHER, "prompt_column": "solution"}}, "teacher.prompt_column"),
     ({"teacher": {**TEACHER, "url": "teacher:8000"}}, "teacher.url"),
     # Paths, models and addresses.
