@@ -283,9 +283,9 @@ class StepRunner:
         moves = trains_policy and bool(counts[0])
         with early.timer("optimizer"):
             loss = self._ranks.sum(share.reshape(1).double()).item()
-            applied = self._updates.apply(
-                moves=moves, loss=loss, num_steps=self.num_steps, scale=scale
-            )
+            # The schedule of the policy begins after the critic's warm-up, and ends with the run.
+            num_steps = max(1, self.num_steps - self._spec.critic.warmup_steps)
+            applied = self._updates.apply(moves=moves, loss=loss, num_steps=num_steps, scale=scale)
         update = Update(
             loss=loss,
             grad_norm=applied.taken.grad_norm,

@@ -255,6 +255,22 @@ def test_only_the_critic_trains_in_its_warm_up() -> None:
     assert not all(torch.equal(value, before[key]) for key, value in policy.state_dict().items())
 
 
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_the_policys_schedule_ends_with_the_run_after_a_warm_up_of_the_critic(schedule) -> None:
+    optimizer = {"learning_rate": 1e-3, "warmup_steps": 1, "schedule": schedule}
+    spec = spec_of(
+        algorithm={"advantage": "gae"},
+        trainer={"optimizer": optimizer, "steps": 5, "updates_per_step": 2},
+    ).model_copy(update={"critic": CriticSpec(warmup_steps=2)})
+    policy = policy_of(spec, scale=1.0)
+    queue = random_queue(policy)
+    rank = rank_of(spec, policy, queue)
+    rates = [rank.train(step, queue.meta).metrics["learning_rate"] for step in range(1, 6)]
+    assert rates[:2] == [0, 0]
+    assert rates[4] == pytest.approx(1e-4)
+    assert rank.runner.trained()["critic"].optimizer.param_groups[0]["lr"] == pytest.approx(1e-4)
+
+
 def test_a_critic_whose_gradient_is_no_number_is_counted_and_left_as_it_is() -> None:
     spec = spec_of(algorithm={"advantage": "gae"})
     policy = policy_of(spec)
