@@ -1082,6 +1082,7 @@ def _formulas(spec: RunSpec) -> Iterator[str]:
             )
         if name in table:
             yield from _argument_problems(f"algorithm.{key}", name, table[name], arguments)
+            yield from _keys_of_others(algorithm, key, name, table)
     subtracted = {
         "algorithm.overlong.buffer_tokens": algorithm.overlong.buffer_tokens > 0,
         "algorithm.kl.placement 'reward'": algorithm.kl.coefficient > 0
@@ -1102,6 +1103,32 @@ def _formulas(spec: RunSpec) -> Iterator[str]:
             f"critic.warmup_steps ({spec.critic.warmup_steps}) must be below trainer.steps "
             f"({spec.trainer.steps}), or the policy would never be trained; lower the first or raise the "
             "second"
+        )
+
+
+def _keys_of_others(
+    algorithm: AlgorithmSpec, key: str, name: str, table: Mapping[str, Formula]
+) -> Iterator[str]:
+    """Yields keys of ``algorithm`` that only other formulas of a table use."""
+    if algorithm.num_demonstrations:
+        return  # reported with all other keys
+    plain, own = AlgorithmSpec(loss=algorithm.loss), table[name]
+    users: dict[str, list[str]] = {}
+    for other, formula in table.items():
+        for each in formula.keys:
+            users.setdefault(each, []).append(other)
+    for each, others in users.items():
+        value = getattr(algorithm, each)
+        if each in own.keys or value == getattr(plain, each):
+            continue
+        also = (
+            f", or set algorithm.{key}_arguments.{each}"
+            if each in own.arguments.model_fields
+            else ""
+        )
+        yield (
+            f"algorithm.{each} is {value}, but has no effect with algorithm.{key} {name!r}; it is a key of "
+            f"{', '.join(others)}. Remove it{also}"
         )
 
 
@@ -1202,6 +1229,20 @@ def _without_effect(spec: RunSpec) -> Iterator[str]:
             0.0,
             algorithm.correction_cap_mode == "mask",
             "algorithm.correction_cap_mode 'mask'",
+        ),
+        (
+            "algorithm.value_clip",
+            algorithm.value_clip,
+            AlgorithmSpec.model_fields["value_clip"].default,
+            algorithm.advantage_kind.needs_critic or algorithm.num_demonstrations,
+            "algorithm.advantage 'gae'",
+        ),
+        (
+            "algorithm.entropy_step",
+            algorithm.entropy_step,
+            AlgorithmSpec.model_fields["entropy_step"].default,
+            algorithm.entropy_target or algorithm.num_demonstrations,
+            "algorithm.entropy_target",
         ),
         (
             "algorithm.kl.target",

@@ -214,6 +214,11 @@ WRONG = [
     ({"rollout.sampling.temperature": 0}, "rollout.sampling.temperature"),
     ({"rollout.sampling.top_p": 0.9}, "rollout.sampling.top_p"),
     ({"rollout.sampling.top_k": 5, "rollout.engine": "fake"}, "rollout.sampling.top_k"),
+    ({"algorithm.gamma": 0.9}, "algorithm.gamma"),
+    ({"algorithm.value_clip": 0.1}, "algorithm.value_clip"),
+    ({"algorithm.entropy_step": 0.1}, "algorithm.entropy_step"),
+    ({"algorithm": {"loss": "reinforce", "clip_low": 0.1}}, "algorithm.clip_low"),
+    ({"algorithm": {"loss": "dppo", "ratio_max": 9.0}}, "algorithm.loss_arguments.ratio_max"),
     ({"algorithm.advantage": "gdpo"}, "algorithm.advantage_arguments.weights"),
     (
         {
