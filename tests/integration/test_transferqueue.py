@@ -93,15 +93,17 @@ async def test_a_watcher_sees_samples_when_their_required_fields_are_present(
 async def test_a_leased_sample_comes_again_when_its_lease_has_expired(
     data: DataClient, metadata: TransferQueueClient
 ) -> None:
-    await data.put(TRAIN, ["a", "b"], {"tokens": rows(1, 2)}, tags=group_tags("g", 2))
     request = AcquireRequest(
         partition_id=TRAIN, consumer="train", fields=("tokens",), num_keys=2, group_size=2
     )
-    batch = await metadata.acquire(replace(request, lease_s=2.0))
+    await data.put(TRAIN, ["a", "b"], {"tokens": rows(1, 2)}, tags=group_tags("g", 2))
+    await metadata.acquire(replace(request, lease_s=60.0))
     with pytest.raises(DeadlineExceededError):
         await metadata.acquire(request)
+    await data.put(TRAIN, ["c", "d"], {"tokens": rows(1, 2)}, tags=group_tags("h", 2))
+    batch = await metadata.acquire(replace(request, lease_s=0.1))
     again = await metadata.acquire(replace(request, wait_s=30.0))
-    assert again.keys == batch.keys
+    assert again.keys == batch.keys == ("c", "d")
     await metadata.ack(again)
     await metadata.ack(again)
     with pytest.raises(FailedPreconditionError, match="expired"):
