@@ -81,7 +81,7 @@ async def test_another_controller_takes_over_from_a_killed_leader(plumbing, tmp_
             if name == "one":
                 announced(ready, controllers[name])
         address = f"http://{shared['rest_bind']}"
-        async with AsyncClient(address, token=TOKEN, patience_s=60) as client:
+        async with AsyncClient(address, token=TOKEN, retry_s=60) as client:
             spec = load_spec(plumbing, ["trainer.steps=60"]).model_dump(mode="json")
             submitted = await client.submit(spec)
             async for event in submitted.follow():
