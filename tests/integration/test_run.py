@@ -37,7 +37,8 @@ def test_ctrl_c_pauses_the_run_and_twice_cancels_it(plumbing, tmp_path):
         assert "Ctrl-C again cancels" in out
         assert "the same command resumes it" in out
         assert_all_gone(children)
-    with started(*endless, until=r"paused after step ([2-9]|\d\d+); resuming it") as (process, _):
+    resumes = r"was paused after step ([2-9]|\d\d+); resuming it"
+    with started(*endless, until=resumes) as (process, _):
         process.send_signal(signal.SIGINT)
         time.sleep(0.1)  # two presses of a key
         process.send_signal(signal.SIGINT)
