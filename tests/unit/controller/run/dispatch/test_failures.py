@@ -24,18 +24,18 @@ def failures(max_staleness: int) -> GroupFailures:
     return GroupFailures(CurrentSpec(spec), ledger=ledger, order=order, dispatcher=dispatcher)
 
 
+def group_failure(reason: str, *, retryable: bool) -> GroupFailure:
+    return GroupFailure(
+        group_id="g1", attempt=1, reason=reason, message="it fails", retryable=retryable
+    )
+
+
 @pytest.mark.parametrize("max_staleness", [0, 4])
 def test_a_run_survives_the_failure_of_all_that_runs_and_ends_when_nothing_succeeds(
     max_staleness: int,
 ) -> None:
     found = failures(max_staleness)
-    failure = GroupFailure(
-        group_id="g1",
-        attempt=1,
-        reason="environment_failed",
-        message="it is gone",
-        retryable=True,
-    )
+    failure = group_failure("environment_failed", retryable=True)
     group: Any = SimpleNamespace(row=7)
     num_running = 2 * (1 + max_staleness)
     for _ in range(num_running):
@@ -51,13 +51,7 @@ def test_a_run_survives_the_failure_of_all_that_runs_and_ends_when_nothing_succe
 
 def test_many_rows_that_are_too_long_do_not_end_a_run() -> None:
     found = failures(0)
-    failure = GroupFailure(
-        group_id="g1",
-        attempt=1,
-        reason="prompt_too_long",
-        message="it has 5000 tokens",
-        retryable=False,
-    )
+    failure = group_failure("prompt_too_long", retryable=False)
     group: Any = SimpleNamespace(row=7)
     for _ in range(100):
         found.count_failure(group, failure)
