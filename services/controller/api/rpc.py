@@ -124,8 +124,8 @@ def _method(api: RunApi, method: MethodDescriptor) -> Callable[..., Any]:
     kind = GetMessageClass(method.output_type)
 
     async def answer(self: Any, request: Any, context: _Context) -> Message:
-        # gRPC cancels the method of a caller that leaves. Between the record of a command and its effect,
-        # that would leave a run that nobody drives, or that never pauses.
+        # gRPC cancels the method of a caller that leaves. Between the database record of a command and its
+        # effect, the run would stay without a task that trains it, or would never pause.
         answering = _answer(api, _user.get(), named[0], request)
         return message_of(await uninterrupted(answering), kind)
 
