@@ -4,6 +4,7 @@ A message begins with a key and names all keys involved, their values, and a fix
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import reduce
 from itertools import chain
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -14,7 +15,7 @@ from services.common.callables import is_reference
 from services.common.fields import FIELDS, TOKEN_REWARDS
 from services.common.runspec.algorithm import AlgorithmSpec
 from services.common.runspec.base import did_you_mean
-from services.common.runspec.data import DataSpec, DemonstrationSpec, HeldoutSetSpec, set_name
+from services.common.runspec.data import HeldoutSetSpec, set_name
 from services.common.runspec.engines import ENGINES, engine_kind
 from services.common.runspec.formulas import ADVANTAGES, LOSSES, Formula
 from services.common.runspec.rollout import (
@@ -25,12 +26,11 @@ from services.common.runspec.rollout import (
     SERVICES,
     WORKFLOWS,
     RewardSpec,
-    RolloutSpec,
     SpeculationSpec,
 )
 from services.common.runspec.run import TINY_PREFIX, RunSpec, TeacherSpec
 from services.common.runspec.train_engines import train_engine_kind
-from services.common.runspec.trainer import CriticSpec, LoraSpec, LossScaleSpec
+from services.common.runspec.trainer import CriticSpec, LoraSpec
 from services.common.runspec.weight_modes import HANDLE, MODES, transport_of
 from services.common.runspec.workers import WORKERS, kinds_with_own_gpus, scoring_ranks
 
@@ -1177,106 +1177,52 @@ def _correction(spec: RunSpec) -> Iterator[str]:
 
 def _without_effect(spec: RunSpec) -> Iterator[str]:
     """Yields keys that have no effect, because another key disables what they configure."""
-    data, rollout, algorithm, teacher = spec.data, spec.rollout, spec.algorithm, spec.teacher
-    taught = TeacherSpec() if teacher is None else teacher
-    served = ("server", "timeout_s", "concurrency")
-    for key, value, default, is_used, needed in (
-        (
-            "data.demonstration",
-            data.demonstration,
-            DemonstrationSpec(),
-            algorithm.num_demonstrations,
-            "algorithm.loss 'sft', 'dpo' or 'reward_model'",
-        ),
+    algorithm, rollout = spec.algorithm, spec.rollout
+    is_shown = algorithm.num_demonstrations > 0
+    taught = spec.teacher or TeacherSpec()
+    for key, is_used, needed in (
+        ("data.demonstration", is_shown, "algorithm.loss 'sft', 'dpo' or 'reward_model'"),
         (
             "data.rejected_column",
-            data.rejected_column,
-            DataSpec.model_fields["rejected_column"].default,
             algorithm.num_demonstrations > 1,
             "algorithm.loss 'dpo' or 'reward_model'",
         ),
-        (
-            "data.chat_template_arguments",
-            data.chat_template_arguments,
-            {},
-            data.chat_template,
-            "data.chat_template true",
-        ),
-        (
-            "rollout.max_segments",
-            rollout.max_segments,
-            None,
-            rollout.partial_rollout,
-            "rollout.partial_rollout true",
-        ),
-        (
-            "rollout.unquantized_layers",
-            rollout.unquantized_layers,
-            0,
-            rollout.quantization,
-            "rollout.quantization",
-        ),
+        ("data.chat_template_arguments", spec.data.chat_template, "data.chat_template true"),
+        ("rollout.max_segments", rollout.partial_rollout, "rollout.partial_rollout true"),
+        ("rollout.unquantized_layers", rollout.quantization, "rollout.quantization"),
         (
             "rollout.max_mismatch",
-            rollout.max_mismatch,
-            RolloutSpec.model_fields["max_mismatch"].default,
             rollout.is_quantized,
             "rollout.quantization or rollout.kv_cache_dtype",
         ),
         (
             "algorithm.correction_floor",
-            algorithm.correction_floor,
-            0.0,
             algorithm.correction_cap_mode == "mask",
             "algorithm.correction_cap_mode 'mask'",
         ),
         (
             "algorithm.value_clip",
-            algorithm.value_clip,
-            AlgorithmSpec.model_fields["value_clip"].default,
-            algorithm.advantage_kind.needs_critic or algorithm.num_demonstrations,
+            algorithm.advantage_kind.needs_critic or is_shown,
             "algorithm.advantage 'gae'",
         ),
         (
             "algorithm.entropy_step",
-            algorithm.entropy_step,
-            AlgorithmSpec.model_fields["entropy_step"].default,
-            algorithm.entropy_target or algorithm.num_demonstrations,
+            algorithm.entropy_target or is_shown,
             "algorithm.entropy_target",
         ),
-        (
-            "algorithm.kl.target",
-            algorithm.kl.target,
-            None,
-            algorithm.kl.coefficient,
-            "algorithm.kl.coefficient above 0",
-        ),
-        *(
-            (
-                f"teacher.{name}",
-                getattr(taught, name),
-                TeacherSpec.model_fields[name].default,
-                spec.teacher_urls,
-                "teacher.url",
-            )
-            for name in served
-        ),
-        (
-            "trainer.loss_scale",
-            spec.trainer.loss_scale,
-            LossScaleSpec(),
-            spec.trainer.dtype == "float16",
-            "trainer.dtype float16",
-        ),
-        (
-            "teacher.min_reward",
-            taught.min_reward,
-            TeacherSpec.model_fields["min_reward"].default,
-            taught.demonstration is not None,
-            "teacher.demonstration",
-        ),
+        ("algorithm.kl.target", algorithm.kl.coefficient, "algorithm.kl.coefficient above 0"),
+        ("teacher.server", spec.teacher_urls, "teacher.url"),
+        ("teacher.timeout_s", spec.teacher_urls, "teacher.url"),
+        ("teacher.concurrency", spec.teacher_urls, "teacher.url"),
+        ("trainer.loss_scale", spec.trainer.dtype == "float16", "trainer.dtype float16"),
+        ("teacher.min_reward", taught.demonstration is not None, "teacher.demonstration"),
     ):
-        if value != default and not is_used:
+        *path, name = key.split(".")
+        part = reduce(getattr, path, spec) or TeacherSpec()
+        value = getattr(part, name)
+        if not is_used and value != type(part).model_fields[name].get_default(
+            call_default_factory=True
+        ):
             shown = repr(value) if isinstance(value, str | int | float) else "set"
             yield f"{key} is {shown}, but has no effect without {needed}; remove it, or set that"
     if algorithm.correction_floor >= algorithm.correction_cap:
