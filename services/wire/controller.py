@@ -172,13 +172,14 @@ class WorkerSession:
 
     async def report_failures(self, failures: Sequence[GroupFailure]) -> None:
         """Reports groups that brought no samples to the controller."""
+        request = pb.ReportGroupsRequest(
+            run_id=self._settings.run_id,
+            worker_id=self._settings.worker_id,
+            failures=[to_message(failure, pb.GroupFailure) for failure in failures],
+        )
         await call(
             self._members.ReportGroups,
-            pb.ReportGroupsRequest(
-                run_id=self._settings.run_id,
-                worker_id=self._settings.worker_id,
-                failures=[to_message(failure, pb.GroupFailure) for failure in failures],
-            ),
+            request,
             timeout_s=self._settings.controller_timeout_s,
             idempotent=True,
         )
@@ -192,16 +193,17 @@ class WorkerSession:
         return Rendezvous(self._meetings, asyncio.get_running_loop(), scope)
 
     async def _register(self) -> None:
+        request = pb.RegisterWorkerRequest(
+            run_id=self._settings.run_id,
+            worker_id=self._settings.worker_id,
+            incarnation=self._incarnation,
+            role=self._role,
+            address=self._address,
+            host_id=host_id(),
+        )
         response = await call(
             self._members.RegisterWorker,
-            pb.RegisterWorkerRequest(
-                run_id=self._settings.run_id,
-                worker_id=self._settings.worker_id,
-                incarnation=self._incarnation,
-                role=self._role,
-                address=self._address,
-                host_id=host_id(),
-            ),
+            request,
             timeout_s=self._settings.controller_timeout_s,
             idempotent=True,
         )
@@ -249,20 +251,18 @@ class WorkerSession:
                 continue
 
     async def _send_heartbeat(self) -> None:
+        request = pb.HeartbeatRequest(
+            run_id=self._settings.run_id,
+            worker_id=self._settings.worker_id,
+            incarnation=self._incarnation,
+            state=state_number(self._report.state),
+            activity=self._report.activity,
+            weight_version=self._report.weight_version,
+            gauges=self._report.gauges,
+            spec_digest=self._spec_digest,
+        )
         response = await call(
-            self._members.Heartbeat,
-            pb.HeartbeatRequest(
-                run_id=self._settings.run_id,
-                worker_id=self._settings.worker_id,
-                incarnation=self._incarnation,
-                state=state_number(self._report.state),
-                activity=self._report.activity,
-                weight_version=self._report.weight_version,
-                gauges=self._report.gauges,
-                spec_digest=self._spec_digest,
-            ),
-            timeout_s=_CALL_TIMEOUT_S,
-            idempotent=True,
+            self._members.Heartbeat, request, timeout_s=_CALL_TIMEOUT_S, idempotent=True
         )
         if response.spec_json:
             self._take_spec(response.spec_json, response.spec_digest)
@@ -304,39 +304,21 @@ class Rendezvous:
         self._scope = scope
 
     def set(self, key: str, value: bytes) -> None:
-        self._run(self._set(key, value), _CALL_TIMEOUT_S)
+        request = pb.SetValueRequest(scope=self._scope, key=key, value=value)
+        work = call(self._stub.SetValue, request, timeout_s=_CALL_TIMEOUT_S, idempotent=True)
+        self._run(work, _CALL_TIMEOUT_S)
 
     def get(self, key: str, timeout_s: float) -> bytes:
         """Returns a value; waits at most ``timeout_s`` seconds for it."""
-        return self._run(self._get(key, timeout_s), timeout_s + _CALL_TIMEOUT_S)
+        request = pb.GetValueRequest(scope=self._scope, key=key, wait_timeout_s=timeout_s)
+        deadline_s = timeout_s + _CALL_TIMEOUT_S / 2
+        work = call(self._stub.GetValue, request, timeout_s=deadline_s, idempotent=True)
+        return self._run(work, timeout_s + _CALL_TIMEOUT_S).value
 
     def add(self, key: str, amount: int) -> int:
-        return self._run(self._add(key, amount), _CALL_TIMEOUT_S)
+        request = pb.AddValueRequest(scope=self._scope, key=key, amount=amount)
+        work = call(self._stub.AddValue, request, timeout_s=_CALL_TIMEOUT_S)
+        return self._run(work, _CALL_TIMEOUT_S).value
 
     def _run(self, work: Coroutine[Any, Any, _T], timeout_s: float) -> _T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
-
-    async def _set(self, key: str, value: bytes) -> None:
-        await call(
-            self._stub.SetValue,
-            pb.SetValueRequest(scope=self._scope, key=key, value=value),
-            timeout_s=_CALL_TIMEOUT_S,
-            idempotent=True,
-        )
-
-    async def _get(self, key: str, timeout_s: float) -> bytes:
-        response = await call(
-            self._stub.GetValue,
-            pb.GetValueRequest(scope=self._scope, key=key, wait_timeout_s=timeout_s),
-            timeout_s=timeout_s + _CALL_TIMEOUT_S / 2,
-            idempotent=True,
-        )
-        return response.value
-
-    async def _add(self, key: str, amount: int) -> int:
-        response = await call(
-            self._stub.AddValue,
-            pb.AddValueRequest(scope=self._scope, key=key, amount=amount),
-            timeout_s=_CALL_TIMEOUT_S,
-        )
-        return response.value

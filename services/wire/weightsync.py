@@ -13,7 +13,6 @@ from services.weightsync.plan import TensorSpec
 from slipstream.weightsync.v1 import weightsync_pb2 as pb
 from slipstream.weightsync.v1 import weightsync_pb2_grpc
 
-_CONTROL_TIMEOUT_S = 30.0
 # The peer enforces the deadline itself; the call times out this much later.
 _MARGIN_S = 2.0
 
@@ -69,12 +68,8 @@ class WeightSyncClient:
 
     async def describe(self) -> Described:
         """Requests the trainer's tensors in sending order and the addresses of its sending ranks."""
-        response = await call(
-            self._stub.DescribeWeights,
-            pb.DescribeWeightsRequest(),
-            timeout_s=_CONTROL_TIMEOUT_S,
-            idempotent=True,
-        )
+        request = pb.DescribeWeightsRequest()
+        response = await call(self._stub.DescribeWeights, request, idempotent=True)
         return Described(
             tensors=tuple(from_message(spec, TensorSpec) for spec in response.tensors),
             source_addresses=tuple(response.source_addresses),
@@ -91,18 +86,14 @@ class WeightSyncClient:
         mode: str,
     ) -> Agreed:
         """Proposes a plan to a source, or to a receiver if ``source`` is None."""
-        response = await call(
-            self._stub.AgreePlan,
-            pb.AgreePlanRequest(
-                tensors=[to_message(spec, pb.TensorSpec) for spec in tensors],
-                bucket_bytes=bucket_bytes,
-                source_count=num_sources,
-                source=-1 if source is None else source,
-                mode=mode,
-            ),
-            timeout_s=_CONTROL_TIMEOUT_S,
-            idempotent=True,
+        request = pb.AgreePlanRequest(
+            tensors=[to_message(spec, pb.TensorSpec) for spec in tensors],
+            bucket_bytes=bucket_bytes,
+            source_count=num_sources,
+            source=-1 if source is None else source,
+            mode=mode,
         )
+        response = await call(self._stub.AgreePlan, request, idempotent=True)
         return from_message(response, Agreed)
 
     async def form_group(
@@ -116,39 +107,30 @@ class WeightSyncClient:
         timeout_s: float,
     ) -> None:
         """Makes a source, or the receiver of that number, join a group."""
-        await call(
-            self._stub.FormGroup,
-            pb.FormGroupRequest(
-                epoch=epoch,
-                receiver=-1 if receiver is None else receiver,
-                receiver_count=num_receivers,
-                backend=backend,
-                scope=scope,
-                timeout_s=timeout_s,
-            ),
-            timeout_s=timeout_s + _MARGIN_S,
+        request = pb.FormGroupRequest(
+            epoch=epoch,
+            receiver=-1 if receiver is None else receiver,
+            receiver_count=num_receivers,
+            backend=backend,
+            scope=scope,
+            timeout_s=timeout_s,
         )
+        await call(self._stub.FormGroup, request, timeout_s=timeout_s + _MARGIN_S)
 
     async def prepare(self, epoch: int, version: int, plan_hash: str, *, timeout_s: float) -> int:
         """Prepares the member for a transfer; returns the version that it still holds, or -1."""
-        response = await call(
-            self._stub.PrepareTransfer,
-            pb.PrepareTransferRequest(epoch=epoch, version=version, plan_hash=plan_hash),
-            timeout_s=timeout_s,
-        )
+        request = pb.PrepareTransferRequest(epoch=epoch, version=version, plan_hash=plan_hash)
+        response = await call(self._stub.PrepareTransfer, request, timeout_s=timeout_s)
         return response.held_version
 
     async def transfer(
         self, epoch: int, version: int, *, base_version: int, timeout_s: float
     ) -> TransferResult:
         """Makes the member send or receive a version, or the changes since ``base_version``."""
-        response = await call(
-            self._stub.TransferWeights,
-            pb.TransferWeightsRequest(
-                epoch=epoch, version=version, timeout_s=timeout_s, base_version=base_version
-            ),
-            timeout_s=timeout_s + _MARGIN_S,
+        request = pb.TransferWeightsRequest(
+            epoch=epoch, version=version, timeout_s=timeout_s, base_version=base_version
         )
+        response = await call(self._stub.TransferWeights, request, timeout_s=timeout_s + _MARGIN_S)
         return TransferResult(
             digests=tuple(response.digests),
             num_bytes=response.size_bytes,
@@ -157,21 +139,17 @@ class WeightSyncClient:
 
     async def adopt(self, epoch: int, version: int, digest: str, *, timeout_s: float) -> float:
         """Makes the member put a version into service; returns its seconds without a token."""
+        request = pb.AdoptWeightsRequest(epoch=epoch, version=version, digest=digest)
         response = await call(
-            self._stub.AdoptWeights,
-            pb.AdoptWeightsRequest(epoch=epoch, version=version, digest=digest),
-            timeout_s=timeout_s,
-            idempotent=True,
+            self._stub.AdoptWeights, request, timeout_s=timeout_s, idempotent=True
         )
         return response.stall_s
 
     async def score(self, *, timeout_s: float) -> Canary:
         """Makes the trainer score the canary."""
+        request = pb.ScoreWeightsRequest()
         response = await call(
-            self._stub.ScoreWeights,
-            pb.ScoreWeightsRequest(),
-            timeout_s=timeout_s,
-            idempotent=True,
+            self._stub.ScoreWeights, request, timeout_s=timeout_s, idempotent=True
         )
         return from_message(response, Canary)
 
@@ -179,22 +157,17 @@ class WeightSyncClient:
         self, version: int, canary: Canary, tolerance: float, *, timeout_s: float
     ) -> float:
         """Makes a rollout score the canary and compare; returns the mean absolute difference."""
+        request = pb.CheckWeightsRequest(
+            version=version,
+            token_ids=canary.token_ids,
+            logprobs=canary.logprobs,
+            tolerance=tolerance,
+        )
         response = await call(
-            self._stub.CheckWeights,
-            pb.CheckWeightsRequest(
-                version=version,
-                token_ids=canary.token_ids,
-                logprobs=canary.logprobs,
-                tolerance=tolerance,
-            ),
-            timeout_s=timeout_s,
-            idempotent=True,
+            self._stub.CheckWeights, request, timeout_s=timeout_s, idempotent=True
         )
         return response.difference
 
     async def abort(self, epoch: int, reason: str, *, timeout_s: float) -> None:
-        await call(
-            self._stub.AbortGroup,
-            pb.AbortGroupRequest(epoch=epoch, reason=reason),
-            timeout_s=timeout_s,
-        )
+        request = pb.AbortGroupRequest(epoch=epoch, reason=reason)
+        await call(self._stub.AbortGroup, request, timeout_s=timeout_s)

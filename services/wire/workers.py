@@ -15,8 +15,6 @@ from slipstream.trainer.v1 import scoring_pb2, scoring_pb2_grpc, trainer_pb2, tr
 DEFERRED: Final = "deferred"
 """Failure reason of groups that were not started because the curriculum's function deferred their prompts."""
 
-_TIMEOUT_S = 30.0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptHistory:
@@ -69,30 +67,22 @@ class RolloutClient:
             InvalidArgumentError: If a group is invalid; then no group was started.
             UnavailableError: If the worker is still loading.
         """
-        await call(
-            self._stub.StartGroups,
-            rollout_pb2.StartGroupsRequest(
-                groups=[
-                    to_message(
-                        each,
-                        rollout_pb2.GroupAssignment,
-                        tried=each.tried and to_message(each.tried, rollout_pb2.PromptHistory),
-                    )
-                    for each in groups
-                ]
-            ),
-            timeout_s=_TIMEOUT_S,
-            idempotent=True,
+        request = rollout_pb2.StartGroupsRequest(
+            groups=[
+                to_message(
+                    each,
+                    rollout_pb2.GroupAssignment,
+                    tried=each.tried and to_message(each.tried, rollout_pb2.PromptHistory),
+                )
+                for each in groups
+            ]
         )
+        await call(self._stub.StartGroups, request, idempotent=True)
 
     async def cancel_groups(self, group_ids: Sequence[str]) -> None:
         """Ends groups without results. Safe to repeat."""
-        await call(
-            self._stub.CancelGroups,
-            rollout_pb2.CancelGroupsRequest(group_ids=group_ids),
-            timeout_s=_TIMEOUT_S,
-            idempotent=True,
-        )
+        request = rollout_pb2.CancelGroupsRequest(group_ids=group_ids)
+        await call(self._stub.CancelGroups, request, idempotent=True)
 
     async def interrupt_groups(self, group_ids: Sequence[str] = ()) -> None:
         """Stops groups (none named: all) and caches their tokens, so that any worker can resume them.
@@ -100,12 +90,8 @@ class RolloutClient:
         The worker reports them as failed with reason ``interrupted`` before the call returns. Safe
         to repeat.
         """
-        await call(
-            self._stub.InterruptGroups,
-            rollout_pb2.InterruptGroupsRequest(group_ids=group_ids),
-            timeout_s=_TIMEOUT_S,
-            idempotent=True,
-        )
+        request = rollout_pb2.InterruptGroupsRequest(group_ids=group_ids)
+        await call(self._stub.InterruptGroups, request, idempotent=True)
 
     async def sleep(self, *, timeout_s: float) -> None:
         """Releases the engine's GPU memory; groups are parked meanwhile. Safe to repeat."""
@@ -161,18 +147,14 @@ class TrainerClient:
             FailedPreconditionError: If ``step`` does not follow the newest one.
             UnavailableError: If the trainer is still loading.
         """
-        response = await call(
-            self._stub.TrainStep,
-            trainer_pb2.TrainStepRequest(
-                step=step,
-                batch=batch.to_proto(),
-                weight_version=weight_version,
-                num_steps=num_steps,
-                waits=waits,
-            ),
-            timeout_s=timeout_s,
-            idempotent=True,
+        request = trainer_pb2.TrainStepRequest(
+            step=step,
+            batch=batch.to_proto(),
+            weight_version=weight_version,
+            num_steps=num_steps,
+            waits=waits,
         )
+        response = await call(self._stub.TrainStep, request, timeout_s=timeout_s, idempotent=True)
         return TrainedStep(
             step=response.step,
             metrics=dict(response.metrics),
@@ -197,22 +179,16 @@ class TrainerClient:
             FailedPreconditionError: If ``step`` does not follow the newest one.
             UnavailableError: If the trainer is still loading.
         """
-        await call(
-            self._stub.AccumulateStep,
-            trainer_pb2.AccumulateStepRequest(
-                step=step, batch=groups.to_proto(), weight_version=weight_version
-            ),
-            timeout_s=timeout_s,
-            idempotent=True,
+        request = trainer_pb2.AccumulateStepRequest(
+            step=step, batch=groups.to_proto(), weight_version=weight_version
         )
+        await call(self._stub.AccumulateStep, request, timeout_s=timeout_s, idempotent=True)
 
     async def newest_step(self, *, timeout_s: float) -> int:
         """Returns the newest trained step, or 0 before the first. Waits for a step that is being trained."""
+        request = trainer_pb2.GetNewestStepRequest()
         response = await call(
-            self._stub.GetNewestStep,
-            trainer_pb2.GetNewestStepRequest(),
-            timeout_s=timeout_s,
-            idempotent=True,
+            self._stub.GetNewestStep, request, timeout_s=timeout_s, idempotent=True
         )
         return response.step
 
@@ -227,11 +203,9 @@ class TrainerClient:
         Raises:
             FailedPreconditionError: If ``step`` is not the newest one.
         """
+        request = trainer_pb2.SaveCheckpointRequest(step=step, keep_steps=keep_steps)
         response = await call(
-            self._stub.SaveCheckpoint,
-            trainer_pb2.SaveCheckpointRequest(step=step, keep_steps=keep_steps),
-            timeout_s=timeout_s,
-            idempotent=True,
+            self._stub.SaveCheckpoint, request, timeout_s=timeout_s, idempotent=True
         )
         return response.path, response.size_bytes
 
@@ -264,9 +238,7 @@ class ScoringClient:
             FailedPreconditionError: If the worker holds another weight version.
             UnavailableError: If the worker is still loading, or is gone.
         """
-        await call(
-            self._stub.ScoreBatch,
-            scoring_pb2.ScoreBatchRequest(batch=batch.to_proto(), weight_version=weight_version),
-            timeout_s=timeout_s,
-            idempotent=True,
+        request = scoring_pb2.ScoreBatchRequest(
+            batch=batch.to_proto(), weight_version=weight_version
         )
+        await call(self._stub.ScoreBatch, request, timeout_s=timeout_s, idempotent=True)

@@ -88,6 +88,8 @@ class _Method:
 RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
 
+TIMEOUT_S = 30.0
+"""Default deadline of a call, which waits for nothing but the peer's work."""
 _FIRST_DELAY_S = 0.05
 _MAX_DELAY_S = 2.0
 _REFUSED = "RST_STREAM with error code 7"
@@ -149,7 +151,7 @@ async def call(
     method: grpc.aio.UnaryUnaryMultiCallable[RequestT, ResponseT],
     request: RequestT,
     *,
-    timeout_s: float,
+    timeout_s: float = TIMEOUT_S,
     idempotent: bool = False,
 ) -> ResponseT:
     """Calls a unary method.

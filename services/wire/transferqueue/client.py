@@ -8,7 +8,7 @@ import grpc
 
 from services.common.errors import from_rpc_error
 from services.common.messages import from_message, to_message
-from services.common.rpc.client import call, open_channel
+from services.common.rpc.client import TIMEOUT_S, call, open_channel
 from services.wire.batch import KVBatchMeta
 from services.wire.transferqueue.types import (
     AcquireRequest,
@@ -39,7 +39,7 @@ class ShardRegistryClient:
         request = pb.RegisterShardRequest(
             shard=to_message(shard, pb.Shard), capacity_bytes=capacity_bytes
         )
-        await call(self._stub.RegisterShard, request, timeout_s=_TIMEOUT_S, idempotent=True)
+        await call(self._stub.RegisterShard, request, idempotent=True)
 
     async def heartbeat(self, *, stored_bytes: int, num_deleted: int) -> tuple[int, ...]:
         """Keeps the shard registered; returns the blobs to delete after the first ``num_deleted``.
@@ -50,9 +50,7 @@ class ShardRegistryClient:
         request = pb.HeartbeatShardRequest(
             **self._life, stored_bytes=stored_bytes, deleted_count=num_deleted
         )
-        response = await call(
-            self._stub.HeartbeatShard, request, timeout_s=_TIMEOUT_S, idempotent=True
-        )
+        response = await call(self._stub.HeartbeatShard, request, idempotent=True)
         return tuple(response.blob_ids)
 
     async def reserve(self, partition_id: str, size_bytes: int, *, wait_s: float) -> None:
@@ -60,31 +58,28 @@ class ShardRegistryClient:
         request = pb.ReserveBytesRequest(
             **self._life, partition_id=partition_id, size_bytes=size_bytes, wait_s=wait_s
         )
-        await call(self._stub.ReserveBytes, request, timeout_s=wait_s + _TIMEOUT_S)
+        await call(self._stub.ReserveBytes, request, timeout_s=wait_s + TIMEOUT_S)
 
     async def cancel(self, partition_id: str, size_bytes: int) -> None:
         """Reverts a charge of ``reserve``."""
         request = pb.CancelBytesRequest(
             **self._life, partition_id=partition_id, size_bytes=size_bytes
         )
-        await call(self._stub.CancelBytes, request, timeout_s=_TIMEOUT_S)
+        await call(self._stub.CancelBytes, request)
 
     async def commit(self, meta: KVBatchMeta, *, put_id: str) -> int:
         """Makes a put visible; returns the partition's revision."""
         request = pb.CommitPutRequest(**self._life, put_id=put_id, batch=meta.to_proto())
-        response = await call(self._stub.CommitPut, request, timeout_s=_TIMEOUT_S, idempotent=True)
+        response = await call(self._stub.CommitPut, request, idempotent=True)
         return response.revision
 
     async def admitted_as(self, public_key: str) -> str | None:
         """Returns the run of a client that may use the data sockets; None if it may not."""
         request = pb.CheckClientRequest(public_key=public_key)
-        response = await call(
-            self._stub.CheckClient, request, timeout_s=_TIMEOUT_S, idempotent=True
-        )
+        response = await call(self._stub.CheckClient, request, idempotent=True)
         return response.run_id if response.admitted else None
 
 
-_TIMEOUT_S = 30.0
 _SNAPSHOT_TIMEOUT_S = 600.0
 # Covers a whole export.
 _READ_TIMEOUT_S = 3600.0
@@ -131,14 +126,12 @@ class TransferQueueClient:
             required_fields=required_fields,
             quota_bytes=quota_bytes,
         )
-        await call(self._stub.CreatePartition, request, timeout_s=_TIMEOUT_S, idempotent=True)
+        await call(self._stub.CreatePartition, request, idempotent=True)
 
     async def drop_partition(self, partition_id: str) -> int:
         """Drops a partition and its samples; returns the number of samples."""
         request = pb.DropPartitionRequest(partition_id=partition_id)
-        response = await call(
-            self._stub.DropPartition, request, timeout_s=_TIMEOUT_S, idempotent=True
-        )
+        response = await call(self._stub.DropPartition, request, idempotent=True)
         return response.key_count
 
     async def get_batch(self, partition_id: str, keys: Sequence[str] = ()) -> KVBatchMeta:
@@ -149,7 +142,7 @@ class TransferQueueClient:
                 missing keys.
         """
         request = pb.GetBatchRequest(partition_id=partition_id, keys=keys)
-        response = await call(self._stub.GetBatch, request, timeout_s=_TIMEOUT_S, idempotent=True)
+        response = await call(self._stub.GetBatch, request, idempotent=True)
         return KVBatchMeta.from_proto(response.batch)
 
     async def watch(self, partition_id: str, revision: int = 0) -> AsyncIterator[KVBatchMeta]:
@@ -196,7 +189,7 @@ class TransferQueueClient:
         """
         message = to_message(request, pb.AcquireBatchRequest)
         response = await call(
-            self._stub.AcquireBatch, message, timeout_s=request.wait_s + _TIMEOUT_S
+            self._stub.AcquireBatch, message, timeout_s=request.wait_s + TIMEOUT_S
         )
         return KVBatchMeta.from_proto(response.batch)
 
@@ -207,21 +200,17 @@ class TransferQueueClient:
             FailedPreconditionError: If the lease expired and the samples were delivered again.
         """
         request = pb.AckLeaseRequest(partition_id=meta.partition_id, lease_id=meta.lease_id)
-        await call(self._stub.AckLease, request, timeout_s=_TIMEOUT_S, idempotent=True)
+        await call(self._stub.AckLease, request, idempotent=True)
 
     async def release(self, partition_id: str, keys: Sequence[str]) -> int:
         """Deletes samples; returns how many of the keys existed."""
         request = pb.ReleaseKeysRequest(partition_id=partition_id, keys=keys)
-        response = await call(
-            self._stub.ReleaseKeys, request, timeout_s=_TIMEOUT_S, idempotent=True
-        )
+        response = await call(self._stub.ReleaseKeys, request, idempotent=True)
         return response.key_count
 
     async def stats(self) -> Stats:
         """Returns the fill of partitions and shards."""
-        response = await call(
-            self._stub.GetStats, pb.GetStatsRequest(), timeout_s=_TIMEOUT_S, idempotent=True
-        )
+        response = await call(self._stub.GetStats, pb.GetStatsRequest(), idempotent=True)
         return Stats(
             partitions=tuple(from_message(each, PartitionStats) for each in response.partitions),
             shards=tuple(from_message(each, ShardStats) for each in response.shards),
@@ -280,7 +269,7 @@ class TransferQueueClient:
             max_steps: Number of newest steps whose samples stay; 0 for all.
         """
         request = pb.RecordSamplesRequest(run_id=run_id, max_bytes=max_bytes, max_steps=max_steps)
-        await call(self._kept.RecordSamples, request, timeout_s=_TIMEOUT_S, idempotent=True)
+        await call(self._kept.RecordSamples, request, idempotent=True)
 
     async def read_sample_records(
         self, run_id: str, query: SampleRecordQuery
@@ -301,4 +290,4 @@ class TransferQueueClient:
 
     async def delete_sample_records(self, run_id: str) -> None:
         request = pb.DeleteSampleRecordsRequest(run_id=run_id)
-        await call(self._kept.DeleteSampleRecords, request, timeout_s=_TIMEOUT_S, idempotent=True)
+        await call(self._kept.DeleteSampleRecords, request, idempotent=True)
