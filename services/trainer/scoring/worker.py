@@ -316,35 +316,6 @@ class LoadedScorer:
     fields: FieldScoring
 
 
-def build_policy(
-    spec: RunSpec, settings: TrainerSettings, *, transfers: QueueTransfers, progress: Progress
-) -> LoadedScorer:
-    """Builds the policy of the role logp, without weights: it must adopt published ones before it scores.
-
-    Blocks; runs in a thread. All ranks must call it.
-
-    Raises:
-        ValueError: If the model does not load, or the number of processes differs from the run's.
-    """
-    return _build(spec, settings, transfers=transfers, progress=progress, is_reference=False)
-
-
-def build_reference(
-    spec: RunSpec, settings: TrainerSettings, *, transfers: QueueTransfers, progress: Progress
-) -> LoadedScorer:
-    """Loads the frozen base model of the role ref_logp, in the dtype that the trainer computes in.
-
-    Blocks; runs in a thread. All ranks must call it.
-
-    Raises:
-        ValueError: If the model does not load, or the number of processes differs from the run's.
-    """
-    check_teacher(spec)
-    return _build(
-        spec.of_reference, settings, transfers=transfers, progress=progress, is_reference=True
-    )
-
-
 def _build(
     spec: RunSpec,
     settings: TrainerSettings,
@@ -353,6 +324,19 @@ def _build(
     progress: Progress,
     is_reference: bool,
 ) -> LoadedScorer:
+    """Builds the model of a scoring worker. Blocks; runs in a thread. All ranks must call it.
+
+    Args:
+        is_reference: True to load the frozen base model of the role ref_logp, in the dtype that the trainer
+            computes in. False to build the policy of the role logp without weights: it must adopt published
+            ones before it scores.
+
+    Raises:
+        ValueError: If the model does not load, or the number of processes differs from the run's.
+    """
+    if is_reference:
+        check_teacher(spec)
+        spec = spec.of_reference
     spec = _scoring_spec(spec)
     topology = _topology(spec, settings)
     loader = Loader(spec, settings, topology, progress)
@@ -381,6 +365,10 @@ def _build(
         shares_prefixes=spec.shares_prefixes,
     )
     return LoadedScorer(Scorer(engine), fields)
+
+
+build_policy = partial(_build, is_reference=False)
+build_reference = partial(_build, is_reference=True)
 
 
 def _scoring_spec(spec: RunSpec) -> RunSpec:
