@@ -24,7 +24,7 @@ from services.controller.run.state.worker_failures import LateError
 from services.controller.run.weights.members import WeightMembers
 from services.weightsync.canary import Canary, canary_tolerance
 from services.weightsync.plan import version_digest
-from services.wire.weightsync import WeightSyncClient
+from services.wire.weightsync import TransferResult, WeightSyncClient
 
 logger = logging.getLogger(__name__)
 
@@ -49,104 +49,6 @@ class PeerSource:
     version: int
     digest: str
     canary: Canary
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransferPath:
-    """Transport of a peer transfer, with deadlines in seconds."""
-
-    backend: str
-    run_id: str
-    form_s: float
-    transfer_s: float
-    adopt_s: float
-    tolerance: float
-    """Max difference of the canary's logprobs."""
-
-
-async def send_from_peers(
-    members: WeightMembers,
-    peers: Mapping[str, Sequence[str]],
-    *,
-    served: PeerSource,
-    path: TransferPath,
-    epoch: int,
-) -> list[str]:
-    """Sends the served version from peers to joining rollouts; returns those that serve it then.
-
-    Args:
-        epoch: Epoch of the first group; each sender's group has its own.
-    """
-    updated: list[str] = []
-    for number, (peer, near) in enumerate(peers.items(), epoch):
-        try:
-            await _send_from_peer(members, peer, near, served=served, path=path, epoch=number)
-        except ServiceError as error:
-            logger.warning(
-                "peer transfer failed; the trainer will send the weights",
-                extra={"peer": peer, "to": str(near), "why": str(error)},
-            )
-            await members.abort(number, str(error))
-        else:
-            logger.info("peer transfer completed", extra={"peer": peer, "to": str(near)})
-            updated += near
-    return updated
-
-
-async def _send_from_peer(
-    members: WeightMembers,
-    peer: str,
-    near: Sequence[str],
-    *,
-    served: PeerSource,
-    path: TransferPath,
-    epoch: int,
-) -> None:
-    numbers = {name: number for number, name in enumerate(near)}
-    receivers = {name: members.rollouts[name] for name in near}
-    all_ = {peer: members.rollouts[peer], **receivers}
-    await members.call_all(
-        {
-            name: member.form_group(
-                epoch,
-                receiver=numbers.get(name),
-                num_receivers=len(near),
-                backend=path.backend,
-                scope=f"{path.run_id}/{epoch}",
-                timeout_s=path.form_s,
-            )
-            for name, member in all_.items()
-        }
-    )
-    version, plan = served.version, members.plan
-    held = await members.call_all(
-        {
-            name: member.prepare(epoch, version, plan.plan_hash, timeout_s=path.adopt_s)
-            for name, member in all_.items()
-        }
-    )
-    if held[peer] != version:
-        raise FailedPreconditionError(
-            f"{peer} must hold the served version {version}, but holds {held[peer]}"
-        )
-    await members.call_all(
-        {
-            name: member.transfer(epoch, version, base_version=-1, timeout_s=path.transfer_s)
-            for name, member in all_.items()
-        }
-    )
-    await members.call_all(
-        {
-            name: member.adopt(epoch, version, served.digest, timeout_s=path.adopt_s)
-            for name, member in receivers.items()
-        }
-    )
-    await members.call_all(
-        {
-            name: member.check(version, served.canary, path.tolerance, timeout_s=path.adopt_s)
-            for name, member in receivers.items()
-        }
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,22 +190,39 @@ class WeightSession:
         Returns:
             Rollouts that serve the version now; the others receive the next published version.
         """
+        updated: list[str] = []
         async with self.pin:
             if self._is_formed or self._served is None:
-                return []
-            peers = self._members.peers(names)
-            first, self._epoch = self._epoch + 1, self._epoch + len(peers)
-            path = TransferPath(
-                backend=self._backend,
-                run_id=self._run_id,
-                form_s=self._spec.form_timeout_s,
-                transfer_s=self._timeout_s,
-                adopt_s=self._adopt_s,
-                tolerance=self._tolerance(),
+                return updated
+            for peer, near in self._members.peers(names).items():
+                self._epoch += 1
+                facts = {"peer": peer, "to": str(near)}
+                try:
+                    await self._send_from_peer(peer, near, self._served)
+                except ServiceError as error:
+                    logger.warning(
+                        "peer transfer failed; the trainer will send the weights",
+                        extra={**facts, "why": str(error)},
+                    )
+                    await self._members.abort(self._epoch, str(error))
+                else:
+                    logger.info("peer transfer completed", extra=facts)
+                    updated += near
+        return updated
+
+    async def _send_from_peer(self, peer: str, near: Sequence[str], served: PeerSource) -> None:
+        rollouts, version = self._members.rollouts, served.version
+        receivers = {name: rollouts[name] for name in near}
+        members = {peer: rollouts[peer], **receivers}
+        await self._form_group(members, receivers=near)
+        held = await self._prepare(version, members)
+        if held[peer] != version:
+            raise FailedPreconditionError(
+                f"{peer} must hold the served version {version}, but holds {held[peer]}"
             )
-            return await send_from_peers(
-                self._members, peers, served=self._served, path=path, epoch=first
-            )
+        await self._transfer(version, members, base_version=-1)
+        await self._adopt(version, served.digest, receivers)
+        await self._check(version, served.canary, receivers)
 
     async def retain_copy(self, version: int) -> None:
         """Copies a served version on the trainer before its weights change, for rollouts that join later."""
@@ -442,27 +361,18 @@ class WeightSession:
 
         async def send() -> tuple[Mapping[str, Any], str, Mapping[str, float], list[float]]:
             versions = [*held.values(), *(await self._prepare(version, members.rollouts)).values()]
-            base = versions[0] if len(set(versions)) == 1 else -1
+            is_base = len(set(versions)) == 1 and versions[0] < version
+            base = versions[0] if is_base else -1
             times = [time.perf_counter()]
             try:
-                sent = await members.call_all(
-                    {
-                        name: member.transfer(
-                            self._epoch,
-                            version,
-                            base_version=base if base < version else -1,
-                            timeout_s=self._timeout_s,
-                        )
-                        for name, member in members.all().items()
-                    }
-                )
+                sent = await self._transfer(version, members.all(), base_version=base)
             except DeadlineExceededError:
                 self._allow(_SLOWER * self._timeout_s)  # a link may be slow
                 raise
             digests = [digest for name in members.sources for digest in sent[name].digests]
             digest = version_digest(digests)
             times.append(time.perf_counter())
-            stalls = await self._adopt(version, digest)
+            stalls = await self._adopt(version, digest, members.rollouts)
             return sent, digest, stalls, [*times, time.perf_counter()]
 
         if in_turns:  # rollouts have no GPU until the trainer has its copy
@@ -472,7 +382,7 @@ class WeightSession:
             (canary, copied_at), brought = await gather_in_group(works)
         sent, digest, stalls, (prepared, transferred, adopted) = brought
         checked_from = time.perf_counter()
-        await self._check(version, canary)
+        await self._check(version, canary, members.rollouts)
         return SyncReport(
             version=version,
             digest=digest,
@@ -497,7 +407,22 @@ class WeightSession:
             }
         )
 
-    async def _adopt(self, version: int, digest: str) -> dict[str, float]:
+    async def _transfer(
+        self, version: int, some: Mapping[str, WeightSyncClient], *, base_version: int
+    ) -> dict[str, TransferResult]:
+        """Sends a version from sources to receivers, or its changes since the base version."""
+        return await self._members.call_all(
+            {
+                name: member.transfer(
+                    self._epoch, version, base_version=base_version, timeout_s=self._timeout_s
+                )
+                for name, member in some.items()
+            }
+        )
+
+    async def _adopt(
+        self, version: int, digest: str, rollouts: Mapping[str, WeightSyncClient]
+    ) -> dict[str, float]:
         """Puts a version into service; returns the seconds in which each rollout generated no token."""
 
         async def adopt(name: str, member: WeightSyncClient) -> float:
@@ -507,9 +432,8 @@ class WeightSession:
                 what = f"adopt weight version {version}"
                 raise LateError(name, f"did not {what} within {self._adopt_s:.0f} s") from error
 
-        rollouts = self._members.rollouts
         return await self._members.call_all(
-            {name: adopt(name, rollouts[name]) for name in rollouts}
+            {name: adopt(name, member) for name, member in rollouts.items()}
         )
 
     async def _score(self, version: int) -> Canary:
@@ -522,12 +446,14 @@ class WeightSession:
             self._canary = (version, answers[name])
         return self._canary[1]
 
-    async def _check(self, version: int, canary: Canary) -> None:
+    async def _check(
+        self, version: int, canary: Canary, rollouts: Mapping[str, WeightSyncClient]
+    ) -> None:
         tolerance = self._tolerance()
         await self._members.call_all(
             {
                 name: member.check(version, canary, tolerance, timeout_s=self._spec.adopt_timeout_s)
-                for name, member in self._members.rollouts.items()
+                for name, member in rollouts.items()
             }
         )
 
@@ -539,21 +465,8 @@ class WeightSession:
     async def _form(self) -> None:
         self._epoch += 1
         members = self._members
-        numbers = {name: number for number, name in enumerate(members.rollouts)}
         try:
-            await members.call_all(
-                {
-                    name: member.form_group(
-                        self._epoch,
-                        receiver=numbers.get(name),
-                        num_receivers=len(members.rollouts),
-                        backend=self._backend,
-                        scope=f"{self._run_id}/{self._epoch}",
-                        timeout_s=self._spec.form_timeout_s,
-                    )
-                    for name, member in members.all().items()
-                }
-            )
+            await self._form_group(members.all(), receivers=[*members.rollouts])
         except DeadlineExceededError as error:
             raise InterruptedLinkError(
                 f"{error.message}; {', '.join(members.all())} answer the controller, so a link between "
@@ -561,6 +474,24 @@ class WeightSession:
             ) from error
         self._is_formed = True
         metrics.observe_group(self._run_id, self._epoch, len(members.all()))
+
+    async def _form_group(
+        self, members: Mapping[str, WeightSyncClient], *, receivers: Sequence[str]
+    ) -> None:
+        numbers = {name: number for number, name in enumerate(receivers)}
+        await self._members.call_all(
+            {
+                name: member.form_group(
+                    self._epoch,
+                    receiver=numbers.get(name),
+                    num_receivers=len(receivers),
+                    backend=self._backend,
+                    scope=f"{self._run_id}/{self._epoch}",
+                    timeout_s=self._spec.form_timeout_s,
+                )
+                for name, member in members.items()
+            }
+        )
 
     def _drop_lost(self, gone: list[str], error: ServiceError, tries: int) -> None:
         """Removes lost rollouts.
