@@ -44,7 +44,7 @@ from services.common.runspec.examining import argument_problems
 from services.common.runspec.formulas import ADVANTAGES, LOSSES
 from services.common.runspec.loader import Draft, SpecError, read_draft
 from services.common.runspec.rollout import AGENTS, EARNED, REWARDS, WORKFLOWS
-from services.common.runspec.rules import batch_bytes, quota
+from services.common.runspec.rules import batch_bytes, critic_warmup, quota
 from services.common.runspec.run import ModelSpec, RunSpec
 from services.common.runspec.trainer import OF_EXPERTS
 from services.common.runspec.weight_modes import MODES
@@ -633,6 +633,8 @@ def _too_few_rows(spec: RunSpec, opened: Mapping[str, PromptSource]) -> Iterator
             f"trainer.prompts_per_step is {prompts}, but data.train has {num_rows} rows, so a step would "
             "train some rows several times; lower it, or add rows"
         )
+    if spec.trainer.steps is None:
+        yield from critic_warmup(spec, num_steps=spec.num_steps(num_rows))
 
 
 def _check_rows(

@@ -1098,11 +1098,21 @@ def _formulas(spec: RunSpec) -> Iterator[str]:
             f"critic is set, but algorithm.advantage {algorithm.advantage!r} has no critic; remove critic, "
             "or set algorithm.advantage to 'gae'"
         )
-    if spec.trainer.steps is not None and spec.critic.warmup_steps >= spec.trainer.steps:
+    if spec.trainer.steps is not None:
+        yield from critic_warmup(spec, num_steps=spec.trainer.steps)
+
+
+def critic_warmup(spec: RunSpec, *, num_steps: int) -> Iterator[str]:
+    """Yields a problem if all steps of a run would train only the critic.
+
+    Args:
+        num_steps: Steps of the whole run; with ``data.epochs`` they are known after the data is opened.
+    """
+    if spec.critic.warmup_steps >= num_steps:
+        length = "trainer.steps" if spec.trainer.steps is not None else "the steps of data.epochs"
         yield (
-            f"critic.warmup_steps ({spec.critic.warmup_steps}) must be below trainer.steps "
-            f"({spec.trainer.steps}), or the policy would never be trained; lower the first or raise the "
-            "second"
+            f"critic.warmup_steps ({spec.critic.warmup_steps}) must be below {length} ({num_steps}), or the "
+            "policy would never be trained; lower the first or raise the second"
         )
 
 

@@ -459,6 +459,14 @@ def test_rows_that_would_be_quarantined_are_noted(tmp_path):
     assert note.startswith("data.train: 1 of its first 4 rows")
 
 
+def test_a_warmup_of_the_critic_that_is_as_long_as_the_epochs_is_rejected(tmp_path):
+    parts = {"algorithm": {"advantage": "gae"}, "trainer": {"steps": None}}
+    parts["data"] = {"epochs": 2}  # of 4 rows: 2 steps
+    check(spec_with(tmp_path, critic={"warmup_steps": 1}, **parts))
+    with pytest.raises(SpecError, match=r"critic\.warmup_steps \(2\).*data\.epochs \(2\)"):
+        check(spec_with(tmp_path, critic={"warmup_steps": 2}, **parts))
+
+
 def test_a_batch_that_the_queue_of_this_machine_never_holds_is_rejected(tmp_path, monkeypatch):
     spec = spec_with(tmp_path, rollout={"max_response_tokens": 30_000, "group_size": 64})
     check(spec)

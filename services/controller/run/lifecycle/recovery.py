@@ -19,6 +19,7 @@ from services.common.errors import FailedPreconditionError
 from services.common.fields import partition_id
 from services.common.host import Clock
 from services.common.runspec.data import WeightedSetSpec
+from services.common.runspec.rules import critic_warmup
 from services.common.runspec.run import RunSpec
 from services.controller.rules.difficulty import Difficulty
 from services.controller.rules.evaluation import Evaluation, StartedEvaluation
@@ -69,8 +70,10 @@ async def restore(
 
     Raises:
         FailedPreconditionError: If the trainer's checkpoints and the database are of different
-            runs.
+            runs, or if all steps would train only the critic.
     """
+    for problem in critic_warmup(spec.now, num_steps=spec.num_steps):
+        raise FailedPreconditionError(problem)
     run_id, recovered = journal.run_id, await journal.load()
     if recovered.is_new and connections.trained and spec.now.trainer.checkpoint.start_from:
         recovered = await _start_from(connections.trained, spec, journal=journal)

@@ -166,3 +166,19 @@ async def test_a_scoring_worker_that_cannot_reach_the_transferqueue_is_reported(
         scorer.is_cut_off = False
         (back,) = await reported("WorkerReconnected")
         assert back.data["workers"] == ["ref_logp-0"]
+
+
+async def test_epochs_that_end_within_the_warmup_of_the_critic_fail_the_run(database, workers):
+    spec = specification(
+        algorithm={"advantage": "gae"},
+        critic={"warmup_steps": 32},
+        data={**specification().data.model_dump(mode="json"), "epochs": 1},  # 64 rows: 32 steps
+        trainer={"prompts_per_step": 2},
+    )
+    async with open_manager(database, queue=workers.queue) as manager, asyncio.timeout(20):
+        run_id = (await manager.create(Submission(spec=spec)))[0].run_id
+        await manager.drivers.wait()
+        run = await manager.get(run_id)
+    assert (run.state, run.step) == ("FAILED", 0)
+    assert "critic.warmup_steps (32)" in run.message
+    assert "data.epochs (32)" in run.message
