@@ -372,9 +372,26 @@ def _examined_here(spec: RunSpec, *, tries_functions: bool = True) -> RowTrialRe
     notes: list[str] = []
     if is_tokenizer_right:
         notes = _try(problems, spec, sources, tries_functions=tries_functions)
+    notes += _warmup_notes(spec, sources)
     if problems and is_offline:
         problems.append(_OFFLINE)
     return RowTrialResult(problems, notes)
+
+
+def _warmup_notes(spec: RunSpec, opened: Mapping[str, PromptSource]) -> Iterator[str]:
+    """Yields a note if the run ends before its learning rate has reached the peak, as short trials do."""
+    rows = [len(opened[split]) for split in spec.data.train_sets if split in opened]
+    if spec.validation.only or (spec.trainer.steps is None and not rows):
+        return
+    num_steps = max(0, spec.num_steps(sum(rows)) - spec.critic.warmup_steps)
+    optimizer, num_updates = spec.trainer.optimizer, num_steps * spec.trainer.updates_per_step
+    if 0 < num_updates < optimizer.warmup_steps:
+        reached = optimizer.learning_rate * num_updates / optimizer.warmup_steps
+        yield (
+            f"trainer.optimizer.warmup_steps is {optimizer.warmup_steps}, but the run has {num_updates} "
+            f"updates, so its learning rate ends at {reached:.3g} instead of {optimizer.learning_rate:g}; "
+            "lower it, or train for more steps"
+        )
 
 
 def _try(
@@ -623,7 +640,7 @@ def _sources(spec: RunSpec, *, opened: dict[str, PromptSource]) -> Iterator[str]
 
 
 def _too_few_rows(spec: RunSpec, opened: Mapping[str, PromptSource]) -> Iterator[str]:
-    """Yields a problem if a step has more prompts than rows, because it would train some rows repeatedly."""
+    """Yields problems of too few rows: for a step without repetition, or for epochs that train the policy."""
     sets, prompts = spec.data.train_sets, spec.trainer.prompts_per_step
     if spec.validation.only or not sets.keys() <= opened.keys():
         return

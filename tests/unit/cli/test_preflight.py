@@ -459,6 +459,21 @@ def test_rows_that_would_be_quarantined_are_noted(tmp_path):
     assert note.startswith("data.train: 1 of its first 4 rows")
 
 
+@pytest.mark.parametrize("length", [{"steps": 2}, {"steps": None}])
+def test_a_warmup_that_is_longer_than_the_run_is_noted(tmp_path, length):
+    def notes(**trainer):
+        spec = spec_with(tmp_path, data={"epochs": epochs}, trainer={**length, **trainer})
+        (tmp_path / "spec.json").write_text(spec.model_dump_json())
+        return read_checked(tmp_path / "spec.json").notes
+
+    epochs = None if length["steps"] else 2  # of 4 rows: 2 steps
+    optimizer = {"warmup_steps": 4, "learning_rate": 1e-3}
+    (note,) = notes(optimizer=optimizer)
+    assert note.startswith("trainer.optimizer.warmup_steps is 4")
+    assert "0.0005 instead of 0.001" in note
+    assert not notes(optimizer=optimizer, updates_per_step=2)
+
+
 def test_a_warmup_of_the_critic_that_is_as_long_as_the_epochs_is_rejected(tmp_path):
     parts = {"algorithm": {"advantage": "gae"}, "trainer": {"steps": None}}
     parts["data"] = {"epochs": 2}  # of 4 rows: 2 steps
