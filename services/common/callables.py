@@ -6,7 +6,9 @@ import importlib.util
 import inspect
 import os
 import sys
+import sysconfig
 import threading
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +19,8 @@ from typing import Any
 _LOADING = threading.RLock()
 """Held while a user's file is executed: another thread must not see a partly initialized module."""
 _MAX_ERROR_CHARACTERS = 2000
+_SERVICES = str(Path(__file__).parents[1]) + os.sep
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 
 
 class _NotFoundError(ValueError):
@@ -190,13 +194,28 @@ def source_digest(reference: str) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Formats an exception of user code for its caller: its class, and the beginning of its text."""
+    """Formats an exception of user code for its caller: class, beginning of the text, file and line."""
     try:
         text = str(error)
     except Exception as other:  # noqa: BLE001 -- user code formats it
         text = f"its text cannot be formatted ({type(other).__name__})"
     name = type(error).__name__
-    return (f"{name}: {text}" if text else name)[:_MAX_ERROR_CHARACTERS]
+    return (f"{name}: {text}" if text else name)[:_MAX_ERROR_CHARACTERS] + _place_of(error)
+
+
+def _place_of(error: BaseException) -> str:
+    """Returns the line of the user's file at which an exception left it; empty if none was called.
+
+    Libraries that the file calls are not named, because their lines do not show the mistake.
+    """
+    lines: dict[str, int] = {}
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file = frame.f_code.co_filename
+        is_standard = file.startswith(_STANDARD_LIBRARY) and "site-packages" not in file
+        if not (is_standard or file.startswith((_SERVICES, "<"))):
+            lines[file] = line
+    file = next(iter(lines), "")
+    return f" ({Path(file).name}, line {lines[file]})" if file else ""
 
 
 def _load(reference: Reference) -> ModuleType:

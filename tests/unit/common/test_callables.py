@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.callables import load_callable, source_digest
+from services.common.callables import describe_error, load_callable, source_digest
 
 
 def test_a_function_of_a_module_is_found() -> None:
@@ -60,3 +60,17 @@ def test_a_file_that_imports_an_unknown_module_is_named(
     file.write_text(f"import {name}\n")
     with pytest.raises(ValueError, match=rf"tasks\.py.*{name}.*{fix}"):
         load_callable(f"{file}:function")
+
+
+def test_an_error_of_user_code_names_the_line_of_their_file(tmp_path: Path) -> None:
+    file = tmp_path / "scores.py"
+    file.write_text(
+        "import json\n\ndef parsed(text):\n    return json.loads(text)\n\n"
+        "def score(text):\n    return parsed(text)\n"
+    )
+    with pytest.raises(ValueError, match="Expecting") as caught:
+        load_callable(f"{file}:score")("no JSON")
+    error = caught.value
+    assert error.__traceback__ is not None
+    text = describe_error(error.with_traceback(error.__traceback__.tb_next))  # without this file
+    assert text.endswith("(scores.py, line 4)")
