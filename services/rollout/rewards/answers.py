@@ -26,7 +26,10 @@ def answer_text(answer: Any, *, reward: str) -> str:
     """
     is_missing = answer is None or (isinstance(answer, float) and math.isnan(answer))
     if is_missing:
-        raise ValueError(f"{reward} needs an answer; set data.answer_column")
+        raise ValueError(
+            f"{reward} needs an answer, but the row has none; remove such rows (data.train.filters), or set "
+            "data.answer_column to the column that has it"
+        )
     if isinstance(answer, Mapping | list | tuple):
         raise ValueError(  # noqa: TRY004 -- the data is wrong, not an argument's type
             f"{reward} needs text or a number as the answer, got {answer!r:.80}; set data.answer_column to a "
