@@ -14,7 +14,10 @@ _Wrapper = qwen3_5.Qwen3_5ForConditionalGeneration
 
 
 class _Hybrid(IsHybrid, SupportsMRoPE):  # type: ignore[misc]  # vLLM has no types
-    """States of recurrent layers, and positions of texts."""
+    """States of recurrent layers, and positions of texts.
+
+    It comes last among the bases: ``Protocol`` replaces ``__init__``, whose signature vLLM reads.
+    """
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: Any) -> Any:
@@ -38,9 +41,9 @@ class _Hybrid(IsHybrid, SupportsMRoPE):  # type: ignore[misc]  # vLLM has no typ
         return torch.arange(len(input_tokens)).expand(3, -1), 0
 
 
-class Qwen35ForCausalLM(_Hybrid, qwen3_5.Qwen3_5ForCausalLM):  # type: ignore[misc]  # vLLM has no types
+class Qwen35ForCausalLM(qwen3_5.Qwen3_5ForCausalLM, _Hybrid):  # type: ignore[misc]  # vLLM has no types
     """Language model of ``qwen3_5_text``."""
 
 
-class Qwen35MoeForCausalLM(_Hybrid, qwen3_5.Qwen3_5MoeForCausalLM):  # type: ignore[misc]  # vLLM has no types
+class Qwen35MoeForCausalLM(qwen3_5.Qwen3_5MoeForCausalLM, _Hybrid):  # type: ignore[misc]  # vLLM has no types
     """Language model of ``qwen3_5_moe_text``."""
