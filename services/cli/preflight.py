@@ -24,7 +24,7 @@ from services.cli.output import escaping_descriptors
 from services.cli.row_trial import MAX_ROWS, RowTrialResult, try_functions, try_rows
 from services.cli.settings import MachineSettings
 from services.common.callables import bind_callable, load_callable
-from services.common.models.configs import full_config, is_folder, read_config
+from services.common.models.configs import begin_check, full_config, is_folder, read_config
 from services.common.models.families import (
     COMPARED,
     FAMILIES,
@@ -351,6 +351,7 @@ def model_config(spec: RunSpec) -> Any:
 
 def _examined_here(spec: RunSpec, *, tries_functions: bool = True) -> RowTrialResult:
     problems: list[str] = []
+    begin_check(spec.model)
     is_offline = hub_is_needed(spec) and not go_offline_unless_reachable()
     sources: dict[str, PromptSource] = {}
     _collect(problems, _model, spec, "model")

@@ -1,10 +1,11 @@
 """Reads the ``config.json`` of a model without torch."""
 
+import atexit
 import functools
 import os.path
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from services.common.models.evaluator import Evaluator, parse_config
 from services.common.models.families import MULTIMODAL, image_kind, language_config
@@ -249,15 +250,25 @@ def check_evaluates(model: ModelSpec) -> None:
         _try_text(path.read_text(encoding="utf-8"))
 
 
+def begin_check(model: ModelSpec) -> None:
+    """Starts the process of :func:`check_evaluates`, whose imports take a second or more."""
+    if not (model.is_tiny or model.trust_remote_code):
+        _CONFIGS.begin()
+
+
 @functools.lru_cache(16)
 def _try_text(text: str) -> None:
-    evaluator = Evaluator("config")
     try:
-        evaluator.evaluate(text)
+        _CONFIGS.evaluate(text)
     except ValueError as error:
         raise ValueError(f"its config.json cannot be evaluated: {error}") from error
     finally:
-        evaluator.close()
+        _CONFIGS.close()
+
+
+_CONFIGS: Final = Evaluator("config")
+"""Ends after each evaluation: a process needs few of them."""
+atexit.register(_CONFIGS.close)
 
 
 def _read(path: Path) -> Any:

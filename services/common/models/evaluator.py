@@ -58,8 +58,14 @@ class Evaluator:
         self._timeout_s = _TIMEOUT_S[kind] if timeout_s is None else timeout_s
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_ready = False
         self._owner = 0
         self._stops: Counter[str] = Counter()
+
+    def begin(self) -> None:
+        """Starts the process if it is not running, and does not wait for its imports."""
+        with self._lock:
+            self._running()
 
     def evaluate(self, source: str, arguments: Mapping[str, Any] | None = None) -> Any:
         """Evaluates a file; returns the result as JSON values.
@@ -108,21 +114,24 @@ class Evaluator:
             ) from error
 
     def _started(self) -> subprocess.Popen[bytes]:
-        # A fork of this process must not use its parent's pipes.
-        if (
-            self._process is not None
-            and self._owner == os.getpid()
-            and self._process.poll() is None
-        ):
-            return self._process
-        self._process, self._owner = _spawn(self._kind), os.getpid()
+        process = self._running()
+        if self._is_ready:
+            return process
         try:
-            self._answer(self._process, _START_TIMEOUT_S)
+            self._answer(process, _START_TIMEOUT_S)
         except (TimeoutError, EOFError) as error:
             self._stop()
             raise EOFError(
                 f"the process that evaluates a model's {self._kind} did not start"
             ) from error
+        self._is_ready = True
+        return process
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        # A fork of this process must not use its parent's pipes.
+        if self._process is None or self._owner != os.getpid() or self._process.poll() is not None:
+            self._process, self._owner = _spawn(self._kind), os.getpid()
+            self._is_ready = False
         return self._process
 
     def _answer(self, process: subprocess.Popen[bytes], timeout_s: float) -> dict[str, Any]:
