@@ -79,7 +79,8 @@ def serve(modules: Sequence[str]) -> str | None:
         modules: Modules to import. Those that cannot be imported are left to the forks.
 
     Returns:
-        In a fork, the module to run; None in the server after its last command.
+        In a fork, the module to run; None in the server after its last command, or without any if
+        an import has initialized CUDA.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     commands = _CommandPipe()
@@ -93,6 +94,9 @@ def serve(modules: Sequence[str]) -> str | None:
             importlib.import_module(module)
         except ImportError as error:
             print(f"fork server: cannot import {module}: {error}", file=sys.stderr)  # noqa: T201
+    if _has_initialized_cuda():
+        print("fork server: an import has initialized CUDA", file=sys.stderr)  # noqa: T201
+        return None
     gc.freeze()
     while (command := commands.next()) is not None:
         if "ended" in command:
@@ -113,6 +117,16 @@ def serve(modules: Sequence[str]) -> str | None:
             return str(command["module"])
         commands.answer(pid=pid)
     return None
+
+
+def _has_initialized_cuda() -> bool:
+    """Returns True if forks cannot use GPUs; only a fork can tell."""
+    if (torch := sys.modules.get("torch")) is None:
+        return False
+    pid = os.fork()
+    if pid == 0:
+        os._exit(int(torch.cuda._is_in_bad_fork()))  # noqa: SLF001 -- there is no public name
+    return _status(pid) != 0
 
 
 def _status(pid: int) -> int | None:

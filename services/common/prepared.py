@@ -1,8 +1,8 @@
 """Runs a program that is imported first and gets its environment later.
 
-``python -m services.common.prepared services.controller`` imports the program and waits for a line with a
-JSON object on standard input. It then runs the program with exactly that environment, and appends its output
-to the file:
+``python -m services.common.prepared services.controller`` imports the program, calls its function
+``prepare`` if there is one, and waits for a line with a JSON object on standard input. It then runs the
+program with exactly that environment, and appends its output to the file:
 
     {"environment": {...}, "log": "controller.log"}
 
@@ -22,7 +22,9 @@ from services.common.fork_server import set_command_line
 def main() -> None:
     """Runs the module that the first argument names."""
     module = sys.argv[1]
-    importlib.import_module(f"{module}.__main__")
+    program = importlib.import_module(f"{module}.__main__")
+    if (prepare := getattr(program, "prepare", None)) is not None:
+        prepare()
     del sys.modules[f"{module}.__main__"]  # it runs once more, as the main program
     line = _read_line(sys.stdin.fileno())
     if not line:

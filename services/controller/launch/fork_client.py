@@ -1,6 +1,6 @@
 """Starts workers as forks of a process with their imports done (``services.common.fork_server``).
 
-On a host without GPUs, a worker spends most of its start on imports. The forkserver of ``multiprocessing``
+Imports take two to ten seconds of a worker's start. The forkserver of ``multiprocessing``
 starts workers as fast (0.06 s), but its processes import the controller's ``__main__`` again, keep three
 of its file descriptors, skip ``atexit``, and all show the same command line.
 """
@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import signal
+import subprocess
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -90,7 +91,7 @@ class ForkServer:
         tasks: TaskGroup,
         start_timeout_s: float,
     ) -> None:
-        self._command = module_command("services.common.fork_server", *modules)
+        self._modules = modules
         self._environment = environment
         self._tasks = tasks
         self._start_timeout_s = start_timeout_s
@@ -104,17 +105,11 @@ class ForkServer:
             if self._is_disabled or (self._server is not None and not self._server.is_gone):
                 return
             try:
-                process = await asyncio.create_subprocess_exec(
-                    *self._command,
-                    env=self._environment,
-                    stdin=asyncio.subprocess.PIPE,
-                    stdout=asyncio.subprocess.PIPE,
-                    start_new_session=True,
-                )
+                process = _begun.pop() if _begun else _begin(self._environment, self._modules)
             except OSError as error:
                 self._disable(str(error))
                 return
-            self._server = _Server(process)
+            self._server = await _Server.connect(process)
             self._tasks.create_task(self._server.listen())
 
     async def start(
@@ -183,8 +178,6 @@ async def open_fork_server(
         start_timeout_s: Seconds without an answer after which a server is killed.
     """
     async with TaskGroup() as tasks:
-        # A second OpenMP thread would not survive a fork; a worker sets its own number of threads.
-        environment = {**environment, "OMP_NUM_THREADS": "1"}
         forks = ForkServer(environment, modules, tasks=tasks, start_timeout_s=start_timeout_s)
         await forks.ensure_started()
         try:
@@ -193,18 +186,61 @@ async def open_fork_server(
             forks.close()
 
 
+def begin_imports(environment: Mapping[str, str], modules: Sequence[str] = PRELOADED) -> None:
+    """Starts the process of the first server that :func:`open_fork_server` opens, before it is opened."""
+    with suppress(OSError):  # the next try reports it
+        _begun.append(_begin(environment, modules))
+
+
+_begun: "list[subprocess.Popen[bytes]]" = []
+
+
+def _begin(environment: Mapping[str, str], modules: Sequence[str]) -> "subprocess.Popen[bytes]":
+    fixed = {
+        # A second OpenMP thread would not survive a fork; a worker sets its own number of threads.
+        "OMP_NUM_THREADS": "1",
+        # Else a question for GPUs initializes CUDA, which then works in no fork.
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    }
+    return subprocess.Popen(  # noqa: S603 -- a module of this project
+        module_command("services.common.fork_server", *modules),
+        env={**environment, **fixed},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
 class _Server:
     """One fork server process, which answers in the order of the commands.
 
     Args:
-        process: The process, with pipes at standard input and output.
+        process: The process.
+        commands: Its standard input.
+        answers: Its standard output.
     """
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(
+        self,
+        process: "subprocess.Popen[bytes]",
+        commands: asyncio.WriteTransport,
+        answers: asyncio.StreamReader,
+    ) -> None:
         self._process = process
+        self._commands = commands
+        self._lines = answers
         self._answers: deque[asyncio.Future[dict[str, Any]]] = deque()
         self.has_answered = False
         self.is_gone = False
+
+    @classmethod
+    async def connect(cls, process: "subprocess.Popen[bytes]") -> "_Server":
+        """Connects to a process with pipes at standard input and output."""
+        loop = asyncio.get_running_loop()
+        answers = asyncio.StreamReader()
+        commands, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, process.stdin)
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(answers), process.stdout)
+        return cls(process, commands, answers)
 
     def request(self, **command: Any) -> asyncio.Future[dict[str, Any]]:
         """Sends a command; the answer is empty if the process ends before it answers."""
@@ -212,15 +248,13 @@ class _Server:
         if self.is_gone:
             answer.set_result({})
         else:
-            assert self._process.stdin is not None
             self._answers.append(answer)
-            self._process.stdin.write(json.dumps(command).encode() + b"\n")
+            self._commands.write(json.dumps(command).encode() + b"\n")
         return answer
 
     async def listen(self) -> None:
         """Forwards answers until the process ends."""
-        assert self._process.stdout is not None
-        async for line in self._process.stdout:
+        async for line in self._lines:
             self.has_answered = True
             answer, content = self._answers.popleft(), json.loads(line)
             if not answer.done():
@@ -234,7 +268,8 @@ class _Server:
         for answer in self._answers:
             if not answer.done():
                 answer.set_result({})
-        await self._process.wait()
+        self._commands.close()
+        await asyncio.to_thread(self._process.wait)
 
     def kill(self) -> None:
         self.is_gone = True

@@ -23,6 +23,7 @@ from services.common.runspec.workers import WORKERS
 from services.common.security.confinement import CodePolicy
 from services.common.security.credentials import current_identity
 from services.common.task_group import TaskGroup
+from services.controller.launch import fork_client
 from services.controller.launch.fork_client import ForkServer, open_fork_server
 from services.controller.launch.gpus import HostGpus, host_gpus
 from services.controller.launch.launcher import (
@@ -292,16 +293,13 @@ async def open_process_launcher(
 ) -> AsyncIterator[ProcessLauncher]:
     """Opens a launcher until the block ends; the arguments are those of :class:`ProcessLauncher`.
 
-    It forks workers on a host without GPUs only: a process that has initialized CUDA cannot use it
-    after a fork, and an import may initialize it. Where engines take a minute to load, imports
-    matter little anyway.
+    It forks workers of a process with their imports done; see :func:`begin_imports`.
     """
     gpus = host_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
     async with AsyncExitStack() as stack:
         forks = None
-        if not gpus and sys.platform == "linux":
-            environment = {**_inherited(), "CUDA_VISIBLE_DEVICES": ""}
-            forks = await stack.enter_async_context(open_fork_server(environment))
+        if sys.platform == "linux":
+            forks = await stack.enter_async_context(open_fork_server(_inherited()))
         yield ProcessLauncher(
             controller_address=controller_address,
             state_directory=state_directory,
@@ -322,6 +320,12 @@ def _engine_to_import(spec: RunSpec, role: str, gpus: Sequence[str]) -> dict[str
     if role != "rollout" or not gpus or spec.rollout.reproducible == "batch_invariant":
         return {}
     return {f"{WORKERS[role].settings_prefix}ENGINE": spec.rollout.engine}
+
+
+def begin_imports() -> None:
+    """Starts the imports of workers before a launcher opens in this process."""
+    if sys.platform == "linux":
+        fork_client.begin_imports(_inherited())
 
 
 def _inherited() -> dict[str, str]:

@@ -137,6 +137,13 @@ def test_failed_imports_do_not_stop_the_fork_server(tmp_path):
     assert "No module named 'nowhere'" in errors
 
 
+def test_a_server_whose_forks_cannot_use_gpus_ends(tmp_path):
+    (tmp_path / "torch.py").write_text("class cuda:\n    _is_in_bad_fork = lambda: True")
+    with serving(tmp_path, "torch") as server:
+        assert server.process.wait() == 0
+        assert "CUDA" in server.process.stderr.read()
+
+
 def test_forks_outlive_the_server_whose_orders_end(tmp_path):
     (tmp_path / "waiting.py").write_text("import signal; signal.pause()")
     with serving(tmp_path) as server:

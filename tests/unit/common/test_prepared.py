@@ -16,7 +16,9 @@ def _start(folder: Path) -> subprocess.Popen[bytes]:
     program.mkdir()
     (program / "__init__.py").touch()
     (program / "__main__.py").write_text(
-        f"import sys\nif __name__ == '__main__':\n    exec({_SOURCE!r})\n", encoding="utf-8"
+        f"import sys\ndef prepare(): sys.argv.append('prepared')\n"
+        f"if __name__ == '__main__':\n    exec({_SOURCE!r})\n",
+        encoding="utf-8",
     )
     return subprocess.Popen(
         [sys.executable, "-m", "services.common.prepared", "program"],
@@ -33,7 +35,13 @@ def test_it_runs_with_the_given_environment_alone_and_keeps_the_rest_of_its_inpu
     command = {"environment": {"NAME": "new"}, "log": str(log)}
     output, _ = _start(tmp_path).communicate(json.dumps(command).encode() + b"\nrest", timeout=30)
     assert output == b""
-    assert log.read_text(encoding="utf-8").split() == ["__main__", "new", "None", "rest"]
+    assert log.read_text(encoding="utf-8").split() == [
+        "__main__",
+        "prepared",
+        "new",
+        "None",
+        "rest",
+    ]
 
 
 def test_it_ends_with_its_input(tmp_path: Path) -> None:

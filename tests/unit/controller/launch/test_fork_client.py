@@ -55,6 +55,17 @@ async def test_statuses_are_those_of_the_processes(environment, tmp_path, log):
         assert len(servers()) == 1
 
 
+async def test_imports_that_have_begun_are_those_of_the_first_server(environment, log):
+    fork_client.begin_imports(environment, ())
+    (begun,) = servers()
+    async with open_fork_server(environment, ()) as forks:
+        assert servers() == [begun]
+        assert await (await forks.start("this", {}, log)).wait() == 0
+        begun.kill()
+        begun.wait()
+        assert await (await forks.start("this", {}, log)).wait() == 0
+
+
 async def test_workers_live_on_without_their_server_and_the_next_one_has_another(
     environment, tmp_path, log
 ):

@@ -11,7 +11,7 @@ from services.common.errors import FailedPreconditionError
 from services.common.runspec.run import RunSpec
 from services.common.task_group import TaskGroup
 from services.controller.launch import process
-from services.controller.launch.process import ProcessLauncher, open_process_launcher
+from services.controller.launch.process import ProcessLauncher
 from services.controller.launch.worker_process import ChildProcess
 from tests.helpers.rest import SPEC
 
@@ -199,21 +199,6 @@ async def test_what_is_started_is_written_down(tmp_path):
         await launcher_of(tmp_path, tasks, Orders(Exited())).start("run_a", spec)
     (entry,) = json.loads((tmp_path / "run_a" / "logs" / "rollout-0.process").read_text())
     assert entry["pid"] == os.getpid()
-
-
-@pytest.mark.parametrize(("gpus", "is_forking"), [("", True), ("0,1", False)])
-async def test_workers_are_forked_where_there_are_no_gpus(tmp_path, monkeypatch, gpus, is_forking):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
-    async with (
-        TaskGroup() as tasks,
-        open_process_launcher(
-            controller_address="127.0.0.1:1",
-            state_directory=tmp_path,
-            on_exit=lambda told: None,
-            tasks=tasks,
-        ) as launcher,
-    ):
-        assert (launcher._forks is not None) == is_forking
 
 
 def test_ranks_rendezvous_at_a_reserved_port():
