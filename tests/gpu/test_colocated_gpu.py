@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from services.trainer.engines.fsdp.host_copy import OffloadedState
-from tests.helpers.gpu_runs import train_on_gpus
+from tests.helpers.gpu_runs import train_on_gpus, use_one_gpu
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,7 +29,7 @@ def test_a_run_trains_in_turns_on_one_gpu(
     cache: float,
 ) -> None:
     """With so large a cache both sides release their memory; else a small model stays."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    use_one_gpu(monkeypatch)
     own = int(cache * torch.cuda.get_device_properties(0).total_memory)
     settings = (
         *((f"rollout.engine_arguments.kv_cache_memory_bytes={own}",) if cache else ()),

@@ -17,7 +17,7 @@ from services.rollout.engines.engine_config import EngineConfig
 from services.rollout.engines.external import ExternalEngine
 from services.rollout.engines.torch.engine import TorchEngine
 from tests.helpers.engines import request, running
-from tests.helpers.gpu_runs import train_on_gpus
+from tests.helpers.gpu_runs import train_on_gpus, use_one_gpu
 from tests.helpers.placing import place_all
 
 pytestmark = [
@@ -135,7 +135,7 @@ async def check_updates(kind: Fp8 | None, cache: str | None, *, is_eager: bool, 
 def test_a_run_with_fp8_rollouts_trains_on_one_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: bool
 ) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    use_one_gpu(monkeypatch)
     settings = (
         "rollout.quantization=fp8",
         "trainer.steps=6",

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.helpers.cli import run_module
-from tests.helpers.gpu_runs import train_on_gpus
+from tests.helpers.gpu_runs import train_on_gpus, use_one_gpu
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,7 +29,7 @@ def test_logprobs_of_packs_equal_those_of_vllm(family: str) -> None:
 
 
 def test_ratios_of_a_synchronous_run_are_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    use_one_gpu(monkeypatch)
     settings = (
         "rollout.reproducible=batch_invariant",
         "algorithm.max_staleness=0",

@@ -9,7 +9,7 @@ import torch
 from services.weightsync import shared_buffers
 from services.weightsync.shared_buffers import CudaMemoryError, open_handle
 from tests.helpers.cli import run_module
-from tests.helpers.gpu_runs import train_on_gpus
+from tests.helpers.gpu_runs import train_on_gpus, use_one_gpu
 from tests.helpers.ranks import PROCESSES
 from tests.helpers.weight_session import session_of
 
@@ -70,7 +70,7 @@ async def test_a_session_of_one_gpu_continues_without_a_killed_member() -> None:
 def test_a_run_on_one_gpu_takes_weights_by_handle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, placement: str
 ) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    use_one_gpu(monkeypatch)
     settings = (f"topology.placement={placement}", "trainer.steps=4")
     train_on_gpus(tmp_path, engine, *settings, timeout=800)
     (log,) = (tmp_path / "runs").glob("*/logs/trainer-0.log")

@@ -1,12 +1,19 @@
 """Complete runs on GPUs."""
 
 import importlib.util
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.cli import SORT4, Finished, train
+
+
+def use_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the processes of a test see the first of the visible GPUs only."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or "0"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible.partition(",")[0])
 
 
 def train_on_gpus(folder: Path, engine: str, *settings: str, timeout: float) -> Finished:
