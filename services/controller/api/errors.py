@@ -5,6 +5,7 @@ import logging
 import re
 from collections.abc import Mapping
 from http import HTTPStatus
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -16,7 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.common.errors import ResourceExhaustedError, ServiceError
+from services.common.errors import InvalidArgumentError, ResourceExhaustedError, ServiceError
 from services.common.runspec.loader import MAX_DOCUMENT_BYTES, SpecError
 from services.common.telemetry import tracing
 from services.common.telemetry.logging import RareLog
@@ -126,10 +127,30 @@ def _add_domain_handlers(app: FastAPI) -> None:
         return problem(
             request,
             HTTPStatus.UNPROCESSABLE_ENTITY,
-            "invalid_spec",
+            InvalidSpecError.reason.lower(),
             "the run specification is invalid",
             errors=[FieldProblem(pointer=_pointer(text), message=text) for text in error.problems],
         )
+
+
+class InvalidSpecError(InvalidArgumentError):
+    """A run specification breaks a rule."""
+
+    reason = "INVALID_SPEC"
+
+
+class InvalidRequestError(InvalidArgumentError):
+    """A field of a request is unknown, or has a wrong value."""
+
+    reason = "INVALID_REQUEST"
+
+
+def describe_field_error(error: Mapping[str, Any]) -> str:
+    """Returns what is wrong with one field of a request, from an error of pydantic, and what was given."""
+    if error["type"] == "extra_forbidden":
+        return "is not a field of this request; docs/openapi.json lists the fields"
+    shows = error["type"] not in ("missing", "json_invalid")
+    return f"{error['msg']}, got {error['input']!r:.80}" if shows else str(error["msg"])
 
 
 def _pointer(problem: str) -> str:
@@ -143,12 +164,14 @@ def _add_request_handlers(app: FastAPI) -> None:
     async def validation_error(request: Request, error: RequestValidationError) -> JSONResponse:
         errors = [
             FieldProblem(
-                pointer="/" + "/".join(str(part) for part in item["loc"]), message=item["msg"]
+                pointer="/" + "/".join(str(part) for part in item["loc"]),
+                message=describe_field_error(item),
             )
             for item in error.errors()
         ]
         status = HTTPStatus.UNPROCESSABLE_ENTITY
-        return problem(request, status, "invalid_request", "the request is invalid", errors=errors)
+        code = InvalidRequestError.reason.lower()
+        return problem(request, status, code, "the request is invalid", errors=errors)
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:

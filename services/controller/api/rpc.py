@@ -18,6 +18,11 @@ from services.common.errors import InvalidArgumentError, NotFoundError
 from services.common.rpc.server import Know
 from services.common.runspec.loader import MAX_DOCUMENT_BYTES, SpecError
 from services.common.task_group import uninterrupted
+from services.controller.api.errors import (
+    InvalidRequestError,
+    InvalidSpecError,
+    describe_field_error,
+)
 from services.controller.api.operations import OPERATIONS, Operation
 from services.controller.api.principals import Principal
 from services.controller.api.run_api import RunApi
@@ -156,11 +161,15 @@ async def _answer(
     try:
         parsed = operation.model_validate(_fields(operation, request))
     except ValidationError as error:
-        raise InvalidArgumentError(str(error)) from error
+        texts = (
+            f"{'.'.join(map(str, item['loc'])) or 'the request'}: {describe_field_error(item)}"
+            for item in error.errors()
+        )
+        raise InvalidRequestError("\n".join(texts)) from error
     try:
         return (await api.answer(who, parsed))[0]
     except SpecError as error:
-        raise InvalidArgumentError(str(error)) from error
+        raise InvalidSpecError(str(error)) from error
 
 
 def _fields(operation: type[Operation[Any]], request: Message) -> dict[str, Any]:

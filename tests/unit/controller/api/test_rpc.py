@@ -15,6 +15,7 @@ from services.common.errors import (
     NotFoundError,
     PermissionDeniedError,
     UnauthenticatedError,
+    from_rpc_error,
 )
 from services.common.rpc import client
 from services.common.rpc.server import serve
@@ -125,6 +126,33 @@ async def test_both_faces_show_the_same_runs(both):
     assert not (await call(stub.ListCheckpoints, pb.ListCheckpointsRequest(**named))).checkpoints
     assert not (await call(stub.GetTopology, pb.GetTopologyRequest(**named))).workers
     assert [line async for line in stub.ReadLogs(pb.ReadLogsRequest(**named))] == []
+
+
+@pytest.mark.parametrize(
+    ("patch", "code"),
+    [
+        ({"steps": 50}, "invalid_request"),
+        ({"validation_every": "3"}, "invalid_request"),
+        ({"limits": {"max_restarts": "x"}}, "invalid_spec"),
+    ],
+)
+async def test_both_faces_refuse_a_change_with_the_same_code_and_text(both, patch, code):
+    rpc, rest = both
+    created = await rest.post("/v1/runs", json=SPEC)
+    path, etag = created.headers["Location"], created.headers["ETag"]
+    refused = (await rest.patch(path, json=patch, headers={"If-Match": etag})).json()
+    (problem,) = refused["errors"]
+    request = pb.UpdateRunRequest(
+        name=f"runs/{created.json()['id']}",
+        revision=int(etag.strip('"')),
+        patch_json=json.dumps(patch),
+    )
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await rpc.UpdateRun(request)
+    error = from_rpc_error(caught.value, "controller")
+    assert (refused["code"], error.reason) == (code, code.upper())
+    assert error.message.endswith(problem["message"])
+    assert "pydantic" not in error.message
 
 
 async def test_an_unknown_state_is_the_callers_fault(both):
