@@ -252,6 +252,8 @@ class RunStore:
             _check_revision(run, revision)
             if check is not None:
                 check(connection, run)
+            if not values:
+                return run
             if "spec_json" in values:
                 values = {**values, "generation": run.generation + 1}
             data = {"changed": list(changed)}

@@ -104,6 +104,14 @@ async def test_a_patch_takes_numbers_only_where_numbers_are_expected(api, patch)
     assert next(iter(patch)) in error["pointer"]
 
 
+async def test_a_patch_without_changes_changes_nothing(api):
+    path = (await api.post("/v1/runs", json=SPEC)).headers["Location"]
+    etag = (await api.get(path)).headers["ETag"]
+    same = await api.patch(path, json={}, headers={"If-Match": etag})
+    assert (same.status_code, same.headers["ETag"]) == (200, etag)
+    assert (await api.patch(path, json={}, headers={"If-Match": '"99"'})).status_code == 412
+
+
 @pytest.mark.parametrize("odd", ["%00", "%1b[2J", "%0a"])
 async def test_control_characters_are_rejected_wherever_texts_are_stored_or_sought(api, odd):
     run = (await api.post("/v1/runs", json=SPEC)).json()
