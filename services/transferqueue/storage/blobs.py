@@ -1,15 +1,15 @@
 """Blobs of one shard in pre-faulted shared memory: space is reserved, written, sealed, read, and freed."""
 
+import logging
 import mmap
 import os
 import secrets
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from pathlib import Path
-
-import numpy as np
 
 from services.common.errors import (
     DataLossError,
@@ -17,8 +17,11 @@ from services.common.errors import (
     NotFoundError,
 )
 from services.common.task_group import in_thread
+from services.common.telemetry.logging import RareLog
 from services.wire.batch import BlobRef
 from services.wire.data.encoding.codec import FRAME_BYTES, aligned, checksum, combine
+
+_rare = RareLog(logging.getLogger(__name__))
 
 
 class Arena:
@@ -52,6 +55,16 @@ class Arena:
         self.memory.release()
         self._map.close()
         os.close(self.fd)
+
+    def write_file(self, start: int, data: memoryview) -> None:
+        """Writes a range through the file: on a full disk, writing to the memory would end the process.
+
+        Raises:
+            OSError: If the disk is full.
+        """
+        written = 0
+        while written < len(data):
+            written += os.pwrite(self.fd, data[written:], start + written)
 
     def allocate(self, size_bytes: int) -> int | None:
         """Allocates a range.
@@ -182,7 +195,11 @@ class BlobStore:
             is_idle = blob.checksum is not None and blob.num_pins == 0 and not blob.is_doomed
             if moved < size_bytes and is_idle and blob.arena.is_memory:
                 assert self._spill is not None
-                moved += blob.size * await self._move_to_disk(self._spill, blob_id, blob)
+                try:
+                    moved += blob.size * await self._move_to_disk(self._spill, blob_id, blob)
+                except OSError as error:
+                    _rare.warning("samples stay in memory", error=str(error))
+                    break
         return moved > 0
 
     def write(self, blob_id: int, offset: int, data: memoryview) -> None:
@@ -284,17 +301,20 @@ class BlobStore:
         start = spill.allocate(blob.size)
         if start is None:
             return False
-        source = np.frombuffer(blob.arena.memory, np.uint8, blob.size, blob.start)
-        target = np.frombuffer(spill.memory, np.uint8, blob.size, start)
+        data, is_moved = blob.arena.memory[blob.start : blob.start + blob.size], False
         blob.num_pins += 1
         try:
-            await in_thread(lambda: np.copyto(target, source))
+            await in_thread(partial(spill.write_file, start, data))
+            is_moved = blob.num_pins == 1  # a reader that came meanwhile reads at the former place
         finally:
-            blob.arena.free(blob.start, blob.size)
-            blob.arena, blob.start = spill, start
+            if is_moved:
+                blob.arena.free(blob.start, blob.size)
+                blob.arena, blob.start = spill, start
+            else:
+                spill.free(start, blob.size)
             blob.num_pins -= 1
             self._collect(blob_id, blob)
-        return True
+        return is_moved
 
     def _find(self, blob_id: int, offset: int, size: int) -> _Blob:
         blob = self._blobs.get(blob_id)

@@ -1,7 +1,11 @@
 """Blobs of a shard."""
 
 import asyncio
+import errno
+import os
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -129,4 +133,49 @@ async def test_a_blob_that_is_released_while_it_moves_leaves_nothing(tmp_path: P
     await asyncio.sleep(0)
     target.free([first])
     assert await moving
+    assert target.used_bytes == 0
+
+
+async def test_a_blob_that_gets_a_reader_while_it_moves_stays_where_the_reader_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copying, may_end = threading.Event(), threading.Event()
+    write = os.pwrite
+
+    def slowly(*arguments: Any) -> int:
+        copying.set()
+        may_end.wait(10)
+        return write(*arguments)
+
+    monkeypatch.setattr(os, "pwrite", slowly)
+    target = storage(spill=Arena(8192, tmp_path / "spill"))
+    first = await store(target, b"1" * 3000)
+    moving = asyncio.ensure_future(target.spill(3000))
+    await asyncio.to_thread(copying.wait, 10)
+    positions, pin = target.positions([(first, 0, 3000)]), target.pin([(first, 0, 3000)])
+    may_end.set()
+    assert not await moving
+    assert target.reserve([3000]) is None
+    assert target.positions([(first, 0, 3000)]) == positions
+    target.unpin(pin)
+    assert await target.spill(3000)
+    target.free([first])
+    assert target.used_bytes == 0
+
+
+async def test_a_full_disk_leaves_blobs_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(file: int, data: memoryview, position: int) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    target = storage(spill=Arena(8192, tmp_path / "spill"))
+    first = await store(target, b"1" * 3000)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", full)
+        assert not await target.spill(3000)
+    assert await read(target, first, 0, 3000) == b"1" * 3000
+    assert await target.spill(3000)
+    assert await read(target, first, 0, 3000) == b"1" * 3000
+    target.free([first])
     assert target.used_bytes == 0
