@@ -84,8 +84,9 @@ class SampleRecordKeeper:
             self._runs[run_id].max_bytes, self._runs[run_id].max_steps = max_bytes, max_steps
             return
         run = self._runs[run_id] = _Run(max_bytes, max_steps)
-        await asyncio.to_thread(self._delete_ended_runs, max_bytes, frozenset(self._runs))
+        # Before the first wait, which the caller may not survive: samples that nobody moves fill the memory.
         run.following = self._tasks.create_task(self._follow(run_id), name=f"keep {run_id}")
+        await asyncio.to_thread(self._delete_ended_runs, max_bytes, frozenset(self._runs))
 
     async def stop_recording(self, run_id: str) -> None:
         """Writes a run's pending samples and stops recording; its partition is about to be dropped."""

@@ -2,13 +2,35 @@
 
 import asyncio
 import threading
+import time
 from pathlib import Path
 from unittest.mock import Mock
 
+import pytest
+
+from services.transferqueue.index.index import Index
 from services.transferqueue.samples import keeper
 from services.transferqueue.samples.keeper import SampleRecordKeeper
 from services.transferqueue.samples.store import SampleStore
+from services.wire.batch import BlobRef, FieldColumn, KVBatchMeta
 from services.wire.transferqueue.types import SampleRecordQuery
+
+
+def put_of(keys: list[str]) -> KVBatchMeta:
+    count = len(keys)
+    column = FieldColumn(
+        name="record",
+        dtype="uint8",
+        row_rank=1,
+        tail_shape=(),
+        lengths=(1,) * count,
+        blob_indexes=(0,) * count,
+        offsets=tuple(range(count)),
+    )
+    blob = BlobRef(shard_id="s", blob_id=1, size_bytes=count, checksum=0)
+    return KVBatchMeta(
+        partition_id="run_1/records", keys=tuple(keys), fields=(column,), blobs=(blob,)
+    )
 
 
 async def test_long_searches_delay_neither_snapshots_nor_the_recording(tmp_path: Path, monkeypatch):
@@ -36,3 +58,30 @@ async def test_long_searches_delay_neither_snapshots_nor_the_recording(tmp_path:
         finally:
             released.set()
         assert await asyncio.gather(*searches) == [b"{}\n"] * 64
+
+
+async def test_a_run_whose_controller_dies_while_old_files_are_deleted_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    deleting, released, flushed = threading.Event(), threading.Event(), asyncio.Event()
+
+    def delete(self, *arguments):
+        deleting.set()
+        released.wait(30)
+
+    async def flush(self, run_id):
+        flushed.set()
+
+    monkeypatch.setattr(SampleRecordKeeper, "_delete_ended_runs", delete)
+    monkeypatch.setattr(SampleRecordKeeper, "flush", flush)
+    index = Index(lambda blobs: None, time)
+    async with SampleRecordKeeper(tmp_path, 1 << 20, index=index, shards=Mock()) as kept:
+        starting = asyncio.create_task(kept.start_recording("run_1", max_bytes=1, max_steps=0))
+        await asyncio.to_thread(deleting.wait, 30)
+        starting.cancel()
+        await asyncio.wait([starting])
+        released.set()
+        await kept.start_recording("run_1", max_bytes=1, max_steps=0)  # by the next controller
+        await index.commit(put_of(["run_1-0.0"]), put_id="put")
+        async with asyncio.timeout(10):
+            await flushed.wait()
