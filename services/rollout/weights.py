@@ -2,8 +2,9 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -18,6 +19,8 @@ from services.weightsync.plan import WeightPlan
 
 logger = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
+
 
 class WeightReceiver:
     """Passes complete, verified weight versions to the engine.
@@ -27,10 +30,17 @@ class WeightReceiver:
 
     Args:
         on_refused: Receives the reason if this rollout stops serving until it adopts other weights.
+        on_adopted: Called when the engine has other weights, before they are checked, also if the session
+            that sent them has ended.
     """
 
-    def __init__(self, on_refused: Callable[[str], None] = lambda reason: None) -> None:
+    def __init__(
+        self,
+        on_refused: Callable[[str], None] = lambda reason: None,
+        on_adopted: Callable[[], None] = lambda: None,
+    ) -> None:
         self._on_refused = on_refused
+        self._on_adopted = on_adopted
         self._engine: Engine | None = None
         self._sampler: GroupSampler | None = None
         self._is_partial = False
@@ -95,8 +105,7 @@ class WeightReceiver:
         try:
             if not self._is_partial:
                 await engine.pause(drain=True)
-            # If the session ends meanwhile, the engine must not decode with a mixture of both versions.
-            stall_s = await uninterrupted(engine.adopt_weights(version, tensors))
+            stall_s = await self._finish(engine.adopt_weights(version, tensors))
         except ValueError as error:
             raise InvalidArgumentError(str(error), version=version) from error
         finally:
@@ -137,7 +146,7 @@ class WeightReceiver:
     async def adopt_placed(self, version: int) -> float:
         """Puts the written weights into service; returns the seconds since the pause began."""
         engine = self._open()
-        await uninterrupted(engine.adopt_placed(version))
+        await self._finish(engine.adopt_placed(version))
         await engine.resume()
         now = time.monotonic()
         assert self._stopped_at is not None, "weights were written without a pause"
@@ -149,6 +158,19 @@ class WeightReceiver:
         """Resumes after a pause in which nothing was written."""
         await self._open().close_weights()
         self._stopped_at = None
+
+    async def _finish(self, adoption: Awaitable[_T]) -> _T:
+        """Awaits an adoption of the engine, also if the session ends meanwhile.
+
+        The engine must not decode with a mixture of two versions.
+        """
+
+        async def adopt() -> _T:
+            result = await adoption
+            self._on_adopted()
+            return result
+
+        return await uninterrupted(adopt())
 
     def _adopted(self, version: int, stall_s: float, *, seconds: float) -> None:
         metrics.ADOPT_STALL_SECONDS.observe(stall_s)

@@ -77,7 +77,9 @@ async def run(settings: RolloutSettings) -> None:
     # The server stops first, so that late callers get "unavailable" rather than closed components.
     async with AsyncExitStack() as stack, AsyncExitStack() as serving:
         receiver = WeightReceiver(
-            on_refused=lambda reason: session.report(state="loaded", activity=reason)
+            on_refused=lambda reason: session.report(state="loaded", activity=reason),
+            # Until the check, no controller may take these weights for the version that was ready before.
+            on_adopted=lambda: session.report(state="loaded"),
         )
         member = WeightMember(
             sink=receiver,

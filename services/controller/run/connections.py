@@ -222,7 +222,7 @@ async def connect(
         is_queue_empty=is_queue_empty,
         trainer=client,
         trained=await client.newest_step(timeout_s=spec.limits.step_timeout_s),
-        served=min(map(_served, serving), default=-1),
+        served=served_version(serving),
         replicas=replicas,
         scoring=scoring,
         critic=critic,
@@ -256,9 +256,10 @@ def _check_one_host(trainer: Worker, colocated: Sequence[Worker]) -> None:
         )
 
 
-def _served(worker: Worker) -> int:
-    """Returns the weight version that a worker serves; -1 if it is not ready."""
-    return worker.weight_version if worker.state == "ready" else -1
+def served_version(workers: Iterable[Worker]) -> int:
+    """Returns the weight version that all workers serve; -1 if one is not ready, or they differ."""
+    served = {worker.weight_version if worker.state == "ready" else -1 for worker in workers}
+    return served.pop() if len(served) == 1 else -1
 
 
 def _agreed_rows(rollouts: Sequence[Worker], splits: Iterable[str]) -> dict[str, int]:

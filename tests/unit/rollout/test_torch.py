@@ -463,7 +463,8 @@ async def test_a_quantizing_engine_serves_the_rounded_weights_of_each_version(
 async def test_an_adoption_whose_caller_leaves_ends_before_the_next_token() -> None:
     engine = make_engine()
     await engine.adopt_weights(1, weights_of(1))
-    receiver, copying, copied = WeightReceiver(), threading.Event(), threading.Event()
+    adopted, copying, copied = asyncio.Event(), threading.Event(), threading.Event()
+    receiver = WeightReceiver(on_adopted=adopted.set)
     receiver.attach(engine, SimpleNamespace(checkpoint_soon=int), is_partial=True)  # type: ignore[arg-type]
     copy = engine._copy_weights
 
@@ -482,8 +483,10 @@ async def test_an_adoption_whose_caller_leaves_ends_before_the_next_token() -> N
         adopting.cancel()  # another member was lost, so the controller ends the session
         await asyncio.sleep(0.2)
         assert engine.stats().tokens_total == num_tokens
+        assert not adopted.is_set()
         copied.set()
         result = await generating
     with pytest.raises(asyncio.CancelledError):
         await adopting
+    assert adopted.is_set()  # what was ready before is not served any more
     assert [version for version, _ in result.version_runs] == [1, 2]

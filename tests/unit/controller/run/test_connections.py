@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from services.controller.run.connections import create_partitions
+from services.controller.run.connections import create_partitions, served_version
 from tests.unit.controller.run.test_refill import SPEC
 
 TRAIN = "run_a/train"
@@ -34,3 +34,14 @@ async def test_a_queue_that_lost_everything_counts_as_empty_until_something_is_s
     assert await create_partitions(queue, "run_a", SPEC)
     queue.revisions[TRAIN] = 8
     assert not await create_partitions(queue, "run_a", SPEC)
+
+
+def test_a_version_counts_as_served_only_if_all_workers_serve_it():
+    def worker(version, state="ready"):
+        return SimpleNamespace(weight_version=version, state=state)
+
+    assert served_version([worker(4), worker(4)]) == 4
+    assert served_version([]) == -1
+    # The last controller died while a version was brought to the rollouts one by one.
+    assert served_version([worker(4), worker(5)]) == -1
+    assert served_version([worker(4), worker(4, "loaded")]) == -1
