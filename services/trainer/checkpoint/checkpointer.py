@@ -5,7 +5,6 @@ write      every rank writes its part; then rank 0 publishes the folder with its
 load       each engine reads its part of the newest complete checkpoint
 """
 
-import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,7 +111,7 @@ class Checkpointer:
     def _write(self, snapshot: Snapshot, keep_steps: Collection[int]) -> Path:
         unfinished = manifest.unfinished_of(self._root, snapshot.step)
         if self._is_first:
-            shutil.rmtree(unfinished, ignore_errors=True)
+            manifest.remove_leftovers(self._root)
         for folder, part in snapshot.parts.items():
             part.write(unfinished / folder)
         if self._is_first:

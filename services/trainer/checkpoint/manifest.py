@@ -1,7 +1,8 @@
 """Checkpoint folders: published atomically, verified before use, deleted by age. Does not import torch.
 
 A folder is written under another name and renamed once it contains its manifest, with the digest of every
-file. So a folder without a manifest never counts, and damage is detected before anything is loaded.
+file. So a folder without a manifest never counts, and damage is detected before anything is loaded. It is
+renamed again before it is deleted.
 """
 
 import hashlib
@@ -20,6 +21,7 @@ logger = logging.getLogger(__name__)
 _THREADS = 4
 MANIFEST = "manifest.json"
 STEP_PREFIX = "step-"
+_UNFINISHED, _DELETED = ".unfinished-", ".deleted-"
 
 
 def folder_of(root: Path, step: int) -> Path:
@@ -28,13 +30,22 @@ def folder_of(root: Path, step: int) -> Path:
 
 def unfinished_of(root: Path, step: int) -> Path:
     """Returns the folder in which a step's checkpoint is written before it is published."""
-    return root / f".unfinished-{STEP_PREFIX}{step:08d}"
+    return root / f"{_UNFINISHED}{STEP_PREFIX}{step:08d}"
+
+
+def remove_leftovers(root: Path) -> None:
+    """Removes the folders that a trainer left when it was killed while it wrote or deleted a checkpoint."""
+    for prefix in (_UNFINISHED, _DELETED):
+        for left in root.glob(f"{prefix}{STEP_PREFIX}*"):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def publish(
     root: Path, step: int, facts: dict[str, Any], *, keep: int, keep_steps: Collection[int] = ()
 ) -> Path:
     """Adds the manifest to a written folder, renames it, and deletes the oldest checkpoints.
+
+    Checkpoints of later steps are deleted, too: the run went back to a step before them.
 
     Args:
         root: Folder of all checkpoints of the run.
@@ -56,13 +67,17 @@ def publish(
         json.dump({"step": step, "facts": facts, "files": files}, output, indent=1)
         output.flush()
         os.fsync(output.fileno())
+    replaced = _aside(folder)
     if folder.exists():
-        shutil.rmtree(folder)
+        folder.rename(replaced)
     unfinished.rename(folder)
+    shutil.rmtree(replaced, ignore_errors=True)
     kept = {folder_of(root, step) for step in keep_steps}
-    for outdated in _published(root)[keep:]:
+    published = _published(root)
+    later = [each for each in published if each.name > folder.name]
+    for outdated in (*later, *published[len(later) + keep :]):
         if outdated not in kept:
-            shutil.rmtree(outdated)
+            _delete(outdated)
     return folder
 
 
@@ -134,6 +149,20 @@ def verify(folder: Path) -> dict[str, Any]:
                 file=name,
             )
     return facts
+
+
+def _delete(folder: Path) -> None:
+    """Deletes a checkpoint. What cannot be deleted now goes with the leftovers of the next one."""
+    aside = _aside(folder)
+    try:
+        folder.rename(aside)
+    except OSError as error:
+        logger.warning("checkpoint not deleted", extra={"folder": str(folder), "error": str(error)})
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _aside(folder: Path) -> Path:
+    return folder.with_name(f"{_DELETED}{folder.name}")
 
 
 def _published(root: Path) -> list[Path]:

@@ -1,5 +1,7 @@
 """Checkpoints restore the exact state, are refused when damaged, and load elsewhere."""
 
+import errno
+import shutil
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,10 @@ def _trained(root: Path, *, seed: int = 0) -> tuple[Policy, Rank, Queue]:
     policy = policy_of(SPEC, seed=seed)
     queue = random_queue(policy_of(SPEC))
     return policy, rank_of(SPEC, policy, queue, root=root), queue
+
+
+def steps_in(root: Path) -> list[int]:
+    return sorted(int(path.name[-8:]) for path in root.iterdir())
 
 
 @pytest.mark.parametrize("file_bytes", [checkpoint.FILE_BYTES, 100_000])
@@ -102,7 +108,69 @@ def test_named_checkpoints_are_kept_with_the_newest(tmp_path: Path) -> None:
     _, rank, _ = _trained(tmp_path)
     for step, kept in ((1, []), (2, []), (3, [1]), (4, [1]), (5, [3, 9])):
         rank.checkpointer.write(rank.snapshot(step), kept)
-    assert sorted(int(path.name[-8:]) for path in tmp_path.iterdir()) == [3, 4, 5]
+    assert steps_in(tmp_path) == [3, 4, 5]
+
+
+def test_a_run_that_went_back_keeps_its_new_checkpoints(tmp_path: Path) -> None:
+    _, rank, _ = _trained(tmp_path)
+    for step in (2, 4):
+        damaged = rank.checkpointer.write(rank.snapshot(step))
+    next(damaged.glob("*.safetensors")).unlink()
+    assert rank.restore() == 2
+    rank.checkpointer.write(rank.snapshot(3))
+    assert rank.restore() == 3
+    assert steps_in(tmp_path) == [2, 3]
+
+
+def test_what_a_killed_trainer_left_goes_with_the_next_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, rank, _ = _trained(tmp_path)
+
+    def die(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    for step, place in ((1, (manifest, "publish")), (2, (manifest.shutil, "rmtree"))):
+        with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
+            killed.setattr(*place, die)
+            rank.checkpointer.write(rank.snapshot(step))
+    rank.checkpointer.write(rank.snapshot(3))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003"]
+
+
+def test_a_checkpoint_is_never_gone_while_it_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, rank, _ = _trained(tmp_path)
+    rank.checkpointer.write(rank.snapshot(1))
+    delete = shutil.rmtree
+
+    def checked(folder: Path, **options: bool) -> None:
+        delete(folder, **options)
+        assert manifest.newest(tmp_path)[1]["step"] == 1
+
+    monkeypatch.setattr(shutil, "rmtree", checked)
+    rank.checkpointer.write(rank.snapshot(1))
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_a_checkpoint_counts_although_an_older_one_cannot_be_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, rank, _ = _trained(tmp_path)
+    for step in (1, 2):
+        rank.checkpointer.write(rank.snapshot(step))
+
+    delete = shutil.rmtree
+
+    def busy(folder: Path, *, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise OSError(errno.ENOTEMPTY, "a reader has a file of it open", str(folder))
+        delete(folder, ignore_errors=True)
+
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    assert rank.checkpointer.write(rank.snapshot(3)).is_dir()
+    assert rank.restore() == 3
 
 
 def test_a_damaged_checkpoint_is_refused_and_the_previous_one_used(
