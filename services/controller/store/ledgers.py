@@ -18,7 +18,14 @@ from services.controller.rules.ledger import (
     LedgerState,
 )
 from services.controller.rules.prompts import ReturnedRows
-from services.controller.store.tables import DEAD_LETTERS, LEDGERS, PROMPT_RATES, PROMPTS, STEPS
+from services.controller.store.tables import (
+    CHECKPOINTS,
+    DEAD_LETTERS,
+    LEDGERS,
+    PROMPT_RATES,
+    PROMPTS,
+    STEPS,
+)
 
 _CHUNK = 500
 # Built once, because it is used many times per second.
@@ -251,7 +258,10 @@ def set_version_offset(connection: sa.Connection, run_id: str, offset: int) -> N
 
 
 def roll_back(connection: sa.Connection, run_id: str, step: int) -> None:
-    """Rolls a ledger back to the end of ``step``; later steps' groups and groups in flight restart."""
+    """Rolls a ledger back to the end of ``step``; later steps' groups and groups in flight restart.
+
+    Checkpoints of later steps count as failed, because the trainer could not load them.
+    """
     state = read_ledger(connection, run_id)
     in_flight = {group.sequence for group in state.groups}
     groups = [_again(group) for group in state.groups]
@@ -262,6 +272,16 @@ def roll_back(connection: sa.Connection, run_id: str, step: int) -> None:
             if sequence not in in_flight
         ]
     connection.execute(STEPS.delete().where(STEPS.c.run_id == run_id, STEPS.c.step > step))
+    # Otherwise they would count as saved when training reaches their steps again.
+    connection.execute(
+        CHECKPOINTS.update()
+        .where(
+            CHECKPOINTS.c.run_id == run_id,
+            CHECKPOINTS.c.state == "READY",
+            CHECKPOINTS.c.step > step,
+        )
+        .values(state="FAILED", message=f"lost: the run continued after step {step}")
+    )
     connection.execute(PROMPTS.delete().where(PROMPTS.c.run_id == run_id))
     _put_many(connection, _PUT_PROMPTS, run_id, [group.facts() for group in groups])
     ended = dict(state.ended)

@@ -7,6 +7,7 @@ from services.controller.rules.difficulty import Difficulty, PromptRate
 from services.controller.rules.ledger import GroupState, Ledger
 from services.controller.rules.run_state import RunEvent, RunState
 from services.controller.run.state.journal import Journal
+from services.controller.run.train.checkpoints import ready_checkpoints
 from services.controller.store import ledgers as ledger_store
 from services.controller.store.records import NewRun, Note, RequestKey
 from services.controller.store.rows import CursorExpiredError, IdempotencyKeyReusedError
@@ -15,6 +16,7 @@ from services.controller.store.runs import (
     RunStore,
     StaleRevisionError,
 )
+from services.controller.store.tables import CHECKPOINTS
 
 pytestmark = pytest.mark.postgresql
 
@@ -97,6 +99,32 @@ async def test_a_rewound_run_repeats_later_steps(journal):
     assert restored.counts()["consumed"] == 1
     (again,) = restored.in_state(GroupState.PENDING)
     assert (again.sequence, again.attempt) == (1, 2)
+
+
+async def test_a_rewound_run_has_no_checkpoints_of_later_steps(journal, database):
+    with database.write() as connection:
+        connection.execute(
+            CHECKPOINTS.insert(),
+            [
+                {
+                    "checkpoint_id": f"ckpt_{step}",
+                    "run_id": "run_1",
+                    "step": step,
+                    "weight_version": step,
+                    "path": f"/checkpoints/step-{step:08d}",
+                    "state": "READY",
+                    "message": "",
+                    "create_time": float(step),
+                    "snapshot_id": f"slot-{step}",
+                }
+                for step in (2, 4)
+            ],
+        )
+    await journal.record_event(Note("StepCommitted", ""), Ledger(max_attempts=3))
+    await journal.rewind(2, version=5, message="lost")
+    # Step 4 is saved again when it is trained again.
+    assert [each.step for each in await journal.read(ready_checkpoints)] == [2]
+    assert await journal.newest_snapshot() == "slot-2"
 
 
 async def test_a_step_writes_what_it_touched_only(journal, database):
