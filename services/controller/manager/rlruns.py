@@ -224,7 +224,7 @@ class _Mirror:
         # The watch shows the object with its finalizer only later.
         self._is_held = False
         self._is_examined = False
-        """True if the run of an earlier controller was looked for."""
+        """True if the run of an earlier controller, or of a failed submission, was looked for."""
         self._budget = WriteBudget()
         self._changed = asyncio.Event()
 
@@ -335,6 +335,8 @@ class _Mirror:
                     labels=labels,
                     actor=ACTOR,
                 )
+                # If this fails after the run was stored, the next attempt finds it by its label.
+                self._is_examined = False
                 run, _ = await self._manager.create(submission)
                 self._adopt(run.run_id)
             self._refusal = None

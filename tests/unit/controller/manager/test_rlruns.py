@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from kubernetes.client import ApiException
 
+from services.common.errors import UnavailableError
 from services.controller.manager.rlruns import ACTOR, FINALIZER, Change, RLRuns, WriteBudget
 from services.controller.manager.runs import RunManager
 from services.controller.models import RunPatch
@@ -332,6 +333,28 @@ async def test_an_api_in_trouble_delays_only_the_object(manager, api, monkeypatc
     assert (await manager.get(run_id)).state is RunState.CANCELLED
     api.error = None
     await reached(api, "one", "Cancelled")
+
+
+async def test_a_run_whose_submission_fails_after_it_was_stored_is_the_run_of_its_object(
+    manager, api, monkeypatch
+) -> None:
+    admit, failures = manager._admit, ["the database closed the connection"]
+
+    async def failing() -> None:
+        if failures:
+            raise UnavailableError(failures.pop())
+        await admit()
+
+    monkeypatch.setattr(manager, "_admit", failing)
+    api.apply(BLUE, "one", changed())
+    await until(lambda: not failures)
+    status = await reached(api, "one", "Queued", "Starting")
+    assert rejection(status)[0] == "False"
+    (run,) = await runs_of(manager)
+    assert status["runId"] == run.run_id
+    api.delete(BLUE, "one")
+    await until(lambda: api.get(BLUE, "one") is None)
+    assert (await manager.get(run.run_id)).state is RunState.CANCELLED
 
 
 def test_the_status_is_written_twelve_times_a_minute_at_most_and_a_phase_is_not_delayed() -> None:
