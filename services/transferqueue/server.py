@@ -80,7 +80,9 @@ class TransferQueueServicer(pb_grpc.TransferQueueServiceServicer):
     async def ReleaseKeys(
         self, request: pb.ReleaseKeysRequest, context: Context
     ) -> pb.ReleaseKeysResponse:
-        num_keys = self._index.release(request.partition_id, tuple(request.keys))
+        num_keys = self._index.release(
+            request.partition_id, tuple(request.keys), tuple(request.attempts)
+        )
         return pb.ReleaseKeysResponse(key_count=num_keys)
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:

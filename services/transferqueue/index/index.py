@@ -190,10 +190,25 @@ class Index:
         partition = find(self._partitions, partition_id)
         return partition.describe(partition.get(keys or list(partition.rows)))
 
-    def release(self, partition_id: str, keys: Sequence[str]) -> int:
-        """Deletes samples; returns how many of the keys existed."""
+    def release(self, partition_id: str, keys: Sequence[str], attempts: Sequence[int] = ()) -> int:
+        """Deletes samples; returns how many.
+
+        Args:
+            attempts: Newest attempt to delete, one for each key; samples of later ones stay.
+
+        Raises:
+            NotFoundError: If there is no such partition.
+            InvalidArgumentError: If there are attempts, but not one for each key.
+        """
         partition = find(self._partitions, partition_id)
+        if attempts and len(attempts) != len(keys):
+            raise InvalidArgumentError(
+                f"expected one attempt for each of {len(keys)} keys, got {len(attempts)}"
+            )
         rows = [partition.rows[key] for key in dict.fromkeys(keys) if key in partition.rows]
+        if attempts:
+            newest = dict(zip(keys, attempts, strict=True))
+            rows = [row for row in rows if int(row.tag("attempt") or 0) <= newest[row.key]]
         self._remove(partition, rows)
         return len(rows)
 

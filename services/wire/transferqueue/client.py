@@ -202,9 +202,15 @@ class TransferQueueClient:
         request = pb.AckLeaseRequest(partition_id=meta.partition_id, lease_id=meta.lease_id)
         await call(self._stub.AckLease, request, idempotent=True)
 
-    async def release(self, partition_id: str, keys: Sequence[str]) -> int:
-        """Deletes samples; returns how many of the keys existed."""
-        request = pb.ReleaseKeysRequest(partition_id=partition_id, keys=keys)
+    async def release(
+        self, partition_id: str, keys: Sequence[str], attempts: Sequence[int] = ()
+    ) -> int:
+        """Deletes samples; returns how many.
+
+        Args:
+            attempts: Newest attempt to delete, one for each key; samples of later ones stay.
+        """
+        request = pb.ReleaseKeysRequest(partition_id=partition_id, keys=keys, attempts=attempts)
         response = await call(self._stub.ReleaseKeys, request, idempotent=True)
         return response.key_count
 

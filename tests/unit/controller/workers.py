@@ -62,7 +62,7 @@ class MemoryQueue:
         await asyncio.Event().wait()
         yield
 
-    async def release(self, partition, keys):
+    async def release(self, partition, keys, attempts=()):
         """Does nothing."""
 
     async def save_snapshot(self, run_id, name):

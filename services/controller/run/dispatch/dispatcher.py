@@ -183,6 +183,7 @@ class Dispatcher:
             return
         await self._rollout_pool.park_groups([*stalled])
         left = [group for group in stalled.values() if group.state in RUNNING]
+        ended = [(group.group_id, group.attempt) for group in left]
         for group in left:
             self.record_end(group)
             # Stored tokens keep their weight versions.
@@ -193,7 +194,7 @@ class Dispatcher:
         message = f"reclaimed from rollouts that generated no token for {patience_s:.0f} s: {names}"
         data = {"groups": [*stalled], "reason": "stalled"}
         await self._journal.record_event(Note("GroupsReclaimed", message, data), self._ledger)
-        await self._stored.delete_incomplete(left)
+        await self._stored.delete_incomplete(ended)
 
     async def reclaim_from(self, names: Collection[str]) -> None:
         """Parks groups of leaving rollouts, so that other rollouts continue them from stored tokens.
@@ -235,10 +236,11 @@ class Dispatcher:
         if unfinished := [name for name in self._groups_on(names) if name not in whole]:
             await self._rollout_pool.cancel(unfinished)
         left = [group for name, group in self._groups_on(names).items() if name not in whole]
+        ended = [(group.group_id, group.attempt) for group in left]
         for group in left:
             self.record_end(group)
             self._ledger.interrupt(group)
-        await self._stored.delete_incomplete(left)
+        await self._stored.delete_incomplete(ended)
         return left
 
     def seconds_to_next_stall(self) -> float | None:

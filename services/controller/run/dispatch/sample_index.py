@@ -91,12 +91,14 @@ class SampleIndex:
         return KVBatchMeta.concat(parts).select(order)
 
     async def release(self, groups: Sequence[Group]) -> None:
-        ended = [self._samples.pop(group.group_id) for group in groups]
-        await self.delete([key for samples in ended for key in samples.keys])
+        await self.delete([self._samples.pop(group.group_id) for group in groups])
 
-    async def delete(self, keys: Sequence[str]) -> None:
+    async def delete(self, samples: Sequence[GroupSamples]) -> None:
+        """Deletes samples, but not those that a later attempt stored under the same keys meanwhile."""
+        keys = [key for each in samples for key in each.keys]
         if keys:
-            await self._queue.release(self._partition, keys)
+            attempts = [attempt for each in samples for attempt in each.numbers("attempt")]
+            await self._queue.release(self._partition, keys, attempts)
 
     async def find(self) -> dict[str, GroupSamples]:
         """Returns all stored samples by group; groups may be incomplete."""
@@ -142,20 +144,22 @@ class SampleIndex:
 
     async def discard(self, groups: Iterable[Group]) -> None:
         """Deletes the collected samples of incomplete groups."""
-        found = [self._incomplete.pop(g.group_id) for g in groups if g.group_id in self._incomplete]
-        await self.delete([key for samples in found for key in samples.keys])
+        await self.delete(
+            [self._incomplete.pop(g.group_id) for g in groups if g.group_id in self._incomplete]
+        )
 
-    async def delete_incomplete(self, groups: Sequence[Group]) -> None:
-        """Deletes all samples of incomplete groups, also stored ones that still lack a field.
+    async def delete_incomplete(self, attempts: Sequence[tuple[str, int]]) -> None:
+        """Deletes all samples of incomplete attempts (group id, number), also those that lack a field.
 
         Otherwise the keys of the next attempt would exist already.
         """
-        for group in groups:
-            self._incomplete.pop(group.group_id, None)
+        for group_id, _ in attempts:
+            self._incomplete.pop(group_id, None)
         members = range(self._group_size)
-        await self.delete(
-            [sample_key(group.group_id, member) for group in groups for member in members]
-        )
+        keys = [sample_key(group_id, member) for group_id, _ in attempts for member in members]
+        if keys:
+            numbers = [number for _, number in attempts for _ in members]
+            await self._queue.release(self._partition, keys, numbers)
 
 
 def attempt_of(samples: GroupSamples) -> int:

@@ -238,7 +238,10 @@ class GenerationScheduler:
             # Their attempts may fail, or be interrupted and dispatched again, during the calls.
             begun = [(group.group_id, group.attempt) for group in groups if group.state in RUNNING]
             await self._rollout_pool.cancel([group_id for group_id, _ in begun])
-            await self.stored.delete_incomplete(self._still_running(begun))
+            still = self._still_running(begun)
+            await self.stored.delete_incomplete(
+                [(group.group_id, group.attempt) for group in still]
+            )
             for group in self._still_running(begun):
                 self._dispatcher.record_end(group)
                 self._ledger.requeue(group)
@@ -360,12 +363,12 @@ class GenerationScheduler:
         Returns:
             Running groups with all samples that still lack fields which another worker adds.
         """
-        unwanted: list[str] = []
+        unwanted: list[GroupSamples] = []
         unscored: set[str] = set()
         for group_id, samples in (await self.stored.find()).items():
             group = self._ledger.get(group_id, attempt_of(samples))
             if group is None or group.state in WAITING or not self.stored.is_whole(samples):
-                unwanted += samples.keys
+                unwanted.append(samples)
                 continue
             if not self.stored.is_scored(samples):
                 unscored.add(group_id)
@@ -405,7 +408,7 @@ class GenerationScheduler:
             self._dispatcher.record_end(group)
 
     async def _process_arrived(self, groups: Sequence[tuple[str, GroupSamples]]) -> None:
-        late: list[str] = []
+        late: list[GroupSamples] = []
         unfit: dict[str, list[Group]] = defaultdict(list)
         for group_id, samples in groups:
             group = self._ledger.get(group_id, attempt_of(samples))
@@ -414,7 +417,7 @@ class GenerationScheduler:
             if group is None or group.state not in RUNNING:
                 logger.info("late result of a group discarded", extra={"group": group_id})
                 metrics.LATE_GROUPS.inc()
-                late += samples.keys
+                late.append(samples)
                 continue
             self._failures.reset_failures()
             for worker_id in self._dispatcher.shards.record_arrived(

@@ -47,7 +47,7 @@ class Queue:
         self.released, self.losses = [], []
         self.held = KVBatchMeta(partition_id="run_1/train", keys=())
 
-    async def release(self, partition, keys):
+    async def release(self, partition, keys, attempts=()):
         self.released += keys
 
     async def get_batch(self, partition):

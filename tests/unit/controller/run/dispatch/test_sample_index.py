@@ -1,5 +1,7 @@
 """Samples of groups, taken from messages that describe many."""
 
+import time
+
 from services.controller.rules.ledger import Group
 from services.controller.run.dispatch.sample_index import (
     GroupSamples,
@@ -7,7 +9,8 @@ from services.controller.run.dispatch.sample_index import (
     length_facts,
     spread_of,
 )
-from services.wire.batch import KVBatchMeta
+from services.transferqueue.index.index import Index
+from services.wire.batch import BlobRef, FieldColumn, KVBatchMeta
 
 
 class Messages:
@@ -21,7 +24,7 @@ class Messages:
         for batch in self._batches:
             yield batch
 
-    async def release(self, partition, keys):
+    async def release(self, partition, keys, attempts=()):
         self.released += keys
 
 
@@ -105,3 +108,64 @@ async def test_samples_of_groups_that_alternate_in_a_message_keep_apart():
         assert found.numbers("member") == (0, 1)
         stored.add_group(group(number), found)
     assert stored.meta([group(0), group(1)]).keys == (f"{a}.0", f"{a}.1", f"{b}.0", f"{b}.1")
+
+
+class Stored:
+    """A transferqueue that stores."""
+
+    def __init__(self):
+        self.index, self.num_puts = Index(lambda blobs: None, time), 0
+        self.index.create_partition("run_1/train", required_fields=(), quota_bytes=0)
+
+    async def put(self, group_id, attempt):
+        self.num_puts += 1
+        column = FieldColumn(
+            name="reward",
+            dtype="uint8",
+            row_rank=0,
+            tail_shape=(),
+            lengths=(1, 1),
+            blob_indexes=(0, 0),
+            offsets=(0, 1),
+        )
+        blob = BlobRef(shard_id="s", blob_id=self.num_puts, size_bytes=2, checksum=0)
+        tags = {"group_id": (group_id,) * 2, "member": (0, 1), "attempt": (attempt,) * 2}
+        await self.index.commit(
+            KVBatchMeta(
+                partition_id="run_1/train",
+                keys=(f"{group_id}.0", f"{group_id}.1"),
+                fields=(column,),
+                blobs=(blob,),
+                tags=tags,
+            ),
+            put_id=str(self.num_puts),
+        )
+
+    async def get_batch(self, partition):
+        return self.index.get(partition, ())
+
+    async def watch(self, partition, revision):
+        async for batch in self.index.watch(partition, revision):
+            yield batch
+
+    async def release(self, partition, keys, attempts=()):
+        self.index.release(partition, keys, attempts)
+
+
+async def test_a_late_result_is_deleted_but_not_the_one_that_has_replaced_it():
+    queue = Stored()
+    stored = SampleIndex(queue, "run_1/train", group_size=2, required_fields=())
+    await queue.put("g1", 1)
+    await queue.put("g2", 1)
+    ((_, late), (_, other)) = await anext(stored.watch_arrivals())
+    # Attempt 1 was reclaimed before its samples were seen, and attempt 2 has stored its own.
+    await stored.delete_incomplete([("g1", 1)])
+    await queue.put("g1", 2)
+    await stored.delete([late, other])
+    found = await stored.find()
+    assert [*found] == ["g1"]
+    assert [*found["g1"].numbers("attempt")] == [2, 2]
+    await stored.delete_incomplete([("g1", 1)])
+    assert [*await stored.find()] == ["g1"]
+    await stored.delete_incomplete([("g1", 2)])
+    assert not await stored.find()
