@@ -143,8 +143,10 @@ def _model(spec: RunSpec) -> dict[str, Any]:
     return {
         # A copy of the model has another parent folder.
         "model.path": PurePath(spec.model.path).name,
+        # Adapters continue on the frozen weights, which are not in the checkpoint.
+        "model.revision": lora and spec.model.revision,
         "model.tokenizer": spec.model.tokenizer,
-        "trainer.lora": lora and lora.model_dump(include={"rank", "alpha", "target_modules"}),
+        "trainer.lora": lora and lora.model_dump(exclude={"sync"}),
     }
 
 

@@ -53,6 +53,8 @@ def model_facts(spec: RunSpec, config: Any, tokenizer: Tokenizer) -> dict[str, A
             "target_modules": sorted(lora.target_modules),
             # The frozen weights are not in the checkpoint. A copy of the model has another parent folder.
             "base": PurePath(spec.model.path).name,
+            "revision": spec.model.revision,
+            "base_dtype": lora.base_dtype,
         }
     return facts
 
@@ -86,14 +88,14 @@ def mismatches(
             "model.tokenizer: the checkpoint was trained with another vocabulary; set model.tokenizer to the "
             "tokenizer of the checkpoint's run"
         )
-    if saved["lora"] != own["lora"]:
+    # Checkpoints of former releases lack some facts of the adapters, and those below.
+    if not _are_equal(saved["lora"], own["lora"]):
         yield (
             f"trainer.lora: the checkpoint has {_adapters(saved['lora'])}, but this run trains "
-            f"{_adapters(own['lora'])}; set trainer.lora and model.path to those of the checkpoint's run, "
-            "or export it (python -m services.trainer.checkpoint.export) and set model.path to the folder"
+            f"{_adapters(own['lora'])}; set trainer.lora, model.path and model.revision to those of the "
+            "checkpoint's run, or export it (python -m services.trainer.checkpoint.export) and set "
+            "model.path to the folder"
         )
-
-    # Checkpoints of former releases lack these facts.
     if saved.get("optimizer", own["optimizer"]) != own["optimizer"]:
         yield (
             f"trainer.optimizer.kind: the checkpoint has the state of {saved['optimizer']!r}, but this run's "
@@ -126,8 +128,17 @@ def _listed(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {value}" for key, value in values.items())
 
 
+def _are_equal(saved: Mapping[str, Any] | None, own: Mapping[str, Any] | None) -> bool:
+    """Returns True if two facts about adapters agree in what both have."""
+    if saved is None or own is None:
+        return saved is own
+    return {**own, **saved} == own
+
+
 def _adapters(lora: Mapping[str, Any] | None) -> str:
     if lora is None:
         return "all weights (no adapters)"
     modules = ", ".join(lora["target_modules"])
-    return f"adapters of {lora['base']} (rank {lora['rank']}, alpha {lora['alpha']:g}, modules {modules})"
+    revision, dtype = lora.get("revision"), lora.get("base_dtype")
+    base = f"{lora['base']}{f' at {revision}' if revision else ''}{f' in {dtype}' if dtype else ''}"
+    return f"adapters of {base} (rank {lora['rank']}, alpha {lora['alpha']:g}, modules {modules})"

@@ -48,6 +48,13 @@ GIVEN: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"trainer": {"lora": LORA}}, {}, "trainer.lora"),
     ({}, {"trainer": {"lora": LORA}}, "trainer.lora"),
     ({"trainer": {"lora": LORA}}, {"trainer": {"lora": {**LORA, "rank": 8}}}, "trainer.lora"),
+    (
+        {"trainer": {"lora": LORA}, "model": {"revision": "v1"}},
+        {"trainer": {"lora": LORA}, "model": {"revision": "v2"}},
+        "model.revision",
+    ),
+    ({"trainer": {"lora": {**LORA, "sync": "merged"}}}, {"trainer": {"lora": LORA}}, ""),
+    ({"model": {"revision": "v1"}}, {"model": {"revision": "v2"}}, ""),
     ({}, {"algorithm": {"advantage": "gae"}}, "algorithm.advantage"),
     ({}, {"trainer": {"steps": 3}}, "trainer.steps"),
     ({}, {"trainer": {"optimizer": MUON}}, "trainer.optimizer.kind"),
@@ -70,6 +77,24 @@ def test_a_checkpoint_of_another_model_is_refused_before_workers_start(
         problems = [each for each in error.problems if "start_from" in each]
     assert len(problems) == bool(key), problems
     assert all(key in each for each in problems)
+
+
+def test_adapters_continue_only_on_the_base_that_they_were_trained_on(tmp_path: Path) -> None:
+    own = facts_of(spec_with(tmp_path, trainer={"lora": LORA}))
+    own["lora"] |= {"base_dtype": "nf4"}
+
+    def problems(saved: Any) -> list[str]:
+        facts = {"num_updates": 1, "model": {**own, "lora": saved}}
+        return [*compatibility.mismatches(facts, own, parts=("",))]
+
+    assert not problems(own["lora"])
+    (problem,) = problems({**own["lora"], "base_dtype": "int8"})
+    assert "in int8" in problem
+    assert "in nf4" in problem
+    # Former releases recorded neither data type nor revision.
+    former = {key: own["lora"][key] for key in ("rank", "alpha", "target_modules", "base")}
+    assert not problems(former)
+    assert problems({**former, "rank": 8})
 
 
 def test_workers_refuse_a_checkpoint_of_another_model(tmp_path: Path) -> None:

@@ -20,8 +20,9 @@ pytestmark = pytest.mark.postgresql
 NUMBERS = itertools.count()
 
 
-async def submitted(api) -> str:
-    return (await api.post("/v1/runs", json=named(next(NUMBERS)))).json()["id"]
+async def submitted(api, **sections) -> str:
+    spec = {**named(next(NUMBERS)), **sections}
+    return (await api.post("/v1/runs", json=spec)).json()["id"]
 
 
 async def ended(api, run_id) -> None:
@@ -135,6 +136,25 @@ async def test_a_fork_with_another_model_is_refused_by_key(api, database):
         refused = await api.post(f"/v1/runs/{run_id}/fork", json={"overrides": overrides})
         assert refused.status_code == 422, refused.text
         assert key in refused.text
+
+
+async def test_a_fork_of_adapters_keeps_their_base(api, database):
+    lora = {"rank": 2, "base_dtype": "int8"}
+    model = {"path": "team/base", "revision": "v1"}
+    run_id = await submitted(api, model=model, trainer={**SPEC["trainer"], "lora": lora})
+    train(database, run_id, steps=2)
+    save(database, run_id, step=1, path="/checkpoints/step-00000001")
+    for overrides, key in (
+        ({"model": {"revision": "v2"}}, "model.revision"),
+        ({"trainer": {"lora": {"base_dtype": "nf4"}}}, "trainer.lora"),
+        ({"trainer": {"lora": {"base_dtype": None}}}, "trainer.lora"),
+    ):
+        refused = await api.post(f"/v1/runs/{run_id}/fork", json={"overrides": overrides})
+        assert refused.status_code == 422, refused.text
+        assert key in refused.text
+    overrides = {"trainer": {"lora": {"sync": "merged"}}}
+    forked = await api.post(f"/v1/runs/{run_id}/fork", json={"name": "b", "overrides": overrides})
+    assert forked.status_code == 201, forked.text
 
 
 async def test_a_fork_with_other_data_restarts_its_prompts(api, database):
