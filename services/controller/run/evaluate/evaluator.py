@@ -75,7 +75,10 @@ class Evaluator:
         self._is_leased = False
         """True once the current evaluation has its rollouts, or was refused any."""
         self._answering: Request | None = None
-        """Request that the current evaluation will complete; None without one, or before it has rollouts."""
+        """Request that the current evaluation will complete; None without one.
+
+        Read when the evaluation gets its rollouts: until then, it answers any request.
+        """
         self._num_begun = 0
         self._changed = asyncio.Condition()
         self._split_of_group: dict[str, str] = {}
@@ -143,11 +146,16 @@ class Evaluator:
         return [turn.version for turn in turns if turn is not None]
 
     async def evaluate_served(self) -> None:
-        """Evaluates the served version at a user's request; does nothing before the first is served.
+        """Evaluates the served version at a user's request, unless a queued evaluation answers that.
 
-        The request itself stays pending, so the first served version then answers it.
+        The request stays pending. Before a version is served, this does nothing: the first one answers it.
         """
-        if self._version >= 0:
+        asked = self._request_queue.get("evaluate")
+        is_answered = asked in (None, self._answering)  # by a version that was served meanwhile
+        current, next_ = self._evaluations.current, self._evaluations.next
+        waiting = (next_,) if self._is_leased else (current, next_)
+        is_queued = any(each is not None and each.version == self._version for each in waiting)
+        if self._version >= 0 and not is_answered and not is_queued:
             self._enqueue(self._version, "manual")
             await self._notify()
 
@@ -220,11 +228,11 @@ class Evaluator:
 
     async def _evaluate(self, begun: StartedEvaluation) -> None:
         clock = asyncio.get_running_loop().time
-        start, request = clock(), self._request_queue.get("evaluate")
+        start = clock()
         status: Status = "missed"
         if begun.version == self._version:
             await self._on_change(begun, None)
-            status = await self._generate(begun, request)
+            status = await self._generate(begun)
         await self._mark_leased()
         scored = evaluate(
             (self._scored(meta) for meta in self._samples.values() if _has_reward(meta)),
@@ -237,7 +245,7 @@ class Evaluator:
         await self._on_change(
             scored,
             # A missed evaluation completes no request.
-            None if status == "missed" else request,
+            None if status == "missed" else self._answering,
         )
         self._answering = None
         collected = list(self._samples)
@@ -246,14 +254,15 @@ class Evaluator:
         self._failed.clear()
         await self._queue.release(self._partition, collected)
 
-    async def _generate(self, begun: StartedEvaluation, request: Request | None) -> Status:
+    async def _generate(self, begun: StartedEvaluation) -> Status:
         """Generates responses to the held-out prompts under the version; returns how that ended."""
         try:
             async with asyncio.timeout(self._spec.now.validation.timeout_s):
                 await self._weights.pin.acquire()
         except TimeoutError:
+            self._answering = self._request_queue.get("evaluate")
             return "timeout"
-        async with self._lease(begun, request) as workers:
+        async with self._lease(begun) as workers:
             if not workers:
                 return "missed"
             groups = self._groups(begun.version)
@@ -261,9 +270,7 @@ class Evaluator:
             return await self._await_samples(groups)
 
     @asynccontextmanager
-    async def _lease(
-        self, begun: StartedEvaluation, request: Request | None
-    ) -> AsyncIterator[Sequence[str]]:
+    async def _lease(self, begun: StartedEvaluation) -> AsyncIterator[Sequence[str]]:
         """Yields rollouts that serve the version and keep it; empty if they serve another one already.
 
         The caller holds the pin, which this releases.
@@ -275,7 +282,7 @@ class Evaluator:
             if max(self._version, self._weights.version) != begun.version:
                 yield ()
                 return
-            self._answering = request
+            self._answering = self._request_queue.get("evaluate")
             if begun.reason != "final":  # training is over, so all rollouts evaluate
                 reserved = self._rollout_pool.reserve(self._spec.now.validation.replicas)
             if reserved:

@@ -96,7 +96,7 @@ class Stage:
 
     def __init__(self, tasks, **validation):
         self.queue, self.rollouts, self.weights = Queue(), Rollouts(), Weights()
-        self.told, self.request = [], None
+        self.told, self.request, self.answered = [], None, []
         spec = parse_spec(
             {
                 **SPEC,
@@ -111,6 +111,8 @@ class Stage:
 
         async def on_change(what, request):
             self.told.append(what)
+            if isinstance(what, Evaluation):
+                self.answered.append(request)
 
         self.evaluator = Evaluator(
             CurrentSpec(spec),
@@ -205,6 +207,42 @@ async def test_a_version_that_is_served_during_an_evaluation_does_not_answer_its
         stage.end()
 
 
+@pytest.mark.parametrize("has_rollouts", [True, False])
+async def test_a_version_that_is_served_before_a_request_is_handled_answers_it_once(has_rollouts):
+    async with asyncio.TaskGroup() as tasks:
+        stage = Stage(tasks, every=0)
+        stage.request = object()  # stored, but the evaluator has not been told yet
+        await stage.evaluator.published(4, step=4)
+        if has_rollouts:
+            await stage.rollouts.has_started.wait()
+        await stage.evaluator.evaluate_served()
+        await stage.rollouts.has_started.wait()
+        stage.answer()
+        await stage.evaluator.wait_idle()
+        await asyncio.sleep(0.01)
+        assert stage.results == [(4, "ok", 6)]
+        assert stage.answered == [stage.request]
+        assert not stage.evaluator.is_busy
+        stage.end()
+
+
+async def test_a_request_during_an_evaluation_gets_its_own():
+    async with asyncio.TaskGroup() as tasks:
+        stage = Stage(tasks)
+        await stage.evaluator.published(4, step=4)
+        await stage.rollouts.has_started.wait()
+        stage.rollouts.has_started.clear()
+        stage.request = object()
+        await stage.evaluator.evaluate_served()
+        stage.answer()
+        await stage.rollouts.has_started.wait()
+        stage.answer()
+        await stage.evaluator.wait_idle()
+        assert stage.results == [(4, "ok", 6)] * 2
+        assert stage.answered == [None, stage.request]
+        stage.end()
+
+
 async def test_the_final_version_is_evaluated_on_all_rollouts():
     async with asyncio.TaskGroup() as tasks:
         stage = Stage(tasks, replicas=1)
@@ -252,6 +290,7 @@ async def test_a_version_that_is_evaluated_again_is_answered_again():
             ]
             stage.answer()
             await stage.evaluator.wait_idle()
+            stage.request = object()
             await stage.evaluator.evaluate_served()
         assert len(set(asked)) == len(asked) == 2 * ROWS
         assert stage.results == [(4, "ok", 6)] * 2
@@ -316,6 +355,7 @@ async def test_samples_that_come_while_the_others_are_deleted_are_deleted_too():
         stage.queue.on_release = lambda: stage.answer(but=("v000004-1-000001",))
         await stage.evaluator.published(4, step=4)
         await stage.evaluator.wait_idle()
+        stage.request = object()
         await stage.evaluator.evaluate_served()
         await stage.evaluator.wait_idle()
         assert [status for _, status, _ in stage.results] == ["timeout"] * 2
