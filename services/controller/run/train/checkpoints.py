@@ -8,6 +8,7 @@ that resumes from a checkpoint trains exactly what an uninterrupted run would.
 
 import asyncio
 import itertools
+import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +32,9 @@ from services.controller.run.scorers import CriticClient
 from services.controller.run.state.journal import Journal
 from services.controller.store.database import Database
 from services.controller.store.records import Note
+from services.controller.store.rows import IS_UNFINISHED
 from services.controller.store.runs import Work
-from services.controller.store.tables import CHECKPOINTS
+from services.controller.store.tables import CHECKPOINTS, RUNS
 from services.wire.transferqueue.client import TransferQueueClient
 from services.wire.workers import TrainerClient
 
@@ -69,6 +71,13 @@ def ready_checkpoints(connection: sa.Connection, run_id: str) -> list[Checkpoint
         .order_by(CHECKPOINTS.c.step.desc())
     )
     return [Checkpoint(**row) for row in connection.execute(query).mappings()]
+
+
+def steps_in_use(connection: sa.Connection, run_id: str) -> list[int]:
+    """Returns steps of a run from whose checkpoints other runs, which have not ended, start."""
+    specs = connection.execute(sa.select(RUNS.c.spec_json).where(IS_UNFINISHED)).scalars()
+    used = {json.loads(spec)["trainer"]["checkpoint"].get("start_from") for spec in specs}
+    return [each.step for each in ready_checkpoints(connection, run_id) if each.path in used]
 
 
 class CheckpointStore:
@@ -164,10 +173,11 @@ class Checkpoints:
         Args:
             ledger: Ledger to record in the same transaction.
             version: Weight version of the step.
-            keep_steps: Steps whose checkpoints are kept besides the newest ones.
+            keep_steps: Steps whose checkpoints are kept besides the newest ones and those that other runs
+                start from.
             also: Further write of the same transaction.
         """
-        kept = sorted(keep_steps)
+        kept = sorted({*keep_steps, *await self._journal.read(steps_in_use)})
         begin = self._clock.monotonic()
         await self._journal.record_event(
             Note("CheckpointStarted", f"saving the checkpoint of step {step}", {"step": step}),

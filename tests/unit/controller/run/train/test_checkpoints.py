@@ -1,0 +1,73 @@
+"""Checkpoints of a run: which ones stay."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from services.common.runspec.loader import canonical_json, parse_spec
+from services.controller.rules.ledger import Ledger
+from services.controller.rules.run_state import RunEvent
+from services.controller.run.state.journal import Journal
+from services.controller.run.train.checkpoints import Checkpoints, ready_checkpoints
+from services.controller.store.records import NewRun
+from services.controller.store.runs import RunStore
+from tests.helpers.rest import SPEC
+from tests.unit.controller.workers import MemoryQueue
+
+pytestmark = pytest.mark.postgresql
+
+
+class Trainer:
+    """Keeps the newest checkpoint and those that it is told to keep."""
+
+    def __init__(self):
+        self.steps = []
+
+    async def save_checkpoint(self, step, *, keep_steps, timeout_s):
+        self.steps = [*(one for one in self.steps if one in keep_steps), step]
+        return f"/checkpoints/step-{step:08d}", 1
+
+    async def save(self, step, *, keep_steps, timeout_s):
+        """There is no critic."""
+
+
+def new_run(run_id, **checkpoint):
+    trainer = {**SPEC["trainer"], "checkpoint": checkpoint}
+    spec = parse_spec({**SPEC, "name": run_id.replace("_", "-"), "trainer": trainer})
+    return NewRun(run_id=run_id, name=run_id, spec_json=canonical_json(spec), spec_digest="d")
+
+
+async def test_a_checkpoint_stays_until_the_runs_that_start_from_it_have_ended(database):
+    store, trainer = RunStore(database), Trainer()
+    store.create(new_run("run_1"))
+    journal = Journal("run_1", database=database, store=store, on_event=lambda event: None)
+    checkpoints = Checkpoints(
+        "run_1",
+        keep=1,
+        journal=journal,
+        queue=MemoryQueue(),
+        clock=SimpleNamespace(time=lambda: 0.0, monotonic=lambda: 0.0),
+        saved_at=0.0,
+    )
+
+    async def save(step):
+        await checkpoints.save(
+            trainer,
+            trainer,
+            Ledger(max_attempts=1),
+            step=step,
+            version=step,
+            keep_steps=(),
+            also=lambda connection: None,
+        )
+        known = [each.step for each in await journal.read(ready_checkpoints)]
+        assert sorted(known) == trainer.steps
+        return trainer.steps
+
+    assert await save(1) == [1]
+    # A fork waits in the queue while its parent trains on.
+    store.create(new_run("run_2", start_from="/checkpoints/step-00000001"))
+    assert await save(2) == [1, 2]
+    assert await save(3) == [1, 3]
+    store.apply("run_2", RunEvent.CANCEL, reason="CancelledByUser")
+    assert await save(4) == [4]
