@@ -29,6 +29,23 @@ class NoCheckpointError(FailedPreconditionError):
     reason = "NO_USABLE_CHECKPOINT"
 
 
+def check_usable(connection: sa.Connection, checkpoint: Checkpoint) -> None:
+    """Checks, in the transaction that stores a run, that the run's checkpoint was not deleted meanwhile.
+
+    Raises:
+        NoCheckpointError: If it was.
+    """
+    get_run(connection, checkpoint.run_id, lock=True)  # a deletion locks it, too
+    table = CHECKPOINTS.c
+    query = sa.select(table.state).where(table.checkpoint_id == checkpoint.checkpoint_id)
+    if connection.execute(query).scalar() != "READY":
+        raise NoCheckpointError(
+            f"checkpoint {checkpoint.checkpoint_id} of run {checkpoint.run_id} was deleted meanwhile; choose "
+            "another one",
+            run_id=checkpoint.run_id,
+        )
+
+
 class CheckpointArchive:
     """Finds and deletes checkpoints of all runs.
 

@@ -12,6 +12,7 @@ from services.common.runspec.aliases import remove_contradictions, without_alias
 from services.common.runspec.keys import flat
 from services.common.runspec.loader import SpecError, canonical_json, parse_spec, spec_digest
 from services.common.runspec.run import RunSpec
+from services.controller.manager.archive import check_usable
 from services.controller.models import ForkRequest, RunPatch
 from services.controller.run.state.requests import resource_needs, spec_columns
 from services.controller.run.train.checkpoints import Checkpoint
@@ -92,6 +93,8 @@ def fork_of(
 ) -> tuple[NewRun, Callable[[sa.Connection], None]]:
     """Builds the run that continues from a checkpoint, and the function that copies the parent's ledger.
 
+    The function raises NoCheckpointError if the checkpoint was deleted meanwhile.
+
     Raises:
         SpecError: If the overrides break a rule, name another model, or leave nothing to train.
     """
@@ -112,6 +115,7 @@ def fork_of(
     )
 
     def write(connection: sa.Connection) -> None:
+        check_usable(connection, checkpoint)
         ledgers.copy_ledger(
             connection,
             parent.run_id,

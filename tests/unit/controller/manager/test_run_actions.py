@@ -8,6 +8,7 @@ import pytest
 
 from services.common.telemetry import tracing
 from services.controller.api.principals import TokenStore
+from services.controller.manager.spec_policy import SpecPolicy
 from services.controller.rules.ledger import Ledger
 from services.controller.rules.run_state import RunEvent
 from services.controller.store import ledgers as ledger_store
@@ -136,6 +137,26 @@ async def test_a_fork_with_another_model_is_refused_by_key(api, database):
         refused = await api.post(f"/v1/runs/{run_id}/fork", json={"overrides": overrides})
         assert refused.status_code == 422, refused.text
         assert key in refused.text
+
+
+async def test_a_fork_is_refused_if_its_checkpoint_is_deleted_meanwhile(api, database, monkeypatch):
+    run_id = await submitted(api)
+    train(database, run_id, steps=2)
+    for step in (1, 2):
+        checkpoint_id = save(database, run_id, step=step, path=f"/checkpoints/step-{step:08d}")
+    await ended(api, run_id)
+    path, check = f"/v1/runs/{run_id}/checkpoints/{checkpoint_id}", SpecPolicy.check_for
+
+    async def deleted_first(*arguments):
+        assert (await api.delete(path)).is_success
+        await check(*arguments)
+
+    monkeypatch.setattr(SpecPolicy, "check_for", deleted_first)
+    refused = await api.post(f"/v1/runs/{run_id}/fork", json={"name": "two"})
+    assert refused.json()["code"] == "no_usable_checkpoint", refused.text
+    monkeypatch.undo()
+    forked = await api.post(f"/v1/runs/{run_id}/fork", json={"name": "two"})
+    assert forked.json()["step"] == 1, forked.text
 
 
 async def test_a_fork_of_adapters_keeps_their_base(api, database):
