@@ -112,7 +112,8 @@ class AsyncOperations:
     ) -> None:
         """Deletes a run that has ended, with its logs and recorded samples.
 
-        Its checkpoints stay on disk unless ``delete_checkpoints`` is set.
+        Its checkpoints stay on disk unless ``delete_checkpoints`` is set, which is refused while a run that
+        has not ended starts from one of them.
         """
         request = Request(
             method="DELETE",

@@ -110,7 +110,8 @@ class Operations:
     def delete_run(self, run_id: str, *, delete_checkpoints: bool = False, if_match: str) -> None:
         """Deletes a run that has ended, with its logs and recorded samples.
 
-        Its checkpoints stay on disk unless ``delete_checkpoints`` is set.
+        Its checkpoints stay on disk unless ``delete_checkpoints`` is set, which is refused while a run that
+        has not ended starts from one of them.
         """
         request = Request(
             method="DELETE",

@@ -161,7 +161,8 @@ class UpdateRun(RunPatch, RunOperation[RunView]):
 class DeleteRun(RunOperation[None]):
     """Deletes a run that has ended, with its logs and recorded samples.
 
-    Its checkpoints stay on disk unless ``delete_checkpoints`` is set.
+    Its checkpoints stay on disk unless ``delete_checkpoints`` is set, which is refused while a run that
+    has not ended starts from one of them.
     """
 
     http = "DELETE /v1/runs/{run_id}"

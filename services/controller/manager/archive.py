@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import shutil
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
@@ -15,6 +16,8 @@ from services.controller.store.records import Event, Note
 from services.controller.store.rows import append_event, get_run
 from services.controller.store.runs import RunStore
 from services.controller.store.tables import CHECKPOINTS
+
+logger = logging.getLogger(__name__)
 
 
 class CheckpointInUseError(FailedPreconditionError):
@@ -95,11 +98,24 @@ class CheckpointArchive:
             self._on_event(event, project)
             await asyncio.to_thread(_remove, checkpoint)
 
-    async def files_of(self, run_id: str) -> list[Checkpoint]:
-        """Returns all checkpoints of a run, so that their files can be removed after the run is deleted."""
-        return await self._database.query(self._store.list_checkpoints, run_id)
+    async def removable(self, run_id: str) -> list[Checkpoint]:
+        """Returns all checkpoints of an ended run, to remove their files after the run is deleted.
+
+        Raises:
+            CheckpointInUseError: If a run that has not ended would continue from one.
+        """
+
+        def found() -> list[Checkpoint]:
+            checkpoints = self._store.list_checkpoints(run_id)
+            for checkpoint in checkpoints:
+                if checkpoint.state == "READY":
+                    self._check_unused(checkpoint, is_needed=False)
+            return checkpoints
+
+        return await self._database.query(found)
 
     async def remove(self, checkpoints: Iterable[Checkpoint]) -> None:
+        """Removes files. Logs those that cannot be removed."""
         for checkpoint in checkpoints:
             await asyncio.to_thread(_remove, checkpoint)
 
@@ -148,7 +164,13 @@ class CheckpointArchive:
 
 
 def _remove(checkpoint: Checkpoint) -> None:
-    """Removes the files if they are on a disk that this controller sees."""
-    folder = Path(checkpoint.path)
-    if checkpoint.path and (folder / "manifest.json").is_file():
-        shutil.rmtree(folder)
+    """Removes the files if they are on a disk that this controller sees, also those of a separate critic."""
+    policy = Path(checkpoint.path)
+    for folder in (policy, policy.parent / "critic" / policy.name):
+        if checkpoint.path and (folder / "manifest.json").is_file():
+            try:
+                shutil.rmtree(folder)
+            except OSError as error:  # for example, the trainer deletes it, too
+                logger.warning(
+                    "checkpoint not deleted", extra={"folder": str(folder), "error": str(error)}
+                )

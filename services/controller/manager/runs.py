@@ -223,10 +223,10 @@ class RunManager:
         return run
 
     async def delete(self, run_id: str, *, revision: int, delete_checkpoints: bool = False) -> None:
-        saved = await self.checkpoints.files_of(run_id) if delete_checkpoints else ()
+        saved = await self.checkpoints.removable(run_id) if delete_checkpoints else ()
         await self._database.run(self._store.delete, run_id, revision=revision)
-        await self.checkpoints.remove(saved)
         self._tasks.create_task(self.samples.delete_records(run_id))
+        await self.checkpoints.remove(saved)
         await self._admit()
 
     async def cancel(

@@ -159,6 +159,35 @@ async def test_a_fork_is_refused_if_its_checkpoint_is_deleted_meanwhile(api, dat
     assert forked.json()["step"] == 1, forked.text
 
 
+async def test_a_run_is_deleted_with_its_checkpoints_unless_a_fork_needs_them(
+    api, database, tmp_path
+):
+    run_id = await submitted(api)
+    train(database, run_id, steps=2)
+    folders = [tmp_path / "step-00000001", tmp_path / "critic" / "step-00000001"]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").touch()
+    save(database, run_id, step=1, path=str(folders[0]))
+    save(database, run_id, step=2, path=str(tmp_path / "step-00000002"))  # not on this disk
+    await ended(api, run_id)
+    body = {"name": "two", "checkpoint_id": f"ckpt_{run_id[-8:]}_1"}
+    fork_id = (await api.post(f"/v1/runs/{run_id}/fork", json=body)).json()["id"]
+
+    async def delete():
+        etag = (await api.get(f"/v1/runs/{run_id}")).headers["ETag"]
+        query = "delete_checkpoints=true"
+        return await api.delete(f"/v1/runs/{run_id}?{query}", headers={"If-Match": etag})
+
+    refused = await delete()
+    assert (refused.status_code, refused.json()["code"]) == (409, "in_use")
+    assert fork_id in refused.text
+    assert (await api.get(f"/v1/runs/{run_id}")).status_code == 200
+    await ended(api, fork_id)
+    assert (await delete()).status_code == 204
+    assert not any(folder.exists() for folder in folders)
+
+
 async def test_a_fork_of_adapters_keeps_their_base(api, database):
     lora = {"rank": 2, "base_dtype": "int8"}
     model = {"path": "team/base", "revision": "v1"}
