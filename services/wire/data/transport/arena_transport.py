@@ -77,9 +77,6 @@ class ArenaTransport:
         for begin in range(0, len(extents), codec.MAX_RANGES):
             await self._read(extents[begin : begin + codec.MAX_RANGES], target)
 
-    def close(self) -> None:
-        """Does nothing: the mapping ends with the last tensor that views it."""
-
     async def _read(self, extents: Sequence[Extent], target: Tensor) -> None:
         deadline = time.monotonic() + codec.PIN_S / 2
         numbers = tuple([n for e in extents for n in (e.blob.blob_id, e.offset, e.size)])

@@ -180,7 +180,6 @@ class Links:
         for shard_id, link in list(self._links.items()):
             if instances.get(shard_id) != link.connection.shard.instance_id:
                 link.connection.close()
-                link.transport.close()
                 del self._links[shard_id]
         for shard in shards:
             if shard.shard_id not in self._links:

@@ -103,9 +103,6 @@ class Transport(Protocol):
             DataLossError: If bytes are damaged.
         """
 
-    def close(self) -> None:
-        """Releases the transport's resources; the connection stays open."""
-
 
 class SocketTransport:
     """Transport of frames of about 1 MiB over ZeroMQ."""
@@ -149,9 +146,6 @@ class SocketTransport:
 
         digests = await gather_in_group([fetch(batch) for batch in _batches(extents)])
         check_whole(extents, list(chain.from_iterable(digests)))
-
-    def close(self) -> None:
-        """Does nothing: the transport has no resources."""
 
     def _frame(self, part: ColumnPart) -> tuple[zmq.Frame, int]:
         in_place = part.in_place()
