@@ -61,11 +61,6 @@ class Leadership:
                         f"cannot renew the lease for {self._ttl_s:.0f} s: {why}"
                     ) from error
 
-    def give_up(self) -> None:
-        """Releases the lease so that another controller can lead at once."""
-        with self._database.write() as connection:
-            connection.execute(_this().values(expire_time=0.0))
-
     def _try(self) -> float:
         """Takes the lease if it is free; returns 0 then, otherwise the seconds until it may be free."""
         with self._database.write_unfenced() as connection:

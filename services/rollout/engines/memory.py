@@ -184,11 +184,6 @@ class MemoryPlan:
         return min(self.engine_share, ceil(100 * needed) / 100)
 
     @property
-    def used(self) -> float:
-        """Bytes of the engine and of weight sync."""
-        return self.weights + _WORKING + self.kv_cache + self.plane
-
-    @property
     def kv_tokens(self) -> int:
         """Capacity of the KV cache in tokens."""
         return max(0, int(self.kv_cache / self.kv_per_token))

@@ -132,7 +132,6 @@ class MessagesFormatter:
     """Formats the answer to one request; a :class:`~services.rollout.openai.streaming.Formatter`."""
 
     def __init__(self, request: MessagesRequest, *, reply_id: str) -> None:
-        self._request = request
         self._head: dict[str, Any] = {
             "id": reply_id,
             "type": "message",

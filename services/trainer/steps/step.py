@@ -392,7 +392,6 @@ class CriticStepRunner:
         self.critic = critic
         self.engine = critic.engine
         self.num_steps = spec.trainer.steps or 1
-        self._spec = spec
         self._credit = CreditAssigner(
             spec.algorithm, self.engine.ranks, max_response_tokens=spec.rollout.max_response_tokens
         )

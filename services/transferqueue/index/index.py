@@ -94,7 +94,6 @@ class Index:
 
     def __init__(self, free: Callable[[Sequence[BlobRef]], None], clock: Clock) -> None:
         self._free = free
-        self._clock = clock
         self._partitions: dict[str, Partition] = {}
         self._losses: dict[str, list[LostSamples]] = {}
         self._committed: OrderedDict[str, None] = OrderedDict()
