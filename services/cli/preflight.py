@@ -26,7 +26,6 @@ from services.cli.settings import MachineSettings
 from services.common.callables import bind_callable, load_callable
 from services.common.models.configs import begin_check, full_config, is_folder, read_config
 from services.common.models.families import (
-    COMPARED,
     FAMILIES,
     Family,
     attention_modules,
@@ -117,7 +116,7 @@ def engine_problems(spec: RunSpec, config: Mapping[str, Any]) -> Iterator[str]:
 def transfer_problems(spec: RunSpec, config: Mapping[str, Any]) -> Iterator[str]:
     """Yields a problem if weights are to be written into an engine that computes other tensors from them."""
     kind, engine = str(config.get("model_type")), spec.rollout.engine
-    if engine not in COMPARED or not FAMILIES.get(kind, Family()).needs_loader:
+    if engine_kind(engine).package is None or not FAMILIES.get(kind, Family()).needs_loader:
         return
     why = f"but {engine} computes other tensors from the weights of {kind!r} and must load them"
     if MODES[spec.weight_sync.mode].is_in_place:

@@ -15,13 +15,8 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from services.common.models.families import (
-    COMPARED,
-    COMPARED_ROUNDED,
-    TELLS_NOT,
-    exact_tokens,
-    is_mixture,
-)
+from deploy.reference.compared import COMPARED, COMPARED_ROUNDED, TELLS_NOT
+from services.common.models.families import exact_tokens, is_mixture
 from services.common.models.loading import build_model, stored_tensors
 from services.common.models.tokenizer import load_tokenizer
 from services.common.runspec.rollout import RewardSpec, RolloutSpec
