@@ -20,6 +20,7 @@ from services.common.errors import (
     FailedPreconditionError,
     UnavailableError,
 )
+from services.common.rpc.client import call
 from services.transferqueue import metrics
 from services.transferqueue.__main__ import transferqueue
 from services.transferqueue.index.index import Index
@@ -29,7 +30,6 @@ from services.wire.batch import KVBatchMeta
 from services.wire.data.channels.arena_socket import open_arena
 from services.wire.data.client import DataClient
 from services.wire.data.encoding import codec
-from services.wire.transferqueue import client as client_module
 from services.wire.transferqueue.client import TransferQueueClient
 from services.wire.transferqueue.types import AcquireRequest
 
@@ -60,7 +60,7 @@ async def put(data: DataClient, *keys: str) -> KVBatchMeta:
 
 
 async def test_a_dead_service_is_an_error_and_not_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "_TIMEOUT_S", 0.5)
+    monkeypatch.setitem(call.__kwdefaults__, "timeout_s", 0.5)
     async with transferqueue(TransferQueueSettings(capacity_bytes=1 << 20)) as address:
         pass
     async with TransferQueueClient.connect(address) as metadata:
