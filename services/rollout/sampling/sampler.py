@@ -25,6 +25,7 @@ from typing import Any, Protocol, Self
 
 from services.common.errors import UnavailableError
 from services.common.fields import run_of
+from services.common.runspec.data import kind_of
 from services.common.runspec.rollout import RolloutSpec
 from services.common.task_group import TaskGroup
 from services.common.telemetry import tracing
@@ -372,7 +373,7 @@ class GroupSampler:
         assignment = group.assignment
         trace = tracing.of_group(run_of(assignment.partition_id), assignment.group_id)
         # The controller starts the traces of training groups; those of held-out groups start here.
-        is_first = assignment.split != "train"
+        is_first = kind_of(assignment.split) == "heldout"
         with tracing.span("rollout.group", trace, is_first=is_first, attempt=assignment.attempt):
             await self._make_group(group, loading)
 

@@ -14,6 +14,7 @@ from services.common.models.tokenizer import Tokenizer, load_tokenizer
 from services.common.runspec.data import DataSpec
 from services.common.runspec.rollout import RolloutSpec
 from services.common.runspec.run import ModelSpec
+from services.common.telemetry import tracing
 from services.rollout.calls.pool import CallPool
 from services.rollout.data.prompts import Prompt, PromptStore
 from services.rollout.engines.torch.engine import TorchEngine
@@ -174,6 +175,19 @@ async def test_groups_are_published_whole_with_fields_and_tags_that_agree() -> N
     assert tags["greedy"] == [0, 0, 1]
     assert tags["member"] == [0, 1, 2]
     assert tags["prompt_tokens"] == [3, 3, 3]
+
+
+async def test_the_rollout_starts_the_traces_of_held_out_groups_only() -> None:
+    spans: list[tracing.Span] = []
+    splits = ("train", "train.sums", "heldout", "heldout.sums")
+    with tracing.collecting(spans.append, ratio=1.0):
+        async with sampling(ScoreBy(lambda _: 0.0)) as (sampler, outcome, _):
+            sampler.start([assignment(split, split=split) for split in splits])
+            await outcome.wait_for(4)
+    first = {
+        span.trace.trace_id for span in spans if span.name == "rollout.group" and not span.parent_id
+    }
+    assert first == {tracing.of_group("run", split).trace_id for split in splits[2:]}
 
 
 async def test_rewards_can_see_every_message_of_an_episode() -> None:
