@@ -85,7 +85,13 @@ class Runner(Protocol):
         """Drops all accumulated gradients."""
 
     def run(
-        self, weight_version: int, samples: Samples, cohort: BatchFacts, plan: StepPlan
+        self,
+        weight_version: int,
+        samples: Samples,
+        cohort: BatchFacts,
+        plan: StepPlan,
+        *,
+        step: int | None = None,
     ) -> StepResult:
         """Trains one batch."""
 
@@ -277,7 +283,7 @@ class Rank:
             try:
                 with self._profiler(step):
                     result = self.runner.run(
-                        weight_version, share.samples, share.cohort, share.plan
+                        weight_version, share.samples, share.cohort, share.plan, step=step
                     )
             except BaseException:
                 self._drop_accumulated()

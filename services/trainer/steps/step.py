@@ -124,7 +124,13 @@ class StepRunner:
         self.engine.optimizer_step(None)
 
     def run(
-        self, weight_version: int, samples: Samples, cohort: BatchFacts, plan: StepPlan
+        self,
+        weight_version: int,
+        samples: Samples,
+        cohort: BatchFacts,
+        plan: StepPlan,
+        *,
+        step: int | None = None,
     ) -> StepResult:
         """Trains one batch, or the part of it that is not accumulated yet.
 
@@ -132,13 +138,16 @@ class StepRunner:
             weight_version: Version of the weights that the step starts from.
             samples: This rank's samples; the plan refers to their positions.
             cohort: The whole batch, without the accumulated groups.
+            step: Number of the step, from 1; None means ``weight_version + 1``, which it is unless the run
+                was rewound.
 
         Raises:
             OomLimitError: If a micro-batch does not fit into memory and its update cannot be repeated.
         """
         begin, early = time.perf_counter(), self._early
         samples, plan = self._prepared(weight_version, samples, cohort, plan)
-        trains_policy = weight_version >= self._spec.critic.warmup_steps
+        step = weight_version + 1 if step is None else step
+        trains_policy = step > self._spec.critic.warmup_steps
         updates, left_out = [], set(plan.left_out)
         for work in plan.updates:
             update, passes = self._update(samples, work, early, trains_policy=trains_policy)
@@ -397,13 +406,20 @@ class CriticStepRunner:
         )
 
     def run(
-        self, weight_version: int, samples: Samples, cohort: BatchFacts, plan: StepPlan
+        self,
+        weight_version: int,
+        samples: Samples,
+        cohort: BatchFacts,
+        plan: StepPlan,
+        *,
+        step: int | None = None,
     ) -> StepResult:
         """Trains one batch.
 
         Args:
             weight_version: Version of the policy's weights that the step starts from.
             samples: This rank's samples, with the ``values`` that the critic computed before.
+            step: Has no effect: the critic trains in every step.
         """
         begin, tally = time.perf_counter(), MetricTotals()
         samples, plan = without_unscored(samples, plan)

@@ -255,6 +255,20 @@ def test_only_the_critic_trains_in_its_warm_up() -> None:
     assert not all(torch.equal(value, before[key]) for key, value in policy.state_dict().items())
 
 
+def test_the_warm_up_of_the_critic_counts_steps_also_after_a_rewind() -> None:
+    spec = spec_of(algorithm={"advantage": "gae"}).model_copy(
+        update={"critic": CriticSpec(warmup_steps=2)}
+    )
+    policy = policy_of(spec, scale=1.0)
+    queue = random_queue(policy)
+    rank = rank_of(spec, policy, queue)
+    # The weight versions of a rewound run are ahead of its steps.
+    rank.train(2, queue.meta, weight_version=5)
+    assert rank.runner.facts()["num_updates"] == 0
+    rank.train(3, queue.meta, weight_version=6)
+    assert rank.runner.facts()["num_updates"] == 1
+
+
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 def test_the_policys_schedule_ends_with_the_run_after_a_warm_up_of_the_critic(schedule) -> None:
     optimizer = {"learning_rate": 1e-3, "warmup_steps": 1, "schedule": schedule}
