@@ -55,6 +55,8 @@ _PART = struct.Struct("<4sqq")
 """Announces a part of another exported buffer: ``_PART_MAGIC``, first byte and bytes; the handle follows."""
 _PART_MAGIC = b"part"
 _MAX_MESSAGE = 4096
+_MAX_PARTS = 64
+"""Max. announced parts whose copies the source has not seen: a socket holds the notices of some 200."""
 _COPIED = -1
 """Number in the notification that an announced part was copied."""
 _SECRET_BYTES = 16
@@ -297,6 +299,9 @@ class SharedBufferGroup:
     def _send(self, flat: Tensor) -> None:
         if (part := exported_part(flat)) is not None:
             handle, begin = part
+            if len(self._parts) == _MAX_PARTS:
+                # If neither end reads, both wait for space in their sockets.
+                self._await_copies()
             self._tell(_PART.pack(_PART_MAGIC, begin, len(flat)) + handle.encode())
             self._parts.append(len(flat))
             return

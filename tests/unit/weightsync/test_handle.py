@@ -7,6 +7,7 @@ import os
 import socket
 import stat
 import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -142,6 +143,37 @@ async def test_a_later_group_reuses_the_buffer_of_the_previous_one():
     await cluster.form_group(epoch=2)
     (channel,) = cluster.senders[0]._epochs.group(2).channels.values()
     assert channel._backend._halves[0].data_ptr() == first
+
+
+async def test_a_receiver_that_is_faster_than_its_source_does_not_stop_it():
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for end in ends:
+        end.settimeout(20)
+    buffer = torch.zeros(8192, dtype=torch.uint8)
+    source, receiver = (
+        handle.SharedBufferGroup([end], buffer, is_source=is_source)
+        for end, is_source in zip(ends, (True, False), strict=True)
+    )
+    arena = shared_buffers.export_buffer(1000 * 64, CPU)
+    received = torch.zeros_like(arena.memory.random_())
+
+    def transfer(group, tensor):
+        works = [group.broadcast([part], None) for part in tensor.split(64)]
+        for work in works:
+            work.wait()
+
+    tell = source._tell
+
+    def slowly(message):
+        tell(message)
+        time.sleep(0.0005)
+
+    source._tell = slowly
+    await asyncio.gather(
+        asyncio.to_thread(transfer, source, arena.memory),
+        asyncio.to_thread(transfer, receiver, received),
+    )
+    assert torch.equal(received, arena.memory)
 
 
 async def test_all_members_learn_that_one_cannot_open_the_buffer(monkeypatch):
