@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
-from services.common.errors import UnavailableError
+from services.common.errors import FailedPreconditionError, UnavailableError
 from services.common.runspec.run import RunSpec, WeightSyncSpec
 from services.trainer.batch.samples import IncompleteBatchError
 from services.trainer.engines.fsdp.parallel import build_topology, distribute
@@ -111,6 +112,22 @@ def _save(rank: int, world_size: int, folder: str, spec_json: str) -> None:
     trained, queue = _rank_of_several(rank, world_size, folder, spec_json)
     trained.train(1, queue.meta)
     trained.checkpointer.write(trained.snapshot(1))
+    distributed.destroy_process_group()
+
+
+def _save_again(rank: int, world_size: int, folder: str, spec_json: str) -> None:
+    """Saves on several ranks where rank 0 can create no folder, then where it can."""
+    trained, queue = _rank_of_several(rank, world_size, folder, spec_json)
+    root = Path(folder) / "checkpoints"
+    for step in (1, 2):
+        trained.train(step, queue.meta)
+        if rank == 0 and step == 1:
+            root.touch()
+        elif rank == 0:
+            root.unlink()
+        distributed.barrier()
+        with suppress(FailedPreconditionError):
+            trained.checkpointer.write(trained.snapshot(step))
     distributed.destroy_process_group()
 
 
@@ -288,6 +305,16 @@ def test_one_rank_resumes_a_checkpoint_of_two(tmp_path: Path, offload: Any) -> N
     for name, value in alone.named_parameters():
         found = dict(resumed.named_parameters())[name]
         torch.testing.assert_close(found, value, rtol=0, atol=1e-5)
+
+
+@pytest.mark.timeout(300)
+def test_ranks_save_together_again_after_one_could_not(tmp_path: Path) -> None:
+    spec = spec_for(world_size=2)
+    run_ranks(_save_again, 2, str(tmp_path), spec.model_dump_json(), count=2)
+    resumed = rank_of(
+        spec, policy_of(spec), random_queue(policy_of(spec)), root=tmp_path / "checkpoints"
+    )
+    assert resumed.restore() == 2
 
 
 @pytest.mark.timeout(300)

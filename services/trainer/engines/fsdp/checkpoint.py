@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -128,7 +129,9 @@ class ModelCheckpoint:
 
         def write(folder: Path) -> None:
             if self._rank == 0:
-                folder.mkdir(parents=True, exist_ok=True)
+                # If it fails, writing fails, on all ranks together; they must meet before.
+                with suppress(OSError):
+                    folder.mkdir(parents=True, exist_ok=True)
             if self._group is not None:
                 distributed.barrier(self._group)
             try:
