@@ -10,12 +10,13 @@ import asyncio
 import os
 import re
 import struct
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, MutableMapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import BinaryIO
+from weakref import WeakValueDictionary
 
 import msgpack
 import zmq
@@ -125,12 +126,16 @@ class RecordWriter:
     async def open(cls, path: Path) -> AsyncIterator["RecordWriter"]:
         """Writes to a draft, which replaces ``path`` only if the block ends without an error."""
         draft = path.with_suffix(".draft")
-        with draft.open("wb") as file:
-            file.write(_MAGIC)
-            yield cls(file)
-            file.flush()
-            await asyncio.to_thread(os.fsync, file.fileno())
-        draft.replace(path)
+        try:
+            with draft.open("wb") as file:
+                file.write(_MAGIC)
+                yield cls(file)
+                file.flush()
+                await asyncio.to_thread(os.fsync, file.fileno())
+            draft.replace(path)
+        except BaseException:
+            draft.unlink(missing_ok=True)  # on a full disk, its bytes are needed
+            raise
 
     async def write(self, record: list[object]) -> None:
         await self.write_bytes(msgpack.packb(record))
@@ -213,6 +218,7 @@ class Snapshots:
         self._folder = folder
         self._index = index
         self._shards = shards
+        self._turns: MutableMapping[Path, asyncio.Lock] = WeakValueDictionary()
 
     async def save(self, run_id: str, snapshot_id: str) -> tuple[int, int]:
         """Saves a run. The file appears under its name only after it is complete.
@@ -221,6 +227,12 @@ class Snapshots:
             Number of samples and of bytes.
         """
         path = self._path(run_id, snapshot_id)
+        turn = self._turns.setdefault(path, asyncio.Lock())
+        # The call of a lost controller may still be writing.
+        async with turn:
+            return await self._save(run_id, path)
+
+    async def _save(self, run_id: str, path: Path) -> tuple[int, int]:
         await asyncio.to_thread(path.parent.mkdir, parents=True, exist_ok=True)
         num_keys = 0
         with self._shards.defer_deletion():
@@ -232,7 +244,7 @@ class Snapshots:
                         num_keys += meta.num_keys
                         await _save_put(meta, blobs, writer)
                 await writer.write(["end", num_keys])
-        return num_keys, path.stat().st_size
+        return num_keys, (await asyncio.to_thread(path.stat)).st_size
 
     async def restore(self, run_id: str, snapshot_id: str) -> int:
         """Restores a run; returns the number of samples.
