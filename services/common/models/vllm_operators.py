@@ -36,6 +36,8 @@ MIN_QUERIES: Final = 128
 """FlashAttention 3 takes larger blocks of keys for heads of 64 elements if it is to expect fewer queries."""
 _TILE: Final = {"BLOCK_SIZE_M": 128, "BLOCK_SIZE_N": 128, "BLOCK_SIZE_K": 64, "GROUP_SIZE_M": 8}
 """Tiles of vLLM's matrix product in bfloat16."""
+_VOCABULARY_MULTIPLE: Final = 64
+"""vLLM pads rows of logits to a multiple of this."""
 
 
 def missing_operators(config: Mapping[str, Any], dtype: torch.dtype) -> list[str]:
@@ -220,9 +222,13 @@ def logprobs(logits: Tensor, targets: Tensor, *, temperature: float) -> tuple[Te
         The ``[C, V]`` logits over the temperature, and the ``[C]`` float32 logprobs of the targets.
     """
     vllm = _vllm()
+    count, size = logits.shape
+    width = -(-size // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
+    if temperature != 1.0 or width != size:
+        # Triton adds a row in another order if the distance of rows is no multiple of 16.
+        logits = logits.new_empty(count, width)[:, :size].copy_(logits)
     if temperature != 1.0:
-        logits = logits.clone()
-        rows = torch.zeros(len(logits), dtype=torch.int32, device=logits.device)
+        rows = torch.zeros(count, dtype=torch.int32, device=logits.device)
         vllm.apply_temperature(logits, rows, torch.full((1,), temperature, device=logits.device))
     found: Tensor = vllm.token_logprobs(logits, targets[:, None])
     return logits, found.squeeze(1)
