@@ -62,6 +62,7 @@ async def run_controller(settings: ControllerSettings) -> None:
         database = stack.enter_context(_opened_database(settings))
         leadership = Leadership(database, holder=settings.holder, ttl_s=settings.lease_ttl_s)
         await leadership.acquire()
+        stack.push_async_callback(leadership.release)
         channel = await stack.enter_async_context(
             open_channel(settings.transferqueue_address, "transferqueue")
         )

@@ -6,6 +6,7 @@ stopped and resumes later can change nothing.
 
 import asyncio
 import logging
+from contextlib import suppress
 
 import sqlalchemy as sa
 
@@ -60,6 +61,16 @@ class Leadership:
                     raise LeaseLostError(
                         f"cannot renew the lease for {self._ttl_s:.0f} s: {why}"
                     ) from error
+
+    async def release(self) -> None:
+        """Frees the lease, so that another controller need not wait until it ends."""
+        with suppress(LeaseLostError, DatabaseError, TimeoutError):
+            async with asyncio.timeout(self._ttl_s):
+                await self._database.run(self._free)
+
+    def _free(self) -> None:
+        with self._database.write() as connection:
+            connection.execute(_this().values(expire_time=0.0))
 
     def _try(self) -> float:
         """Takes the lease if it is free; returns 0 then, otherwise the seconds until it may be free."""

@@ -51,6 +51,20 @@ async def test_a_holder_reacquires_its_lease_at_once(database, database_url):
     restarted.close()
 
 
+async def test_a_released_lease_is_free_at_once_and_a_lost_one_stays_with_its_holder(
+    database, database_url
+):
+    old = Leadership(database, holder="one", ttl_s=3600)
+    await old.acquire()
+    await old.release()
+    other = Database(database_url)
+    assert await Leadership(other, holder="two", ttl_s=3600).acquire() == 2
+    await old.release()
+    with other.write():
+        pass
+    other.close()
+
+
 async def test_a_leader_whose_database_does_not_answer_ends(database):
     leadership = Leadership(database, holder="one", ttl_s=0.2)
     await leadership.acquire()
