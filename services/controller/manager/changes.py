@@ -100,7 +100,7 @@ def fork_of(
     """
     spec = _spec(parent, checkpoint, fork)
     old = parse_spec(parent.spec_json)
-    if problems := [*_other_model(old, spec)]:
+    if problems := [*_other_model(old, spec), *_no_steps(spec, checkpoint.step)]:
         raise SpecError(problems)
     rows, old_rows = (each.data.model_copy(update={"epochs": None}) for each in (spec, old))
     has_same_prompts = (rows, spec.seed) == (old_rows, old.seed)
@@ -126,6 +126,17 @@ def fork_of(
         )
 
     return new, write
+
+
+def _no_steps(spec: RunSpec, step: int) -> Iterator[str]:
+    """Yields a problem if a fork would end where it begins, because its parent has trained all steps."""
+    steps = spec.trainer.steps
+    if steps is not None and steps <= step and not spec.validation.only:
+        yield (
+            f"trainer.steps is {steps}, but the checkpoint was saved at step {step}, so nothing would be "
+            "trained; override it with more steps, which include those of the checkpoint, or set "
+            "validation.only to true"
+        )
 
 
 def _other_model(old: RunSpec, new: RunSpec) -> Iterator[str]:

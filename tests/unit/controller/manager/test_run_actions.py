@@ -139,6 +139,20 @@ async def test_a_fork_with_another_model_is_refused_by_key(api, database):
         assert key in refused.text
 
 
+async def test_a_fork_that_leaves_nothing_to_train_is_refused_by_key(api, database):
+    run_id = await submitted(api)
+    train(database, run_id, steps=3)
+    save(database, run_id, step=3, path="/checkpoints/step-00000003")
+    for steps, validation, status in ((3, {}, 422), (4, {}, 201), (3, {"only": True}, 201)):
+        overrides = {"trainer": {"steps": steps}, "validation": validation}
+        overrides["data"] = {"heldout": {"source": "jsonl", "path": "/heldout.jsonl"}}
+        body = {"name": f"fork-{len(validation)}", "overrides": overrides}
+        forked = await api.post(f"/v1/runs/{run_id}/fork", json=body)
+        assert forked.status_code == status, forked.text
+        if status == 422:
+            assert forked.json()["errors"][0]["pointer"] == "/trainer/steps"
+
+
 async def test_a_fork_is_refused_if_its_checkpoint_is_deleted_meanwhile(api, database, monkeypatch):
     run_id = await submitted(api)
     train(database, run_id, steps=2)
