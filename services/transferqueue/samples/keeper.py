@@ -3,7 +3,6 @@
 import asyncio
 import json
 import logging
-import sqlite3
 from collections.abc import AsyncIterator, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -11,7 +10,6 @@ from math import prod
 from pathlib import Path
 from typing import Any, Self
 
-from services.common.errors import ServiceError
 from services.common.fields import RECORD_FIELDS, partition_id
 from services.common.task_group import TaskGroup
 from services.transferqueue import metrics
@@ -101,6 +99,8 @@ class SampleRecordKeeper:
         if run is None:
             return
         async with run.turn:
+            if self._runs.get(run_id) is not run:
+                return  # it was stopped, with nothing left to write
             pending = self._index.get(_partition(run_id), ())
             if not pending.num_keys:
                 return
@@ -114,7 +114,7 @@ class SampleRecordKeeper:
                     max_steps=run.max_steps,
                 )
                 metrics.SAMPLE_RECORDS.inc(sum(each.is_from_rollout for each in records))
-            except (ServiceError, OSError, sqlite3.Error, ValueError, LookupError) as error:
+            except Exception as error:  # noqa: BLE001 -- a run may store anything, and others go on
                 metrics.SAMPLE_RECORDS_FAILED.inc(pending.num_keys)
                 logger.warning(
                     "storing sample records failed",

@@ -3,6 +3,8 @@
 import asyncio
 import threading
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -16,10 +18,10 @@ from services.wire.batch import BlobRef, FieldColumn, KVBatchMeta
 from services.wire.transferqueue.types import SampleRecordQuery
 
 
-def put_of(keys: list[str]) -> KVBatchMeta:
+def put_of(keys: list[str], field: str = "sample_record") -> KVBatchMeta:
     count = len(keys)
     column = FieldColumn(
-        name="record",
+        name=field,
         dtype="uint8",
         row_rank=1,
         tail_shape=(),
@@ -31,6 +33,69 @@ def put_of(keys: list[str]) -> KVBatchMeta:
     return KVBatchMeta(
         partition_id="run_1/records", keys=tuple(keys), fields=(column,), blobs=(blob,)
     )
+
+
+class Blobs:
+    """Blobs that hold one text."""
+
+    def __init__(self, text: bytes, is_reading: asyncio.Event, may_read: asyncio.Event) -> None:
+        self._text, self._is_reading, self._may_read = text, is_reading, may_read
+
+    @asynccontextmanager
+    async def connect(self, shards: object) -> AsyncIterator["Blobs"]:
+        yield self
+
+    async def read(self, blob: BlobRef, ranges: object) -> bytes:
+        self._is_reading.set()
+        await self._may_read.wait()
+        return self._text
+
+
+@pytest.mark.parametrize("field", ["sample_record", "training_record", "unknown"])
+@pytest.mark.parametrize("text", [b"{}", b"[]", b"7", b"x"])
+async def test_records_that_a_worker_makes_up_end_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str, text: bytes
+):
+    may_read = asyncio.Event()
+    may_read.set()
+    monkeypatch.setattr(
+        keeper.BlobClient, "connect", Blobs(text, asyncio.Event(), may_read).connect
+    )
+    index = Index(lambda blobs: None, time)
+    async with SampleRecordKeeper(tmp_path, 1 << 20, index=index, shards=Mock()) as kept:
+        await kept.start_recording("run_1", max_bytes=1, max_steps=0)
+        for number in range(2):
+            await index.commit(put_of([f"g{number}.0"], field=field), put_id=str(number))
+            async with asyncio.timeout(10):
+                while index.num_samples():  # noqa: ASYNC110 -- the keeper deletes them
+                    await asyncio.sleep(0.01)
+
+
+async def test_a_reader_that_waits_for_the_last_samples_of_a_run_finds_its_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    is_reading, may_read = asyncio.Event(), asyncio.Event()
+    blobs = Blobs(b"{}", is_reading, may_read)
+    monkeypatch.setattr(keeper.BlobClient, "connect", blobs.connect)
+    index = Index(lambda blobs: None, time)
+    async with SampleRecordKeeper(tmp_path, 1 << 20, index=index, shards=Mock()) as kept:
+        await kept.start_recording("run_1", max_bytes=1, max_steps=0)
+        await index.commit(put_of(["g.0"]), put_id="put")
+
+        async def stop() -> None:
+            await kept.stop_recording("run_1")
+            index.drop_partition("run_1/records")
+
+        async def search() -> list[bytes]:
+            return [part async for part in kept.read("run_1", SampleRecordQuery())]
+
+        stopping = asyncio.create_task(stop())
+        await is_reading.wait()
+        searching = asyncio.create_task(search())
+        await asyncio.sleep(0)
+        may_read.set()
+        await stopping
+        assert await searching == []
 
 
 async def test_long_searches_delay_neither_snapshots_nor_the_recording(tmp_path: Path, monkeypatch):
