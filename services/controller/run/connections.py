@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from services.common.errors import (
+    AlreadyExistsError,
     DataLossError,
     FailedPreconditionError,
     NotFoundError,
@@ -110,7 +111,8 @@ async def create_partitions(
             logger.info(
                 "restored samples from the snapshot", extra={"run": run_id, "samples": restored}
             )
-        except (NotFoundError, DataLossError) as error:
+        # Other partitions are left if the last controller died while it dropped them.
+        except (NotFoundError, DataLossError, AlreadyExistsError) as error:
             logger.warning(
                 "cannot restore samples; they are generated again",
                 extra={"run": run_id, "why": error.message},

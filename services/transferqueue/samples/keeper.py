@@ -5,11 +5,13 @@ import json
 import logging
 from collections.abc import AsyncIterator, Collection
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any, Self
 
+from services.common.errors import NotFoundError
 from services.common.fields import RECORD_FIELDS, partition_id
 from services.common.task_group import TaskGroup
 from services.transferqueue import metrics
@@ -83,7 +85,7 @@ class SampleRecordKeeper:
             return
         run = self._runs[run_id] = _Run(max_bytes, max_steps)
         # Before the first wait, which the caller may not survive: samples that nobody moves fill the memory.
-        run.following = self._tasks.create_task(self._follow(run_id), name=f"keep {run_id}")
+        run.following = self._tasks.create_task(self._follow(run_id, run), name=f"keep {run_id}")
         await asyncio.to_thread(self._delete_ended_runs, max_bytes, frozenset(self._runs))
 
     async def stop_recording(self, run_id: str) -> None:
@@ -141,10 +143,13 @@ class SampleRecordKeeper:
     async def delete(self, run_id: str) -> None:
         await asyncio.to_thread(remove_store, self._path(run_id))
 
-    async def _follow(self, run_id: str) -> None:
-        async for _ in self._index.watch(_partition(run_id), 0):
-            await asyncio.sleep(_GATHER_S)
-            await self.flush(run_id)
+    async def _follow(self, run_id: str, run: _Run) -> None:
+        with suppress(NotFoundError):  # a restore that failed dropped what it had restored
+            async for _ in self._index.watch(_partition(run_id), 0):
+                await asyncio.sleep(_GATHER_S)
+                await self.flush(run_id)
+        if self._runs.get(run_id) is run:
+            del self._runs[run_id]
 
     def _delete_ended_runs(self, wanted_bytes: int, kept: Collection[str]) -> None:
         """Deletes files of ended runs, the oldest first, until ``wanted_bytes`` more fit."""

@@ -247,7 +247,7 @@ class Snapshots:
         return num_keys, (await asyncio.to_thread(path.stat)).st_size
 
     async def restore(self, run_id: str, snapshot_id: str) -> int:
-        """Restores a run; returns the number of samples.
+        """Restores a run; returns the number of samples. If it does not end, nothing stays.
 
         Raises:
             NotFoundError: If there is no such snapshot.
@@ -257,10 +257,21 @@ class Snapshots:
         path = self._path(run_id, snapshot_id)
         if not path.exists():
             raise NotFoundError(f"snapshot {snapshot_id!r} of {run_id} not found", run_id=run_id)
-        if any(image.puts for image in self._index.export(run_id)):
+        before = self._index.export(run_id)
+        if any(image.puts for image in before):
             raise AlreadyExistsError(
                 f"{run_id} has samples; drop its partitions before restoring it", run_id=run_id
             )
+        try:
+            return await self._restore(path)
+        except BaseException:
+            known = {image.partition_id for image in before}
+            for image in self._index.export(run_id):
+                if image.partition_id not in known:
+                    self._index.drop_partition(image.partition_id)
+            raise
+
+    async def _restore(self, path: Path) -> int:
         num_keys = 0
         image: PartitionImage | None = None
         async with BlobClient.connect(self._shards) as blobs, RecordReader.open(path) as reader:

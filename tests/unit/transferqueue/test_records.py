@@ -11,12 +11,14 @@ import pytest
 from services.common.errors import DataLossError
 from services.transferqueue.index.index import Index
 from services.transferqueue.shards import Shards
+from services.transferqueue.snapshots import snapshots
 from services.transferqueue.snapshots.snapshots import (
     BlobClient,
     RecordReader,
     RecordWriter,
     Snapshots,
 )
+from services.wire.batch import BlobRef, FieldColumn, KVBatchMeta
 
 
 async def write(path: Path) -> None:
@@ -66,6 +68,65 @@ async def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["a"]
 
 
+class Blobs:
+    """Shards whose blobs have one byte; the second put waits."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self.num_puts, self.waits, self.may_put = 0, asyncio.Event(), asyncio.Event()
+
+    @asynccontextmanager
+    async def connect(self, shards: object) -> AsyncIterator["Blobs"]:
+        yield self
+
+    async def read(self, blob: BlobRef, ranges: object) -> bytes:
+        return b"x"
+
+    async def put(self, shard_id: str, meta: KVBatchMeta, payload: object) -> None:
+        self.num_puts += 1
+        if self.num_puts == 2:
+            self.waits.set()
+            await self.may_put.wait()
+        await self._index.commit(meta, put_id=f"put {self.num_puts}")
+
+
+async def test_a_run_is_restored_as_a_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshots, "place", lambda group, shards: "s")
+    index = Index(lambda blobs: None, time)
+    blobs = Blobs(index)
+    monkeypatch.setattr(BlobClient, "connect", blobs.connect)
+    saved = Snapshots(tmp_path, index, Shards(index))
+    index.create_partition("run_1/train", required_fields=(), quota_bytes=0)
+    for number in range(2):
+        column = FieldColumn(
+            name="x",
+            dtype="uint8",
+            row_rank=1,
+            tail_shape=(),
+            lengths=(1,),
+            blob_indexes=(0,),
+            offsets=(0,),
+        )
+        blob = BlobRef(shard_id="s", blob_id=number, size_bytes=1, checksum=0)
+        meta = KVBatchMeta(
+            partition_id="run_1/train", keys=(f"g{number}.0",), fields=(column,), blobs=(blob,)
+        )
+        await index.commit(meta, put_id=str(number))
+    await saved.save("run_1", "slot-0")
+    index.drop_partition("run_1/train")
+
+    restoring = asyncio.create_task(saved.restore("run_1", "slot-0"))
+    await blobs.waits.wait()
+    restoring.cancel()  # its controller is gone
+    await asyncio.wait([restoring])
+    # Otherwise the next controller would take the samples that are there for all that were saved.
+    assert not index.has_run("run_1")
+    assert await saved.restore("run_1", "slot-0") == 2
+    assert index.get("run_1/train", ()).keys == ("g0.0", "g1.0")
+
+
 async def test_a_run_is_saved_once_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,9 +146,9 @@ async def test_a_run_is_saved_once_at_a_time(
     monkeypatch.setattr(RecordWriter, "write", slowly)
     monkeypatch.setattr(BlobClient, "connect", connect)
     index = Index(lambda blobs: None, time)
-    snapshots = Snapshots(tmp_path, index, Shards(index))
+    saved = Snapshots(tmp_path, index, Shards(index))
     # The controller of the first is gone, which has not been noticed yet.
-    saves = [asyncio.create_task(snapshots.save("run_1", "slot-0")) for _ in range(2)]
+    saves = [asyncio.create_task(saved.save("run_1", "slot-0")) for _ in range(2)]
     await asyncio.sleep(0.1)
     assert len(begun) == 1
     may_end.set()

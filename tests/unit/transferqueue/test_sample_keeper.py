@@ -98,6 +98,18 @@ async def test_a_reader_that_waits_for_the_last_samples_of_a_run_finds_its_recor
         assert await searching == []
 
 
+async def test_a_partition_that_is_dropped_ends_its_recording_only(tmp_path: Path):
+    index = Index(lambda blobs: None, time)
+    async with SampleRecordKeeper(tmp_path, 1 << 20, index=index, shards=Mock()) as kept:
+        await kept.start_recording("run_1", max_bytes=1, max_steps=0)
+        await asyncio.sleep(0)
+        index.drop_partition("run_1/records")
+        await asyncio.sleep(0.01)
+        assert "run_1" not in kept._runs
+        await kept.start_recording("run_1", max_bytes=1, max_steps=0)
+        assert "run_1" in kept._runs
+
+
 async def test_long_searches_delay_neither_snapshots_nor_the_recording(tmp_path: Path, monkeypatch):
     released = threading.Event()
     running = []

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+from services.common.errors import AlreadyExistsError
 from services.controller.run.connections import create_partitions, served_version
 from tests.unit.controller.run.test_refill import SPEC
 
@@ -25,6 +26,15 @@ class Queue:
     async def record_samples(self, run_id, **_):
         pass
 
+    async def restore_snapshot(self, run_id, snapshot_id):
+        if any(self.revisions.values()):
+            raise AlreadyExistsError(f"{run_id} has samples")
+        self.revisions[TRAIN] = 3
+        return 3
+
+    async def drop_partition(self, name):
+        self.revisions.pop(name, None)
+
 
 async def test_a_queue_that_lost_everything_counts_as_empty_until_something_is_stored():
     queue = Queue()
@@ -34,6 +44,16 @@ async def test_a_queue_that_lost_everything_counts_as_empty_until_something_is_s
     assert await create_partitions(queue, "run_a", SPEC)
     queue.revisions[TRAIN] = 8
     assert not await create_partitions(queue, "run_a", SPEC)
+
+
+async def test_partitions_that_a_dead_controller_did_not_drop_are_dropped_before_others_are_created():
+    queue = Queue()
+    assert await create_partitions(queue, "run_a", SPEC, snapshot_id="slot-0")
+    assert queue.revisions[TRAIN] == 3
+    # It died after it had dropped the first one.
+    queue.revisions = {"run_a/records": 2}
+    assert await create_partitions(queue, "run_a", SPEC, snapshot_id="slot-0")
+    assert queue.revisions == {"run_a/train": 0, "run_a/validation": 0, "run_a/partial": 0}
 
 
 def test_a_version_counts_as_served_only_if_all_workers_serve_it():
