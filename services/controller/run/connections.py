@@ -11,7 +11,9 @@ from services.common.errors import (
     AlreadyExistsError,
     DataLossError,
     FailedPreconditionError,
+    InternalError,
     NotFoundError,
+    ResourceExhaustedError,
     ServiceError,
 )
 from services.common.fields import ROLLOUT_FIELDS, partition_id
@@ -111,8 +113,15 @@ async def create_partitions(
             logger.info(
                 "restored samples from the snapshot", extra={"run": run_id, "samples": restored}
             )
-        # Other partitions are left if the last controller died while it dropped them.
-        except (NotFoundError, DataLossError, AlreadyExistsError) as error:
+        # Other partitions are left if the last controller died while it dropped them; another run may have
+        # filled the memory; and the file may not be readable.
+        except (
+            NotFoundError,
+            DataLossError,
+            AlreadyExistsError,
+            ResourceExhaustedError,
+            InternalError,
+        ) as error:
             logger.warning(
                 "cannot restore samples; they are generated again",
                 extra={"run": run_id, "why": error.message},

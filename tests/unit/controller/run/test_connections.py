@@ -2,7 +2,14 @@
 
 from types import SimpleNamespace
 
-from services.common.errors import AlreadyExistsError
+import pytest
+
+from services.common.errors import (
+    AlreadyExistsError,
+    DataLossError,
+    InternalError,
+    ResourceExhaustedError,
+)
 from services.controller.run.connections import create_partitions, served_version
 from tests.unit.controller.run.test_refill import SPEC
 
@@ -54,6 +61,18 @@ async def test_partitions_that_a_dead_controller_did_not_drop_are_dropped_before
     queue.revisions = {"run_a/records": 2}
     assert await create_partitions(queue, "run_a", SPEC, snapshot_id="slot-0")
     assert queue.revisions == {"run_a/train": 0, "run_a/validation": 0, "run_a/partial": 0}
+
+
+@pytest.mark.parametrize("error", [ResourceExhaustedError, InternalError, DataLossError])
+async def test_samples_that_cannot_be_restored_are_generated_again(error):
+    queue = Queue()
+
+    async def restore_snapshot(run_id, snapshot_id):
+        raise error("no")
+
+    queue.restore_snapshot = restore_snapshot
+    assert await create_partitions(queue, "run_a", SPEC, snapshot_id="slot-0")
+    assert queue.revisions[TRAIN] == 0
 
 
 def test_a_version_counts_as_served_only_if_all_workers_serve_it():
