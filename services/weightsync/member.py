@@ -8,6 +8,7 @@ reported; it is ready only after ``check``. Calls with an older epoch are reject
 
 import asyncio
 import logging
+import math
 import tempfile
 import threading
 import time
@@ -386,9 +387,16 @@ class WeightMember:
         CANARY_DIFFERENCE.set(found)
         if found > tolerance:
             REJECTED.labels("canary").inc()
+            if all(map(math.isfinite, canary.logprobs)):
+                cause = "weights were written to wrong positions"
+            else:
+                cause = (
+                    "the trainer's are not finite, so training has diverged: lower "
+                    "trainer.optimizer.learning_rate"
+                )
             message = (
                 f"under version {version} the canary's logprobs differ from the trainer's by {found:.3g} "
-                f"on average, more than {tolerance:.3g}; weights were written to wrong positions"
+                f"on average, more than {tolerance:.3g}; {cause}"
             )
             self._adopted = None
             await self._sink.refuse_weights(message)

@@ -1,5 +1,8 @@
 """Weight sessions between senders and two receivers, over Gloo on loopback."""
 
+import math
+from dataclasses import replace
+
 import pytest
 
 from services.common.errors import DataLossError, FailedPreconditionError, UnavailableError
@@ -129,3 +132,14 @@ async def test_a_rollout_whose_canary_differs_is_not_ready_and_serves_nothing():
     await cluster.publish(0)
     assert not sink.is_paused
     assert cluster.ready == [0, 0]
+
+
+async def test_weights_that_diverged_are_not_blamed_on_the_transfer():
+    cluster = Cluster()
+    await cluster.form_group()
+    await cluster.publish(0)
+    canary = await cluster.senders[0].score()
+    diverged = replace(canary, logprobs=(math.nan,) * len(canary.logprobs))
+    with pytest.raises(DataLossError, match=r"trainer\.optimizer\.learning_rate"):
+        await cluster.receivers[0].check(0, diverged, 1e-3)
+    assert cluster.sinks[0].is_paused
