@@ -1,14 +1,16 @@
 """Trackers of running and ended runs: kills, failing trackers, repeated events."""
 
 import asyncio
+import io
 import json
 import sqlite3
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from services.cli.api import Api
-from services.cli.trackers.processes import TrackerProcesses
+from services.cli.trackers.processes import TrackerProcesses, tracking
 from services.common.task_group import TaskGroup
 from services.controller.api.operations import CancelRun
 from tests.helpers import tracked
@@ -139,3 +141,19 @@ async def test_a_failed_tracker_is_reported_once_and_recovers(tmp_path, moody, m
     assert why in told[0][1]
     cursor = json.loads((tmp_path / "kept" / "cursors" / run.id / "trackio.json").read_text())
     assert cursor["is_done"]
+
+
+async def test_a_tracker_that_is_not_complete_at_the_end_is_named(tmp_path, moody, monkeypatch):
+    monkeypatch.setattr("services.cli.trackers.processes._LAST_NUMBERS_S", 1.0)
+    moody.write_text("hangs")
+    output = io.StringIO()
+    with running_controller(tmp_path) as controller:
+        async with Api(controller.url, token=ADMIN) as api, asyncio.timeout(90):
+            run = await api.submit({**SPEC, "trackers": [{"kind": "trackio"}]})
+            processes = TrackerProcesses(
+                api, url=controller.url, token=ADMIN, folder=tmp_path / "kept"
+            )
+            async with tracking(processes, Console(file=output, width=200), run_id=run.id):
+                await api.call(CancelRun(run_id=run.id))
+    assert "trackio did not get all metrics" in output.getvalue()
+    assert f"slipstream track {run.id}" in output.getvalue()

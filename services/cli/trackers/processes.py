@@ -56,6 +56,13 @@ async def tracking(
             if run_id:
                 print_line(console, "writing the last metrics to the trackers")
                 await asyncio.wait((writing,), timeout=_LAST_NUMBERS_S)
+                if not writing.done():
+                    late = await processes.incomplete(run_id)
+                    print_line(
+                        console,
+                        f"{', '.join(late)} did not get all metrics within {_LAST_NUMBERS_S:.0f} s; after "
+                        f"'slipstream up', 'slipstream track {run_id}' writes the rest",
+                    )
         finally:
             writing.cancel()
 
@@ -123,6 +130,13 @@ class TrackerProcesses:
         async with TaskGroup() as tasks:
             for kind in wanted:
                 tasks.create_task(self._supervise(run_id, kind))
+
+    async def incomplete(self, run_id: str) -> list[str]:
+        """Returns the trackers of a run to which not all of it is written."""
+        paths = {
+            kind: cursor_path(self._folder, run_id, kind) for kind in await self._kinds(run_id)
+        }
+        return [kind for kind, path in paths.items() if not Cursor.read(path).is_done]
 
     async def _unwritten(self) -> list[str]:
         """Returns the running runs, and those that are not completely written."""
