@@ -131,11 +131,12 @@ class WorkerSession:
     ) -> None:
         """Updates the content of the heartbeats; omitted arguments keep their values.
 
-        A change of anything but gauges is sent at once. Nothing changes after a failure.
+        A change of anything but gauges is sent at once. Nothing changes after a failure, and a worker that
+        drains stays so, also if it adopts weights meanwhile.
         """
         if self._report.state == "failed":
             return
-        if state is not None:
+        if state is not None and (self._report.state != "draining" or state == "failed"):
             self._report.state = state
         if activity is not None:
             self._report.activity = activity

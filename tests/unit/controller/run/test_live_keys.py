@@ -156,3 +156,15 @@ async def test_who_waits_for_workers_waits_until_the_time_out_that_holds_now(dat
         with pytest.raises(Exception, match="trainer-0 to load"):
             async with asyncio.timeout(20):
                 await waiting
+
+
+async def test_a_worker_that_leaves_is_not_ready_again_after_a_weight_version(
+    database, workers, tmp_path
+):
+    async with running(database, workers, tmp_path) as (manager, run_id, session):
+        session.report(state="draining", activity="ending")
+        session.report(state="ready", activity="", weight_version=5)
+        async with asyncio.timeout(20):
+            while not (found := manager.workers(run_id)) or found[-1].weight_version != 5:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert (found[-1].worker_id, found[-1].state) == ("rollout-1", "draining")
