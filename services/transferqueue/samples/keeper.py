@@ -153,13 +153,17 @@ class SampleRecordKeeper:
 
     def _delete_ended_runs(self, wanted_bytes: int, kept: Collection[str]) -> None:
         """Deletes files of ended runs, the oldest first, until ``wanted_bytes`` more fit."""
-        stores = [path for path in self._folder.glob("*.db") if path.stem not in kept]
-        sizes = {path: path.stat().st_size for path in stores}
-        surplus = sum(sizes.values()) + wanted_bytes - self._capacity_bytes
-        for path in sorted(stores, key=lambda path: path.stat().st_mtime):
+        found = []
+        for path in self._folder.glob("*.db"):
+            if path.stem not in kept:
+                with suppress(FileNotFoundError):  # it is deleted for another run that starts
+                    about = path.stat()
+                    found.append((about.st_mtime, about.st_size, path))
+        surplus = sum(size for _, size, _ in found) + wanted_bytes - self._capacity_bytes
+        for _, size, path in sorted(found):
             if surplus <= 0:
                 return
-            surplus -= sizes[path]
+            surplus -= size
             remove_store(path)
 
     def _store(self, run_id: str) -> SampleStore:

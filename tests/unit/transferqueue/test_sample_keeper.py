@@ -98,6 +98,17 @@ async def test_a_reader_that_waits_for_the_last_samples_of_a_run_finds_its_recor
         assert await searching == []
 
 
+async def test_a_file_that_goes_while_old_files_are_deleted_fails_no_run(tmp_path: Path):
+    (tmp_path / "gone.db").symlink_to(
+        tmp_path / "nothing"
+    )  # as one that was listed, and then deleted
+    (tmp_path / "old.db").write_bytes(b"x" * 100)
+    index = Index(lambda blobs: None, time)
+    async with SampleRecordKeeper(tmp_path, 150, index=index, shards=Mock()) as kept:
+        await kept.start_recording("run_1", max_bytes=100, max_steps=0)
+    assert not (tmp_path / "old.db").exists()
+
+
 async def test_a_partition_that_is_dropped_ends_its_recording_only(tmp_path: Path):
     index = Index(lambda blobs: None, time)
     async with SampleRecordKeeper(tmp_path, 1 << 20, index=index, shards=Mock()) as kept:
