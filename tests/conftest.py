@@ -23,7 +23,7 @@ with suppress(ModuleNotFoundError):  # the environments of the real engines have
 
     # No test is timed: a busy machine is no failure.
     settings.register_profile("slipstream", deadline=None, max_examples=50)
-    settings.register_profile("nightly", deadline=None, max_examples=1000)
+    settings.register_profile("nightly", deadline=None, max_examples=5_000)
     settings.load_profile("slipstream")
 
 
