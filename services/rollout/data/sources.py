@@ -443,16 +443,19 @@ def _open_python(spec: PromptSourceSpec, key: str) -> PromptSource:
         raise ValueError(f"{key}.path: {error}") from error
     try:
         rows = function(**spec.arguments)
-    except TypeError as error:
-        raise ValueError(
-            f"{key}: {spec.path!r} could not be called with {dict(spec.arguments)} ({error}); check "
-            f"{key}.arguments"
-        ) from error
     except (Exception, SystemExit) as error:  # user code
+        trace = error.__traceback__
+        if isinstance(error, TypeError) and trace is not None and trace.tb_next is None:
+            raise ValueError(
+                f"{key}: {spec.path!r} could not be called with {dict(spec.arguments)} ({error}); check "
+                f"{key}.arguments"
+            ) from error
         raise _raised(spec, key, error) from error
-    if isinstance(rows, Sized) and hasattr(rows, "__getitem__"):
+    # A mapping of columns and a text have a length and items, but no rows.
+    has_no_rows = isinstance(rows, Mapping | str | bytes)
+    if isinstance(rows, Sized) and hasattr(rows, "__getitem__") and not has_no_rows:
         return _Rows(rows, spec.path)  # type: ignore[arg-type]  # any sequence class
-    if isinstance(rows, Iterable):
+    if isinstance(rows, Iterable) and not has_no_rows:
         try:
             generated = list(islice(rows, _MAX_GENERATED + 1))
         except (Exception, SystemExit) as error:  # user code: a generator runs here

@@ -34,6 +34,23 @@ def test_an_exception_of_a_rows_function_has_its_key(tmp_path: Path, code: str) 
         open_sources(data("python", f"{tmp_path}/rows.py:rows"))
 
 
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("def rows(): return {'prompt': ['1']}", "must return the rows, .* got dict"),
+        ("def rows(): return 'rows.jsonl'", "must return the rows, .* got str"),
+        ("def rows(): return [None + 1]", r"raised TypeError: .* \(rows.py, line 1\)"),
+        ("def rows(count): return []", r"could not be called with .*data\.train\.arguments"),
+    ],
+)
+def test_a_rows_function_that_returns_no_rows_is_told_why(
+    tmp_path: Path, code: str, message: str
+) -> None:
+    (tmp_path / "rows.py").write_text(code)
+    with pytest.raises(ValueError, match=rf"data\.train: .*{message}"):
+        open_sources(data("python", f"{tmp_path}/rows.py:rows"))
+
+
 def test_an_exception_of_a_row_has_its_key(tmp_path: Path) -> None:
     (tmp_path / "rows.py").write_text(
         "class Rows(list):\n    def __getitem__(self, index): raise KeyError('gone')\n"
