@@ -226,11 +226,13 @@ class Index:
                 await self._waiters.wait(partition_id, timeout_s=None)
 
     def remove_shard(self, shard_id: str) -> None:
-        """Deletes the samples that had a value on a dead shard; records the unacknowledged ones as lost."""
+        """Deletes the samples that had a value on a dead shard, and records them as lost.
+
+        Those that a consumer acknowledged are lost too: others may still need them.
+        """
         for name, partition in self._partitions.items():
             rows = partition.rows_on(shard_id)
-            acked = self.leasing.acknowledged_rows(name)
-            keys = tuple(row.key for row in rows if row not in acked)
+            keys = tuple(row.key for row in rows)
             self._remove(partition, rows)
             if keys:
                 self._losses[name].append(LostSamples(keys=keys, shard_id=shard_id))

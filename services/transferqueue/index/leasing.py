@@ -209,10 +209,6 @@ class Leasing:
         for consumer in self._consumers[partition_id].values():
             consumer.remove_rows(rows)
 
-    def acknowledged_rows(self, partition_id: str) -> set[Row]:
-        """Returns the rows that at least one consumer acknowledged."""
-        return {row for c in self._consumers[partition_id].values() for row in c.acked}
-
     def num_leased(self, partition_id: str) -> int:
         return sum(consumer.num_leased for consumer in self._consumers[partition_id].values())
 

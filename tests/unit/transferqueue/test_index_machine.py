@@ -153,7 +153,7 @@ class IndexMachine(RuleBasedStateMachine):
         before = len(self.index._losses[PARTITION])
         self.index.remove_shard(shard)
         lost = {key for loss in self.index._losses[PARTITION][before:] for key in loss.keys}
-        assert lost == hit - self.acked
+        assert lost == hit
         self.forget(hit)
 
     @precondition(lambda self: self.blobs)
