@@ -116,10 +116,12 @@ class GroupFailures:
             )
 
 
-def failed(failure: GroupFailure) -> Note:
+def failed(failure: GroupFailure, row: str) -> Note:
+    """Returns the event of a failed group; its message names the row, so that its owner finds it."""
+    what = failure.group_id if row in failure.message else f"{failure.group_id} ({row})"
     return Note(
         "GroupFailed",
-        f"{failure.group_id}: {failure.reason}: {failure.message}",
+        f"{what}: {failure.reason}: {failure.message}",
         {"group_id": failure.group_id, "reason": failure.reason},
     )
 
@@ -332,6 +334,7 @@ class GenerationScheduler:
 
     async def _end_failed(self, group: Group, failure: GroupFailure) -> None:
         """Retries, drops or quarantines a group that failed, and records why."""
+        row = self._order.mixture.name(group.row)
         self._dispatcher.record_end(group)
         if failure.reason == DEFERRED:
             self._ledger.drop(group, DEFERRED)
@@ -342,10 +345,10 @@ class GenerationScheduler:
             # ever be ready.
             is_reported, self._is_reported = self._is_reported, True
             if not is_reported:
-                await self._journal.record_event(failed(failure), self._ledger)
+                await self._journal.record_event(failed(failure, row), self._ledger)
         else:
             self._failures.count_failure(group, failure)
-            await self._journal.record_event(failed(failure), self._ledger)
+            await self._journal.record_event(failed(failure, row), self._ledger)
             self._failures.raise_if_all_fail()
 
     def _running(self, failure: GroupFailure) -> Group | None:
@@ -395,9 +398,10 @@ class GenerationScheduler:
         self._requeue_incomplete(group)
 
     async def _note_stall(self, group: Group, failure: GroupFailure) -> None:
+        row = self._order.mixture.name(group.row)
         if group.state is GroupState.PARTIAL and not self._ledger.stall(group):
             self._order.quarantine(group.row)
-        await self._journal.record_event(failed(failure), self._ledger)
+        await self._journal.record_event(failed(failure, row), self._ledger)
 
     def _requeue_incomplete(self, group: Group) -> None:
         """Queues an incomplete group for its next attempt once all its shards have ended."""

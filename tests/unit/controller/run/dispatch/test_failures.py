@@ -1,12 +1,13 @@
 """A run ends where nothing succeeds any more, and not where all that runs fails once."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from services.controller.run.dispatch.dispatcher import GenerationError
-from services.controller.run.dispatch.scheduler import GroupFailures
+from services.controller.run.dispatch.scheduler import GroupFailures, failed
 from services.controller.run.state.requests import CurrentSpec
 from services.wire.controller import GroupFailure
 from tests.helpers.specs import spec_with
@@ -56,3 +57,11 @@ def test_many_rows_that_are_too_long_do_not_end_a_run() -> None:
     for _ in range(100):
         found.count_failure(group, failure)
     found.raise_if_all_fail()
+
+
+def test_the_event_of_a_failed_group_names_its_row_once() -> None:
+    failure = group_failure("reward_exception", retryable=True)
+    note = failed(failure, "row 7 of data.train")
+    assert note.message == "g1 (row 7 of data.train): reward_exception: it fails"
+    named = replace(failure, message="row 7 of data.train has an empty prompt")
+    assert failed(named, "row 7 of data.train").message.count("row 7") == 1
