@@ -160,6 +160,11 @@ class MemoryPlan:
         return self.shadow + self.slots + _CONTEXTS
 
     @property
+    def used(self) -> float:
+        """Bytes of the engine and of weight sync."""
+        return self.weights + _WORKING + self.kv_cache + self.plane
+
+    @property
     def engine_share(self) -> float:
         """Max fraction of the GPU for the engine, including weights and KV cache, in steps of 0.01."""
         return min(_LARGEST_SHARE, floor(100 * (1 - (self.plane + self.others) / self.total)) / 100)
