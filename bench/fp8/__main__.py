@@ -35,7 +35,7 @@ from bench.real_model import setting as real_model
 from bench.real_model.__main__ import train
 from bench.real_model.smollm2 import make_folder
 from bench.report import device_name, read_json, write_json
-from bench.rollout.driven import opened, order, requests
+from bench.rollout.driven import opened, order, random_weights, requests
 from bench.whole_run import REPOSITORY, exported, run_folder, run_for, steps_in
 from services.rollout.engines.base import Engine
 
@@ -215,7 +215,7 @@ async def _measure_engine(
     begin = time.perf_counter()
     async with opened(shape.engine, ordered) as engine:
         start_s = time.perf_counter() - begin
-        weights = _random_weights(engine, ordered.dtype, ordered.device)
+        weights = random_weights(engine, ordered)
         adopt_ms = [1e3 * await engine.adopt_weights(version, weights) for version in range(6)]
         text = tuple((91 * index + 7) % shape.vocabulary for index in range(200))
         logprobs = await engine.score(text)
@@ -241,18 +241,6 @@ async def _measure_engine(
             free, total = torch.cuda.mem_get_info(ordered.device)
             entry["used_gb"] = round((total - free) / 1e9, 2)
     return entry
-
-
-def _random_weights(
-    engine: Engine, dtype: torch.dtype, device: torch.device
-) -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
-    return {
-        spec.name: torch.ones(spec.shape, dtype=dtype, device=device)
-        if spec.name.endswith("norm.weight")
-        else torch.randn(spec.shape, dtype=dtype, device=device) * 0.02
-        for spec in engine.weight_specs()
-    }
 
 
 async def _rate(engine: Engine, label: str, count: int, num_tokens: int) -> float:

@@ -93,6 +93,18 @@ def _ask_sglang(engine: Any) -> Directly:
     return generate
 
 
+def random_weights(engine: Engine, ordered: EngineConfig) -> dict[str, torch.Tensor]:
+    """Returns all weights of an engine; norms are one."""
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"dtype": ordered.dtype, "device": ordered.device}
+    return {
+        spec.name: torch.ones(spec.shape, **options)
+        if spec.name.endswith("norm.weight")
+        else torch.randn(spec.shape, **options) * 0.02
+        for spec in engine.weight_specs()
+    }
+
+
 def requests(
     name: str, count: int, num_tokens: int, vocab: int, **changes: Any
 ) -> list[GenerationRequest]:
