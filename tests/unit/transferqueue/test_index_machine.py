@@ -14,8 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from services.common.errors import DeadlineExceededError, FailedPreconditionError
 from services.transferqueue.index.index import Index
-from services.wire.batch import BlobRef, FieldColumn, KVBatchMeta
+from services.wire.batch import KVBatchMeta
 from services.wire.transferqueue.types import AcquireRequest
+from tests.helpers.puts import put_of
 
 PARTITION = "run/train"
 SHARDS = ("s0", "s1")
@@ -31,21 +32,6 @@ class FakeClock:
 
     def monotonic(self) -> float:
         return self.now
-
-
-def put_of(keys: Sequence[str], field: str, shard_id: str, blob_id: int) -> KVBatchMeta:
-    count = len(keys)
-    column = FieldColumn(
-        name=field,
-        dtype="uint8",
-        row_rank=1,
-        tail_shape=(),
-        lengths=(1,) * count,
-        blob_indexes=(0,) * count,
-        offsets=tuple(range(count)),
-    )
-    blob = BlobRef(shard_id=shard_id, blob_id=blob_id, size_bytes=count, checksum=0)
-    return KVBatchMeta(partition_id=PARTITION, keys=tuple(keys), fields=(column,), blobs=(blob,))
 
 
 class IndexMachine(RuleBasedStateMachine):
@@ -72,7 +58,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     def commit(self, keys: Sequence[str], field: str, shard_id: str) -> None:
         self.num_blobs += 1
-        meta = put_of(keys, field, shard_id, self.num_blobs)
+        meta = put_of(PARTITION, keys, field, shard_id=shard_id, blob_id=self.num_blobs)
         self.runner.run(self.index.commit(meta, put_id=f"put-{self.num_blobs}"))
         for key in keys:
             self.blobs.setdefault(key, {})[field] = (shard_id, self.num_blobs)

@@ -14,25 +14,11 @@ from services.transferqueue.index.index import Index
 from services.transferqueue.samples import keeper
 from services.transferqueue.samples.keeper import SampleRecordKeeper
 from services.transferqueue.samples.store import SampleStore
-from services.wire.batch import BlobRef, FieldColumn, KVBatchMeta
+from services.wire.batch import BlobRef
 from services.wire.transferqueue.types import SampleRecordQuery
+from tests.helpers.puts import put_of
 
-
-def put_of(keys: list[str], field: str = "sample_record") -> KVBatchMeta:
-    count = len(keys)
-    column = FieldColumn(
-        name=field,
-        dtype="uint8",
-        row_rank=1,
-        tail_shape=(),
-        lengths=(1,) * count,
-        blob_indexes=(0,) * count,
-        offsets=tuple(range(count)),
-    )
-    blob = BlobRef(shard_id="s", blob_id=1, size_bytes=count, checksum=0)
-    return KVBatchMeta(
-        partition_id="run_1/records", keys=tuple(keys), fields=(column,), blobs=(blob,)
-    )
+_PARTITION = "run_1/records"
 
 
 class Blobs:
@@ -65,7 +51,7 @@ async def test_records_that_a_worker_makes_up_end_nothing(
     async with SampleRecordKeeper(tmp_path, 1 << 20, index=index, shards=Mock()) as kept:
         await kept.start_recording("run_1", max_bytes=1, max_steps=0)
         for number in range(2):
-            await index.commit(put_of([f"g{number}.0"], field=field), put_id=str(number))
+            await index.commit(put_of(_PARTITION, [f"g{number}.0"], field), put_id=str(number))
             async with asyncio.timeout(10):
                 while index.num_samples():  # noqa: ASYNC110 -- the keeper deletes them
                     await asyncio.sleep(0.01)
@@ -80,7 +66,7 @@ async def test_a_reader_that_waits_for_the_last_samples_of_a_run_finds_its_recor
     index = Index(lambda blobs: None, time)
     async with SampleRecordKeeper(tmp_path, 1 << 20, index=index, shards=Mock()) as kept:
         await kept.start_recording("run_1", max_bytes=1, max_steps=0)
-        await index.commit(put_of(["g.0"]), put_id="put")
+        await index.commit(put_of(_PARTITION, ["g.0"], "sample_record"), put_id="put")
 
         async def stop() -> None:
             await kept.stop_recording("run_1")
@@ -170,6 +156,6 @@ async def test_a_run_whose_controller_dies_while_old_files_are_deleted_is_record
         await asyncio.wait([starting])
         released.set()
         await kept.start_recording("run_1", max_bytes=1, max_steps=0)  # by the next controller
-        await index.commit(put_of(["run_1-0.0"]), put_id="put")
+        await index.commit(put_of(_PARTITION, ["run_1-0.0"], "sample_record"), put_id="put")
         async with asyncio.timeout(10):
             await flushed.wait()
