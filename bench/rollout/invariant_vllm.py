@@ -1,7 +1,7 @@
 """Cost of vLLM's batch-invariant mode: ``python -m bench.rollout.invariant_vllm [--smoke]``.
 
 Engines with random weights in the shapes of Qwen3-0.6B and Llama-3.2-1B, in bfloat16, decode 256 tokens for
-each of 8, 64 and 256 requests, with the mode and without; each engine has a process of its own, because the
+each of 8, 64 and 256 requests, with the mode and without. Each engine runs in a separate process, because the
 mode is an environment variable. ``cost`` is the time that a token takes, relative to that without the mode.
 There is no bar. Results go to ``bench/results/rollout-invariant-vllm-cost.json``.
 """

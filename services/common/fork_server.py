@@ -120,7 +120,7 @@ def serve(modules: Sequence[str]) -> str | None:
 
 
 def _has_initialized_cuda() -> bool:
-    """Returns True if forks cannot use GPUs; only a fork can tell."""
+    """Returns True if forks cannot use GPUs. torch reports this in a forked process only."""
     if (torch := sys.modules.get("torch")) is None:
         return False
     pid = os.fork()

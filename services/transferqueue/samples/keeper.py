@@ -84,7 +84,7 @@ class SampleRecordKeeper:
             self._runs[run_id].max_bytes, self._runs[run_id].max_steps = max_bytes, max_steps
             return
         run = self._runs[run_id] = _Run(max_bytes, max_steps)
-        # Before the first wait, which the caller may not survive: samples that nobody moves fill the memory.
+        # Before the first wait: if the caller is cancelled there, samples must still leave the memory.
         run.following = self._tasks.create_task(self._follow(run_id, run), name=f"keep {run_id}")
         await asyncio.to_thread(self._delete_ended_runs, max_bytes, frozenset(self._runs))
 
