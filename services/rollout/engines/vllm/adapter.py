@@ -7,7 +7,6 @@ Tokens arrive in batches with their log probabilities in arrays (see
 
 import asyncio
 import importlib.util
-import multiprocessing
 import secrets
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -52,6 +51,7 @@ from services.rollout.engines.request_segments import (
     segment_seed,
 )
 from services.rollout.engines.vllm.images import MAX_IMAGE_TOKENS, ImageInputs
+from services.rollout.engines.vllm.process import EngineContext
 from services.rollout.engines.vllm.versions import prepare_speculation
 from services.wire.data.model_inputs import ModelInputs
 
@@ -93,7 +93,7 @@ def start(arguments: AsyncEngineArgs, *, reports_experts: bool) -> AsyncLLM:
     if not current_platform.is_cpu():
         # vLLM would spawn its engine's process, which imports for tens of seconds. The fork server
         # of `begin_imports` has done that and has not initialized the GPU driver.
-        utils.get_mp_context = lambda: multiprocessing.get_context("forkserver")
+        utils.get_mp_context = EngineContext
     try:
         return AsyncLLM(
             vllm_config=config,
