@@ -196,6 +196,7 @@ class RunManager:
         Raises:
             StaleRevisionError: If the run's revision is not ``revision``.
             SpecError: If the changed specification breaks a rule.
+            EndedError: If the specification of a run that has ended would change.
             QuotaExceededError: If the changed run needs more than its project may use.
         """
         before = await self.get(run_id)

@@ -66,6 +66,12 @@ class NotTerminalError(FailedPreconditionError):
     reason = "NOT_TERMINAL"
 
 
+class EndedError(FailedPreconditionError):
+    """The run has ended."""
+
+    reason = "ENDED"
+
+
 class RunStore:
     """Stores runs and events. Methods block; see :meth:`Database.run`.
 
@@ -246,10 +252,17 @@ class RunStore:
 
         Raises:
             StaleRevisionError: If the run's revision is not ``revision``.
+            EndedError: If the specification of a run that has ended would change.
         """
         with self.database.write() as connection:
             run = get_run(connection, run_id, lock=True)
             _check_revision(run, revision)
+            if "spec_json" in values and run.is_terminal:
+                raise EndedError(
+                    f"run {run_id} is {run.state}, so its specification stays as it was trained; fork the "
+                    "run to train with other values",
+                    run_id=run_id,
+                )
             if check is not None:
                 check(connection, run)
             if not values:

@@ -94,6 +94,23 @@ async def test_events_are_read_from_the_newest_on_and_by_type(api):
     assert sorted(changes + others) == everything
 
 
+async def test_a_run_that_has_ended_keeps_its_specification(api):
+    run_id = await submitted(api)
+    path = f"/v1/runs/{run_id}"
+    spec = (await api.get(path)).json()["spec"]
+    await ended(api, run_id)
+    headers = {"If-Match": (await api.get(path)).headers["ETag"]}
+    for patch in (
+        {"rollout_replicas": 9},
+        {"checkpoint_every": 7},
+        {"limits": {"max_restarts": 9}},
+    ):
+        refused = await api.patch(path, json=patch, headers=headers)
+        assert (refused.status_code, refused.json()["code"]) == (409, "ended"), patch
+    labelled = (await api.patch(path, json={"labels": {"a": "b"}}, headers=headers)).json()
+    assert (labelled["labels"], labelled["spec"]) == ({"a": "b"}, spec)
+
+
 async def test_a_fork_continues_from_a_checkpoint_with_the_same_prompts(api, database):
     run_id = await submitted(api)
     train(database, run_id, steps=3)
