@@ -140,7 +140,7 @@ def _no_steps(spec: RunSpec, step: int) -> Iterator[str]:
 
 
 def _other_model(old: RunSpec, new: RunSpec) -> Iterator[str]:
-    """Yields overrides for which the parent's checkpoint is not one of the fork's model.
+    """Yields overrides for which the parent's checkpoint is not one of the fork's model and optimizer.
 
     The trainer also compares the model's shape and vocabulary, which the controller does not read.
     """
@@ -148,9 +148,16 @@ def _other_model(old: RunSpec, new: RunSpec) -> Iterator[str]:
     for key, value in after.items():
         if before[key] != value:
             yield (
-                f"{key}: a fork continues the weights of its parent, which has {before[key]!r}, got "
-                f"{value!r}; remove the override, or submit a new run"
+                f"{key}: a fork continues the training state of its parent, which has "
+                f"{json.dumps(before[key])}, got {json.dumps(value)}; remove the override, or submit a new "
+                "run"
             )
+    critics = [each.algorithm.advantage_kind.needs_critic for each in (old, new)]
+    if critics == [False, True]:
+        yield (
+            f"algorithm.advantage: {new.algorithm.advantage!r} needs a critic, but the parent, which has "
+            f"{old.algorithm.advantage!r}, has trained none; remove the override, or submit a new run"
+        )
 
 
 def _model(spec: RunSpec) -> dict[str, Any]:
@@ -161,7 +168,8 @@ def _model(spec: RunSpec) -> dict[str, Any]:
         # Adapters continue on the frozen weights, which are not in the checkpoint.
         "model.revision": lora and spec.model.revision,
         "model.tokenizer": spec.model.tokenizer,
-        "trainer.lora": lora and lora.model_dump(exclude={"sync"}),
+        "trainer.lora": lora and lora.model_dump(mode="json", exclude={"sync"}),
+        "trainer.optimizer.kind": spec.trainer.optimizer.kind,
     }
 
 

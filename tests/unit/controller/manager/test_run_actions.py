@@ -150,6 +150,8 @@ async def test_a_fork_with_another_model_is_refused_by_key(api, database):
         ({"model": {"path": "tiny:qwen3-0.4m"}}, "model.path"),
         ({"model": {"tokenizer": "chars:xyz"}}, "model.tokenizer"),
         ({"trainer": {"lora": {"rank": 2}}}, "trainer.lora"),
+        ({"trainer": {"optimizer": {"kind": "muon"}}}, "trainer.optimizer.kind"),
+        ({"algorithm": {"advantage": "gae"}}, "algorithm.advantage"),
     ):
         refused = await api.post(f"/v1/runs/{run_id}/fork", json={"overrides": overrides})
         assert refused.status_code == 422, refused.text
