@@ -18,6 +18,7 @@ import torch
 from torch import distributed
 from transformers.utils import logging as transformers_logging
 
+from services.common.errors import DataLossError
 from services.common.host import usable_processors
 from services.common.lifetime import ending_with_outages
 from services.common.runspec.loader import parse_spec
@@ -27,6 +28,7 @@ from services.common.settings import set_defaults
 from services.common.task_group import TaskGroup, leaves, unwrapped
 from services.common.telemetry.logging import configure
 from services.trainer.algorithm.own import OwnFunctionError
+from services.trainer.checkpoint.compatibility import OtherCheckpointError
 from services.trainer.collectives import join_processes
 from services.trainer.ranks.build import device_of
 from services.trainer.ranks.command_group import CommandGroup, RankFailedError
@@ -77,7 +79,7 @@ def main() -> None:
     with ending_with_outages():
         try:
             _work(settings)
-        except* (OwnFunctionError, RankFailedError) as group:
+        except* (DataLossError, OtherCheckpointError, OwnFunctionError, RankFailedError) as group:
             failures = leaves(group)
     if failures:  # the message is complete; a traceback would hide it
         sys.exit(str(failures[0]))

@@ -133,14 +133,16 @@ class Checkpointer:
         Raises:
             NotFoundError: If there is none.
             DataLossError: If ``folder`` is not complete.
-            ValueError: If the checkpoint is of another model, or lacks one.
+            OtherCheckpointError: If the checkpoint is of another model, or lacks one.
         """
         if folder is None:
             folder, facts = manifest.newest(self._root)
         else:
             facts = manifest.verify(folder)
         if problems := [*compatibility.mismatches(facts, self._model, parts=self._engines)]:
-            raise ValueError(f"checkpoint {folder} cannot be loaded: {'; '.join(problems)}")
+            raise compatibility.OtherCheckpointError(
+                f"checkpoint {folder} cannot be loaded: {'; '.join(problems)}"
+            )
         for part, engine in self._engines.items():
             engine.load(folder / part, num_updates=int(facts[compatibility.counter(part)]))
         return facts

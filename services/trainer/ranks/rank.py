@@ -306,6 +306,7 @@ class Rank:
         Raises:
             NotFoundError: If there is none.
             DataLossError: If ``folder`` is not complete.
+            OtherCheckpointError: If the checkpoint is of another model, or lacks one.
         """
         facts = self.checkpointer.load(folder)
         self.runner.restore(facts)

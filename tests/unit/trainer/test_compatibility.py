@@ -6,11 +6,14 @@ from typing import Any
 import pytest
 
 from services.cli.preflight import check
+from services.common.errors import DataLossError
 from services.common.models.loading import load_config
 from services.common.models.tokenizer import load_tokenizer
 from services.common.runspec.loader import SpecError, parse_spec
 from services.common.runspec.run import RunSpec
+from services.trainer import __main__ as trainer
 from services.trainer.checkpoint import compatibility, manifest
+from services.trainer.settings import TrainerSettings
 from tests.helpers.batches import policy_of, random_queue, rank_of, spec_of
 from tests.helpers.specs import changed
 
@@ -105,5 +108,23 @@ def test_workers_refuse_a_checkpoint_of_another_model(tmp_path: Path) -> None:
     folder = rank.checkpointer.write(rank.snapshot(3))
     assert rank.restore(folder) == 3
     rank.checkpointer._model = {**facts_of(spec), "tokens": "other"}
-    with pytest.raises(ValueError, match=r"model\.tokenizer"):
+    with pytest.raises(compatibility.OtherCheckpointError, match=r"model\.tokenizer"):
         rank.restore(folder)
+
+
+@pytest.mark.parametrize("kind", [compatibility.OtherCheckpointError, DataLossError])
+def test_a_trainer_ends_with_the_reason_why_it_cannot_load_a_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
+    def fail(settings: TrainerSettings) -> None:
+        raise ExceptionGroup("tasks", [kind("checkpoint x cannot be loaded")])
+
+    settings = TrainerSettings(
+        controller_address="unused", run_id="run", worker_id="trainer-0", device="cpu"
+    )
+    monkeypatch.setattr(trainer, "TrainerSettings", lambda: settings)
+    monkeypatch.setattr(trainer, "configure", lambda **_: None)
+    monkeypatch.setattr(trainer, "_work", fail)
+    with pytest.raises(SystemExit) as ended:
+        trainer.main()
+    assert ended.value.code == "checkpoint x cannot be loaded"
