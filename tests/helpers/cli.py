@@ -19,6 +19,7 @@ from tests.helpers.processes import below
 
 REPOSITORY = Path(__file__).parents[2]
 SORT4 = REPOSITORY / "examples" / "sort4.yaml"
+QUEUE_BYTES = "SLIPSTREAM_TRANSFERQUEUE_CAPACITY_BYTES"
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ def command(*arguments: str | Path) -> list[str]:
 
 def environment() -> dict[str, str]:
     """Returns an environment with one thread per process, so that several fit on two cores."""
-    return {**os.environ, "OMP_NUM_THREADS": "1"}
+    # The transferqueue allocates its memory at its start, by default 1 GiB, which takes a second.
+    return {QUEUE_BYTES: str(128 << 20), **os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def as_owner(url: str) -> dict[str, str]:

@@ -13,6 +13,7 @@ PLUMBING = {
         "group_size": 4,
         "max_response_tokens": 4,
         "rewards": [{"name": "reward.py:length"}],
+        "reward_concurrency": 2,  # processes of each replica, whose starts take longer than their calls
     },
     "trainer": {"steps": 3, "prompts_per_step": 4},
     "validation": {"every": 0},
