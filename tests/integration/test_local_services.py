@@ -1,17 +1,28 @@
-"""Services on a developer's machine that cannot start."""
+"""Services on a developer's machine: their start, their end, and who can use them."""
 
 import asyncio
 import os
 import signal
 import socket
+from collections.abc import Sequence
 
+import grpc
 import psutil
 import pytest
 import zmq
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
+    ProtoReflectionDescriptorDatabase,
+)
 
 from services.cli.local import ServiceExitedError, local_services
+from tests.helpers.cli import QUEUE_BYTES, environment
 from tests.helpers.engines import until
 from tests.helpers.processes import below
+
+
+@pytest.fixture(autouse=True)
+def _small_queue(monkeypatch) -> None:
+    monkeypatch.setenv(QUEUE_BYTES, environment()[QUEUE_BYTES])
 
 
 def started() -> set[str]:
@@ -33,16 +44,8 @@ async def test_services_that_do_not_start_say_why_and_leave_nothing(tmp_path):
     assert started() <= before
 
 
-async def test_what_was_started_before_is_left_alone(tmp_path):
-    before = await asyncio.create_subprocess_exec("sleep", "60")
-    async with local_services(tmp_path) as services:
-        assert services.url
-    assert before.returncode is None
-    before.kill()
-    assert await before.wait() == -signal.SIGKILL
-
-
-async def test_samples_are_not_readable_by_other_users(tmp_path):
+async def test_services_shut_others_out_and_leave_alone_what_was_started_before(tmp_path):
+    before = await asyncio.create_subprocess_exec("sleep", "600")
     async with local_services(tmp_path) as services:
         process = psutil.Process(services.services[0].process.pid)
         ports = {at.laddr.port for at in process.net_connections("tcp") if at.status == "LISTEN"}
@@ -56,6 +59,19 @@ async def test_samples_are_not_readable_by_other_users(tmp_path):
                     peer.send(b"anything")
                     with pytest.raises(zmq.Again):
                         peer.recv()
+        described = await asyncio.to_thread(services_of, services.grpc_address)
+    assert before.returncode is None
+    before.kill()
+    assert await before.wait() == -signal.SIGKILL
+    # Clients such as grpcurl list the services of a developer's controller.
+    assert "slipstream.controller.v1.RunService" in described
+    assert not any("Membership" in name for name in described)
+
+
+def services_of(address: str) -> Sequence[str]:
+    """Returns the gRPC services that a server describes."""
+    with grpc.insecure_channel(address) as channel:
+        return ProtoReflectionDescriptorDatabase(channel).get_services()
 
 
 async def test_a_restart_is_told(tmp_path, capsys):
