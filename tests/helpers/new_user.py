@@ -31,6 +31,8 @@ SPEC = {
 
 # One term falls during the run, which the total reward alone would not show.
 REWARDS = """
+import time
+
 calls = 0
 
 
@@ -41,6 +43,7 @@ def score(prompt, response, answer, row):
 
 
 def brief(prompt, response, answer, row):
+    time.sleep(0.3)  # an endless run leaves the processor to the browser
     return {"brief": 1.0 - len(response) / 6}
 """
 
