@@ -10,22 +10,28 @@ from pathlib import Path
 from typing import Any
 
 
-def check_run(state_directory: Path) -> dict[str, int]:
-    """Checks the only run of a state directory; returns counts of its events.
+def check_run(state_directory: Path, run_id: str = "") -> dict[str, int]:
+    """Checks a run of a state directory, by default its only or oldest one; returns counts of its events.
 
     Every issued prompt is in exactly one place, none was trained twice, no token beyond the
     staleness bound was in the loss, versions only increased, and events have no gap.
     """
     with sqlite3.connect(state_directory / "slipstream.db") as connection:
         connection.row_factory = sqlite3.Row
-        run = connection.execute("SELECT * FROM runs").fetchone()
+        runs = connection.execute("SELECT * FROM runs ORDER BY run_id").fetchall()
+        run = next(run for run in runs if run_id in ("", run["run_id"]))
         assert run["state"] == "SUCCEEDED", run["message"]
         spec = json.loads(run["spec_json"])
-        ledger = connection.execute("SELECT * FROM ledgers").fetchone()
-        live = [row["sequence"] for row in connection.execute("SELECT * FROM prompts")]
-        dead = [row["sequence"] for row in connection.execute("SELECT * FROM dead_letters")]
-        steps = connection.execute("SELECT * FROM steps ORDER BY step").fetchall()
-        events = connection.execute("SELECT * FROM events ORDER BY seq").fetchall()
+
+        def rows(table: str, order: str = "run_id") -> list[sqlite3.Row]:
+            query = f"SELECT * FROM {table} WHERE run_id = ? ORDER BY {order}"
+            return connection.execute(query, (run["run_id"],)).fetchall()
+
+        (ledger,) = rows("ledgers")
+        live = [row["sequence"] for row in rows("prompts")]
+        dead = [row["sequence"] for row in rows("dead_letters")]
+        steps = rows("steps", "step")
+        events = rows("events", "seq")
     trained = [group for step in steps for group in json.loads(step["groups_json"])]
     sequences = [sequence for sequence, *_ in trained]
     everywhere = sequences + live + dead

@@ -4,16 +4,13 @@ import json
 
 import pytest
 
-from tests.helpers.cli import train
-
 pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_engine_and_trainer_are_equal_at_lag_0(plumbing, tmp_path, world_size):
-    finished = train(
+def test_engine_and_trainer_are_equal_at_lag_0(plumbing, system, world_size):
+    finished = system.train(
         plumbing,
-        tmp_path / "runs",
         "model.path=tiny:qwen3-0.4m",
         "algorithm.max_staleness=0",
         "algorithm.correction=none",

@@ -22,11 +22,11 @@ from services.trainer.ranks.follower import Follower
 from services.trainer.ranks.leader import Leader
 from services.wire.data.jagged import Jagged
 from tests.helpers.batches import CPU, Queue, engine_of, policy_of, random_queue, rank_of, spec_for
-from tests.helpers.cli import train
 from tests.helpers.ledger_check import check_run
 from tests.helpers.ports import free_port
 from tests.helpers.ranks import run_ranks
 from tests.helpers.shortage import limited
+from tests.helpers.system import System
 from tests.integration.test_trainer_ranks import Recorder
 
 
@@ -233,15 +233,14 @@ def short(tokens):
 
 @pytest.mark.timeout(300)
 def test_several_ranks_continue_without_a_sequence_that_exceeds_memory(
-    plumbing: Path, tmp_path: Path
+    plumbing: Path, tmp_path: Path, system: System
 ) -> None:
     (tmp_path / "loss.py").write_text(LOSS)
     prompts = "".join(json.dumps({"prompt": f"question {i}"}) + "\n" for i in range(10, 42))
     (tmp_path / "prompts.jsonl").write_text(prompts)
     stops = json.dumps(list("aeioubcdfghjklmnprst"))
-    done = train(
+    done = system.train(
         plumbing,
-        tmp_path / "state",
         "trainer.world_size=2",
         "trainer.checkpoint.every=1",
         f"algorithm.loss={tmp_path}/loss.py:short",
@@ -252,9 +251,11 @@ def test_several_ranks_continue_without_a_sequence_that_exceeds_memory(
         "limits.max_restarts=12",
     )
     assert done.code == 0, done.out + done.err
-    found = check_run(tmp_path / "state")
-    with sqlite3.connect(tmp_path / "state" / "slipstream.db") as connection:
-        events = connection.execute("SELECT type, message, data_json FROM events").fetchall()
+    run_id = done.folder.name
+    found = check_run(system.state, run_id)
+    with sqlite3.connect(system.state / "slipstream.db") as connection:
+        query = "SELECT type, message, data_json FROM events WHERE run_id = ?"
+        events = connection.execute(query, (run_id,)).fetchall()
     causes = [text for kind, text, _ in events if kind == "WorkerLost"]
     assert any("does not fit into memory" in text for text in causes)
     told = [json.loads(data) for kind, _, data in events if kind == "SamplesLeftOut"]

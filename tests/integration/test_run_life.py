@@ -1,13 +1,12 @@
 """A training run is paused, resumed, forked and cancelled by a user."""
 
 import asyncio
-import json
 
 import pytest
 
 from services.common.runspec.loader import load_spec
 from slipstream_client import AsyncClient
-from tests.helpers.cli import slipstream, started
+from tests.helpers.cli import slipstream
 from tests.helpers.ledger_check import check_run
 
 pytestmark = pytest.mark.timeout(300)
@@ -25,40 +24,33 @@ def is_in(*states):
     return lambda run: run.state in states
 
 
-@pytest.fixture
-def up(tmp_path):
-    state = tmp_path / "runs"
-    with started("up", "--port", "0", "--state-directory", state, until="controller at http"):
-        yield json.loads((state / "up.json").read_text())["url"], state
-
-
 async def submit(spec, client, *overrides):
     return await client.submit(load_spec(spec, overrides).model_dump(mode="json"))
 
 
-async def test_a_paused_run_resumes_without_loss(plumbing, up):
-    url, state = up
+async def test_a_paused_run_resumes_without_loss(plumbing, system):
+    url = system.url
     async with AsyncClient(url) as client:
-        run = await submit(plumbing, client, "trainer.steps=60", "rollout.partial_rollout=true")
+        run = await submit(plumbing, client, "trainer.steps=24", "rollout.partial_rollout=true")
         await wait_for(run, lambda seen: seen.step >= 3)
         await run.pause()
         assert run.state == "PAUSING"
         paused = await wait_for(run, is_in("PAUSED"))
-        assert 3 <= paused.step < 60
+        assert 3 <= paused.step < 24
         assert (await client.get_topology(run.id)).items == []
         assert [saved.step for saved in await run.checkpoints()] == [paused.step]
         await run.resume()
         await run.wait(timeout_s=120)
         kinds = {event.type async for event in run.events()}
         assert not kinds & {"Rewound", "WorkerLost"}
-        assert check_run(state)["trained"] == 240
+        assert check_run(system.state, run.id)["trained"] == 96
 
-        forked = await run.fork({"trainer": {"steps": 63}}, name="longer")
-        assert (await forked.wait(timeout_s=120)).step == 63
+        forked = await run.fork({"trainer": {"steps": 27}}, name="longer")
+        assert (await forked.wait(timeout_s=120)).step == 27
         longer = forked.id
     lines = slipstream("metrics", longer, "reward_mean", "--url", url).out.splitlines()
-    assert len(lines) == 63
-    assert "trained step 63" in slipstream("events", longer, "--url", url).out
+    assert len(lines) == 27
+    assert "trained step 27" in slipstream("events", longer, "--url", url).out
     assert "trainer-0" in slipstream("logs", longer, "--tail", "1", "--url", url).out
     assert "longer" in slipstream("list", "--url", url).out
 
