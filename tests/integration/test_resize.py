@@ -1,15 +1,26 @@
-"""The number of rollouts changes while a run trains."""
+"""Rollouts come and go while a run trains: on request, and because they are lost."""
 
+import signal
 import time
 
 import httpx
 import pytest
 
-from tests.helpers.cli import as_owner, started
+from tests.helpers.cli import as_owner, ranks_of, started
 from tests.helpers.patching import patch_run
 from tests.helpers.ports import free_port
 
 pytestmark = pytest.mark.timeout(300)
+
+ROWS = """
+import time
+from pathlib import Path
+
+def rows():
+    while Path({loading!r}).exists():
+        time.sleep(0.05)
+    return [{{"prompt": f"question {{number}}"}} for number in range(32)]
+"""
 
 
 def rollouts(api: httpx.Client, run_id: str) -> set[str]:
@@ -34,11 +45,18 @@ def until(condition, timeout_s: float = 90.0) -> None:
         time.sleep(0.2)
 
 
-def test_rollouts_come_and_go_while_a_run_trains(plumbing, tmp_path):
+@pytest.mark.parametrize(
+    "signal_", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.nightly)]
+)
+def test_training_continues_while_rollouts_come_go_and_are_replaced(plumbing, tmp_path, signal_):
     port = free_port()
+    # A rollout loads for as long as this file exists.
+    loading = tmp_path / "loading"
+    (tmp_path / "rows.py").write_text(ROWS.format(loading=str(loading)))
     arguments = (
         *("run", plumbing, "--state-directory", tmp_path / "runs", "--port", str(port)),
-        *("--set", "trainer.steps=100000", "--set", "rollout.replicas=1"),
+        *("--set", f"data.train={{source: python, path: '{tmp_path}/rows.py:rows'}}"),
+        *("--set", "trainer.steps=100000", "--set", "rollout.replicas=2"),
     )
     url = f"http://127.0.0.1:{port}"
     with (
@@ -48,22 +66,35 @@ def test_rollouts_come_and_go_while_a_run_trains(plumbing, tmp_path):
         (run,) = api.get("/v1/runs").json()["items"]
         run_id = run["id"]
 
-        def step() -> int:
-            return int(api.get(f"/v1/runs/{run_id}").json()["step"])
+        def shown() -> dict:
+            return api.get(f"/v1/runs/{run_id}").raise_for_status().json()
 
-        def told(kind: str) -> int:
-            events = api.get(f"/v1/runs/{run_id}/events", params={"type": kind})
-            return len(events.raise_for_status().json()["items"])
+        def told(kind: str, after: int = 0) -> list[int]:
+            query = {"type": kind, "after_seq": after}
+            found = api.get(f"/v1/runs/{run_id}/events", params=query).raise_for_status()
+            return [event["seq"] for event in found.json()["items"]]
 
-        for count, replicas in enumerate((2, 1), start=1):
+        for count, replicas in enumerate((1, 2), start=1):
             resize(api, run_id, replicas)
-            until(lambda count=count: told("Resized") == count)
+            until(lambda count=count: len(told("Resized")) == count)
             names = {f"rollout-{index}" for index in range(replicas)}
             until(lambda names=names: rollouts(api, run_id) == names)
-            reached = step()
-            until(lambda reached=reached: step() >= reached + 3)
+            reached = shown()["step"]
+            until(lambda reached=reached: shown()["step"] >= reached + 3)
             # The loop is left neither for those that join nor for those that leave.
-            assert told("WorkersReady") == 1
-        assert (told("WorkerLost"), told("ResizeFailed")) == (0, 0)
-        ended = api.get(f"/v1/runs/{run_id}").json()
-        assert (ended["state"], ended["spec"]["rollout"]["replicas"]) == ("RUNNING", 1)
+            assert len(told("WorkersReady")) == 1
+        assert (told("WorkerLost"), told("ResizeFailed")) == ([], [])
+        ended = shown()
+        assert (ended["state"], ended["spec"]["rollout"]["replicas"]) == ("RUNNING", 2)
+
+        loading.touch()
+        ranks_of("rollout-1", tmp_path / "runs")["0"].send_signal(signal_)
+        until(lambda: told("WorkerLost"))
+        (lost,) = told("WorkerLost")
+        until(lambda: told("StepCommitted", after=lost))
+        assert not told("Replaced")
+        loading.unlink()
+        until(lambda: told("Replaced"))
+        until(lambda: rollouts(api, run_id) == {"rollout-0", "rollout-1"})
+        assert len(told("WorkersReady")) == 2  # at first, and without the lost one
+        assert shown()["state"] == "RUNNING"
