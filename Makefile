@@ -20,6 +20,8 @@ SPEC ?= examples/sort4.yaml
 TEST_WORKERS ?= 3
 RUN_WORKERS ?= 5
 EVERY_COMMIT := not nightly and not gpu and not multi_gpu and not cluster and not nodes
+# The unit tests, and folders without a test of every commit, whose imports take half a second of each worker.
+OTHERS := unit cluster gpu nodes
 ALL_MARKS := -o addopts='--import-mode=importlib --strict-markers -ra -p no:schemathesis'
 PROTOS := $(shell find proto/slipstream -name '*.proto')
 
@@ -53,7 +55,7 @@ unit: $(READY) deploy-tools ## Run the unit tests
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m '$(EVERY_COMMIT)' tests/unit
 
 test: test-system check ## Run everything that a commit must pass: check, then contract, API, integration and fault tests
-	$(BIN)/python -m pytest -n $(RUN_WORKERS) --dist worksteal -m '$(EVERY_COMMIT)' --ignore tests/unit
+	$(BIN)/python -m pytest -n $(RUN_WORKERS) --dist worksteal -m '$(EVERY_COMMIT)' $(OTHERS:%=--ignore tests/%)
 
 test-system: # Installs a browser and a sandbox; tests that need a missing one are skipped
 	tests/system.sh --or-skip chromium bwrap=bubblewrap
