@@ -22,9 +22,9 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from services.common.callables import real_path
-from services.common.runspec.rollout import SandboxSpec
 from services.rollout.sandbox import seccomp, task_limit
 from services.rollout.sandbox.base import (
     END_TIMEOUT_S,
@@ -37,6 +37,9 @@ from services.rollout.sandbox.base import (
 )
 from services.rollout.sandbox.confine import software
 from services.rollout.sandbox.task_limit import TaskLimit
+
+if TYPE_CHECKING:  # each process of a built-in reward would import pydantic for it
+    from services.common.runspec.rollout import SandboxSpec
 
 _logger = logging.getLogger(__name__)
 _PROGRAM = "bwrap"
@@ -157,7 +160,7 @@ class Bubblewrap:
     A sandbox sees Python's and the system's software. Its image is a folder whose content it starts with.
     """
 
-    def __init__(self, spec: SandboxSpec) -> None:
+    def __init__(self, spec: "SandboxSpec") -> None:
         self._spec = spec
         self._max_tasks = spec.max_processes + _MORE_TASKS
         limits = (spec.memory_bytes, spec.max_processes, self._max_tasks, spec.disk_bytes)

@@ -4,6 +4,8 @@ import json
 import math
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,13 @@ def test_exact_match_ignores_white_space_and_on_demand_case() -> None:
 def test_an_answer_that_no_response_equals_is_a_failure(reward: Any, answer: object) -> None:
     with pytest.raises(ValueError, match=r"data\.answer_column"):
         reward("", "1", answer, {})
+
+
+def test_the_processes_of_rewards_that_compare_answers_do_not_import_the_specification() -> None:
+    """Each replica starts several of these processes, and so does each check of a specification."""
+    code = "import sys, services.rollout.rewards.answers\nprint('pydantic' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
 
 
 GOLD = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\n#### 72"
