@@ -116,7 +116,7 @@ def open_torch_ngram(**options: Any) -> AbstractAsyncContextManager[Engine]:
 async def open_fake(**_: object) -> AsyncIterator[Engine]:
     """Yields the engine without a model."""
     engine = FakeEngine(
-        max_running=8, step_seconds=lambda _: 1e-4, lengths=LongTail(median=10_000, sigma=0.1)
+        max_running=8, step_seconds=lambda _: 1e-3, lengths=LongTail(median=10_000, sigma=0.1)
     )
     async with running(engine):
         yield engine
