@@ -5,9 +5,10 @@ as long as one of the processes that it forked.
 """
 
 import os
-import select
 import signal
 import threading
+from contextlib import suppress
+from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 
 
@@ -15,7 +16,7 @@ class _EngineProcess(ForkServerProcess):
     _parent_pid: int
 
     def run(self) -> None:
-        _die_with(self._parent_pid)
+        threading.Thread(target=_die_with, args=(self._parent_pid,), daemon=True).start()
         super().run()
 
 
@@ -26,20 +27,7 @@ class EngineContext(ForkServerContext):
 
 
 def _die_with(pid: int) -> None:
-    """Kills this process when another one ends; Linux only."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        _kill_self()
-    threading.Thread(target=_kill_after, args=(descriptor,), daemon=True).start()
-
-
-def _kill_after(descriptor: int) -> None:
-    ended = select.poll()
-    ended.register(descriptor, select.POLLIN)
-    ended.poll()
-    _kill_self()
-
-
-def _kill_self() -> None:
+    """Waits until a process ends, and kills this one; Linux only."""
+    with suppress(ProcessLookupError):  # it has ended before
+        wait([os.pidfd_open(pid)])
     os.kill(os.getpid(), signal.SIGKILL)
