@@ -1,7 +1,10 @@
 """A step reports its number of compilations; on a CPU nothing is compiled."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 
+from services.trainer.engines.fsdp.activations import compiled
 from services.trainer.engines.fsdp.build import fitted_to_gpu
 from services.trainer.settings import TrainerSettings
 from services.trainer.steps.report import StepAccumulator, num_compiled
@@ -24,3 +27,17 @@ def test_layers_are_not_compiled_on_a_cpu() -> None:
     resolved = fitted_to_gpu(spec, TrainerSettings.model_construct(), device=CPU)
     assert spec.trainer.compile
     assert not resolved.trainer.compile
+
+
+def test_layers_compile_in_any_thread_for_more_kinds_than_torch_allows_by_default() -> None:
+    kinds = [f"kind {number}" for number in range(10)]
+    double = compiled(lambda values, kind: values * 2 if kind else values)
+
+    def run() -> int:
+        before = num_compiled()
+        for kind in kinds:
+            double(torch.ones(3), kind)
+        return num_compiled() - before
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(run).result() == len(kinds)

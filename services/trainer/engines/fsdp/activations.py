@@ -11,6 +11,7 @@ A layer's ``forward`` is replaced instead of wrapping the layer, so that paramet
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from itertools import chain
 from typing import Any, Final
 from weakref import ReferenceType, ref
@@ -52,6 +53,12 @@ _COSTLY: Final = frozenset(
     }
 )
 """Operations that ``selective`` never recomputes."""
+_MOST_KINDS: Final = 64
+"""Max compilations of a layer: by kind of layer, with and without gradients and shared prefixes."""
+_FUSES_ALL_SIZES: Final = "triton.mix_order_reduction_non_strict_mode"
+"""Option of torch's compiler, new in 2.11. By default, it fuses the sums of a norm's gradients only for many
+tokens, and so compiles a layer for three ranges of sizes (``MixOrderReduction.can_fuse`` in
+``torch/_inductor/scheduler.py``)."""
 _PIECE_BYTES: Final = 1 << 26
 """Host memory is allocated in pieces of this size: torch rounds pinned memory up to powers of two, and
 reuses a free piece for any allocation of its size.
@@ -81,15 +88,30 @@ def set_up_activations(
             if not spec.compile:
                 forward = partial(selects, forward)
             elif is_seen:
-                forward = torch.compile(partial(selects, forward), dynamic=True)
+                forward = compiled(partial(selects, forward))
             else:
-                forward = partial(selects, torch.compile(forward, dynamic=True))
+                forward = partial(selects, compiled(forward))
         else:
             if spec.compile:
-                forward = torch.compile(forward, dynamic=True)
+                forward = compiled(forward)
             if recompute and number % recompute == 0:
                 forward = partial(checkpoint, forward, use_reentrant=False)
         layer.forward = forward if host is None else host.wrap(layer, forward)
+
+
+def compiled(forward: _Forward) -> _Forward:
+    """Compiles the ``forward`` of a layer or norm for any number of tokens."""
+    is_offered = _FUSES_ALL_SIZES in torch._inductor.list_options()  # noqa: SLF001
+    options: Any = {_FUSES_ALL_SIZES: True} if is_offered else {}
+    arguments: Any = {"dynamic": True, "options": options}
+    # Beyond its limit torch would run uncompiled, slower and in more memory than planned. The setting of
+    # the module is local to a thread from torch 2.13 on, which has an argument instead.
+    if "recompile_limit" in signature(torch.compile).parameters:
+        arguments["recompile_limit"] = _MOST_KINDS
+    else:
+        torch._dynamo.config.recompile_limit = _MOST_KINDS  # noqa: SLF001
+    found: _Forward = torch.compile(forward, **arguments)
+    return found
 
 
 def _keep_costly() -> Any:

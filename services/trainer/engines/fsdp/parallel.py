@@ -36,12 +36,9 @@ from services.common.models.families import check_trainer, is_mixture
 from services.common.runspec.trainer import TrainerSpec
 from services.trainer.batch.context import ContextRanks
 from services.trainer.collectives import Ranks, join_processes
-from services.trainer.engines.fsdp.activations import set_up_activations
+from services.trainer.engines.fsdp.activations import compiled, set_up_activations
 from services.trainer.model.experts import ExpertRanks, share_experts
 from services.trainer.model.policy import Critic, Policy
-
-_MOST_KINDS = 64
-"""Max compilations of a layer: without and with gradients, for a few kinds of sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +168,7 @@ def distribute(module: Policy | Critic, spec: TrainerSpec, topology: RankTopolog
     _divide(module, layers, spec, topology)
     set_up_activations(layers, spec, device=topology.device, is_seen=_is_seen(module, topology))
     if spec.compile:
-        # Beyond its limit torch would run uncompiled, slower and in more memory than planned.
-        torch._dynamo.config.recompile_limit = _MOST_KINDS  # noqa: SLF001
-        decoder.norm.forward = torch.compile(decoder.norm.forward, dynamic=True)
+        decoder.norm.forward = compiled(decoder.norm.forward)
     if topology.mesh is None:
         module.to(topology.device)
     else:
