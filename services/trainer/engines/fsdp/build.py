@@ -177,7 +177,9 @@ class Loader:
             ValueError: If the model does not load or cannot be sharded.
         """
         module = self._loaded(make)
-        if self._spec.trainer.compile:
+        # A rollout that takes turns on these GPUs starts only when this process sleeps: compiling ahead, also
+        # what no step may need, would delay it.
+        if self._spec.trainer.compile and not self._spec.topology.is_colocated:
             self._source["progress"]("compiling layers for all sizes of a micro-batch")
             compile_ahead(module, self._spec.trainer, device=self._topology.device)
         return module
