@@ -55,6 +55,11 @@ _LEARNING = {
         "rollout.unquantized_layers=4",
         "rollout.max_mismatch=null",
     ),
+    "fp8, 15 layers exact": (
+        "rollout.quantization=fp8",
+        "rollout.unquantized_layers=15",
+        "rollout.max_mismatch=null",
+    ),
     "fp8, uncorrected": (
         "rollout.quantization=fp8",
         "rollout.max_mismatch=null",

@@ -118,7 +118,8 @@ def train(folder: Path, settings: list[str], spec: Path) -> dict[str, Any]:
     run = WholeRun({}, steps, began=began)
     seconds = dict(enumerate(run.committed(), start=1))
     greedy = {int(version): float(value) for version, value in _SCORES.findall(output_of(folder))}
-    times = facts(run, first=_STEADY) if len(steps) > _STEADY else {}
+    is_steady = len(steps) > _STEADY and "generated_tokens_per_s" in steps[-1]
+    times = facts(run, first=_STEADY) if is_steady else {}
     return {
         "steps": len(steps),
         "curve": [
@@ -129,7 +130,7 @@ def train(folder: Path, settings: list[str], spec: Path) -> dict[str, Any]:
             }
             for version, value in sorted(greedy.items())
         ],
-        "reward_mean": [round(step["reward_mean"], 4) for step in steps],
+        "reward_mean": [round(step["reward_mean"], 4) for step in steps if "reward_mean" in step],
         "seconds_to_first_step": round(seconds[1], 1),
         "seconds_after_last_step": round(ended - began - seconds[len(steps)], 1),
         "facts": times,

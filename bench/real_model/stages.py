@@ -50,7 +50,9 @@ def chain(model: Path, folder: Path, settings: list[str]) -> list[dict[str, Any]
     entries = []
     for stage in STAGES:
         own, spec = folder / stage, EXAMPLES / f"{stage}.yaml"
-        given = [*settings, f"model.path={model}"]
+        # Only reinforcement learning has groups.
+        own_settings = [each for each in settings if stage == "rl" or "group_size" not in each]
+        given = [*own_settings, f"model.path={model}"]
         entry = {"variant": stage, "seed": _seed(settings), **train(own, given, spec)}
         print(json.dumps(entry), flush=True)
         entries.append(entry)
