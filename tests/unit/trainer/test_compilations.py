@@ -1,11 +1,15 @@
 """A step reports its number of compilations; on a CPU nothing is compiled."""
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import pytest
 import torch
 
+from services.trainer.engines.fsdp import build
 from services.trainer.engines.fsdp.activations import compiled
-from services.trainer.engines.fsdp.build import fitted_to_gpu
+from services.trainer.engines.fsdp.build import Loader, fitted_to_gpu, load_policy
+from services.trainer.engines.fsdp.parallel import build_topology
 from services.trainer.settings import TrainerSettings
 from services.trainer.steps.report import StepAccumulator, num_compiled
 from tests.helpers.batches import CPU, spec_of
@@ -41,3 +45,21 @@ def test_layers_compile_in_any_thread_for_more_kinds_than_torch_allows_by_defaul
 
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(run).result() == len(kinds)
+
+
+@pytest.mark.parametrize("placement", ["disaggregated", "colocated"])
+def test_the_engine_waits_for_no_compilation_in_turns(
+    placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policies: list[object] = []
+    monkeypatch.setattr(build, "compile_ahead", lambda policy, *_, **__: policies.append(policy))
+    monkeypatch.setattr(build, "distribute", lambda *_: None)
+    spec = spec_of(trainer={"compile": True})
+    topology = spec.topology.model_copy(update={"placement": placement})
+    spec = spec.model_copy(update={"topology": topology})
+    settings = TrainerSettings(
+        run_id="run", worker_id="trainer-0", controller_address="127.0.0.1:1", model_cache=tmp_path
+    )
+    ranks = build_topology(spec.trainer, device=CPU, rank=0, world_size=1)
+    policy = load_policy(Loader(spec, settings, ranks, lambda _: None), spec)
+    assert policies == ([policy] if placement == "disaggregated" else [])

@@ -1,9 +1,10 @@
 """Compiles the model before the first step, for every size that a micro-batch may have.
 
-Layers are compiled for any number of tokens, but code with and without gradients, and with and without shared
-prompts, differs, and the compiler may select other kernels for few tokens than for many. The first step of each
-kind would wait for a compilation. So each kind is run here, while the engines start. If rollouts take turns
-with the trainer on the same GPUs, no engine could start meanwhile: each kind is compiled when it first occurs.
+Layers are compiled for any number of tokens, but code with and without gradients, and with and without
+shared prompts, differs, and the compiler may select other kernels for few tokens than for many. The first
+step of each kind would wait for a compilation. So each kind is run here, while the engines start. If rollouts
+take turns with the trainer on the same GPUs, no engine could start meanwhile: each kind is compiled when it
+first occurs.
 
 Layers share their compiled code. The first pack therefore runs the whole model, and the others only its first
 layers: the rest would compile nothing and take most of the time.
