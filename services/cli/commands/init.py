@@ -14,6 +14,7 @@ import yaml
 from services.cli.machine import gpu_bytes_here, has_gpus
 from services.cli.output import console, fail
 from services.cli.settings import num_gpus
+from services.common.models.configs import preset_names
 from services.common.runspec.data import DataSpec, PromptSourceSpec
 from services.common.runspec.run import TINY_PREFIX, RunSpec
 from services.rollout.data.sources import Row, open_source
@@ -92,6 +93,9 @@ def init(
         return
     if not model or not data:
         raise typer.BadParameter("expected MODEL and DATA, or --example, which needs neither")
+    if model.startswith(TINY_PREFIX) and model not in preset_names():
+        fail(f"MODEL {model!r} is not a known preset; use one of {', '.join(preset_names())}")
+        raise typer.Exit(2)
     _refuse_if_there(file, force=force)
     source = PromptSourceSpec(source=_kind(data), path=data)
     try:
@@ -160,7 +164,7 @@ def _fitted(text: str, values: Mapping[str, Any]) -> str:
 
 
 def _write_example(folder: Path, *, force: bool) -> None:
-    """Copys the files of the example."""
+    """Copies the files of the example."""
     source = next(found for found in _EXAMPLE_FOLDERS if (found / _EXAMPLE[0]).exists())
     for name in _EXAMPLE:
         _refuse_if_there(folder / name, force=force)

@@ -37,6 +37,9 @@ def test_a_specification_to_begin_with_is_valid_as_it_is(tmp_path):
     assert columns == ["question", "solution"]
     assert CliRunner().invoke(app, ["validate", str(file)]).exit_code == 0
     assert CliRunner().invoke(app, ["init", *arguments]).exit_code == 2  # nothing is overwritten
+    unknown = CliRunner().invoke(app, ["init", "tiny:gone", *arguments[1:], "--force"])
+    assert unknown.exit_code == 2
+    assert yaml.safe_load(file.read_text()) == document
 
 
 GSM8K = "Half of 4 is 4/2 = <<4/2=2>>2.\n#### 2"
