@@ -175,7 +175,8 @@ class ElasticSizing:
         names, also = sorted(absent), self._request_queue.done(request)
         if names and request is not None:  # a later controller continues with those that joined
             also = self._request_queue.added("resize", has=self.size)
-        message = f"{count} rollouts" + (f"; in a queue: {', '.join(names)}" if names else "")
+        message = f"{count} rollout{'' if count == 1 else 's'}"
+        message += f"; in a queue: {', '.join(names)}" if names else ""
         note = Note(kind, message, {"replicas": count, "absent": names})
         await self._journal.record_event(note, also=also)
 
