@@ -8,7 +8,7 @@ import inspect
 import json
 import re
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -194,7 +194,7 @@ def argument_problems(
                 known = f"use one of {', '.join(named)}" if named else "remove it"
                 yield f"{name}: is not a known key; {known}.{meant}"
             elif items[0]["type"] == "missing":
-                yield f"{name}: is required, but missing; see docs/runspec.md for its meaning"
+                yield f"{name}: is required, but missing; see docs/rollouts.md for its meaning"
             else:
                 yield f"{name}: must be {_expected(items, name)}, got {_shown(items[0]['input'])}"
 
@@ -313,9 +313,7 @@ def _hint(errors: Sequence[Any], key: str) -> str:
     name = re.sub(r"\.\d+", ".N", key)
     hint = ""
     if value is None:
-        place = _place(errors[0])
-        what = "item" if isinstance(place[-1], int) else "key"
-        hint = "the key is required" if is_required(_name_of(place)) else f"remove the {what}"
+        hint = _hint_on_null(_place(errors[0]), types)
     elif "string_type" in types and isinstance(value, bool):
         hint = "YAML reads yes, no, on and off as true or false: put it in quotes"
     elif "string_type" in types and isinstance(value, Mapping) and None in value.values():
@@ -337,6 +335,15 @@ def _hint(errors: Sequence[Any], key: str) -> str:
         known = re.findall(r"'([^']+)'", " ".join(expected))
         hint = did_you_mean(value, known).strip().replace("Did", "did")
     return f"; {hint}" if hint else ""
+
+
+def _hint_on_null(place: tuple[int | str, ...], types: Collection[str]) -> str:
+    if is_required(_name_of(place)):
+        return "the key is required"
+    if isinstance(place[-1], int):
+        return "remove the item"
+    # ``--set`` can empty a list of the file, but remove no key.
+    return "use [] for none, or remove the key" if "tuple_type" in types else "remove the key"
 
 
 def _whole(value: object) -> str:

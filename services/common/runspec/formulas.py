@@ -149,7 +149,8 @@ class GdpoArguments(SpecPart):
     """Arguments of the advantage ``gdpo``."""
 
     weights: dict[str, float] = Field(min_length=1)
-    """Weight of each term that counts, by its name in the metrics ``reward/NAME``."""
+    """Weight of each term that counts, by its name in the metrics ``reward/NAME``, for example
+    ``{right: 1.0, polite: 0.2}``."""
 
 
 class GaeArguments(SpecPart):

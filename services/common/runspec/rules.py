@@ -1063,7 +1063,11 @@ def _argument_problems(
                     f"{settings or 'none'}" + did_you_mean(argument, known)
                 )
             elif problem["type"] == "missing":
-                yield f"{key}_arguments.{argument} is required with {name!r}, but missing"
+                meaning = formula.arguments.model_fields[argument].description or ""
+                yield (
+                    f"{key}_arguments.{argument} is required with {name!r}, but missing; set it: "
+                    + " ".join(meaning.replace("``", "").split())
+                )
             else:
                 yield f"{key}_arguments.{argument}: {problem['msg']}, got {problem['input']!r}"
 

@@ -135,6 +135,7 @@ WRONG = [
     ({"algorithm": "sft", "rollout.group_size": 4}, "rollout.group_size"),
     ({"algorithm": "sft", "rollout.sampling.temperature": 0.7}, "rollout.sampling.temperature"),
     ({"algorithm": "sft"}, "rollout.rewards"),
+    ({"algorithm": "sft", "rollout.rewards": None}, "use []"),
     ({"algorithm": {"loss": "sft", "kl": {"coefficient": 0.1}}}, "algorithm.kl"),
     ({"algorithm": {"loss": "sft", "advantage": "grpo"}}, "algorithm.advantage"),
     ({"algorithm": "sft", "data.answer_column": None}, "data.answer_column"),
@@ -219,7 +220,7 @@ WRONG = [
     ({"algorithm.entropy_step": 0.1}, "algorithm.entropy_step"),
     ({"algorithm": {"loss": "reinforce", "clip_low": 0.1}}, "algorithm.clip_low"),
     ({"algorithm": {"loss": "dppo", "ratio_max": 9.0}}, "algorithm.loss_arguments.ratio_max"),
-    ({"algorithm.advantage": "gdpo"}, "algorithm.advantage_arguments.weights"),
+    ({"algorithm.advantage": "gdpo"}, "polite: 0.2"),
     (
         {
             "algorithm.advantage": "gdpo",
