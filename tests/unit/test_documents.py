@@ -1,9 +1,12 @@
 """Commands, options and examples in the documentation exist."""
 
+import ast
 import re
 import subprocess
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
+from pkgutil import iter_modules
 
 import jsonschema
 import pytest
@@ -195,6 +198,17 @@ def test_every_module_that_is_run_exists(command):
         if option == "-m" and module.split(".")[0] in ("services", "bench", "tests", "deploy")
     ]
     assert [module for module in modules if find_spec(module) is None] == []
+
+
+@pytest.mark.parametrize("command", shown("python"))
+def test_code_of_a_command_imports_what_exists(command):
+    codes = [code for option, code in pairwise(command.arguments) if option == "-c"]
+    for node in ast.walk(ast.parse("\n".join(codes))):
+        if isinstance(node, ast.ImportFrom):
+            module = import_module(node.module)
+            folders = getattr(module, "__path__", ())
+            known = {*dir(module), *(found.name for found in iter_modules(folders))}
+            assert {name.name for name in node.names} <= known
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
