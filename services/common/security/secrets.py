@@ -134,8 +134,10 @@ def _read(name: str, folder: Path | None) -> str:
     file = None if folder is None else folder / name
     if file is None or file.parent != folder or not file.is_file():
         raise FailedPreconditionError(
-            f"the specification refers to the secret {name!r}, but it does not exist in "
-            f"{folder or 'secrets_directory, which is not set'}; add it to the installation's secrets",
+            f"the specification refers to the secret {name!r}, but "
+            + (f"{folder} has no such file" if folder else "its folder of secrets is not set")
+            + "; add it to the secret workers.secrets of the chart, or, on one machine, to the folder that "
+            "SLIPSTREAM_ROLLOUT_SECRETS_DIRECTORY names",
             secret=name,
         )
     return file.read_text(encoding="utf-8").strip()
