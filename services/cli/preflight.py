@@ -406,7 +406,11 @@ def _try(
     from services.common.models.tokenizer import load_chat_tokenizer
 
     tokenizer = load_chat_tokenizer(spec)
-    rows, prompts = try_rows(spec, sources, tokenizer)
+    try:
+        rows, prompts = try_rows(spec, sources, tokenizer)
+    except ValueError as error:  # of a model without the settings of its image processor
+        problems.append(str(error))
+        return []
     problems += rows.problems
     if problems or not tries_functions:
         return rows.notes

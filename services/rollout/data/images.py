@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import httpx
 from PIL import Image, ImageOps
 
-from services.common.models.configs import PRESET_PATCH, load_problem, read_config
+from services.common.models.configs import PRESET_PATCH, read_config
 from services.common.models.tokenizer import Tokenizer
 from services.common.runspec.data import DataSpec
 from services.common.runspec.run import ModelSpec
@@ -355,7 +355,10 @@ def _processor(model: ModelSpec) -> Any:
             model.path, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
     except Exception as error:
-        raise ValueError(load_problem(model, error)) from error
+        raise ValueError(
+            f"model.images is true, but the image processor of model.path {model.path!r} cannot be loaded "
+            f"({str(error)[:200]}); a folder needs the preprocessor_config.json of the original model"
+        ) from error
 
 
 def _scaled_down(image: Image.Image, max_pixels: int) -> Image.Image:

@@ -26,6 +26,16 @@ def test_a_specification_that_can_run_passes(tmp_path):
     check(spec_with(tmp_path))
 
 
+def test_a_model_whose_image_processor_does_not_load_is_a_problem(tmp_path, monkeypatch):
+    def processor(model):
+        raise ValueError("model.path has no image processor")
+
+    monkeypatch.setattr("services.rollout.data.images._processor", processor)
+    model = {"path": "tiny:qwen2_5_vl-0.6m", "images": True, "tokenizer": "bytes"}
+    with pytest.raises(SpecError, match=r"model\.path"):
+        check(spec_with(tmp_path, model=model))
+
+
 @pytest.mark.parametrize(
     "name", ["code_tests", "http://judge/score", "https://judge/score", "grpc://judge:1"]
 )
