@@ -10,7 +10,12 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from services.common.errors import FailedPreconditionError
-from services.controller.run.train.checkpoints import Checkpoint, CheckpointStore
+from services.controller.rules.run_state import RunState
+from services.controller.run.train.checkpoints import (
+    Checkpoint,
+    CheckpointStore,
+    steps_being_replaced,
+)
 from services.controller.store.database import Database
 from services.controller.store.records import Event, Note
 from services.controller.store.rows import append_event, get_run
@@ -33,18 +38,26 @@ class NoCheckpointError(FailedPreconditionError):
 
 
 def check_usable(connection: sa.Connection, checkpoint: Checkpoint) -> None:
-    """Checks, in the transaction that stores a run, that the run's checkpoint was not deleted meanwhile.
+    """Checks, in the transaction that stores a run, that the run's checkpoint stays until the run needs it.
 
     Raises:
-        NoCheckpointError: If it was.
+        NoCheckpointError: If it was deleted, or will be once the checkpoint that is being written is saved.
     """
-    get_run(connection, checkpoint.run_id, lock=True)  # a deletion locks it, too
+    # Deletions and events lock it, too.
+    parent = get_run(connection, checkpoint.run_id, lock=True)
     table = CHECKPOINTS.c
     query = sa.select(table.state).where(table.checkpoint_id == checkpoint.checkpoint_id)
     if connection.execute(query).scalar() != "READY":
         raise NoCheckpointError(
             f"checkpoint {checkpoint.checkpoint_id} of run {checkpoint.run_id} was deleted meanwhile; choose "
             "another one",
+            run_id=checkpoint.run_id,
+        )
+    has_trainer = not parent.is_terminal and parent.state is not RunState.PAUSED
+    if has_trainer and checkpoint.step in steps_being_replaced(connection, parent.run_id):
+        raise NoCheckpointError(
+            f"checkpoint {checkpoint.checkpoint_id} of run {checkpoint.run_id} is being replaced by a newer "
+            "one; wait until that is saved, and choose it",
             run_id=checkpoint.run_id,
         )
 

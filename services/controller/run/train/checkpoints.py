@@ -32,7 +32,7 @@ from services.controller.run.scorers import CriticClient
 from services.controller.run.state.journal import Journal
 from services.controller.store.database import Database
 from services.controller.store.records import Note
-from services.controller.store.rows import IS_UNFINISHED
+from services.controller.store.rows import IS_UNFINISHED, newest_event
 from services.controller.store.runs import Work
 from services.controller.store.tables import CHECKPOINTS, RUNS
 from services.wire.transferqueue.client import TransferQueueClient
@@ -78,6 +78,13 @@ def steps_in_use(connection: sa.Connection, run_id: str) -> list[int]:
     specs = connection.execute(sa.select(RUNS.c.spec_json).where(IS_UNFINISHED)).scalars()
     used = {json.loads(spec)["trainer"]["checkpoint"].get("start_from") for spec in specs}
     return [each.step for each in ready_checkpoints(connection, run_id) if each.path in used]
+
+
+def steps_being_replaced(connection: sa.Connection, run_id: str) -> list[int]:
+    """Returns steps whose checkpoints are deleted once the one that is being written is saved."""
+    kinds = ("CheckpointStarted", "CheckpointSaved", "CheckpointFailed")
+    newest = newest_event(connection, run_id, kinds)
+    return [] if newest is None else list(newest.data.get("replaces", ()))
 
 
 class CheckpointStore:
@@ -177,17 +184,23 @@ class Checkpoints:
                 start from.
             also: Further write of the same transaction.
         """
-        kept = sorted({*keep_steps, *await self._journal.read(steps_in_use)})
+        kept = {*keep_steps, *await self._journal.read(steps_in_use)}
+        ready = await self._journal.read(ready_checkpoints)
+        replaced = sorted(_outdated([each.step for each in ready], step, keep=self._keep) - kept)
         begin = self._clock.monotonic()
+        data = {"step": step, "replaces": replaced}
         await self._journal.record_event(
-            Note("CheckpointStarted", f"saving the checkpoint of step {step}", {"step": step}),
-            ledger,
+            Note("CheckpointStarted", f"saving the checkpoint of step {step}", data), ledger
         )
-        checkpoint = await self._save(trainer, critic, step=step, version=version, keep_steps=kept)
+        # The event refuses further forks of the replaced ones. Those before it are known here.
+        kept.update(await self._journal.read(steps_in_use))
+        checkpoint = await self._save(
+            trainer, critic, step=step, version=version, keep_steps=sorted(kept)
+        )
         self._saved_at = checkpoint.create_time
 
         def write(connection: sa.Connection) -> None:
-            self._write(connection, checkpoint, kept)
+            self._write(connection, checkpoint, sorted(kept))
             also(connection)
 
         note = _ended(checkpoint, seconds=self._clock.monotonic() - begin)
@@ -280,6 +293,12 @@ class Checkpoints:
             .where(table.step.not_in(keep_steps))
             .values(state="DELETED")
         )
+
+
+def _outdated(steps: Collection[int], saved: int, *, keep: int) -> set[int]:
+    """Returns the steps that are not among the newest ``keep`` once ``saved`` is one of them."""
+    newest = sorted({*steps, saved}, reverse=True)[:keep]
+    return set(steps) - set(newest)
 
 
 def _ended(checkpoint: Checkpoint, *, seconds: float) -> Note:

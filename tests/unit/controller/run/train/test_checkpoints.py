@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from services.common.runspec.loader import canonical_json, parse_spec
+from services.controller.manager.archive import NoCheckpointError, check_usable
 from services.controller.rules.ledger import Ledger
 from services.controller.rules.run_state import RunEvent
 from services.controller.run.state.journal import Journal
@@ -22,8 +23,10 @@ class Trainer:
 
     def __init__(self):
         self.steps = []
+        self.on_save = lambda: None
 
     async def save_checkpoint(self, step, *, keep_steps, timeout_s):
+        self.on_save()
         self.steps = [*(one for one in self.steps if one in keep_steps), step]
         return f"/checkpoints/step-{step:08d}", 1
 
@@ -37,9 +40,11 @@ def new_run(run_id, **checkpoint):
     return NewRun(run_id=run_id, name=run_id, spec_json=canonical_json(spec), spec_digest="d")
 
 
-async def test_a_checkpoint_stays_until_the_runs_that_start_from_it_have_ended(database):
+def parent(database):
+    """Returns the trainer and journal of a run that keeps one checkpoint, and what saves a step."""
     store, trainer = RunStore(database), Trainer()
     store.create(new_run("run_1"))
+    store.apply("run_1", RunEvent.ADMIT, reason="Admitted")
     journal = Journal("run_1", database=database, store=store, on_event=lambda event: None)
     checkpoints = Checkpoints(
         "run_1",
@@ -64,6 +69,16 @@ async def test_a_checkpoint_stays_until_the_runs_that_start_from_it_have_ended(d
         assert sorted(known) == trainer.steps
         return trainer.steps
 
+    return trainer, journal, save
+
+
+def fork(database, run_id, checkpoint):
+    new = new_run(run_id, start_from=checkpoint.path)
+    RunStore(database).create(new, also=lambda connection: check_usable(connection, checkpoint))
+
+
+async def test_a_checkpoint_stays_until_the_runs_that_start_from_it_have_ended(database):
+    store, (_, _, save) = RunStore(database), parent(database)
     assert await save(1) == [1]
     # A fork waits in the queue while its parent trains on.
     store.create(new_run("run_2", start_from="/checkpoints/step-00000001"))
@@ -71,3 +86,35 @@ async def test_a_checkpoint_stays_until_the_runs_that_start_from_it_have_ended(d
     assert await save(3) == [1, 3]
     store.apply("run_2", RunEvent.CANCEL, reason="CancelledByUser")
     assert await save(4) == [4]
+
+
+async def test_a_fork_while_its_parent_saves_gets_a_checkpoint_that_stays_or_none(
+    database, monkeypatch
+):
+    trainer, journal, save = parent(database)
+    await save(1)
+    [first] = await journal.read(ready_checkpoints)
+    record_event = Journal.record_event
+
+    async def after_fork(self, note, *arguments, **options):
+        if note.type == "CheckpointStarted":
+            fork(database, "run_2", first)
+        await record_event(self, note, *arguments, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Journal, "record_event", after_fork)
+        assert await save(2) == [1, 2]
+    second, _ = await journal.read(ready_checkpoints)
+    refused = []
+
+    def on_save():
+        fork(database, "run_3", first)  # run_2 keeps it
+        with pytest.raises(NoCheckpointError) as error:
+            fork(database, "run_4", second)
+        refused.append(error.value.reason)
+
+    trainer.on_save = on_save
+    assert await save(3) == [1, 3]
+    assert refused == ["NO_USABLE_CHECKPOINT"]
+    third, _ = await journal.read(ready_checkpoints)
+    fork(database, "run_4", third)
