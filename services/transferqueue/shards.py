@@ -45,7 +45,8 @@ class _Member:
     reported_bytes: int = 0
     to_delete: list[int] = field(default_factory=list)
     num_deleted: int = 0
-    charges: Counter[str] = field(default_factory=Counter)
+    reserved: set[str] = field(default_factory=set)
+    """Puts that are charged and not visible."""
 
 
 class Shards:
@@ -116,16 +117,6 @@ class Shards:
             await self._waiters.wait(shard_id, timeout_s=HEARTBEAT_S)
             self.check_registered(shard_id, instance_id)
         return tuple(member.to_delete)
-
-    def charge(
-        self, shard_id: str, partition_id: str, size_bytes: int, *, instance_id: str
-    ) -> None:
-        """Records bytes that a shard has reserved, or with a negative size used or freed.
-
-        Raises:
-            NotFoundError: If the shard was given up: its charges are already reverted.
-        """
-        self.check_registered(shard_id, instance_id).charges[partition_id] += size_bytes
 
     async def connect(
         self, public_key: str, run_id: str = ALL_RUNS
@@ -215,8 +206,8 @@ class Shards:
         member = self._members.pop(shard_id)
         if member.timer is not None:
             member.timer.cancel()
-        for partition_id, size in member.charges.items():
-            self._index.cancel(partition_id, size)
+        for put_id in member.reserved:
+            self._index.cancel(put_id)
         self._index.remove_shard(shard_id)
         self._waiters.wake(shard_id)
         self._notify_clients()
@@ -251,20 +242,24 @@ class ShardRegistryServicer(pb_grpc.ShardRegistryServiceServicer):
     async def ReserveBytes(
         self, request: pb.ReserveBytesRequest, context: Context
     ) -> pb.ReserveBytesResponse:
-        size = request.size_bytes
-        await self._index.reserve(request.partition_id, size, wait_s=request.wait_s)
+        await self._index.reserve(
+            request.put_id,
+            request.partition_id,
+            size_bytes=request.size_bytes,
+            wait_s=request.wait_s,
+        )
         try:
-            self._charge(request, request.partition_id, size)
+            self._member(request).reserved.add(request.put_id)
         except NotFoundError:
-            self._index.cancel(request.partition_id, size)
+            self._index.cancel(request.put_id)
             raise
         return pb.ReserveBytesResponse()
 
     async def CancelBytes(
         self, request: pb.CancelBytesRequest, context: Context
     ) -> pb.CancelBytesResponse:
-        self._charge(request, request.partition_id, -request.size_bytes)
-        self._index.cancel(request.partition_id, request.size_bytes)
+        self._member(request).reserved.discard(request.put_id)
+        self._index.cancel(request.put_id)
         return pb.CancelBytesResponse()
 
     async def CommitPut(
@@ -272,10 +267,9 @@ class ShardRegistryServicer(pb_grpc.ShardRegistryServiceServicer):
     ) -> pb.CommitPutResponse:
         meta = KVBatchMeta.from_proto(request.batch)
         # Otherwise the samples of a shard that was given up would never be reported as lost.
-        self._shards.check_registered(request.shard_id, request.instance_id)
+        member = self._member(request)
         revision = await self._index.commit(meta, put_id=request.put_id)
-        size = sum(blob.size_bytes for blob in meta.blobs)
-        self._charge(request, meta.partition_id, -size)
+        member.reserved.discard(request.put_id)
         return pb.CommitPutResponse(revision=revision)
 
     async def CheckClient(
@@ -285,15 +279,10 @@ class ShardRegistryServicer(pb_grpc.ShardRegistryServiceServicer):
         run_id = await self._shards.admitted_as(request.public_key)
         return pb.CheckClientResponse(admitted=run_id is not None, run_id=run_id or "")
 
-    def _charge(
-        self,
-        request: pb.ReserveBytesRequest | pb.CancelBytesRequest | pb.CommitPutRequest,
-        partition_id: str,
-        size_bytes: int,
-    ) -> None:
-        self._shards.charge(
-            request.shard_id, partition_id, size_bytes, instance_id=request.instance_id
-        )
+    def _member(
+        self, request: pb.ReserveBytesRequest | pb.CancelBytesRequest | pb.CommitPutRequest
+    ) -> _Member:
+        return self._shards.check_registered(request.shard_id, request.instance_id)
 
 
 class RemoteIndex:
@@ -302,12 +291,14 @@ class RemoteIndex:
     def __init__(self, client: ShardRegistryClient) -> None:
         self._client = client
 
-    async def reserve(self, partition_id: str, size_bytes: int, *, wait_s: float) -> None:
-        await self._client.reserve(partition_id, size_bytes, wait_s=wait_s)
+    async def reserve(
+        self, put_id: str, partition_id: str, *, size_bytes: int, wait_s: float
+    ) -> None:
+        await self._client.reserve(put_id, partition_id, size_bytes=size_bytes, wait_s=wait_s)
 
-    def cancel(self, partition_id: str, size_bytes: int) -> None:
+    def cancel(self, put_id: str) -> None:
         """Reverts the charge in the background."""
-        self._tasks.create_task(self._cancel(partition_id, size_bytes))
+        self._tasks.create_task(self._cancel(put_id))
 
     async def commit(self, meta: KVBatchMeta, *, put_id: str) -> int:
         return await self._client.commit(meta, put_id=put_id)
@@ -342,9 +333,9 @@ class RemoteIndex:
             free(blob_ids)
             num_deleted += len(blob_ids)
 
-    async def _cancel(self, partition_id: str, size_bytes: int) -> None:
+    async def _cancel(self, put_id: str) -> None:
         try:
-            await self._client.cancel(partition_id, size_bytes)
+            await self._client.cancel(put_id)
         except ServiceError as error:
             # The index reverts the charge when it gives this shard up.
             logger.warning("quota was not returned", extra={"error": str(error)})

@@ -13,6 +13,7 @@ from services.common.errors import (
     AlreadyExistsError,
     DataLossError,
     NotFoundError,
+    ResourceExhaustedError,
     UnavailableError,
 )
 from services.common.rpc.client import open_channel
@@ -217,6 +218,45 @@ async def test_links_know_no_shard_before_they_are_opened() -> None:
         await links.to("shard-0")
 
 
+def one_blob() -> KVBatchMeta:
+    return KVBatchMeta(
+        partition_id=TRAIN,
+        keys=("g0.0",),
+        fields=(pack("tokens", tokens(0)).to_field(0),),
+        blobs=(BlobRef(shard_id="shard-1", blob_id=1, size_bytes=32, checksum=0),),
+    )
+
+
+async def test_repeated_requests_of_a_shard_charge_a_put_once(tmp_path: Path) -> None:
+    async with (
+        service(settings(tmp_path)) as (address, metadata, _),
+        open_channel(address, "transferqueue") as channel,
+    ):
+        await metadata.create_partition(TRAIN, required_fields=["tokens"], quota_bytes=64)
+        client = ShardRegistryClient(channel, "shard-1", "life")
+        shard = Shard(shard_id="shard-1", endpoint="tcp://127.0.0.1:1", instance_id="life")
+
+        async def fill(*put_ids: str) -> None:
+            for put_id in put_ids:
+                await client.reserve(put_id, TRAIN, size_bytes=32, wait_s=0.0)
+            with pytest.raises(ResourceExhaustedError):
+                await client.reserve("more", TRAIN, size_bytes=1, wait_s=0.0)
+
+        await client.register(shard, capacity_bytes=MIB)
+        await fill("put-1", "put-2")
+        for _ in range(2):
+            await client.cancel("put-1")
+            await client.cancel("unknown")
+        await fill("put-3")
+        for _ in range(2):
+            await client.commit(one_blob(), put_id="put-2")
+        await client.cancel("put-2")
+        with pytest.raises(ResourceExhaustedError):
+            await client.reserve("more", TRAIN, size_bytes=1, wait_s=0.0)
+        await client.register(shard, capacity_bytes=MIB)  # its earlier lifetime is over
+        await fill("put-4", "put-5")
+
+
 async def test_the_index_takes_nothing_from_a_shard_that_it_gave_up(tmp_path: Path) -> None:
     async with (
         service(settings(tmp_path)) as (address, metadata, _),
@@ -226,20 +266,15 @@ async def test_the_index_takes_nothing_from_a_shard_that_it_gave_up(tmp_path: Pa
         for life, client in (("old", old), ("new", new)):
             shard = Shard(shard_id="shard-1", endpoint="tcp://127.0.0.1:1", instance_id=life)
             await client.register(shard, capacity_bytes=MIB)
-        meta = KVBatchMeta(
-            partition_id=TRAIN,
-            keys=("g0.0",),
-            fields=(pack("tokens", tokens(0)).to_field(0),),
-            blobs=(BlobRef(shard_id="shard-1", blob_id=1, size_bytes=32, checksum=0),),
-        )
+        meta = one_blob()
         for request in (
-            old.reserve(TRAIN, 32, wait_s=0.0),
+            old.reserve("put-1", TRAIN, size_bytes=32, wait_s=0.0),
             old.commit(meta, put_id="put-1"),
-            old.cancel(TRAIN, 32),
+            old.cancel("put-1"),
         ):
             with pytest.raises(NotFoundError, match="shard-1"):
                 await request
         assert (await metadata.get_batch(TRAIN)).num_keys == 0
-        await new.reserve(TRAIN, 32, wait_s=0.0)
+        await new.reserve("put-1", TRAIN, size_bytes=32, wait_s=0.0)
         await new.commit(meta, put_id="put-1")
         assert (await metadata.get_batch(TRAIN)).keys == ("g0.0",)

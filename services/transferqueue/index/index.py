@@ -7,8 +7,10 @@ uses any more are passed to ``free``.
 
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 
 from services.common.errors import (
+    AlreadyExistsError,
     FailedPreconditionError,
     InvalidArgumentError,
     ResourceExhaustedError,
@@ -85,6 +87,14 @@ MAX_PUSH_KEYS = 4096
 _REMEMBERED_PUTS = 4096
 
 
+@dataclass(frozen=True, slots=True)
+class _Charge:
+    """Bytes of a put that is not visible."""
+
+    run: str
+    size_bytes: int
+
+
 class Index:
     """Metadata of all partitions of a transferqueue.
 
@@ -98,6 +108,7 @@ class Index:
         self._losses: dict[str, list[LostSamples]] = {}
         self._committed: OrderedDict[str, None] = OrderedDict()
         self._quotas = Quotas(clock)
+        self._charges: dict[str, _Charge] = {}
         self._waiters = Waiters()
         self.leasing = Leasing(self._partitions, self._waiters, clock)
 
@@ -141,20 +152,28 @@ class Index:
         self._waiters.wake(partition_id)
         return num_keys
 
-    async def reserve(self, partition_id: str, size_bytes: int, *, wait_s: float) -> None:
-        """Charges the run's quota for bytes that will arrive; waits until there is space.
+    async def reserve(
+        self, put_id: str, partition_id: str, *, size_bytes: int, wait_s: float
+    ) -> None:
+        """Charges the run's quota for the bytes of a put that will arrive; waits until there is space.
 
         Raises:
+            AlreadyExistsError: If the put is charged.
             NotFoundError: If there is no such partition.
             ResourceExhaustedError: If the quota had no space in time.
             InvalidArgumentError: If the bytes alone exceed the quota.
         """
         find(self._partitions, partition_id)
-        await self._quotas.charge(run_of(partition_id), size_bytes, wait_s=wait_s)
+        charge = _Charge(run_of(partition_id), size_bytes)
+        if put_id in self._charges:
+            raise AlreadyExistsError(f"put {put_id} already has a reservation", put_id=put_id)
+        await self._quotas.charge(charge.run, size_bytes, wait_s=wait_s)
+        self._charges[put_id] = charge
 
-    def cancel(self, partition_id: str, size_bytes: int) -> None:
-        """Reverts a charge of ``reserve``."""
-        self._quotas.credit(run_of(partition_id), size_bytes)
+    def cancel(self, put_id: str) -> None:
+        """Reverts the charge of a put that is not visible; changes nothing if there is none."""
+        if (charge := self._charges.pop(put_id, None)) is not None:
+            self._quotas.credit(charge.run, charge.size_bytes)
 
     async def commit(self, meta: KVBatchMeta, *, put_id: str) -> int:
         """Makes a put visible, whose bytes are stored and charged; a repeated call changes nothing.
@@ -169,6 +188,7 @@ class Index:
         if put_id in self._committed:
             return partition.revision
         extensions = partition.add(meta)
+        self._charges.pop(put_id, None)  # the samples have it now
         self._committed[put_id] = None
         if len(self._committed) > _REMEMBERED_PUTS:
             self._committed.popitem(last=False)

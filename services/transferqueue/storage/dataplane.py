@@ -93,11 +93,13 @@ _MAX_UNKNOWN_BYTES = 8 << 10
 class Metadata(Protocol):
     """Interface of the index for a shard, in this process or in another."""
 
-    async def reserve(self, partition_id: str, size_bytes: int, *, wait_s: float) -> None:
+    async def reserve(
+        self, put_id: str, partition_id: str, *, size_bytes: int, wait_s: float
+    ) -> None:
         """Charges the run's quota."""
 
-    def cancel(self, partition_id: str, size_bytes: int) -> None:
-        """Reverts the charge, at once or soon."""
+    def cancel(self, put_id: str) -> None:
+        """Reverts the charge of a put, if there is one, at once or soon."""
 
     async def commit(self, meta: KVBatchMeta, *, put_id: str) -> int:
         """Makes a put visible; a repeated call changes nothing."""
@@ -106,7 +108,6 @@ class Metadata(Protocol):
 @dataclass(slots=True)
 class _OpenPut:
     partition_id: str
-    size_bytes: int
     grant: Grant
     timer: asyncio.TimerHandle
     meta: KVBatchMeta | None = None
@@ -151,15 +152,19 @@ class Writer:
             InvalidArgumentError: If the put can never fit.
         """
         started = time.monotonic()
-        size = sum(request.sizes)
         self._begin(request.put_id)
         try:
-            await self._metadata.reserve(request.partition_id, size, wait_s=request.wait_s)
-            try:
-                grant = await self._find_room(request, started + request.wait_s)
-            except BaseException:
-                self._metadata.cancel(request.partition_id, size)
-                raise
+            await self._metadata.reserve(
+                request.put_id,
+                request.partition_id,
+                size_bytes=sum(request.sizes),
+                wait_s=request.wait_s,
+            )
+            grant = await self._find_room(request, started + request.wait_s)
+        except Exception:
+            # Also if the index did not answer: it may have charged the put.
+            self._metadata.cancel(request.put_id)
+            raise
         finally:
             self._reserving.discard(request.put_id)
             self._given_up.discard(request.put_id)
@@ -167,7 +172,7 @@ class Writer:
         metrics.BACKPRESSURE.labels(run_of(request.partition_id)).inc(waited_s)
         timer = asyncio.get_running_loop().call_later(codec.GRANT_S, self._drop, request.put_id)
         self._owners.set_owner(grant.blob_ids, run_of(request.partition_id))
-        self._open[request.put_id] = _OpenPut(request.partition_id, size, grant, timer)
+        self._open[request.put_id] = _OpenPut(request.partition_id, grant, timer)
         metrics.STORED_BYTES.set(self._storage.used_bytes)
         return codec.Granted(grant.blob_ids, grant.positions)
 
@@ -256,7 +261,7 @@ class Writer:
             # gives this shard up or knows the put.
             raise
         except BaseException:
-            self._undo(put)
+            self._undo(put_id, put)
             raise
 
     def _complete(self, put: _OpenPut, checksums: Sequence[int]) -> KVBatchMeta:
@@ -277,11 +282,11 @@ class Writer:
         put = self._open.pop(put_id, None)
         if put is not None:
             put.timer.cancel()
-            self._undo(put)
+            self._undo(put_id, put)
 
-    def _undo(self, put: _OpenPut) -> None:
+    def _undo(self, put_id: str, put: _OpenPut) -> None:
         self.free(put.grant.blob_ids)
-        self._metadata.cancel(put.partition_id, put.size_bytes)
+        self._metadata.cancel(put_id)
 
     def _begin(self, put_id: str) -> None:
         if put_id in self._open or put_id in self._reserving:

@@ -53,19 +53,23 @@ class ShardRegistryClient:
         response = await call(self._stub.HeartbeatShard, request, idempotent=True)
         return tuple(response.blob_ids)
 
-    async def reserve(self, partition_id: str, size_bytes: int, *, wait_s: float) -> None:
-        """Charges the quota of a run; waits until there is space."""
+    async def reserve(
+        self, put_id: str, partition_id: str, *, size_bytes: int, wait_s: float
+    ) -> None:
+        """Charges the quota of a run for a put; waits until there is space."""
         request = pb.ReserveBytesRequest(
-            **self._life, partition_id=partition_id, size_bytes=size_bytes, wait_s=wait_s
+            **self._life,
+            put_id=put_id,
+            partition_id=partition_id,
+            size_bytes=size_bytes,
+            wait_s=wait_s,
         )
         await call(self._stub.ReserveBytes, request, timeout_s=wait_s + TIMEOUT_S)
 
-    async def cancel(self, partition_id: str, size_bytes: int) -> None:
-        """Reverts a charge of ``reserve``."""
-        request = pb.CancelBytesRequest(
-            **self._life, partition_id=partition_id, size_bytes=size_bytes
-        )
-        await call(self._stub.CancelBytes, request)
+    async def cancel(self, put_id: str) -> None:
+        """Reverts the charge of ``reserve``, if there is one."""
+        request = pb.CancelBytesRequest(**self._life, put_id=put_id)
+        await call(self._stub.CancelBytes, request, idempotent=True)
 
     async def commit(self, meta: KVBatchMeta, *, put_id: str) -> int:
         """Makes a put visible; returns the partition's revision."""

@@ -7,6 +7,7 @@ import pytest
 from services.common.errors import (
     AbortedError,
     DataLossError,
+    DeadlineExceededError,
     FailedPreconditionError,
     InvalidArgumentError,
     NotFoundError,
@@ -24,18 +25,23 @@ CHECKSUMS = (codec.checksum(DATA),)
 
 
 class FakeIndex:
-    """Counts charged bytes and records commits; fails on request."""
+    """Records charges and records commits; fails on request."""
 
     def __init__(self) -> None:
-        self.charged = 0
+        self.charges: dict[str, int] = {}
         self.committed: list[KVBatchMeta] = []
         self.error: ServiceError | None = None
+        self.lost_answer: ServiceError | None = None
 
-    async def reserve(self, partition_id: str, size_bytes: int, *, wait_s: float) -> None:
-        self.charged += size_bytes
+    async def reserve(
+        self, put_id: str, partition_id: str, *, size_bytes: int, wait_s: float
+    ) -> None:
+        self.charges[put_id] = size_bytes
+        if self.lost_answer is not None:
+            raise self.lost_answer
 
-    def cancel(self, partition_id: str, size_bytes: int) -> None:
-        self.charged -= size_bytes
+    def cancel(self, put_id: str) -> None:
+        self.charges.pop(put_id, None)
 
     async def commit(self, meta: KVBatchMeta, *, put_id: str) -> int:
         if self.error is not None:
@@ -60,7 +66,7 @@ class Shard:
         return await self.puts.commit(codec.Commit("put", checksums))
 
     def is_clean(self) -> bool:
-        return self.index.charged == 0 and self.storage.used_bytes == 0
+        return not self.index.charges and self.storage.used_bytes == 0
 
 
 def meta_of(*, partition_id: str = "run/train", num_blobs: int = 1) -> bytes:
@@ -87,7 +93,7 @@ async def test_a_put_is_visible_after_its_commit() -> None:
     assert shard.index.committed == []
     answer = await shard.commit()
     assert answer.revision == 1
-    assert shard.index.charged == len(DATA)
+    assert shard.index.charges == {"put": len(DATA)}
 
 
 async def test_a_small_put_goes_in_one_message() -> None:
@@ -164,6 +170,14 @@ async def test_a_full_shard_gives_the_charge_back() -> None:
     assert shard.is_clean()
     with pytest.raises(InvalidArgumentError, match="capacity_bytes"):
         await shard.reserve("third", 5000)
+    assert shard.is_clean()
+
+
+async def test_a_charge_whose_answer_is_lost_is_given_back() -> None:
+    shard = Shard()
+    shard.index.lost_answer = DeadlineExceededError("no answer")
+    with pytest.raises(DeadlineExceededError):
+        await shard.reserve()
     assert shard.is_clean()
 
 

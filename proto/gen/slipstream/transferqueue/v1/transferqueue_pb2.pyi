@@ -1075,6 +1075,7 @@ class ReserveBytesRequest(_message.Message):
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     WAIT_S_FIELD_NUMBER: _builtins.int
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    PUT_ID_FIELD_NUMBER: _builtins.int
     shard_id: _builtins.str
     """Id of the shard."""
     partition_id: _builtins.str
@@ -1085,6 +1086,8 @@ class ReserveBytesRequest(_message.Message):
     """Max. seconds to wait."""
     instance_id: _builtins.str
     """Id of the current lifetime of the shard's process."""
+    put_id: _builtins.str
+    """Id of the put."""
     def __init__(
         self,
         *,
@@ -1093,10 +1096,11 @@ class ReserveBytesRequest(_message.Message):
         size_bytes: _builtins.int = ...,
         wait_s: _builtins.float = ...,
         instance_id: _builtins.str = ...,
+        put_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "partition_id", b"partition_id", "shard_id", b"shard_id", "size_bytes", b"size_bytes", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "partition_id", b"partition_id", "put_id", b"put_id", "shard_id", b"shard_id", "size_bytes", b"size_bytes", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1126,28 +1130,24 @@ class CancelBytesRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SHARD_ID_FIELD_NUMBER: _builtins.int
-    PARTITION_ID_FIELD_NUMBER: _builtins.int
-    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    PUT_ID_FIELD_NUMBER: _builtins.int
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
     shard_id: _builtins.str
     """Id of the shard."""
-    partition_id: _builtins.str
-    """Id of the partition."""
-    size_bytes: _builtins.int
-    """Number of bytes."""
+    put_id: _builtins.str
+    """Id of the put."""
     instance_id: _builtins.str
     """Id of the current lifetime of the shard's process."""
     def __init__(
         self,
         *,
         shard_id: _builtins.str = ...,
-        partition_id: _builtins.str = ...,
-        size_bytes: _builtins.int = ...,
+        put_id: _builtins.str = ...,
         instance_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "partition_id", b"partition_id", "shard_id", b"shard_id", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "put_id", b"put_id", "shard_id", b"shard_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -816,14 +816,14 @@ class ShardRegistryServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReserveBytes(self, request, context):
-        """Charges the quota of a run; waits until there is space.
+        """Charges the quota of a run for a put; waits until there is space.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CancelBytes(self, request, context):
-        """Reverts a charge.
+        """Reverts the charge of a put, if there is one. Safe to repeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -288,9 +288,9 @@ class ShardRegistryServiceStub:
     Fails with NOT_FOUND if the shard was given up; it must exit and register again.
     """
     ReserveBytes: _grpc.UnaryUnaryMultiCallable[_transferqueue_pb2.ReserveBytesRequest, _transferqueue_pb2.ReserveBytesResponse]
-    """Charges the quota of a run; waits until there is space."""
+    """Charges the quota of a run for a put; waits until there is space."""
     CancelBytes: _grpc.UnaryUnaryMultiCallable[_transferqueue_pb2.CancelBytesRequest, _transferqueue_pb2.CancelBytesResponse]
-    """Reverts a charge."""
+    """Reverts the charge of a put, if there is one. Safe to repeat."""
     CommitPut: _grpc.UnaryUnaryMultiCallable[_transferqueue_pb2.CommitPutRequest, _transferqueue_pb2.CommitPutResponse]
     """Makes a put visible. Safe to repeat."""
     CheckClient: _grpc.UnaryUnaryMultiCallable[_transferqueue_pb2.CheckClientRequest, _transferqueue_pb2.CheckClientResponse]
@@ -308,9 +308,9 @@ class ShardRegistryServiceAsyncStub(ShardRegistryServiceStub):
     Fails with NOT_FOUND if the shard was given up; it must exit and register again.
     """
     ReserveBytes: _aio.UnaryUnaryMultiCallable[_transferqueue_pb2.ReserveBytesRequest, _transferqueue_pb2.ReserveBytesResponse]  # type: ignore[assignment]
-    """Charges the quota of a run; waits until there is space."""
+    """Charges the quota of a run for a put; waits until there is space."""
     CancelBytes: _aio.UnaryUnaryMultiCallable[_transferqueue_pb2.CancelBytesRequest, _transferqueue_pb2.CancelBytesResponse]  # type: ignore[assignment]
-    """Reverts a charge."""
+    """Reverts the charge of a put, if there is one. Safe to repeat."""
     CommitPut: _aio.UnaryUnaryMultiCallable[_transferqueue_pb2.CommitPutRequest, _transferqueue_pb2.CommitPutResponse]  # type: ignore[assignment]
     """Makes a put visible. Safe to repeat."""
     CheckClient: _aio.UnaryUnaryMultiCallable[_transferqueue_pb2.CheckClientRequest, _transferqueue_pb2.CheckClientResponse]  # type: ignore[assignment]
@@ -343,7 +343,7 @@ class ShardRegistryServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _transferqueue_pb2.ReserveBytesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_transferqueue_pb2.ReserveBytesResponse, _abc.Awaitable[_transferqueue_pb2.ReserveBytesResponse]]:
-        """Charges the quota of a run; waits until there is space."""
+        """Charges the quota of a run for a put; waits until there is space."""
 
     @_abc_1.abstractmethod
     def CancelBytes(
@@ -351,7 +351,7 @@ class ShardRegistryServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _transferqueue_pb2.CancelBytesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_transferqueue_pb2.CancelBytesResponse, _abc.Awaitable[_transferqueue_pb2.CancelBytesResponse]]:
-        """Reverts a charge."""
+        """Reverts the charge of a put, if there is one. Safe to repeat."""
 
     @_abc_1.abstractmethod
     def CommitPut(
