@@ -19,7 +19,7 @@ from services.controller.run.train.checkpoints import (
 from services.controller.store.database import Database
 from services.controller.store.records import Event, Note
 from services.controller.store.rows import append_event, get_run
-from services.controller.store.runs import RunStore
+from services.controller.store.runs import RunStore, check_deletable
 from services.controller.store.tables import CHECKPOINTS
 
 logger = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class CheckpointArchive:
         return await self._database.query(self._store.runs_saved_at, paths)
 
     async def delete(self, run_id: str, checkpoint_id: str, *, actor: str = "") -> None:
-        """Deletes a checkpoint; repeated calls change nothing.
+        """Deletes a checkpoint; a repeated call changes nothing.
 
         Raises:
             NotFoundError: If no checkpoint has that id.
@@ -111,24 +111,21 @@ class CheckpointArchive:
             self._on_event(event, project)
             await asyncio.to_thread(_remove, checkpoint)
 
-    async def removable(self, run_id: str) -> list[Checkpoint]:
-        """Returns all checkpoints of an ended run, to remove their files after the run is deleted.
+    async def delete_all(self, run_id: str, *, revision: int) -> None:
+        """Deletes all checkpoints of an ended run, which is deleted next; may be repeated.
 
         Raises:
+            StaleRevisionError: If the run's revision is not ``revision``.
+            NotTerminalError: If it has not ended.
             CheckpointInUseError: If a run that has not ended would continue from one.
         """
+        await self._remove(await self._database.run(self._delete_all, run_id, revision))
 
-        def found() -> list[Checkpoint]:
-            checkpoints = self._store.list_checkpoints(run_id)
-            for checkpoint in checkpoints:
-                if checkpoint.state == "READY":
-                    self._check_unused(checkpoint, is_needed=False)
-            return checkpoints
+    async def finish_deletions(self) -> None:
+        """Removes files of deleted checkpoints that a killed controller left."""
+        await self._remove(await self._database.query(self._store.deleted))
 
-        return await self._database.query(found)
-
-    async def remove(self, checkpoints: Iterable[Checkpoint]) -> None:
-        """Removes files. Logs those that cannot be removed."""
+    async def _remove(self, checkpoints: Iterable[Checkpoint]) -> None:
         for checkpoint in checkpoints:
             await asyncio.to_thread(_remove, checkpoint)
 
@@ -162,6 +159,18 @@ class CheckpointArchive:
             )
             return checkpoint, run.project, append_event(connection, run_id, note)
 
+    def _delete_all(self, run_id: str, revision: int) -> list[Checkpoint]:
+        with self._database.write() as connection:
+            check_deletable(get_run(connection, run_id, lock=True), revision)
+            checkpoints = self._store.list_checkpoints(run_id)
+            for checkpoint in checkpoints:
+                if checkpoint.state == "READY":
+                    self._check_unused(checkpoint, is_needed=False)
+            connection.execute(
+                CHECKPOINTS.update().where(CHECKPOINTS.c.run_id == run_id).values(state="DELETED")
+            )
+        return checkpoints
+
     def _check_unused(self, checkpoint: Checkpoint, *, is_needed: bool) -> None:
         users = [checkpoint.run_id] if is_needed else []
         for run in RunStore(self._database).unfinished():
@@ -177,13 +186,21 @@ class CheckpointArchive:
 
 
 def _remove(checkpoint: Checkpoint) -> None:
-    """Removes the files if they are on a disk that this controller sees, also those of a separate critic."""
+    """Removes the files if they are on a disk that this controller sees, also those of a separate critic.
+
+    A folder is renamed before, so that a partly removed one is no checkpoint and is found again.
+    """
+    if not checkpoint.path:
+        return
     policy = Path(checkpoint.path)
     for folder in (policy, policy.parent / "critic" / policy.name):
-        if checkpoint.path and (folder / "manifest.json").is_file():
-            try:
-                shutil.rmtree(folder)
-            except OSError as error:  # for example, the trainer deletes it, too
-                logger.warning(
-                    "checkpoint not deleted", extra={"folder": str(folder), "error": str(error)}
-                )
+        renamed = folder.with_name(f".deleted-{folder.name}")
+        try:
+            if renamed.is_dir():
+                shutil.rmtree(renamed)
+            if (folder / "manifest.json").is_file():
+                shutil.rmtree(folder.rename(renamed))
+        except OSError as error:  # for example, the trainer deletes it, too
+            logger.warning(
+                "checkpoint not deleted", extra={"folder": str(folder), "error": str(error)}
+            )

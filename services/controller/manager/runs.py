@@ -83,11 +83,12 @@ class RunManager:
                 self._membership.open_run(run.run_id)
 
     async def start(self) -> None:
-        """Drives the runs that an earlier controller drove, and admits queued ones."""
+        """Continues what an earlier controller began: runs and deletions; admits queued runs."""
         self._is_driving = True
         for run in await self._database.run(self._store.unfinished):
             if run.state not in (RunState.QUEUED, RunState.PAUSED):
                 self.drivers.drive(run)
+        self._tasks.create_task(self.checkpoints.finish_deletions())
         await self._admit()
 
     async def validate(self, project: str, spec: RunSpec, *, role: Role = "operator") -> None:
@@ -224,10 +225,11 @@ class RunManager:
         return run
 
     async def delete(self, run_id: str, *, revision: int, delete_checkpoints: bool = False) -> None:
-        saved = await self.checkpoints.removable(run_id) if delete_checkpoints else ()
+        if delete_checkpoints:
+            # First, because without the run nothing names files that a killed controller leaves.
+            await self.checkpoints.delete_all(run_id, revision=revision)
         await self._database.run(self._store.delete, run_id, revision=revision)
         self._tasks.create_task(self.samples.delete_records(run_id))
-        await self.checkpoints.remove(saved)
         await self._admit()
 
     async def cancel(

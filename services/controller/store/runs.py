@@ -282,12 +282,7 @@ class RunStore:
             NotTerminalError: If it has not ended.
         """
         with self.database.write() as connection:
-            run = get_run(connection, run_id, lock=True)
-            _check_revision(run, revision)
-            if not run.is_terminal:
-                raise NotTerminalError(
-                    f"run {run_id} is {run.state}; cancel it before you delete it", run_id=run_id
-                )
+            check_deletable(get_run(connection, run_id, lock=True), revision)
             connection.execute(IDEMPOTENCY_KEYS.delete().where(IDEMPOTENCY_KEYS.c.run_id == run_id))
             connection.execute(RUNS.delete().where(RUNS.c.run_id == run_id))
 
@@ -343,6 +338,20 @@ class RunStore:
                     "continue without a cursor"
                 )
             return [to_event(row) for row in connection.execute(query)]
+
+
+def check_deletable(run: Run, revision: int) -> None:
+    """Checks that a run may be deleted.
+
+    Raises:
+        StaleRevisionError: If the run's revision is not ``revision``.
+        NotTerminalError: If it has not ended.
+    """
+    _check_revision(run, revision)
+    if not run.is_terminal:
+        raise NotTerminalError(
+            f"run {run.run_id} is {run.state}; cancel it before you delete it", run_id=run.run_id
+        )
 
 
 def _check_revision(run: Run, revision: int) -> None:

@@ -116,6 +116,25 @@ class CheckpointStore:
             checkpoint_id=checkpoint_id,
         )
 
+    def deleted(self) -> list[Checkpoint]:
+        """Returns deleted checkpoints of all runs whose folders no other checkpoint has or may get."""
+        query = sa.select(CHECKPOINTS, IS_UNFINISHED.label("is_unfinished"))
+        query = query.select_from(CHECKPOINTS.join(RUNS))
+        with self._database.read() as connection:
+            rows = connection.execute(query).mappings().all()
+        ready = {row["path"]: row for row in rows if row["state"] == "READY"}
+        newest: dict[str, int] = {}
+        for row in ready.values():
+            newest[row["run_id"]] = max(row["step"], newest.get(row["run_id"], 0))
+        return [
+            Checkpoint(**{name: row[name] for name in Checkpoint.__slots__})
+            for row in rows
+            if row["state"] == "DELETED"
+            and row["path"] not in ready
+            # A run that went back may be saving later steps again.
+            and (not row["is_unfinished"] or row["step"] < newest.get(row["run_id"], 0))
+        ]
+
     def runs_saved_at(self, paths: Collection[Path]) -> list[str]:
         """Returns runs that have a checkpoint at one of the paths, in a parent of it, or directly in it."""
         around = {str(each) for path in paths for each in (path, *path.parents)}

@@ -8,13 +8,14 @@ import pytest
 
 from services.common.telemetry import tracing
 from services.controller.api.principals import TokenStore
+from services.controller.manager import archive
 from services.controller.manager.spec_policy import SpecPolicy
 from services.controller.rules.ledger import Ledger
 from services.controller.rules.run_state import RunEvent
 from services.controller.store import ledgers as ledger_store
 from services.controller.store.rows import forget_events
 from services.controller.store.runs import RunStore
-from tests.helpers.rest import SPEC, client_of, named, save
+from tests.helpers.rest import SPEC, client_of, named, open_manager, save
 
 pytestmark = pytest.mark.postgresql
 
@@ -219,6 +220,65 @@ async def test_a_run_is_deleted_with_its_checkpoints_unless_a_fork_needs_them(
     await ended(api, fork_id)
     assert (await delete()).status_code == 204
     assert not any(folder.exists() for folder in folders)
+
+
+def written(folder):
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").touch()
+    return folder
+
+
+async def test_a_controller_finishes_deletions_of_its_predecessor(api, database, tmp_path):
+    run_id = await submitted(api)
+    folders = [written(tmp_path / f"step-0000000{step}") for step in range(1, 7)]
+    critic = written(tmp_path / "critic" / "step-00000001")
+    critic.rename(critic.with_name(".deleted-step-00000001"))
+    states = ["DELETED", "READY", "DELETED", "READY", "DELETED", "DELETED"]
+    for step, (state, folder) in enumerate(zip(states, folders, strict=True), start=1):
+        save(database, run_id, step=step, path=str(folder), state=state)
+    save(database, run_id, step=7, path=str(folders[2]))  # written again
+
+    async def left_by_a_new_controller():
+        async with open_manager(database):
+            pass
+        return [int(folder.name[-1]) for folder in folders if folder.exists()]
+
+    assert await left_by_a_new_controller() == [2, 3, 4]
+    assert not any(critic.parent.iterdir())
+    # A trainer that went back writes later steps again, and the database learns that afterwards.
+    latest = written(tmp_path / "step-00000008")
+    save(database, run_id, step=8, path=str(latest), state="DELETED")
+    await left_by_a_new_controller()
+    assert latest.exists()
+    await ended(api, run_id)
+    await left_by_a_new_controller()
+    assert not latest.exists()
+
+
+async def test_a_run_stays_until_the_files_of_its_checkpoints_are_deleted(
+    api, database, tmp_path, monkeypatch
+):
+    run_id = await submitted(api)
+    folder = written(tmp_path / "step-00000001")
+    save(database, run_id, step=1, path=str(folder))
+    await ended(api, run_id)
+    etag = (await api.get(f"/v1/runs/{run_id}")).headers["ETag"]
+
+    async def delete():
+        path = f"/v1/runs/{run_id}?delete_checkpoints=true"
+        return (await api.delete(path, headers={"If-Match": etag})).status_code
+
+    def killed(checkpoint):
+        raise RuntimeError("the controller was killed")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(archive, "_remove", killed)
+        assert await delete() == 500
+    forked = await api.post(f"/v1/runs/{run_id}/fork", json={"name": "two"})
+    assert forked.json()["code"] == "no_usable_checkpoint"
+    assert folder.exists()
+    assert await delete() == 204
+    assert not folder.exists()
 
 
 async def test_a_fork_of_adapters_keeps_their_base(api, database):
