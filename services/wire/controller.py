@@ -77,6 +77,7 @@ class _Report:
     activity: str = ""
     weight_version: int = -1
     gauges: dict[str, float] = field(default_factory=dict)
+    failure_code: str = ""
 
 
 class WorkerSession:
@@ -147,8 +148,13 @@ class WorkerSession:
         if state is not None or activity is not None or weight_version is not None:
             self._changed.set()
 
-    async def report_own_failure(self, cause: str) -> None:
-        """Reports at once why this worker ends; does nothing if the controller does not answer."""
+    async def report_own_failure(self, cause: str, *, code: str = "") -> None:
+        """Reports at once why this worker ends; does nothing if the controller does not answer.
+
+        Args:
+            code: Code with which the run ends, if another start of this worker would fail in the same way.
+        """
+        self._report.failure_code = code
         self.report(state="failed", activity=cause)
         with suppress(UnavailableError, DeadlineExceededError):
             await self._send_heartbeat()
@@ -261,6 +267,7 @@ class WorkerSession:
             weight_version=self._report.weight_version,
             gauges=self._report.gauges,
             spec_digest=self._spec_digest,
+            failure_code=self._report.failure_code,
         )
         response = await call(
             self._members.Heartbeat, request, timeout_s=_CALL_TIMEOUT_S, idempotent=True

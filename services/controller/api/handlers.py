@@ -53,11 +53,15 @@ from services.controller.store.records import (
     Submission,
 )
 
-_INFRA = frozenset(
+_RECOVERABLE = frozenset(
     {"WorkerLost", "UNAVAILABLE", "DEADLINE_EXCEEDED", "DATA_LOSS", "DATABASE_UNAVAILABLE"}
 )
+_INFRA = _RECOVERABLE | {"CheckpointUnusable"}
 _USER = frozenset(
-    {"INVALID_ARGUMENT", "FAILED_PRECONDITION", "GenerationError", "SpecError", "QueueTimeout"}
+    {
+        *("INVALID_ARGUMENT", "FAILED_PRECONDITION", "GenerationError", "SpecError"),
+        *("QueueTimeout", "OtherCheckpoint"),
+    }
 )
 
 # The message begins with the lost worker or with the called service.
@@ -99,7 +103,7 @@ def error_of(run: Run) -> RunError | None:
     return RunError(
         code=run.state_reason,
         category=category,
-        recoverable=category == "INFRA",
+        recoverable=run.state_reason in _RECOVERABLE,
         message=run.message,
         component=_component_of(run),
         trace_id=tracing.of_step(run.run_id, run.step + 1).trace_id,

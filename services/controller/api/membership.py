@@ -80,7 +80,12 @@ class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
             gauges=request.gauges,
         )
         if outcome == "continue" and _STATES.get(request.state) == "failed":
-            self._manager.drivers.worker_failed(request.run_id, request.worker_id, request.activity)
+            self._manager.drivers.worker_failed(
+                request.run_id,
+                request.worker_id,
+                cause=request.activity,
+                final_code=request.failure_code,
+            )
         spec_json = spec_digest = ""
         # A worker of an earlier release sends no digest and does not read a specification here.
         if outcome == "continue" and request.spec_digest:

@@ -199,10 +199,17 @@ class Drivers:
         if (driver := self.find(exit_.run_id)) is not None:
             driver.worker_exited(exit_)
 
-    def worker_failed(self, run_id: str, worker_id: str, cause: str) -> None:
-        """Notifies the driver that a worker reports why it ends."""
+    def worker_failed(
+        self, run_id: str, worker_id: str, *, cause: str, final_code: str = ""
+    ) -> None:
+        """Notifies the driver that a worker reports why it ends.
+
+        Args:
+            final_code: Code with which the run ends; empty if another start may succeed.
+        """
         if (driver := self.find(run_id)) is not None:
-            driver.worker_lost(worker_id, f"{worker_id} failed: {cause}")
+            message = f"{worker_id} failed: {cause}"
+            driver.worker_lost(worker_id, message, final_code=final_code)
 
     def worker_replaced(self, run_id: str, worker_id: str) -> None:
         """Notifies the driver that another process registered under a worker's id."""

@@ -117,6 +117,8 @@ def mismatches(
 class OtherCheckpointError(ValueError):
     """The checkpoint is not one of this run's models and optimizers."""
 
+    reason = "OtherCheckpoint"
+
 
 def critic_folder(folder: Path) -> Path:
     """Returns the checkpoint of a critic with its own processes, given that of its policy."""

@@ -24,6 +24,12 @@ STEP_PREFIX = "step-"
 _UNFINISHED, _DELETED = ".unfinished-", ".deleted-"
 
 
+class UnusableCheckpointError(DataLossError):
+    """A worker cannot start, because its checkpoint is damaged or gone."""
+
+    reason = "CheckpointUnusable"
+
+
 def folder_of(root: Path, step: int) -> Path:
     return root / f"{STEP_PREFIX}{step:08d}"
 

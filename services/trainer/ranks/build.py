@@ -6,12 +6,13 @@ from pathlib import Path
 
 import torch
 
+from services.common.errors import DataLossError, NotFoundError
 from services.common.models.tokenizer import check_teacher, load_tokenizer
 from services.common.runspec.run import RunSpec
 from services.common.runspec.trainer import checkpoint_root
 from services.trainer.checkpoint.checkpointer import Checkpointer
 from services.trainer.checkpoint.compatibility import CRITIC, critic_folder, model_facts
-from services.trainer.checkpoint.manifest import STEP_PREFIX
+from services.trainer.checkpoint.manifest import STEP_PREFIX, UnusableCheckpointError
 from services.trainer.engines.base import EngineArgs, ModelRole, Progress, build_engines
 from services.trainer.ranks.rank import Rank, Runner, StepProfiler
 from services.trainer.ranks.training_recorder import TrainingRecorder
@@ -56,7 +57,7 @@ def build_rank(
 
     Raises:
         ValueError: If the model does not load or cannot be trained.
-        NotFoundError: If training must resume and there is no complete checkpoint.
+        UnusableCheckpointError: If the checkpoint to start from is damaged or gone.
     """
     if spec.record == "full":
         compute_deterministically()
@@ -110,7 +111,7 @@ def build_critic(
 
     Raises:
         ValueError: If the model does not load or cannot be trained.
-        NotFoundError: If training must resume and there is no complete checkpoint.
+        UnusableCheckpointError: If the checkpoint to start from is damaged or gone.
     """
     gpus = spec.topology.own_gpus("critic")
     size = {"world_size": gpus, "tensor_parallel": 1, "expert_parallel": 1, "context_parallel": 1}
@@ -172,10 +173,17 @@ def _resume(rank: Rank, root: Path, start_from: Path | None, settings: TrainerSe
     """Loads the checkpoint that training resumes from; returns its step, or 0 if there is none.
 
     A checkpoint of this run exists if its worker was lost before; it takes precedence over ``start_from``.
+
+    Raises:
+        UnusableCheckpointError: If it is damaged or gone.
+        OtherCheckpointError: If it is of another model, or lacks one.
     """
-    if settings.resume or any(root.glob(f"{STEP_PREFIX}*")):
-        return rank.restore()
-    return rank.restore(start_from) if start_from is not None else 0
+    try:
+        if settings.resume or any(root.glob(f"{STEP_PREFIX}*")):
+            return rank.restore()
+        return rank.restore(start_from) if start_from is not None else 0
+    except (DataLossError, NotFoundError) as error:
+        raise UnusableCheckpointError(error.message) from error
 
 
 def device_of(settings: TrainerSettings) -> torch.device:

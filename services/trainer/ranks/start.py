@@ -11,6 +11,8 @@ from services.common.lifetime import wait_for_shutdown
 from services.common.runspec.loader import canonical_json
 from services.common.runspec.run import RunSpec
 from services.common.task_group import until_first
+from services.trainer.checkpoint.compatibility import OtherCheckpointError
+from services.trainer.checkpoint.manifest import UnusableCheckpointError
 from services.trainer.engines.base import Progress
 from services.trainer.ranks.command_group import (
     Command,
@@ -97,14 +99,18 @@ async def load(
     )
     transfers = QueueTransfers(data, loop)
     stack.push_async_callback(transfers.finish)
-    return await asyncio.to_thread(
-        lambda: build(
-            session.spec,
-            settings,
-            transfers=transfers,
-            progress=progress,
+    try:
+        return await asyncio.to_thread(
+            lambda: build(
+                session.spec,
+                settings,
+                transfers=transfers,
+                progress=progress,
+            )
         )
-    )
+    except (UnusableCheckpointError, OtherCheckpointError) as error:
+        await session.report_own_failure(str(error), code=error.reason)
+        raise
 
 
 async def share_outages(command_group: CommandGroup, outage: Callable[[], str]) -> None:

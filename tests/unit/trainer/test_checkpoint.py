@@ -2,7 +2,9 @@
 
 import errno
 import shutil
+from contextlib import AsyncExitStack, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,10 +12,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.common.errors import FailedPreconditionError, NotFoundError
 from services.trainer.checkpoint import manifest
+from services.trainer.checkpoint.compatibility import OtherCheckpointError
 from services.trainer.checkpoint.export import export_checkpoint
 from services.trainer.engines.fsdp import checkpoint
 from services.trainer.model.policy import Policy
+from services.trainer.ranks import start
+from services.trainer.ranks.build import _resume
 from services.trainer.ranks.rank import Rank
+from services.trainer.settings import TrainerSettings
 from services.trainer.steps.updates import NotFiniteError
 from tests.helpers.batches import Queue, policy_of, random_queue, rank_of, spec_of
 
@@ -189,6 +195,54 @@ def test_a_damaged_checkpoint_is_refused_and_the_previous_one_used(
     (tmp_path / "step-00000002" / manifest.MANIFEST).unlink()
     with pytest.raises(NotFoundError, match="damaged: step-00000003, step-00000002"):
         rank.restore()
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_rank_that_has_no_other_checkpoint_cannot_start(tmp_path: Path, is_own: bool) -> None:
+    _, rank, _ = _trained(tmp_path)
+    folder = rank.checkpointer.write(rank.snapshot(2))
+    settings = TrainerSettings(controller_address="unused", run_id="run", worker_id="trainer-0")
+    root, start_from = (tmp_path, None) if is_own else (tmp_path / "new", folder)
+    assert _resume(rank, root, start_from, settings) == 2
+    next(folder.glob("*.safetensors")).unlink()
+    with pytest.raises(manifest.UnusableCheckpointError):
+        _resume(rank, root, start_from, settings)
+
+
+@pytest.mark.parametrize(
+    "error", [manifest.UnusableCheckpointError("damaged"), OtherCheckpointError("other")]
+)
+async def test_the_controller_learns_that_a_worker_cannot_start(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    reports = []
+
+    class Session:
+        spec, transferqueue_address = SPEC, "unused"
+
+        def report(self, **_: object) -> None:
+            pass
+
+        def report_outages(self, outage: object) -> None:
+            pass
+
+        async def report_own_failure(self, cause: str, *, code: str) -> None:
+            reports.append((cause, code))
+
+    def build(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(start, "connect_data", lambda *_: nullcontext(None))
+    monkeypatch.setattr(start, "QueueTransfers", lambda *_: SimpleNamespace(finish=nothing))
+    ranks = SimpleNamespace(broadcast=lambda command: None)
+    with pytest.raises(type(error)):
+        async with AsyncExitStack() as stack:
+            await start.load(stack, Session(), ranks, None, build)
+    assert reports == [(str(error), error.reason)]
+
+
+async def nothing() -> None:
+    pass
 
 
 def test_a_full_disk_is_reported_and_training_continues(tmp_path: Path) -> None:

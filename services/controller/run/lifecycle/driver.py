@@ -82,6 +82,7 @@ class RunDriver:
         self._ended: set[str] = set()
         self._lost = asyncio.Event()
         self._is_hopeless = False
+        self._final_code = ""
         self._is_over = False
         self._deadline: asyncio.TimerHandle | None = None
         self._losses, self._step_at_loss = 0, -1
@@ -227,13 +228,17 @@ class RunDriver:
         )
         self.worker_lost(exit_.worker_id, message)
 
-    def worker_lost(self, worker_id: str, message: str, *, is_replaced: bool = False) -> None:
+    def worker_lost(
+        self, worker_id: str, message: str, *, is_replaced: bool = False, final_code: str = ""
+    ) -> None:
         """Records a lost worker and wakes the recovery, unless that is removing it already.
 
         Args:
             message: Cause, for people.
             is_replaced: True if another process has registered under the same name.
+            final_code: Code with which the run ends; empty if another start may succeed.
         """
+        self._final_code = self._final_code or final_code
         if worker_id in self._ended and worker_id not in self._exits:
             return  # a report would count for the next loss
         self._exits[worker_id] = message
@@ -331,8 +336,9 @@ class RunDriver:
         self._count_loss()
         lost, self._exits = self._exits, {}
         message = "\n".join(lost.values()) or "; ".join(dict.fromkeys(str(e) for e in errors))
-        if self._is_hopeless or self._losses > self.spec.limits.max_restarts:
-            raise WorkerLostError(message) from error
+        is_final = self._is_hopeless or self._final_code != ""
+        if is_final or self._losses > self.spec.limits.max_restarts:
+            raise WorkerLostError(message, code=self._final_code or "WorkerLost") from error
         logger.warning(
             "run recovers from a lost worker", extra={"run": self._run_id, "why": message}
         )

@@ -17,7 +17,15 @@ _CONTROLLER_ERRORS = (LeaseLostError, DatabaseError)
 
 
 class WorkerLostError(RuntimeError):
-    """Raised if a worker of a run is gone."""
+    """Raised if a worker of a run is gone.
+
+    Args:
+        code: Code of the run if it ends.
+    """
+
+    def __init__(self, message: str, *, code: str = "WorkerLost") -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class RolloutsOutdatedError(Exception):
@@ -53,7 +61,7 @@ def find_fatal(errors: Sequence[BaseException]) -> BaseException | None:
 def explain(errors: Sequence[BaseException]) -> tuple[str, str]:
     """Returns stable code and message of a failed run."""
     if lost := next((e for e in errors if isinstance(e, WorkerLostError)), None):
-        return "WorkerLost", str(lost)
+        return lost.code, str(lost)
     error = errors[0]
     reason = error.reason if isinstance(error, ServiceError) else type(error).__name__
     return reason, "; ".join(dict.fromkeys(str(error) for error in errors))

@@ -484,6 +484,19 @@ async def test_a_failed_run_has_the_party_at_fault(api, database):
     }
 
 
+@pytest.mark.parametrize(
+    ("reason", "category"), [("CheckpointUnusable", "INFRA"), ("OtherCheckpoint", "USER")]
+)
+async def test_a_run_whose_checkpoint_cannot_be_loaded_does_not_succeed_again(
+    api, database, reason, category
+):
+    await submitted(api)
+    run_id = await submitted(api)
+    RunStore(database).apply(run_id, RunEvent.FAIL, reason=reason)
+    error = (await api.get(f"/v1/runs/{run_id}")).json()["error"]
+    assert (error["code"], error["category"], error["recoverable"]) == (reason, category, False)
+
+
 async def test_an_error_names_what_failed(api, database):
     await submitted(api)
     for reason, message, component in (

@@ -68,7 +68,8 @@ async def running(database, workers, tmp_path):
             async with WorkerSession(own, role="rollout", port=1) as session:
                 yield manager, run_id, session
         workers.may_train.set()
-        await ended(manager, run_id)
+        if manager.drivers.find(run_id) is not None:
+            await ended(manager, run_id)
 
 
 async def changed(session, value_of, *, to):
@@ -136,6 +137,16 @@ async def test_the_failure_that_a_worker_reports_is_the_cause_of_its_loss(
             run_id, after_seq=0, only=EventFilter(types=("WorkerLost",))
         )
         assert lost.message == "rollout-1 failed: its engine stalled"
+
+
+async def test_a_failure_that_each_start_would_repeat_ends_the_run(database, workers, tmp_path):
+    async with running(database, workers, tmp_path) as (manager, run_id, session):
+        await session.report_own_failure("its checkpoint is damaged", code="CheckpointUnusable")
+        async with asyncio.timeout(20):
+            await manager.drivers.wait()
+        run = await manager.get(run_id)
+        assert (run.state, run.state_reason) == ("FAILED", "CheckpointUnusable")
+        assert run.message == "rollout-1 failed: its checkpoint is damaged"
 
 
 async def nothing(*arguments, **keywords):

@@ -130,6 +130,7 @@ class HeartbeatRequest(_message.Message):
     WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     GAUGES_FIELD_NUMBER: _builtins.int
     SPEC_DIGEST_FIELD_NUMBER: _builtins.int
+    FAILURE_CODE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Id of the run."""
     worker_id: _builtins.str
@@ -144,6 +145,8 @@ class HeartbeatRequest(_message.Message):
     """Verified weight version that the worker serves; -1 before the first."""
     spec_digest: _builtins.str
     """SHA-256 of the specification that the worker has, in hex."""
+    failure_code: _builtins.str
+    """Code of a failure that each further start would repeat; empty for others."""
     @_builtins.property
     def gauges(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Gauges such as "running_samples" or "prompts_train", by name."""
@@ -159,10 +162,11 @@ class HeartbeatRequest(_message.Message):
         weight_version: _builtins.int = ...,
         gauges: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         spec_digest: _builtins.str = ...,
+        failure_code: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "gauges", b"gauges", "incarnation", b"incarnation", "run_id", b"run_id", "spec_digest", b"spec_digest", "state", b"state", "weight_version", b"weight_version", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "failure_code", b"failure_code", "gauges", b"gauges", "incarnation", b"incarnation", "run_id", b"run_id", "spec_digest", b"spec_digest", "state", b"state", "weight_version", b"weight_version", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

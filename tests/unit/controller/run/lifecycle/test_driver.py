@@ -91,7 +91,7 @@ async def test_a_worker_that_reports_its_failure_is_lost_for_that_reason(databas
         await workers.trains.wait()
         workers.connects.clear()
         manager.workers(run_id)[0].state = "failed"
-        manager.drivers.worker_failed(run_id, "rollout-0", "its engine stalled")
+        manager.drivers.worker_failed(run_id, "rollout-0", cause="its engine stalled")
         # Its end, which follows, is no failure at the start.
         manager.drivers.worker_exited(ended(run_id, "rollout-0"))
         await workers.connects.wait()
@@ -116,7 +116,7 @@ async def test_the_end_of_a_worker_that_is_being_removed_counts_for_no_later_los
         await workers.trains.wait()
         for worker_id in ("rollout-0", "rollout-1"):
             workers.connects.clear()
-            manager.drivers.worker_failed(run_id, worker_id, "its engine stalled")
+            manager.drivers.worker_failed(run_id, worker_id, cause="its engine stalled")
             await workers.connects.wait()
         lost = await manager.feed.page(run_id, after_seq=0, only=EventFilter(types=("WorkerLost",)))
         assert [event.data["workers"] for event in lost] == [["rollout-0"], ["rollout-1"]]
