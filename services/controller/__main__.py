@@ -1,7 +1,9 @@
 """Controller process: wires its components, serves REST, gRPC and metrics, and ends at SIGTERM."""
 
 import asyncio
+import faulthandler
 import gc
+import logging
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager, nullcontext
@@ -52,6 +54,9 @@ from slipstream.controller.v1 import membership_pb2_grpc, run_pb2_grpc
 _MAX_MESSAGE_BYTES = 4 << 20
 # Number of newest runs that metrics describe.
 _MAX_MEASURED = 200
+# Stopping the servers takes a few seconds.
+_END_S = 15.0
+logger = logging.getLogger(__name__)
 
 
 async def run_controller(settings: ControllerSettings) -> None:
@@ -101,9 +106,24 @@ async def run_controller(settings: ControllerSettings) -> None:
         await stack.enter_async_context(_serve_rlruns(settings, manager))
         rest_url = await stack.enter_async_context(_serve_rest(api, tokens, settings))
         report_ready(settings.ready_file, {"grpc": address, "rest": rest_url})
-        keeping = tasks.create_task(leadership.keep_renewed())
+        keeping = tasks.create_task(_keep_leading(leadership))
         await wait_for_shutdown(stop_on_stdin_eof=settings.stop_on_stdin_eof)
         keeping.cancel()
+
+
+async def _keep_leading(leadership: Leadership) -> None:
+    """Renews the lease; if it is lost, this process ends within ``_END_S``.
+
+    Raises:
+        LeaseLostError: If the lease is lost.
+    """
+    try:
+        await leadership.keep_renewed()
+    except LeaseLostError as error:
+        logger.error("this controller ends", extra={"cause": str(error)})  # noqa: TRY400
+        # Threads that wait for a frozen database would prevent the end of this process.
+        faulthandler.dump_traceback_later(_END_S, exit=True)
+        raise
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Two controllers on one PostgreSQL: the second takes over after the leader is killed."""
+"""Two controllers on one PostgreSQL: the second takes over after the leader is killed. A frozen one."""
 
 import json
 import subprocess
@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import httpx
+import psutil
 import pytest
 import sqlalchemy as sa
 
@@ -93,6 +95,39 @@ async def test_another_controller_takes_over_from_a_killed_leader(plumbing, tmp_
         assert [event.seq for event in events] == list(range(1, len(events) + 1))
         assert not {event.type for event in events} & {"WorkerLost", "Rewound"}
         _assert_closed(url)
+
+
+def test_a_controller_whose_database_freezes_ends(tmp_path):
+    with ExitStack() as stack:
+        url = stack.enter_context(postgres_cluster())
+        if url is None:
+            pytest.skip("PostgreSQL is not installed")
+        ready, token = tmp_path / "ready", tmp_path / "token"
+        token.write_text(TOKEN)
+        controller = stack.enter_context(
+            service(
+                "services.controller",
+                tmp_path / "log",
+                ready_file=ready,
+                state_directory=tmp_path,
+                admin_token_file=token,
+                transferqueue_address="127.0.0.1:1",
+                database_url=url,
+                lease_ttl_s=1,
+                bind="127.0.0.1:0",
+                rest_bind="127.0.0.1:0",
+            )
+        )
+        health = f"{announced(ready, controller)['rest']}/healthz"
+        folder = Path(url.rpartition("=")[2])
+        leader = psutil.Process(int((folder / "data" / "postmaster.pid").read_text().split()[0]))
+        frozen = [leader, *leader.children()]
+        stack.callback(lambda: [process.resume() for process in frozen])
+        for process in frozen:
+            process.suspend()
+        # Its kernel still accepts connections.
+        assert httpx.get(health, timeout=5).status_code == 200
+        assert controller.wait(timeout=60) == 1
 
 
 def _assert_closed(url: str) -> None:
