@@ -42,6 +42,7 @@ from services.controller.launch.worker_process import (
     WorkerProcess,
     adopt,
     last_lines,
+    limit_log,
     write_record,
 )
 
@@ -264,12 +265,15 @@ class ProcessLauncher(Unqueued):
         return ChildProcess(process)
 
     async def _watch(self, run_id: str, worker_id: str, process: WorkerProcess) -> None:
-        code = await process.wait()
+        log = self._logs(run_id) / f"{worker_id}.log"
+        async with TaskGroup() as tasks:
+            limiting = tasks.create_task(limit_log(log))
+            code = await process.wait()
+            limiting.cancel()
         running = self._processes.get(run_id, {})
         if running.get(worker_id) is not process:
             return
         del running[worker_id]
-        log = self._logs(run_id) / f"{worker_id}.log"
         self._on_exit(
             WorkerExit(run_id=run_id, worker_id=worker_id, code=code, last_lines=last_lines(log))
         )

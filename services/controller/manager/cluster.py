@@ -22,6 +22,7 @@ from services.controller.launch.kubernetes import KubernetesLauncher
 from services.controller.launch.pod_api import PodApi, Seen, follow, service_reference
 from services.controller.launch.scale import GROUP, PLURAL, VERSION, RolloutScales
 from services.controller.launch.worker_pods import RUN_LABEL, WORKER_LABEL
+from services.controller.launch.worker_process import MAX_LOG_BYTES
 from services.controller.manager.rlruns import RLRuns
 from services.controller.manager.runs import RunManager
 from services.controller.models import RunPatch
@@ -33,8 +34,6 @@ logger = logging.getLogger(__name__)
 _CONNECT_S = 10.0
 # A log that is silent for longer is requested again, because its connection may be dead.
 _SILENCE_S = 300.0
-# A larger file is truncated, so that no worker fills the controller's volume.
-MAX_BYTES = 32 << 20
 # Text that the node sends in place of further lines if the container is removed while its log is
 # followed.
 _NOT_FOUND = re.compile(rb"^rpc error: code = NotFound desc = .*find container.*\n?", re.MULTILINE)
@@ -104,7 +103,7 @@ class PodLogs:
         )
         with file.open("ab") as output:
             for data in answer.stream():
-                if output.tell() > MAX_BYTES:
+                if output.tell() > MAX_LOG_BYTES:
                     output.truncate(0)
                 output.write(_NOT_FOUND.sub(b"", data))
                 output.flush()

@@ -10,7 +10,7 @@ import pytest
 from services.common.errors import FailedPreconditionError
 from services.common.runspec.run import RunSpec
 from services.common.task_group import TaskGroup
-from services.controller.launch import process
+from services.controller.launch import process, worker_process
 from services.controller.launch.process import ProcessLauncher
 from services.controller.launch.worker_process import ChildProcess
 from tests.helpers.rest import SPEC
@@ -77,6 +77,25 @@ async def test_workers_inherit_nothing_of_the_controllers_own(tmp_path, monkeypa
         assert environment[f"{prefix}_RUN_ID"] == "run_a"
         assert environment["SLIPSTREAM_TRACE_RATIO"] == "0.5"
         assert not [name for name in environment if name.startswith("SLIPSTREAM_CONTROLLER_")]
+
+
+async def test_the_log_of_a_worker_that_writes_without_end_stays_small(tmp_path, monkeypatch):
+    monkeypatch.setattr(worker_process, "MAX_LOG_BYTES", 100)
+    monkeypatch.setattr(worker_process, "_LOG_EVERY_S", 0.01)
+    orders = Orders(Running())
+    async with TaskGroup() as tasks, asyncio.timeout(20):
+        await launcher_of(tmp_path, tasks, orders).start("run_a", RunSpec.model_validate(SPEC))
+        path = tmp_path / "run_a" / "logs" / "rollout-0.log"
+        with path.open("ab", buffering=0) as log:
+            log.write(b"0" * 99)
+            await asyncio.sleep(0.05)
+            assert path.stat().st_size == 99
+            log.write(b"11")
+            while path.stat().st_size > 0:  # noqa: ASYNC110 -- a file cannot tell
+                await asyncio.sleep(0.01)
+            log.write(b"next")
+        assert path.read_bytes() == b"next"
+        orders.process.ended.set()
 
 
 def vllm_spec(replicas: int, **arguments) -> RunSpec:

@@ -114,7 +114,7 @@ async def test_the_nodes_message_about_a_removed_container_is_not_a_log_line(tmp
 
 
 async def test_no_log_fills_the_volume(tmp_path, monkeypatch):
-    monkeypatch.setattr(cluster, "MAX_BYTES", 10)
+    monkeypatch.setattr(cluster, "MAX_LOG_BYTES", 10)
     core = FakeCore("0123456789\n" * 3)
     await keep(PodLogs(core, "train", tmp_path), pod("rollout-0"))
     assert (tmp_path / "run_01" / "logs" / "rollout-0.log").stat().st_size == 11
