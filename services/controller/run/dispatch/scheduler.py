@@ -103,16 +103,17 @@ class GroupFailures:
         self._consecutive.clear()
 
     def raise_if_all_fail(self) -> None:
-        """Raises a GenerationError if many more groups than a batch failed in a row.
+        """Raises a GenerationError if many more attempts than a batch has groups failed in a row.
 
         All running groups may fail at once with an environment or a service that they share; they
-        are retried.
+        are retried. Each attempt counts, so that a reward that always fails ends the run early.
         """
         spec = self._spec.now
         limit = (4 + spec.algorithm.max_staleness) * spec.trainer.prompts_per_step
         if len(self._consecutive) >= limit:
             raise GenerationError(
-                f"{limit} consecutive groups failed; the first failure: {self._consecutive[0]}"
+                f"{limit} consecutive attempts to generate a group failed; the first failure: "
+                f"{self._consecutive[0]}"
             )
 
 
