@@ -140,6 +140,8 @@ class ListedRun(View):
     finish_time: datetime | None = None
     """Time at which the run ended."""
     revision: int
+    """Number that grows with each change of state, ``spec``, ``labels`` or ``priority``, which ``If-Match``
+    compares."""
     generation: int
     """Number that grows with each change of ``spec``."""
 

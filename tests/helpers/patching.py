@@ -6,7 +6,7 @@ import httpx
 
 
 def patch_run(api: httpx.Client, run_id: str, change: dict[str, Any]) -> dict[str, Any]:
-    """Changes a run, again if it takes a step in between; returns the run that was changed."""
+    """Changes a run, again if its state changes in between; returns the run that was changed."""
     path = f"/v1/runs/{run_id}"
     while True:
         run = api.get(path).raise_for_status()

@@ -429,7 +429,7 @@ def revision_of(if_match: str) -> int:
         raise PreconditionRequiredError(
             "the header If-Match is missing; send the ETag of the run as you read it"
         )
-    text = if_match.strip().removeprefix('"').removesuffix('"')
+    text = if_match.strip().removeprefix('"').removesuffix('"').partition("@")[0]
     # A foreign ETag becomes -1, which matches no revision.
     return int(text) if text.isdecimal() and text.isascii() and len(text) < 19 else -1
 

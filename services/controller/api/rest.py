@@ -167,7 +167,8 @@ def _endpoint(
         if call.is_repeated:
             response.status_code = HTTPStatus.OK
         if isinstance(answer, RunView):
-            response.headers["ETag"] = f'"{answer.revision}"'
+            # Its first part is what a change must name; the second one changes with progress, too.
+            response.headers["ETag"] = f'"{answer.revision}@{answer.update_time.isoformat()}"'
             if operation.location:
                 response.headers["Location"] = operation.location.format(id=answer.id)
             if sent.get("if_none_match") == response.headers["ETag"]:

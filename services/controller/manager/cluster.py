@@ -202,6 +202,6 @@ async def _scale(manager: RunManager, run_id: str, replicas: int) -> None:
         if json.loads(run.spec_json)["rollout"]["replicas"] == replicas:
             return
         patch = RunPatch(rollout_replicas=replicas)
-        # On a revision conflict, for example after a step, the loop reads the run again.
+        # On a revision conflict, for example after a change by a user, the loop reads the run again.
         with suppress(StaleRevisionError):
             await manager.patch(run_id, patch, revision=run.revision, actor="autoscaler")

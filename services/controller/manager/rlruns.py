@@ -354,7 +354,7 @@ class _Mirror:
             if patch is not None:
                 await self._manager.patch(run.run_id, patch, revision=run.revision, actor=ACTOR)
             self._refusal = None
-        except StaleRevisionError:  # for example a step; compared again at once
+        except StaleRevisionError:  # for example another state; compared again at once
             self._changed.set()
             return
         except (SpecError, ServiceError) as error:

@@ -57,7 +57,7 @@ class Run:
     needs: Needs
     """Resources that it takes from its project's quota while it is active."""
     revision: int
-    """Number that grows with each change."""
+    """Number that grows with each change of state, specification, labels or priority."""
     generation: int
     """Number that grows with each change of the specification."""
     conditions: tuple[Condition, ...]

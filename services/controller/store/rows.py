@@ -36,6 +36,8 @@ _ADD_EVENT = EVENTS.insert()
 _RUN_COLUMNS = tuple(
     field.name for field in fields(Run) if field.name in RUNS.c and field.name != "state"
 )
+# Steps and conditions change far too often for a user to name the newest change.
+_REVISED = frozenset({"state", "labels_json", "priority", "spec_json"})
 _NEW_COLUMNS = tuple(field.name for field in fields(NewRun) if field.name in RUNS.c)
 _EVENT_COLUMNS = tuple(field.name for field in fields(Event) if field.name in EVENTS.c)
 NEWEST_SEQ = sa.select(sa.func.coalesce(sa.func.max(EVENTS.c.seq), 0)).where(
@@ -124,8 +126,9 @@ def insert_run(connection: sa.Connection, new: NewRun) -> Note:
 
 
 def update_run(connection: sa.Connection, run: Run, **values: Any) -> None:
-    """Changes a run's columns and increments its revision."""
-    changed = {"update_time": time.time(), "revision": run.revision + 1, **values}
+    """Changes a run's columns; its revision counts changes of what users set, and of the state."""
+    revision = run.revision + int(not _REVISED.isdisjoint(values))
+    changed = {"update_time": time.time(), "revision": revision, **values}
     connection.execute(_CHANGE_RUN, {"run": run.run_id, **changed})
 
 

@@ -10,6 +10,8 @@ from services.common.security.confinement import CodePolicy
 from services.controller.api import errors, request_limits
 from services.controller.api.app import build_app
 from services.controller.api.principals import TokenStore
+from services.controller.store.records import Note
+from services.controller.store.runs import RunStore
 from tests.helpers.rest import SPEC, api_of, client_of, named, open_manager, save
 
 JSON = {"Content-Type": "application/json"}
@@ -83,6 +85,20 @@ async def test_a_patch_needs_the_revision_that_was_read(api):
     listed = (await api.get("/v1/runs", params={"label": "team=blue"})).json()["items"]
     assert len(listed) == 1
     assert (await api.get("/v1/runs", params={"label": "team=red"})).json()["items"] == []
+
+
+async def test_a_step_changes_what_is_read_and_refuses_no_patch(api, database):
+    created = (await api.post("/v1/runs", json=SPEC)).json()
+    path = f"/v1/runs/{created['id']}"
+    etag = (await api.get(path)).headers["ETag"]
+    RunStore(database).record(created["id"], Note("StepCommitted", "step 1", {}, 1))
+    assert (await api.get(path, headers={"If-None-Match": etag})).json()["step"] == 1
+    revision = (await api.get(path)).json()["revision"]
+    for key, number in ((etag, 1), (f'"{revision + 1}"', 2)):
+        patch = {"priority": number}
+        changed = await api.patch(path, json=patch, headers={"If-Match": key})
+        assert changed.json()["priority"] == number
+        assert (await api.patch(path, json=patch, headers={"If-Match": key})).status_code == 412
 
 
 @pytest.mark.parametrize(

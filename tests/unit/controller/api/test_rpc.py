@@ -144,7 +144,7 @@ async def test_both_faces_refuse_a_change_with_the_same_code_and_text(both, patc
     (problem,) = refused["errors"]
     request = pb.UpdateRunRequest(
         name=f"runs/{created.json()['id']}",
-        revision=int(etag.strip('"')),
+        revision=created.json()["revision"],
         patch_json=json.dumps(patch),
     )
     with pytest.raises(grpc.aio.AioRpcError) as caught:

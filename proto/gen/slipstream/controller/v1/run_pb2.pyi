@@ -227,7 +227,7 @@ class Run(_message.Message):
     weight_version: _builtins.int
     """Newest published weight version. Output only."""
     revision: _builtins.int
-    """Number of changes of the run. Output only."""
+    """Number that grows with each change of state, specification, labels or priority. Output only."""
     project: _builtins.str
     """Name of the project. Output only."""
     priority: _builtins.int
