@@ -5,6 +5,8 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from services.common.task_group import TaskGroup
 from services.common.telemetry import tracing
@@ -132,6 +134,7 @@ class GenerationScheduler:
 
     Args:
         journal: Durable record, written before a decision of the ledger takes effect.
+        summary: Returns the run's progress, which a failed group changes; None without one.
     """
 
     def __init__(
@@ -144,6 +147,7 @@ class GenerationScheduler:
         replicas: RolloutPool,
         stored: SampleIndex,
         dispatcher: Dispatcher,
+        summary: Callable[[], Mapping[str, Any] | None] = lambda: None,
     ) -> None:
         self._spec = spec
         self._ledger = ledger
@@ -151,6 +155,7 @@ class GenerationScheduler:
         self._journal = journal
         self._rollout_pool = replicas
         self._dispatcher = dispatcher
+        self._summary = summary
         self._refilled = ledger.num_ended(_REFILLED)
         self._is_reported = False
         self._failures = GroupFailures(spec, ledger=ledger, order=order, dispatcher=dispatcher)
@@ -349,7 +354,9 @@ class GenerationScheduler:
                 await self._journal.record_event(failed(failure, row), self._ledger)
         else:
             self._failures.count_failure(group, failure)
-            await self._journal.record_event(failed(failure, row), self._ledger)
+            # The run may end with this failure, before a step reports its progress.
+            note = replace(failed(failure, row), summary=self._summary())
+            await self._journal.record_event(note, self._ledger)
             self._failures.raise_if_all_fail()
 
     def _running(self, failure: GroupFailure) -> Group | None:

@@ -13,7 +13,9 @@ New runs, runs whose worker died, and runs whose controller died take the same p
 """
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import Any
 
 from services.common.errors import FailedPreconditionError
 from services.common.fields import partition_id
@@ -95,7 +97,14 @@ async def restore(
     order = _order(spec, connections, recovered)
     ledger.difficulty = order.difficulty
     scheduler = _scheduler(
-        spec, connections, journal=journal, queue=queue, clock=clock, ledger=ledger, order=order
+        spec,
+        connections,
+        journal=journal,
+        queue=queue,
+        clock=clock,
+        ledger=ledger,
+        order=order,
+        summary=partial(progress.summary, ledger),
     )
 
     async def on_evaluation(what: StartedEvaluation | Evaluation, request: Request | None) -> None:
@@ -207,6 +216,7 @@ def _scheduler(
     clock: Clock,
     ledger: Ledger,
     order: PromptOrder,
+    summary: Callable[[], Mapping[str, Any]],
 ) -> GenerationScheduler:
     stored = SampleIndex(
         queue,
@@ -232,6 +242,7 @@ def _scheduler(
         replicas=connections.replicas,
         stored=stored,
         dispatcher=dispatcher,
+        summary=summary,
     )
 
 

@@ -8,9 +8,11 @@ import pytest
 from services.common.errors import FailedPreconditionError
 from services.controller.launch.launcher import ExternalLauncher
 from services.controller.models import PauseOptions, RunPatch
+from services.controller.rules.ledger import GroupState
 from services.controller.store.records import Submission
 from services.controller.store.rows import read_requests
 from services.controller.store.runs import StaleRevisionError
+from services.wire.controller import GroupFailure
 from tests.helpers.rest import open_manager
 from tests.unit.controller.workers import MemoryQueue, Workers, specification
 
@@ -344,3 +346,30 @@ async def test_a_step_that_takes_too_long_names_its_limit(database, workers, mon
         run = await manager.get(run_id)
     assert run.state == "FAILED"
     assert "limits.step_timeout_s" in run.message
+
+
+async def test_a_run_that_fails_before_its_first_step_reports_its_quarantined_groups(
+    database, workers
+):
+    workers.may_generate = False
+    async with open_manager(database, queue=workers.queue) as manager, asyncio.timeout(20):
+        run_id = await submitted(manager)
+        driver, running = manager.drivers.find(run_id), []
+        while not running:
+            await asyncio.sleep(0.01)
+            if driver._pipeline is not None:
+                running = driver._pipeline.ledger.in_state(GroupState.GENERATING)
+        failures = [
+            GroupFailure(
+                group_id=group.group_id,
+                attempt=group.attempt,
+                reason="prompt_too_long",
+                message="too long",
+                retryable=False,
+                worker_id="rollout-0",
+            )
+            for group in running
+        ]
+        await manager.drivers.report_failures(run_id, failures)
+        run = await manager.get(run_id)
+        assert (run.step, run.summary["prompts"]["quarantined"]) == (0, len(failures))
