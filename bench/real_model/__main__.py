@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from bench.e2e.shapes import LINEAR
 from bench.e2e.timeline import facts
 from bench.real_model.processors import watched
 from bench.real_model.setting import Setting, smoke
@@ -34,6 +35,11 @@ VARIANTS = {
     "lag 4": ("algorithm.max_staleness=4",),
     "lag 4, two engines": ("algorithm.max_staleness=4", "rollout.replicas=2"),
     "lag 1, LoRA": ("algorithm.max_staleness=1", *_ADAPTERS),
+    "lag 1, LoRA on all matrices": (
+        "algorithm.max_staleness=1",
+        f"trainer.lora={{rank: 32, alpha: 32, target_modules: [{', '.join(LINEAR)}]}}",
+        "trainer.optimizer.learning_rate=3e-4",
+    ),
     "lag 1, LoRA, 4-bit base": (
         "algorithm.max_staleness=1",
         *_ADAPTERS,
