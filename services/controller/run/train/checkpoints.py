@@ -205,7 +205,7 @@ class Checkpoints:
         """
         kept = {*keep_steps, *await self._journal.read(steps_in_use)}
         ready = await self._journal.read(ready_checkpoints)
-        replaced = sorted(_outdated([each.step for each in ready], step, keep=self._keep) - kept)
+        replaced = sorted(_outdated([step, *(each.step for each in ready)], keep=self._keep) - kept)
         begin = self._clock.monotonic()
         data = {"step": step, "replaces": replaced}
         await self._journal.record_event(
@@ -300,24 +300,18 @@ class Checkpoints:
                 {name: getattr(checkpoint, name) for name in Checkpoint.__slots__}
             )
         )
-        kept = (
-            sa.select(table.checkpoint_id)
-            .where(of_run, table.state == "READY")
-            .order_by(table.step.desc())
-            .limit(self._keep)
-        )
+        ready = [each.step for each in ready_checkpoints(connection, self._run_id)]
+        outdated = _outdated(ready, keep=self._keep) - set(keep_steps)
         connection.execute(
             CHECKPOINTS.update()
-            .where(of_run, table.state == "READY", table.checkpoint_id.not_in(kept))
-            .where(table.step.not_in(keep_steps))
+            .where(of_run, table.state == "READY", table.step.in_(outdated))
             .values(state="DELETED")
         )
 
 
-def _outdated(steps: Collection[int], saved: int, *, keep: int) -> set[int]:
-    """Returns the steps that are not among the newest ``keep`` once ``saved`` is one of them."""
-    newest = sorted({*steps, saved}, reverse=True)[:keep]
-    return set(steps) - set(newest)
+def _outdated(steps: Collection[int], *, keep: int) -> set[int]:
+    """Returns the steps that are not among the newest ``keep``."""
+    return set(steps) - set(sorted(set(steps), reverse=True)[:keep])
 
 
 def _ended(checkpoint: Checkpoint, *, seconds: float) -> Note:
