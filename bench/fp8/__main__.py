@@ -47,22 +47,14 @@ _PRECISIONS: Mapping[str, Mapping[str, str]] = {
     "fp8_block": {"quantization": "fp8_block"},
     "fp8, cache too": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
 }
+_FP8 = ("rollout.quantization=fp8", "rollout.max_mismatch=null")
 _LEARNING = {
     "bf16": (),
-    "fp8": ("rollout.quantization=fp8", "rollout.max_mismatch=null"),
-    "fp8, 4 layers exact": (
-        "rollout.quantization=fp8",
-        "rollout.unquantized_layers=4",
-        "rollout.max_mismatch=null",
-    ),
-    "fp8, 15 layers exact": (
-        "rollout.quantization=fp8",
-        "rollout.unquantized_layers=15",
-        "rollout.max_mismatch=null",
-    ),
+    "fp8": _FP8,
+    "fp8, 4 layers exact": (*_FP8, "rollout.unquantized_layers=4"),
+    "fp8, 15 layers exact": (*_FP8, "rollout.unquantized_layers=15"),
     "fp8, uncorrected": (
-        "rollout.quantization=fp8",
-        "rollout.max_mismatch=null",
+        *_FP8,
         "algorithm.correction=bypass",
         f"algorithm.loss={_UNCORRECTED}:loss",
     ),
