@@ -386,7 +386,9 @@ class Rank:
 def canary_of(engine: TrainEngine) -> Canary:
     """Scores a short text at temperature 1. All ranks must call it."""
     token_ids = canary_text(engine.model.config.vocab_size)
-    return Canary(token_ids, tuple(score_text(engine, token_ids)))
+    # Nothing is compiled for it: in turns, the first weights would wait for a graph that no step needs.
+    with torch.compiler.set_stance("force_eager"):
+        return Canary(token_ids, tuple(score_text(engine, token_ids)))
 
 
 def _samples_of(meta: KVBatchMeta) -> list[_Sample]:

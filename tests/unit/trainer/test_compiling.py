@@ -1,4 +1,7 @@
-"""Compilation before the first step: which layers run for which pack."""
+"""Compilation before the first step: which layers run for which pack, and what is not compiled."""
+
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +11,7 @@ from services.common.models.loading import build_model
 from services.common.runspec.trainer import TrainerSpec
 from services.trainer.engines.fsdp.compiling import compile_ahead, num_compiled
 from services.trainer.model.policy import Policy
+from services.trainer.ranks.rank import canary_of
 
 
 @pytest.mark.parametrize(
@@ -42,3 +46,21 @@ def test_the_first_pack_runs_all_layers_and_later_ones_two() -> None:
     assert calls == [6, 6, 2, 2, 2]
     assert policy.model.get_decoder().layers is layers
     assert all(parameter.grad is None for parameter in policy.parameters())
+
+
+def test_a_canary_compiles_nothing() -> None:
+    compiled = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: Any) -> torch.fx.GraphModule:
+        compiled.append(graph)
+        return graph
+
+    forward = torch.compile(lambda tokens: -tokens.float(), backend=backend)
+    engine: Any = SimpleNamespace(
+        model=SimpleNamespace(config=SimpleNamespace(vocab_size=240)),
+        forward_logprobs=lambda samples, *_, **__: forward(samples.responses.values),
+    )
+    assert canary_of(engine).logprobs[:2] == (-10.0, -20.0)
+    assert not compiled
+    forward(torch.ones(2))
+    assert len(compiled) == 1
