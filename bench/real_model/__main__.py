@@ -2,10 +2,10 @@
 
 SmolLM2-135M-Instruct trains on three-digit addition through ``slipstream run`` on one GPU that
 trainer and vLLM share: synchronously, one step off-policy and four steps off-policy. Each run's
-held-out curve (256 questions, greedy) is recorded over the trained samples and over the seconds
-since the command, in ``bench/results/real-model.json``. ``python -m bench.real_model.peer`` adds
-TRL's colocated trainer on the same task, batch and learning rate. ``--example
-examples/calculator/calculator.yaml`` trains that specification instead, and writes
+held-out curve (256 questions, greedy, and sampled if the specification asks for it) is recorded over
+the trained samples and over the seconds since the command, in ``bench/results/real-model.json``.
+``python -m bench.real_model.peer`` adds TRL's colocated trainer on the same task, batch and learning
+rate. ``--example examples/calculator/calculator.yaml`` trains that specification instead, and writes
 ``bench/results/real-model-calculator.json``.
 """
 
@@ -50,7 +50,8 @@ VARIANTS = {
 }
 _STEADY = 5
 _POLL_S = 0.2
-_SCORES = re.compile(r"held-out, version (\d+): greedy ([.\d]+)")
+_SCORES = re.compile(r"held-out, version (\d+): greedy ([.\d]+), sampled (\S+)")
+_NOT_SAMPLED = "-"
 ON_CPU = (
     *("rollout.engine=torch", "trainer.dtype=float32", "trainer.compile=false"),
     *("trainer.steps=2", "trainer.prompts_per_step=2", "rollout.group_size=2"),
@@ -123,7 +124,11 @@ def train(folder: Path, settings: list[str], spec: Path) -> dict[str, Any]:
         raise SystemExit(f"{' '.join(settings)} failed:\n{output_of(folder)}{_logs(folder)}")
     run = WholeRun({}, steps, began=began)
     seconds = dict(enumerate(run.committed(), start=1))
-    greedy = {int(version): float(value) for version, value in _SCORES.findall(output_of(folder))}
+    scores = {
+        int(version): {"greedy": float(greedy)}
+        | ({} if sampled == _NOT_SAMPLED else {"sampled": float(sampled)})
+        for version, greedy, sampled in _SCORES.findall(output_of(folder))
+    }
     is_steady = len(steps) > _STEADY and "generated_tokens_per_s" in steps[-1]
     times = facts(run, first=_STEADY) if is_steady else {}
     return {
@@ -132,9 +137,9 @@ def train(folder: Path, settings: list[str], spec: Path) -> dict[str, Any]:
             {
                 "samples": sum(int(step["samples"]) for step in steps[:version]),
                 "seconds": round(seconds.get(version, 0.0), 1),
-                "greedy": value,
+                **values,
             }
-            for version, value in sorted(greedy.items())
+            for version, values in sorted(scores.items())
         ],
         "reward_mean": [round(step["reward_mean"], 4) for step in steps if "reward_mean" in step],
         "seconds_to_first_step": round(seconds[1], 1),
