@@ -23,6 +23,7 @@ each setting's entry goes to ``bench/results/one-gpu-duel.json``.
 
 import argparse
 import json
+import os
 import subprocess
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -159,7 +160,7 @@ def _planned(spec: RunSpec, model: Path) -> dict[str, float]:
 
 @contextmanager
 def _watched() -> Iterator[dict[str, float]]:
-    """Yields the max GPU bytes of each service's processes, updated during the block."""
+    """Yields the max GPU bytes of each service's processes on this run's GPU, updated during the block."""
     peaks: dict[str, float] = {}
     done = threading.Event()
 
@@ -198,7 +199,13 @@ def _service(pid: int) -> str:
 
 
 def _query(names: str, *, of: str = "gpu") -> list[str]:
-    command = ["nvidia-smi", f"--query-{of}={names}", "--format=csv,noheader,nounits"]
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES") or "0"  # noqa: TID251 -- the run inherits it
+    command = [
+        "nvidia-smi",
+        f"--id={gpu}",
+        f"--query-{of}={names}",
+        "--format=csv,noheader,nounits",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return done.stdout.splitlines()
 

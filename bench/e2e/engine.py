@@ -1,7 +1,7 @@
 """Measures the rate R of the limit: tokens per second of the engine alone, with all slots occupied.
 
-``python -m bench.e2e.engine SHAPE [--smoke]`` prints it as JSON, with the seconds of the engine's
-start.
+``python -m bench.e2e.engine SHAPE [--running N ...] [--smoke]`` prints it as JSON, a line for each number
+of concurrent requests, with the seconds of the engine's start.
 """
 
 import argparse
@@ -9,7 +9,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import torch
@@ -22,7 +22,9 @@ from services.rollout.engines.base import GenerationRequest
 from services.rollout.engines.torch.engine import TorchEngine
 
 _PROMPT_TOKENS = 100
-_WARM_S, _MEASURED_S = 6.0, 8.0
+_PER_SLOT = 2
+"""Responses of each slot, on average, that warm up, and that are measured: contexts then have the lengths of
+a long run."""
 
 Ask = Callable[[str, tuple[int, ...], int], Awaitable[None]]
 """Function that generates: name, prompt, number of tokens."""
@@ -51,58 +53,68 @@ async def _opened(shape: Shape, max_running: int) -> AsyncIterator[Ask]:
         yield directly
 
 
-async def measure(
-    shape: Shape, *, max_running: int, seconds: tuple[float, float]
-) -> dict[str, float]:
-    """Keeps all slots occupied with responses of geometric length; returns the rate.
+async def measure(shape: Shape, running: Sequence[int]) -> AsyncIterator[dict[str, float]]:
+    """Yields the rate with each number of concurrent requests, whose lengths are geometric.
 
     Args:
         shape: Model and mean length.
-        max_running: Concurrent requests.
-        seconds: Seconds of the warm-up and of the measurement.
+        running: Numbers of concurrent requests.
     """
-    rng = random.Random(0)
-    done = 0
     begin = time.perf_counter()
-    async with _opened(shape, max_running) as ask:
+    async with _opened(shape, max(running)) as ask:
         start_s = time.perf_counter() - begin
+        for count in running:
+            yield {
+                "tokens_per_s": round(await _rate(ask, shape, count), 1),
+                "max_running": count,
+                "start_s": round(start_s, 1),
+            }
 
-        async def keep_asking(place: int) -> None:
-            nonlocal done
-            for number in range(1_000_000):
-                drawn = round(rng.expovariate(1 / shape.mean_response_tokens)) + 1
-                length = min(drawn, shape.max_response_tokens)
-                prompt = tuple(rng.randrange(2, 250) for _ in range(_PROMPT_TOKENS))
-                await ask(f"{place}.{number}", prompt, length)
-                done += length
 
-        async with TaskGroup() as tasks:
-            asking = [tasks.create_task(keep_asking(place)) for place in range(max_running)]
-            await asyncio.sleep(seconds[0])
-            before, since = done, time.perf_counter()
-            await asyncio.sleep(seconds[1])
-            rate = (done - before) / (time.perf_counter() - since)
-            for task in asking:
-                task.cancel()
-    return {
-        "tokens_per_s": round(rate, 1),
-        "max_running": max_running,
-        "start_s": round(start_s, 1),
-    }
+async def _rate(ask: Ask, shape: Shape, running: int) -> float:
+    """Returns tokens per second with a number of concurrent requests."""
+    rng = random.Random(0)
+    lengths: list[int] = []
+    warm, measured = asyncio.Event(), asyncio.Event()
+
+    async def keep_asking(place: int) -> None:
+        for number in range(1_000_000):
+            drawn = round(rng.expovariate(1 / shape.mean_response_tokens)) + 1
+            length = min(drawn, shape.max_response_tokens)
+            prompt = tuple(rng.randrange(2, 250) for _ in range(_PROMPT_TOKENS))
+            await ask(f"{running}.{place}.{number}", prompt, length)
+            lengths.append(length)
+            if len(lengths) >= _PER_SLOT * running:
+                warm.set()
+            if len(lengths) >= 2 * _PER_SLOT * running:
+                measured.set()
+
+    async with TaskGroup() as tasks:
+        asking = [tasks.create_task(keep_asking(place)) for place in range(running)]
+        await warm.wait()
+        before, since = len(lengths), time.perf_counter()
+        await measured.wait()
+        rate = sum(lengths[before:]) / (time.perf_counter() - since)
+        for task in asking:
+            task.cancel()
+    return rate
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("--smoke", action="store_true", help="a tiny model on any machine")
-    parser.add_argument("--max-running", type=int, default=1024)
+    parser.add_argument("--running", type=int, nargs="+", default=[1024])
     arguments = parser.parse_args()
-    shape = SHAPES[arguments.shape]
+    shape, running = SHAPES[arguments.shape], arguments.running
     if arguments.smoke:
-        measured = measure(smoke(shape), max_running=16, seconds=(1.0, 3.0))
-    else:
-        measured = measure(shape, max_running=arguments.max_running, seconds=(_WARM_S, _MEASURED_S))
-    print(json.dumps(asyncio.run(measured)), flush=True)
+        shape, running = smoke(shape), [8, 16]
+
+    async def report() -> None:
+        async for found in measure(shape, running):
+            print(json.dumps(found), flush=True)
+
+    asyncio.run(report())
 
 
 if __name__ == "__main__":
