@@ -1,20 +1,21 @@
-"""vLLM's process on a GPU ends with its rollout, so that the next rollout finds the memory free."""
+"""vLLM's processes on a GPU end with their rollout, so that the next rollout finds the memory free."""
 
 import os
 import subprocess
 import sys
+from contextlib import suppress
 
 import psutil
 import pytest
 
 from services.rollout.engines.vllm.process import EngineContext
 
-_ROLLOUT = """
+_PARENT = """
 import time
-from services.rollout.engines.vllm.process import EngineContext
+from services.rollout.engines.vllm.process import {context}
 
 if __name__ == "__main__":
-    process = EngineContext().Process(target=time.sleep, args=(600,))
+    process = {context}().Process(target=time.sleep, args=(600,))
     process.start()
     print(process.pid, flush=True)
     process.join()
@@ -22,15 +23,18 @@ if __name__ == "__main__":
 
 
 @pytest.mark.timeout(60)
-def test_the_engine_process_ends_with_a_killed_rollout() -> None:
-    rollout = subprocess.Popen([sys.executable, "-c", _ROLLOUT], stdout=subprocess.PIPE, text=True)
-    assert rollout.stdout is not None
-    engine = psutil.Process(int(rollout.stdout.readline()))
-    assert engine.is_running()
-    rollout.kill()
-    rollout.wait()
-    engine.wait(timeout=30)
-    assert not engine.is_running()
+@pytest.mark.parametrize("context", ["EngineContext", "WorkerContext"])
+def test_a_process_ends_with_the_killed_process_that_started_it(context: str) -> None:
+    script = _PARENT.format(context=context)
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = psutil.Process(int(parent.stdout.readline()))
+    assert child.is_running()
+    parent.kill()
+    parent.wait()
+    with suppress(psutil.TimeoutExpired):  # nobody may collect the exit status of an orphan
+        child.wait(timeout=5)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
 
 
 def test_the_exit_status_of_the_engine_process_reaches_the_rollout() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 from vllm import SamplingParams, envs
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
@@ -94,6 +95,8 @@ def start(arguments: AsyncEngineArgs, *, reports_experts: bool) -> AsyncLLM:
         # vLLM would spawn its engine's process, which imports for tens of seconds. The fork server
         # of `begin_imports` has done that and has not initialized the GPU driver.
         utils.get_mp_context = EngineContext
+        if arguments.distributed_executor_backend is None and not arguments.enable_sleep_mode:
+            _separate_worker(config)
     try:
         return AsyncLLM(
             vllm_config=config,
@@ -105,6 +108,16 @@ def start(arguments: AsyncEngineArgs, *, reports_experts: bool) -> AsyncLLM:
         if "Engine core initialization failed" not in str(error):
             raise
         raise EngineDiedError(_DID_NOT_START) from error
+
+
+def _separate_worker(config: VllmConfig) -> None:
+    """Lets an engine on one GPU run its model in another process than its scheduler, as on several GPUs.
+
+    In one process, a step waits for the Python code of both, which takes longer than the GPU. Measured in
+    docs/one-gpu.md; engines that sleep have been measured in one process only.
+    """
+    if config.parallel_config.distributed_executor_backend == "uni":
+        config.parallel_config.distributed_executor_backend = "mp"
 
 
 _WORKER = "services.rollout.engines.vllm.worker.WeightLoader"
