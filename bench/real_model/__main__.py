@@ -26,7 +26,7 @@ from bench.report import device_name, read_json, write_json
 from bench.whole_run import REPOSITORY, WholeRun, output_of, run_folder, running, steps_in
 
 RESULTS = REPOSITORY / "bench" / "results" / "real-model.json"
-_ADAPTERS = ("trainer.lora={rank: 32, alpha: 32}", "trainer.optimizer.learning_rate=1e-4")
+_ATTENTION = "trainer.lora={rank: 32, alpha: 32, target_modules: [q_proj, k_proj, v_proj, o_proj]}"
 VARIANTS = {
     "lag 0": ("algorithm.max_staleness=0",),
     "lag 1": ("algorithm.max_staleness=1",),
@@ -34,16 +34,15 @@ VARIANTS = {
     "lag 1, three engines": ("algorithm.max_staleness=1", "rollout.replicas=3"),
     "lag 4": ("algorithm.max_staleness=4",),
     "lag 4, two engines": ("algorithm.max_staleness=4", "rollout.replicas=2"),
-    "lag 1, LoRA": ("algorithm.max_staleness=1", *_ADAPTERS),
-    "lag 1, LoRA on all matrices": (
+    "lag 1, LoRA": (
         "algorithm.max_staleness=1",
         f"trainer.lora={{rank: 32, alpha: 32, target_modules: [{', '.join(LINEAR)}]}}",
-        "trainer.optimizer.learning_rate=3e-4",
+        "trainer.optimizer.learning_rate=1e-3",
     ),
-    "lag 1, LoRA, 4-bit base": (
+    "lag 1, LoRA on the attention": (
         "algorithm.max_staleness=1",
-        *_ADAPTERS,
-        "trainer.lora.base_dtype=nf4",
+        _ATTENTION,
+        "trainer.optimizer.learning_rate=1e-4",
     ),
     "in turns, lag 0": ("algorithm.max_staleness=0", "topology.placement=colocated"),
     "in turns, lag 1": ("algorithm.max_staleness=1", "topology.placement=colocated"),

@@ -14,7 +14,13 @@ CALCULATOR = RESULTS.with_name("real-model-calculator.json")
 _SAMPLES = range(0, 30_721, 5_120)
 _TIMED_ON = "NVIDIA H200"
 """Device of the runs whose times are compared: they ran on one host, each on its own GPU."""
-_COLORS = {"lag 0": "C0", "lag 1": "C1", "lag 4": "C2", "TRL 1.16 colocated": "C3"}
+_COLORS = {
+    "lag 0": "C0",
+    "lag 1": "C1",
+    "lag 4": "C2",
+    "TRL 1.16 colocated": "C3",
+    "lag 1, LoRA": "C4",
+}
 
 
 def main() -> None:
@@ -40,18 +46,17 @@ def main() -> None:
         by_samples.plot(_SAMPLES, np.nanmean(curves, axis=0), color=color, marker="o", label=label)
     agents = json.loads(CALCULATOR.read_text(encoding="utf-8"))["runs"]
     for name, run in agents.items():
-        points, rewards = run["curve"], run["reward_mean"]
+        points = run["curve"]
         samples = [point["samples"] for point in points]
         (line,) = calculator.plot(
-            samples, [point["greedy"] for point in points], label=f"{name}, greedy", marker="o"
+            samples, [point["greedy"] for point in points], label=f"{name}, greedy", alpha=0.4
         )
-        step = samples[-1] / len(rewards)
         calculator.plot(
-            [step * number for number in range(len(rewards))],
-            rewards,
-            label=f"{name}, training reward, sampled",
+            samples,
+            [point["sampled"] for point in points],
+            label=f"{name}, sampled",
             color=line.get_color(),
-            alpha=0.5,
+            marker="o",
         )
     calculator.set_xlabel("samples trained")
     calculator.set_title("multiplication with a calculator tool", fontsize="medium")
@@ -59,7 +64,7 @@ def main() -> None:
     by_seconds.set_title(f"three-digit addition, {_TIMED_ON}", fontsize="medium")
     by_samples.set_xlabel("samples trained")
     by_seconds.set_xlabel("seconds after the first step")
-    by_samples.set_ylabel("held-out accuracy, greedy")
+    by_samples.set_ylabel("held-out accuracy (addition: greedy)")
     for axes in (by_samples, by_seconds, calculator):
         axes.grid(alpha=0.3)
         axes.set_ylim(0, 1.02)
