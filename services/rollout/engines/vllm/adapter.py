@@ -28,6 +28,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 
 from services.common.errors import DataLossError
+from services.common.host import usable_processors
 from services.common.models.families import recurrent_module, routing_shape
 from services.common.models.vision import checkpoint_config
 from services.common.models.vllm_operators import missing_operators
@@ -58,6 +59,8 @@ from services.wire.data.model_inputs import ModelInputs
 
 _SCHEDULERS = "services.rollout.engines.vllm.scheduler"
 _CPU_WORKERS = "services.rollout.engines.vllm.cpu_worker"
+_CORES_FOR_TWO_PROCESSES = 4
+"""Trainer, rollout, and the engine's two processes can occupy one each."""
 
 
 def start(arguments: AsyncEngineArgs, *, reports_experts: bool) -> AsyncLLM:
@@ -116,7 +119,9 @@ def _separate_worker(config: VllmConfig) -> None:
     In one process, a step waits for the Python code of both, which takes longer than the GPU. Measured in
     docs/one-gpu.md; engines that sleep have been measured in one process only.
     """
-    if config.parallel_config.distributed_executor_backend == "uni":
+    has_one = config.parallel_config.distributed_executor_backend == "uni"
+    # Both wait for each other in busy loops.
+    if has_one and usable_processors() >= _CORES_FOR_TWO_PROCESSES:
         config.parallel_config.distributed_executor_backend = "mp"
 
 
