@@ -156,9 +156,10 @@ def test_sizes_of_recurrent_layers_are_those_of_their_modules(family: str) -> No
 
 
 def test_adapters_that_kernels_would_ignore_are_refused() -> None:
-    model = build_model(tiny_config("falcon_h1"), dtype=torch.float32, device="cpu")
-    with pytest.raises(ValueError, match=r"trainer\.lora\.target_modules .*out_proj"):
-        add_adapters(model, LoraSpec(target_modules=("q_proj", "out_proj")))
+    for family, ignored in (("falcon_h1", "out_proj"), ("qwen3_5_text", "conv1d")):
+        model = build_model(tiny_config(family), dtype=torch.float32, device="meta")
+        with pytest.raises(ValueError, match=rf"trainer\.lora\.target_modules .*{ignored}"):
+            add_adapters(model, LoraSpec(target_modules=("q_proj", ignored)))
 
 
 def _config(family: str, rng: random.Random) -> Any:

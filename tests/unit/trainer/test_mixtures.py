@@ -82,6 +82,16 @@ def test_adapters_of_the_attention_are_merged_and_experts_stay() -> None:
     assert moved == {name for name in plain if "self_attn" in name and "_proj" in name}
 
 
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "qwen3_next"])
+def test_modules_with_the_names_of_an_experts_parts_get_their_own_adapters(family: str) -> None:
+    model = build_model(tiny_config(family), dtype=torch.float32, device="meta")
+    targets = ("gate_proj", "up_proj", "down_proj")
+    add_adapters(model, LoraSpec(rank=2, target_modules=targets))
+    trained = [name for name, value in model.named_parameters() if value.requires_grad]
+    assert any(".shared_expert" in name for name in trained)
+    assert not any(".experts." in name for name in trained)
+
+
 @pytest.mark.parametrize("family", _MIXTURES)
 def test_adapters_of_experts_are_what_their_merged_weights_are(family: str) -> None:
     config = tiny_config(family)

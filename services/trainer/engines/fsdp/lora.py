@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
+from services.common.models.adapters import WITHOUT_ADAPTERS
 from services.common.models.loading import stored_tensors
 from services.common.models.vision import TOWER, vision_tower
 from services.common.runspec.trainer import OF_EXPERTS, LoraSpec
@@ -38,9 +39,10 @@ def add_adapters(model: PreTrainedModel, spec: LoraSpec) -> None:
         ValueError: If the model lacks a target module, or peft cannot adapt one.
     """
     modules, fused = dict(model.named_modules()), _fused(model)
+    targets = spec.target_modules
     if missing := [
         target
-        for target in spec.target_modules
+        for target in targets
         if not _named(target, fused if OF_EXPERTS in target else modules)
     ]:
         linear = {
@@ -51,11 +53,21 @@ def add_adapters(model: PreTrainedModel, spec: LoraSpec) -> None:
             f"trainer.lora.target_modules has {', '.join(missing)}, but linear modules of model.path are "
             f"{', '.join(known)}; name some of these"
         )
-    for target in spec.target_modules:
+    linear_targets = [target for target in targets if OF_EXPERTS not in target]
+    if ignored := [
+        target
+        for target in linear_targets
+        if any(name.endswith(WITHOUT_ADAPTERS) for name in _named(target, modules))
+    ]:
+        raise ValueError(
+            f"trainer.lora.target_modules has {', '.join(ignored)}, but kernels would ignore adapters of "
+            "these modules of model.path; remove them"
+        )
+    for target in targets:
         for name in _named(target, fused) if OF_EXPERTS in target else ():
             owner, _, leaf = name.rpartition(".")
             _adapt_experts(modules[owner], leaf, spec)
-    if linear_targets := [name for name in spec.target_modules if OF_EXPERTS not in name]:
+    if linear_targets:
         _adapt_modules(model, linear_targets, spec)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(_ADAPTER in name)
@@ -95,12 +107,14 @@ def _adapt_modules(model: PreTrainedModel, targets: list[str], spec: LoraSpec) -
         lora_alpha=spec.alpha,  # type: ignore[arg-type]  # any number scales
         target_modules=targets,
         # Without a tower, peft warns that nothing was excluded.
-        exclude_modules=rf"{re.escape(TOWER)}.*" if vision_tower(model) is not None else None,
+        exclude_modules=rf"0\.{re.escape(TOWER)}.*" if vision_tower(model) is not None else None,
         lora_dropout=0.0,
         bias="none",
     )
     try:
-        inject_adapter_in_model(config, model)
+        # In a mixture that it knows by its configuration, peft would adapt the fused experts instead of
+        # modules with the names of their parts, such as up_proj of a shared expert. A list has none.
+        inject_adapter_in_model(config, nn.ModuleList([model]))
     except ValueError as error:
         raise ValueError(
             f"trainer.lora.target_modules {targets} cannot be adapted: {error}"
