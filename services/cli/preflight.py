@@ -83,7 +83,7 @@ def adapter_problems(spec: RunSpec, config: Mapping[str, Any]) -> Iterator[str]:
     """Yields problems of LoRA targets that have other names in this model family, or do not exist."""
     if spec.trainer.lora is None or config.get("model_type") not in FAMILIES:
         return
-    named, own = spec.trainer.lora.target_modules, attention_modules(config)
+    named, own = spec.trainer.lora.target_modules or (), attention_modules(config)
     if missing := [
         name for name in Family().attention_modules if name in named and name not in own
     ]:
@@ -532,23 +532,20 @@ def _built(spec: RunSpec) -> Iterator[str]:
 def _adapter_names(spec: RunSpec) -> Iterator[str]:
     """Yields LoRA target modules that the model does not have."""
     # This imports torch.
+    from services.common.models.adapters import adapted_weights
     from services.common.models.training_memory import shapes_of
 
     assert spec.trainer.lora is not None
     shapes = shapes_of(model_config(spec))
     modules = [name.removesuffix(".weight") for name, shape in shapes.items() if len(shape) == 2]
     known = sorted({name.rpartition(".")[2] for name in modules} - {"embed_tokens"})
-    ranks = [
-        min(shape)
-        for name, shape in shapes.items()
-        if len(shape) == 2 and name.split(".")[-2] in spec.trainer.lora.target_modules
-    ]
+    ranks = [min(shape[-2:]) for shape in adapted_weights(shapes, spec.trainer.lora).values()]
     if ranks and spec.trainer.lora.rank > max(ranks):
         yield (
             f"trainer.lora.rank is {spec.trainer.lora.rank}, but the target modules of model.path have "
             f"at most rank {max(ranks)}; lower it, or remove trainer.lora to train all weights"
         )
-    for target in spec.trainer.lora.target_modules:
+    for target in spec.trainer.lora.target_modules or ():
         if OF_EXPERTS in target:
             continue  # reported with the family
         if not any(f".{name}".endswith(f".{target}") for name in modules):
@@ -602,7 +599,13 @@ def _start_problems(spec: RunSpec, folder: Path) -> Iterator[str]:
             f"the checkpoint was saved at step {facts['step']}, but trainer.steps is {spec.trainer.steps}, "
             "so nothing would be trained; raise trainer.steps"
         )
-    own = compatibility.model_facts(spec, model_config(spec), load_tokenizer(spec.model))
+    config, tokenizer = model_config(spec), load_tokenizer(spec.model)
+    try:
+        own = compatibility.model_facts(spec, config, tokenizer)
+    except Exception:
+        if spec.trainer.lora is None:
+            raise
+        return  # the model cannot be built, which is reported later
     parts = [""]
     if spec.algorithm.advantage_kind.needs_critic:
         if spec.topology.own_gpus("critic"):

@@ -1,6 +1,54 @@
 """Weights of a model that get a LoRA adapter, by their names and shapes."""
 
+from collections.abc import Mapping
+from math import prod
 from typing import Final
+
+from services.common.models.vision import TOWER
+from services.common.runspec.trainer import OF_EXPERTS, LoraSpec
 
 WITHOUT_ADAPTERS: Final = (".mamba.out_proj", ".conv1d")
 """Ends of the names of modules whose weights kernels use directly, so that they would ignore an adapter."""
+# They choose and weight experts. In most families they are no linear modules.
+_ROUTERS: Final = (".gate", ".router", ".shared_expert_gate")
+
+
+def target_modules(shapes: Mapping[str, tuple[int, ...]], lora: LoraSpec) -> tuple[str, ...]:
+    """Returns ``trainer.lora.target_modules``; for null, the linear modules of the decoder's layers, sorted.
+
+    Args:
+        shapes: Shapes of the model's weights by name.
+    """
+    if lora.target_modules is not None:
+        return lora.target_modules
+    modules = [
+        name.removesuffix(".weight")
+        for name, shape in shapes.items()
+        if len(shape) == 2 and ".layers." in name and name.endswith(".weight")
+    ]
+    kept = (module for module in modules if not module.endswith(_ROUTERS + WITHOUT_ADAPTERS))
+    return tuple(sorted({module.rpartition(".")[2] for module in kept}))
+
+
+def adapted_weights(
+    shapes: Mapping[str, tuple[int, ...]], lora: LoraSpec
+) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the weights that get an adapter; those of experts have three dimensions.
+
+    A vision tower has none.
+    """
+    targets = target_modules(shapes, lora)
+    ends = tuple(f".{each}" if OF_EXPERTS in each else f".{each}.weight" for each in targets)
+    return {
+        name: shape
+        for name, shape in shapes.items()
+        if f".{name}".endswith(ends)
+        and not name.startswith(TOWER)
+        and (len(shape) == 2 or f".{OF_EXPERTS}" in name)
+    }
+
+
+def adapter_weights(shapes: Mapping[str, tuple[int, ...]], lora: LoraSpec) -> float:
+    """Returns the number of parameters in the adapters of a model with weights of these shapes."""
+    adapted = adapted_weights(shapes, lora).values()
+    return float(lora.rank * sum(prod(shape[:-2]) * sum(shape[-2:]) for shape in adapted))

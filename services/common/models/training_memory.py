@@ -15,6 +15,7 @@ from typing import Any, Final, Literal
 import torch
 from transformers import PretrainedConfig
 
+from services.common.models.adapters import adapter_weights
 from services.common.models.evaluator import parse_config
 from services.common.models.families import num_attention_layers, num_experts, recurrent_shape
 from services.common.models.loading import build_model, stored_tensors
@@ -27,7 +28,7 @@ from services.common.models.quantization import (
 )
 from services.common.runspec.engines import engine_kind
 from services.common.runspec.run import RunSpec
-from services.common.runspec.trainer import LoraSpec, TrainerSpec
+from services.common.runspec.trainer import TrainerSpec
 from services.common.runspec.weight_modes import MODES
 
 _BLOCK_TOKENS: Final = 16
@@ -469,22 +470,6 @@ def _copied(shape: Any) -> float:
 
 def _expert_width(shape: Any) -> int:
     return int(getattr(shape, "moe_intermediate_size", None) or shape.intermediate_size)
-
-
-def adapter_weights(shapes: Mapping[str, tuple[int, ...]], lora: LoraSpec) -> float:
-    """Returns the number of parameters in the adapters of a model with weights of these shapes."""
-    modules = [
-        shape
-        for name, shape in shapes.items()
-        if len(shape) == 2 and name.split(".")[-2] in lora.target_modules
-    ]
-    experts = [
-        shape
-        for name, shape in shapes.items()
-        if len(shape) == 3 and any(name.endswith(f".{each}") for each in lora.target_modules)
-    ]
-    per_rank = sum(map(sum, modules)) + sum(count * sum(sides) for count, *sides in experts)
-    return float(lora.rank * per_rank)
 
 
 def _sent(spec: RunSpec, shapes: Mapping[str, tuple[int, ...]], *, item: int) -> float:

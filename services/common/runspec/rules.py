@@ -1357,8 +1357,11 @@ def parallelism(spec: RunSpec) -> Iterator[str]:
         )
     if lora is not None and lora.base_dtype is not None:
         yield from _quantized_base(spec, lora.base_dtype)
-    if lora is not None and not lora.target_modules:
-        yield "trainer.lora.target_modules is empty, so nothing would be trained; add modules such as q_proj"
+    if lora is not None and lora.target_modules == ():
+        yield (
+            "trainer.lora.target_modules is empty, so nothing would be trained; remove the key to adapt all "
+            "linear modules, or add modules such as q_proj"
+        )
 
 
 def _quantized_base(spec: RunSpec, base_dtype: str) -> Iterator[str]:

@@ -43,9 +43,10 @@ class LoraSpec(SpecPart):
     """Rank of the adapters."""
     alpha: float = Field(32.0, gt=0)
     """Scale of the adapters (the alpha of LoRA)."""
-    target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
-    """Modules that get an adapter. The experts of a mixture are ``experts.gate_up_proj`` and
-    ``experts.down_proj``; every expert of a layer then has its own adapter."""
+    target_modules: tuple[str, ...] | None = None
+    """Modules that get an adapter. null: all linear modules of the decoder's layers; of a mixture those of
+    attention, dense layers and shared experts. Its other experts get adapters only if they are named:
+    ``experts.gate_up_proj`` and ``experts.down_proj``; every expert of a layer then has its own."""
     base_dtype: Literal["int8", "nf4"] | None = None
     """Data type of the frozen matrices of the decoder's layers, in blocks of 64 values: ``int8``, or
     ``nf4`` with 4 bits (QLoRA, arXiv:2305.14314). The rounded weights are the base of the whole run:
@@ -61,7 +62,7 @@ class LoraSpec(SpecPart):
     @property
     def adapts_experts(self) -> bool:
         """True if the target modules include experts of a mixture."""
-        return any(OF_EXPERTS in target for target in self.target_modules)
+        return any(OF_EXPERTS in target for target in self.target_modules or ())
 
 
 class CriticSpec(SpecPart):

@@ -13,9 +13,9 @@ from typing import Any, Final, Self
 import torch
 from transformers import PretrainedConfig
 
+from services.common.models.adapters import adapted_weights, adapter_weights
 from services.common.models.training_memory import (
     SPARE,
-    adapter_weights,
     cache_dtype,
     kv_bytes_per_token,
     required_kv_tokens,
@@ -29,7 +29,6 @@ from services.common.models.training_memory import (
 )
 from services.common.runspec.engines import EngineKind, engine_kind
 from services.common.runspec.run import RunSpec
-from services.common.runspec.trainer import LoraSpec
 from services.common.runspec.weight_modes import HOST_MODE, MODES
 from services.common.runspec.workers import WORKERS
 from services.rollout.frozen_weights import BUCKET_BYTES
@@ -96,10 +95,7 @@ class WeightPlane:
         sync, trainer = spec.weight_sync, spec.trainer
         if trainer.lora is not None and spec.sends_adapters:
             shapes = shapes_of(config)
-            largest = max(
-                (prod(shape) for name, shape in shapes.items() if _is_target(name, trainer.lora)),
-                default=0,
-            )
+            largest = max(map(prod, adapted_weights(shapes, trainer.lora).values()), default=0)
             adapters = _ADAPTER_BYTES * adapter_weights(shapes, trainer.lora)
             return cls(
                 num_copies=0,
@@ -234,10 +230,6 @@ class MemoryPlan:
                 f"{(own + self.others) / _GB:.1f} GB are needed for one response of {most_tokens} tokens"
                 f"{beside}; {remedy}.\n" + self.table()
             )
-
-
-def _is_target(name: str, lora: LoraSpec) -> bool:
-    return name.rpartition(".")[0].rpartition(".")[2] in lora.target_modules
 
 
 def plan_memory(

@@ -1,4 +1,4 @@
-"""Facts about a checkpoint's model, by which a run that starts from it is checked. Does not import torch.
+"""Facts about a checkpoint's model, by which a run that starts from it is checked.
 
 A checkpoint of another model would fail with a missing tensor, or train on tokens with another meaning.
 """
@@ -47,10 +47,14 @@ def model_facts(spec: RunSpec, config: Any, tokenizer: Tokenizer) -> dict[str, A
         "vision": spec.model.images and not spec.trainer.freeze_vision_tower,
     }
     if lora is not None:
+        # These import torch, which a run without adapters does not need here.
+        from services.common.models.adapters import target_modules
+        from services.common.models.training_memory import shapes_of
+
         facts["lora"] = {
             "rank": lora.rank,
             "alpha": lora.alpha,
-            "target_modules": sorted(lora.target_modules),
+            "target_modules": sorted(target_modules(shapes_of(config), lora)),
             # The frozen weights are not in the checkpoint. A copy of the model has another parent folder.
             "base": PurePath(spec.model.path).name,
             "revision": spec.model.revision,

@@ -181,8 +181,9 @@ def test_adapters_of_modules_that_a_family_lacks_are_rejected_by_its_config_alon
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "phi3", "vocab_size": 300}')
+    lora = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
     spec = spec_with(
-        tmp_path, model={"path": str(folder), "tokenizer": "bytes"}, trainer={"lora": {}}
+        tmp_path, model={"path": str(folder), "tokenizer": "bytes"}, trainer={"lora": lora}
     )
     with pytest.raises(SpecError, match=r"q_proj, k_proj, v_proj.*qkv_proj, o_proj"):
         check(spec)

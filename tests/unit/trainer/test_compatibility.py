@@ -1,5 +1,6 @@
 """Checkpoints of another model are refused by key, before workers start and when they load."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.helpers.specs import changed
 MUON = {"kind": "muon", "learning_rate": 1e-3}
 SEEING = {"model": {"path": "tiny:qwen2_5_vl-0.6m", "tokenizer": "chars:abcd", "images": True}}
 LORA = {"rank": 4, "target_modules": ["q_proj"]}
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def spec_with(folder: Path, **changes: Any) -> RunSpec:
@@ -57,6 +59,12 @@ GIVEN: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         "model.revision",
     ),
     ({"trainer": {"lora": {**LORA, "sync": "merged"}}}, {"trainer": {"lora": LORA}}, ""),
+    ({"trainer": {"lora": {}}}, {"trainer": {"lora": {"target_modules": LINEAR}}}, ""),
+    (
+        {"trainer": {"lora": {}}},
+        {"trainer": {"lora": {"target_modules": ["q_proj"]}}},
+        "trainer.lora",
+    ),
     ({"model": {"revision": "v1"}}, {"model": {"revision": "v2"}}, ""),
     ({}, {"algorithm": {"advantage": "gae"}}, "algorithm.advantage"),
     ({}, {"trainer": {"steps": 3}}, "trainer.steps"),
@@ -80,6 +88,21 @@ def test_a_checkpoint_of_another_model_is_refused_before_workers_start(
         problems = [each for each in error.problems if "start_from" in each]
     assert len(problems) == bool(key), problems
     assert all(key in each for each in problems)
+
+
+def test_a_model_that_cannot_be_built_is_reported_without_its_checkpoint(tmp_path: Path) -> None:
+    saved = checkpoint_of(tmp_path / "saved", spec_with(tmp_path, trainer={"lora": {}}))
+    folder = tmp_path / "model"
+    policy_of(spec_of()).model.save_pretrained(folder)
+    load_tokenizer(spec_of().model).save(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "hidden_act": "none"}))
+    trainer = {"steps": 4, "lora": {}, "checkpoint": {"start_from": str(saved)}}
+    spec = spec_with(tmp_path, model={"path": str(folder), "tokenizer": None}, trainer=trainer)
+    with pytest.raises(SpecError) as caught:
+        check(spec)
+    (problem,) = caught.value.problems
+    assert problem.startswith("model.path")
 
 
 def test_adapters_continue_only_on_the_base_that_they_were_trained_on(tmp_path: Path) -> None:

@@ -1,19 +1,25 @@
 """Every accepted family: packed sequences against the model's forward and backward pass, one by one."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from services.common.models.families import FAMILIES, attention_modules, check_trainer, is_mixture
-from services.common.models.loading import build_model, stored_tensors
+from services.common.models.adapters import adapted_weights, adapter_weights, target_modules
+from services.common.models.families import FAMILIES, check_trainer, is_mixture
+from services.common.models.loading import build_model, load_config, stored_tensors
+from services.common.models.tokenizer import load_tokenizer
+from services.common.models.training_memory import shapes_of
 from services.common.runspec.trainer import LoraSpec
 from services.trainer.batch.packing import pack
 from services.trainer.engines.fsdp.lora import add_adapters, is_adapter, merged_parameters
 from services.trainer.model.policy import Policy
 from services.wire.data.jagged import Jagged
 from tests.helpers.mixtures import mixture_shape
+from tests.helpers.vision import KINDS, model_spec, saved_model
 
 _BASE = {
     "vocab_size": 97,
@@ -157,8 +163,7 @@ def _weights(model: Any) -> list[torch.Tensor]:
 def test_merged_adapters_are_the_adapted_model(family: str, extra: dict[str, Any]) -> None:
     config = AutoConfig.for_model(family, **{**_BASE, **mixture_shape(family), **extra})
     model = build_model(config, dtype=torch.float32, device="cpu")
-    modules = attention_modules(config.to_dict())
-    add_adapters(model, LoraSpec(rank=3, target_modules=modules))
+    add_adapters(model, LoraSpec(rank=3))
     torch.manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -181,10 +186,47 @@ def test_merged_adapters_are_the_adapted_model(family: str, extra: dict[str, Any
     assert rest
 
 
+# Of linear modules, those that no adapter applies to unless they are named, or at all.
+_WITHOUT_ADAPTERS = {
+    "falcon_h1": {"out_proj"},
+    "qwen2_moe": {"shared_expert_gate"},
+    "qwen3_next": {"shared_expert_gate"},
+    "qwen3_5_moe_text": {"shared_expert_gate"},
+}
+
+
+@pytest.mark.parametrize("model", [*FAMILIES, *KINDS])
+def test_adapters_are_those_that_memory_is_planned_for(model: str, tmp_path: Path) -> None:
+    if model in KINDS:
+        saved_model(model, tmp_path)
+        spec = model_spec(tmp_path)
+        config: Any = load_config(spec, load_tokenizer(spec))
+    else:
+        config = AutoConfig.for_model(model, **{**_BASE, **mixture_shape(model)})
+    shapes = shapes_of(config)
+    every = LoraSpec(rank=3)
+    named = target_modules(shapes, every)
+    experts = ("experts.gate_up_proj", "experts.down_proj") if is_mixture(config.to_dict()) else ()
+    for lora in (every, LoraSpec(rank=3, target_modules=(*named, *experts))):
+        adapted = build_model(config, dtype=torch.float32, device="meta")
+        add_adapters(adapted, lora)
+        trained = [each.numel() for each in adapted.parameters() if each.requires_grad]
+        assert sum(trained) == adapter_weights(shapes, lora)
+    linear = {
+        f"{name}.weight"
+        for name, module in build_model(config, dtype=torch.float32, device="meta").named_modules()
+        if isinstance(module, nn.Linear) and name.startswith("model.layers.")
+    }
+    found = adapted_weights(shapes, every).keys()
+    assert found <= linear
+    without = {name.split(".")[-2] for name in linear - found}
+    assert without == _WITHOUT_ADAPTERS.get(model, set())
+
+
 def test_adapters_of_modules_that_a_model_lacks_are_refused_with_those_that_it_has() -> None:
     model = build_model(AutoConfig.for_model("phi3", **_BASE), dtype=torch.float32, device="cpu")
     with pytest.raises(ValueError, match=r"has q_proj, k_proj, v_proj, but .* o_proj, qkv_proj"):
-        add_adapters(model, LoraSpec())
+        add_adapters(model, LoraSpec(target_modules=("q_proj", "k_proj", "v_proj", "o_proj")))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
-from services.common.models.adapters import WITHOUT_ADAPTERS
+from services.common.models.adapters import WITHOUT_ADAPTERS, target_modules
 from services.common.models.loading import stored_tensors
 from services.common.models.vision import TOWER, vision_tower
 from services.common.runspec.trainer import OF_EXPERTS, LoraSpec
@@ -39,7 +39,8 @@ def add_adapters(model: PreTrainedModel, spec: LoraSpec) -> None:
         ValueError: If the model lacks a target module, or peft cannot adapt one.
     """
     modules, fused = dict(model.named_modules()), _fused(model)
-    targets = spec.target_modules
+    shapes = {name: tuple(value.shape) for name, value in stored_tensors(model).items()}
+    targets = target_modules(shapes, spec)
     if missing := [
         target
         for target in targets
