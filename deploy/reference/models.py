@@ -8,7 +8,6 @@ from services.common.models.families import (
     IMAGES,
     MULTIMODAL,
     WINDOWED,
-    Family,
 )
 
 _HEAD = """# Models
@@ -28,8 +27,9 @@ logit scales are supported. It also reads the headers of the weight files, and r
 mismatched or quantized tensors. A run whose folder lacks weights, or has them in another shape, ends before
 it trains.
 
-If a family's attention does not consist of `q_proj`, `k_proj`, `v_proj` and `o_proj`, the column LoRA lists
-the names for `trainer.lora.target_modules`. The weight plane sends every family under its checkpoint names.
+`trainer.lora` adapts the linear modules of every family. If `trainer.lora.target_modules` names others than a
+model has, `slipstream validate` lists its modules. The weight plane sends every family under its checkpoint
+names.
 
 ## Hybrids
 {recurrent} have recurrent layers with a short convolution
@@ -112,8 +112,8 @@ SGLang supports sliding windows of {windowed} only (for those that did not pass,
 rather than a test). With other models its context ends at the window, and `slipstream validate` refuses
 longer prompts and responses.
 
-| `model_type` | trainer | torch | vLLM | SGLang | LoRA | tensor parallel | expert parallel | routing replay |
-| --- | --- | --- | --- | --- | --- | --- | --- | --- |
+| `model_type` | trainer | torch | vLLM | SGLang | tensor parallel | expert parallel | routing replay |
+| --- | --- | --- | --- | --- | --- | --- | --- |
 """
 _UNEQUAL = """
 ## What did not pass
@@ -134,7 +134,7 @@ def page() -> str:
         experts = "no experts" if family.routing is None else "yes"
         engines = [_compared(engine, name) for engine in COMPARED]
         told = "no experts" if family.routing is None else ", ".join(_telling(name))
-        words = ["yes", "yes", *engines, _adapted(family), divided, experts, told]
+        words = ["yes", "yes", *engines, divided, experts, told]
         rows.append(f"| `{name}` | {' | '.join(words)} |")
     failed = [
         f"| {_ENGINES[engine]} | `{name}` | {why} |"
@@ -149,12 +149,6 @@ def page() -> str:
         windowed=windowed, recurrent=recurrent, multimodal=multimodal, images=images
     )
     return head + "\n".join([*rows, _UNEQUAL.rstrip("\n"), *failed, ""])
-
-
-def _adapted(family: Family) -> str:
-    if family.attention_modules == Family().attention_modules:
-        return "yes"
-    return f"yes: {', '.join(f'`{name}`' for name in family.attention_modules)}"
 
 
 def _compared(engine: str, family: str) -> str:

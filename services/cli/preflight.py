@@ -28,7 +28,6 @@ from services.common.models.configs import begin_check, full_config, is_folder, 
 from services.common.models.families import (
     FAMILIES,
     Family,
-    attention_modules,
     check_trainer,
     exact_tokens,
     routing_shape,
@@ -45,7 +44,7 @@ from services.common.runspec.loader import Draft, SpecError, read_draft
 from services.common.runspec.rollout import AGENTS, EARNED, REWARDS, WORKFLOWS
 from services.common.runspec.rules import batch_bytes, critic_warmup, quota
 from services.common.runspec.run import ModelSpec, RunSpec
-from services.common.runspec.trainer import OF_EXPERTS
+from services.common.runspec.trainer import OF_EXPERTS, LoraSpec
 from services.common.runspec.weight_modes import MODES
 from services.common.security.secrets import find_plain_secrets
 from services.rollout.data.prompts import check_prompt
@@ -80,18 +79,11 @@ def precision_problems(spec: RunSpec, config: Mapping[str, Any]) -> Iterator[str
 
 
 def adapter_problems(spec: RunSpec, config: Mapping[str, Any]) -> Iterator[str]:
-    """Yields problems of LoRA targets that have other names in this model family, or do not exist."""
+    """Yields a problem if adapters of experts are wanted, but the model has none."""
     if spec.trainer.lora is None or config.get("model_type") not in FAMILIES:
         return
-    named, own = spec.trainer.lora.target_modules or (), attention_modules(config)
-    if missing := [
-        name for name in Family().attention_modules if name in named and name not in own
-    ]:
-        yield (
-            f"trainer.lora.target_modules has {', '.join(missing)}, but the attention modules of "
-            f"{config['model_type']!r} are {', '.join(own)}; use these"
-        )
     if spec.trainer.lora.adapts_experts and FAMILIES[config["model_type"]].routing is None:
+        named = spec.trainer.lora.target_modules or ()
         yield (
             f"trainer.lora.target_modules has experts, but {config['model_type']!r} has none; remove "
             f"{', '.join(name for name in named if OF_EXPERTS in name)}"
@@ -532,13 +524,13 @@ def _built(spec: RunSpec) -> Iterator[str]:
 def _adapter_names(spec: RunSpec) -> Iterator[str]:
     """Yields LoRA target modules that the model does not have."""
     # This imports torch.
-    from services.common.models.adapters import adapted_weights
+    from services.common.models.adapters import adapted_weights, target_modules
     from services.common.models.training_memory import shapes_of
 
     assert spec.trainer.lora is not None
     shapes = shapes_of(model_config(spec))
     modules = [name.removesuffix(".weight") for name, shape in shapes.items() if len(shape) == 2]
-    known = sorted({name.rpartition(".")[2] for name in modules} - {"embed_tokens"})
+    known = target_modules(shapes, LoraSpec())
     ranks = [min(shape[-2:]) for shape in adapted_weights(shapes, spec.trainer.lora).values()]
     if ranks and spec.trainer.lora.rank > max(ranks):
         yield (

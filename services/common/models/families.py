@@ -12,7 +12,6 @@ from typing import Any, Literal
 Routing = Literal["softmax", "softmax_of_chosen", "sigmoid"]
 """Conversion of logits to weights: over all experts, over the chosen ones, or for each separately."""
 
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _FULL, _WINDOW, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
 """Types of rotary embedding whose frequencies do not depend on the longest sequence of a batch."""
@@ -40,8 +39,6 @@ class Family:
     """Weighting of the chosen experts; None for a dense family."""
     expert_parts: ExpertParts | None = None
     """Names of single experts in checkpoints; None if they are also fused there."""
-    attention_modules: tuple[str, ...] = _ATTENTION
-    """Linear modules of its attention, to which adapters apply."""
     recurrent: str | None = None
     """Name of the module that carries a state from token to token, in layers of ``linear_attention``.
 
@@ -57,15 +54,13 @@ class Family:
     """True if its states can exceed 65,504; vLLM refuses these families in float16."""
 
 
-_GATED_DELTA = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
-_LATENT_ATTENTION = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(tensor_parallel=True),
     "qwen2": Family(tensor_parallel=True),
     "qwen3": Family(tensor_parallel=True),
     "mistral": Family(tensor_parallel=True, windowed=True),
     "ministral": Family(tensor_parallel=True),
-    "phi3": Family(windowed=True, attention_modules=("qkv_proj", "o_proj")),
+    "phi3": Family(windowed=True),
     "olmo2": Family(),
     "olmo3": Family(),
     "glm": Family(),
@@ -82,11 +77,8 @@ FAMILIES: Mapping[str, Family] = {
     "cohere": Family(),
     "cohere2": Family(),
     "granite": Family(tensor_parallel=True),
-    "qwen3_5_text": Family(recurrent="linear_attn", attention_modules=(*_ATTENTION, *_GATED_DELTA)),
-    # Fused kernels multiply with the weight of out_proj itself, without an adapter.
-    "falcon_h1": Family(
-        recurrent="mamba", attention_modules=(*_ATTENTION, "in_proj"), needs_loader=True
-    ),
+    "qwen3_5_text": Family(recurrent="linear_attn"),
+    "falcon_h1": Family(recurrent="mamba", needs_loader=True),
     "qwen2_moe": Family(routing="softmax", expert_parts=ExpertParts()),
     "qwen3_moe": Family(windowed=True, routing="softmax", expert_parts=ExpertParts()),
     "mixtral": Family(
@@ -98,7 +90,6 @@ FAMILIES: Mapping[str, Family] = {
     "deepseek_v3": Family(
         routing="sigmoid",
         expert_parts=ExpertParts(),
-        attention_modules=_LATENT_ATTENTION,
         needs_loader=True,
     ),
     "gpt_oss": Family(routing="softmax_of_chosen", sinks=True),
@@ -106,13 +97,11 @@ FAMILIES: Mapping[str, Family] = {
         routing="softmax",
         expert_parts=ExpertParts(),
         recurrent="linear_attn",
-        attention_modules=(*_ATTENTION, "in_proj_qkvz", "in_proj_ba", "out_proj"),
     ),
     "qwen3_5_moe_text": Family(
         routing="softmax",
         expert_parts=ExpertParts(),
         recurrent="linear_attn",
-        attention_modules=(*_ATTENTION, *_GATED_DELTA),
     ),
 }
 
@@ -322,13 +311,6 @@ def _stated_experts(config: Mapping[str, Any]) -> int | None:
     """Returns the number of routed experts that a configuration states; None if it does not."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     return next((int(config[name]) for name in names if config.get(name) is not None), None)
-
-
-def attention_modules(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the names of the linear modules of a model's attention."""
-    own = _family_of(config).attention_modules
-    has_plain_queries = "q_a_proj" in own and config.get("q_lora_rank", 0) is None
-    return ("q_proj", *own[2:]) if has_plain_queries else own
 
 
 def is_mixture(config: Mapping[str, Any]) -> bool:

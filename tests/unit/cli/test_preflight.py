@@ -6,11 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from services.cli.preflight import check, read_checked
+from services.common.models.loading import build_model
 from services.common.models.tokenizer import load_tokenizer
 from services.common.runspec.loader import SpecError, parse_spec
 from services.common.runspec.run import ModelSpec
+from tests.helpers.mixtures import tiny_config
 from tests.helpers.specs import changed
 
 
@@ -177,15 +180,15 @@ def test_a_folder_without_a_tokenizer_has_none(tmp_path):
         load_tokenizer(ModelSpec(path=str(tmp_path)))
 
 
-def test_adapters_of_modules_that_a_family_lacks_are_rejected_by_its_config_alone(tmp_path):
+def test_adapters_of_modules_that_a_model_lacks_are_rejected_with_those_that_it_has(tmp_path):
     folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text('{"model_type": "phi3", "vocab_size": 300}')
+    config = tiny_config("phi3", vocab_size=300, max_position_embeddings=2048)
+    build_model(config, dtype=torch.float32, device="cpu").save_pretrained(folder)
     lora = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
     spec = spec_with(
         tmp_path, model={"path": str(folder), "tokenizer": "bytes"}, trainer={"lora": lora}
     )
-    with pytest.raises(SpecError, match=r"q_proj, k_proj, v_proj.*qkv_proj, o_proj"):
+    with pytest.raises(SpecError, match=r"'q_proj'.* down_proj, gate_up_proj, o_proj, qkv_proj;"):
         check(spec)
 
 
