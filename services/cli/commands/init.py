@@ -156,7 +156,7 @@ def _fitted(text: str, values: Mapping[str, Any]) -> str:
         for key, value in changes.items()
         if key.startswith("trainer.")
     ]
-    rate = {"rate": "1.0e-5"} if "trainer.lora" in changes else {}
+    rate = {"rate": "1.0e-4"} if "trainer.lora" in changes else {}
     text = _TEMPLATE.format(**{**values, **rate, "fitted": "".join(lines)})
     if "topology.placement" in changes:
         text += "\ntopology:\n  placement: colocated         # rollouts and trainer take turns on the GPU\n"

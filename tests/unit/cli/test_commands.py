@@ -91,6 +91,12 @@ def test_a_first_specification_fits_the_gpu_of_this_machine(tmp_path, monkeypatc
     monkeypatch.setattr(init, "gpu_bytes_here", lambda: 500 * 10**9)
     CliRunner().invoke(app, ["init", *arguments, "--force"])
     assert document["trainer"].keys() > yaml.safe_load(file.read_text())["trainer"].keys()
+    monkeypatch.setattr(init, "gpu_bytes_here", lambda: 48 * 10**9)
+    CliRunner().invoke(app, ["init", *arguments, "--force"])
+    trainer = RunSpec.model_validate(yaml.safe_load(file.read_text())).trainer
+    assert trainer.lora is not None
+    assert trainer.lora.target_modules is None
+    assert trainer.optimizer.learning_rate == 1e-4
 
 
 def test_a_closed_pipe_ends_the_command_quietly():
