@@ -531,6 +531,7 @@ def _adapter_names(spec: RunSpec) -> Iterator[str]:
     shapes = shapes_of(model_config(spec))
     modules = [name.removesuffix(".weight") for name, shape in shapes.items() if len(shape) == 2]
     known = target_modules(shapes, LoraSpec())
+    # Small modules may have a lower rank: their adapters are only larger than they need to be.
     ranks = [min(shape[-2:]) for shape in adapted_weights(shapes, spec.trainer.lora).values()]
     if ranks and spec.trainer.lora.rank > max(ranks):
         yield (
