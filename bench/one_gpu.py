@@ -37,7 +37,7 @@ import psutil
 import torch
 from transformers import AutoConfig
 
-from bench.e2e.shapes import DENSE, DUEL, HYBRID, LINEAR, QWEN_7B, QWEN_14B, SHAPES, Shape, smoke
+from bench.e2e.shapes import DENSE, DUEL, HYBRID, QWEN_7B, QWEN_14B, SHAPES, Shape, smoke
 from bench.e2e.timeline import facts, time_line
 from bench.report import device_name, read_json, write_json
 from bench.switches import switches
@@ -77,7 +77,7 @@ def main() -> None:
     arguments = parser.parse_args()
     shape = _shape(arguments)
     if arguments.lora is not None:
-        lora = {"rank": arguments.lora, "target_modules": LINEAR, "base_dtype": arguments.base}
+        lora = {"rank": arguments.lora, "base_dtype": arguments.base}
         shape = replace(shape, trainer={**shape.trainer, "lora": lora})
     is_colocated = "topology.placement=colocated" in arguments.set
     names = (

@@ -119,7 +119,6 @@ _GEOMETRIC = Shape(
     mean_response_tokens=280,
 )
 
-LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 QWEN_7B = Shape(
     layers=28,
     hidden=3584,

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from bench.e2e.shapes import LINEAR, QWEN_7B, SHAPES, Shape, smoke
+from bench.e2e.shapes import QWEN_7B, SHAPES, Shape, smoke
 from bench.e2e.timeline import facts
 from bench.real_model import setting as real_model
 from bench.real_model.__main__ import train
@@ -251,7 +251,7 @@ async def _rate(engine: Engine, label: str, count: int, num_tokens: int) -> floa
 def _runs(arguments: argparse.Namespace, report: Report) -> None:
     shape = SHAPES["geometric"]
     if arguments.shape == "7b":
-        adapters = {"lora": {"rank": 32, "target_modules": LINEAR}}
+        adapters = {"lora": {"rank": 32}}
         shape = Shape(**{**_fields(QWEN_7B), "trainer": {**QWEN_7B.trainer, **adapters}})
     if arguments.smoke:
         shape = smoke(SHAPES["geometric"])

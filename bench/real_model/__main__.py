@@ -17,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from bench.e2e.shapes import LINEAR
 from bench.e2e.timeline import facts
 from bench.real_model.processors import watched
 from bench.real_model.setting import Setting, smoke
@@ -36,7 +35,7 @@ VARIANTS = {
     "lag 4, two engines": ("algorithm.max_staleness=4", "rollout.replicas=2"),
     "lag 1, LoRA": (
         "algorithm.max_staleness=1",
-        f"trainer.lora={{rank: 32, alpha: 32, target_modules: [{', '.join(LINEAR)}]}}",
+        "trainer.lora={rank: 32, alpha: 32}",
         "trainer.optimizer.learning_rate=1e-3",
     ),
     "lag 1, LoRA on the attention": (
