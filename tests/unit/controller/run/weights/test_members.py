@@ -1,12 +1,13 @@
 """Members of a weight group agree on a plan, and on how weights travel."""
 
-import time
+from types import SimpleNamespace
 
 import pytest
 
 from services.common.errors import DeadlineExceededError, FailedPreconditionError
 from services.common.runspec.run import WeightSyncSpec
 from services.controller.membership import Worker
+from services.controller.run.weights import members as members_module
 from services.controller.run.weights.members import WeightMembers
 from services.controller.run.weights.session import WeightSession
 from services.weightsync.plan import TensorSpec, fsdp_shards, make_plan
@@ -136,34 +137,46 @@ async def test_a_gpu_on_one_side_only_is_refused_with_the_fix():
 
 
 class Late(Member):
-    """Does not answer in the given time, the first so many times."""
+    """Does not answer in the given time, the first so many times.
 
-    def __init__(self, *, times: int, stands_still_s: float) -> None:
+    Args:
+        stands_still_s: Seconds by which the clock then advances, as if this whole process was stopped.
+    """
+
+    def __init__(self, clock: list[float], *, times: int, stands_still_s: float) -> None:
         super().__init__("cpu")
+        self._clock = clock
         self._times = times
         self._stands_still_s = stands_still_s
 
     async def abort(self, epoch, reason, *, timeout_s):
         self._times -= 1
         if self._times >= 0:
-            time.sleep(self._stands_still_s)  # noqa: ASYNC251 -- as if this whole process was stopped
+            self._clock[0] += self._stands_still_s
             raise DeadlineExceededError(f"no answer in {timeout_s} s")
 
 
+@pytest.fixture
+def clock(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(members_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
 async def absent(**members):
-    group = Members("run", WeightSyncSpec(answer_timeout_s=0.01))
+    group = Members("run", WeightSyncSpec(answer_timeout_s=1.0))
     group.rollouts = members
     return await group.abort(1, "a test")
 
 
-async def test_a_member_is_not_blamed_for_time_in_which_the_controller_stood_still():
-    assert await absent(woken=Late(times=1, stands_still_s=0.05)) == []
+async def test_a_member_is_not_blamed_for_time_in_which_the_controller_stood_still(clock):
+    assert await absent(woken=Late(clock, times=1, stands_still_s=5.0)) == []
 
 
-async def test_a_member_that_does_not_answer_in_time_is_named():
+async def test_a_member_that_does_not_answer_in_time_is_named(clock):
     silent = {
-        "in_time": Late(times=1, stands_still_s=0.0),
-        "never": Late(times=9, stands_still_s=0.05),
+        "in_time": Late(clock, times=1, stands_still_s=0.0),
+        "never": Late(clock, times=9, stands_still_s=5.0),
     }
     assert await absent(**silent) == ["in_time", "never"]
 
