@@ -7,8 +7,8 @@ import inspect
 import os
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -287,7 +287,9 @@ class SglangBackend:
             logprob_start_len=0,
             token_ids_logprob=placeholders,
         )
-        info = (await anext(outputs))["meta_info"]
+        # An open request delays weight updates.
+        async with aclosing(outputs):
+            info = (await anext(outputs))["meta_info"]
         entries = list(info["input_token_logprobs"])
         if placeholders is not None:
             for number, (entry,) in enumerate(info["input_token_ids_logprobs"][1:], start=1):
@@ -302,7 +304,7 @@ class SglangBackend:
         sampling: dict[str, Any],
         model_inputs: ModelInputs | None,
         **arguments: Any,
-    ) -> AsyncIterator[dict[str, Any]]:
+    ) -> AsyncGenerator[dict[str, Any], None]:
         if model_inputs is not None and model_inputs.tensors:
             arguments["image_data"] = [{"inputs": model_inputs}]
         request = io_struct.GenerateReqInput(
@@ -312,8 +314,8 @@ class SglangBackend:
             return_logprob=True,
             **arguments,
         )
-        outputs: AsyncIterator[dict[str, Any]] = self.engine.tokenizer_manager.generate_request(
-            request, None
+        outputs: AsyncGenerator[dict[str, Any], None] = (
+            self.engine.tokenizer_manager.generate_request(request, None)
         )
         return outputs
 
