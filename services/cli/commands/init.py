@@ -14,7 +14,8 @@ import yaml
 from services.cli.machine import gpu_bytes_here, has_gpus
 from services.cli.output import console, fail
 from services.cli.settings import num_gpus
-from services.common.models.configs import preset_names
+from services.common.models.configs import preset_config, preset_names
+from services.common.models.families import image_kind
 from services.common.runspec.data import DataSpec, PromptSourceSpec
 from services.common.runspec.run import TINY_PREFIX, RunSpec
 from services.rollout.data.sources import Row, open_source
@@ -37,7 +38,7 @@ seed: 0
 
 model:
   path: {model}                 # a folder, a Hugging Face id, or a preset such as tiny:qwen2-0.4m
-
+{images}
 data:
   train: {{source: {source}, path: {path}}}
   # heldout: {{source: {source}, path: ..., limit: 200}}   # prompts that are only evaluated
@@ -79,20 +80,28 @@ def init(
     data: Annotated[
         str, typer.Argument(help="JSONL or Parquet file, file.py:function or Hugging Face id.")
     ] = "",
-    file: Annotated[Path, typer.Option(help="File to write the specification to.")] = Path(
-        "run.yaml"
-    ),
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            help="File to write the specification to. Default: run.yaml, or sort4.yaml with --example.",
+            show_default=False,
+        ),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     example: Annotated[
-        bool, typer.Option("--example", help="Write the example sort4 and its code instead.")
+        bool,
+        typer.Option(
+            "--example", help="Write the example sort4, with its code next to it, instead."
+        ),
     ] = False,
 ) -> None:
     """Write a commented specification for a model and a data set."""
+    if example == bool(model) or (model and not data):
+        raise typer.BadParameter("expected MODEL and DATA, or --example without them")
     if example:
-        _write_example(file.parent, force=force)
+        _write_example(file or Path(_EXAMPLE[0]), force=force)
         return
-    if not model or not data:
-        raise typer.BadParameter("expected MODEL and DATA, or --example, which needs neither")
+    file = file or Path("run.yaml")
     if model.startswith(TINY_PREFIX) and model not in preset_names():
         fail(f"MODEL {model!r} is not a known preset; use one of {', '.join(preset_names())}")
         raise typer.Exit(2)
@@ -105,11 +114,13 @@ def init(
         raise typer.Exit(2) from None
     row, is_tiny, uses_gpus = rows.first[0], model.startswith(TINY_PREFIX), has_gpus()
     prompt, answer = _column(row, _PROMPTS), _column(row, _ANSWERS)
+    images = "  images: true                  # the model sees images\n"
     form = _answer_form([str(each.get(answer) or "") for each in rows.first])
     values = {
         "file": file,
         "name": _name(file),
         "model": model,
+        "images": images if is_tiny and _sees_images(model) else "",
         "source": source.source,
         "path": _path(data, source.source, file),
         "prompt": prompt or f"prompt   # TODO: one of {', '.join(row)}",
@@ -128,8 +139,13 @@ def init(
     text = _TEMPLATE.format(**values, fitted="")
     if uses_gpus and Path(model).is_dir():
         text = _fitted(text, values)
+    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text, encoding="utf-8")
     console.print(f"wrote {file}; 'slipstream validate {file}' checks it", highlight=False)
+
+
+def _sees_images(preset: str) -> bool:
+    return image_kind(preset_config(preset, vocab_size=256, eos_id=0, pad_id=0)) is not None
 
 
 def _fitted(text: str, values: Mapping[str, Any]) -> str:
@@ -163,16 +179,20 @@ def _fitted(text: str, values: Mapping[str, Any]) -> str:
     return text
 
 
-def _write_example(folder: Path, *, force: bool) -> None:
-    """Copies the files of the example."""
+def _write_example(file: Path, *, force: bool) -> None:
+    """Copies the specification of the example to ``file``, and its code to the same folder."""
     source = next(found for found in _EXAMPLE_FOLDERS if (found / _EXAMPLE[0]).exists())
-    for name in _EXAMPLE:
-        _refuse_if_there(folder / name, force=force)
-    for name in _EXAMPLE:
-        shutil.copyfile(source / name, folder / name)
-    spec = folder / _EXAMPLE[0]
+    code = file.with_name(_EXAMPLE[1])
+    _refuse_if_there(file, force=force)
+    if code.exists() and not force:
+        fail(f"{code} exists; choose another folder with --file, or replace it with --force")
+        raise typer.Exit(2)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    for name, copy in zip(_EXAMPLE, (file, code), strict=True):
+        shutil.copyfile(source / name, copy)
     console.print(
-        f"wrote {spec}; 'slipstream run {spec}' trains it on this machine", highlight=False
+        f"wrote {file} and {code}; 'slipstream run {file}' trains the example on this machine",
+        highlight=False,
     )
 
 

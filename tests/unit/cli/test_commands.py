@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from services.cli.commands import init
 from services.cli.main import _COMMANDS, app, load
 from services.cli.run_memory import run_memory
+from services.common.models.configs import preset_names
 from services.common.models.tokenizer import load_tokenizer
 from services.common.runspec.run import ModelSpec, RunSpec
 
@@ -40,6 +41,32 @@ def test_a_specification_to_begin_with_is_valid_as_it_is(tmp_path):
     unknown = CliRunner().invoke(app, ["init", "tiny:gone", *arguments[1:], "--force"])
     assert unknown.exit_code == 2
     assert yaml.safe_load(file.read_text()) == document
+
+
+@pytest.mark.parametrize("preset", preset_names())
+def test_a_first_specification_of_every_preset_is_valid(tmp_path, preset):
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
+    file = tmp_path / "new" / "run.yaml"
+    arguments = [preset, str(tmp_path / "rows.jsonl"), "--file", str(file)]
+    assert CliRunner().invoke(app, ["init", *arguments]).exit_code == 0
+    checked = CliRunner().invoke(app, ["validate", str(file)])
+    assert checked.exit_code == 0, checked.output
+
+
+def test_the_example_is_written_to_the_named_file(tmp_path):
+    def made(name, *arguments):
+        return CliRunner().invoke(
+            app, ["init", "--example", *arguments, "--file", str(tmp_path / name)]
+        )
+
+    assert made("new/first.yaml").exit_code == 0
+    assert {file.name for file in (tmp_path / "new").iterdir()} == {"first.yaml", "sort4.py"}
+    checked = CliRunner().invoke(app, ["validate", str(tmp_path / "new" / "first.yaml")])
+    assert checked.exit_code == 0, checked.output
+    assert made("new/second.yaml").exit_code == 2  # its code is there
+    assert not (tmp_path / "new" / "second.yaml").exists()
+    assert made("other/first.yaml", "search").exit_code == 2  # it has one example
+    assert not (tmp_path / "other").exists()
 
 
 GSM8K = "Half of 4 is 4/2 = <<4/2=2>>2.\n#### 2"
