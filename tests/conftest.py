@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.golden import check_can_update
+
 # Each core has a worker of pytest, and more threads would wait for each other. This is read when torch is
 # imported; processes that tests start inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -67,6 +69,10 @@ def _drawn_as_before(request: pytest.FixtureRequest) -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds --update-golden, which rewrites the messages in tests/golden from the current ones."""
     parser.addoption("--update-golden", action="store_true", help="Rewrite tests/golden.")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    check_can_update(config)
 
 
 @pytest.fixture(scope="session")

@@ -7,12 +7,14 @@ import json
 import shutil
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from services.cli.preflight import read_checked
 from services.common.runspec.loader import SpecError
+from tests.helpers.golden import check_can_update
 from tests.helpers.specs import changed
 
 GONE = "(left out)"
@@ -576,3 +578,11 @@ def test_a_run_elsewhere_is_not_checked_against_this_machine(folder):
     document = {**RIGHT, "trainer": {**RIGHT["trainer"], "world_size": 64}}
     (folder / "spec.yaml").write_text(yaml.safe_dump(document))
     assert read_checked(folder / "spec.yaml", is_here=False).examined.spec.trainer.world_size == 64
+
+
+def test_several_processes_do_not_rewrite_the_messages():
+    options = {"--update-golden": True, "numprocesses": 2}
+    with pytest.raises(pytest.UsageError):
+        check_can_update(
+            SimpleNamespace(getoption=lambda name, default=None: options.get(name, default))
+        )
