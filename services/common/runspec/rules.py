@@ -255,7 +255,7 @@ def demonstrations(spec: RunSpec) -> Iterator[str]:
     if rollout.group_size != count:
         yield (
             f"rollout.group_size is {rollout.group_size}, but {learns}, and each prompt has {count}; remove "
-            "the key"
+            f"the key, or set it to {count}"
         )
     if count > 1 and any(data.answer_column_of(part) is None for part in data.sets.values()):
         yield f"data.answer_column is null, but {learns}; set it to the column with the preferred answers"
@@ -272,7 +272,7 @@ def demonstrations(spec: RunSpec) -> Iterator[str]:
     if rollout.rewards and data.heldout is None:
         yield (
             f"rollout.rewards is set, but {learns} without rewards, and there are no held-out prompts; "
-            "set data.heldout, or remove rollout.rewards"
+            "set data.heldout, or remove rollout.rewards or set it to []"
         )
     for name, part in data.train_sets.items():
         if part.source == "environment":
@@ -309,11 +309,19 @@ def _algorithm(algorithm: AlgorithmSpec, learns: str) -> Iterator[str]:
     for name in AlgorithmSpec.model_fields:
         value, default = getattr(algorithm, name), getattr(plain, name)
         if name not in common and value != default:
-            shown = repr(value) if isinstance(value, str | int | float) else "set"
+            is_plain = isinstance(value, str | int | float)
             yield (
-                f"algorithm.{name} is {shown}, but {learns} and samples no responses, so it would have no "
-                "effect; remove the key"
+                f"algorithm.{name} is {_plain(value) if is_plain else 'set'}, but {learns} and samples no "
+                "responses, so it would have no effect; remove the key"
+                # An override cannot remove it.
+                f"{f', or set it to {_plain(default)}' * is_plain}"
             )
+
+
+def _plain(value: object) -> str:
+    return (
+        str(value).lower() if isinstance(value, bool) else "null" if value is None else repr(value)
+    )
 
 
 def placement(spec: RunSpec) -> Iterator[str]:
