@@ -10,6 +10,7 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from services.common.errors import FailedPreconditionError
+from services.common.runspec.run import RunSpec
 from services.controller.rules.run_state import RunState
 from services.controller.run.train.checkpoints import (
     Checkpoint,
@@ -60,6 +61,16 @@ def check_usable(connection: sa.Connection, checkpoint: Checkpoint) -> None:
             "one; wait until that is saved, and choose it",
             run_id=checkpoint.run_id,
         )
+
+
+def check_start(connection: sa.Connection, spec: RunSpec) -> None:
+    """As :func:`check_usable` for ``trainer.checkpoint.start_from``; other folders are not checked."""
+    table = CHECKPOINTS.c
+    folder = spec.trainer.checkpoint.start_from
+    query = sa.select(CHECKPOINTS).where(table.path == folder, table.state == "READY")
+    row = connection.execute(query).mappings().first()
+    if row is not None:
+        check_usable(connection, Checkpoint(**row))
 
 
 class CheckpointArchive:

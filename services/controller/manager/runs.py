@@ -10,7 +10,7 @@ from services.common.runspec.run import RunSpec
 from services.common.security.confinement import CodePolicy
 from services.common.task_group import TaskGroup
 from services.controller.manager import quotas
-from services.controller.manager.archive import CheckpointArchive
+from services.controller.manager.archive import CheckpointArchive, check_start
 from services.controller.manager.audit import SampleReader
 from services.controller.manager.changes import columns_of, fork_of, new_run, patched_spec
 from services.controller.manager.drivers import Drivers
@@ -115,6 +115,7 @@ class RunManager:
             QuotaExceededError: If the project has too many queued runs.
             QuotaTooSmallError: If the run alone needs more than its project may use.
             SpecError: If this installation does not allow it.
+            NoCheckpointError: If its ``trainer.checkpoint.start_from`` is being replaced.
         """
         new = new_run(
             submission.spec,
@@ -123,7 +124,12 @@ class RunManager:
             labels=dict(submission.labels or {}),
             created_by=submission.actor,
         )
-        return await self._create(new, submission.request, role=role)
+        return await self._create(
+            new,
+            submission.request,
+            role=role,
+            also=lambda connection: check_start(connection, submission.spec),
+        )
 
     async def fork(
         self,

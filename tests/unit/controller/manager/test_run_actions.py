@@ -13,6 +13,7 @@ from services.controller.manager.spec_policy import SpecPolicy
 from services.controller.rules.ledger import Ledger
 from services.controller.rules.run_state import RunEvent
 from services.controller.store import ledgers as ledger_store
+from services.controller.store.records import Note
 from services.controller.store.rows import forget_events
 from services.controller.store.runs import RunStore
 from tests.helpers.rest import SPEC, client_of, named, open_manager, save
@@ -129,6 +130,22 @@ async def test_a_fork_continues_from_a_checkpoint_with_the_same_prompts(api, dat
     assert [step.step for step in steps] == [1, 2]
     # What the third step trained is to be trained again.
     assert [(group.sequence, group.row) for group in state.groups] == [(4, 6), (5, 7)]
+
+
+async def test_a_run_does_not_start_from_a_checkpoint_that_is_being_replaced(api, database):
+    run_id = await submitted(api)
+    path = "/checkpoints/step-00000001"
+    save(database, run_id, step=1, path=path)
+    trainer = {**SPEC["trainer"], "checkpoint": {"start_from": path}}
+    note = Note(
+        "CheckpointStarted", "saving the checkpoint of step 2", {"step": 2, "replaces": [1]}
+    )
+    RunStore(database).record(run_id, note)
+    body = {**named(next(NUMBERS)), "trainer": trainer}
+    refused = await api.post("/v1/runs", json=body)
+    assert (refused.status_code, refused.json()["code"]) == (409, "no_usable_checkpoint")
+    RunStore(database).record(run_id, Note("CheckpointFailed", "it was not saved", {"step": 2}))
+    assert (await api.post("/v1/runs", json=body)).status_code == 201
 
 
 async def test_overrides_of_a_fork_win_over_its_parent_under_any_name(api, database):
