@@ -110,7 +110,9 @@ class AsyncClient(AsyncOperations):
             return AsyncRun(self, await self.get_run(name_or_id))
         found = (await self.list_runs(name=name_or_id, page_size=1)).items
         if not found:
-            raise ApiError(f"there is no run with the name {name_or_id!r}", code="not_found")
+            raise ApiError(
+                f"there is no run with the name {name_or_id!r}", status=404, code="not_found"
+            )
         return AsyncRun(self, await self.get_run(found[0].id))
 
     async def runs(self, *, name: str = "", label: str = "") -> AsyncIterator["AsyncRun"]:

@@ -113,7 +113,9 @@ class Client(Operations):
             return Run(self, self.get_run(name_or_id))
         found = (self.list_runs(name=name_or_id, page_size=1)).items
         if not found:
-            raise ApiError(f"there is no run with the name {name_or_id!r}", code="not_found")
+            raise ApiError(
+                f"there is no run with the name {name_or_id!r}", status=404, code="not_found"
+            )
         return Run(self, self.get_run(found[0].id))
 
     def runs(self, *, name: str = "", label: str = "") -> Iterator["Run"]:

@@ -150,6 +150,15 @@ def test_a_run_that_failed_is_an_error_to_whoever_waits_for_it():
         client.run(RUN_ID).wait()
 
 
+def test_an_unknown_name_is_not_found():
+    def answer(request):
+        return httpx.Response(200, json={"items": [], "next_page_token": ""})
+
+    with client_of(answer) as client, pytest.raises(ApiError) as error:
+        client.run("gone")
+    assert (error.value.status, error.value.code) == (404, "not_found")
+
+
 def test_a_wait_beyond_its_timeout_raises():
     def answer(request):
         return httpx.Response(200, json=RUN | {"items": []})
