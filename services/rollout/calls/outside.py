@@ -66,7 +66,7 @@ class AddressPolicy:
             try:
                 found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
             except (OSError, UnicodeError) as error:
-                raise BusyError from error
+                raise BusyError(f"the host {host!r} does not resolve: {error}") from error
             addresses = [str(entry[4][0]) for entry in found]
         if host.lower() not in self.inner_hosts:
             for address in addresses:

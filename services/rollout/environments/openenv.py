@@ -120,6 +120,8 @@ class OpenEnv:
                     additional_headers=self._headers,
                     proxy=None,
                 )
+        except BusyError as error:  # no server answered, so it is not full
+            raise ConnectionError(str(error)) from error
         except TimeoutError as error:
             message = (
                 f"environment {self._name!r} did not start an episode within {self._timeout_s:g} s"
@@ -216,7 +218,7 @@ class OpenEnvSession:
                 raise CallError(
                     "invalid_value",
                     f"environment {self._name!r} returned the observation {seen!r:.200}, which has no "
-                    f"{self._observe!r}; set rollout.workflow_arguments.observe to one of its keys",
+                    f"{self._observe!r}; set rollout.workflow_arguments.arguments.observe to one of its keys",
                 )
             seen = seen[self._observe]
         reward = found.get("reward")

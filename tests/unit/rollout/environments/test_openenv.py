@@ -12,7 +12,7 @@ import uvicorn
 from services.rollout.calls.outside import AddressPolicy
 from services.rollout.environments.openenv import OpenEnv
 from services.rollout.environments.workflow import Environments
-from services.rollout.failures import CallError
+from services.rollout.failures import BusyError, CallError
 from tests.helpers.served_episode import Scripted, make_episode
 
 HERE = AddressPolicy({"127.0.0.1"})
@@ -141,3 +141,16 @@ async def test_a_server_that_is_not_there_is_a_failure_by_name() -> None:
     )
     with pytest.raises(CallError, match=r"'openenv\+http://127.0.0.1:1'"):
         await server.begin({}, seed=0)
+
+
+async def test_a_host_that_does_not_resolve_is_not_a_server_that_is_full() -> None:
+    class Nowhere(AddressPolicy):
+        async def resolve(self, host: str, port: int) -> str:
+            raise BusyError
+
+    server = OpenEnv(
+        "openenv+http://gone:1", reach=Nowhere(), action={}, observe=None, timeout_s=0.1, wait_s=600
+    )
+    with pytest.raises(CallError) as error:
+        await server.begin({}, seed=0)
+    assert error.value.kind == "exception"
