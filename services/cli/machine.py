@@ -290,7 +290,7 @@ def _too_many(spec: RunSpec, gpus: int) -> Iterator[str]:
     most_processes = max(_MIN_PROCESSES, _PROCESSES_A_CORE * cores)
     if total > most_processes:
         yield (
-            f"{key}: the run needs {total} GPUs, but this machine has no GPU, and its {cores} cores "
-            f"can run at most {most_processes} worker processes; lower trainer.world_size, "
+            f"{key}: the run starts {total} worker processes, but this machine has no GPU, and its {cores} "
+            f"cores can run at most {most_processes}; lower trainer.world_size, "
             "rollout.replicas or topology.gpus, or pass --elsewhere"
         )
