@@ -37,6 +37,8 @@ _TOLD = (
     "NothingLearned",
     "StepSkipped",
     "QuantizationEnded",
+    "TrackerFailed",
+    "TrackerRecovered",
     "Advice",
 )
 

@@ -1,6 +1,7 @@
 """Following a run to its end."""
 
 import asyncio
+from io import StringIO
 from types import SimpleNamespace
 
 from rich.console import Console
@@ -40,3 +41,14 @@ async def test_a_last_checkpoint_that_is_started_twice_does_not_hold_the_command
     async with asyncio.timeout(30):
         ended = await follow(Api(), RUN.id, state_directory=tmp_path, console=Console(quiet=True))
     assert ended["state"] == "SUCCEEDED"
+
+
+async def test_a_tracker_that_fails_is_shown_with_the_reason(tmp_path):
+    class Untracked(Api):
+        async def watch(self, run_id):
+            yield "TrackerFailed", {"message": "no key", "data": {}, "time": ENDED["start_time"]}
+            yield "end", ENDED
+
+    printed = StringIO()
+    await follow(Untracked(), RUN.id, state_directory=tmp_path, console=Console(file=printed))
+    assert "no key" in printed.getvalue()
