@@ -79,8 +79,8 @@ class WeightMembers:
         """
         self._hosts = {worker.worker_id: worker.host_id for worker in (trainer, *rollouts)}
         first = await self._connect(trainer.address)
-        described = await first.describe()
         self.sources = {trainer.worker_id: first}
+        described = (await self.call_all({trainer.worker_id: first.describe()}))[trainer.worker_id]
         for number, address in enumerate(described.source_addresses[1:], 1):
             self.sources[f"{trainer.worker_id}/{number}"] = await self._connect(address)
         self._tensors = described.tensors

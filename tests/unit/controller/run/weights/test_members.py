@@ -4,7 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from services.common.errors import DeadlineExceededError, FailedPreconditionError
+from services.common.errors import (
+    DeadlineExceededError,
+    FailedPreconditionError,
+    UnavailableError,
+)
 from services.common.runspec.run import WeightSyncSpec
 from services.controller.membership import Worker
 from services.controller.run.weights import members as members_module
@@ -111,6 +115,15 @@ async def test_a_peer_is_nearer_than_a_trainer_on_another_host():
     assert await members.admit(far[1:])
     assert members.peers(["rollout-2"]) == {"rollout-1": ["rollout-2"]}
     assert members.peers(["rollout-0"]) == {}
+
+
+async def test_a_trainer_that_is_not_reached_is_named(monkeypatch):
+    async def describe(self):
+        raise UnavailableError("failed to connect")
+
+    monkeypatch.setattr(Member, "describe", describe)
+    with pytest.raises(UnavailableError, match="trainer-0"):
+        await open_on("cpu", "cpu")
 
 
 async def test_a_handle_between_gpus_is_refused_with_the_fix():
