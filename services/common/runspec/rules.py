@@ -309,19 +309,21 @@ def _algorithm(algorithm: AlgorithmSpec, learns: str) -> Iterator[str]:
     for name in AlgorithmSpec.model_fields:
         value, default = getattr(algorithm, name), getattr(plain, name)
         if name not in common and value != default:
-            is_plain = isinstance(value, str | int | float)
+            shown, fix = "set", "remove the key"
+            if isinstance(value, str | int | float):
+                # An override cannot remove a key.
+                shown, fix = _yaml(value), f"remove the key, or set it to {_yaml(default)}"
             yield (
-                f"algorithm.{name} is {_plain(value) if is_plain else 'set'}, but {learns} and samples no "
-                "responses, so it would have no effect; remove the key"
-                # An override cannot remove it.
-                f"{f', or set it to {_plain(default)}' * is_plain}"
+                f"algorithm.{name} is {shown}, but {learns} and samples no responses, so it would have no "
+                f"effect; {fix}"
             )
 
 
-def _plain(value: object) -> str:
-    return (
-        str(value).lower() if isinstance(value, bool) else "null" if value is None else repr(value)
-    )
+def _yaml(value: object) -> str:
+    """Returns a plain value as a specification has it."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def placement(spec: RunSpec) -> Iterator[str]:
