@@ -124,7 +124,7 @@ def wanted_responses(folder: Path, spec: RunSpec, names: Sequence[str]) -> Regen
         raise FailedPreconditionError(
             "responses can be regenerated only if they did not depend on others: the run needs "
             "rollout.reproducible: batch_invariant and rollout.engine: torch, but has "
-            f"{spec.rollout.reproducible} and {spec.rollout.engine}"
+            f"{str(spec.rollout.reproducible).lower()} and {spec.rollout.engine}"
         )
     found = [each for name in names for each in _responses(folder, spec, name)]
     if spec.rollout.kv_policy == "keep" and any(len(each.runs) > 1 for each in found):

@@ -35,6 +35,7 @@ from services.controller.planning.inputs import (
     default_rates,
     measured_step_s,
     rates_of,
+    representative_steps,
     setting_of,
     with_overrides,
 )
@@ -126,8 +127,9 @@ def _measured(run: str, *, url: str | None) -> tuple[Rates, list[str]]:
     setting, steps = setting_of(spec), _steps(page)
     rates = rates_of(steps, _lengths(page), setting=setting)
     measured, predicted = measured_step_s(steps), predict(rates, setting).step_s
+    first, *_, last = (step["step"] for step in representative_steps(steps))
     return rates, [
-        f"measured in run {view.name} ({view.id}), steps {page.steps[0]} to {page.steps[-1]}, model "
+        f"measured in run {view.name} ({view.id}), steps {first:.0f} to {last:.0f}, model "
         f"{spec.model.path}",
         f"check: its steps took {measured:.2f} s, predicted {predicted:.2f} s "
         f"({100 * (predicted / measured - 1):+.0f} %)",
