@@ -1,5 +1,6 @@
 """Base class of all parts of a RunSpec, and lookup of the names that its values may have."""
 
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -77,6 +78,11 @@ def look_up(table: Mapping[str, _Entry], name: str, *, key: str) -> _Entry:
             + did_you_mean(name, tuple(table))
         )
     return table[name]
+
+
+def in_yaml(value: Any) -> str:
+    """Returns a value as a specification has it."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
 
 
 def did_you_mean(name: str, known: Sequence[str]) -> str:

@@ -5,7 +5,6 @@ that other keys name, can be checked too.
 """
 
 import inspect
-import json
 import re
 import unicodedata
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import Any, get_type_hints
 
 from pydantic import ConfigDict, ValidationError, create_model
 
-from services.common.runspec.base import did_you_mean
+from services.common.runspec.base import did_you_mean, in_yaml
 from services.common.runspec.data import FORMS
 from services.common.runspec.keys import did_you_mean_key, is_required
 from services.common.runspec.rules import problems as broken_rules
@@ -303,7 +302,7 @@ def _expected(errors: Sequence[Any], key: str) -> str:
 
 def _shown(value: Any) -> str:
     """Returns a value in YAML syntax, shortened to 80 characters."""
-    text = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
+    text = in_yaml(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from services.common.callables import is_reference
 from services.common.fields import FIELDS, TOKEN_REWARDS
 from services.common.runspec.algorithm import AlgorithmSpec
-from services.common.runspec.base import did_you_mean
+from services.common.runspec.base import did_you_mean, in_yaml
 from services.common.runspec.data import HeldoutSetSpec, set_name
 from services.common.runspec.engines import ENGINES, engine_kind
 from services.common.runspec.formulas import ADVANTAGES, LOSSES, Formula
@@ -312,18 +312,11 @@ def _algorithm(algorithm: AlgorithmSpec, learns: str) -> Iterator[str]:
             shown, fix = "set", "remove the key"
             if isinstance(value, str | int | float):
                 # An override cannot remove a key.
-                shown, fix = _yaml(value), f"remove the key, or set it to {_yaml(default)}"
+                shown, fix = in_yaml(value), f"remove the key, or set it to {in_yaml(default)}"
             yield (
                 f"algorithm.{name} is {shown}, but {learns} and samples no responses, so it would have no "
                 f"effect; {fix}"
             )
-
-
-def _yaml(value: object) -> str:
-    """Returns a plain value as a specification has it."""
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def placement(spec: RunSpec) -> Iterator[str]:
