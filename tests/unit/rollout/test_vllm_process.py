@@ -3,9 +3,8 @@
 import os
 import subprocess
 import sys
-from contextlib import suppress
+from multiprocessing.connection import wait
 
-import psutil
 import pytest
 
 from services.rollout.engines.vllm.process import EngineContext
@@ -28,13 +27,11 @@ def test_a_process_ends_with_the_killed_process_that_started_it(context: str) ->
     script = _PARENT.format(context=context)
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
-    child = psutil.Process(int(parent.stdout.readline()))
-    assert child.is_running()
+    child = os.pidfd_open(int(parent.stdout.readline()))
+    assert not wait([child], timeout=0)
     parent.kill()
     parent.wait()
-    with suppress(psutil.TimeoutExpired):  # nobody may collect the exit status of an orphan
-        child.wait(timeout=5)
-    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+    assert wait([child], timeout=30)
 
 
 def test_the_exit_status_of_the_engine_process_reaches_the_rollout() -> None:

@@ -20,7 +20,7 @@ class _EngineProcess(ForkServerProcess):
     _parent_pid: int
 
     def run(self) -> None:
-        threading.Thread(target=_die_with, args=(self._parent_pid,), daemon=True).start()
+        _die_with(self._parent_pid)
         # The arguments of this process have imported it if the engine has workers.
         if (executor := sys.modules.get(_EXECUTOR)) is not None:
             cast("Any", executor).get_mp_context = WorkerContext
@@ -37,7 +37,7 @@ class _WorkerProcess(ForkProcess):
     _parent_pid: int
 
     def run(self) -> None:
-        threading.Thread(target=_die_with, args=(self._parent_pid,), daemon=True).start()
+        _die_with(self._parent_pid)
         super().run()
 
 
@@ -51,7 +51,11 @@ class WorkerContext(ForkContext):
 
 
 def _die_with(pid: int) -> None:
-    """Waits until a process ends, and kills this one; Linux only."""
-    with suppress(ProcessLookupError):  # it has ended before
-        wait([os.pidfd_open(pid)])
-    os.kill(os.getpid(), signal.SIGKILL)
+    """Kills this process when another one ends; Linux only."""
+
+    def watch() -> None:
+        with suppress(ProcessLookupError):  # it has ended before
+            wait([os.pidfd_open(pid)])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
