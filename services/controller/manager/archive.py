@@ -65,8 +65,10 @@ def check_usable(connection: sa.Connection, checkpoint: Checkpoint) -> None:
 
 def check_start(connection: sa.Connection, spec: RunSpec) -> None:
     """As :func:`check_usable` for ``trainer.checkpoint.start_from``; other folders are not checked."""
-    table = CHECKPOINTS.c
     folder = spec.trainer.checkpoint.start_from
+    if folder is None:
+        return
+    table = CHECKPOINTS.c
     query = sa.select(CHECKPOINTS).where(table.path == folder, table.state == "READY")
     row = connection.execute(query).mappings().first()
     if row is not None:
