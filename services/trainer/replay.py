@@ -101,6 +101,10 @@ def replay(
     source = RecordedBatches(is_experiment=bool(plan["changes"]))
     loaded = build_rank(spec, settings, transfers=source, progress=lambda activity: None)
     rank, num_ranks = loaded.rank, settings.world_size
+    # As in the run, in which a colocated trainer compiles during its first sleep.
+    if spec.topology.is_colocated:
+        rank.sleep()
+        rank.wake()
     if files.rank_file(folder, loaded.step, settings.rank).exists():
         recorded = files.read_step(folder, loaded.step, num_ranks=num_ranks)
         yield _compared(loaded.step, rank, recorded, {}, settings)

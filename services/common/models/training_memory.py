@@ -91,15 +91,34 @@ def resident_memory(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) 
     """
     if not spec.colocated_rollouts:
         return "nothing"
-    size = spec.engine_gpus
-    # If there are fewer KV heads than GPUs, each GPU of an engine has a copy of them.
-    engine = _rollout_weights(spec, shapes_of(config)) + kv_bytes(spec, config) + ENGINE
-    engines = spec.colocated_rollouts * size / spec.trainer.world_size
     for stays in ("all", "state"):
         kept = _kept(stays, spec, config, gpu_bytes=gpu_bytes)
-        if kept + engines * engine <= _LARGEST_SHARE * gpu_bytes:
+        if _fits_beside_engines(kept, spec, config, gpu_bytes=gpu_bytes):
             return stays
     return "nothing"
+
+
+def compiles_asleep(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -> bool:
+    """Returns True if a colocated trainer has memory to compile its layers while engines start.
+
+    It then runs the first few of them on one micro-batch, with weights that stay on the GPU.
+    """
+    if resident_memory(spec, config, gpu_bytes=gpu_bytes) == "nothing":
+        return False
+    parts = dict(trainer_memory(spec, config, gpu_bytes=gpu_bytes).parts)
+    parts.pop(SLEEPING, None)
+    parts["activations"] *= min(1.0, _COMPILED_LAYERS / config.get_text_config().num_hidden_layers)
+    kept = SPARE * sum(parts.values())
+    return _fits_beside_engines(kept, spec, config, gpu_bytes=gpu_bytes)
+
+
+def _fits_beside_engines(
+    kept: float, spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int
+) -> bool:
+    # If there are fewer KV heads than GPUs, each GPU of an engine has a copy of them.
+    engine = _rollout_weights(spec, shapes_of(config)) + kv_bytes(spec, config) + ENGINE
+    engines = spec.colocated_rollouts * spec.engine_gpus / spec.trainer.world_size
+    return kept + engines * engine <= _LARGEST_SHARE * gpu_bytes
 
 
 def sleeping_memory(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -> float:
@@ -148,6 +167,8 @@ ROOM: Final = 256 << 20
 _HIDDENS, _QUERIES, _KEY_VALUES, _FEED_FORWARD = 4, 2, 2, 3
 # The same for ``selective``, whose feed-forward part keeps gate and up.
 _SELECTED_HIDDENS, _SELECTED_FEED_FORWARD = 3, 2
+# Two layers of each of two kinds; see ``trainer/engines/fsdp/compiling.py``.
+_COMPILED_LAYERS: Final = 4
 # Layers whose activations are on the GPU if they are offloaded: one that computes, one in transfer.
 _LAYERS_HERE: Final = 2
 # Without torch.compile the norms also keep their float32 input, and the activation its input.

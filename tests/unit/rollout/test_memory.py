@@ -7,6 +7,7 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
 
 from services.common.models.training_memory import (
     ROOM,
+    compiles_asleep,
     required_kv_tokens,
     resident_memory,
     state_memory,
@@ -240,6 +241,8 @@ def test_state_that_fits_with_a_colocated_engine_stays() -> None:
     kept = [other_workers_bytes(["trainer"], turns, config, gpu_bytes=total) for total in totals]
     peak = trainer_memory(spec_of(), config, gpu_bytes=600 * GB).used
     assert kept[1:] == [pytest.approx(kept[0] + 1.05 * state), pytest.approx(1.05 * (peak + ROOM))]
+    compiles = [compiles_asleep(turns, config, gpu_bytes=total) for total in totals]
+    assert compiles == [False, True, True]
     plans = [plan_of(turns, config, gpu_bytes=total, roles=["trainer"]) for total in totals]
     assert [plan.stays_awake for plan in plans] == [False, False, True]
     assert {plan.kv_tokens for plan in plans} == {required_kv_tokens(turns, config)}

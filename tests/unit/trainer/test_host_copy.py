@@ -1,5 +1,6 @@
 """A sleeping trainer keeps its state in host memory: it can be saved, not used, and is restored exactly."""
 
+from threading import Event
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from services.common.errors import FailedPreconditionError
 from services.common.models.training_memory import Stays
+from services.trainer.engines.fsdp import engine
 from services.trainer.engines.fsdp.host_copy import OffloadedState
 from services.trainer.model.policy import Policy
 from services.trainer.ranks.command_group import CommandGroup
@@ -87,3 +89,34 @@ async def test_a_trainer_that_sleeps_neither_trains_nor_sends(stays: Stays) -> N
         await leader.train_step(1, QUEUE.meta)
     await leader.wake()
     assert not (await leader.train_step(1, QUEUE.meta)).skipped
+
+
+@pytest.mark.parametrize("error", [None, torch.OutOfMemoryError("full"), ValueError("defect")])
+def test_a_trainer_compiles_during_its_first_sleep(
+    error: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank, begun, may_end = _trained(policy_of(SPEC)), Event(), Event()
+    compiled: list[object] = []
+
+    def compile_layers(module: Policy, *_: object, **__: object) -> None:
+        begun.set()
+        assert may_end.wait(10)
+        compiled.append(module)
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(engine, "compile_first_layers", compile_layers)
+    sleeper: Any = rank.runner.engine
+    sleeper._compiles_asleep = True
+    sleeper.sleep()
+    sleeper.sleep()
+    assert begun.wait(10)
+    may_end.set()
+    if isinstance(error, ValueError):
+        with pytest.raises(ValueError, match="defect"):
+            sleeper.wake()
+        return
+    for _ in range(2):
+        sleeper.wake()
+        assert compiled == [sleeper.module]
+        sleeper.sleep()

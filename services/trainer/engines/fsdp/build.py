@@ -24,7 +24,13 @@ from services.common.models.loading import (
     stored_tensors,
 )
 from services.common.models.tokenizer import load_tokenizer
-from services.common.models.training_memory import Stays, fitted, resident_memory, trainer_memory
+from services.common.models.training_memory import (
+    Stays,
+    compiles_asleep,
+    fitted,
+    resident_memory,
+    trainer_memory,
+)
 from services.common.runspec.run import RunSpec
 from services.common.runspec.trainer import TrainerSpec
 from services.trainer.engines.base import EngineArgs, ModelRole, Progress, TrainEngine
@@ -66,7 +72,7 @@ def build(args: EngineArgs) -> dict[ModelRole, TrainEngine]:
     spec = fitted_to_gpu(args.spec, settings, device=topology.device)
     oom_limits = load_oom_limits(settings, spec.trainer, ranks=topology.data)
     loader = Loader(spec, settings, topology, args.progress)
-    stays = loader.resident_memory()
+    stays, may_compile = loader.memory_asleep()
     engines: dict[ModelRole, FsdpEngine] = {}
     for role in args.roles:
         module: Policy | Critic
@@ -78,7 +84,12 @@ def build(args: EngineArgs) -> dict[ModelRole, TrainEngine]:
             teacher = Loader(spec.of_reference, settings, topology, args.progress)
             module = teacher.load(_reference(spec))
         engines[role] = FsdpEngine(
-            module, spec=spec, topology=topology, oom_limits=oom_limits, stays=stays
+            module,
+            spec=spec,
+            topology=topology,
+            oom_limits=oom_limits,
+            stays=stays,
+            compiles_asleep=may_compile,
         )
     if "policy" in engines:
         teach(engines["policy"].module, engines.get("reference"), spec)
@@ -177,8 +188,7 @@ class Loader:
             ValueError: If the model does not load or cannot be sharded.
         """
         module = self._loaded(make)
-        # A rollout that takes turns on these GPUs starts only when this process sleeps: compiling ahead, also
-        # what no step may need, would delay it.
+        # A rollout that takes turns on these GPUs starts only when this process sleeps.
         if self._spec.trainer.compile and not self._spec.topology.is_colocated:
             self._source["progress"]("compiling layers for all sizes of a micro-batch")
             compile_ahead(module, self._spec.trainer, device=self._topology.device)
@@ -210,14 +220,15 @@ class Loader:
         materialize(module, device=device)
         return module
 
-    def resident_memory(self) -> Stays:
-        """Returns what stays on a GPU that is time-shared with others."""
-        device = self._topology.device
+    def memory_asleep(self) -> tuple[Stays, bool]:
+        """Returns what stays on a GPU that is time-shared with others, and whether to compile meanwhile."""
+        device, spec = self._topology.device, self._spec
         if device.type == "cpu":
-            return "nothing"
+            return "nothing", False
         gpu_bytes = torch.cuda.get_device_properties(device).total_memory
-        config = load_config(self._spec.model, self._tokenizer)
-        return resident_memory(self._spec, config, gpu_bytes=gpu_bytes)
+        config = load_config(spec.model, self._tokenizer)
+        compiles = spec.trainer.compile and compiles_asleep(spec, config, gpu_bytes=gpu_bytes)
+        return resident_memory(spec, config, gpu_bytes=gpu_bytes), compiles
 
     def _on_meta(self, make: Callable[[PreTrainedModel], _Module]) -> _Module:
         config = load_config(self._spec.model, self._tokenizer)

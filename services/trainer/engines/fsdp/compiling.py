@@ -2,12 +2,14 @@
 
 Layers are compiled for any number of tokens, but code with and without gradients, and with and without
 shared prompts, differs, and the compiler may select other kernels for few tokens than for many. The first
-step of each kind would wait for a compilation. So each kind is run here, while the engines start. If rollouts
-take turns with the trainer on the same GPUs, no engine could start meanwhile: each kind is compiled when it
-first occurs.
+step of each kind would wait for a compilation. So each kind is run here, while the engines start.
 
 Layers share their compiled code. The first pack therefore runs the whole model, and the others only its first
 layers: the rest would compile nothing and take most of the time.
+
+If rollouts take turns with the trainer on the same GPUs, their engines start while the trainer sleeps. If
+there is memory for it, the trainer then compiles its first layers for one pack; all else is compiled when it
+first occurs.
 """
 
 from collections import Counter
@@ -18,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from services.common.runspec.run import RunSpec
 from services.common.runspec.trainer import TrainerSpec
 from services.trainer.batch.packing import PackedTokens, pack
 from services.trainer.engines.fsdp.parallel import begin_micro_batch, free_gathered
@@ -35,19 +38,49 @@ def compile_ahead(module: Policy | Critic, spec: TrainerSpec, *, device: torch.d
     Args:
         module: Policy or critic, sharded or not; its parameters do not change.
     """
-    is_trained = any(parameter.requires_grad for parameter in module.parameters())
     for number, packed in enumerate(_packs(spec, device)):
         # FSDP finds its layers in its first forward pass.
         with _first_layers(module) if number else nullcontext():
-            with torch.no_grad():
-                module(packed)
-            free_gathered(module)
-            if is_trained:
-                begin_micro_batch(module, is_last=True, spec=spec)
-                scores = module(packed)
-                # The gradients of squares have the same layout as those of a loss.
-                torch.stack([part.square().sum() for part in parts_of(scores)]).sum().backward()
-                module.zero_grad(set_to_none=True)
+            _score(module, packed)
+            _train(module, packed, spec)
+
+
+def compile_first_layers(module: Policy | Critic, spec: RunSpec, *, device: torch.device) -> None:
+    """Compiles a policy or critic for full micro-batches, in little memory. All ranks must call it.
+
+    Args:
+        module: Policy or critic, sharded or not; its parameters do not change.
+    """
+    trainer, shares_prefixes = spec.trainer, spec.shares_prefixes
+    # FSDP finds its layers in its first forward pass.
+    with torch.compiler.set_stance("force_eager"):
+        _score(module, _pack(_LEAST_TOKENS, device, shares_prefixes=shares_prefixes))
+    tokens = trainer.tokens_per_micro_batch * trainer.context_parallel
+    packed = _pack(tokens, device, shares_prefixes=shares_prefixes)
+    with _first_layers(module):
+        _train(module, packed, trainer)
+        if spec.needs_proximal or not _is_trained(module):
+            _score(module, packed)
+
+
+def _score(module: Policy | Critic, packed: PackedTokens) -> None:
+    with torch.no_grad():
+        module(packed)
+    free_gathered(module)
+
+
+def _train(module: Policy | Critic, packed: PackedTokens, spec: TrainerSpec) -> None:
+    if not _is_trained(module):
+        return
+    begin_micro_batch(module, is_last=True, spec=spec)
+    scores = module(packed)
+    # The gradients of squares have the same layout as those of a loss.
+    torch.stack([part.square().sum() for part in parts_of(scores)]).sum().backward()
+    module.zero_grad(set_to_none=True)
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
 
 
 @contextmanager

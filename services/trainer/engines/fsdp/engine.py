@@ -8,6 +8,7 @@ import gc
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,13 +37,18 @@ from services.trainer.engines.base import (
 )
 from services.trainer.engines.fsdp import optim
 from services.trainer.engines.fsdp.checkpoint import ModelCheckpoint
-from services.trainer.engines.fsdp.compiling import parts_of
+from services.trainer.engines.fsdp.compiling import compile_first_layers, parts_of
 from services.trainer.engines.fsdp.host_copy import OffloadedState
 from services.trainer.engines.fsdp.oom import OomLimits, OomRetry, catch_oom, unrecorded_limits
 from services.trainer.engines.fsdp.parallel import RankTopology, begin_micro_batch, free_gathered
 from services.trainer.engines.fsdp.weights import WeightExport
 from services.trainer.model.flops import active_weights
 from services.trainer.model.policy import Critic, Policy, trainable
+
+logger = logging.getLogger(__name__)
+
+# Engines of a process compile one after the other: their ranks run collectives in the same order.
+_COMPILER = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compile")
 
 
 class FsdpEngine:
@@ -52,6 +58,7 @@ class FsdpEngine:
         module: The policy or critic, distributed over the processes. A frozen one only scores.
         oom_limits: Micro-batch sizes that are known to exceed memory; shared by the engines of a process.
         stays: State that has room on the device while other processes use it.
+        compiles_asleep: True to compile layers during the first sleep, in which the state stays there.
     """
 
     def __init__(
@@ -62,6 +69,7 @@ class FsdpEngine:
         topology: RankTopology,
         oom_limits: OomLimits | None = None,
         stays: Stays = "nothing",
+        compiles_asleep: bool = False,
     ) -> None:
         self.module = module
         self.ranks = topology.data
@@ -72,6 +80,8 @@ class FsdpEngine:
         self._fitting = OomRetry(module, spec, device=self.device, oom_limits=self.oom_limits)
         self._parameters = trainable(module)
         self._has_gradients = False
+        self._compiles_asleep = compiles_asleep
+        self._compiled: Future[None] | None = None
         self._balancer = self._export = None
         optimizers = []
         if self._parameters:
@@ -210,12 +220,24 @@ class FsdpEngine:
         self._checkpoint.load(folder, num_updates=num_updates)
 
     def sleep(self) -> None:
-        """Moves the state that does not stay to host memory."""
+        """Moves the state that does not stay to host memory; the first time, begins to compile layers."""
         self._state.offload()
+        if self._compiles_asleep and self._compiled is None:
+            self._compiled = _COMPILER.submit(self._compile)
 
     def wake(self) -> None:
         """Moves the state back to the device."""
+        if self._compiled is not None:
+            self._compiled.result()
         self._state.reload()
+
+    def _compile(self) -> None:
+        try:
+            compile_first_layers(self.module, self._spec, device=self.device)
+        except torch.OutOfMemoryError as error:
+            # The engines took more than planned; the first step compiles.
+            logger.warning("not compiled ahead", extra={"error": str(error)})
+        self._state.release()
 
     def _exported(self) -> WeightExport:
         assert self._export is not None, "only the policy's weights are published"
@@ -276,9 +298,6 @@ class Balancer:
         if self._spec.kind == "bias" and moved:
             self._routing.move_biases(counts, self._spec.bias_rate)
         return counts
-
-
-logger = logging.getLogger(__name__)
 
 
 @torch.no_grad()

@@ -51,16 +51,20 @@ class OffloadedState:
         if self.is_offloaded:
             return
         self._is_away = True
+        self.release()
+        if self._stays == "nothing":
+            self._move()
+            self._empty_cache()
+
+    def release(self) -> None:
+        """Releases the device's memory that holds no state, unless all of it stays."""
+        self._synchronize()
         if self._stays == "all":
-            self._synchronize()
             return
         for module in self._modules:
             free_gathered(module)
         self._synchronize()  # also with FSDP's streams, on which layers are gathered
-        if self._stays == "nothing":
-            self._move()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        self._empty_cache()
 
     def _move(self) -> None:
         found = {_key(tensor): tensor.untyped_storage() for tensor in self._tensors()}
@@ -115,6 +119,10 @@ class OffloadedState:
             is_pinned = self._device.type == "cuda"
             self._buffers[number] = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
         return self._buffers[number]
+
+    def _empty_cache(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
