@@ -98,7 +98,7 @@ def start(arguments: AsyncEngineArgs, *, reports_experts: bool) -> AsyncLLM:
         # vLLM would spawn its engine's process, which imports for tens of seconds. The fork server
         # of `begin_imports` has done that and has not initialized the GPU driver.
         utils.get_mp_context = EngineContext
-        if arguments.distributed_executor_backend is None and not arguments.enable_sleep_mode:
+        if arguments.distributed_executor_backend is None:
             _separate_worker(config)
     try:
         return AsyncLLM(
@@ -117,7 +117,7 @@ def _separate_worker(config: VllmConfig) -> None:
     """Lets an engine on one GPU run its model in another process than its scheduler, as on several GPUs.
 
     In one process, a step waits for the Python code of both, which takes longer than the GPU. Measured in
-    docs/one-gpu.md; engines that sleep have been measured in one process only.
+    docs/one-gpu.md.
     """
     has_one = config.parallel_config.distributed_executor_backend == "uni"
     # Both wait for each other in busy loops.
