@@ -10,6 +10,7 @@ A sequence that shares a prefix with others computes the prefix again and return
 state has to be forked, and gradients of the prefix add up. Other layers compute shared tokens once.
 """
 
+import logging
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -23,6 +24,8 @@ from services.common.models.families import recurrent_module
 from services.trainer.batch.attention import copied_rows
 from services.trainer.batch.context import ContextRanks, all_to_all
 from services.trainer.batch.layout import AttentionLayout, Sequences
+
+logger = logging.getLogger(__name__)
 
 _CHUNK = 64
 """Tokens of a chunk of the gated delta rule, unless sequences are shorter."""
@@ -124,10 +127,15 @@ def _mixer_preparation(config: Any) -> _Prepare:
 
 @cache
 def delta_rule() -> Callable[..., tuple[Tensor, Any]] | None:
-    """Returns the chunked gated delta rule for packs; None if its package is not installed."""
+    """Returns the chunked gated delta rule for packs; None if its package cannot be imported."""
     try:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-    except ImportError:
+    except ImportError as error:
+        logger.warning(
+            "torch computes gated delta nets, several times as slowly as flash-linear-attention; install "
+            "slipstream[linear-attention]",
+            extra={"error": str(error)},
+        )
         return None
     rule: Callable[..., tuple[Tensor, Any]] = chunk_gated_delta_rule
     return rule

@@ -2,6 +2,7 @@
 
 import math
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -195,3 +196,17 @@ def _own(model: Any, prompt: Tensor, response: Tensor) -> Tensor:
 def _gradient(total: Tensor, weights: list[Tensor]) -> Tensor:
     found = torch.autograd.grad(total, weights, materialize_grads=True)
     return torch.cat([each.flatten() for each in found])
+
+
+def test_kernels_that_cannot_be_imported_are_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "fla", None)
+    recurrence.delta_rule.cache_clear()
+    try:
+        assert recurrence.delta_rule() is None
+    finally:
+        recurrence.delta_rule.cache_clear()
+    (record,) = caplog.records
+    assert "slipstream[linear-attention]" in record.message
+    assert "fla" in getattr(record, "error", "")
