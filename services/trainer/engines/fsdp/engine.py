@@ -235,6 +235,8 @@ class FsdpEngine:
         try:
             compile_first_layers(self.module, self._spec, device=self.device)
         except torch.OutOfMemoryError as error:
+            if self._spec.trainer.world_size > 1:
+                raise  # other ranks wait for this one
             # The engines took more than planned; the first step compiles.
             logger.warning("not compiled ahead", extra={"error": str(error)})
         self._state.release()
