@@ -103,13 +103,21 @@ def compiles_asleep(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) 
 
     It then runs the first few of them on one micro-batch, with weights that stay on the GPU.
     """
-    if resident_memory(spec, config, gpu_bytes=gpu_bytes) == "nothing":
+    stays = resident_memory(spec, config, gpu_bytes=gpu_bytes)
+    if stays == "nothing":
         return False
     parts = dict(trainer_memory(spec, config, gpu_bytes=gpu_bytes).parts)
     parts.pop(SLEEPING, None)
-    parts["activations"] *= min(1.0, _COMPILED_LAYERS / config.get_text_config().num_hidden_layers)
+    share = min(1.0, _COMPILED_LAYERS / config.get_text_config().num_hidden_layers)
+    parts["activations"] *= share
+    gradients = parts["gradients"]
+    parts["gradients"] = min(gradients, share * gradients + _FLOAT32 * _outside(config))
     kept = SPARE * sum(parts.values())
-    return _fits_beside_engines(kept, spec, config, gpu_bytes=gpu_bytes)
+    if not _fits_beside_engines(kept, spec, config, gpu_bytes=gpu_bytes):
+        return False
+    # vLLM fails if less memory is free after it fell asleep, which may be before the trainer has compiled.
+    released = _rollout_weights(spec, shapes_of(config)) + kv_bytes(spec, config) / spec.engine_gpus
+    return stays == "all" or kept - _kept("state", spec, config, gpu_bytes=gpu_bytes) <= released
 
 
 def _fits_beside_engines(
@@ -412,10 +420,15 @@ def _gathered(
     if _keeps_gathered(trainer) and not trainer.offloads_weights:
         return item * trained / trainer.tensor_parallel
     weights = trained + frozen
-    shape: Any = config.get_text_config()
-    outside = shape.vocab_size * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
-    layer = (weights - outside) / shape.num_hidden_layers
+    outside = _outside(config)
+    layer = (weights - outside) / config.get_text_config().num_hidden_layers
     return float(item * (outside + 2 * layer / trainer.tensor_parallel))
+
+
+def _outside(config: PretrainedConfig) -> int:
+    """Returns the number of weights outside the layers: embeddings and head."""
+    shape: Any = config.get_text_config()
+    return int(shape.vocab_size * shape.hidden_size * (1 if shape.tie_word_embeddings else 2))
 
 
 def _max_micro_batch_tokens(spec: RunSpec) -> int:

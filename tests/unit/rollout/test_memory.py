@@ -242,7 +242,11 @@ def test_state_that_fits_with_a_colocated_engine_stays() -> None:
     peak = trainer_memory(spec_of(), config, gpu_bytes=600 * GB).used
     assert kept[1:] == [pytest.approx(kept[0] + 1.05 * state), pytest.approx(1.05 * (peak + ROOM))]
     compiles = [compiles_asleep(turns, config, gpu_bytes=total) for total in totals]
-    assert compiles == [False, True, True]
+    # A trainer whose state stays compiles only in less memory than an engine releases.
+    assert compiles == [False, False, True]
+    larger = in_turns(engine_arguments={"kv_cache_memory_bytes": 60 * GB})
+    assert resident_memory(larger, config, gpu_bytes=300 * GB) == "state"
+    assert compiles_asleep(larger, config, gpu_bytes=300 * GB)
     plans = [plan_of(turns, config, gpu_bytes=total, roles=["trainer"]) for total in totals]
     assert [plan.stays_awake for plan in plans] == [False, False, True]
     assert {plan.kv_tokens for plan in plans} == {required_kv_tokens(turns, config)}
