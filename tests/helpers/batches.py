@@ -37,7 +37,7 @@ SYMBOLS = "chars:0123456789+-=abcde"
 def prompt_spans(
     prompts: Sequence[Sequence[int]], inputs: Sequence[ModelInputs]
 ) -> tuple[tuple[InputSpan, ...], ...]:
-    """Returns the inputs of sequences whose prompts alone have some."""
+    """Returns the input spans of sequences in which only prompts have inputs."""
     return tuple(
         (InputSpan(0, len(prompt), given),) if given.digest else ()
         for prompt, given in zip(prompts, inputs, strict=True)
@@ -71,7 +71,7 @@ def spec_of(
 
 
 def spec_for(*, model: str = "tiny:qwen2-0.4m", algorithm: Any = None, **trainer: Any) -> RunSpec:
-    """Returns a run whose gradients are not clipped; keywords are keys of the trainer."""
+    """Returns a specification without gradient clipping; keywords are keys of ``trainer``."""
     optimizer = {"max_grad_norm": 1e9}
     return spec_of(
         model={"path": model},
@@ -86,14 +86,14 @@ _MODEL_KEYS = {*ModelSpec.model_fields}
 
 @lru_cache(8)
 def _model_of(model_json: str, seed: int) -> PreTrainedModel:
-    """A random model; a copy of it takes a third of the time of another one."""
+    """Returns a cached random model; copying it takes a third of the time of building one."""
     model = ModelSpec.model_validate_json(model_json)
     config = load_config(model, load_tokenizer(model))
     return build_model(config, dtype=torch.float32, device=CPU, seed=seed)
 
 
 def policy_of(spec: RunSpec, *, seed: int = 0, scale: float = 3.0) -> Policy:
-    """A random policy; a larger ``scale`` moves it further from uniform."""
+    """Returns a random policy; a larger ``scale`` moves it further from uniform."""
     model = deepcopy(_model_of(spec.model.model_dump_json(include=_MODEL_KEYS), seed))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -107,7 +107,7 @@ def policy_of(spec: RunSpec, *, seed: int = 0, scale: float = 3.0) -> Policy:
 
 
 class Queue:
-    """Samples in memory, with the meta that describes them."""
+    """Fake transferqueue: samples in memory with the metadata that describes them."""
 
     def __init__(self, meta: KVBatchMeta, fields: Mapping[str, Jagged]) -> None:
         self.meta = meta
@@ -149,7 +149,7 @@ def queue_of(fields: Mapping[str, Jagged], tags: Mapping[str, Any]) -> Queue:
 def random_queue(
     policy: Policy, *, num_groups: int = 4, group_size: int = 4, seed: int = 0, version: int = 0
 ) -> Queue:
-    """Returns random tokens with ``policy``'s logprobs, and random rewards."""
+    """Returns a queue of random tokens with ``policy``'s logprobs and random rewards."""
     generator = torch.Generator().manual_seed(seed)
 
     def lengths(low: int, high: int, count: int) -> list[int]:

@@ -24,7 +24,7 @@ QUEUE_BYTES = "SLIPSTREAM_TRANSFERQUEUE_CAPACITY_BYTES"
 
 @dataclass(frozen=True)
 class Finished:
-    """A command that has ended."""
+    """Result of a command that has ended."""
 
     code: int
     out: str

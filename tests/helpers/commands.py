@@ -56,7 +56,7 @@ def _commands(line: str, programs: set[str], *, is_whole: bool) -> Iterator[Comm
     lexer.whitespace_split = True
     try:
         words = list(lexer)
-    except ValueError:  # a quotation that goes over several lines, or prose
+    except ValueError:  # a quotation that spans several lines, or prose
         return
     command: list[str] = []
     for word in [*words, ";"]:

@@ -1,4 +1,4 @@
-"""Engines that serve tiny models with images, and what the trainer computes for their responses."""
+"""Engines that serve tiny models with images, and the trainer's logprobs of their responses."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -30,7 +30,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
 async def serving(
     engine_name: str, config: Any, dtype: torch.dtype = torch.float32, *, in_place: bool = False
 ) -> AsyncIterator[Engine]:
-    """Yields an engine on a CPU for models that see images."""
+    """Yields a running engine on a CPU for a model that takes images."""
     order = EngineConfig(
         config=config,
         dtype=dtype,
@@ -47,7 +47,7 @@ async def serving(
 
 
 def model_of(config: Any, seed: int, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Returns a model with weights of a seed; in float32, no tensor of it is constant."""
+    """Returns a model with random weights from a seed; in float32, no tensor is constant."""
     model = build_model(deepcopy(config), dtype=dtype, device="cpu", seed=seed)
     if dtype != torch.float32:
         return model
@@ -76,7 +76,7 @@ def request(name: str, context: Sequence[int], given: ModelInputs, **changes: An
 def expected(
     model: PreTrainedModel, prompt: Sequence[int], response: Sequence[int], given: ModelInputs
 ) -> Tensor:
-    """Returns the trainer's logprobs."""
+    """Returns the trainer's logprobs of a response."""
     packed = pack(
         Jagged.from_list([torch.tensor(prompt)]),
         Jagged.from_list([torch.tensor(response)]),
@@ -87,5 +87,5 @@ def expected(
 
 
 def far(got: Sequence[float], wanted: Tensor) -> float:
-    """Returns the mean difference of logprobs."""
+    """Returns the mean absolute difference of logprobs."""
     return float((torch.tensor(got) - wanted).abs().mean())

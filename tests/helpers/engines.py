@@ -74,14 +74,14 @@ def reference_logprobs(
 
 
 async def until(condition: Callable[[], bool], *, poll_s: float = 0.001) -> None:
-    """Lets other tasks run until a condition is true. Raises TimeoutError after a minute.
+    """Yields to other tasks until a condition is true. Raises TimeoutError after a minute.
 
     Args:
-        poll_s: Seconds between looks; 0 looks after each turn of the event loop, for an engine that makes
-            its tokens within a millisecond.
+        poll_s: Seconds between checks; 0 checks in each iteration of the event loop, for an engine that
+            samples all its tokens within a millisecond.
     """
     async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110 -- steps of an engine announce nothing
+        while not condition():  # noqa: ASYNC110 -- an engine's steps set no event
             await asyncio.sleep(poll_s)
 
 
@@ -99,7 +99,7 @@ def make_engine(seed: int = 0, **changes: object) -> TorchEngine:
 
 
 def made(engine: Engine, num_tokens: int) -> Callable[[], bool]:
-    """Returns a condition: that many tokens were sampled since now."""
+    """Returns a condition that is true once the engine has sampled ``num_tokens`` more tokens."""
     before = engine.stats().tokens_total
     return lambda: engine.stats().tokens_total >= before + num_tokens
 

@@ -84,7 +84,7 @@ def branched_episodes(
 def gradients_by_hand(
     policy: Policy, queue: Queue, episodes: Sequence[Sequence[Conversation]]
 ) -> dict[str, Tensor]:
-    """Returns gradients of GRPO with PPO's clip and the token mean, by plain forward passes.
+    """Returns gradients of GRPO with PPO's clip and the token mean, computed by plain forward passes.
 
     Each conversation has its own forward pass.
     """
@@ -105,7 +105,7 @@ def gradients_by_hand(
                     ratio = (own - torch.tensor(turn.logprobs)).exp()
                     clipped = ratio.clamp(0.8, 1.28)
                     loss = -torch.minimum(ratio * advantage, clipped * advantage)
-                    # The dual clip, for tokens of a bad episode that became much more likely.
+                    # Dual clip: bounds the loss of tokens of a bad episode that became much more likely.
                     losses.append(loss.clamp(max=-3.0 * advantage) if advantage < 0 else loss)
                 place += len(turn.token_ids)
             seen |= set(map(id, conversation))

@@ -63,7 +63,7 @@ class Subject:
 
 
 def groups(count: int, *, tokens: int, vocabulary: int, context: int) -> list[GenerationRequest]:
-    """Returns requests in groups with one context, of random lengths."""
+    """Returns requests in groups that share a context; contexts and responses have random lengths."""
     generator = torch.Generator().manual_seed(1)
     found = []
     for group in range(count // _GROUP):
@@ -85,7 +85,7 @@ def groups(count: int, *, tokens: int, vocabulary: int, context: int) -> list[Ge
 def decoded(
     batch: DecodeBatch, given: list[GenerationRequest], *, running: int
 ) -> dict[str, GenerationResult]:
-    """Decodes requests that join in threes, and leave when they are complete."""
+    """Decodes requests; admits up to three per step while fewer than ``running`` are in the batch."""
     waiting, results = list(given), {}
     while waiting or len(batch):
         if waiting and len(batch) < running:
@@ -103,7 +103,7 @@ def logprobs(given: list[GenerationRequest], results: dict[str, GenerationResult
 def trained(
     subject: Subject, packed: PackedTokens, engine: InvariantEngine | None
 ) -> tuple[tuple[Tensor, Tensor], dict[str, Tensor | None]]:
-    """Returns logprobs and entropy of a policy, and its gradients of a loss of both."""
+    """Returns a policy's logprobs and entropy, and the gradients of a loss of both."""
     policy = subject.policy(engine)
     found, entropy = policy(packed)
     (found.square().mean() + 0.1 * entropy.mean()).backward()

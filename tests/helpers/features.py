@@ -17,7 +17,7 @@ HIDDEN = 32
 
 
 class FeatureModel(Qwen2Model):
-    """Replaces the embeddings of placeholders by feature vectors, in the order of the input.
+    """Qwen2 that replaces the embeddings of placeholders with feature vectors, in the order of the input.
 
     The vectors are ``features``, ``[n, H]``, plus the means of the rows of ``pixels`` if given.
     """

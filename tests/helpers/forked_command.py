@@ -1,7 +1,7 @@
-"""Runs commands as forks of a process with their imports done, because imports are most of a short command.
+"""Runs commands as forks of a process that has done their imports, which take most of a short command's time.
 
-A fork is a separate process with its own arguments, environment, folder and outputs. ``python -m
-tests.helpers.forked_command`` is what runs in it: ``services.cli.main``, as ``python -m`` runs that.
+A fork is a separate process with its own arguments, environment, folder and outputs. It runs this module as
+``__main__``, which runs ``services.cli.main`` as ``python -m`` does.
 """
 
 import json
@@ -36,7 +36,7 @@ _local = threading.local()
 
 
 def _of_imports(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that the imported modules may read, so without those that torch sets itself."""
+    """Returns the variables that imported modules may read, without Slipstream's, pytest's and torch's."""
     ours = ("SLIPSTREAM_", "PYTEST_", "TORCH")
     return {name: value for name, value in environment.items() if not name.startswith(ours)}
 
@@ -50,16 +50,16 @@ def run_forked(
     """Runs a command line of ``services.cli.main`` to its end.
 
     Args:
-        command: What ``sys.argv`` is in it.
+        command: ``sys.argv`` of the command.
         environment: The whole environment of the command.
-        timeout: Seconds after which it is killed.
+        timeout: Seconds after which the command is killed.
 
     Returns:
-        The ended command; None if this environment could change what is imported, so that it needs a process
-        with its own imports.
+        The ended command; None if this environment could change the imports, so that the command needs a
+        process that imports its modules itself.
 
     Raises:
-        subprocess.TimeoutExpired: If it was killed.
+        subprocess.TimeoutExpired: If the command was killed.
     """
     if _of_imports(environment) != _IMPORTS:
         return None
@@ -83,7 +83,7 @@ def run_forked(
 
 
 class _Server:
-    """A fork server of the commands' modules; see ``services.common.fork_server`` for its protocol."""
+    """Fork server with the commands' modules imported; ``services.common.fork_server`` has its protocol."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -96,7 +96,7 @@ class _Server:
         )
 
     def run(self, environment: Mapping[str, str], *, log: Path, timeout: float) -> int | None:
-        """Returns the exit status of a fork; None if it was killed because it took too long."""
+        """Runs a fork; returns its exit status, or None if it was killed after ``timeout`` seconds."""
         log.touch()
         self._ask(module=__name__, environment=dict(environment), log=str(log))
         answer = self._answer(_START_S)

@@ -11,7 +11,7 @@ from tests.helpers.cli import SORT4, Finished, train
 
 
 def use_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets the processes of a test see the first of the visible GPUs only."""
+    """Restricts the processes of a test to the first visible GPU."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or "0"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible.partition(",")[0])
 
@@ -23,7 +23,7 @@ def train_on_gpus(folder: Path, engine: str, *settings: str, timeout: float) -> 
     finished = train(
         SORT4,
         folder / "runs",
-        # Its heads have 64 dimensions, which the kernels require.
+        # The heads of this model have 64 dimensions, which the kernels require.
         "model.path=tiny:qwen2-3m",
         f"rollout.engine={engine}",
         "rollout.replicas=1",

@@ -14,7 +14,7 @@ IMAGES = tuple(sorted(name for name in _TARGETS if not name.startswith("_")))
 
 
 def target_of(image: str) -> dict[str, Any]:
-    """Returns an image's target of bake.json, with what it inherits."""
+    """Returns an image's target in bake.json, with the keys that it inherits."""
     own = _TARGETS[image]
     found: dict[str, Any] = {"args": {}}
     for parent in own.get("inherits", ()):

@@ -11,7 +11,7 @@ _NUMBER = "batch.kubernetes.io/job-completion-index"
 
 
 def pods_of(job_set: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields all pods of a set with one replicated job."""
+    """Yields all pods of a JobSet with one replicated job."""
     (job,) = job_set["spec"]["replicatedJobs"]
     spec = job["template"]["spec"]
     assert spec["completionMode"] == "Indexed"

@@ -1,7 +1,7 @@
-"""Stub of the Kubernetes API for the pods of sandboxes: a pod is a process of this host.
+"""Fake Kubernetes API for the pods of sandboxes: a pod is a process of this host.
 
-It checks tokens, watches, attaches and executes over WebSockets as the real one does, and a container's input
-ends with its first connection (``stdinOnce``).
+The fake checks tokens, and serves watch, attach and exec (over WebSockets) as the real API does. The input of
+a container ends with its first connection (``stdinOnce``).
 """
 
 import asyncio
@@ -33,7 +33,7 @@ def _kill_all_in(folder: Path) -> None:
 
 
 class KubernetesApi:
-    """The API of one namespace.
+    """Fake API of one namespace.
 
     Attributes:
         pods: Pods by name, as manifests with their status.
@@ -52,7 +52,7 @@ class KubernetesApi:
 
     @asynccontextmanager
     async def serving(self):
-        """Yields the access of a rollout."""
+        """Serves the API until the block ends; yields a rollout's access to it."""
         (self.folder / "token").write_text(TOKEN)
         root = "/api/v1/namespaces/boxes/pods"
         app = Starlette(

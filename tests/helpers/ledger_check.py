@@ -1,4 +1,4 @@
-"""Checks the invariants of an ended run in its database, which must hold whatever was killed."""
+"""Checks the invariants of an ended run in its database; kills of any process must not break them."""
 
 import json
 import sqlite3
@@ -13,7 +13,7 @@ from typing import Any
 def check_run(state_directory: Path, run_id: str = "") -> dict[str, int]:
     """Checks a run of a state directory, by default its only or oldest one; returns counts of its events.
 
-    Every issued prompt is in exactly one place, none was trained twice, no token beyond the
+    Every issued prompt is in exactly one state, no prompt trained twice, no token beyond the
     staleness bound was in the loss, versions only increased, and events have no gap.
     """
     with sqlite3.connect(state_directory / "slipstream.db") as connection:
@@ -36,13 +36,13 @@ def check_run(state_directory: Path, run_id: str = "") -> dict[str, int]:
     sequences = [sequence for sequence, *_ in trained]
     everywhere = sequences + live + dead
     assert sorted(everywhere) == list(range(ledger["num_issued"]))
-    # A run whose length is given in epochs does not contain its number of steps.
+    # The specification of a run whose length is given in epochs has no number of steps.
     num_steps = spec["trainer"]["steps"] or len(steps)
     assert [step["step"] for step in steps] == list(range(1, num_steps + 1))
     assert all(step["is_committed"] for step in steps)
     algorithm = spec["algorithm"]
     bound = algorithm["max_staleness"]
-    # Answers from rows were sampled by no version.
+    # Supervised fine-tuning trains answers from the data, which no weight version sampled.
     sampled = [] if algorithm["loss"] == "sft" else steps
     for step in sampled:
         assert json.loads(step["metrics_json"])["staleness_max"] <= bound, step["step"]
@@ -70,15 +70,16 @@ def check_run(state_directory: Path, run_id: str = "") -> dict[str, int]:
 
 
 def check_trained_tokens(path: Path, steps: Sequence[sqlite3.Row], bound: int) -> dict[str, int]:
-    """Checks every token in the trainer's loss, using the reported loss masks of kept samples.
+    """Checks every token in the trainer's loss, using the loss masks of the run's sample records.
 
     Args:
-        path: The kept samples of the run, which all processes have closed.
-        steps: Its committed steps.
+        path: Database of the run's sample records, which all processes have closed.
+        steps: Committed steps of the run.
         bound: ``algorithm.max_staleness``.
 
     Returns:
-        Numbers of checked samples, and of their tokens that trained and that did not.
+        Numbers of checked samples and of their tokens that trained and that did not, and the highest
+        staleness of a trained token.
     """
     versions = {step["step"]: step["weight_version"] for step in steps}
     attempts = {
@@ -93,7 +94,7 @@ def check_trained_tokens(path: Path, steps: Sequence[sqlite3.Row], bound: int) -
         pairs = zip(runs[::2], runs[1::2], strict=True)
         tokens = list(chain.from_iterable(repeat(version, count) for version, count in pairs))
         mask = row["loss_mask"]
-        # A step that was repeated trained another attempt than the one whose sample is kept.
+        # After a step was repeated, the record may belong to another attempt than the one that was committed.
         is_committed = attempts.get((row["step"], sequence)) == facts["attempt"]
         if not is_committed or len(tokens) != len(mask):
             continue
@@ -108,7 +109,7 @@ def check_trained_tokens(path: Path, steps: Sequence[sqlite3.Row], bound: int) -
 
 
 def _kept(path: Path) -> Iterator[tuple[sqlite3.Row, Mapping[str, Any]]]:
-    """Yields the trainer's report of each kept sample, with the sample's facts."""
+    """Yields the training data and the facts of each sample record of the split ``train``."""
     with closing(sqlite3.connect(path)) as connection:
         connection.row_factory = sqlite3.Row
         rows = connection.execute(

@@ -1,4 +1,4 @@
-"""Resources of a new user: files of a small task, and counters of commands and clicks."""
+"""Files of a small task, and counters of a new user's commands and clicks."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ SPEC = {
     "validation": {"every": 12},
 }
 
-# One term falls during the run, which the total reward alone would not show.
+# One reward term falls during the run, which the total reward alone does not show.
 REWARDS = """
 import time
 
@@ -85,7 +85,7 @@ class Terminal:
 
 
 class Mouse:
-    """Counts clicks on a page; typing needs one click into the field, a choice needs one more to open it."""
+    """Clicks on a page and counts the clicks: one to type into a field, two to choose an option."""
 
     def __init__(self, page: Any) -> None:
         self.page = page
@@ -103,7 +103,7 @@ class Mouse:
         await field.press("Enter")
 
     async def choose(self, field: Any, option: str) -> None:
-        """Opens a choice and selects an option."""
+        """Opens a select field and chooses an option."""
         self._count(2)
         await field.select_option(option)
 

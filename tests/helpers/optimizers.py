@@ -1,4 +1,4 @@
-"""Small models, and updates of them with random gradients, on one rank or sharded over several."""
+"""Small models and their updates with random gradients, on one rank or sharded over several."""
 
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ EIGHT_BITS = OptimizerSpec(kind="adamw_8bit", learning_rate=0.02, weight_decay=0
 
 
 class Stack(nn.Module):
-    """Matrices inside and outside of layers, with sizes that two ranks do not divide."""
+    """Model with matrices inside and outside of layers, whose sizes two ranks cannot split evenly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,10 @@ def random_gradients(model: nn.Module, step: int) -> dict[str, Tensor]:
 def updated(
     model: nn.Module, whole: nn.Module, spec: OptimizerSpec = MUON, steps: int = 3
 ) -> dict[str, Tensor]:
-    """Updates a model with the gradients of ``whole``, which has the same parameters on one rank."""
+    """Updates a model with random gradients and returns its parameters.
+
+    The gradients are those of ``whole``, the same model on one rank.
+    """
     optimizer = build_optimizer(model, spec)
     update(model, whole, optimizer, range(steps))
     return values_of(model)
@@ -65,7 +68,7 @@ def values_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 class Matrices(nn.Module):
-    """Matrices with blocks of several sizes, and one in float32; two ranks do not divide their rows."""
+    """Matrices of several block sizes and one in float32; two ranks cannot split their rows evenly."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Changes of running runs by the REST API."""
+"""Changes running runs through the REST API."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import httpx
 
 
 def patch_run(api: httpx.Client, run_id: str, change: dict[str, Any]) -> dict[str, Any]:
-    """Changes a run, again if its state changes in between; returns the run that was changed."""
+    """Patches a run and returns its former state; tries again if the run changed since it was read."""
     path = f"/v1/runs/{run_id}"
     while True:
         run = api.get(path).raise_for_status()

@@ -1,4 +1,4 @@
-"""Certificates and kubeconfigs of a cluster that exists for one test session."""
+"""Certificates and kubeconfigs of a test session's cluster."""
 
 import datetime
 import ipaddress
@@ -16,14 +16,14 @@ _LIFETIME = datetime.timedelta(days=1)
 
 @dataclass(frozen=True, slots=True)
 class Authority:
-    """Signs certificates into a folder."""
+    """Certificate authority that writes the certificates it signs to a folder."""
 
     folder: Path
     certificate: x509.Certificate
     key: rsa.RSAPrivateKey
 
     def issue(self, name: str, *, user: str, group: str = "", hosts: tuple[str, ...] = ()) -> None:
-        """Writes ``name.crt`` and ``name.key`` for a user of a group, or for a server with some hosts."""
+        """Writes ``name.crt`` and ``name.key`` for a user in a group, or for a server with host names."""
         key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
         builder = _builder(_name(user, group), self.certificate.subject, key)
         if hosts:
@@ -63,7 +63,7 @@ class Authority:
 
 
 def make_authority(folder: Path) -> Authority:
-    """Makes a new certificate authority, and the key that signs service account tokens."""
+    """Creates a certificate authority, and the key that signs service account tokens."""
     folder.mkdir(parents=True, exist_ok=True)
     key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
     name = _name("slipstream-test-ca", "")

@@ -1,4 +1,4 @@
-"""The steps of a transfer in place, without its transport."""
+"""In-place weight transfer within one process, without a transport."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -22,13 +22,13 @@ async def place_all(
     num_sources: int,
     bucket_bytes: int = 8192,
 ) -> None:
-    """Places a version that is in this process, on the device of its tensors.
+    """Writes tensors of this process into weights in place, on the tensors' device.
 
     Args:
         open_weights: Method of an engine or a sink.
         weights: Tensors by name.
         num_sources: Number of simulated trainer ranks.
-        bucket_bytes: Bytes of a bucket; the default is so small that a bucket may end inside of
+        bucket_bytes: Bytes of a bucket; the default is so small that a bucket may end within
             a row.
     """
     device = next(iter(weights.values())).device

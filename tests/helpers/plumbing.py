@@ -1,4 +1,4 @@
-"""Short runs on a random model: one that learns nothing, and ones that learn answers from the data."""
+"""Short runs on a random model: one that learns nothing, and two that learn answers from the data."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ PLUMBING = {
         "group_size": 4,
         "max_response_tokens": 4,
         "rewards": [{"name": "reward.py:length"}],
-        "reward_concurrency": 2,  # processes of each replica, whose starts take longer than their calls
+        "reward_concurrency": 2,  # processes of each replica; their start takes longer than their calls
     },
     "trainer": {"steps": 3, "prompts_per_step": 4},
     "validation": {"every": 0},
@@ -34,7 +34,10 @@ def write_plumbing(folder: Path) -> Path:
 
 
 def write_sft(folder: Path) -> Path:
-    """Writes conversations with two answers each; one row has no answer, and one is too long."""
+    """Writes conversations with two answers each; one ends without an answer, and one is too long.
+
+    Returns the specification of a run that trains on them.
+    """
 
     def talk(number: int, last: str = "assistant") -> list[dict[str, str]]:
         said = ("user", f"count {number}"), ("assistant", "1"), ("user", "on"), (last, f"{number}")
@@ -70,7 +73,10 @@ def write_sft(folder: Path) -> Path:
 
 
 def write_dpo(folder: Path) -> Path:
-    """Writes pairs of answers; one row has equal answers, and one has an answer that is too long."""
+    """Writes preference pairs, of which one has equal answers and one has an answer that is too long.
+
+    Returns the specification of a run that trains on them.
+    """
     rows = [{"prompt": f"{n}?", "chosen": "yes", "rejected": "no"} for n in range(32)]
     rows += [{**rows[0], "rejected": "yes"}, {**rows[1], "rejected": "no" * 40}]
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))

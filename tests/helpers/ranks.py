@@ -1,4 +1,4 @@
-"""Test processes, forked from one that has imported torch, because the import takes seconds."""
+"""Test processes, forked from a server that has imported torch, because the import takes seconds."""
 
 import multiprocessing
 from collections.abc import Callable
@@ -11,5 +11,5 @@ PROCESSES.set_forkserver_preload(["tests.helpers.batches", "tests.helpers.weight
 
 
 def run_ranks(work: Callable[..., None], *arguments: Any, count: int) -> None:
-    """Calls ``work(rank, *arguments)`` in ``count`` processes; fails with the first that fails."""
+    """Calls ``work(rank, *arguments)`` in ``count`` processes; raises the error of the first that fails."""
     start_processes(work, args=arguments, nprocs=count, start_method="forkserver")  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""A REST API over a manager whose runs wait for workers that never register."""
+"""REST API of a run manager whose runs wait for workers that never register."""
 
 import asyncio
 import time
@@ -33,7 +33,7 @@ def named(number: int) -> dict[str, object]:
 
 
 class EmptyQueue:
-    """A transferqueue without samples."""
+    """Fake client of a transferqueue without samples."""
 
     async def create_partition(self, partition_id, *, required_fields, quota_bytes=0):
         """Does nothing."""

@@ -1,4 +1,4 @@
-"""An API server of RLRun objects in memory: lists, watches, patches and deletes them as Kubernetes does."""
+"""Fake API server with RLRun objects in memory: lists, watches, patches and deletes them like Kubernetes."""
 
 import copy
 import itertools
@@ -12,7 +12,7 @@ from kubernetes.client import ApiException
 
 
 class _Stream:
-    """Response of a watch; stays open until it is closed."""
+    """Response of a watch; stays open until ``close`` is called."""
 
     def __init__(self, events: "queue.Queue[dict[str, Any] | None]") -> None:
         self._events = events
@@ -35,13 +35,13 @@ class FakeRLRuns:
         """Object, reason and message of each event."""
         self.status_writes: dict[str, int] = {}
         self.error: ApiException | None = None
-        """Answer of every call, if any."""
+        """Error that every call raises, if set."""
         self._lock = threading.Lock()
         self._objects: dict[tuple[str, str], dict[str, Any]] = {}
         self._versions = itertools.count(1)
         self._watches: list[tuple[str, queue.Queue[dict[str, Any] | None]]] = []
 
-    # What users do.
+    # Calls of users.
 
     def apply(self, namespace: str, name: str, spec: dict[str, Any]) -> None:
         """Creates an object or replaces its spec."""
@@ -80,7 +80,7 @@ class FakeRLRuns:
         with self._lock:
             self._objects[namespace, name].pop("status", None)
 
-    # What the controller calls.
+    # Calls of the controller.
 
     def list_namespaced_custom_object(
         self, _group: str, _version: str, namespace: str, _plural: str, **options: Any
@@ -95,7 +95,7 @@ class FakeRLRuns:
             if options.get("watch"):
                 events: queue.Queue[dict[str, Any] | None] = queue.Queue()
                 self._watches.append((namespace, events))
-                # Changes since the list; each is delivered at least once.
+                # A watch begins with all objects, so that each change since the list arrives at least once.
                 for (where, _), body in self._objects.items():
                     if where == namespace:
                         events.put({"type": "MODIFIED", "object": copy.deepcopy(body)})

@@ -1,4 +1,4 @@
-"""An episode with an endpoint and an engine that generates given lines."""
+"""Episode with an endpoint over a fake engine that generates given lines."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -19,7 +19,7 @@ TOKENIZER = load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m", tokenizer="bytes"))
 
 
 class Scripted:
-    """Generates given lines; a line ends with the end token unless it is aborted or limited.
+    """Fake engine that generates given lines, each with an end token unless it is aborted or limited.
 
     The ``cut``-th request is aborted after three tokens.
     """
@@ -71,7 +71,7 @@ def make_episode(
 
 @asynccontextmanager
 async def client_of(episode: Episode) -> AsyncIterator[httpx.AsyncClient]:
-    """A client with the episode's key, without a socket."""
+    """Yields an HTTP client with the episode's key, without a socket."""
     endpoint = Endpoint("http://policy/v1", temperature=1.0)
     async with endpoint.open(episode) as access:
         transport = httpx.ASGITransport(endpoint.app())

@@ -1,4 +1,4 @@
-"""Simulates a device without enough memory on a CPU."""
+"""Simulates on a CPU a device that runs out of memory."""
 
 from typing import Any
 
@@ -11,7 +11,12 @@ from services.trainer.model.policy import Critic, Policy
 def limited(
     module: Policy | Critic, num_tokens: int, *, in_backward: bool = False, scores: bool = False
 ) -> None:
-    """Makes later passes over more tokens fail inside the model, with gradients or without."""
+    """Makes a model run out of memory in passes over more than ``num_tokens`` tokens.
+
+    Args:
+        in_backward: The backward pass fails instead of the forward pass.
+        scores: Passes without gradients fail instead of those with gradients.
+    """
 
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")

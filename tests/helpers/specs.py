@@ -1,4 +1,4 @@
-"""The smallest specification, and variants of it."""
+"""Smallest valid specification, and variants of it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +16,7 @@ SMALLEST: Mapping[str, Any] = {
 
 
 def changed(**parts: Any) -> dict[str, Any]:
-    """Returns the smallest document with other keys in some parts: ``changed(trainer={"steps": 3})``."""
+    """Returns the smallest document with some keys changed: ``changed(trainer={"steps": 3})``."""
     document = {**SMALLEST}
     for name, keys in parts.items():
         is_part = isinstance(keys, Mapping)
@@ -25,5 +25,5 @@ def changed(**parts: Any) -> dict[str, Any]:
 
 
 def spec_with(**parts: Any) -> RunSpec:
-    """Returns the specification of the document with these changes."""
+    """Returns the smallest specification with some keys changed."""
     return parse_spec(changed(**parts))

@@ -18,7 +18,7 @@ class System:
     """State directory, with a folder for each run."""
 
     def train(self, spec: Path, *overrides: str) -> Finished:
-        """Submits a specification and watches it to its end."""
+        """Submits a specification and waits for the run to end."""
         settings = [part for override in overrides for part in ("--set", override)]
         submitted = slipstream("submit", spec, "--url", self.url, *settings)
         assert submitted.code == 0, submitted.err

@@ -1,4 +1,4 @@
-"""A tiny model that is taught, within seconds, to call the tool ``bash`` in five turns and then to answer."""
+"""A tiny model that learns within seconds to call the tool ``bash`` in five turns and then to answer."""
 
 import json
 import random
@@ -53,7 +53,7 @@ TEMPLATE = """\
 {%- if add_generation_prompt %}{{- "<|im_start|>assistant\\n" }}{%- endif %}""".replace(
     "BEFORE", json.dumps(_BEFORE_TOOLS)
 ).replace("AFTER", json.dumps(_AFTER_TOOLS))
-"""Qwen 2.5's way to show tools, calls and results."""
+"""Chat template that renders tools, calls and results as Qwen 2.5 does."""
 
 _MARKS = ("<|im_start|>", "<|im_end|>")
 _REPLY = re.compile(r"(?<=<\|im_start\|>assistant\n)(.*?<\|im_end\|>)", re.DOTALL)
@@ -61,7 +61,7 @@ _REPLY = re.compile(r"(?<=<\|im_start\|>assistant\n)(.*?<\|im_end\|>)", re.DOTAL
 
 @dataclass(frozen=True)
 class ToolPolicy:
-    """Weights of two versions, which differ in how often they say which word."""
+    """Weights of two versions, which differ in the frequencies of the words in their replies."""
 
     tokenizer: Tokenizer
     config: Qwen2Config
@@ -77,12 +77,12 @@ class ToolPolicy:
 
 
 def teach_policy(*, num_steps: int = 250, seed: int = 0) -> ToolPolicy:
-    """Trains both versions by maximum likelihood on made transcripts.
+    """Trains both versions by maximum likelihood on generated transcripts.
 
     A transcript begins with random tokens, a system prompt and a tool with random words, so that the model
-    learns to act on the end of the conversation. Words and numbers of its replies are random: sampling has a
-    choice, and logprobs are not all near 0. The words are spelled with one token for each letter, which no
-    tokenizer would do, so a reply that were tokenized again would differ.
+    learns to act on the end of the conversation. Words and numbers of its replies are random, so that
+    sampling has a choice and logprobs are not all near 0. Words are encoded as one token per letter, as no
+    tokenizer does, so that tokenizing a reply again gives other tokens.
     """
     draws = random.Random(seed)
     tokenizer = _make_tokenizer([_transcript(draws, (1, 1, 1, 1)) for _ in range(100)])
@@ -111,7 +111,7 @@ def _weights(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _transcript(draws: random.Random, odds: Sequence[int]) -> str:
-    """Returns a conversation, as the chat template renders it."""
+    """Returns a random conversation as the chat template renders it."""
     is_wrapped = draws.random() < 0.5
     text = f"{_system_prompt(draws)}<|im_start|>user\n{TASK}<|im_end|>\n"
     for number in range(1, NUM_CALLS + 1):
@@ -150,7 +150,7 @@ def _system_prompt(draws: random.Random) -> str:
 
 
 def _make_tokenizer(texts: Sequence[str]) -> Tokenizer:
-    """Trains byte-pair merges on texts, and gives them a chat template."""
+    """Returns a tokenizer with byte-pair merges trained on texts, and with the chat template."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -172,7 +172,7 @@ def _plain(text: str) -> list[str]:
 
 
 def _encoded(tokenizer: Tokenizer, text: str) -> Iterator[tuple[int, bool]]:
-    """Yields the tokens of a transcript, and whether the policy samples them."""
+    """Yields each token of a transcript with True if the policy samples it."""
     for place, part in enumerate(_REPLY.split(text)):
         is_reply = place % 2 == 1
         for piece in re.split(f"({'|'.join(WORDS)})", part) if is_reply else [part]:

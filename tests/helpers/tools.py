@@ -1,4 +1,4 @@
-"""Finds programs for deployment tests, in the cache that ``provision.sh`` fills or on the path."""
+"""Finds programs for deployment tests in the cache that ``provision.sh`` fills, or on ``PATH``."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ _PROVISION = "tests/cluster/provision.sh"
 
 
 def find(name: str) -> Path | None:
-    """Returns the path of a program.
+    """Returns the path of a program, or None.
 
     ``KUBEBUILDER_ASSETS`` has priority, as in other projects' API server tests.
     """
@@ -23,7 +23,7 @@ def find(name: str) -> Path | None:
 
 
 def require(*names: str) -> list[Path]:
-    """Returns programs by name; a missing one skips the test, or fails it if ``CI`` is set."""
+    """Returns the paths of programs; a missing one skips the test, or fails it if ``CI`` is set."""
     found = {name: find(name) for name in names}
     missing = [name for name, path in found.items() if path is None]
     if missing:
@@ -37,10 +37,10 @@ def require(*names: str) -> list[Path]:
 def skip_unless_asked(
     config: pytest.Config, items: list[pytest.Item], *, marker: str, does: str
 ) -> None:
-    """Skips the tests of a marker that ``-m`` does not name.
+    """Skips the tests with a marker unless ``-m`` names it.
 
     Args:
-        does: What they do to the machine.
+        does: Effect of the tests on the machine, for the reason of the skip.
     """
     if marker not in str(config.option.markexpr):
         skip = pytest.mark.skip(reason=f"{does}; ask for it by -m {marker}")

@@ -97,7 +97,7 @@ def of_trackio(folder: Path) -> list[Point]:
 
 
 def of_wandb(folder: Path) -> list[Point]:
-    """Returns all numbers that wandb would send, of all times that a run was opened."""
+    """Returns all numbers that wandb would send, of all sessions of a run."""
     from services.cli.trackers.wandb_runs import rows_of
 
     points = []
@@ -130,7 +130,9 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def write(kind: str, folder: Path, *processes: Sequence[int], num_killed: int) -> None:
-    """Writes steps, and an evaluation and a table of the second to last one, in several processes.
+    """Writes a run's metrics in several processes.
+
+    After its steps, each process writes an evaluation and a table of samples of its second to last step.
 
     Args:
         kind: The tracker.
@@ -150,7 +152,7 @@ def write(kind: str, folder: Path, *processes: Sequence[int], num_killed: int) -
 
 
 def _write_all(kind: str, folder: str, processes: list[list[int]], num_killed: int) -> None:
-    """Forks each process from this one, which imports the tracker's library once for all."""
+    """Forks each process from this one, which imports the tracker's library only once."""
     importlib.import_module(kind)
     for index, steps in enumerate(processes):
         process = multiprocessing.get_context("fork").Process(

@@ -1,4 +1,4 @@
-"""Random samples with shared prefixes, in all forms that occur."""
+"""Random samples that share prefixes in all ways that occur."""
 
 import random
 
@@ -10,7 +10,7 @@ from services.wire.data.jagged import Jagged
 def random_trie(
     rng: random.Random, *, vocabulary: int, most_samples: int = 12, longest: int = 24
 ) -> tuple[Jagged, Jagged]:
-    """Makes prompts and responses: nested prefixes, equal samples, one-token branches, empty responses."""
+    """Returns samples with nested prefixes, one-token branches and empty responses, and equal samples."""
 
     def tokens(most: int) -> list[int]:
         return [rng.randrange(vocabulary) for _ in range(rng.randint(1, most))]

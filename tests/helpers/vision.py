@@ -1,4 +1,4 @@
-"""Tiny multimodal checkpoints that see images, prompts with random images, and their own forward pass."""
+"""Tiny vision-language checkpoints, prompts with random images, and the model's own forward pass."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -82,7 +82,7 @@ def saved_model(kind: str, folder: Path, *, seed: int = 0, tied: bool = False) -
 def wide_config(
     kind: str, *, head_dim: int = 32, initializer_range: float = 0.1, patch: int = PATCH
 ) -> Any:
-    """Returns the configuration of a model with heads as wide as external engines need.
+    """Returns the configuration of a model whose heads are as wide as external engines require.
 
     Args:
         patch: Pixels of a patch's side.
@@ -165,8 +165,8 @@ def plain_logprobs(
 ) -> Tensor:
     """Returns the logprobs of a response by the model's own unpacked forward pass.
 
-    A model of transformers takes a placeholder that was sampled for an image, and refuses the sequence. Here
-    only the given places have images.
+    transformers treats a sampled placeholder token as an image and rejects the sequence. Here only the given
+    places have images.
     """
     ids = torch.tensor([[*prompt, *response]])
     arguments = {name: each for name, each in given.tensors.items() if name != "image_places"}

@@ -1,7 +1,7 @@
 """Compares the logprobs of vLLM in its batch-invariant mode with those of the trainer's policy, on one GPU.
 
-``python -m tests.helpers.vllm_equality llama`` prints one JSON line. Its own process, because the mode is an
-environment variable that vLLM's engine process inherits.
+``python -m tests.helpers.vllm_equality llama`` prints one JSON line. It is a separate process because an
+environment variable, which vLLM's engine process inherits, selects the mode.
 """
 
 import argparse

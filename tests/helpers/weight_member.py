@@ -1,7 +1,7 @@
 """A weight member in a separate process.
 
-It serves the member's gRPC and reports its port. A receiver reports the digest of its live weights
-after each adoption, so that a test can compare it, and fails at the point that a test sets.
+The process serves the member's gRPC and reports its port. A receiver reports the digest of its live weights
+after each adoption, which tests compare, and fails at the point that a test sets.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ class Fall:
     """Number of started buckets, counted from the process's start, at which it fails; 0 disables
     this."""
     version: int = -1
-    """Version in whose adoption it fails; -1 disables this."""
+    """Version at whose adoption it fails; -1 disables this."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,12 @@ class Options:
     is_walled: bool = False
     """True if it cannot open memory that other processes share, as in a separate container."""
     patience_s: float | None = None
-    """Time-out of a collective on a busy machine; a stopped peer blocks its buffers for as long.
-    None uses the default."""
+    """Timeout of a collective in seconds, for a busy machine; None uses the default. A stopped peer
+    blocks the collective's buffers for that long."""
 
 
 class Trainer:
-    """Weights that change with every read, in the same way in all processes."""
+    """Fake trainer whose weights change with every read, in the same way in all processes."""
 
     def __init__(self, num_bytes: int, device: str) -> None:
         self._device = device
@@ -89,7 +89,7 @@ class Trainer:
 
 
 class Rollout:
-    """Reports the weights that it serves."""
+    """Fake rollout that reports the version and digest of the weights it serves."""
 
     def __init__(
         self, num_bytes: int, device: str, told: Connection, fall: Fall | None = None
@@ -108,7 +108,7 @@ class Rollout:
         return await self.adopt_weights(version, self._live)
 
     async def close_weights(self) -> None:
-        """Does nothing: nothing is paused."""
+        """Does nothing, because nothing is paused."""
 
     async def adopt_weights(self, version: int, tensors: Mapping[str, Tensor]) -> float:
         if self._fall is not None and self._fall.version == version:
@@ -145,7 +145,7 @@ def fall_in_transfer(fall: Fall) -> None:
 
 
 def wall(*_: object) -> Tensor:
-    """Raises an error in place of opening shared memory."""
+    """Raises an error instead of opening shared memory."""
     raise OSError("no such process")
 
 
@@ -162,7 +162,7 @@ def run(options: Options, told: Connection) -> None:
 
 
 class ClaimingMember(WeightMember):
-    """Reports another device than its real one."""
+    """Weight member that can report another device than its real one."""
 
     claims = ""
 

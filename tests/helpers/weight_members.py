@@ -1,4 +1,4 @@
-"""Weight members in one process: sources with the same weights, and sinks that adopt them."""
+"""Weight members in one process: sources that have the same weights, and sinks that adopt them."""
 
 import asyncio
 import threading
@@ -45,7 +45,7 @@ class MemoryStore:
 
 
 class Source:
-    """A trainer rank that holds its FSDP2 rows of the same weights as all other ranks."""
+    """Fake trainer rank that sends its FSDP2 shard of the weights, which are the same on all ranks."""
 
     def __init__(self, number=0, num_sources=1, weights=None, specs=SPECS) -> None:
         self.specs = specs
@@ -71,7 +71,7 @@ class Source:
 
 
 class Sink:
-    """An engine whose logprobs depend on all of its weights."""
+    """Fake engine whose logprobs depend on all of its weights."""
 
     def __init__(self) -> None:
         self.live = {
@@ -114,7 +114,7 @@ def score(weights):
 
 
 class Cluster:
-    """Sources and two receivers that execute the requests of a controller.
+    """Sources and two receivers, and the requests that a controller sends to them.
 
     Args:
         num_sources: Number of trainer ranks that send.

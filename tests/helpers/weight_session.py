@@ -42,13 +42,13 @@ class Member:
         self.port = int(port)
 
     async def serves(self, timeout_s=60):
-        """Returns the version and digest of the next adoption that it reports."""
+        """Waits for the member's next report of an adoption; returns its version and digest."""
         line = await self._hear(timeout_s)
         assert line[0] == "serves", line
         return int(line[1]), line[2]
 
     async def serves_version(self, version):
-        """Returns the digest of a version, once the member reports it."""
+        """Waits until the member reports the adoption of a version; returns the digest."""
         while True:
             found, digest = await self.serves()
             if found == version:
@@ -96,7 +96,7 @@ class Members:
 
 @asynccontextmanager
 async def members_of(num_bytes, **options):
-    """Yields a starter of member processes, which all end with the block."""
+    """Yields an object that starts member processes; all end with the block."""
     store = RendezvousStore()
     store.open("run_1")
     add = membership_pb2_grpc.add_RendezvousServiceServicer_to_server
@@ -122,7 +122,7 @@ async def session_of(
     hosts=None,
     **spec,
 ):
-    """Yields a formed session, its members by name, and a starter of further members."""
+    """Yields a formed session, its members by name, and an object that starts further members."""
     falls, devices = falls or {}, devices or range(len(names))
     async with members_of(num_bytes, use_gpu=use_gpu, patience_s=patience_s) as started:
         members = {
@@ -137,7 +137,7 @@ async def session_of(
 
 
 async def open_session(members, *, attempt=1, hosts=None, **spec):
-    """Returns a formed session of members by name, as the pipeline opens one each time that it starts.
+    """Returns a formed session of members by name, opened as the pipeline does at each start.
 
     All members are on one host, except those that ``hosts`` names.
     """
