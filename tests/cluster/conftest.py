@@ -1,4 +1,4 @@
-"""The cluster of a test session."""
+"""Fixtures of the cluster that a test session uses."""
 
 import fcntl
 import os
@@ -11,15 +11,15 @@ from tests.helpers.tools import CACHE, skip_unless_asked
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Clusters are started only when asked for: by ``-m cluster``."""
+    """Skips tests that start a cluster unless ``-m cluster`` asks for them."""
     skip_unless_asked(config, items, marker="cluster", does="starts a cluster on this machine")
 
 
 @pytest.fixture(scope="session")
 def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    """API server, scheduler and controllers; this process is inside the cluster's network.
+    """Runs API server, scheduler and controllers; this process is inside the cluster's network.
 
-    Clusters with and without a node may run at once; of each kind there is one on a machine.
+    A machine runs at most one cluster with a node and one without a node at the same time.
     """
     if os.geteuid() != 0:
         pytest.skip("a cluster on this machine needs root")
@@ -34,6 +34,6 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def machine(cluster: Cluster) -> Iterator[Cluster]:
-    """The cluster with a node that runs containers."""
+    """Adds a node that runs containers to the cluster."""
     with node(cluster):
         yield cluster

@@ -1,4 +1,4 @@
-"""Defines kinds of other projects on the test's API server, without their schemas and controllers."""
+"""Defines custom resources of other projects on the test's API server, without schemas and controllers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from tests.cluster.release import eventually
 
 @contextmanager
 def defined(core: CoreV1Api, kind: str, *, group: str, version: str, plural: str) -> Iterator[None]:
-    """Defines a kind until the block ends; it is served when the block begins."""
+    """Defines a kind until the block ends; the API server serves it when the block begins."""
     name = f"{plural}.{group}"
     free = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
     served = {
@@ -30,7 +30,7 @@ def defined(core: CoreV1Api, kind: str, *, group: str, version: str, plural: str
         {
             "metadata": {
                 "name": name,
-                # The API server accepts groups of Kubernetes itself only with a reference to their review.
+                # For API groups of Kubernetes itself, the API server requires a reference to their review.
                 "annotations": {"api-approved.kubernetes.io": "unapproved, a stand-in of tests"},
             },
             "spec": spec,

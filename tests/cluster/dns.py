@@ -1,4 +1,4 @@
-"""Cluster DNS in miniature: addresses of services, headless services and pods of stateful sets."""
+"""Minimal cluster DNS: addresses of services, headless services and pods of stateful sets."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,7 +38,7 @@ class _Resolver(BaseResolver):
         return []
 
     def _endpoints(self, labels: list[str]) -> list[str]:
-        """Ready pods of a headless service, or one pod of it by host name, ready or not."""
+        """Returns addresses of a headless service's ready pods, or of one pod by host name, ready or not."""
         name, namespace = labels[-2:]
         subsets = self._core.read_namespaced_endpoints(name, namespace).subsets or []
         if len(labels) == 2:
@@ -53,7 +53,7 @@ class _Resolver(BaseResolver):
 
 @contextmanager
 def serve_dns(core: CoreV1Api, address: str) -> Iterator[None]:
-    """Answer on port 53 until the block ends."""
+    """Answers DNS queries on port 53 until the block ends."""
     servers = [
         DNSServer(_Resolver(core), address=address, port=53, tcp=tcp, logger=DNSLogger("error"))
         for tcp in (False, True)

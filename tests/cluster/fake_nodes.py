@@ -1,4 +1,4 @@
-"""Nodes with GPUs that exist only in the API server: pods bound to them run and end on command."""
+"""Fake nodes with GPUs, which exist only in the API server: bound pods become running, deleted pods end."""
 
 import datetime
 import threading
@@ -16,7 +16,7 @@ def _now() -> str:
 
 @contextmanager
 def fake_nodes(core: CoreV1Api, *, count: int, gpus: int) -> Iterator[list[str]]:
-    """Add nodes, and play their kubelets until the block ends."""
+    """Adds nodes and simulates their kubelets until the block ends; yields the nodes' names."""
     names = [f"fake-{index}" for index in range(count)]
     resources = {"cpu": "96", "memory": "1Ti", "pods": "110", "nvidia.com/gpu": str(gpus)}
     for name in names:
@@ -62,7 +62,7 @@ def _node_status(resources: dict[str, str]) -> dict[str, object]:
 
 
 def _advance(core: CoreV1Api, pod: object) -> None:
-    """Starts a bound pod, or ends a deleted one."""
+    """Marks a bound pod as running, or removes a deleted one."""
     name, namespace = pod.metadata.name, pod.metadata.namespace
     try:
         if pod.metadata.deletion_timestamp:

@@ -1,4 +1,4 @@
-"""Brings the archives of images.sh into containerd, without the layers that it has already."""
+"""Imports the archives of images.sh into containerd, without the layers that containerd already has."""
 
 import io
 import json
@@ -17,10 +17,10 @@ _LAYER = "application/vnd.oci.image.layer.v1.tar"
 def import_images(archives: Sequence[Path], command: Sequence[str | Path], store: Path) -> None:
     """Streams images to a command that imports an OCI layout from its standard input.
 
-    Archives of Docker's format always hold all layers, of which few change with the code.
+    Archives in Docker's format always contain all layers, of which few change with the code.
 
     Args:
-        archives: As ``buildah push docker-archive:`` writes them; their layers are uncompressed.
+        archives: Archives that ``buildah push docker-archive:`` wrote; their layers are uncompressed.
         store: Folder of containerd's blobs, named by their digests.
     """
     known = {blob.name for blob in store.glob("*")}
@@ -37,11 +37,11 @@ def import_images(archives: Sequence[Path], command: Sequence[str | Path], store
 
 
 def _convert(path: Path, layout: tarfile.TarFile, known: set[str]) -> Iterator[dict[str, Any]]:
-    """Writes the blobs of an archive's images that are not known; yields the images for an index."""
+    """Writes those blobs of an archive's images that are not known; yields the images' index entries."""
     with tarfile.open(path) as archive:
 
         def blob(name: str, kind: str) -> dict[str, Any]:
-            # The names are the digests.
+            # An archive names each blob by its digest.
             member, digest = archive.getmember(name), name.partition(".")[0]
             if digest not in known:
                 known.add(digest)

@@ -1,4 +1,4 @@
-"""Plays the controllers of JobSets and of their Indexed Jobs, for which the test's API server is too old."""
+"""Simulates the controllers of JobSets and their Indexed Jobs, for which the test's API server is too old."""
 
 import threading
 from collections.abc import Iterator
@@ -16,13 +16,13 @@ _PERIOD_S = 0.3
 
 
 def job_set_kind(core: CoreV1Api) -> AbstractContextManager[None]:
-    """Defines JobSets until the block ends."""
+    """Defines the kind JobSet until the block ends."""
     return defined(core, "JobSet", group=GROUP, version=VERSION, plural=PLURAL)
 
 
 @contextmanager
 def job_sets(core: CoreV1Api, namespace: str) -> Iterator[None]:
-    """Makes the pods of JobSets, which are defined, until the block ends."""
+    """Creates the pods of JobSets until the block ends; the kind JobSet must be defined."""
     _wait_for_garbage_collector(core, namespace)
     stopped = threading.Event()
     controller = threading.Thread(target=_play, args=(core, namespace, stopped))
@@ -35,12 +35,16 @@ def job_sets(core: CoreV1Api, namespace: str) -> Iterator[None]:
 
 
 def names(core: CoreV1Api, namespace: str) -> list[str]:
-    """All JobSets that are there."""
+    """Returns the names of all JobSets of a namespace."""
     return [job_set["metadata"]["name"] for job_set in _list(core, namespace)]
 
 
 def _wait_for_garbage_collector(core: CoreV1Api, namespace: str) -> None:
-    """It looks for new kinds every half minute, and deletes nothing in the foreground before it knows it."""
+    """Waits until the garbage collector knows JobSets.
+
+    The collector looks for new kinds every half minute. Foreground deletion of objects does not finish before
+    the collector knows their kind.
+    """
     custom = CustomObjectsApi(core.api_client)
     probe = {"apiVersion": f"{GROUP}/{VERSION}", "kind": "JobSet", "metadata": {"name": "probe"}}
 
@@ -67,7 +71,7 @@ def _list(core: CoreV1Api, namespace: str) -> list[dict[str, Any]]:
 def _play(core: CoreV1Api, namespace: str, stopped: threading.Event) -> None:
     served: set[str] = set()
     while not stopped.wait(_PERIOD_S):
-        with suppress(ApiException):  # what is looked at may go meanwhile
+        with suppress(ApiException):  # an object may be deleted in the meantime
             for job_set in _list(core, namespace):
                 uid = job_set["metadata"]["uid"]
                 if uid in served:
@@ -90,7 +94,7 @@ def _make_pods(core: CoreV1Api, namespace: str, job_set: dict[str, Any]) -> None
 
 
 def _end_what_failed(core: CoreV1Api, namespace: str, job_set: dict[str, Any]) -> None:
-    """A Job that may not try again has failed with its first pod, and its other pods are ended."""
+    """Deletes a JobSet's pods after one of them failed or was deleted, as a Job without retries does."""
     (job,) = job_set["spec"]["replicatedJobs"]
     selector = f"{NAME_LABEL}={job_set['metadata']['name']}"
     pods = core.list_namespaced_pod(namespace, label_selector=selector).items

@@ -1,4 +1,4 @@
-"""Puts back what a kubelet changes on the machine: kernel settings, mounts, control groups."""
+"""Restores what a kubelet changes on the machine: kernel settings, mounts, control groups."""
 
 import subprocess
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ _GROUPS = ("kubepods", "k8s.io")
 
 @contextmanager
 def unchanged_machine(folder: Path) -> Iterator[None]:
-    """Undo, when the block ends, what kubelet and containerd did; both have ended by then.
+    """Undoes the changes of kubelet and containerd, both of which have ended, when the block ends.
 
     Args:
         folder: Mounts under it are removed, and container shims that were started from it.
@@ -45,7 +45,7 @@ def unchanged_machine(folder: Path) -> Iterator[None]:
 
 
 def _kill_containers(folder: Path) -> None:
-    """Ends what outlived its kubelet: the shims of this folder's containerd and all they hold."""
+    """Kills the shims of this folder's containerd and their children, which outlive the kubelet."""
     left = [
         process
         for process in psutil.process_iter(["cmdline"])
@@ -66,7 +66,7 @@ def _pod_networks() -> set[str]:
 
 
 def unmount_below(folder: Path) -> None:
-    """Unmounts everything in a folder, deepest first."""
+    """Unmounts all mounts in a folder, deepest first."""
     mounts = Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()
     for line in reversed(mounts):
         if line.split()[1].startswith(f"{folder}/"):
@@ -74,7 +74,7 @@ def unmount_below(folder: Path) -> None:
 
 
 def _remove_group(group: Path) -> None:
-    """Control groups go only when empty, deepest first."""
+    """Removes a control group, deepest groups first because only empty ones can be removed."""
     for inner in sorted((path for path in group.rglob("*") if path.is_dir()), reverse=True):
         inner.rmdir()
     group.rmdir()

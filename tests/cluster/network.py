@@ -1,4 +1,4 @@
-"""A network of its own for the cluster, which this process enters, so that nothing of the host's changes."""
+"""Network namespace of the cluster, which this process enters, so that the host's network does not change."""
 
 import ctypes
 import subprocess
@@ -15,9 +15,9 @@ _CLONE_NEWNET = 0x40000000
 
 @contextmanager
 def own_network(name: str) -> Iterator[None]:
-    """Enters a fresh network namespace; sockets and child processes made in the block live in it.
+    """Enters a new network namespace, which sockets and child processes of the block use.
 
-    No route leaves it, so several clusters have the same addresses.
+    The namespace has no route to the outside, so several clusters can use the same addresses.
     """
     path = Path("/run/netns") / name
     if path.exists():

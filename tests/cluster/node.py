@@ -39,7 +39,7 @@ class Cluster:
     kubeconfig: Path
 
     def command(self, *command: str | Path, timeout_s: float = 120.0) -> str:
-        """Runs a program against the cluster; returns its output, which is part of the error if it fails."""
+        """Runs a program against the cluster; returns its output, which the error of a failure contains."""
         done = subprocess.run(
             [str(part) for part in command],
             capture_output=True,
@@ -59,7 +59,7 @@ class Cluster:
 
 @contextmanager
 def control_plane(folder: Path) -> Iterator[Cluster]:
-    """API server, scheduler and controllers, without a node."""
+    """Runs API server, scheduler and controllers until the block ends, without a node."""
     etcd, api_server, controllers, scheduler, kubectl = require(
         "etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubectl"
     )
@@ -97,7 +97,7 @@ def control_plane(folder: Path) -> Iterator[Cluster]:
 
 @contextmanager
 def node(cluster: Cluster) -> Iterator[Cluster]:
-    """A node that runs containers, and cluster DNS."""
+    """Runs a node that runs containers, and cluster DNS, until the block ends."""
     kubelet, proxy = require("kubelet", "kube-proxy")
     folder, processes = cluster.folder, cluster.processes
     containers = CACHE / "containerd"
@@ -184,14 +184,14 @@ def _controller_flags(pki: Path) -> list[str]:
         f"--service-account-private-key-file={pki}/service-accounts.key",
         f"--root-ca-file={pki}/ca.crt",
         "--use-service-account-credentials=true",
-        # By default claims are bound every 15 s if an event was missed, and autoscalers act as often.
+        # By default, autoscalers act every 15 s, and so does the binder of claims after it missed an event.
         "--pvclaimbinder-sync-period=1s",
         "--horizontal-pod-autoscaler-sync-period=2s",
     ]
 
 
 def _import_images(socket: Path) -> None:
-    """Brings in the images that are newer than what an earlier session brought in."""
+    """Imports the images that are newer than those of earlier sessions."""
     archives = {
         CACHE / "containerd" / f"{archive.name}.{archive.stat().st_mtime_ns}": archive
         for archive in sorted((CACHE / "images").glob("*.tar"))
@@ -208,7 +208,7 @@ def _import_images(socket: Path) -> None:
 
 
 def _create_dns_service(core: CoreV1Api) -> None:
-    """The usual name and address of cluster DNS, answered from this process."""
+    """Creates the service of cluster DNS with its usual name and address; this process answers it."""
     ports = [
         {"name": "dns", "port": 53, "protocol": "UDP"},
         {"name": "dns-tcp", "port": 53, "protocol": "TCP"},
@@ -222,9 +222,9 @@ def _create_dns_service(core: CoreV1Api) -> None:
 
 
 def _remove_pods(cluster: Cluster) -> None:
-    """Lets the kubelet end the containers; what is left then ends with containerd.
+    """Deletes all pods, so that the kubelet ends their containers; remaining containers end with containerd.
 
-    A graceful deletion would wait for the kubelet's collection of dead containers, up to a minute.
+    A graceful deletion waits until the kubelet collects dead containers, up to a minute.
     """
     cluster.command(
         "kubectl", "delete", "deployment,statefulset,pod", "--all", "--all-namespaces",
@@ -245,9 +245,9 @@ def _is_ready(core: CoreV1Api) -> bool:
 
 
 def fresh_folder(name: str) -> Path:
-    """An empty folder with a short path, because unix sockets live in it."""
+    """Returns an empty folder with a short path, which unix sockets require."""
     folder = CACHE / name
-    unmount_below(folder)  # a session that was killed left some, which hold the folder
+    unmount_below(folder)  # mounts of a killed session keep the folder from being removed
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     return folder

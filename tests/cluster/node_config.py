@@ -13,7 +13,7 @@ _PAUSE = "localhost/pause:1"
 
 
 def containerd_config(folder: Path, containers: Path, socket: Path) -> Path:
-    """Configuration of containerd, with a bridge as the pods' network."""
+    """Writes the configuration of containerd, with a bridge as the pods' network; returns its path."""
     networks = folder / "cni"
     networks.mkdir()
     plugins = CACHE / "root" / "usr" / "lib" / "cni"
@@ -55,7 +55,7 @@ state = "{folder}/containerd"
 
 
 def kubelet_config(folder: Path) -> Path:
-    """Configuration of the kubelet."""
+    """Writes the configuration of the kubelet; returns its path."""
     resolv = folder / "resolv.conf"
     resolv.write_text("", encoding="utf-8")
     path = folder / "kubelet.yaml"
@@ -76,11 +76,11 @@ def kubelet_config(folder: Path) -> Path:
         "resolvConf": str(resolv),
         "evictionHard": {"memory.available": "100Mi", "nodefs.available": "1%"},
         "imageGCHighThresholdPercent": 100,
-        # The default of 5 requests a second is shared by the secrets and states of all pods.
+        # The secrets and states of all pods share the limit, by default 5 requests per second.
         "kubeAPIQPS": 200,
         "kubeAPIBurst": 400,
         "eventRecordQPS": 0,
-        # Mounted secrets change at a pod's next sync, by default once a minute.
+        # A mounted secret changes at the pod's next sync, by default once a minute.
         "syncFrequency": "10s",
     }
     path.write_text(yaml.safe_dump(settings), encoding="utf-8")

@@ -11,11 +11,11 @@ from pathlib import Path
 
 @dataclass
 class Processes:
-    """Started programs; all end with ``stop``, last started first."""
+    """Started programs; ``stop`` ends them, last started first."""
 
     logs: Path
     path: str
-    """Search path of the programs and of what they call."""
+    """``PATH`` of the programs and their child processes."""
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def start(self, name: str, *command: str | Path) -> None:
@@ -44,7 +44,7 @@ class Processes:
                 process.wait()
 
     def wait_for(self, what: str, condition: Callable[[], bool], timeout_s: float) -> None:
-        """Waits until a condition holds; a program that ends, or the deadline, is an error with its log."""
+        """Waits until a condition holds; raises an error with logs if a program ends or time is over."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             for name, process in self.running.items():
@@ -58,6 +58,6 @@ class Processes:
             time.sleep(0.2)
 
     def tail(self, name: str, lines: int = 25) -> str:
-        """The end of a program's log."""
+        """Returns the last lines of a program's log."""
         text = (self.logs / f"{name}.log").read_text(encoding="utf-8", errors="replace")
         return "\n".join(text.splitlines()[-lines:])

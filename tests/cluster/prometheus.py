@@ -1,4 +1,4 @@
-"""A Prometheus that discovers the release's pods, and what the dashboards' panels show in it."""
+"""Prometheus that discovers the release's pods, and plots of the dashboards' panels from its data."""
 
 import re
 import time
@@ -25,17 +25,17 @@ _COLUMNS = 3
 
 @dataclass(frozen=True, slots=True)
 class Prometheus:
-    """A running server."""
+    """Client of a running Prometheus."""
 
     api: httpx.Client
 
     def targets(self) -> dict[str, str]:
-        """Health of each pod that is scraped now."""
+        """Returns the health of each pod that is being scraped."""
         active = self._get("targets", state="active")["activeTargets"]
         return {target["labels"]["pod"]: target["health"] for target in active}
 
     def history(self, expression: str, *, seconds: float) -> list[dict[str, Any]]:
-        """Series of an expression with values, over the last seconds."""
+        """Returns the series of an expression that have values in the last ``seconds``."""
         plain = expression.replace("$__rate_interval", "20s").replace("$run", ".*")
         now = time.time()
         result = self._get("query_range", query=plain, start=now - seconds, end=now, step=_SCRAPE_S)
@@ -52,7 +52,7 @@ class Prometheus:
 
 @contextmanager
 def prometheus(cluster: Cluster) -> Iterator[Prometheus]:
-    """Scrape the release's pods until the block ends."""
+    """Runs a Prometheus that scrapes the release's pods until the block ends."""
     (program,) = require("prometheus")
     config = cluster.folder / "prometheus.yaml"
     config.write_text(yaml.safe_dump(_config(cluster)), encoding="utf-8")
@@ -67,7 +67,7 @@ def prometheus(cluster: Cluster) -> Iterator[Prometheus]:
 
 
 def _config(cluster: Cluster) -> dict[str, Any]:
-    """Scrapes what the chart's PodMonitor selects, relabelled as it says."""
+    """Returns a configuration that scrapes and relabels the pods as the chart's PodMonitor does."""
     monitor = one(
         render("--set", "monitoring.podMonitor.enabled=true"), "PodMonitor", "demo-slipstream"
     )
@@ -104,7 +104,7 @@ def _snake_case(name: str) -> str:
 
 
 def empty_panels(server: Prometheus, dashboard: Dashboard, *, seconds: float) -> list[str]:
-    """Titles of panels whose queries all find nothing."""
+    """Returns the titles of panels of which no query has data."""
     return [
         panel.title
         for panel in dashboard.panels
@@ -113,7 +113,7 @@ def empty_panels(server: Prometheus, dashboard: Dashboard, *, seconds: float) ->
 
 
 def plot(server: Prometheus, dashboard: Dashboard, path: Path, *, seconds: float) -> None:
-    """Draw what each panel shows."""
+    """Writes a plot of every panel's queries to a file."""
     rows = -(-len(dashboard.panels) // _COLUMNS)
     figure = Figure(figsize=(6 * _COLUMNS, 3 * rows), layout="constrained")
     figure.suptitle(f"{dashboard.title}: its queries, plotted from a run of examples/sort4.yaml")
@@ -135,5 +135,5 @@ def plot(server: Prometheus, dashboard: Dashboard, path: Path, *, seconds: float
 
 
 def _short(labels: dict[str, str], name: str) -> str:
-    """A label without the long part of ids."""
+    """Returns a label without run ids and the packages of gRPC services."""
     return re.sub(r"run[-_][0-9a-f]{24}|/slipstream\.[\w.]+/", "", labels.get(name, ""))

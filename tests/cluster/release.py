@@ -1,4 +1,4 @@
-"""An installed release on the test cluster, and its REST API."""
+"""Release of the chart on the test cluster, and its REST API."""
 
 import base64
 import itertools
@@ -22,30 +22,30 @@ from tests.helpers.tools import require
 
 NAMESPACE = "slipstream"
 WORKERS = f"{NAMESPACE}-workers"
-"""Namespace of the worker pods, which the chart makes."""
+"""Namespace of the worker pods, which the chart creates."""
 TEAM = "team-a"
 """Namespace whose RLRuns the release serves."""
 CLEARING_S = 180.0
-"""Pods end with their run; a busy node takes a while to clear them away."""
+"""Time limit for the removal of an ended run's pods, which a busy node delays."""
 _EXAMPLES = ROOT / "examples"
 _CLAIMS = {"checkpoints": WORKERS, "models": WORKERS, "state": NAMESPACE}
 
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """A release in ready state."""
+    """Release whose API answers."""
 
     cluster: Cluster
     api: httpx.Client
     install_s: float
     """Time from ``helm install --wait`` to its return."""
     figures: dict[str, float] = field(default_factory=dict)
-    """Measurements of the tests."""
+    """Measurements of the tests, by name."""
     values: dict[str, str] = field(default_factory=dict)
-    """Values that tests change, by their keys, as the release has them."""
+    """Current values of the chart's keys that tests change."""
 
     def member(self, project: str) -> "Installed":
-        """The same release as an operator of another project sees it."""
+        """Returns this release with an API client of a user of another project."""
         made = self.execute(
             "deploy/demo-slipstream-controller",
             "-m", "services.controller.tokens", "create", "member", "--project", project,
@@ -54,17 +54,17 @@ class Installed:
         return replace(self, api=open_api(str(self.api.base_url), made.strip()))
 
     def execute(self, pod: str, *arguments: str, namespace: str = WORKERS) -> str:
-        """Run Python in a pod and return its output."""
+        """Runs Python in a pod and returns its output."""
         return self.cluster.command(
             "kubectl", "-n", namespace, "exec", pod, "--", "python", *arguments
         )
 
     def helm(self, *arguments: str) -> str:
-        """Run Helm in the release's namespace."""
+        """Runs Helm in the release's namespace and returns its output."""
         return helm(self.cluster, *arguments)
 
     def submit(self, **overrides: Any) -> str:
-        """Submits the sort4 example, changed at the top level of its sections; returns the run's id."""
+        """Submits the sort4 example with some keys of its sections changed; returns the run's id."""
         spec = sort4_spec()
         for section, values in overrides.items():
             is_section = isinstance(values, dict)
@@ -75,18 +75,18 @@ class Installed:
         return run_id
 
     def run(self, run_id: str) -> dict[str, Any]:
-        """A run as the API shows it."""
+        """Returns a run as the API shows it."""
         return dict(self.api.get(f"/v1/runs/{run_id}").raise_for_status().json())
 
     def events(self, run_id: str, type_: str = "") -> list[dict[str, Any]]:
-        """Events of a run."""
+        """Returns the events of a run, optionally of one type."""
         answer = self.api.get(f"/v1/runs/{run_id}/events", params={"type": type_})
         return list(answer.raise_for_status().json()["items"])
 
     def wait(
         self, run_id: str, condition: Callable[[dict[str, Any]], bool], timeout_s: float
     ) -> dict[str, Any]:
-        """Waits until the run fulfils a condition; one that ends otherwise is an error."""
+        """Waits until a run meets a condition and returns it; a failed or cancelled run is an error."""
         deadline = time.monotonic() + timeout_s
         while True:
             run = self.run(run_id)
@@ -97,17 +97,17 @@ class Installed:
             time.sleep(0.5)
 
     def scale(self, run_id: str, replicas: int) -> None:
-        """Change a run's number of rollouts through the API."""
+        """Changes a run's number of rollouts through the API."""
         patch_run(self.api, run_id, {"rollout_replicas": replicas})
 
     def workers(self, run_id: str) -> set[str]:
-        """Pods of a run that are not ending, without the run's name."""
+        """Returns the names of a run's pods that are not being deleted, without the prefix of the run."""
         prefix = f"{run_id.replace('_', '-')}-"
         pods = [pod for pod in self.pods(run_id) if pod.metadata.deletion_timestamp is None]
         return {pod.metadata.name.removeprefix(prefix) for pod in pods}
 
     def upgrade(self, *values: str) -> None:
-        """Upgrades the release to values, unless it has them; returns when the API answers."""
+        """Upgrades the release to values unless it has them, and waits until the API answers."""
         wanted = dict(value.split("=", 1) for value in values)
         if wanted.items() <= self.values.items():
             return
@@ -117,7 +117,7 @@ class Installed:
         self.ready()
 
     def ready(self, timeout_s: float = 120.0) -> None:
-        """Waits until the API answers, as it does not while the controller is replaced."""
+        """Waits until the API answers; it does not answer while the controller is replaced."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -129,27 +129,28 @@ class Installed:
                 return
 
     def cancel_runs(self) -> None:
-        """Ends runs that a failed test left, and waits until their pods are gone."""
+        """Cancels runs that a failed test left, and waits until their pods are gone."""
         self.ready()
         left = [run["id"] for run in self.api.get("/v1/runs").json()["items"] if not _is_over(run)]
         for run_id in left:
             self.api.post(f"/v1/runs/{run_id}/cancel").raise_for_status()
-            # The controller would wait up to a minute for a pod whose containers never started.
+            # The controller waits up to a minute for a pod whose containers never started.
             remove = self.cluster.core.delete_collection_namespaced_pod
             selector = f"slipstream.dev/run={run_id}"
             remove(WORKERS, label_selector=selector, grace_period_seconds=0)
         eventually(lambda: not any(map(self.pods, left)), timeout_s=CLEARING_S)
 
     def pods(self, run_id: str = "") -> list[Any]:
-        """Pods of the release, or of one run."""
+        """Returns the pods of the release, or of one run."""
         selector = f"slipstream.dev/run={run_id}" if run_id else ""
         return list_pods(self.cluster, selector)
 
 
 def list_pods(cluster: Cluster, selector: str = "") -> list[Any]:
-    """Pods of the release in both of its namespaces, besides deleted ones that have ended.
+    """Returns the release's pods in both of its namespaces, without deleted pods that have ended.
 
-    A kubelet that misses the end of a container shows such a pod until it collects containers, once a minute.
+    A kubelet that misses the end of a container reports such a pod until it collects containers, once a
+    minute.
     """
     listed = [
         cluster.core.list_namespaced_pod(namespace, label_selector=selector).items
@@ -171,13 +172,13 @@ def _is_over(run: dict[str, Any]) -> bool:
 
 
 def helm(cluster: Cluster, *arguments: str) -> str:
-    """Run Helm in the release's namespace."""
+    """Runs Helm in the release's namespace and returns its output."""
     (program,) = require("helm4")
     return cluster.command(program, *arguments, "--namespace", NAMESPACE, timeout_s=300)
 
 
 def sort4_spec() -> dict[str, Any]:
-    """The sort4 example with its code where the pods have it."""
+    """Returns the sort4 example, which names its code as the module that pods have."""
     text = (_EXAMPLES / "sort4.yaml").read_text(encoding="utf-8")
     spec: dict[str, Any] = yaml.safe_load(text.replace("sort4.py:", "sort4:"))
     return spec
@@ -185,7 +186,7 @@ def sort4_spec() -> dict[str, Any]:
 
 @contextmanager
 def installed_release(cluster: Cluster) -> Iterator[Installed]:
-    """A release with the CPU profile until the block ends; what its pods said is kept."""
+    """Installs a release with the CPU profile until the block ends, and then writes its pods' logs."""
     try:
         yield _install(cluster)
     finally:
@@ -217,7 +218,7 @@ def _install(cluster: Cluster) -> Installed:
     token = base64.b64decode(secret.data["token"]).decode()
     api = open_api(f"http://{service.spec.cluster_ip}:8080", token)
     release = Installed(cluster, api, install_s, values={"workers.jobSet.enabled": "false"})
-    release.ready()  # kube-proxy learns of the pod a moment after Helm
+    release.ready()  # kube-proxy routes to the pod a moment after Helm returns
     return release
 
 
@@ -225,7 +226,7 @@ def _uninstall(cluster: Cluster) -> None:
     """Removes the release and its objects."""
     helm(cluster, "uninstall", "demo", "--wait", "--ignore-not-found")
     core = cluster.core
-    for name, namespace in _CLAIMS.items():  # those of workers, too, outlive the release
+    for name, namespace in _CLAIMS.items():  # claims outlive the release, also those of workers
         core.delete_namespaced_persistent_volume_claim(name, namespace)
     eventually(lambda: not core.list_persistent_volume_claim_for_all_namespaces().items, CLEARING_S)
     core.delete_namespace(WORKERS)
@@ -237,24 +238,24 @@ def _uninstall(cluster: Cluster) -> None:
 
 
 def open_api(url: str, token: str) -> httpx.Client:
-    """A client of the API; each call has a connection of its own, as a kept one may be closed by then."""
+    """Returns a client of the API with one connection per call, because an idle one may have been closed."""
     return httpx.Client(
         headers={"Authorization": f"Bearer {token}"},
         base_url=url,
         timeout=30,
         trust_env=False,
         transport=httpx.HTTPTransport(
-            retries=8,  # the controller may be on its way
+            retries=8,  # the controller may still be starting
             limits=httpx.Limits(max_keepalive_connections=0),
         ),
     )
 
 
 def make_volume(cluster: Cluster, name: str) -> None:
-    """A claim with a folder of this machine behind it."""
+    """Creates a volume in a folder of this machine, and a claim that is bound to it."""
     folder = cluster.folder / "volumes" / name
     folder.mkdir(parents=True)
-    folder.chmod(0o777)  # kubelets do not give folders of the host to a pod's group
+    folder.chmod(0o777)  # a kubelet does not change the group of host folders to that of the pod
     size = {"storage": "1Gi"}
     cluster.core.create_persistent_volume(
         {
@@ -283,12 +284,12 @@ def make_volume(cluster: Cluster, name: str) -> None:
 
 
 def namespaces(cluster: Cluster) -> set[str]:
-    """Names of all namespaces."""
+    """Returns the names of all namespaces."""
     return {namespace.metadata.name for namespace in cluster.core.list_namespace().items}
 
 
 def create_namespace(cluster: Cluster, name: str) -> None:
-    """Creates a namespace unless it is there."""
+    """Creates a namespace unless it exists."""
     try:
         cluster.core.create_namespace({"metadata": {"name": name}})
     except ApiException as error:
@@ -303,7 +304,7 @@ def keep_logs(cluster: Cluster, folder: Path) -> None:
         name, namespace = pod.metadata.name, pod.metadata.namespace
         try:
             text = cluster.command("kubectl", "-n", namespace, "logs", name, "--all-containers")
-        except RuntimeError as error:  # it may have no container yet, or be gone by now
+        except RuntimeError as error:  # the pod may have no container yet, or no longer exist
             text = str(error)
         (folder / f"{name}.log").write_text(text, encoding="utf-8")
 

@@ -1,6 +1,6 @@
-"""Alerts fire in a real Prometheus that scrapes real services, when what they are about is done to them.
+"""Alerts in a real Prometheus that scrapes real services, each provoked by the fault that it reports.
 
-The rules are those of the chart: only their times are shorter and their thresholds lower.
+The rules are those of the chart with shorter times and lower thresholds.
 """
 
 import json
@@ -28,7 +28,7 @@ from tests.helpers.tools import require
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 _WITHIN_S = 240.0
-# The gate and the weight session do not let these happen.
+# The staleness gate and the weight session prevent the conditions of these alerts.
 _NOT_PROVOKED = {"SlipstreamStalenessViolated", "SlipstreamVersionLag"}
 _VALUES = {
     "runbookBase": "runbooks",
@@ -76,7 +76,7 @@ def prompts():
 
 
 class Provoked:
-    """Services with a Prometheus, and what is done to them."""
+    """Running services, their Prometheus, and methods that provoke alerts."""
 
     def __init__(
         self, folder: Path, command: subprocess.Popen[str], api: httpx.Client, metrics_port: int
@@ -103,7 +103,7 @@ class Provoked:
         return done.out.strip()
 
     def get(self, path: str) -> httpx.Response:
-        """The controller's answer."""
+        """Returns the controller's response."""
         return httpx.get(f"{self.url}{path}", trust_env=False, headers=as_owner(self.url))
 
     def run(self, run_id: str) -> dict[str, Any]:
@@ -111,7 +111,7 @@ class Provoked:
         return found
 
     def fired(self) -> set[str]:
-        """Alerts that have fired until now."""
+        """Returns the names of alerts that have fired so far."""
         found = self.prometheus.get(
             "/api/v1/query_range",
             params={
@@ -126,13 +126,13 @@ class Provoked:
         eventually(lambda: set(names) <= self.fired(), f"{names} to fire")
 
     def process(self, service: str) -> psutil.Process:
-        """The process of a service."""
+        """Returns the process of a service."""
         found = descendants(self.command)
         (process,) = [process for name, process in found.items() if name.startswith(service)]
         return process
 
     def successor(self, service: str, former: psutil.Process) -> psutil.Process:
-        """The process that takes the place of one that was killed."""
+        """Waits for the process that replaces a killed one, and returns it."""
         found: list[psutil.Process] = []
 
         def is_there() -> bool:
@@ -148,7 +148,7 @@ class Provoked:
         return found[0]
 
     def queue_ports(self) -> tuple[int, int]:
-        """Addresses at which the transferqueue serves gRPC and samples."""
+        """Returns the ports at which the transferqueue serves gRPC and samples."""
         log = (self.folder / "logs" / "transferqueue.log").read_text()
         control = int(re.findall(r"address=127.0.0.1:(\d+)", log)[0])
         connections = self.process("transferqueue").net_connections(kind="tcp")
@@ -176,7 +176,7 @@ def shortened_rules() -> dict[str, Any]:
 
 @contextmanager
 def prometheus(folder: Path, ports: dict[str, int]) -> Iterator[httpx.Client]:
-    """Scrape the services each second until the block ends."""
+    """Runs a Prometheus that scrapes the services each second until the block ends; yields its API."""
     (program,) = require("prometheus")
     (folder / "rules.yaml").write_text(yaml.safe_dump(shortened_rules()))
     scraped = [
@@ -241,7 +241,7 @@ def test_alerts_fire_when_they_are_provoked(provoked: Provoked) -> None:
     provoked.until("SlipstreamCallersRefused", "SlipstreamMessagesRefused")
     trainer = provoked.process("trainer")
     trainer.kill()
-    # Otherwise it would recover before the alert fires.
+    # Without the suspension the run recovers before the alert fires.
     successor = provoked.successor("trainer", trainer)
     successor.suspend()
     provoked.until("SlipstreamRunRecovering")
@@ -269,7 +269,7 @@ def test_alerts_fire_when_they_are_provoked(provoked: Provoked) -> None:
 
 
 def block_checkpoints(folder: Path) -> None:
-    """Writes a file into the checkpoint folder, also while a checkpoint is being written."""
+    """Replaces a run's checkpoint folder with a file, also while a checkpoint is being written."""
     checkpoints = folder / "checkpoints"
     for attempt in range(100):
         try:
@@ -292,17 +292,17 @@ def call_without_token(port: int) -> None:
 
 
 def send_garbage(port: int) -> None:
-    """Sends bytes that are no message."""
+    """Sends bytes that are not a valid message to the data plane."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.RCVTIMEO, 20_000)
         dealer.connect(f"tcp://127.0.0.1:{port}")
         dealer.send_multipart([b"garbage", b"more"])
-        dealer.recv_multipart()  # the refusal
+        dealer.recv_multipart()  # the reply that refuses the message
         dealer.close(linger=0)
 
 
 def ask_for_damaged_events(provoked: Provoked, run_id: str) -> None:
-    """Damage what the controller has stored of a run, and ask for it until the alert fires."""
+    """Damages the stored events of a run, and requests them until the alert fires."""
     with sqlite3.connect(provoked.folder / "slipstream.db") as database:
         database.execute("update events set data_json = '{' where run_id = ?", (run_id,))
 

@@ -1,4 +1,4 @@
-"""The chart and the launcher against a real API server, scheduler and controllers; nodes are fakes."""
+"""The chart and the launcher with a real API server, scheduler and controllers, and fake nodes."""
 
 import asyncio
 import base64
@@ -53,7 +53,7 @@ def install(cluster: Cluster, *arguments: str) -> str:
 
 
 def objects(cluster: Cluster) -> set[str]:
-    """Names of the release's objects."""
+    """Returns the names of the release's objects."""
     selector = "app.kubernetes.io/instance=demo"
     listed = [
         cluster.command("kubectl", "-n", namespace, "get", _KINDS, "-l", selector, "-o", "name")
@@ -139,7 +139,7 @@ def may(cluster: Cluster, account: str, verb: str, resource: str, *, namespace: 
 
 
 def controller_account(cluster: Cluster) -> CoreV1Api:
-    """A client with the controller's own rights."""
+    """Returns a client that has the rights of the controller's service account."""
     for secret in cluster.core.list_namespaced_secret(NAMESPACE).items:
         annotations = secret.metadata.annotations or {}
         if annotations.get("kubernetes.io/service-account.name") == CONTROLLER:
@@ -172,7 +172,7 @@ def make_spec(replicas: int, *, gpus_per_node: int = 8) -> RunSpec:
 
 
 class Events:
-    """Records the reports of a launcher to its run."""
+    """Records what a launcher reports to its run."""
 
     def __init__(self) -> None:
         self.exits: asyncio.Queue[WorkerExit] = asyncio.Queue()
@@ -180,7 +180,7 @@ class Events:
 
 
 class QueueingApi(PodApi):
-    """Does to new pods what Kueue's webhook does, on an API server that is older than scheduling gates."""
+    """Gates new pods as Kueue's webhook does, on an API server that is older than scheduling gates."""
 
     admin: CoreV1Api
 
@@ -224,14 +224,14 @@ async def open_launcher(
 
 
 def run_pods(cluster: Cluster, run_id: str) -> dict[str, tuple[str, str]]:
-    """Phase and node of a run's pods."""
+    """Returns phase and node of a run's pods, by name."""
     listed = cluster.core.list_namespaced_pod(WORKERS, label_selector=f"{RUN_LABEL}={run_id}")
     return {pod.metadata.name: (pod.status.phase, pod.spec.node_name) for pod in listed.items}
 
 
 async def until(condition: object, timeout_s: float = 30.0) -> None:
     async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110  the API server is asked, nobody here could tell
+        while not condition():  # noqa: ASYNC110  the API server has to be polled
             await asyncio.sleep(0.1)
 
 
@@ -324,7 +324,7 @@ async def test_a_run_waits_for_its_queue_and_leaves_it(
         admit("run-a5-rollout-0")
         await starting
 
-        # Rollouts that are added wait by themselves: the run need not.
+        # Added rollouts wait for admission alone; the run continues.
         async with asyncio.timeout(30):
             await launcher.start("run_a5", make_spec(replicas=3))
         await until(lambda: launcher.queued("run_a5") == {"rollout-1", "rollout-2"})
@@ -332,7 +332,7 @@ async def test_a_run_waits_for_its_queue_and_leaves_it(
         assert extra.labels["kueue.x-k8s.io/pod-group-name"] == "run-a5-rollout-1"
         assert extra.annotations["kueue.x-k8s.io/pod-group-total-count"] == "1"
         admit("run-a5-rollout-1")
-        # The API server first shows a new pod without the condition that was patched into it.
+        # The API server first shows a new pod without the patched condition.
         await until(lambda: launcher.queued("run_a5") == {"rollout-2"})
         async with asyncio.timeout(30):
             assert await launcher.admitted("run_a5", ["rollout-1", "rollout-2"]) == {"rollout-1"}
@@ -354,7 +354,7 @@ async def test_a_trainer_of_several_nodes_is_a_job_set_where_asked(
     spec = make_spec(replicas=1, gpus_per_node=4)
 
     def running(run_id: str) -> set[str]:
-        """Running pods, without what is random of their names."""
+        """Returns the names of running pods without their random suffixes."""
         pods = run_pods(cluster, run_id).items()
         return {re.sub(r"(-0-\d)-\w+$", r"\1", n) for n, (phase, _) in pods if phase == "Running"}
 
@@ -392,7 +392,7 @@ async def test_a_trainer_of_several_nodes_is_a_job_set_where_asked(
 async def test_a_run_has_a_pod_group_of_its_size_where_a_gang_scheduler_is_named(
     cluster: Cluster, release: None, nodes: list[str], tmp_path: Path
 ) -> None:
-    # The default scheduler places the pods: only the group is looked at.
+    # The default scheduler places the pods; this test checks only the pod group.
     values = "workers.gang.scheduler=volcano,workers.schedulerName=default-scheduler"
     install(cluster, "--set", values)
     custom = CustomObjectsApi(cluster.core.api_client)
@@ -427,7 +427,7 @@ async def test_a_run_has_a_pod_group_of_its_size_where_a_gang_scheduler_is_named
 async def test_what_the_controller_made_goes_with_the_release(
     cluster: Cluster, release: None, nodes: list[str], tmp_path: Path
 ) -> None:
-    # A namespace that holds claims stays, and does not take the pods with it.
+    # A namespace with claims outlives the release, so its deletion does not remove the pods.
     install(cluster, "--set", "workers.modelCache.existingClaim=models")
     async with AsyncExitStack() as stack:
         launcher, _ = await open_launcher(stack, cluster, tmp_path)

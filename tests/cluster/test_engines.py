@@ -1,4 +1,4 @@
-"""Runs whose rollouts are real engines: in the images of their Dockerfiles, on the engines' CPU builds."""
+"""Runs whose rollouts use vLLM and SGLang: CPU builds in the images of the Dockerfiles."""
 
 import json
 import os
@@ -18,10 +18,10 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(2400)]
 _RESULTS = ROOT / "bench" / "results" / "cluster-engines.json"
 _VALUES = (
     "rollout.resources.limits.memory=8Gi",
-    "rollout.env.VLLM_CPU_KVCACHE_SPACE=1",  # GiB; a part of the whole machine by default
+    "rollout.env.VLLM_CPU_KVCACHE_SPACE=1",  # GiB; by default a share of the machine's memory
     "workers.sharedMemory=1Gi",
 )
-# The images have no C++ compiler, with which vLLM would make kernels for a CPU.
+# The images have no C++ compiler, which vLLM needs to compile kernels for a CPU.
 _ARGUMENTS = {"vllm": {"enforce_eager": True}, "sglang": {}}
 
 
@@ -32,7 +32,7 @@ def installed(machine: Cluster) -> Iterator[Installed]:
 
 
 def engines() -> list[object]:
-    """Engines whose images were built; the others are skipped."""
+    """Returns pytest parameters for the engines; those without a built image are skipped."""
     return [
         pytest.param(
             name,

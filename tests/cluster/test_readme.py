@@ -1,4 +1,4 @@
-"""The README's section on Kubernetes, followed to the letter by a new user."""
+"""The commands of the README's section on Kubernetes, as a new user runs them."""
 
 import re
 import subprocess
@@ -16,7 +16,7 @@ from tests.helpers.tools import require
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 _NAMESPACE = "readme"
-# What differs here: no GPU, no registry; and a script is faster than a user, whom the port would not outrun.
+# Differences from the README: no GPU, no registry, and a script must wait until the port is open.
 _HERE = {
     "-n slipstream": f"-n {_NAMESPACE}",
     "profiles/one-gpu-node.yaml": "profiles/cpu-smoke.yaml",

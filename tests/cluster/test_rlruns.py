@@ -1,4 +1,4 @@
-"""RLRun objects on a real API server, by `kubectl` and with the rights of the controller's account."""
+"""RLRun objects on a real API server, changed by `kubectl` and served with the controller's rights."""
 
 import asyncio
 import collections
@@ -34,12 +34,12 @@ _DEFINITION = f"{PLURAL}.{GROUP}"
 _RESULTS = ROOT / "bench" / "results" / "rlruns.json"
 _BARS = {"max_phase_lag_s": 5.0, "status_writes_per_run_and_minute": 12.0, "submitted_50_s": 60.0}
 _MAX_LAG_S = 60.0
-"""Time after which an object that shows another phase than its run is not late but wrong."""
+"""Time after which an object that shows another phase than its run is an error, not a delay."""
 _SPEC = {key: value for key, value in SPEC.items() if key != "name"}
 
 
 def changed(**sections: Any) -> dict[str, Any]:
-    """Returns the specification with some sections' keys, or whole values, changed."""
+    """Returns the specification with changed keys in some sections, or with sections replaced."""
     spec: dict[str, Any] = json.loads(json.dumps(_SPEC))
     for name, value in sections.items():
         spec[name] = {**spec.get(name, {}), **value} if isinstance(value, dict) else value
@@ -52,7 +52,8 @@ def release(cluster: Cluster) -> Iterator[None]:
         cluster.core.create_namespace({"metadata": {"name": namespace}})
     install(cluster, "--set", _SERVED)
     kubectl(cluster, "wait", "--for=condition=Established", f"crd/{_DEFINITION}", "--timeout=60s")
-    eventually(lambda: _is_described(cluster), timeout_s=60)  # kubectl finds unknown keys by it
+    # kubectl finds unknown keys by the published schema.
+    eventually(lambda: _is_described(cluster), timeout_s=60)
     yield
     helm(cluster, "uninstall", "demo", "--wait", "--ignore-not-found")
     kubectl(cluster, "delete", "crd", _DEFINITION, "--ignore-not-found")
@@ -71,7 +72,7 @@ def kubectl(cluster: Cluster, *arguments: str, **options: Any) -> str:
 
 
 class CountingApi(CustomObjectsApi):
-    """Counts the writes of objects' statuses, with their times."""
+    """Records the times of all writes of each object's status."""
 
     def __init__(self, client: ApiClient) -> None:
         super().__init__(client)
@@ -83,7 +84,7 @@ class CountingApi(CustomObjectsApi):
 
 
 class Served:
-    """A controller's manager that serves both namespaces, and the commands of its users."""
+    """Run manager that serves RLRuns of both namespaces, and the kubectl commands of its users."""
 
     def __init__(self, cluster: Cluster, manager: RunManager, api: CountingApi, folder: Path):
         self.cluster, self.manager, self.api, self._folder = cluster, manager, api, folder
@@ -99,7 +100,7 @@ class Served:
         namespace: str = BLUE,
         kubectl: Sequence[str] = (),
     ) -> str:
-        """Applies an object by `kubectl apply -f`."""
+        """Applies an object with `kubectl apply -f` and returns its output."""
         body = {"apiVersion": f"{GROUP}/{VERSION}", "kind": "RLRun", "metadata": {"name": name}}
         file = self._folder / f"{namespace}-{name}.yaml"
         file.write_text(yaml.safe_dump({**body, "spec": spec}), encoding="utf-8")
@@ -110,7 +111,7 @@ class Served:
         return dict(json.loads(text))
 
     async def reached(self, name: str, *phases: str, namespace: str = BLUE) -> dict[str, Any]:
-        """Waits for a phase of an object whose newest edit was applied or refused; returns its status."""
+        """Waits for a phase of an object whose newest edit was handled; returns its status."""
         async with asyncio.timeout(30):
             while True:
                 body = await self.get(name, namespace)
@@ -126,7 +127,7 @@ class Served:
 
 @asynccontextmanager
 async def serving(cluster: Cluster, folder: Path) -> AsyncIterator[Served]:
-    """A controller that serves both namespaces until the block ends; the database outlives it."""
+    """Runs a manager that serves both namespaces until the block ends; its database remains."""
     database = Database(f"sqlite:///{folder / 'runs.db'}")
     core = controller_account(cluster)
     api = CountingApi(core.api_client)
@@ -160,7 +161,7 @@ def rejection(status: dict[str, Any]) -> tuple[str, str, str]:
 
 async def until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
     async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110  the API server is asked, nobody here could tell
+        while not condition():  # noqa: ASYNC110  the API server has to be polled
             await asyncio.sleep(0.1)
 
 
@@ -251,7 +252,7 @@ async def test_the_rights_of_a_namespace_are_those_of_its_project(
             "-n", BLUE, "create", "rolebinding", f"ann-{role}", f"--clusterrole={role}", f"--user=ann-{role}"
         )  # fmt: skip
     edit, view = ("--as", "ann-edit"), ("--as", "ann-view")
-    await asyncio.sleep(2)  # the aggregation of roles
+    await asyncio.sleep(2)  # for the aggregation of roles
     await served.apply("one", changed(), *edit)
     status = await served.reached("one", "Starting")
     assert (await served.manager.get(status["runId"])).project == BLUE
@@ -340,7 +341,7 @@ async def test_fifty_runs_in_a_minute_stay_equal_to_their_objects_with_few_write
         )
         submitted_s = time.monotonic() - begin
         run_ids = [each["runId"] for each in statuses().values()]
-        # One step of each run per second, for a minute, with a pause and a resumption.
+        # Each run makes one step per second for a minute, and pauses and resumes once.
         for step in range(1, 61):
             tick = time.monotonic()
             for run_id in run_ids:
@@ -374,7 +375,7 @@ async def test_fifty_runs_in_a_minute_stay_equal_to_their_objects_with_few_write
         known = json.loads(_RESULTS.read_text()) if _RESULTS.exists() else {}
         _RESULTS.write_text(json.dumps({**known, **report}, indent=2) + "\n", encoding="utf-8")
         await served.kubectl("-n", BLUE, "delete", "rlrun", "--all", "--timeout=120s")
-    # How long the others take depends on the machine; the report compares them with their bars.
+    # The other figures depend on the machine; the report compares them with their bars.
     assert per_minute <= _BARS["status_writes_per_run_and_minute"]
     assert max_lag_s < _MAX_LAG_S
 
@@ -384,7 +385,7 @@ async def _watch_lag(
 ) -> float:
     """Returns the longest time for which an object may have shown another phase than its run had.
 
-    It is the time between the samples before and after those in which they differed.
+    This is the time from the last sample before a difference to the first sample after it.
     """
     since: dict[str, float] = {}
     equal: dict[str, float] = {}

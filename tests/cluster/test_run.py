@@ -1,4 +1,4 @@
-"""Runs on a real cluster: real containers, real Helm, the example that the README shows."""
+"""Runs of the README's example on a real cluster, with real containers and Helm."""
 
 import base64
 import json
@@ -40,14 +40,14 @@ _RESULTS = ROOT / "bench" / "results" / "cluster.json"
 
 @pytest.fixture(scope="module")
 def installed(machine: Cluster) -> Iterator[Installed]:
-    # Kubernetes takes half a minute to know a new kind, so it is defined long before its test.
+    # Kubernetes takes half a minute to know a new kind, so the kind is defined long before its test.
     with job_set_kind(machine.core), installed_release(machine) as release:
         yield release
 
 
 @pytest.fixture(autouse=True)
 def alone(installed: Installed) -> Iterator[None]:
-    """No test meets a run that another one left."""
+    """Cancels runs that a test left, so that the next test starts without runs."""
     yield
     installed.cancel_runs()
 
@@ -73,14 +73,14 @@ def test_sort4_trains_to_the_end_while_prometheus_scrapes_every_pod(
     first_step_s = time.monotonic() - begin
     pods = {pod.metadata.name for pod in installed.pods() if pod.status.phase == "Running"}
     scraped = {pod for pod in pods if "trackers" not in pod}
-    assert len(scraped) == 6  # controller, two of the transferqueue, trainer, two rollouts
+    assert len(scraped) == 6  # controller, two pods of the transferqueue, trainer, two rollouts
     installed.wait(run_id, lambda run: run["step"] >= 10, timeout_s=300)
     assert scraping.targets() == dict.fromkeys(scraped, "up")
     run = installed.wait(run_id, lambda run: run["state"] == "SUCCEEDED", timeout_s=600)
     assert_ledger_closes(run)
     assert run["step"] == 50
     eventually(lambda: not installed.pods(run_id), timeout_s=CLEARING_S)
-    # What pods wrote is there when they are gone.
+    # The logs outlive the pods.
     logs = installed.api.get(f"/v1/runs/{run_id}/logs").raise_for_status().text.splitlines()
     components = {json.loads(line)["component"] for line in logs}
     assert components == {"trainer-0", "rollout-0", "rollout-1"}
@@ -101,7 +101,7 @@ def test_the_example_of_an_object_trains_and_is_suspended_resumed_and_deleted(
         return status().get("phase") == phase
 
     body = yaml.safe_load((ROOT / "examples" / "rlrun.yaml").read_text(encoding="utf-8"))
-    body["spec"]["trainer"]["steps"] = 1000  # longer than this test looks
+    body["spec"]["trainer"]["steps"] = 1000  # more steps than the run makes during this test
     file = installed.cluster.folder / "rlrun.yaml"
     file.write_text(yaml.safe_dump(body), encoding="utf-8")
     begin = time.monotonic()
@@ -141,8 +141,9 @@ def test_every_panel_has_data(
 def test_a_run_survives_an_upgrade_a_new_certificate_and_the_loss_of_every_pod(
     installed: Installed,
 ) -> None:
-    """One run for all of them, as most of a run's time is its start."""
-    trainer = {"steps": 5000, "checkpoint": {"every": 5}}  # more than it does in this time
+    """Uses one run for all faults, because most of a run's time is its start."""
+    # More steps than the run makes during this test.
+    trainer = {"steps": 5000, "checkpoint": {"every": 5}}
     run_id = installed.submit(
         limits={"max_restarts": 5}, rollout={"partial_rollout": True}, trainer=trainer
     )
@@ -155,7 +156,7 @@ def test_a_run_survives_an_upgrade_a_new_certificate_and_the_loss_of_every_pod(
         installed.wait(run_id, lambda run: run["step"] >= step + steps, timeout_s=400)
 
     def lose(victim: str, *, grace_s: int | None = 0) -> None:
-        # Pods of the run before may still be there.
+        # Pods of the previous run may still exist.
         pods = installed.pods(run_id if victim in workers else "")
         (pod,) = [pod for pod in pods if victim in pod.metadata.name]
         core.delete_namespaced_pod(
@@ -167,7 +168,7 @@ def test_a_run_survives_an_upgrade_a_new_certificate_and_the_loss_of_every_pod(
 
     def written() -> str:
         found = core.list_namespaced_secret(WORKERS, label_selector=f"slipstream.dev/run={run_id}")
-        # While it is replaced there is none.
+        # The secret does not exist while it is replaced.
         return base64.b64decode(found.items[0].data["tls.crt"]).decode() if found.items else before
 
     def mounted() -> str:
@@ -179,7 +180,7 @@ def test_a_run_survives_an_upgrade_a_new_certificate_and_the_loss_of_every_pod(
     before = ""
     before = written()
     assert before in mounted()
-    # The controller cannot read the certificate's age, so a later controller issues another.
+    # A controller cannot read the certificate's age, so a new controller issues another certificate.
     installed.upgrade("controller.podAnnotations.upgraded=yes")
     eventually(lambda: written() != before, timeout_s=60)
     renewed = written()
@@ -187,11 +188,11 @@ def test_a_run_survives_an_upgrade_a_new_certificate_and_the_loss_of_every_pod(
     train(5)
     assert lost() == []
     for number, victim in enumerate(workers, 1):
-        # The first is preempted: it stores its work and ends within its grace.
+        # The first is preempted: it stores its work and ends within its grace period.
         lose(victim, grace_s=None if victim == "rollout-0" else 0)
         eventually(lambda number=number: len(lost()) >= number, timeout_s=100)
         train(8)
-        # The next one is lost when this one is back.
+        # The next pod is lost only after this one was replaced.
         eventually(lambda: len(installed.workers(run_id)) == 3, timeout_s=100)
     assert lost() == [[victim] for victim in workers]
     assert (
@@ -290,7 +291,7 @@ def test_a_trainer_on_two_nodes_is_a_job_set_where_asked(installed: Installed) -
         eventually(lambda: names(core, WORKERS) == [], timeout_s=30)
 
 
-# Status of a run and steps of its loss, from the database of the trackers' pod.
+# Prints a run's status and the steps of its loss, from the database in the trackers' pod.
 _TRACKED = """
 import sys
 from mlflow import MlflowClient
@@ -316,7 +317,7 @@ def test_a_run_in_turns_is_one_pod_that_holds_both_sides_and_is_tracked(
     installed.wait(run_id, lambda run: run["step"] >= 6, timeout_s=300)
     (pod,) = installed.pods(run_id)
     assert {one.name for one in pod.spec.containers} == {"trainer-0", "rollout-0"}
-    # Whoever of them is lost, the pod is made anew.
+    # The loss of either worker replaces the whole pod.
     installed.cluster.core.delete_namespaced_pod(pod.metadata.name, WORKERS, grace_period_seconds=0)
     run = installed.wait(run_id, lambda run: run["state"] == "SUCCEEDED", timeout_s=400)
     assert run["step"] == 20
@@ -335,7 +336,7 @@ def test_a_run_in_turns_is_one_pod_that_holds_both_sides_and_is_tracked(
     eventually(lambda: tracked() == expected, timeout_s=60)
 
 
-# Asks, as a worker of one run, for the samples of another.
+# Requests the samples of one run as a worker of another run.
 _PRY = """
 import asyncio, sys
 from services.common.security.credentials import acting_as
@@ -408,7 +409,7 @@ def test_runs_live_in_a_postgresql_that_a_secret_names(installed: Installed) -> 
 def test_what_is_not_there_shows_on_the_run(
     installed: Installed, values: list[str], says: str
 ) -> None:
-    """The last runs of this release, which keeps the values."""
+    """Must run last in this release, which keeps the changed values."""
     installed.upgrade(*values)
     run_id = installed.submit()
     eventually(lambda: bool(installed.events(run_id, "WorkerPending")), timeout_s=90)
@@ -422,7 +423,7 @@ def test_install_and_first_step_are_within_the_bars(installed: Installed) -> Non
     figures = {"install_s": round(installed.install_s, 1), **installed.figures}
     known = json.loads(_RESULTS.read_text(encoding="utf-8"))["figures"]
     report = {
-        "figures": {**known, **figures},  # of a part of the tests, only theirs are new
+        "figures": {**known, **figures},  # figures of tests that did not run remain
         "bars": _BARS,
         "load_1m": os.getloadavg()[0],
         "cores": os.cpu_count(),
@@ -431,7 +432,7 @@ def test_install_and_first_step_are_within_the_bars(installed: Installed) -> Non
     assert {name: value for name, value in figures.items() if value > _BARS[name]} == {}
 
 
-# Ports on which a pod listens for others, from the kernel's tables.
+# Prints the ports on which a pod listens for other pods, from the kernel's tables.
 _LISTENING = """
 loopback = ("0100007F", "00000000000000000000000001000000")
 for table in ("tcp", "tcp6"):
@@ -443,7 +444,7 @@ for table in ("tcp", "tcp6"):
 
 
 def assert_ports_are_open_to_workers(listening: str) -> None:
-    """The network policies admit the ports on which a worker listens."""
+    """Asserts that the network policies admit all ports on which a worker listens."""
     ports = {int(line) for line in listening.split()}
     assert ports
     for port in ports:
@@ -453,7 +454,7 @@ def assert_ports_are_open_to_workers(listening: str) -> None:
 
 
 def assert_ledger_closes(run: dict[str, dict[str, dict[str, int]]]) -> None:
-    """Every prompt that was issued is accounted for."""
+    """Asserts that every issued prompt is accounted for."""
     prompts = run["summary"]["prompts"]
     ended = ("consumed", "dropped", "quarantined", "outstanding")
     assert prompts["issued"] == sum(prompts[state] for state in ended)

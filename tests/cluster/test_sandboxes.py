@@ -1,4 +1,4 @@
-"""Sandboxes of episodes in pods of a real cluster, with the rights that the chart gives to rollouts."""
+"""Sandboxes of episodes in pods of a real cluster, with the rights that the chart grants to rollouts."""
 
 import asyncio
 import sys
@@ -42,7 +42,7 @@ asyncio.run(main())
 
 @pytest.fixture(scope="module")
 def access(machine: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Access]:
-    """What a rollout has: the token of the workers' account and the cluster's certificate."""
+    """Yields a rollout's API access: the token of the workers' account and the cluster's certificate."""
     peers = f'sandboxes.apiTo=[{{"ipBlock": {{"cidr": "{NODE_IP}/32"}}}}]'
     install(machine, "--set", "sandboxes.enabled=true", "--set-json", peers)
     folder = tmp_path_factory.mktemp("credentials")
@@ -53,7 +53,7 @@ def access(machine: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 def _token(machine: Cluster) -> bytes:
-    """Creates a token by the API, as the kubelet does for a projected volume."""
+    """Creates a token through the API, as the kubelet does for a projected volume."""
     body = {"spec": {"audiences": [], "expirationSeconds": 3600}}
     made = machine.core.create_namespaced_service_account_token(ACCOUNT, WORKERS, body)
     return made.status.token.encode()
@@ -72,7 +72,7 @@ async def test_a_pod_is_a_sandbox(machine: Cluster, access: Access) -> None:
         (phase,) = _pods(machine).values()
         assert phase == "Running"
         found = await box.run("pwd; echo err >&2; exit 3")
-        # Both streams arrive in any order.
+        # The order of the two streams is not defined.
         assert (sorted(found.text.split()), found.exit_status) == (["/app", "err"], 3)
         assert (await box.run("cat", stdin=b"given")).text == "given"
         slow = await box.run("sleep 60", timeout_s=1)
