@@ -1,4 +1,4 @@
-"""The network of a test session, and a release in it."""
+"""Fixtures of a network of nodes and of a release on them."""
 
 import fcntl
 import json
@@ -20,20 +20,20 @@ _PROGRAMS = ("ip", "bridge", "tc", "nsenter", "unshare")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Namespaces are made only when asked for: by ``-m nodes``."""
+    """Skips tests that create network namespaces unless ``-m nodes`` asks for them."""
     skip_unless_asked(config, items, marker="nodes", does="makes network namespaces")
 
 
 @pytest.fixture(scope="session")
 def nodes() -> Iterator[dict[str, Node]]:
-    """Nodes by name; this process is on the controller's meanwhile."""
+    """Yields nodes by name; until the session ends, this process is on the controller's node."""
     if os.geteuid() != 0:
         pytest.skip("network namespaces on this machine need root")
     if missing := [name for name in _PROGRAMS if shutil.which(name) is None]:
         pytest.skip(f"{', '.join(missing)} not found; on Debian: apt-get install iproute2")
     CACHE.mkdir(parents=True, exist_ok=True)
     with (CACHE / "nodes.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # names and addresses are there once on a machine
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the names and addresses can exist only once on a machine
         names = ("controller", "transferqueue", "trainer0", "trainer1", "rollout", "rollout1")
         with network(*names) as made:
             yield made
@@ -41,13 +41,13 @@ def nodes() -> Iterator[dict[str, Node]]:
 
 @pytest.fixture(scope="session")
 def figures() -> Iterator[dict[str, float]]:
-    """Measurements of the tests, which are written at the end."""
+    """Yields a dictionary for the tests' measurements, and writes it to the results at the end."""
     measured: dict[str, float] = {}
     yield measured
     if measured:
         known = json.loads(_RESULTS.read_text())["figures"] if _RESULTS.exists() else {}
         report = {
-            "figures": {**known, **measured},  # of a part of the tests, only theirs are new
+            "figures": {**known, **measured},  # figures of tests that did not run remain
             "load_1m": os.getloadavg()[0],
             "cores": os.cpu_count(),
         }
@@ -56,8 +56,8 @@ def figures() -> Iterator[dict[str, float]]:
 
 @pytest.fixture
 def release(nodes: dict[str, Node], figures: dict[str, float]) -> Iterator[Runs]:
-    """A release whose controller and transferqueue are on their nodes; all links are whole."""
-    # Pods see another folder at /tmp.
+    """Runs a release with controller and transferqueue on their nodes; all links are intact."""
+    # Pods have their own /tmp, where they would not find this folder.
     folder = Path(tempfile.mkdtemp(prefix="slipstream-nodes-", dir="/var/tmp"))
     try:
         with running_release(folder, nodes, figures) as running:

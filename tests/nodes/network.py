@@ -1,6 +1,6 @@
-"""Nodes of a network on this machine: namespaces on one switch, whose links can be slowed and cut.
+"""Nodes of a network on this machine: namespaces on one switch, with links that can be slowed and cut.
 
-Switch and links are in namespaces, too, so that nothing of the host's network changes. A cut link
+Switch and links are in namespaces, too, so that the host's network does not change. A cut link
 loses packets silently, as a dead cable beyond a router does: no carrier is lost, no address becomes
 unreachable, no connection is reset.
 """
@@ -28,12 +28,12 @@ class Node:
 
     @property
     def ip(self) -> str:
-        """Its address."""
+        """IPv4 address of the node."""
         return f"{_SUBNET}.{self.number}"
 
     @property
     def namespace(self) -> Path:
-        """File of its network namespace."""
+        """File of the node's network namespace."""
         return _NAMESPACES / f"{_PREFIX}{self.name}"
 
     @property
@@ -51,11 +51,11 @@ class Node:
         _run("tc", "-n", self.namespace.name, "qdisc", "replace", "dev", "eth0", *shape)
 
     def cut(self) -> None:
-        """Loses all packets of the link, in both directions."""
+        """Drops all packets of the link, in both directions."""
         _run("ip", "-n", _SWITCH, "link", "set", self._port, "nomaster")
 
     def isolate(self, is_isolated: bool = True) -> None:
-        """Loses all packets between this node and other isolated ones."""
+        """Drops all packets between this node and other isolated nodes."""
         state = "on" if is_isolated else "off"
         _run("bridge", "-n", _SWITCH, "link", "set", "dev", self._port, "isolated", state)
 
@@ -65,7 +65,8 @@ class Node:
         self.isolate(False)
         for place, device in ((_SWITCH, self._port), (self.namespace.name, "eth0")):
             command = ("tc", "-n", place, "qdisc", "delete", "dev", device, "root")
-            subprocess.run(command, check=False, capture_output=True)  # it may have no limit
+            # The command fails if the link has no limit.
+            subprocess.run(command, check=False, capture_output=True)
 
     def connect(self, others: Sequence["Node"]) -> None:
         """Connects the node to the switch."""
@@ -79,14 +80,14 @@ class Node:
         _run(*ours, "link", "set", "lo", "up")
         _run(*ours, "link", "set", "eth0", "up")
         _run(*ours, "address", "add", f"{self.ip}/24", "dev", "eth0")
-        for other in others:  # or address resolution would report a cut link
+        for other in others:  # without these entries, address resolution would report a cut link
             if other != self:
                 _run(*ours, "neighbour", "add", other.ip, "lladdr", other._mac, "dev", "eth0")
 
 
 @contextmanager
 def network(*names: str) -> Iterator[dict[str, Node]]:
-    """Yields connected nodes by name; this thread and its children are on the first one meanwhile."""
+    """Yields connected nodes by name; in the block, this thread and its children are on the first node."""
     nodes = [Node(name, number) for number, name in enumerate(names, 1)]
     _delete_all()
     try:
@@ -122,7 +123,7 @@ def _add(namespace: str) -> None:
 
 
 def _delete_all() -> None:
-    """Deletes namespaces, and with them their links, also those that a killed session left."""
+    """Deletes all nodes' namespaces and their links, including those of a killed session."""
     for path in _NAMESPACES.glob(f"{_PREFIX}*"):
         _run("ip", "netns", "delete", path.name)
 

@@ -35,18 +35,18 @@ _VOLUMES = re.compile(r"(?<![\w/])/(etc|opt|var/lib|var/cache|var/log|var/spool)
 
 @dataclass(frozen=True, slots=True)
 class Folders:
-    """Volumes of the pods; all pods share those that are no secrets."""
+    """Volumes of the pods; all pods share the volumes that are not secrets."""
 
     root: Path
 
     def located(self, text: str, *, is_worker: bool = False) -> str:
         """Returns a text with the paths of pods replaced by those of this machine."""
-        if is_worker:  # services have an issuer there, workers the certificate of their run
+        if is_worker:  # at this path services have an issuer, workers the certificate of their run
             text = text.replace("/etc/slipstream/tls", "/etc/slipstream/run")
         return _VOLUMES.sub(lambda found: f"{self.root}/{found.group(1)}", text)
 
     def make(self, path: str) -> Path:
-        """Creates the folder of a path of pods."""
+        """Creates and returns this machine's folder for a path in pods."""
         folder = Path(self.located(path))
         folder.mkdir(parents=True, exist_ok=True)
         return folder
@@ -54,7 +54,7 @@ class Folders:
 
 @dataclass
 class Pod:
-    """A pod on a node, which may be started repeatedly."""
+    """Pod on a node, which can be started repeatedly."""
 
     name: str
     node: Node
@@ -95,7 +95,7 @@ class Pod:
         """Kills all processes of the pod; returns when they are gone."""
         if self.process is None:
             return
-        with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+        with suppress(psutil.NoSuchProcess):  # the pod has ended by itself
             # All processes of the pod end with its first one, for which `unshare` waits.
             for first in psutil.Process(self.process.pid).children():
                 first.kill()
@@ -154,10 +154,10 @@ class Release:
             (self._folders.make("/etc/slipstream/run") / name).write_bytes(part)
 
     def workers(self, run_id: str, spec: RunSpec, where: Mapping[str, Node]) -> "Workers":
-        """Starts the pods of a run, and starts those of a worker again when one of them has ended.
+        """Starts the pods of a run; restarts all pods of a worker when one of them ends.
 
         Args:
-            where: Node of each pod, by its name without the run's.
+            where: Node of each pod, by the pod's name without the prefix of the run.
         """
         self._issue_certificate(run_id)
         key = read_key(self._folders.make("/etc/slipstream/service-key") / "key")
@@ -194,7 +194,7 @@ class Release:
                 case _:
                     text = token
             environment[each["name"]] = self._settings.get(each["name"], text)
-        own = f"{ROOT}:{ROOT}/proto/gen:{ROOT}/services/client"  # what images have installed
+        own = f"{ROOT}:{ROOT}/proto/gen:{ROOT}/services/client"  # as installed in the images
         environment |= {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = f"{self.code}:{own}"
         hosts = self._logs / f"{name}.hosts"
@@ -232,12 +232,12 @@ class Release:
 
 @dataclass
 class Workers:
-    """Running workers of a run. All pods of a worker are started again when one of them has ended."""
+    """Running workers of a run; restarts all pods of a worker when one of them ends."""
 
     pods: Mapping[str, Sequence[Pod]]
     """Pods by worker."""
     starts: dict[str, int] = field(default_factory=dict)
-    """Starts by worker."""
+    """Number of starts by worker, including the first."""
     _stopped: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:

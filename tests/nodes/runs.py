@@ -18,17 +18,17 @@ from tests.helpers.plumbing import PLUMBING, write_plumbing
 from tests.nodes.network import Node
 from tests.nodes.pods import Release, Workers
 
-# Far above what anything takes on a busy machine.
+# Far above the duration of any wait on a busy machine.
 PATIENCE_S = 600.0
 _SETTINGS = {"SLIPSTREAM_CONTROLLER_LAUNCHER": "none"}
-"""The test starts workers, because there is no Kubernetes."""
+"""The tests start workers, because there is no Kubernetes."""
 
 
 def until(condition: Callable[[], object], what: Callable[[], str], timeout_s: float) -> None:
     """Waits until a condition holds.
 
     Raises:
-        AssertionError: If it does not in time.
+        AssertionError: If the condition does not hold in time.
     """
     end = time.monotonic() + timeout_s
     while not condition():
@@ -38,7 +38,7 @@ def until(condition: Callable[[], object], what: Callable[[], str], timeout_s: f
 
 @dataclass
 class Run:
-    """A run whose trainer has a rank on each of two nodes, and whose rollouts are on further ones."""
+    """Run whose trainer has one rank on each of two nodes, and whose rollouts are on further nodes."""
 
     id: str
     workers: Workers
@@ -70,7 +70,7 @@ class Run:
         """Waits for further steps.
 
         Raises:
-            AssertionError: If the run ends before.
+            AssertionError: If the run ends earlier.
         """
         before = self.read()["step"]
 
@@ -87,7 +87,7 @@ class Run:
         patch_run(self._api, self.id, {"limits": limits})
 
     def until_end(self, timeout_s: float = PATIENCE_S) -> dict[str, Any]:
-        """Waits for the end; returns the run."""
+        """Waits for the end of the run; returns the run as the API shows it."""
         ends = ("SUCCEEDED", "FAILED", "CANCELLED")
         until(lambda: self.read()["state"] in ends, self._logs, timeout_s)
         return self.read()
@@ -105,14 +105,14 @@ class Run:
         return check_run(self.state)
 
     def until_lost(self, number: int, timeout_s: float) -> str:
-        """Waits until the run has lost a worker a number of times; returns the last cause."""
+        """Waits until the run has lost workers ``number`` times; returns the cause of the last loss."""
         until(lambda: len(self.lost()) >= number, self._logs, timeout_s)
         return self.lost()[number - 1]
 
 
 @dataclass
 class Runs:
-    """A running release."""
+    """Running release on which tests train."""
 
     release: Release
     nodes: Mapping[str, Node]
@@ -122,7 +122,7 @@ class Runs:
 
     @contextmanager
     def run(self, *, steps: int, replicas: int = 1) -> Iterator[Run]:
-        """Trains until the block ends.
+        """Submits a run and starts its workers; stops both when the block ends.
 
         Args:
             replicas: One or two rollouts.
@@ -133,7 +133,7 @@ class Runs:
         spec["trainer"] |= {"steps": steps, "world_size": 2, "checkpoint": {"every": 2}}
         spec["topology"] = {"gpus_per_node": 1}
         spec["limits"] = {"max_restarts": 10}
-        # A busy machine is no lost link.
+        # A busy machine must not count as a lost link.
         spec["weight_sync"] = {"answer_timeout_s": 5.0}
         answer = self.api.post("/v1/runs", json=spec)
         assert answer.status_code == 201, answer.text
@@ -158,7 +158,7 @@ class Runs:
 def running_release(
     folder: Path, nodes: Mapping[str, Node], figures: dict[str, float]
 ) -> Iterator[Runs]:
-    """Yields a release that answers."""
+    """Runs a release until the block ends; yields it once its services answer."""
     release = Release(folder, nodes, _SETTINGS)
     write_plumbing(release.code)
     try:

@@ -1,4 +1,4 @@
-"""A run over three nodes while their links are whole, slow, flapping and cut.
+"""A run over three nodes whose links are intact, slow, flapping or cut.
 
 Rank 0 of the trainer is on ``trainer0``, rank 1 on ``trainer1``, a rollout on ``rollout``, a second one
 on ``rollout1``.
@@ -14,16 +14,16 @@ from tests.nodes.runs import Run, Runs, until
 
 pytestmark = [pytest.mark.nodes, pytest.mark.timeout(1800)]
 
-# A version has 1.7 MB, which take 30 ms over a whole link.
+# A weight version is 1.7 MB, whose transfer takes 30 ms over a link without a limit.
 _SLOW = "4mbit"
 _NOTICED_S = 45.0
-"""The heartbeat time-out, and the interval at which it is checked."""
+"""Heartbeat timeout plus the interval of its check."""
 _FORMED_S = 90.0
-"""The deadline of a weight group, and that of the transfer before."""
+"""Deadline of forming a weight group plus that of the transfer before it."""
 _UNREACHABLE_S = 60.0
 """Seconds until a worker reports that it does not reach the transferqueue."""
 _BUSY_S = 60.0
-"""Patience with a busy machine, in addition to a deadline."""
+"""Additional seconds for a busy machine, beyond a deadline."""
 _FLAPS = 6
 
 
@@ -55,23 +55,23 @@ def test_whole_slow_and_flapping_links_lose_nobody(release: Runs, nodes: dict[st
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cut:
-    """A lost link."""
+    """Links that are cut, and the expected report."""
 
     cut: tuple[str, ...] = ()
-    """Nodes that reach no other."""
+    """Nodes that reach no other node."""
     isolated: tuple[str, ...] = ()
     """Nodes that do not reach each other; all reach the controller."""
     deadline_s: float = _NOTICED_S
     """Documented seconds until the loss is reported."""
     says: tuple[str, ...]
-    """Texts of which the report has one."""
+    """Texts of which the report contains one."""
 
 
 _CUTS = {
     "transferqueue": _Cut(cut=("transferqueue",), says=("transferqueue",)),
     "rollout": _Cut(cut=("rollout",), says=("rollout-0",)),
     "rank_0": _Cut(cut=("trainer0",), says=("trainer-0",)),
-    # Collectives of the trainer have no deadline but that of a step.
+    # The trainer's collectives have no deadline except that of a step.
     "rank_1": _Cut(cut=("trainer1",), says=("is rank 1 on", "trainer-0/1")),
     "rank_1_from_rank_0": _Cut(isolated=("trainer0", "trainer1"), says=("is rank 1 on",)),
     "rank_1_from_rollout": _Cut(
@@ -124,7 +124,7 @@ def test_a_rollout_that_reaches_all_but_the_transferqueue_is_reported_and_the_ot
         (event,) = run.events("RolloutCutOff")
         assert "rollout-0" in event["message"]
         assert "transferqueue.train.svc:50051" in event["message"]
-        run.train(5)  # by the other one
+        run.train(5)  # with the other rollout
 
         nodes["rollout1"].isolate()
         _until_events(run, "RolloutCutOff", 2, timeout_s=_UNREACHABLE_S + _BUSY_S)
