@@ -1,9 +1,10 @@
 """Faults in training runs of real processes: ``python -m tests.faults [table] [kills] [--minutes N]``.
 
-``table`` has every kind of fault once (``--only`` names some), ``kills`` three hundred random kills over
-every kind of run, where every trained token is checked against the bound on staleness. Both add
-to ``bench/results/faults.json`` under the newest commit that changed the services, also what failed, and go
-on with what this commit lacks: it can be done in pieces. Services that differ from that commit are refused.
+``table`` injects every kind of fault once (``--only`` selects some). ``kills`` does three hundred random
+kills over every kind of run, and checks every trained token against the staleness bound. Both add their
+results, failures included, to ``bench/results/faults.json`` under the newest commit that changed the
+services, and continue with what this commit lacks, so that several calls can share the work. Both refuse
+services that differ from that commit.
 """
 
 import argparse
@@ -38,7 +39,7 @@ def git(*arguments: str) -> str:
 
 
 def suffered(name: str) -> dict[str, Any]:
-    """Injects one fault; returns a failure as a result."""
+    """Injects one fault; returns its result, also if it is a failure."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             return suffer(Path(folder), FAULTS[name])

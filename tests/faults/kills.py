@@ -1,8 +1,8 @@
 """Training runs of every kind whose processes are killed at random.
 
-Each kind puts other rules to work: the bound itself, responses that several rollouts continue, GPUs that both
-sides take turns on, a trainer of two ranks. Batches wait for groups that would be stale, for as long as that
-takes: no group may be over its bound then. Where tokens are masked instead, none over the bound may train.
+Each kind tests other rules: the staleness bound, responses that several rollouts continue, GPU time sharing,
+adapters, a trainer of two ranks. Batches wait without a limit for groups that would be stale, so no group may
+exceed the bound. In runs that mask stale tokens instead, no token over the bound may train.
 """
 
 import random
@@ -25,7 +25,7 @@ VICTIMS = ("controller", "rollout-0", "rollout-1", "trainer-0", "transferqueue")
 GROUPS = "training groups"
 """Kind of run in which ``logp``, ``ref_logp`` and ``critic`` have their own workers."""
 MORE_VICTIMS: Mapping[str, tuple[str, ...]] = {GROUPS: ("logp-0", "ref-logp-0", "critic-0")}
-"""Workers that only runs of a kind have."""
+"""Additional workers that may be killed, by kind of run."""
 
 _SEGMENTS = (
     "rollout.partial_rollout=true",
@@ -58,11 +58,11 @@ KINDS: Mapping[str, tuple[str, ...]] = {
         "rollout.max_response_tokens=30",
     ),
 }
-"""Settings of each kind of run, besides those of all."""
+"""Settings of each kind of run, in addition to those of all kinds."""
 
 _COMMON = (
     "rollout.replicas=2",
-    # A checkpoint has unfinished responses too, which a killed transferqueue comes back with.
+    # A checkpoint contains unfinished responses, which a restarted transferqueue restores.
     "trainer.checkpoint.every=3",
     "limits.max_restarts=200",
     "algorithm.stale_wait_timeout_s=3600",
@@ -78,7 +78,7 @@ def kill_at_random(
 ) -> list[str]:
     """Kills services while the command runs, from its first step on; returns their names.
 
-    Some kills hit what the one before left to recover, others a run that went on for some steps.
+    Some kills hit the recovery from the previous kill, others a run that has trained further steps.
     """
     killed: list[str] = []
     process = training.process
@@ -112,17 +112,17 @@ def run_and_kill(
     """Trains in a folder while the run's processes are killed; returns counts of its events.
 
     Args:
-        folder: Where the run keeps its state.
-        seed: Of the order and the moments of the kills.
-        kind: Of the run.
-        kills: How many at most.
-        steps: How long it trains.
-        victims: Processes that may be killed; by default all that the kind has.
-        timeout_s: How long the run may go on after the last kill.
+        folder: Folder for the run's state.
+        seed: Seed of the order and the moments of the kills.
+        kind: Kind of the run, a key of ``KINDS``.
+        kills: Max number of kills.
+        steps: Number of steps that the run trains.
+        victims: Processes that may be killed; by default all of the kind.
+        timeout_s: Seconds that the run may take after the last kill.
 
     Raises:
         AssertionError: If the run failed, its ledger does not close, or it trained beyond its bound.
-        subprocess.TimeoutExpired: If it does not end.
+        subprocess.TimeoutExpired: If the run does not end in time.
     """
     state = folder / "runs"
     victims = victims or (*VICTIMS, *MORE_VICTIMS.get(kind, ()))
@@ -141,12 +141,12 @@ def run_and_kill(
 
 
 def tried(folder: Path, seed: int, kind: str) -> dict[str, Any]:
-    """Runs one training; returns a failure as a result."""
+    """Runs one training with kills; returns its result, also if it is a failure."""
     try:
         return run_and_kill(folder, seed, kind)
     except (AssertionError, subprocess.TimeoutExpired) as error:
         why = f"{type(error).__name__}: {error}"
-        # The end of the output has the cause.
+        # The cause is at the end of the output.
         return {
             "seed": seed,
             "kind": kind,

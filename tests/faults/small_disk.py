@@ -1,4 +1,4 @@
-"""A disk of a few megabytes that fills up: a tmpfs in a mount namespace of its own, which needs no rights."""
+"""Disk of a few megabytes that can be filled: a tmpfs in a new mount namespace, which needs no privileges."""
 
 import subprocess
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ class SmallDisk:
                 file.write(bytes(_PIECE))
 
     def free(self) -> None:
-        """Frees the space again."""
+        """Frees the space that :meth:`fill` used."""
         self._filler.unlink()
 
     @property

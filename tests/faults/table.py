@@ -1,6 +1,6 @@
-"""Every kind of fault, in a training run of real processes: what the run ends as, and that its ledger closes.
+"""Every kind of fault in a training run of real processes, with checks of the run's end and of its ledger.
 
-It ends SUCCEEDED; or PAUSED, and the same command goes on; or FAILED with the true cause.
+The run ends SUCCEEDED; or PAUSED, and the same command resumes it; or FAILED with the true cause.
 """
 
 import re
@@ -20,7 +20,7 @@ from tests.faults.training import Training, until
 from tests.helpers.ledger_check import check_run
 from tests.helpers.plumbing import write_plumbing
 
-# Beyond the time after which silent workers count as lost.
+# Longer than the time after which a silent worker counts as lost.
 STOPPED_S = 40.0
 _BEGINS = 5
 """Step at which faults begin."""
@@ -36,33 +36,33 @@ class Fault:
     happen: Callable[[Training], None]
     """Injects the fault at the step ``begins``; may restart the command."""
     begins: int = _BEGINS
-    """Step at which it happens; 0 means before the workers have loaded."""
+    """Step at which the fault happens; 0 means before the workers have loaded."""
     ends: Literal["SUCCEEDED", "PAUSED", "FAILED"] = "SUCCEEDED"
     says: str = ""
     """Pattern that the command's output must match."""
     goes_on: bool = False
-    """True if the command then continues to its end."""
+    """True if the command is started again and must then succeed."""
     most_losses: int = 99
-    """Workers that may be lost."""
+    """Max number of losses of workers."""
     steps: int = 40
     settings: tuple[str, ...] = ()
     prefix: tuple[str, ...] = ()
     disk: str = ""
-    """Folder below the state directory that is a small disk."""
+    """Folder that is a small disk: ``state`` or ``checkpoints``."""
 
 
 def suffer(folder: Path, fault: Fault) -> dict[str, Any]:
-    """Trains while a fault happens.
+    """Trains, injects a fault, and checks the outcome.
 
     Args:
-        folder: Where the run keeps its state.
-        fault: What happens.
+        folder: Folder for the run's state.
+        fault: The fault and its expected outcome.
 
     Returns:
-        What the run ended as, and went through.
+        The run's end, its duration in seconds, and counts of its events.
 
     Raises:
-        AssertionError: If it ends otherwise, for another reason, or its ledger does not close.
+        AssertionError: If the run ends in another state or for another reason, or its ledger does not close.
     """
     begin, state = time.monotonic(), folder / "state"
     settings = (f"trainer.steps={fault.steps}", *_SETTINGS, *fault.settings)
@@ -150,7 +150,7 @@ def _corrupt_a_checkpoint(training: Training) -> None:
 def _truncate_the_database(training: Training) -> None:
     training.cut_off()
     database = training.state / "slipstream.db"
-    with closing(sqlite3.connect(database)) as connection:  # all of it is in one file
+    with closing(sqlite3.connect(database)) as connection:  # moves the whole database into one file
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     with database.open("r+b") as file:
         file.truncate(file.seek(0, 2) // 2)
@@ -158,12 +158,12 @@ def _truncate_the_database(training: Training) -> None:
 
 
 def _put_an_older_database(training: Training) -> None:
-    """Restores an old database, as a disk image does, while workers run and no controller does."""
+    """Restores an older database, as restoring a disk image does, while workers run without a controller."""
     database = training.state / "slipstream.db"
     older = training.state.parent / "older.db"
     copies.backup(database, older)
     training.until_step(_BEGINS + 5)
-    with training.suspended():  # or it starts the controller at once
+    with training.suspended():  # the command would restart the controller at once
         training.kill("controller")
         for left in ("-wal", "-shm"):
             database.with_name(database.name + left).unlink(missing_ok=True)
@@ -186,10 +186,10 @@ FAULTS: dict[str, Fault] = {
     ),
     "rollout killed": _killed("rollout-0"),
     "trainer killed": _killed("trainer-0"),
-    # Its workers are not blamed for its pause.
+    # A stopped controller must not count its workers as lost.
     "controller stopped": _stopped("controller", most_losses=0),
     "transferqueue stopped": _stopped("transferqueue"),
-    # Of many steps, so that the other one is at work when it wakes up.
+    # Many steps, so that the other rollout still works when this one continues.
     "rollout stopped": _stopped("rollout-0", steps=300, most_losses=2),
     "trainer stopped": _stopped("trainer-0"),
     "disk full for a while": Fault(happen=_fill, disk="state"),
@@ -213,7 +213,7 @@ FAULTS: dict[str, Fault] = {
     "database went back": Fault(
         happen=_put_an_older_database, ends="FAILED", says="the database is an older copy"
     ),
-    # It is told at the next start, as there is no terminal.
+    # Without a terminal, the next start reports the pause.
     "terminal lost": Fault(
         happen=lambda training: training.hang_up(), ends="PAUSED", goes_on=True, steps=80
     ),

@@ -1,4 +1,4 @@
-"""Processes of a training run are killed at random; the run goes on, and its ledger and its bound hold."""
+"""Random kills of a training run's processes: the run continues, its ledger closes, its bound holds."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Each kind of fault, in a run of its own: it ends as it should, and its ledger closes."""
+"""Each kind of fault in a separate run: the run ends as expected, and its ledger closes."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Rollouts are killed and stopped at random around weight transfers, one after the other."""
+"""Random kills and stops of rollouts around weight transfers, one after the other."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tests.faults.weight_kills import kill_in_a_row
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 
 NUM_BYTES = 64 << 20
-# On an idle machine it takes 2 to 4 s, and the bench measures it; this bound tells recovery from a hang.
+# Recovery takes 2 to 4 s on an idle machine, which the benchmark measures; this bound only detects a hang.
 SERVES_WITHIN_S = 20.0
 
 

@@ -1,4 +1,4 @@
-"""A training command whose processes and files faults are made in."""
+"""Training command with methods that inject faults into its processes and files."""
 
 import re
 import shutil
@@ -15,17 +15,17 @@ from tests.faults.small_disk import SmallDisk
 from tests.helpers.cli import REPOSITORY, command, environment
 from tests.helpers.processes import below
 
-# Far above what anything takes on a busy machine.
+# Far above the duration of any wait on a busy machine.
 PATIENCE_S = 400.0
 
 
 def processes_of(root: psutil.Process) -> dict[str, psutil.Process]:
-    """Returns services and workers below a command, by name: rollouts and trainers by that of their logs."""
+    """Returns a command's services and workers by name; rollouts and trainers are named like their logs."""
     found: dict[str, psutil.Process] = {}
     for child, arguments in below(root):
         service = next((a for a in arguments if a.startswith("services.")), "")
         name = service.removeprefix("services.")
-        with suppress(FileNotFoundError):  # it has ended meanwhile
+        with suppress(FileNotFoundError):  # the process has ended
             if name in ("rollout", "trainer"):
                 name = (Path("/proc") / str(child.pid) / "fd" / "1").readlink().stem
             found.setdefault(name, child)
@@ -36,7 +36,7 @@ def until(condition: Callable[[], object], what: str, timeout_s: float = PATIENC
     """Waits until a condition holds.
 
     Raises:
-        AssertionError: If it does not in time.
+        AssertionError: If the condition does not hold in time.
     """
     end = time.monotonic() + timeout_s
     while not condition():
@@ -45,14 +45,14 @@ def until(condition: Callable[[], object], what: str, timeout_s: float = PATIENC
 
 
 class Training:
-    """``slipstream run`` on one specification and one state directory, as often as it is started.
+    """Runs ``slipstream run``, once or repeatedly, on one specification and one state directory.
 
     Args:
         spec: The specification.
         state: The state directory.
-        settings: What differs from the specification.
-        prefix: Command that starts the command.
-        disk: Small disk that it sees.
+        settings: Overrides of the specification.
+        prefix: Program and arguments that start the command.
+        disk: Small disk that the command sees.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Training:
         return self._disk
 
     def start(self) -> None:
-        """Starts the command; again if it has ended."""
+        """Starts the command, or starts it again after it has ended."""
         output = self._folder / f"output-{len(self._outputs)}.txt"
         self._outputs.append(output)
         with output.open("w") as file:
@@ -99,11 +99,11 @@ class Training:
 
     @property
     def output(self) -> str:
-        """Output of the newest command."""
+        """Output since the last start of the command."""
         return self._outputs[-1].read_text(errors="replace")
 
     def step(self) -> int:
-        """Returns the newest step in the newest command's output."""
+        """Returns the newest step in the output since the last start."""
         told = re.findall(r"step +(\d+)/", self.output)
         return int(told[-1]) if told else 0
 
@@ -111,7 +111,7 @@ class Training:
         """Waits for a step.
 
         Raises:
-            AssertionError: If the command ends before.
+            AssertionError: If the command ends earlier.
         """
 
         def is_there() -> bool:
@@ -140,7 +140,7 @@ class Training:
                 meanwhile()
             time.sleep(seconds)
         finally:
-            with suppress(psutil.NoSuchProcess):  # given up for lost
+            with suppress(psutil.NoSuchProcess):  # the process was replaced as lost
                 victim.resume()
 
     @contextmanager
@@ -154,11 +154,11 @@ class Training:
             root.resume()
 
     def hang_up(self) -> None:
-        """Closes the terminal."""
+        """Sends SIGHUP to the command, as a closed terminal does."""
         self.process.send_signal(signal.SIGHUP)
 
     def cut_off(self) -> None:
-        """Kills the command and all processes below it at once, as a power failure does."""
+        """Kills the command and all its descendants at once, as a power failure does."""
         root = psutil.Process(self.process.pid)
         root.suspend()
         for child in root.children(recursive=True):
@@ -174,7 +174,7 @@ class Training:
     def database_copy(self, folder: Path) -> Path:
         """Copies the database of a command that has ended; returns the folder.
 
-        SQLite opens what a path resolves to, which is another file for those with a disk of their own.
+        SQLite resolves paths, and a path in another mount namespace resolves to another file here.
         """
         folder.mkdir()
         for file in self.state.glob("slipstream.db*"):

@@ -1,10 +1,10 @@
-"""Rollouts killed or stopped at random, one after the other: how soon the others serve the new version.
+"""Measures how soon rollouts serve a new version after another one was killed or stopped at random.
 
 ``python -m tests.faults.weight_kills [--kills 20] [--megabytes 64] [--gpu]``
 
-One trainer and three rollouts, each a process with its weight member; the controller's session runs here. The
-trainer is never restarted. Each lost rollout is replaced and gets the version that is served. Adds to
-``bench/results/weightsync.json``.
+One trainer and three rollouts are processes with a weight member each; the controller's session runs in this
+process. Rollouts are lost one after the other. Each lost rollout is replaced and receives the served version;
+the trainer is never restarted. Results are added to ``bench/results/weightsync.json``.
 """
 
 import argparse
@@ -43,7 +43,7 @@ class Kill:
 async def kill_in_a_row(
     count: int, *, seed: int, num_bytes: int, use_gpu: bool = False
 ) -> list[Kill]:
-    """Kills rollouts; fails unless the others serve the same version bit by bit each time."""
+    """Kills rollouts one after the other; fails unless the others then serve the same version bit by bit."""
     chooser = random.Random(seed)
     names = ("trainer", *ROLLOUTS)
     async with session_of(*names, num_bytes=num_bytes, use_gpu=use_gpu) as parts:
@@ -83,7 +83,7 @@ async def kill_in_a_row(
             members[victim].end()
             members[victim] = spare
             await members[victim].started()
-            # As the run's loop does: a session of all that there are now.
+            # A new session with all current members, as the run's loop opens it.
             await session.close()
             session = await open_session(members, attempt=1 + len(kills))
             await session.publish(partial(int, version))
@@ -94,7 +94,7 @@ async def kill_in_a_row(
 
 
 def summary(kills: Sequence[Kill]) -> dict[str, float]:
-    """Returns statistics of a series."""
+    """Returns statistics of a series of kills."""
     seconds = [kill.seconds for kill in kills]
     return {
         "kills": len(kills),
