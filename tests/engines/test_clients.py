@@ -1,7 +1,7 @@
-"""Client libraries of agents, as in their public examples, play five turns against a real engine.
+"""Client libraries of agents, used as in their public examples, play five turns with a real engine.
 
-Only the base URL and the key, in the variables that each client reads, are the endpoint's. ``run.sh``
-provides an environment with all clients; without it, those that are installed here run.
+Environment variables that each client reads set the endpoint's base URL and key; nothing else differs.
+``run.sh`` provides an environment with all clients; without it, the clients that are installed here run.
 """
 
 import asyncio
@@ -41,14 +41,14 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")
 
 CLIENTS = Path(__file__).parent / "clients"
 PYTHON = os.environ.get("SLIPSTREAM_CLIENTS_PYTHON", sys.executable)
-# Low: a reply that the tiny model has not learnt is then as good as impossible.
+# Low, so that replies that the tiny model has not learned are practically impossible.
 TEMPERATURE = 0.25
 TOLERANCE = 1e-4
 LAST_TURN_OF_FIRST_VERSION = 2
 
 
 class Updated:
-    """An engine that keeps its results by context and gets the second weights between two turns."""
+    """Engine that records its results by context and receives the second weights between two turns."""
 
     def __init__(self, engine: Engine, policy: ToolPolicy) -> None:
         self.engine = engine
@@ -115,20 +115,20 @@ async def _served(episode: Episode) -> AsyncIterator[Access]:
 
 
 async def _play(client: str, access: Access) -> str:
-    """Runs a client's program and returns what it prints last."""
+    """Runs a client's program and returns the last line that it prints."""
     base_url, key = access.base_url, access.api_key
     settings = {
         "OPENAI_BASE_URL": base_url,
         "OPENAI_API_KEY": key,
         "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
         "ANTHROPIC_API_KEY": key,
-        # No client may report to its vendor or ask for the price of the policy.
+        # Clients must not report to their vendors or look up the policy's price.
         "OPENAI_AGENTS_DISABLE_TRACING": "1",
         "LITELLM_LOCAL_MODEL_COST_MAP": "true",
         "MSWEA_SILENT_STARTUP": "1",
         "MSWEA_COST_TRACKING": "ignore_errors",
     }
-    # Nothing of the engine's: vLLM preloads libraries, which commands in a sandbox would complain about.
+    # Without the engine's variables: vLLM preloads libraries, which commands in a sandbox cannot load.
     inherited = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     process = await asyncio.create_subprocess_exec(
         *(PYTHON, str(CLIENTS / f"{client}.py"), TASK),
@@ -165,7 +165,7 @@ def _episode(engine: Updated) -> Episode:
 
 
 def _forward(policy: ToolPolicy, version: int, context: tuple[int, ...], result: GenerationResult):
-    """Returns the logprobs of sampled tokens by a plain forward pass."""
+    """Returns the logprobs of sampled tokens, computed by a plain forward pass."""
     ids = torch.tensor([context + result.token_ids])
     with torch.no_grad():
         logits = policy.model(version)(ids).logits[0, len(context) - 1 : -1].float()
@@ -191,7 +191,7 @@ async def test_a_client_plays_five_turns_whose_tokens_a_replay_repeats(
 ) -> None:
     if not _has(package):
         pytest.skip(f"{package} is not installed; make test-clients installs all clients")
-    submits = client == "mini_swe_agent"  # with its fifth call, without an answer
+    submits = client == "mini_swe_agent"  # its fifth call ends the episode without an answer
     if submits and not bubblewrap.is_usable():
         pytest.skip("needs bubblewrap")
     await adopt(engine, policy, 1)
@@ -208,7 +208,7 @@ async def test_a_client_plays_five_turns_whose_tokens_a_replay_repeats(
     assert conversation == tuple(episode.turns)
     sampled = [place for place, turn in enumerate(conversation) if turn.is_sampled]
     assert len(sampled) == len(updated.results)
-    # The policy spells words as no tokenizer would, so replies that were tokenized again would differ.
+    # The policy encodes words as no tokenizer does, so that tokenizing replies again gives other tokens.
     ids = token_ids(conversation)
     text = policy.tokenizer.decode(ids, keeps_special=True)
     assert tuple(policy.tokenizer.encode(text)) != ids
@@ -227,6 +227,6 @@ async def test_a_client_plays_five_turns_whose_tokens_a_replay_repeats(
         torch.testing.assert_close(got, torch.tensor(again.logprobs), atol=TOLERANCE, rtol=0)
         expected = _forward(policy, version, context, result)
         torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=0)
-        if number <= NUM_CALLS:  # the answer is as likely under both
+        if number <= NUM_CALLS:  # the answer is equally likely under both versions
             other = _forward(policy, 3 - version, context, result)
             assert (got - other).abs().max() > 100 * TOLERANCE

@@ -1,4 +1,4 @@
-"""Images in external engines: logprobs after every update are the trainer's, and caches know the images."""
+"""Images in external engines: logprobs after every update equal the trainer's; caches distinguish images."""
 
 import asyncio
 import importlib.util
@@ -16,8 +16,8 @@ from tests.helpers.engines import until
 from tests.helpers.vision import IMAGE, KINDS, random_prompt, wide_config
 
 pytestmark = pytest.mark.timeout(900)
-_PATCH = 14  # SGLang's Qwen2.5-VL takes no others
-# Made before SGLang is imported, which changes defaults of transformers.
+_PATCH = 14  # the only size that SGLang's Qwen2.5-VL takes
+# Created before SGLang is imported, because the import changes defaults of transformers.
 _CONFIGS = {
     (kind, spread): wide_config(kind, initializer_range=spread, patch=_PATCH)
     for kind in KINDS
@@ -29,7 +29,7 @@ _TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
 
 
 def _case(engine: str, *others: Any, nightly: bool) -> Any:
-    """Returns a case that is skipped without its engine."""
+    """Returns a pytest parameter that is skipped if its engine is not installed."""
     is_missing = importlib.util.find_spec(engine) is None
     marks = [pytest.mark.skipif(is_missing, reason=f"{engine} is not installed here")]
     if nightly:
@@ -76,7 +76,7 @@ async def test_logprobs_are_those_of_the_trainer_after_every_adoption(
             scores.append([await engine.score(*prompt) for prompt in prompts])
             wanted = expected(model, prompts[3][0][:1], prompts[3][0][1:], prompts[3][1])
             assert far(scores[-1][3], wanted) <= _TOLERANCES[dtype]
-    # The same weights with others in between: nothing of those is left, bit for bit.
+    # The same weights give the same scores bit for bit, although others were served in between.
     assert scores[-1] == scores[_SEEDS.index(_SEEDS[-1])]
     assert scores[-1] != scores[0]
 
@@ -95,7 +95,7 @@ async def test_an_engine_resumes_shares_and_recomputes_prompts_with_their_images
     async with serving(engine_name, config) as engine:
         await adopt(engine, 0, old)
         first = await engine.generate(request("first", prompt, given))
-        # The policy sampled placeholders, which are tokens like any other.
+        # Placeholders that the policy samples are ordinary tokens.
         sampled = [*first.token_ids[:6], IMAGE, IMAGE]
         resumed = await engine.generate(
             request("resumed", [*prompt, *sampled], given, draw_offset=8)
@@ -163,7 +163,7 @@ async def test_an_engine_sees_images_of_later_turns(engine_name: str, kind: str)
 
 @pytest.mark.parametrize(
     ("engine_name", "mode"),
-    # The example's patches are smaller than those that SGLang's Qwen2.5-VL takes.
+    # Without SGLang, whose Qwen2.5-VL does not take patches as small as the example's.
     [_case("vllm", mode, nightly=True) for mode in ("shadow", "inplace")],
 )
 def test_a_model_learns_which_square_is_red(tmp_path: Path, engine_name: str, mode: str) -> None:

@@ -1,6 +1,6 @@
-"""Every family that the table of models claims for an engine: its logprobs there are those of the trainer.
+"""Logprobs of every family that the table of models lists for an engine equal the trainer's.
 
-A few are tested with every commit, all of them by ``make test-families``.
+Every commit tests a few families; ``make test-families`` tests all.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
 }
 _SHAPE = {
     "vocab_size": 256,
-    "hidden_size": 128,  # heads of 32 dimensions, which kernels for CPUs ask for
+    "hidden_size": 128,  # heads of 32 dimensions, which CPU kernels require
     "intermediate_size": 96,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -120,7 +120,7 @@ async def test_logprobs_and_experts_are_those_of_the_trainer_after_every_adoptio
             await _check_version(engine, version, _model(config, seed), tells_experts=tells_experts)
             for version, seed in enumerate(_WEIGHTS)
         ]
-    # The same weights with others in between: nothing of those is left, bit for bit.
+    # The same weights give the same scores bit for bit, although others were served in between.
     assert scores[-1] == scores[_WEIGHTS.index(_WEIGHTS[-1])]
 
 
@@ -141,7 +141,7 @@ async def test_logprobs_in_bfloat16_are_those_of_the_trainer_in_the_mean(
 def _config(family: str, engine_name: str) -> Any:
     config = AutoConfig.for_model(family, **{**_SHAPE, **_extra(family)})
     if exact_tokens(config.to_dict(), engine_name) is not None:
-        # Longer than the sequence.
+        # A window longer than the sequence has no effect.
         config.sliding_window = config.max_position_embeddings
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]
     return config
@@ -177,7 +177,7 @@ def test_experts_that_sglang_cannot_report_on_a_cpu_are_refused(
     def refuse() -> None:
         raise AssertionError("Torch not compiled with CUDA enabled")
 
-    # Here something stands in for CUDA.
+    # Restores torch's error, because a stand-in replaces the CUDA runtime here.
     monkeypatch.setattr(torch.cuda, "cudart", refuse)
     with pytest.raises(ValueError, match=r"rollout\.routing_replay"):
         build_engine(
@@ -188,7 +188,7 @@ def test_experts_that_sglang_cannot_report_on_a_cpu_are_refused(
 async def _check_version(
     engine: Engine, version: int, model: PreTrainedModel, *, tells_experts: bool
 ) -> Sequence[float]:
-    """Adopt a version and compare; returns the scores of the prompt."""
+    """Adopts a version and compares logprobs with the trainer's; returns the scores of the prompt."""
     tensors = {name: value.detach().clone() for name, value in stored_tensors(model).items()}
     await engine.adopt_weights(version, tensors)
     request = GenerationRequest(
@@ -226,14 +226,14 @@ def _packed(result: GenerationResult, *, tells_experts: bool) -> Any:
 
 
 def _extra(family: str) -> dict[str, Any]:
-    """Returns the keys of a mixture, in sizes that CPU kernels support."""
+    """Returns the additional keys of a family, with sizes that CPU kernels support."""
     shape = mixture_shape(family)
     sizes = {name: 32 for name in shape if "intermediate_size" in name}
     return shape | sizes | _AS_RELEASED.get(family, {}) | _WINDOWED.get(family, {})
 
 
 def _model(config: Any, seed: int) -> PreTrainedModel:
-    """A model with weights of a seed; nothing in it is 0 or 1."""
+    """Returns a model with random weights from a seed; no tensor keeps an initial value of 0 or 1."""
     model = build_model(deepcopy(config), dtype=torch.float32, device="cpu", seed=seed)
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Experts that a real engine chose are replayed in whole runs, which brings trainer and engine together."""
+"""Whole runs that replay the experts of a real engine, so that the trainer's logprobs differ less from it."""
 
 import json
 from pathlib import Path

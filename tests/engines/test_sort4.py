@@ -1,4 +1,4 @@
-"""sort4 is learned with a real engine: the whole system, in the engine's environment."""
+"""Whole runs that learn sort4 with a real engine, in the engine's environment."""
 
 import json
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(1200)
 @pytest.mark.parametrize("engine", installed("vllm", "sglang"))
 def test_training_learns_to_sort_with_responses_cut_every_two_tokens(tmp_path, engine):
     results = tmp_path / "learning.json"
-    # The bars are met behind a hundred steps and some: of the benchmark's 400 these are enough.
+    # Runs meet the bars after little more than 100 steps, so 240 of the benchmark's 400 steps are enough.
     options = ("--seeds", "0", "--steps", "240", "--engine", engine)
     run_module("bench.rollout.learning", *options, "--out", results)
     found = json.loads(results.read_text())[engine]

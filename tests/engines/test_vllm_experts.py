@@ -1,4 +1,4 @@
-"""vLLM tells which experts it chose: of prefixes that it had cached, and across new weights."""
+"""Experts that vLLM reports for its tokens, also for cached prefixes and across new weights."""
 
 import asyncio
 
@@ -28,7 +28,7 @@ _PROMPT = tuple(3 + (7 * i) % 250 for i in range(70))
 
 
 def _model(seed: int) -> PreTrainedModel:
-    """One dense layer, then experts; what it chooses differs much between seeds."""
+    """Returns a model with one dense layer and then experts; its choices differ strongly between seeds."""
     shape = mixture_shape("qwen3_moe") | {"moe_intermediate_size": 32}
     config = AutoConfig.for_model(
         "qwen3_moe",
@@ -78,7 +78,7 @@ async def test_experts_are_reported_once_per_token() -> None:
     async with asyncio.timeout(500), running(engine):
         await engine.adopt_weights(0, stored_tensors(_model(0)))
         _check(await engine.generate(request("first", _PROMPT)), _PROMPT)
-        # The group of a prompt, and a turn behind what is known of the one before.
+        # A group of one prompt, and a later turn whose first experts are known.
         group = await asyncio.gather(
             *[engine.generate(request(f"g{i}", _PROMPT, seed=i, max_tokens=40)) for i in range(4)]
         )

@@ -1,4 +1,4 @@
-"""Weights copied straight into vLLM's parameters are, bit for bit, those that its own loader puts there."""
+"""Weights copied directly into vLLM's parameters equal, bit for bit, those that vLLM's own loader writes."""
 
 import gc
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 @pytest.fixture(scope="module")
 def one_rank() -> Iterator[None]:
-    """vLLM's groups of one process."""
+    """Initializes vLLM's process groups for one process."""
     prepare_environment(ENGINES["vllm"], is_cpu=True)
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import (
@@ -53,7 +53,7 @@ def one_rank() -> Iterator[None]:
 
 
 def build(config: PretrainedConfig, folder: Path) -> torch.nn.Module:
-    """vLLM's model with random weights, as it is before anything is packed."""
+    """Returns vLLM's model with all parameters set to 7, before vLLM repacks weights for its kernels."""
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.utils import initialize_model

@@ -1,4 +1,4 @@
-"""Weights that vLLM quantizes: each replacement is verified, and a wrong parameter is named."""
+"""Replacement of weights that vLLM quantizes: each is verified, and a wrong parameter is named."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +21,7 @@ def scaled_fp8_quant(
     use_per_token_if_dynamic: bool = False,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Does what vLLM's kernel does, which its CPU build lacks."""
+    """Replaces vLLM's kernel of this name, which its CPU build lacks."""
     if scale is None:
         largest = values.float().abs()
         largest = (
@@ -33,7 +33,7 @@ def scaled_fp8_quant(
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
-    """vLLM's model, quantized from random weights, and its configuration."""
+    """Yields vLLM's model, quantized from random weights, and its configuration."""
     prepare_environment(ENGINES["vllm"], is_cpu=True)
     from vllm import _custom_ops
     from vllm.config import VllmConfig, set_current_vllm_config
@@ -118,7 +118,7 @@ def test_every_replacement_is_verified_and_serves_the_new_weights(model: tuple[A
         weights = weights_of(version)
         assert replaced(llm, engine_config, weights) == []
         served = dict(llm.named_parameters())
-        # Captured graphs hold the addresses.
+        # Captured graphs hold the addresses of parameters.
         assert {name: value.data_ptr() for name, value in served.items()} == places
         down = "model.layers.1.mlp.down_proj.weight"
         values, scale = scaled_fp8_quant(weights[down])

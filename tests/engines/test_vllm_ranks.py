@@ -1,4 +1,4 @@
-"""Two vLLM workers of one model each write their own parts of what is received."""
+"""Two tensor-parallel vLLM workers, each of which writes its own parts of the received weights."""
 
 import asyncio
 

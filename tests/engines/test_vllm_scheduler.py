@@ -16,7 +16,7 @@ from services.rollout.engines.vllm.scheduler import SpeculationMeter, TokenBatch
 
 
 def sampled(name: str, token: int, *, reason: FinishReason | None = None) -> EngineCoreOutput:
-    """Returns vLLM's logprobs of one token."""
+    """Returns vLLM's output for one token with its logprob."""
     logprobs = LogprobsLists(
         np.array([[token]]), np.array([[-token / 8]], dtype=np.float32), np.zeros(1)
     )

@@ -1,4 +1,4 @@
-"""vLLM's child processes start however this one has used the driver before."""
+"""vLLM's child processes start regardless of how their parent has used the GPU driver."""
 
 import json
 import os
@@ -16,8 +16,8 @@ from services.rollout.engines.external import EngineDiedError
 
 pytest.importorskip("vllm")
 
-# As where a GPU is: the services choose the device first, and from then on a forked child fails at its first
-# use of it. Here fork itself is made to fail so, because torch's CPU build has no such driver.
+# On a machine with a GPU, the services choose the device first, and a child forked later fails at its first
+# use of the device. The script makes the fork itself fail so, because torch's CPU build has no driver.
 _START = """
 import json, os, sys
 
@@ -49,7 +49,7 @@ def _exit_code_of_child(tmp_path: object, *arguments: str) -> int:
     script = f"{tmp_path}/start.py"
     with open(script, "w") as file:  # noqa: PTH123
         file.write(_START)
-    # Another test of this process may have prepared it.
+    # Another test may have set the engine's variables in this process.
     names = ENGINES["vllm"].environment
     done = subprocess.run(
         [sys.executable, script, *arguments],

@@ -1,4 +1,4 @@
-"""The tool of all clients but mini-swe-agent, which has its own of the same name."""
+"""Tool ``bash`` of all clients except mini-swe-agent, which has its own tool of that name."""
 
 
 def bash(command: str) -> str:

@@ -1,6 +1,6 @@
-"""Packages that engines import at start and never use with torch's attention and sampler on a CPU.
+"""Stand-ins for packages that engines import but do not use with torch's attention and sampler on a CPU.
 
-The registry has CUDA builds of them only. Every name can be imported; whatever is called raises.
+The registry has only CUDA builds of these packages. Every name can be imported; calling one raises an error.
 """
 
 import importlib.abc
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class Missing:
-    """Stands for anything in a package."""
+    """Stand-in for any attribute of a package."""
 
     def __init__(self, name: str) -> None:
         self.__dict__["_name"] = self.__dict__["__name__"] = name
@@ -60,7 +60,7 @@ def stand_in(package: str) -> Callable[[str], Missing]:
 
 
 def attributes(name: str) -> Callable[[str], Missing]:
-    """The ``__getattr__`` of a module."""
+    """Returns the ``__getattr__`` of a module."""
     return lambda key: _attribute(name, key)
 
 

@@ -8,7 +8,7 @@ __getattr__ = stand_in(__name__)
 
 
 class _Runtime:
-    """Says that memory is pinned for a GPU: SGLang pins where it keeps the chosen experts, on a CPU too."""
+    """Fake CUDA runtime without effect: SGLang pins the memory of the chosen experts, also on a CPU."""
 
     @staticmethod
     def cudaHostRegister(*_: int) -> int:
