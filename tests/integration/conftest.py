@@ -11,12 +11,12 @@ from tests.helpers.system import System, running_system
 
 @pytest.fixture(scope="session")
 def system(tmp_path_factory) -> Iterator[System]:
-    """Services that many tests share, so that they start once; no test may kill them."""
+    """Yields services that many tests share, so that they start once; no test may kill them."""
     with running_system(tmp_path_factory.mktemp("system")) as started:
         yield started
 
 
 @pytest.fixture
 def plumbing(tmp_path) -> Path:
-    """The specification of a short run on a random model."""
+    """Writes the specification of a short run on a random model; returns its path."""
     return write_plumbing(tmp_path)

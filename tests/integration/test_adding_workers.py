@@ -1,4 +1,4 @@
-"""The kind of worker of docs/adding.md: a run starts its workers and trains on the fields that they add."""
+"""Worker kind of docs/adding.md: a run starts its workers and trains on the fields that they add."""
 
 import os
 
@@ -10,7 +10,7 @@ from tests.helpers.pages import example
 
 pytestmark = pytest.mark.timeout(300)
 
-# Every Python process imports it at its start, as if the entry were in the table.
+# Every Python process imports this code at its start, as if the table had the entry.
 ENTRY = """
 from prm_kind import KINDS
 from services.common.runspec.workers import WORKERS

@@ -1,4 +1,4 @@
-"""`slipstream run` with an agent and a reward service, as a user has them."""
+"""Runs with a user's agent and reward service."""
 
 import json
 import threading
@@ -36,7 +36,7 @@ async def talk(base_url, api_key, model, prompt, row):
 
 
 class Judge(BaseHTTPRequestHandler):
-    """Judge that prefers long answers."""
+    """Reward service that prefers long answers."""
 
     def do_POST(self) -> None:
         given = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -59,9 +59,9 @@ def judge():
 
 
 def test_an_agent_trains_on_what_a_service_judges(plumbing, judge, tmp_path, system):
-    """Responses are parked every three tokens, so that agents run again on recorded replies.
+    """Parks responses every three tokens, so that agents run again on recorded replies.
 
-    It has three conversations, two of which have the same beginning.
+    The agent has three conversations, two of which begin with the same messages.
     """
     (tmp_path / "agent.py").write_text(AGENT)
     spec = yaml.safe_load(plumbing.read_text())

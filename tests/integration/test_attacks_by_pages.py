@@ -12,7 +12,7 @@ from tests.helpers.controllers import SPEC
 
 pytestmark = pytest.mark.timeout(120)
 
-# Runs a command of the one who reads it.
+# A service that reads the data of this specification runs a shell command.
 COMMAND = {
     **SPEC,
     "name": "attack",
@@ -22,7 +22,7 @@ COMMAND = {
 
 @pytest.fixture(scope="module")
 def up(tmp_path_factory):
-    """Services as a developer starts them: address, folder, printed lines."""
+    """Starts services as a developer does; yields address, state directory and printed lines."""
     state = tmp_path_factory.mktemp("up") / "runs"
     with started("up", "--port", "0", "--state-directory", state, until="run page ") as (_, lines):
         yield json.loads((state / "up.json").read_text())["url"], state, "".join(lines)

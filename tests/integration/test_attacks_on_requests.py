@@ -151,7 +151,7 @@ def test_silent_connections_do_not_block_others(tmp_path):
         refused = idle[-1]
         refused.settimeout(5)
         assert is_closed(refused)
-        # Those that are open must say what they want in time.
+        # Open connections are closed unless they send a request in time.
         idle[0].settimeout(20)
         idle[1].settimeout(20)
         assert is_closed(idle[0])

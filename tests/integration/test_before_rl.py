@@ -21,7 +21,7 @@ Outcome = dict[str, Any]
 
 
 class Recorder:
-    """Takes the optimizer's place and keeps the gradients."""
+    """Fake optimizer that records the gradients."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -105,7 +105,7 @@ def plain_logprobs(policy: Policy, queue: Queue) -> tuple[Tensor, Tensor]:
 
 
 def plain_distributions(policy: Policy, queue: Queue) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns logprobs ``[N, L - 1, V]``, and the tokens that follow and the mask, ``[N, L - 1]``."""
+    """Returns logprobs ``[N, L - 1, V]``, and next tokens and mask, each ``[N, L - 1]``."""
     rows = [
         torch.cat([prompt, response]).long()
         for prompt, response in zip(
@@ -128,9 +128,9 @@ def plain(policy: Policy, queue: Queue, loss_of: Callable[[Tensor, Tensor], Tens
     """Returns loss and gradients of a padded batch, computed without Slipstream's code.
 
     Args:
-        policy: Its model is trained.
+        policy: Policy whose model is trained.
         queue: The batch.
-        loss_of: From what :func:`plain_logprobs` gives.
+        loss_of: Computes the loss from the logprobs and mask of :func:`plain_logprobs`.
     """
     loss = loss_of(*plain_logprobs(policy, queue))
     loss.backward()
@@ -177,7 +177,7 @@ def test_supervised_training_is_the_cross_entropy_of_a_plain_loop(
 def test_distillation_is_the_reverse_divergence_of_a_plain_loop(
     tmp_path: Path, trainer: dict[str, Any]
 ) -> None:
-    """The loss is the reverse divergence; the gradient is that of each token's log-ratio."""
+    """The loss is the reverse divergence; the gradient is that of each token's log ratio."""
     spec = spec_of(
         teacher={"path": "tiny:qwen2-1.2m"},
         rollout={"group_size": 1, "rewards": []},
@@ -209,7 +209,7 @@ def _distill(arguments: dict[str, Any], trainer: dict[str, Any], **teacher: Any)
 
 
 def _coarse(logprobs: Tensor, kept: Tensor) -> Tensor:
-    """Logprobs of some tokens, and of all others together."""
+    """Returns the logprobs of some tokens and, in the last place, of all other tokens together."""
     rest = (1.0 - logprobs.gather(-1, kept).exp().sum(-1, keepdim=True)).log()
     return torch.cat([logprobs.gather(-1, kept), rest], -1)
 
@@ -273,7 +273,7 @@ def test_distributions_are_compared_as_in_a_plain_loop(
 def test_the_policy_teaches_itself_with_another_prompt(
     tmp_path: Path, trainer: dict[str, Any], top_k: int | None
 ) -> None:
-    """What the teacher sees is stored with the samples; a sample without such a prompt does not train."""
+    """Samples contain the teacher's prompts; a sample without one does not train."""
     arguments = {"divergence": "forward_kl", "top_k": top_k}
     spec = _distill(arguments, trainer, path="policy", prompt_column="with_solution")
     found = trained_by(spec, tmp_path)

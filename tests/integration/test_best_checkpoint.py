@@ -11,8 +11,8 @@ from tests.helpers.plumbing import PLUMBING
 
 pytestmark = pytest.mark.timeout(300)
 
-# The score of held-out responses rises and falls, whatever they say.
-# The command tries the function twice before the run.
+# The score of held-out responses rises and falls regardless of their text.
+# The command calls the function twice before the run.
 _UP_AND_DOWN = """
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The Python client trains a run and reads all of it, with and without await."""
+"""The Python client trains a run and reads all its data, with and without await."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, system) -> str:
-    """Address of a controller on which the documentation's program has trained a run."""
+    """Trains a run with the documentation's program; returns the controller's address."""
     folder = tmp_path_factory.mktemp("client")
     write_plumbing(folder).rename(folder / "my.yaml")
     done = subprocess.run(

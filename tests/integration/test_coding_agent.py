@@ -1,6 +1,6 @@
-"""A coding agent of others, unchanged but for its base URL and key, works in the sandbox of its episode.
+"""A third-party coding agent, unchanged except for base URL and key, works in the sandbox of its episode.
 
-Needs ``mini-swe-agent``, one of the development tools.
+The tests need ``mini-swe-agent``, one of the development tools.
 """
 
 import json
@@ -72,7 +72,7 @@ COMMANDS = (
 
 
 class Kept(Scripted):
-    """An engine that generates given lines and keeps its results by context."""
+    """Fake engine that generates given lines and records its results by context."""
 
     def __init__(self, lines) -> None:
         super().__init__(lines)

@@ -23,7 +23,7 @@ def packed(rng: random.Random, num_sequences: int, longest: int) -> PackedTokens
     prompts = [torch.zeros(rng.randint(1, 9), dtype=torch.int32) for _ in range(num_sequences)]
     lengths = [rng.randint(2, longest) for _ in range(num_sequences)]
     responses = [torch.zeros(length, dtype=torch.int32) for length in lengths]
-    # Nothing but zeros: each sequence begins with all shorter ones.
+    # All tokens are 0, so each sequence begins with all shorter ones.
     return pack(
         Jagged.from_list(prompts),
         Jagged.from_list(responses),

@@ -53,7 +53,7 @@ def _compare(rank: int, store: str, ranks: int, options: dict[str, Any]) -> None
     )
     for family, trainer, replay in _CASES:
         if ranks > 2:
-            # Micro-batches are others than on one rank: balance is counted over the tokens of each.
+            # The balance loss counts the tokens of each micro-batch, which differ from those of one rank.
             if trainer is _LOSS:
                 continue
             trainer = {**trainer, "share_prefixes": False}

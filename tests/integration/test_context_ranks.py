@@ -64,7 +64,7 @@ def test_any_ranks_and_packs_are_exact(tmp_path: Path) -> None:
 def _shapes(rank: int, store: str) -> None:
     _join(rank, store, 4)
     for options in (
-        # With fewer key-value heads than ranks.
+        # Fewer key-value heads than ranks.
         {"context_parallel": 4},
         {"context_parallel": 2, "tensor_parallel": 2},
         {"context_parallel": 4, "zero_stage": 1, "activation_checkpointing": True},
@@ -100,7 +100,7 @@ def _compare(
     tolerance: float = 1e-6,
     **options: Any,
 ) -> None:
-    """Compares scores and gradients of packs in one update with those of a single rank."""
+    """Compares the scores of packs and the gradients of one update with those of a single rank."""
     options = {"context_parallel": ranks, **options}
     spec = TrainerSpec(steps=1, prompts_per_step=1, world_size=ranks, **options)
     topology = build_topology(spec, device=_CPU, rank=distributed.get_rank(), world_size=ranks)
@@ -126,11 +126,11 @@ def _run(
     scores = []
     for packed in packs:
         found = _scores(module, packed)
-        # Of each token another gradient, of both of a policy's scores.
+        # Each token has a different gradient, for both of a policy's scores.
         weights = torch.linspace(-1.0, 1.0, found.numel()).view_as(found)
         (found * weights).sum().backward()
         scores.append(found.detach())
-    # The output embedding of a critic has none.
+    # A critic's output embedding has no gradient.
     trained = ((name, value.grad) for name, value in module.named_parameters())
     return scores, {name: _whole(gradient) for name, gradient in trained if gradient is not None}
 

@@ -1,4 +1,4 @@
-"""In a synchronous run with batch_invariant, logprobs of the engine torch and of the trainer are equal."""
+"""Equal logprobs of the engine torch and the trainer in a synchronous run with batch_invariant."""
 
 import json
 

@@ -103,7 +103,7 @@ def _model(name: str, is_lopsided: bool = False) -> PreTrainedModel:
             if is_lopsided and key.endswith(("e_score_correction_bias", "router.bias")):
                 value[0] = 100.0
             if is_lopsided and key.endswith("mlp.gate.weight"):
-                value[1:] = value[0]  # all alike: the first is chosen
+                value[1:] = value[0]  # all equal: the first is chosen
     return model
 
 
@@ -169,7 +169,7 @@ def test_what_ranks_load_send_and_save_is_the_whole_model(
 ) -> None:
     _model(name).save_pretrained(tmp_path / "model")
     run_ranks(_load_and_save, str(tmp_path), name, shared, ranks, count=ranks)
-    # The checkpoint of all ranks goes on alone.
+    # One rank resumes from the checkpoint of all ranks.
     policy = _policy(name)
     optimizer = build_optimizer(policy, _spec_alone().optimizer)
     alone = Checkpointer(
@@ -185,7 +185,7 @@ def test_what_ranks_load_send_and_save_is_the_whole_model(
 
 
 def _saving(policy: Policy, optimizer: Any, topology: RankTopology) -> Any:
-    """The part of an engine that saves and loads."""
+    """Returns the part of an engine that saves and loads."""
     return ModelCheckpoint(policy, optimizer, topology=topology)
 
 
@@ -206,7 +206,7 @@ def _load_and_save(rank: int, folder: str, name: str, shared: int, ranks: int) -
     for key, value in export.weight_tensors():
         assert torch.equal(value, whole[key]), key
 
-    # An update moves them; the rows of all ranks are then the whole again.
+    # After an update changed the weights, the rows of all ranks still make up the whole weights.
     optimizer = build_optimizer(policy, spec.optimizer)
     checkpointer = Checkpointer(
         {"": _saving(policy, optimizer, topology)}, root=root / "run", keep=1, ranks=topology.data

@@ -1,4 +1,4 @@
-"""The built wheel is complete: it works in an environment without the repository."""
+"""The built wheel is complete and works in an environment without the repository."""
 
 import os
 import re
@@ -26,7 +26,7 @@ class Installed:
     folder: Path
 
     def options(self) -> dict:
-        """Environment of its processes, which cannot import the repository."""
+        """Returns options of subprocesses, which cannot import the repository."""
         kept = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         home = {"HOME": str(self.folder), "OMP_NUM_THREADS": "1"}
         return {"cwd": self.folder, "env": kept | home, "text": True}
@@ -57,7 +57,7 @@ _LINK = re.compile(r"run page .*: (\S+)")
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory) -> Path:
-    """A source distribution, and the wheel that is built from it alone."""
+    """Builds a source distribution, and a wheel from it alone; returns their folder."""
     folder = tmp_path_factory.mktemp("dist")
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, REPOSITORY]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -67,12 +67,12 @@ def dist(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(dist, tmp_path_factory) -> Installed:
-    """The wheel in an environment of its own, which sees the dependencies of this one."""
+    """Installs the wheel in a new environment that can import the dependencies of this one."""
     folder = tmp_path_factory.mktemp("installed")
     venv.create(folder / "venv", with_pip=False)
     python = folder / "venv" / "bin" / "python"
     (wheel,) = dist.glob("slipstream-*.whl")
-    # The .pth files that are in a path of a .pth file are not read: that of the editable install is left out.
+    # Python does not read .pth files in folders that a .pth file adds, so the editable install has no effect.
     (packages,) = (folder / "venv").glob("lib/python*/site-packages")
     (packages / "dependencies.pth").write_text("\n".join(site.getsitepackages()))
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index"]

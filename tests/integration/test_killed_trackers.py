@@ -25,13 +25,13 @@ def test_a_curve_continues_after_a_kill_without_gap_or_repetition(kind, tmp_path
     points = kept(kind, tmp_path)
     assert curve(points, "reward_mean") == [1, 2, 3, 4, 5]
     assert curve(points, "reward/a b") == [1, 2, 3, 4, 5]
-    # Evaluations come later than the steps they are of.
+    # An evaluation is written after later steps than its own.
     assert set(curve(points, "heldout/greedy")) <= {2, 4}
     assert 4 in curve(points, "heldout/greedy")
     if kind == "mlflow":
         (table,) = tmp_path.rglob("samples/heldout/000004.json")
         assert json.loads(table.read_text())["data"] == [tracked.ROW]
-    if kind == "tensorboard":  # it renders text as Markdown
+    if kind == "tensorboard":  # which renders text as Markdown
         files = tmp_path.rglob("events.out.tfevents.*")
         written = b"".join(path.read_bytes() for path in files)
         assert b"\\| what \xe2\x8f\x8e it wrote \\|" in written

@@ -1,4 +1,4 @@
-"""Services on a developer's machine: their start, their end, and who can use them."""
+"""Services on a developer's machine: start, end and access."""
 
 import asyncio
 import os
@@ -82,7 +82,7 @@ async def test_a_restart_is_told(tmp_path, capsys):
         await asyncio.sleep(0)
         queue.process.kill()
         async with asyncio.timeout(60):
-            # The next process has another number when it is there, and its file when it is ready.
+            # A new process id shows that the next process exists, its ready file that it serves.
             await until(
                 lambda: queue.process.pid != ended and queue.ready_file.exists(), poll_s=0.1
             )

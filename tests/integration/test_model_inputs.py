@@ -56,7 +56,7 @@ ROWS = [
 
 
 class Length:
-    """Rewards longer responses."""
+    """Reward that is higher for longer responses."""
 
     async def score(self, given: RewardInput) -> Score:
         assert "seen" not in given.row, "rewards are processes, to which no tensors go"
@@ -64,7 +64,7 @@ class Length:
 
 
 class NotingEngine(TorchEngine):
-    """Notes the requests that it gets."""
+    """Engine that records its requests."""
 
     def __init__(self) -> None:
         super().__init__(feature_model(), max_running=8)
@@ -76,7 +76,7 @@ class NotingEngine(TorchEngine):
 
 
 class NotingPolicy(Policy):
-    """Notes the packs that it scores."""
+    """Policy that records the packs that it scores."""
 
     def __init__(self) -> None:
         super().__init__(feature_model(), temperature=1.0)
@@ -90,7 +90,7 @@ class NotingPolicy(Policy):
 
 
 async def generated(engine: TorchEngine, data: DataClient) -> None:
-    """Samples a group of each row and publishes it."""
+    """Samples and publishes a group for each row."""
     columns = DataSpec(train={"source": "jsonl", "path": "rows"}, model_inputs_column="seen")  # type: ignore[arg-type]
     model = ModelSpec(path="tiny:qwen2-0.4m", tokenizer=CHARACTERS)
     tokenizer = load_tokenizer(model)
@@ -139,7 +139,7 @@ async def test_a_rows_tensors_reach_engine_and_trainer_and_never_the_controller(
         await queue.create_partition(TRAIN, required_fields=list(ROLLOUT_FIELDS))
         await generated(engine, data)
         metas: list[KVBatchMeta] = []
-        async for seen in queue.watch(TRAIN):  # what the controller gets
+        async for seen in queue.watch(TRAIN):  # as the controller receives them
             metas.append(seen)
             if sum(meta.num_keys for meta in metas) == MEMBERS * len(ROWS):
                 break
@@ -178,7 +178,7 @@ async def test_a_rows_tensors_reach_engine_and_trainer_and_never_the_controller(
             )
             assert torch.equal(placed.inputs.tensors["features"], expected["features"])
             assert pack.input_ids[placed.start : placed.start + 5].tolist() == [4, 3, 5, 3, 6]
-    # With another sample's inputs, or none, logprobs would differ by far more.
+    # Logprobs with another sample's inputs, or without inputs, differ by far more.
     torch.testing.assert_close(
         proximal["proximal_logprobs"].values, fetched["rollout_logprobs"].values, atol=1e-5, rtol=0
     )
@@ -187,7 +187,7 @@ async def test_a_rows_tensors_reach_engine_and_trainer_and_never_the_controller(
 
 
 class Fetching(Queue):
-    """Fetches from a transferqueue."""
+    """Queue that fetches from a transferqueue."""
 
     def __init__(self, transfers: QueueTransfers) -> None:
         self.fetch = transfers.fetch  # type: ignore[method-assign]

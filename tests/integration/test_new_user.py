@@ -25,12 +25,12 @@ print(tokenizer.decode(written[0]).startswith("12="))
 
 @pytest.fixture
 def spec(tmp_path):
-    """The specification of a new task, in the folder in which commands run."""
+    """Writes a new task to the folder in which commands run; returns its specification."""
     return write_task(tmp_path)
 
 
 def closed(spec, *, once):
-    """Runs a specification in a terminal, which is closed once its output matches ``once``."""
+    """Runs a specification in a terminal, and closes the terminal once its output matches ``once``."""
     here, there = pty.openpty()
     process = subprocess.Popen(
         command("run", spec),

@@ -52,7 +52,7 @@ def _train(rank: int, folder: str, spec_json: str) -> None:
             limited(policy, 40, **how)
         divided = trained.train(1, queue.meta).metrics["divided_micro_batches"]
         first = _flat(recorder.gradients)
-        # Nothing of a pass that broke is left for the next step.
+        # A failed pass must leave nothing for the next step.
         trained.train(2, queue.meta)
         if kind == "scores":
             divided = float(runner.engine.oom_limits.was_lowered)
@@ -106,7 +106,7 @@ def _idle_rank(rank: int, folder: str, port: int) -> None:
             with pytest.raises(RankFailedError, match="rank 1: no room"):
                 asyncio.run(command_group.failed())
         with pytest.raises(RankFailedError, match="rank 1: no room"), command_group.guard():
-            """Discards what was computed meanwhile."""
+            """The guard discards results that this rank computed in the meantime."""
     assert not distributed.is_initialized()
 
 
@@ -138,7 +138,7 @@ def _leave_out(rank: int, folder: str, spec_json: str) -> None:
     recorder: Any = Recorder(policy)
     runner: Any = trained.runner
     runner.engine.optimizer = recorder
-    # No rank computes more at once than what is known to fit.
+    # Fails if a rank computes more tokens at once than the recorded limit.
     limited(policy, 40, in_backward=False)
     result = trained.train(1, queue.meta)
     if rank == 0:
@@ -163,7 +163,7 @@ def _flat(gradients: dict[str, Any]) -> torch.Tensor:
     ids=["gathered", "offloaded"],
 )
 def test_a_pass_that_broke_leaves_nothing_behind(tmp_path: Path, options: dict[str, Any]) -> None:
-    # Of several updates each compares with the weights before the first, which score.
+    # With several updates, each uses the logprobs of the weights before the first, from a scoring pass.
     algorithm = {"loss": "ppo", "correction": "decoupled"}
     options |= {"updates_per_step": 2, "tokens_per_micro_batch": 90}
     spec = spec_for(algorithm=algorithm, dtype="bfloat16", **options)
@@ -247,7 +247,7 @@ def test_several_ranks_continue_without_a_sequence_that_exceeds_memory(
         "rollout.max_response_tokens=14",
         f"rollout.sampling.stop={stops}",
         "trainer.steps=2",
-        # A slow machine may report one end twice.
+        # A slow machine may report the end of one worker twice.
         "limits.max_restarts=12",
     )
     assert done.code == 0, done.out + done.err
@@ -262,6 +262,6 @@ def test_several_ranks_continue_without_a_sequence_that_exceeds_memory(
     assert told
     # Prompts have 11 tokens.
     assert all(tokens > 21 for event in told for tokens in event["samples"].values())
-    # A step that is trained again after a loss reports them again.
+    # A step that is repeated after the loss of a worker reports them again.
     left_out = {name for event in told for name in event["samples"]}
     assert len(left_out) < found["trained"] * 4

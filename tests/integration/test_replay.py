@@ -40,7 +40,7 @@ def test_a_run_that_was_killed_replays_bit_by_bit_and_parts_with_another_loss(pl
     def command(name: str, *options: object) -> Finished:
         return slipstream(name, *map(str, options), "--state-directory", tmp_path / "runs")
 
-    # Most of their time is the start of the ranks.
+    # The commands run in parallel, because most of their time is the start of the ranks.
     with ThreadPoolExecutor() as threads:
         same = threads.submit(command, "replay", "plumbing", "--json")
         regenerated = ("--sample", 2, "--sample", 7)

@@ -1,4 +1,4 @@
-"""Rollouts come and go while a run trains: on request, and because they are lost."""
+"""Rollouts join and leave a training run, on request and after losses."""
 
 import signal
 import time
@@ -50,7 +50,7 @@ def until(condition, timeout_s: float = 90.0) -> None:
 )
 def test_training_continues_while_rollouts_come_go_and_are_replaced(plumbing, tmp_path, signal_):
     port = free_port()
-    # A rollout loads for as long as this file exists.
+    # A rollout does not finish loading while this file exists.
     loading = tmp_path / "loading"
     (tmp_path / "rows.py").write_text(ROWS.format(loading=str(loading)))
     arguments = (
@@ -81,7 +81,7 @@ def test_training_continues_while_rollouts_come_go_and_are_replaced(plumbing, tm
             until(lambda names=names: rollouts(api, run_id) == names)
             reached = shown()["step"]
             until(lambda reached=reached: shown()["step"] >= reached + 3)
-            # The loop is left neither for those that join nor for those that leave.
+            # The training loop does not restart when rollouts join or leave.
             assert len(told("WorkersReady")) == 1
         assert (told("WorkerLost"), told("ResizeFailed")) == ([], [])
         ended = shown()
@@ -96,5 +96,5 @@ def test_training_continues_while_rollouts_come_go_and_are_replaced(plumbing, tm
         loading.unlink()
         until(lambda: told("Replaced"))
         until(lambda: rollouts(api, run_id) == {"rollout-0", "rollout-1"})
-        assert len(told("WorkersReady")) == 2  # at first, and without the lost one
+        assert len(told("WorkersReady")) == 2  # at the start, and after the loss
         assert shown()["state"] == "RUNNING"

@@ -58,7 +58,7 @@ def test_a_run_of_several_sets_that_lost_everything_trains_the_same_samples(plum
     assert [*trained(unbroken)] == [*range(1, 13)]
     assert trained(broken) == trained(unbroken)
     assert check_run(broken)["rewinds"] >= 1
-    # What the curriculum knew is back; what was trained anew, it saw again.
+    # The curriculum's state is restored; prompts that were trained again are counted again.
     seen, again = tries(unbroken), tries(broken)
     assert sum(seen.values()) == 48
     assert seen.keys() == again.keys()

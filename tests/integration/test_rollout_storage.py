@@ -127,7 +127,7 @@ async def test_a_group_for_which_there_is_never_room_is_held_against_its_prompt(
     given = replace(assignment("g"), partition_id="small/train")
     with pytest.raises(GroupError, match=r"exceeds the whole quota of small, 100 bytes") as caught:
         await GroupPublisher(data).publish(given, PROMPT, [sample])
-    # One that only waited too long is generated again, however often that happens.
+    # A group that only waited too long has another reason and is generated again, any number of times.
     assert caught.value.reason == "publish_refused"
 
 
@@ -173,7 +173,7 @@ async def test_a_recorded_group_is_readable_after_its_release(
         columns |= {"loss_mask": [torch.ones(5) > 0], "training_record": [record]}
         await data.put("run/records", [key], columns)
     assert {each["id"] for each in await read(metadata, step=3)} == {"g.0", "g.1"}
-    # What is put last is kept when the run ends, and nothing stays in the queue.
+    # At the end of a run, the last puts are stored as records, and the queue keeps nothing.
     await metadata.drop_partition("run/records")
     assert "run/records" not in {part.partition_id for part in (await metadata.stats()).partitions}
     assert len(await read(metadata)) == 2

@@ -15,7 +15,7 @@ from tests.helpers.system import running_system
 
 pytestmark = pytest.mark.timeout(300)
 
-# Far above what it takes, for machines that do other things.
+# Far above the usual duration, for busy machines.
 ENDS_WITHIN_S = 60.0
 
 
@@ -40,11 +40,11 @@ def test_ctrl_c_pauses_the_run_and_twice_cancels_it(plumbing, tmp_path):
     resumes = r"was paused after step ([2-9]|\d\d+); resuming it"
     with started(*endless, until=resumes) as (process, _):
         process.send_signal(signal.SIGINT)
-        time.sleep(0.1)  # two presses of a key
+        time.sleep(0.1)  # between two key presses
         process.send_signal(signal.SIGINT)
         out, _ = process.communicate(timeout=ENDS_WITHIN_S)
         assert process.returncode == 130
-    if "cancelled" in out:  # the pause may have been done by then
+    if "cancelled" in out:  # the run may have paused before the second signal
         done = slipstream(*arguments, "--set", "trainer.steps=8", "--resume")
         assert "ended CANCELLED after step" in done.out
         assert done.code == 0, done.out + done.err
@@ -109,7 +109,7 @@ def test_a_killed_service_ends_the_run_with_a_message(plumbing, tmp_path, servic
 
 
 def cut_off(process) -> None:
-    """Kills a command and all processes below it at once, as a power failure does."""
+    """Kills a command and all its descendants at once, as a power failure does."""
     process.send_signal(signal.SIGSTOP)
     for child in descendants(process).values():
         child.kill()
@@ -231,5 +231,5 @@ def test_the_controllers_messages_stay_small_whatever_the_response_length(
     trained = [key for key in means[4] if "TrainStep" in key and "sent" in key]
     assert watched and trained
     for key in watched + trained:
-        # Lengths and offsets are variable-length integers: a hundredfold response costs a byte or two each.
+        # Lengths and offsets are variable-length integers: 100 times the response adds a byte or two to each.
         assert means[400][key] <= 1.3 * means[4][key], key

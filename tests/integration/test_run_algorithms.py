@@ -25,7 +25,7 @@ OTHERS = (
     ("algorithm.correction=decoupled", "algorithm.correction_level=sequence"),
     ("algorithm.dynamic_sampling=true", "algorithm.entropy_coefficient=0.01"),
 )
-# Of these, the runs of every commit take cpu_async and delta; shadow is the default of all other runs.
+# Every commit runs cpu_async and delta of these; shadow is the default of all other runs.
 MODES = ("delta", "shadow", "inplace", "cpu_async")
 COMBINATIONS = [
     (advantage, loss, aggregation, (f"weight_sync.mode={mode}", *others))
@@ -38,7 +38,7 @@ COMBINATIONS = [
         strict=False,
     )
 ]
-# Those that need more than a group of sampled responses run at every commit.
+# Every commit runs the estimators that need more than a group of sampled responses.
 SPECIAL = {"remax", "gae"}
 
 
@@ -67,7 +67,7 @@ def test_an_algorithm_runs(plumbing, system, advantage, loss, aggregation, other
 
 def test_steps_that_overflow_in_float16_are_reported_and_their_versions_published(plumbing, system):
     settings = ("trainer.dtype=float16", "trainer.loss_scale.initial=1e12")
-    # No entropy is too low for a gradient, unlike an advantage of equal rewards.
+    # The entropy term always has a gradient, unlike advantages of equal rewards.
     others = ("algorithm.entropy_coefficient=1.0", "algorithm.max_nonfinite_steps=0")
     done = system.train(plumbing, *settings, *others)
     assert done.code == 0, done.out + done.err

@@ -1,4 +1,4 @@
-"""Fine-tuning by command, and reinforcement learning that starts from its result."""
+"""Runs of supervised fine-tuning and preference pairs, and reinforcement learning that starts from them."""
 
 import json
 
@@ -17,7 +17,7 @@ def test_a_model_is_fine_tuned_exported_and_reinforced(system, plumbing, tmp_pat
     steps = [json.loads(line) for line in (done.folder / "metrics.jsonl").read_text().splitlines()]
     assert steps[-1]["loss"] < steps[0]["loss"]
     assert "reward_mean" not in steps[0]
-    # Of a random model all bytes are about as likely; a held-out score is a mean log-probability.
+    # A random model finds all bytes about equally likely; a held-out score is a mean log-probability.
     scores = [step["heldout_greedy"] for step in steps if "heldout_greedy" in step]
     assert scores == sorted(scores)
     assert scores[-1] > scores[0]

@@ -1,4 +1,4 @@
-"""A training run is paused, resumed, forked and cancelled by a user."""
+"""A user pauses, resumes, forks and cancels a training run."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Rollouts in FP8: corrected, and in the trainer's precision again once they diverge too far."""
+"""Rollouts in FP8: a correction accounts for them, and they use the trainer's precision if they diverge."""
 
 import json
 from pathlib import Path

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def test_two_ranks_apart_or_in_turns_train_what_one_rank_trains(plumbing, system):
-    """A run in turns is compared with a trainer of two ranks, and that with one rank."""
+    """Compares a colocated run with a trainer of two ranks, and that with a trainer of one rank."""
     in_turns = (
         "topology.placement=colocated",
         "rollout.replicas=2",
@@ -58,7 +58,7 @@ def test_two_ranks_that_share_packs_train_what_one_trains(plumbing, system):
     trained = []
     for options in ({}, {"world_size": 2, "context_parallel": 2}):
         overrides = [f"trainer.{name}={value}" for name, value in options.items()]
-        # As GAE's critic shares them too.
+        # GAE, because its critic shares packs too.
         done = system.train(
             plumbing, *overrides, "algorithm.max_staleness=0", "algorithm.advantage=gae"
         )

@@ -1,4 +1,4 @@
-"""Runs whose logprobs come from separate workers: same training, nothing lost with a worker."""
+"""Runs with separate workers for logprobs or values: same training, also after the loss of a worker."""
 
 import json
 
@@ -29,7 +29,7 @@ def topology(group: str, processes: int = 1) -> tuple[str, ...]:
 
 
 NUMBERS = ("reward_mean", "loss", "grad_norm", "kl_ref", "value_loss")
-# Whole weights that arrive through host memory are sharded there.
+# Whole weights that arrive through host memory are sharded on the worker.
 SHARDED = (*MINI_BATCHES, "weight_sync.mode=cpu_async")
 ROLES = [
     pytest.param("ref_logp", 2, KL, marks=pytest.mark.nightly),

@@ -25,7 +25,7 @@ Outcome = dict[str, Any]
 
 
 class Transfers:
-    """Takes the transferqueue's place: a queue in memory, and a folder for added fields."""
+    """Fake transferqueue: a queue in memory, and a folder for added fields."""
 
     def __init__(self, queue: Queue, folder: Path) -> None:
         self._queue = queue
@@ -86,7 +86,7 @@ def built(
 
 
 def work(leader: ScoringLeader, queue: Queue, spec: RunSpec, folder: Path, role: str) -> None:
-    """Writes scores of samples and of a text under received weights."""
+    """Writes scores of samples and of a text to the folder; the role ``logp`` first receives weights."""
     if role == "logp":
         weights = dict(policy_of(spec, seed=1).model.named_parameters())
         leader.adopt(7, {name: value.detach() for name, value in weights.items()})
@@ -195,7 +195,7 @@ def test_ranks_that_outgrow_memory_start_again_and_leave_it_unscored(tmp_path: P
     spec = spec_with(2)
     queue = queue_for(spec)
     lengths = (queue.fields["prompt_ids"].lengths + queue.fields["response_ids"].lengths).tolist()
-    # A micro-batch first, and then a sequence.
+    # The first limit fails a micro-batch, the second a single sequence.
     for limit in (30, 15):
         (tmp_path / "store").unlink(missing_ok=True)
         run_ranks(_outgrow, str(tmp_path), spec.model_dump_json(), limit, count=2)

@@ -1,4 +1,4 @@
-"""Every service starts with the packages that its image has."""
+"""Every service starts with only the packages that its image has."""
 
 import functools
 import re
@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 
 _ROOT = Path(__file__).parents[2]
 _PROJECT = tomllib.loads((_ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-# As if they were not installed.
+# Imports a service as if the packages in ``absent`` were not installed.
 _WITHOUT = """
 import importlib, sys
 class Here:

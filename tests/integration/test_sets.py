@@ -24,7 +24,7 @@ def test_the_curriculum_example_trains_for_a_part_of_an_epoch(system):
     steps = [json.loads(line) for line in (done.folder / "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == [1, 2, 3, 4]
     assert all(0 <= step["set_reward/two"] <= 1 for step in steps)
-    # All that was issued is trained: a third each.
+    # All issued prompts are trained; a third is from each set.
     sizes = [sum(step[f"set_samples/{name}"] for step in steps) for name in ("two", "four", "six")]
     assert sorted(sizes) == [42 * 8, 43 * 8, 43 * 8]
     aside = steps[-1]["skipped/solved"] + steps[-1]["skipped/hopeless"]

@@ -15,7 +15,7 @@ from services.wire.transferqueue.client import TransferQueueClient
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 
-# Longer than it takes until gRPC, by its defaults, pings less often.
+# Longer than the time after which gRPC, by default, pings less often.
 _SILENCE_S = 45
 
 

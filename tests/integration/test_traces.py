@@ -1,4 +1,4 @@
-"""A real run's spans: one trace for each group, from its prompt to its gradient, across all services."""
+"""Spans of a real run: one trace for each group, from its prompt to its gradient, across all services."""
 
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor

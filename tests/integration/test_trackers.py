@@ -28,7 +28,7 @@ SHORT = (
     "limits.max_restarts=20",
     "trackers=[{kind: tensorboard, samples_every: 3}, {kind: trackio}]",
 )
-# Fails, hangs or works, as a file says.
+# A file sets if this tracker fails, hangs or works.
 _TRACKER = """
 import os, pathlib, time
 from types import SimpleNamespace
@@ -100,7 +100,7 @@ def test_a_run_that_has_ended_is_written_when_somebody_asks(system, plumbing, tm
 
 @pytest.fixture
 def moody(tmp_path, monkeypatch) -> Path:
-    """Replaces trackio by a tracker whose behavior a file sets."""
+    """Replaces trackio with a tracker whose behavior a file sets; returns the file."""
     package = tmp_path / "packages" / "trackio"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(_TRACKER)

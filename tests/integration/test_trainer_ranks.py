@@ -1,4 +1,4 @@
-"""Loss, gradients and weights do not depend on ranks, parallelism, micro-batches or what these share."""
+"""Loss, gradients and weights do not depend on ranks, parallelism, micro-batches or shared prefixes."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ Outcome = dict[str, Any]
 
 
 class Recorder:
-    """Takes the optimizer's place and keeps the gradients."""
+    """Fake optimizer that records the gradients."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -116,7 +116,7 @@ def _save(rank: int, world_size: int, folder: str, spec_json: str) -> None:
 
 
 def _save_again(rank: int, world_size: int, folder: str, spec_json: str) -> None:
-    """Saves on several ranks where rank 0 can create no folder, then where it can."""
+    """Saves on several ranks, first while rank 0 cannot create a folder, then while it can."""
     trained, queue = _rank_of_several(rank, world_size, folder, spec_json)
     root = Path(folder) / "checkpoints"
     for step in (1, 2):

@@ -1,4 +1,4 @@
-"""Clients that connect during the admission of others are admitted at once."""
+"""A client that connects during the admission of another one is admitted at once."""
 
 import asyncio
 import time
@@ -14,7 +14,7 @@ _HANDSHAKE_S = 0.3
 
 
 class _Clients:
-    """Admits all clients; the next one asks while the first one is answered."""
+    """Admits all clients; a second client requests admission while the first one is being answered."""
 
     def __init__(self) -> None:
         self.asked = asyncio.Queue[str]()
@@ -25,7 +25,7 @@ class _Clients:
         if self.on_first is not None:
             self.on_first()
             self.on_first = None
-            time.sleep(_HANDSHAKE_S)  # noqa: ASYNC251 -- the loop must not see the question by itself
+            time.sleep(_HANDSHAKE_S)  # noqa: ASYNC251 -- the loop must not see the second request alone
         return ALL_RUNS
 
 
@@ -48,7 +48,7 @@ async def test_concurrent_requests_are_answered() -> None:
 
             clients.on_first = connect
             connect()
-            # ZeroMQ begins a handshake anew after 30 s.
+            # ZeroMQ restarts a handshake after 30 s.
             async with asyncio.timeout(15):
                 assert await clients.asked.get() != await clients.asked.get()
         context.destroy(linger=0)

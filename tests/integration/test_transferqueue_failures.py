@@ -1,7 +1,7 @@
 """Failures of the transferqueue and its clients: recovery, deadlines, error classes.
 
-Released keys, conflicting types, full queues, dead shards and strangers on an encrypted socket are
-covered by the other tests of this folder; group mix-ups by the tests of the samplers.
+Other tests of this folder cover released keys, conflicting types, full queues, dead shards and unknown
+clients on an encrypted socket; the tests of the samplers cover mixed-up groups.
 """
 
 import asyncio

@@ -57,7 +57,7 @@ def tokens(*groups: int) -> list[torch.Tensor]:
 
 async def until(is_reached: Callable[[], Awaitable[bool]]) -> None:
     async with asyncio.timeout(10):
-        while not await is_reached():  # noqa: ASYNC110  another process decides when
+        while not await is_reached():  # noqa: ASYNC110  another process changes the state
             await asyncio.sleep(0.01)
 
 
@@ -253,7 +253,7 @@ async def test_repeated_requests_of_a_shard_charge_a_put_once(tmp_path: Path) ->
         await client.cancel("put-2")
         with pytest.raises(ResourceExhaustedError):
             await client.reserve("more", TRAIN, size_bytes=1, wait_s=0.0)
-        await client.register(shard, capacity_bytes=MIB)  # its earlier lifetime is over
+        await client.register(shard, capacity_bytes=MIB)  # a new lifetime ends pending puts
         await fill("put-4", "put-5")
 
 

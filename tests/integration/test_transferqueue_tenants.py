@@ -31,7 +31,7 @@ SERVICE = Identity(key=KEY)
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """A worker of one run."""
+    """Clients of a worker of one run."""
 
     metadata: TransferQueueClient
     data: DataClient
@@ -61,14 +61,14 @@ async def tenant(address: str, run_id: str) -> AsyncIterator[Tenant]:
             DataClient.connect(address, put_timeout_s=0.5) as data,
         ):
             async with asyncio.timeout(10):
-                while len(data.shards) < 2:  # noqa: ASYNC110  another process decides when
+                while len(data.shards) < 2:  # noqa: ASYNC110  another process changes the state
                     await asyncio.sleep(0.01)
             yield Tenant(metadata, data)
 
 
 @asynccontextmanager
 async def two_tenants(folder: Path) -> AsyncIterator[tuple[Tenant, Tenant, KVBatchMeta]]:
-    """Workers of runs a and b, and the samples of a."""
+    """Yields workers of the runs a and b, and the metadata of run a's samples."""
     async with AsyncExitStack() as stack:
         address = await stack.enter_async_context(two_shards(folder))
         with acting_as(SERVICE):

@@ -1,4 +1,4 @@
-"""Images of observations from an environment through an engine and the transferqueue into the trainer."""
+"""Images of an environment's observations through an engine and the transferqueue into the trainer."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -84,7 +84,7 @@ class One:
 
 
 class Noting(TorchEngine):
-    """Notes requests."""
+    """Engine that records its requests."""
 
     requests: list[GenerationRequest]
 
@@ -94,7 +94,7 @@ class Noting(TorchEngine):
 
 
 class Rollout:
-    """Runs groups of one model in an environment."""
+    """Model, tokenizer and environment of a rollout that runs groups."""
 
     def __init__(self, folder: Path, kind: str) -> None:
         self.whole = saved_model(kind, folder)
@@ -199,7 +199,7 @@ async def test_images_of_observations_train_as_they_were_sampled(kind: str, tmp_
 
 
 def plain(whole: Any, sample: Sample) -> tuple[torch.Tensor, int]:
-    """Returns logprobs by the whole model's forward pass, and the number of images."""
+    """Returns the logprobs of the whole model's forward pass, and the number of images."""
     prompt = observed(sample.prompt_ids, model_inputs=sample.prompt_inputs)
     (turns,) = divided((prompt, *sample.turns))
     inputs = joined_inputs(turn.model_inputs for turn in turns)
@@ -209,7 +209,7 @@ def plain(whole: Any, sample: Sample) -> tuple[torch.Tensor, int]:
 
 
 class Cutting(Noting):
-    """Interrupts the group after some requests have begun."""
+    """Engine that interrupts the group at the request after the first ``after`` ones."""
 
     group: RunningGroup
     after: int
@@ -225,7 +225,7 @@ class Cutting(Noting):
 
 
 def cached(progress: GroupProgress) -> GroupProgress:
-    """Returns progress as another replica reads it."""
+    """Returns progress as another replica reads it from the transferqueue."""
     return {m: decode_progress(encode_progress(each)) for m, each in progress.items()}
 
 

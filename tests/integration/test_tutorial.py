@@ -1,4 +1,4 @@
-"""docs/tutorial.md, as a reader follows it."""
+"""The steps of docs/tutorial.md, as a reader takes them."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ FILES = ("make_data.py", "backwards.py", "backwards.yaml", "use.py")
 
 @pytest.fixture
 def folder(tmp_path):
-    """The tutorial's folder, with its data."""
+    """Writes the tutorial's files and data; returns their folder."""
     for name in FILES:
         example("tutorial.md", name, tmp_path)
     subprocess.run([sys.executable, "make_data.py"], cwd=tmp_path, check=True)

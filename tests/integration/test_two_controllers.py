@@ -1,4 +1,4 @@
-"""Two controllers on one PostgreSQL: the second takes over after the leader is killed. A frozen one."""
+"""Controllers on PostgreSQL: a second one takes over from a killed leader; a frozen database ends one."""
 
 import json
 import subprocess
@@ -44,7 +44,7 @@ def service(module: str, log: Path, **settings: object) -> Iterator[subprocess.P
 
 
 def announced(path: Path, process: subprocess.Popen[bytes]) -> dict[str, str]:
-    """Returns what a service announces once it serves."""
+    """Waits until a service serves; returns the addresses that it announces."""
     while not path.exists():
         assert process.poll() is None, path
         time.sleep(0.05)
@@ -69,7 +69,7 @@ async def test_another_controller_takes_over_from_a_killed_leader(plumbing, tmp_
             "leave_runs": "true",
             "database_url": url,
             "lease_ttl_s": 3,
-            # Both stand behind one address, as behind a Service of Kubernetes.
+            # Both controllers have the same addresses, as with a Kubernetes Service.
             "bind": f"127.0.0.1:{free_port()}",
             "rest_bind": f"127.0.0.1:{free_port()}",
         }
@@ -125,7 +125,7 @@ def test_a_controller_whose_database_freezes_ends(tmp_path):
         stack.callback(lambda: [process.resume() for process in frozen])
         for process in frozen:
             process.suspend()
-        # Its kernel still accepts connections.
+        # The kernel still accepts connections to the suspended database server.
         assert httpx.get(health, timeout=5).status_code == 200
         assert controller.wait(timeout=60) == 1
 

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.timeout(240)
 @pytest.mark.parametrize("senders", ["ranks", "leader"])
 def test_weights_of_two_ranks_arrive_bit_by_bit_and_pass_the_canary(senders):
     options = ("--smoke", "--trainers", "2", "--rollouts", "1", "--senders", senders)
-    # It compares every live parameter with the trainer's.
+    # The benchmark compares every live parameter with the trainer's.
     said = run_module("bench.weightsync.end_to_end", *options)
     figures = dict(pair.split() for pair in said.splitlines()[-1].split(", "))
     assert float(figures["tokens"]) > 0

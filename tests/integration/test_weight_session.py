@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(240)
 
 NUM_BYTES, BUCKET_BYTES = 4 << 20, 1 << 18
 NUM_BUCKETS = NUM_BYTES // BUCKET_BYTES
-# How long recovery takes, the bench measures. Here machines may be busy, and who is alive must not seem lost.
+# Long, so that a live member on a busy machine does not count as lost; the benchmark measures recovery.
 PATIENT = {
     "bucket_bytes": BUCKET_BYTES,
     "answer_timeout_s": 3.0,
@@ -24,7 +24,7 @@ SIGNALS = pytest.mark.parametrize(
     "how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"]
 )
 
-# Who is stopped is waited for, several times over.
+# The session waits for a stopped member, several times in a test.
 SLOW_IF_STOPPED = pytest.mark.parametrize(
     "how",
     [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.nightly)],
@@ -113,7 +113,7 @@ async def test_a_rollout_joins_while_the_trainer_trains(mode):
         served = await members["rollout-0"].serves()
         late = started.start("rollout-1")
         await late.started()
-        async with session.trainer_lock:  # the trainer's weights change meanwhile
+        async with session.trainer_lock:  # held while the trainer changes its weights
             assert await session.admit([late.worker()])
             report = await session.publish(partial(int, 0))
         assert report.receivers == ("rollout-0", "rollout-1")
@@ -189,7 +189,7 @@ async def test_engines_that_hold_no_copy_of_what_came_leave_it_to_the_trainer():
 @SLOW_IF_STOPPED
 @pytest.mark.parametrize("moment", ["before", "transfer"])
 async def test_the_trainer_sends_when_a_peer_is_lost(how, moment):
-    # Buckets that it receives, and then sends.
+    # The peer receives all buckets, and is lost when it has sent half of them.
     fall = Fall(how, bucket=NUM_BUCKETS + NUM_BUCKETS // 2) if moment == "transfer" else None
     falls = {"rollout-0": fall}
     options = {**MEMBERS, **PATIENT, "falls": falls, "hosts": FAR}
@@ -305,7 +305,7 @@ async def test_who_is_lost_in_a_transfer_by_handle_leaves_nothing_torn(how):
 
 
 def ways(caplog):
-    """Returns the agreed modes and backends, in order."""
+    """Returns the log records of the agreed modes and backends, in order."""
     return [one for one in caplog.records if one.message == "trainer and rollouts share GPUs"]
 
 
