@@ -13,7 +13,7 @@ PROMPT = tuple(3 + (7 * i) % (VOCAB_SIZE - 3) for i in range(100))
 
 
 until = partial(helpers.until, poll_s=0.001)
-"""Waits for an engine in a child process, which needs the processors more than this one."""
+"""Waits for a condition; checks once per millisecond, to leave the CPUs to the engine's child process."""
 
 
 async def adopt(engine: Engine, version: int, *, tied: bool = True) -> None:
@@ -22,7 +22,7 @@ async def adopt(engine: Engine, version: int, *, tied: bool = True) -> None:
 
 
 def assert_agrees(result: GenerationResult, context: tuple[int, ...], *, tied: bool = True) -> None:
-    """Checks that each token has the logprob of its weight version after the whole context."""
+    """Checks that each token has the logprob that its weight version gives after the whole context."""
     start = 0
     assert sum(count for _, count in result.version_runs) == len(result.token_ids)
     for version, count in result.version_runs:

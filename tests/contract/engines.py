@@ -1,4 +1,4 @@
-"""Engines under contract: each opens with a tiny model, or is skipped if it cannot run here."""
+"""Engines of the contract tests: each opens with a tiny model, or is skipped if it is not installed."""
 
 import asyncio
 import importlib.util
@@ -27,7 +27,7 @@ OpenEngine = Callable[..., AbstractAsyncContextManager[Engine]]
 
 
 def model_config(*, tied: bool = True) -> Qwen2Config:
-    """Returns a configuration that every engine supports: grouped heads of 32 dimensions."""
+    """Returns a configuration that every engine supports, with grouped heads of 32 dimensions."""
     return Qwen2Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=64,
@@ -50,7 +50,7 @@ def make_model(version: int, *, tied: bool = True) -> PreTrainedModel:
 
 
 def weights(version: int, *, tied: bool = True) -> dict[str, Tensor]:
-    """Returns the checkpoint tensors of a version, tied ones once."""
+    """Returns the checkpoint tensors of a version; tied tensors occur once."""
     model = make_model(version, tied=tied)
     return {name: value.detach().clone() for name, value in model.named_parameters()}
 
@@ -68,7 +68,7 @@ def all_logprobs(
     tied: bool = True,
     temperature: float = 1.0,
 ) -> Tensor:
-    """Returns log-probabilities ``[N, V]`` of tokens after a context, by a plain forward pass."""
+    """Returns log-probabilities ``[N, V]`` at the tokens after a context, from a plain forward pass."""
     ids = torch.tensor([context + tokens])
     with torch.no_grad():
         logits = make_model(version, tied=tied)(ids).logits[0, len(context) - 1 : -1].float()
@@ -84,7 +84,7 @@ def expected_logprobs(
 
 
 SPECULATION = SpeculationSpec(tokens=3, prompt_lookup_min=1)
-"""One equal token suffices for a proposal, so that the random model has many."""
+"""Speculation that proposes after one equal token, so that the random model has many proposals."""
 
 
 @asynccontextmanager
@@ -95,7 +95,7 @@ async def open_torch(
     in_place: bool = False,
     speculation: SpeculationSpec | None = None,
 ) -> AsyncIterator[Engine]:
-    """Yields the embedded engine, whose weights can always be written."""
+    """Yields the embedded engine, whose weights can always be written in place."""
     engine = TorchEngine(
         make_model(-1, tied=tied),
         max_running=8,
@@ -108,13 +108,13 @@ async def open_torch(
 
 
 def open_torch_ngram(**options: Any) -> AbstractAsyncContextManager[Engine]:
-    """Yields the embedded engine with proposals."""
+    """Yields the embedded engine with n-gram speculation."""
     return open_torch(**options, speculation=SPECULATION)
 
 
 @asynccontextmanager
 async def open_fake(**_: object) -> AsyncIterator[Engine]:
-    """Yields the engine without a model."""
+    """Yields the fake engine, which has no model."""
     engine = FakeEngine(
         max_running=8, step_seconds=lambda _: 1e-3, lengths=LongTail(median=10_000, sigma=0.1)
     )
@@ -123,12 +123,12 @@ async def open_fake(**_: object) -> AsyncIterator[Engine]:
 
 
 _open: dict[str, tuple[Engine, asyncio.Task[None]]] = {}
-"""Engines in child processes, which tests share because they take long to start."""
+"""Engines in child processes by name, which tests share because their start takes long."""
 
 
 @asynccontextmanager
 async def _shared(name: str, build: Callable[[], Engine]) -> AsyncIterator[Engine]:
-    """Yields a shared engine; one that a failed test used is replaced."""
+    """Yields a shared engine; closes it if the test fails, so that the next test starts a new one."""
     if name not in _open:
         engine = build()
         _open[name] = engine, asyncio.ensure_future(engine.run())
@@ -185,7 +185,7 @@ def open_vllm(*, tied: bool = True, in_place: bool = False) -> AbstractAsyncCont
     arguments = {
         "max_model_len": MAX_MODEL_TOKENS,
         "enable_prefix_caching": True,
-        # Few enough that prompts which arrive together do not fit into one step.
+        # So few that prompts that arrive together do not fit into one step.
         "max_num_batched_tokens": MAX_MODEL_TOKENS,
         "kv_cache_memory_bytes": 64 << 20,
     }
@@ -210,7 +210,7 @@ REAL_ENGINES = [
     _param("vllm", open_vllm, needs="vllm"),
     _param("sglang", open_sglang, needs="sglang"),
 ]
-# vLLM with proposals is tested in tests/gpu: it needs a GPU.
+# Speculation in vLLM needs a GPU; tests/gpu tests it.
 SPECULATING_ENGINES = [_param("torch-ngram", open_torch_ngram)]
 ALL_ENGINES = [*REAL_ENGINES, _param("fake", open_fake)]
 SLEEPERS = [param for param in REAL_ENGINES if ENGINES[param.id].sleeps]

@@ -1,4 +1,4 @@
-"""The engine of docs/adding.md keeps the contract of engines."""
+"""The engine of docs/adding.md meets the contract of engines."""
 
 import inspect
 from collections.abc import AsyncIterator, Callable
@@ -41,7 +41,7 @@ CONTRACT = _contract(test_engine_contract) | _contract(test_engine_weights)
 def open_plain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., AbstractAsyncContextManager[Engine]]:
-    """Adds the engine to the table, as the page says."""
+    """Adds the engine to the table of engines as the page does; returns a function that opens it."""
     module = example("adding.md", "plain.py", tmp_path)
     entry = example("adding.md", "engines.py", tmp_path).read_text()
     entry = entry.replace("services.rollout.engines.plain", str(module))

@@ -101,7 +101,7 @@ async def test_draining_finishes_running_requests_before_an_update(open_engine: 
 async def test_seeds_stop_tokens_limits_and_greedy(open_engine: OpenEngine) -> None:
     async with open_engine() as engine:
         await adopt(engine, 0)
-        # Without seeds of its own, only greedy responses come again.
+        # An engine without seeds repeats only greedy responses.
         again: dict[str, Any] = {"seed": 7} if engine.capabilities.seeds else {"temperature": 0.0}
         first, second, other = await asyncio.gather(
             engine.generate(request("a", PROMPT, max_tokens=30, **again)),

@@ -1,4 +1,4 @@
-"""Weights are received directly into the live parameters of each installed engine, over a real transfer."""
+"""Real transfers of weights directly into the live parameters of each installed engine."""
 
 import asyncio
 
@@ -20,14 +20,14 @@ real_engines = pytest.mark.parametrize("open_engine", REAL_ENGINES)
 
 
 class NoSampler:
-    """A sampler without groups to save."""
+    """Fake sampler without groups to save."""
 
     def checkpoint_soon(self) -> None:
         """Does nothing."""
 
 
 class Run:
-    """A trainer of two ranks, and a rollout with an engine."""
+    """Trainer of two ranks, and a rollout with an engine."""
 
     def __init__(self, engine: Engine) -> None:
         sink = WeightReceiver()
@@ -37,7 +37,7 @@ class Run:
         self.epoch = 0
 
     async def form(self) -> None:
-        """Forms the group again."""
+        """Forms the weight group of the next epoch."""
         self.epoch += 1
         await self.cluster.form_group(self.epoch)
 
@@ -47,7 +47,7 @@ class Run:
             self.cluster.weights[name].copy_(tensor)
 
     async def publish(self, version: int) -> None:
-        """Sends a version and adopts it."""
+        """Sends a version; the rollout adopts it."""
         await self.train(version)
         digest = await self.cluster.send(version, self.epoch)
         await self.cluster.receivers[0].adopt(version, digest)
@@ -66,7 +66,7 @@ async def test_five_updates_in_place_are_exact_with_requests_running_across_them
             await until(made(engine, 40))
             await run.publish(version)
             in_place = await engine.score(PROMPT)
-            # The same weights by a copy of all of them: bit for bit the same model.
+            # A copy of all weights must give the same model bit for bit.
             await engine.adopt_weights(version, weights(version))
             assert await engine.score(PROMPT) == in_place
         results = [await task for task in tasks]

@@ -1,4 +1,4 @@
-"""Contract of engines that speculate, besides that of all engines."""
+"""Additional contract of engines with speculation."""
 
 import asyncio
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300
 async def test_accepted_proposals_have_the_logprobs_of_the_policy(open_engine: OpenEngine) -> None:
     async with open_engine() as engine:
         await adopt(engine, 0)
-        # The likeliest tokens of a random model soon repeat themselves.
+        # Greedy tokens of a random model soon repeat.
         greedy = await engine.generate(request("g", PROMPT, temperature=0.0, max_tokens=200))
         context = PROMPT + greedy.token_ids
         for temperature in (0.0, 0.05, 0.7):
@@ -36,7 +36,7 @@ async def test_accepted_proposals_have_the_logprobs_of_the_policy(open_engine: O
                 ]
             )
             drafts = engine.stats().drafts
-            if temperature == 0:  # later, proposals may have ended because they do not pay
+            if temperature == 0:  # the engine may later end proposals that save no time
                 assert drafts.num_tokens > before.num_tokens
                 assert drafts.num_accepted > before.num_accepted
             for result in results:
@@ -44,5 +44,5 @@ async def test_accepted_proposals_have_the_logprobs_of_the_policy(open_engine: O
                 scale = temperature or 1.0
                 expected = expected_logprobs(0, context, result.token_ids, temperature=scale)
                 got = torch.tensor(result.logprobs)
-                # At a low temperature, differences of logits count for more.
+                # A low temperature magnifies differences of logits.
                 torch.testing.assert_close(got, expected, atol=TOLERANCE / scale, rtol=0)

@@ -1,8 +1,8 @@
 """Contract of every engine on weight updates, run against each installed engine.
 
-The traps that real engines lay each have a test here: a prefix cache that outlives its weights, tied
-embeddings that keep a packed copy, updates while requests wait or were just aborted, requests between the
-begin and the end of an update.
+Each known pitfall of real engines has a test: a prefix cache that outlives its weights, tied embeddings that
+keep a packed copy, updates while requests wait or were just aborted, requests between the beginning and the
+end of an update.
 """
 
 import asyncio
@@ -111,7 +111,7 @@ async def test_scores_are_those_of_the_live_weights(open_engine: OpenEngine, tie
 async def test_the_same_version_with_other_weights_reads_no_old_prefix(
     open_engine: OpenEngine,
 ) -> None:
-    """A trainer that resumed from a checkpoint produces the same version number again."""
+    """A trainer that resumes from a checkpoint produces the same version number again."""
     async with open_engine() as engine:
         for source in (0, 1):
             await engine.adopt_weights(7, weights(source))
@@ -176,7 +176,7 @@ async def test_prefixes_that_were_computed_before_are_counted(open_engine: OpenE
 async def test_what_follows_a_response_finds_what_was_computed_again_for_it(
     open_engine: OpenEngine,
 ) -> None:
-    """A context is computed once per version, however many requests it is divided into."""
+    """An engine computes a context once per version, even if several requests contain it."""
     async with open_engine() as engine:
         await adopt(engine, 0)
         task = asyncio.ensure_future(engine.generate(request("first", PROMPT, max_tokens=200)))
