@@ -1,4 +1,4 @@
-"""One controller and one browser for all tests of the run page."""
+"""Fixtures of the run page's tests: one controller and one browser for all."""
 
 import os
 import shutil
@@ -15,13 +15,13 @@ _CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def browser() -> AsyncIterator[object]:
-    """A browser: Debian's package or another build on the path."""
+    """Yields Chromium: Debian's package or another build on ``PATH``."""
     playwright = pytest.importorskip("playwright.async_api")
     if _CHROMIUM is None:
         if os.getenv("CI"):
             pytest.fail("chromium is not installed")
         pytest.skip("chromium is not installed")
-    playwright.expect.set_options(timeout=30_000)  # a busy machine is no failure
+    playwright.expect.set_options(timeout=30_000)  # for busy machines
     async with playwright.async_playwright() as started:
         opened = await started.chromium.launch(executable_path=_CHROMIUM, args=["--no-sandbox"])
         yield opened
@@ -30,14 +30,17 @@ async def browser() -> AsyncIterator[object]:
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def controller(tmp_path_factory) -> AsyncIterator[PageController]:
-    """A controller with a run that is running and two that have ended."""
+    """Yields a controller with one running run and two ended ones."""
     async with open_controller(tmp_path_factory.mktemp("page")) as opened:
         yield opened
 
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def open_page(browser, controller):
-    """Opens the page as a user with a role; requests to other hosts and console errors fail the test."""
+    """Yields a function that opens the page as a user with a role.
+
+    Requests to other hosts and console errors fail the test.
+    """
     foreign, errors = [], []
     async with AsyncExitStack() as stack:
 

@@ -1,4 +1,4 @@
-"""A controller's REST API and run page over a database whose runs a test writes itself."""
+"""REST API and run page of a controller, over a database whose runs the tests write."""
 
 import math
 from collections.abc import AsyncIterator
@@ -24,7 +24,7 @@ from tests.helpers.rest import SPEC, api_of, open_manager
 
 @dataclass(frozen=True)
 class PageController:
-    """A served controller, with methods that write its runs."""
+    """Served controller, with methods that write its runs."""
 
     url: str
     folder: Path
@@ -32,9 +32,9 @@ class PageController:
     store: RunStore
     links: PageLinks
     running: str
-    """A run that is running, at step 10 of 20."""
+    """Id of a running run, at step 10 of 20."""
     ended: str
-    """A run with another learning rate that succeeded after 12 steps."""
+    """Id of a run with another learning rate that succeeded after 12 steps."""
     failed: str
 
     def code(self, role: Role) -> str:
@@ -47,16 +47,16 @@ class PageController:
         self.manager.feed.publish(self.store.record(run_id, note, also=also), project="default")
 
     def create(self, name: str) -> str:
-        """Creates another running run, without a step."""
+        """Creates another running run, without a step; returns its id."""
         number = len(self.store.list_runs(limit=500)) + 10
         return _create(self.store, number, {"name": name})
 
     def end(self, run_id: str) -> None:
-        """Ends a run as succeeded."""
+        """Sets a run's state to succeeded."""
         self.store.apply(run_id, RunEvent.FINISH, reason="Test")
 
     def train(self, run_id: str, step: int, **numbers: float) -> None:
-        """Commits a step."""
+        """Records a committed step."""
         reward = numbers.pop("reward_mean", step / 20)
         data = {
             "step": step,
@@ -114,7 +114,7 @@ async def _recognize(who: Principal) -> None:
 
 @asynccontextmanager
 async def open_controller(folder: Path) -> AsyncIterator[PageController]:
-    """Serves three runs from a new database."""
+    """Serves a new database with three runs until the block ends."""
     database = Database(f"sqlite:///{folder / 'page.db'}")
     store, tokens = RunStore(database), TokenStore(database)
     async with open_manager(database) as manager:

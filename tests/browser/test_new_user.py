@@ -1,4 +1,4 @@
-"""Questions of a new user about real runs, answered on the run page."""
+"""Answers to a new user's questions about real runs, on the run page."""
 
 import json
 import re
@@ -19,7 +19,7 @@ ANOTHER_TERM = "rollout.rewards=[{name: rewards.py:score}, {name: rewards.py:bri
 
 
 class Runs:
-    """Services with two runs: an ended one, and a running one with another reward term."""
+    """Client of services with two runs: an ended one, and a running one with another reward term."""
 
     def __init__(self, url: str, spec: str) -> None:
         self.url = url
@@ -46,7 +46,7 @@ def runs(tmp_path_factory):
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def opened(browser, runs):
-    """A page, opened by a link from the command line; errors on its console fail the test."""
+    """Opens a page with a link from the command line; console errors fail the test."""
     errors = []
     context = await browser.new_context(viewport={"width": 1280, "height": 900})
     page = await context.new_page()
@@ -112,7 +112,7 @@ async def test_two_runs_are_compared(opened, runs):
 
 
 async def test_another_reward_term_is_drawn(opened, runs):
-    """The term needs one command: ``slipstream submit`` with one more line in the specification."""
+    """The term needs one command, ``slipstream submit``, with one more line in the specification."""
     page = await opened(runs.going)
     await expect(chart(page, "Reward by term").locator(".legend")).to_contain_text("brief")
 
@@ -126,7 +126,7 @@ async def test_which_side_is_the_bottleneck(opened, runs):
 
 @needs("tensorboard")
 async def test_the_numbers_go_to_a_tracker(runs, tmp_path):
-    """One command exports an ended run without a tracker; beforehand it is one line of the specification."""
+    """One command exports an ended run without a tracker; one line of the specification tracks a new run."""
     runs.slipstream("track", runs.ended, "--to", "tensorboard", "--folder", str(tmp_path))
     kept = of_tensorboard(tmp_path)
     assert curve(kept, "reward_mean") == [*range(1, 25)]
@@ -148,7 +148,7 @@ async def test_samples_of_a_real_run(opened, runs):
     found = page.get_by_role("list", name="Samples").get_by_role("button")
     one = page.get_by_role("article", name="One sample")
     await expect(found).to_have_count(50)
-    # Its tokens, in what colours there are.
+    # The tokens of a sample, in every available coloring.
     tokens = one.locator(".token")
     text = await one.get_by_role("group", name="Response, token by token").inner_text()
     assert text == "".join(await tokens.all_inner_texts())
@@ -158,17 +158,17 @@ async def test_samples_of_a_real_run(opened, runs):
         assert any(
             looks in name for name in [await t.get_attribute("class") for t in await tokens.all()]
         )
-    # Its group, and how another member differs.
+    # The sample's group, and the difference of another member.
     group = one.get_by_role("region", name="The group")
     await expect(group.locator("tbody tr")).to_have_count(4)
     await group.get_by_role("button", name="diff").first.click()
     await expect(one.locator("ins, del, span.same").first).to_be_visible()
-    # Those of evaluations, of a version; the address has what is searched for.
+    # Samples of evaluations; the page's address contains the search.
     await page.get_by_label("samples of").select_option("heldout")
     await expect(found.first).to_be_visible()
     await page.reload()
     await expect(page.get_by_label("samples of")).to_have_value("heldout")
-    # What nobody wrote is not found, what the list shows is.
+    # A search finds the text of a listed sample, and nothing for another text.
     prompt = await one.locator("pre.text").first.inner_text()
     await page.get_by_label("text", exact=True).fill("no such text")
     await page.get_by_label("text", exact=True).press("Enter")

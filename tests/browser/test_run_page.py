@@ -42,7 +42,7 @@ async def test_the_page_opens_on_what_is_running_and_is_live(open_page, controll
     controller.train(controller.running, 11)
     await expect(reward.locator(".legend")).to_contain_text("mean 0.55")
     await expect(page.locator("#progress")).to_contain_text("step 11 of 20")
-    controller.train(controller.running, 10)  # it was rewound
+    controller.train(controller.running, 10)  # the run was rewound
     await expect(reward.locator(".legend")).to_contain_text("mean 0.5")
 
 
@@ -53,7 +53,7 @@ async def test_every_tab_opens_and_stays_in_order(open_page, controller, which):
     for index, tab in enumerate(await page.get_by_role("tab").all()):
         await tab.click()
         await expect(page.locator("#panel > *").first).to_be_visible()
-        # Twice what the page does every two seconds, with something that happens in between.
+        # Waits for two of the page's updates, one every two seconds, with an event in between.
         for turn in range(2):
             async with page.expect_response("**/v1/runs?page_size=200"):
                 if which == "running":
@@ -74,7 +74,7 @@ async def test_charts_without_values_are_folded_until_they_have_some(open_page, 
     await expect(chart(page, "Gradient norm").locator(".legend")).to_contain_text("norm")
     await expect(page.get_by_text("Without values:")).not_to_contain_text("Gradient norm")
     assert (await shown.all_inner_texts())[:4] == key
-    controller.end(run)  # other tests open the page on what is running
+    controller.end(run)  # other tests open the page at the run that is running
 
 
 async def test_on_a_phone_the_list_of_runs_is_folded_and_closes_behind_a_choice(
