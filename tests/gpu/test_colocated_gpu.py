@@ -1,4 +1,4 @@
-"""`slipstream run` in turns on one GPU: trainer and engine, each asleep while the other works."""
+"""Colocated runs on one GPU: trainer and engine take turns, and each sleeps while the other works."""
 
 import json
 import math
@@ -28,7 +28,7 @@ def test_a_run_trains_in_turns_on_one_gpu(
     max_staleness: int,
     cache: float,
 ) -> None:
-    """With so large a cache both sides release their memory; else a small model stays."""
+    """With a large KV cache both sides release their memory; without it, the small model stays on the GPU."""
     use_one_gpu(monkeypatch)
     own = int(cache * torch.cuda.get_device_properties(0).total_memory)
     settings = (
@@ -68,7 +68,7 @@ def test_a_trainer_that_sleeps_leaves_the_gpu_and_trains_on_as_before() -> None:
     state = OffloadedState([module], [optimizer], device=device)
     before = torch.cuda.memory_allocated(device)
     state.offload()
-    # Workspaces of the matrix products stay.
+    # Workspaces of matrix products stay on the GPU.
     assert torch.cuda.memory_allocated(device) < before / 4
     read = [state.read(p) for p in module.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(read, expected, strict=True))

@@ -1,4 +1,4 @@
-"""On a GPU in bfloat16, the trainer's logprobs equal those of the engine torch to the last bit."""
+"""Logprobs of the trainer and the engine torch on a GPU in bfloat16, which are equal to the last bit."""
 
 from typing import Any
 

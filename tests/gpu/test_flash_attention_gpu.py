@@ -1,4 +1,4 @@
-"""On a Hopper GPU: FlashAttention 4 computes what attention is, and is one operator of compiled layers."""
+"""FlashAttention 4 on a Hopper GPU: it computes attention, and is one operator in compiled layers."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""vLLM serves FP8 weights on a GPU after many updates, each verified in its workers."""
+"""FP8 weights that vLLM serves on a GPU after many updates, each of which vLLM's workers verify."""
 
 import asyncio
 import importlib.util
@@ -118,7 +118,7 @@ async def check_updates(kind: Fp8 | None, cache: str | None, *, is_eager: bool, 
                 await each.adopt_weights(version, weights)
             own, exact = await rounded.score(PROMPT), await plain.score(PROMPT)
             print(kind, cache, version, difference(served, own), difference(served, exact))
-            # Other weights differ by whole units.
+            # Logprobs of other weights differ by whole units.
             assert difference(served, own) < 0.1
             result = await engine.generate(request(f"r{version}", PROMPT, max_tokens=32))
             assert [run[0] for run in result.version_runs] == [version]

@@ -1,4 +1,4 @@
-"""Hybrids on a GPU: packs equal single sequences, with the kernels that are installed there, and vLLM."""
+"""Hybrids on a GPU: packs equal single sequences with the installed kernels, and logprobs equal vLLM's."""
 
 import asyncio
 import importlib.util
@@ -47,12 +47,12 @@ def test_packed_logprobs_and_gradients_are_those_of_single_sequences(
         max_position_embeddings=512,
     )
     own, model = (
-        # A policy changes its model's configuration.
+        # A copy, because a policy changes its model's configuration.
         build_model(deepcopy(config), dtype=torch.bfloat16, device="cuda", seed=0)
         for _ in range(2)
     )
     policy = Policy(model, temperature=1.0)
-    # In bfloat16, a rounding can change which experts a token chooses.
+    # In bfloat16, rounding can change the experts that a token chooses.
     bounds = (2e-2, 0.2) if is_mixture(config.to_dict()) else (5e-3, 5e-2)
     differences = []
     for seed in range(4):
@@ -65,7 +65,7 @@ def test_packed_logprobs_and_gradients_are_those_of_single_sequences(
         differences.append((actual - expected).detach().abs())
         gradient = _gradient(actual @ factors, list(model.parameters()))
         assert (gradient - wanted).norm() <= bounds[1] * wanted.norm()
-    # A pack may have two tokens, too few for a mean.
+    # The mean is over all packs, because a pack may have only two tokens.
     assert torch.cat(differences).mean() <= bounds[0]
 
 
@@ -123,6 +123,6 @@ async def _compare_logprobs() -> None:
             packed = pack(*(Jagged.from_list([row]) for row in rows), device=_CUDA)
             expected, _ = Policy(model, temperature=1.0)(packed)
             assert (torch.tensor(result.logprobs) - expected.cpu()).abs().mean() <= 5e-3
-    # The same weights with others in between: nothing of those is left, bit for bit.
+    # The same weights give the same scores bit for bit, although others were served in between.
     assert scores[4] == scores[1]
     assert scores[1] != scores[0]

@@ -1,4 +1,4 @@
-"""Weights written bucket by bucket into an engine on a GPU are those that a copy of all brings."""
+"""Weights written bucket by bucket into an engine on a GPU equal those that are copied as a whole."""
 
 import importlib.util
 

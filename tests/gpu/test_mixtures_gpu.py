@@ -1,4 +1,4 @@
-"""Mixtures of experts on a GPU: grouped products, and an engine that tells its experts out of CUDA graphs."""
+"""Mixtures of experts on a GPU: grouped products, and experts that an engine reports with CUDA graphs."""
 
 import asyncio
 
@@ -57,7 +57,7 @@ def test_grouped_products_are_those_of_the_loop(family: str) -> None:
         gradient = policy.model.model.layers[1].mlp.experts.down_proj.grad
         results[device, dtype] = logprobs.detach().float().cpu(), gradient.float().cpu()
     exact, loop, grouped = (results[way] for way in ways)
-    # In half precision some tokens choose other experts: how far that leads, the loop shows.
+    # In half precision some tokens choose other experts; the loop over experts shows the effect.
     assert (grouped[0] - exact[0]).abs().mean() < 1.5 * (loop[0] - exact[0]).abs().mean()
     assert (grouped[1] - exact[1]).norm() < 2.5 * (loop[1] - exact[1]).norm()
 

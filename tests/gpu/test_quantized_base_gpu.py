@@ -1,4 +1,4 @@
-"""LoRA on a quantized base on a GPU: the bits of a CPU, and whole runs whose rollouts verify the base."""
+"""LoRA on a quantized base on a GPU: the same bits as on a CPU, and runs whose rollouts verify the base."""
 
 import json
 from pathlib import Path

@@ -57,7 +57,7 @@ def _short_of_memory(rank: int, folder: str, port: int, spec_json: str) -> None:
 
 
 def test_a_rank_without_memory_ends_the_others_by_aborted_collectives(tmp_path: Path) -> None:
-    """The collectives' own deadline is 24 hours, so a rank that ends at all was aborted."""
+    """The collectives' own deadline is 24 hours, so a rank that ends was aborted."""
     spec = spec_for(world_size=RANKS)
     run_ranks(_short_of_memory, str(tmp_path), free_port(), spec.model_dump_json(), count=RANKS)
     print([(tmp_path / f"seconds-{rank}").read_text() for rank in range(RANKS)])

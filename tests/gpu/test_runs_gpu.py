@@ -1,4 +1,4 @@
-"""`slipstream run` with another project's engine on GPUs, with nothing of the engine's in the environment."""
+"""`slipstream run` with external engines on GPUs, without the engine's variables in the environment."""
 
 import json
 import os
@@ -15,7 +15,7 @@ _PIPELINE_PARALLEL = {"vllm": "pipeline_parallel_size", "sglang": "pp_size"}
 
 
 def _needs(num_gpus: int) -> None:
-    # On a machine with no more than these, the trainer shares one of them.
+    # On a machine with exactly this number, the trainer shares one of the GPUs.
     if torch.cuda.device_count() < num_gpus:
         pytest.skip(f"needs {num_gpus} CUDA devices")
 

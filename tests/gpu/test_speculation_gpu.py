@@ -1,4 +1,4 @@
-"""vLLM with proposals on a GPU: recorded logprobs, requests that are aborted and resumed, and updates."""
+"""Speculation in vLLM on a GPU: recorded logprobs, aborted and resumed requests, and weight updates."""
 
 import asyncio
 import importlib.util
@@ -51,13 +51,13 @@ async def adopt(engine: Engine, version: int) -> None:
 async def assert_scored(
     engine: Engine, context: tuple[int, ...], results: list[GenerationResult]
 ) -> None:
-    """Checks logprobs against those that the engine computes without proposals."""
+    """Checks logprobs against those that the engine computes without speculation."""
     expected = []
     for result in results:
         expected += (await engine.score(context + result.token_ids))[len(context) - 1 :]
     got = torch.tensor([each for result in results for each in result.logprobs])
     difference = (got - torch.tensor(expected)).abs()
-    # Passes over one token and over several round products in bfloat16 differently.
+    # In bfloat16, passes over one token and over several tokens round products differently.
     assert difference.mean() <= 0.02
     assert difference.max() <= 0.5
 
@@ -157,7 +157,7 @@ def test_proposals_on_the_gpu_are_those_of_the_torch_engine() -> None:
             )
             for slot in slots
         ]
-        # The second step verifies what the first one proposed: it accepts none, or all.
+        # The second step verifies the proposals of the first one: it accepts none, or all.
         for accepted in (0, most):
             counts = torch.full((len(slots),), 1 + accepted, dtype=torch.int32, device=DEVICE)
             steps = (batch, None, None, None, None, counts, most + 1 - counts)

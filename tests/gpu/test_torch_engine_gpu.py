@@ -81,7 +81,7 @@ async def _decode(
         await engine.resume()
         for version, model in updates.items():
             before = engine.stats().tokens_total
-            while engine.stats().tokens_total < before + 600:  # noqa: ASYNC110 -- no event for it
+            while engine.stats().tokens_total < before + 600:  # noqa: ASYNC110 -- there is no event
                 await asyncio.sleep(0.001)
             await engine.adopt_weights(version, dict(model.named_parameters()))
         await asyncio.wait(running)

@@ -1,4 +1,4 @@
-"""On a GPU in bfloat16: packed logprobs are those of the model itself, and every option trains."""
+"""The trainer on a GPU in bfloat16: packed logprobs equal the model's own, and every option trains."""
 
 import math
 from collections.abc import Iterator
@@ -85,7 +85,7 @@ def test_a_shared_prompt_changes_no_more_than_rounding(group_size: int) -> None:
         whole = torch.cat([gradient.float().flatten() for gradient in gradients])
         found.append((logprobs.detach(), whole, packed))
     (plain, expected, _), (shared, actual, packed) = found
-    # Keys of many responses are not copied: another kernel finds them.
+    # With many responses, another kernel reads their keys without a copy.
     assert packed.layout.paths is not None
     assert packed.layout.paths.are_many == (group_size == 40)
     assert (shared - plain).abs().max() <= 2e-2

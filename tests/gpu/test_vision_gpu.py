@@ -1,4 +1,4 @@
-"""Models with a vision tower on a GPU: packs equal the whole model on a CPU, and image runs train."""
+"""Models with a vision tower on a GPU: packs equal the whole model on a CPU, and runs with images train."""
 
 import asyncio
 import importlib.util
@@ -125,7 +125,7 @@ async def _compare_logprobs(kind: str, *, in_place: bool) -> None:
             expected, _ = Policy(model, temperature=1.0)(packed)
             got = torch.tensor([each for result in results for each in result.logprobs])
             assert (got - expected.cpu()).abs().mean() <= 5e-3
-    # The same weights with others in between: nothing of those is left, bit for bit.
+    # The same weights give the same scores bit for bit, although others were served in between.
     assert scores[4] == scores[1]
     assert scores[1] != scores[0]
 

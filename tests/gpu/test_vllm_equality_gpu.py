@@ -1,4 +1,4 @@
-"""With batch_invariant, the trainer's logprobs equal those of vLLM to the last bit."""
+"""Logprobs of the trainer and vLLM with batch_invariant, which are equal to the last bit."""
 
 import importlib.util
 import json

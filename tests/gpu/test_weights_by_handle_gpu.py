@@ -1,4 +1,4 @@
-"""Weights go from a trainer to a rollout of the same GPU without leaving it, bit by bit."""
+"""Transfers of weights from a trainer to a rollout within one GPU, which arrive bit by bit."""
 
 import json
 from pathlib import Path

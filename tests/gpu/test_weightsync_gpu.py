@@ -1,4 +1,4 @@
-"""On a GPU: checksums are what their definition says, and models have the same frequencies wherever built."""
+"""Checksums on a GPU match their definition, and models built there equal loaded ones, buffers included."""
 
 from pathlib import Path
 
