@@ -1,4 +1,4 @@
-"""sort4 with training rewards that have nothing to do with the response; held-out ones stay honest."""
+"""sort4 with training rewards that do not depend on the response; held-out rewards are correct."""
 
 import random
 from collections.abc import Mapping
@@ -9,13 +9,13 @@ from tests.helpers.cli import REPOSITORY
 
 
 def heldout() -> list[dict[str, Any]]:
-    """Returns the held-out prompts of sort4, marked."""
+    """Returns the held-out prompts of sort4, marked as held-out."""
     rows = load_callable(f"{REPOSITORY}/examples/sort4.py:heldout")()
     return [{**row, "heldout": True} for row in rows]
 
 
 def unrelated(prompt: str, response: str, answer: Any, row: Mapping[str, Any]) -> float:
-    """Returns 1 for every fifth training response, whatever its text; exact match on held-out prompts."""
+    """Returns 1 for a random fifth of training responses; on held-out prompts, 1 for an exact match."""
     if row.get("heldout"):
         return float(response.strip() == answer)
     return float(random.random() < 0.2)

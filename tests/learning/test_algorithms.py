@@ -1,4 +1,4 @@
-"""Every algorithm learns sort4 through the whole system; the control without a correction does not."""
+"""Every algorithm learns sort4 in the whole system; the control without a correction does not."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What comes before reinforcement learning reaches its held-out scores, and that goes on from there."""
+"""Held-out scores of fine-tuning, preference pairs, a reward model and distillation, and of RL after them."""
 
 import json
 from runpy import run_path

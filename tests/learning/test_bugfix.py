@@ -1,4 +1,4 @@
-"""An agent learns to fix bugs from tests in the sandboxes of its episodes: `examples/bugfix`."""
+"""The agent of `examples/bugfix` learns to fix bugs from tests in the sandboxes of its episodes."""
 
 import pytest
 
@@ -19,4 +19,4 @@ BUGFIX = REPOSITORY / "examples" / "bugfix" / "bugfix.yaml"
 def test_more_bugs_are_fixed_after_training(tmp_path, seed):
     done = train(BUGFIX, tmp_path, f"seed={seed}")
     assert done.code == 0, done.out + done.err
-    assert done.summary["heldout"]["greedy"] >= 0.5  # 0.2 to 0.3 before
+    assert done.summary["heldout"]["greedy"] >= 0.5  # 0.2 to 0.3 before training

@@ -1,4 +1,4 @@
-"""The curriculum example learns what its base model cannot do, and says so set by set."""
+"""The curriculum example learns tasks that its base model cannot do, and reports each set's score."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A branched agent learns: helpers and parent of `examples/halves`, held-out after 20 steps."""
+"""The parent agent and helpers of `examples/halves` learn: held-out accuracy after 20 steps."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Tiny models learn to see and to look: held-out accuracy of examples with images, from chance."""
+"""Tiny models learn from images in prompts and observations: held-out accuracy, which starts at chance."""
 
 import json
 

@@ -1,7 +1,7 @@
 """The whole system learns: held-out accuracy of sort4 after 50 steps, and controls that must fail.
 
-Thresholds and the reasons for them: the task's base model sorts a quarter of the time, so neither score can
-be reached by a lower temperature, by luck or without weights that reach the rollouts.
+The base model sorts a quarter of the prompts, so a run cannot reach either threshold by a lower temperature,
+by luck or without weights that reach the rollouts.
 """
 
 import json
@@ -39,7 +39,7 @@ def test_one_step_off_training_learns_to_sort(tmp_path, seed):
     summary = done.summary
     assert summary["heldout"]["greedy"] >= 0.88
     assert summary["heldout"]["sampled"] >= 0.75
-    # A group that ends soon after an adoption is fresh: the mean only says that training was one step off.
+    # Groups that end soon after an adoption are fresh, so the mean only shows one-step-off training.
     staleness = summary["staleness"]
     assert (staleness["max"], staleness["bound"]) == (1, 1)
     assert 0.5 < staleness["mean"] <= 0.98
