@@ -1,4 +1,4 @@
-"""Schemathesis against a live controller, as two tenants: every check, no failure.
+"""Fuzzing of a running controller with Schemathesis as two tenants: all checks, without a failure.
 
 ``SLIPSTREAM_API_EXAMPLES`` sets how many requests each operation gets per phase.
 """
@@ -25,7 +25,7 @@ EXAMPLES = os.environ.get("SLIPSTREAM_API_EXAMPLES", "4")
 
 @pytest.fixture
 def controller(tmp_path) -> Iterator[str]:
-    """URL of a controller whose runs wait for workers that never register."""
+    """Yields the URL of a controller whose runs wait for workers that never register."""
     with (
         running_queue(tmp_path) as queue,
         running_controller(
@@ -39,7 +39,7 @@ def controller(tmp_path) -> Iterator[str]:
 
 
 def tenants(state: Path) -> dict[str, str]:
-    """Returns tokens of admins of two projects."""
+    """Creates an admin in each of two projects; returns their tokens by project."""
     database = Database(f"sqlite:///{state / 'slipstream.db'}")
     store = TokenStore(database)
     tokens = {
@@ -75,7 +75,7 @@ def test_no_request_finds_a_fault(controller, tmp_path):
         *("--config-file", REPOSITORY / "schemathesis.toml", "run", f"{controller}/openapi.json"),
         *("--auth-wfc", tmp_path / "auth.yaml", "--checks", "all"),
         *("--max-examples", EXAMPLES, "--generation-deterministic", "--no-color"),
-        # They end when a run does.
+        # Streams end only when a run ends.
         *("--exclude-path-regex", "/stream$"),
     ]
     done = subprocess.run(
