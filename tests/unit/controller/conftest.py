@@ -22,10 +22,10 @@ def postgres_url() -> Iterator[str | None]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Runs tests with the mark ``postgresql`` on both databases, others on SQLite.
+    """Runs tests with the mark ``postgresql`` on both databases, and all others on SQLite.
 
-    The tests of ``store/``, which has all statements, run on both on each commit; others use
-    PostgreSQL at night.
+    The tests of ``store/``, which contains all SQL statements, use both databases on each commit. Other
+    tests use PostgreSQL only in the nightly run.
     """
     if "database_url" in metafunc.fixturenames:
         databases = ["sqlite"]
@@ -38,7 +38,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def migrated_file(tmp_path_factory) -> Path:
-    """A SQLite database with all tables; a copy takes a tenth of the time of a migration."""
+    """Returns a SQLite database with all tables; copying it takes a tenth of the time of a migration."""
     path = tmp_path_factory.mktemp("database") / "migrated.db"
     Database(f"sqlite:///{path}").close()
     return path
@@ -46,14 +46,14 @@ def migrated_file(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def database_url(request, tmp_path) -> Iterator[str]:
-    """The address of an empty database."""
+    """Yields the URL of an empty database."""
     if request.param == "sqlite":
         yield f"sqlite:///{tmp_path / 'test.db'}"
         return
     postgres_url = request.getfixturevalue("postgres_url")
     if postgres_url is None:
         pytest.skip("PostgreSQL is not installed")
-    # A schema is made and removed in no time; a database is hundreds of files.
+    # Each test gets a schema, not a database: PostgreSQL creates hundreds of files for a database.
     name = f"test_{uuid.uuid4().hex}"
     engine = sa.create_engine(postgres_url)
     with engine.begin() as connection:
@@ -64,7 +64,7 @@ def database_url(request, tmp_path) -> Iterator[str]:
 
 @pytest.fixture
 def database(database_url, migrated_file) -> Iterator[Database]:
-    """An open database of this release."""
+    """Yields an open database with the schema of this release."""
     with pytest.MonkeyPatch.context() as patch:
         if database_url.startswith("sqlite"):
             shutil.copy(migrated_file, database_url.removeprefix("sqlite:///"))
@@ -76,13 +76,13 @@ def database(database_url, migrated_file) -> Iterator[Database]:
 
 @pytest.fixture
 async def manager(database) -> AsyncIterator[RunManager]:
-    """A manager whose runs wait for workers that never come."""
+    """Yields a manager whose runs wait for workers that never register."""
     async with open_manager(database) as manager:
         yield manager
 
 
 @pytest.fixture
 async def api(manager, database, tmp_path) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of that manager's REST API."""
+    """Yields a client of the manager's REST API."""
     async with client_of(manager, database, tmp_path) as client:
         yield client

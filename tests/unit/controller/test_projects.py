@@ -1,4 +1,4 @@
-"""The command that sets the quotas of projects."""
+"""Tests of the command that sets the quotas of projects."""
 
 from dataclasses import asdict
 

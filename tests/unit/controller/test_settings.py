@@ -1,4 +1,4 @@
-"""Servers that other hosts can reach require authentication."""
+"""Tests that servers on non-loopback addresses require authentication."""
 
 import pytest
 from cryptography import x509

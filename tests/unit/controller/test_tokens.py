@@ -1,4 +1,4 @@
-"""Tokens are created by command on the controller's host."""
+"""Tests of the command that creates tokens on the controller's host."""
 
 import pytest
 from typer.testing import CliRunner

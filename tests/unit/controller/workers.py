@@ -1,4 +1,4 @@
-"""In-memory workers and transferqueue of a run, as its loops see them."""
+"""Fake workers and transferqueue in memory, with the interfaces that the loops of a run use."""
 
 import asyncio
 from collections import defaultdict
@@ -17,7 +17,7 @@ from tests.helpers.rest import SPEC
 
 
 def specification(**parts):
-    """Returns a specification of four steps, evaluated on request."""
+    """Returns a specification of four steps that is evaluated only on request."""
     return parse_spec(
         {
             **SPEC,
@@ -30,7 +30,7 @@ def specification(**parts):
 
 
 class MemoryQueue:
-    """A transferqueue that reports samples and stores none."""
+    """Fake transferqueue that reports samples and does not store them."""
 
     def __init__(self):
         self._arrived = defaultdict(asyncio.Queue)
@@ -73,10 +73,10 @@ class MemoryQueue:
 
 
 class Workers:
-    """A trainer and a rollout that do at once what they are asked, or when a test lets them.
+    """Fake trainer and rollout that answer each call at once, or when a test permits it.
 
     Args:
-        queue: Where finished groups are stored.
+        queue: Transferqueue that receives finished groups.
     """
 
     def __init__(self, queue):
@@ -102,7 +102,7 @@ class Workers:
         self.scored, self.publishing_turns = [], 0
 
     async def assemble(self, stack, run_id, spec, membership, **kwargs):
-        """Returns the parts that replace the connections of a run."""
+        """Returns the fakes that replace the connections of a run."""
         if self.has_rollout and membership.find(run_id, "rollout-0") is None:
             await membership.register(rollout_of(run_id, kwargs["attempt"]))
         self.connects.set()
@@ -136,7 +136,7 @@ class Workers:
         )
 
     def lose(self):
-        """The step that is being trained breaks."""
+        """Makes the running train step fail."""
         self.lost = True
         self.may_train.set()
 
@@ -188,7 +188,7 @@ class Workers:
 
 
 class Rollout:
-    """The only rollout of a run."""
+    """Fake rollout pool with one rollout."""
 
     num_replicas = 1
     cut_off = frozenset()
@@ -215,13 +215,13 @@ class Rollout:
         return True
 
     def assigned(self, worker_id):
-        """Loads do not matter here."""
+        """Does nothing: the pool does not track loads."""
 
     def detach_ending(self):
-        """It stays."""
+        """Does nothing: the rollout never ends."""
 
     def finished(self, worker_id):
-        """Loads do not matter here."""
+        """Does nothing: the pool does not track loads."""
 
     def readmit_current(self):
         """Does nothing."""
@@ -239,7 +239,7 @@ class Rollout:
         return {}
 
     def moved_at(self, worker_id, *, now):
-        """It makes no token that would be counted."""
+        """Returns 0, because the rollout reports no tokens."""
         return 0.0
 
     async def start(self, by_worker):
@@ -250,7 +250,7 @@ class Rollout:
                 self._workers.queue.put(groups, self._workers.version)
 
     async def interrupt(self, names=None):
-        """Groups finish at once, so none is in flight."""
+        """Does nothing: groups finish at once, so no group is running."""
 
     async def park_groups(self, group_ids):
         self._workers.cancels.set()
@@ -261,7 +261,7 @@ class Rollout:
 
 
 def rollout_of(run_id, attempt):
-    """The rollout as it has registered."""
+    """Returns the registered rollout of an attempt."""
     return Worker(
         run_id=run_id,
         worker_id="rollout-0",
@@ -276,7 +276,7 @@ def rollout_of(run_id, attempt):
 
 
 def samples_of(groups, version):
-    """Samples of groups, as a transferqueue describes them after one put."""
+    """Returns the metadata that a transferqueue reports after one put of the groups' samples."""
     pairs = [(group, member) for group in groups for member in group.members]
     count = len(pairs)
     columns = tuple(

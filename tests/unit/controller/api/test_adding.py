@@ -1,4 +1,4 @@
-"""The endpoint of docs/adding.md answers."""
+"""Tests of the endpoint that docs/adding.md adds."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from tests.helpers.rest import client_of, open_manager
 
 @pytest.fixture
 def _added(tmp_path, monkeypatch):
-    """Adds the page's operation to the API for one test."""
+    """Adds the operation of docs/adding.md to the API for one test."""
 
     def block(name, module):
         names = dict(vars(module))

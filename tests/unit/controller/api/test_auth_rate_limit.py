@@ -1,4 +1,4 @@
-"""Callers with unknown tokens are limited by address; callers with known tokens are not."""
+"""Tests of the rate limit per address on requests with unknown tokens."""
 
 import asyncio
 import threading
@@ -17,7 +17,7 @@ ANN = Principal(name="ann", project="blue", role="viewer")
 
 
 class Users:
-    """Knows one token."""
+    """Fake users with one valid token."""
 
     def __init__(self):
         self.num_asked = 0
@@ -31,14 +31,14 @@ class Users:
 
 class Unlimited:
     async def admit(self, project):
-        """Everybody may."""
+        """Admits every request."""
 
 
 async def test_unknown_tokens_are_looked_for_at_a_rate_and_known_ones_always():
     users = Users()
     api = RunApi(None, None, None, users, Unlimited())
     assert await api.authenticate("Bearer right", "10.0.0.1") == ANN
-    api._known["Bearer right"] = (ANN, 0.0)  # as it is a second later
+    api._known["Bearer right"] = (ANN, 0.0)  # expires the cache entry of the token
     refused = {UnauthenticatedError: 0, RateLimitedError: 0}
     for number in range(500):
         with pytest.raises((UnauthenticatedError, RateLimitedError)) as error:
@@ -55,17 +55,17 @@ async def test_concurrent_requests_with_one_token_share_a_lookup():
     users = Users()
     api = RunApi(None, None, None, users, Unlimited())
     await api.authenticate("Bearer right", "10.0.0.1")
-    api._known["Bearer right"] = (ANN, 0.0)  # as it is a second later
+    api._known["Bearer right"] = (ANN, 0.0)  # expires the cache entry of the token
     await asyncio.gather(*[api.authenticate("Bearer right", "10.0.0.1") for _ in range(100)])
     assert users.num_asked == 2
 
 
 class Everybody(Users):
-    """Knows all tokens, and takes a while."""
+    """Fake users for whom every token is valid and each lookup takes 1 ms."""
 
     def authenticate(self, authorization):
         self.num_asked += 1
-        time.sleep(0.001)  # as a database
+        time.sleep(0.001)  # the latency of a database
         return replace(ANN, name=authorization)
 
 

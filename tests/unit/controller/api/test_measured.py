@@ -17,7 +17,7 @@ def thing(name: str) -> str:
 
 
 def recorded() -> dict[tuple[str, str, str], float]:
-    """Answers so far by route, method and code."""
+    """Returns the number of recorded responses by route, method and status code."""
     return {
         (sample.labels["route"], sample.labels["method"], sample.labels["code"]): sample.value
         for metric in REGISTRY.collect()

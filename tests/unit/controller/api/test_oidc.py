@@ -1,4 +1,4 @@
-"""Tokens of an identity provider, against one on this machine."""
+"""Tests of OpenID Connect tokens with an identity provider on the loopback interface."""
 
 import http.server
 import json
@@ -22,7 +22,7 @@ FOREIGN = rsa.generate_private_key(public_exponent=65537, key_size=2048)
 
 @pytest.fixture
 def issuer():
-    """An issuer on loopback that publishes ``KEY``."""
+    """Yields the URL of an identity provider on loopback that publishes ``KEY``."""
     published = json.loads(jwt.algorithms.RSAAlgorithm.to_jwk(KEY.public_key()))
     documents = {"/keys": {"keys": [{**published, "kid": "1", "use": "sig", "alg": "RS256"}]}}
 
@@ -83,7 +83,8 @@ def test_roles_may_be_inside_an_object(issuer):
     "changes",
     [
         {"exp": time.time() - 300},
-        {"nbf": time.time() + 86_400},  # long after the tests were collected
+        # a day ahead: the value is computed when pytest collects the tests
+        {"nbf": time.time() + 86_400},
         {"aud": "another"},
         {"iss": "https://elsewhere.example"},
         {"key": FOREIGN},

@@ -1,4 +1,4 @@
-"""Requests a second and open streams, by project."""
+"""Limits on requests per second and open streams of a project."""
 
 import asyncio
 
@@ -14,7 +14,7 @@ from tests.helpers.rest import SPEC, client_of, open_manager
 
 
 class Clock:
-    """Time that a test moves."""
+    """Fake clock that a test advances."""
 
     def __init__(self):
         self.now = 100.0
@@ -114,7 +114,7 @@ async def test_a_stream_gives_its_place_back_at_its_end(database, tmp_path):
         run = (await api.post("/v1/runs", json=SPEC)).json()["id"]
         reading = asyncio.create_task(api.get(f"/v1/runs/{run}/events/stream"))
         async with asyncio.timeout(10):
-            # No caller learns that a stream was opened.
+            # A client gets no response when a stream opens, so the test polls the quota.
             while (await api.get("/v1/quota")).json()["event_streams"] == 0:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         refused = await api.get("/v1/runs/stream")

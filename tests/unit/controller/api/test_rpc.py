@@ -35,7 +35,7 @@ from tests.helpers.rest import SPEC, Developer, client_of
 
 @pytest.fixture
 async def both(manager, database, tmp_path):
-    """Both faces of one controller."""
+    """Yields a gRPC stub and an HTTP client of one controller."""
     logs, limits = RunLogs(tmp_path, manager.is_ended), RequestLimits(manager.limits)
     api = RunApi(manager, RunAudit(database), logs, Developer(), limits)
     servicer = run_servicer(api)
@@ -250,14 +250,14 @@ async def test_a_caller_that_leaves_does_not_stop_its_command_halfway(both, mana
     released = threading.Event()
     holding = asyncio.create_task(database.run(released.wait))
     creating = stub.CreateRun(pb.CreateRunRequest(spec_json=json.dumps(SPEC)))
-    while not database._thread._work_queue.qsize():  # noqa: ASYNC110 -- a queue of threads
+    while not database._thread._work_queue.qsize():  # noqa: ASYNC110 -- a queue of a thread has no awaitable
         await asyncio.sleep(0.01)
     creating.cancel()
-    await asyncio.sleep(0.1)  # the server learns that the caller has left
+    await asyncio.sleep(0.1)  # gives the server time to receive the cancellation
     released.set()
     await holding
     async with asyncio.timeout(10):
-        while not manager.drivers.driven_runs():  # noqa: ASYNC110 -- nothing announces it
+        while not manager.drivers.driven_runs():  # noqa: ASYNC110 -- the start of a driver has no event
             await asyncio.sleep(0.01)
     (run,) = await manager.list_runs(limit=9)
     assert (run.state, {run.run_id}) == ("STARTING", {*manager.drivers.driven_runs()})

@@ -1,4 +1,4 @@
-"""A browser's token ends with the token that its link was made with."""
+"""Tests that a browser's token expires with the token that created its sign-in link."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""Event streams: events, heartbeats and their ends."""
+"""Server-sent event streams: events, heartbeats, and the end of a stream."""
 
 import pytest
 from starlette.applications import Starlette

@@ -10,7 +10,7 @@ from services.controller.launch.pod_api import Seen, follow
 
 
 class Answer:
-    """A stream of events that stays open."""
+    """Fake watch response that yields the given events."""
 
     def __init__(self, *events: dict[str, Any]) -> None:
         self._events = events

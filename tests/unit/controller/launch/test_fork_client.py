@@ -16,7 +16,7 @@ WAITING = "import signal; print('up', flush=True); signal.pause()"
 
 @pytest.fixture
 def environment(tmp_path) -> dict[str, str]:
-    """An environment in which the test's programs are found."""
+    """Returns environment variables with which Python finds the test's programs."""
     return {**os.environ, "PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{tmp_path}"}
 
 
@@ -48,7 +48,7 @@ async def test_statuses_are_those_of_the_processes(environment, tmp_path, log):
         waiting = await forks.start("waiting", {}, log)
         assert [await process.wait() for process in started] == [0, 4, 2]
         waiting.send_signal(signal.SIGTERM)
-        # All waiting calls fail.
+        # Several concurrent calls of wait() on one process get its status.
         assert await asyncio.gather(waiting.wait(), waiting.wait()) == [-signal.SIGTERM] * 2
         assert await waiting.wait() == -signal.SIGTERM
         waiting.send_signal(signal.SIGTERM)

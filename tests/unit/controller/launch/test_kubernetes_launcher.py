@@ -1,4 +1,4 @@
-"""KubernetesLauncher creates pods and reports exits and obstacles."""
+"""Tests of KubernetesLauncher: creation of pods, and reports of exits and pending pods."""
 
 import asyncio
 import json
@@ -37,7 +37,7 @@ MORE = {"rollout": {"replicas": 3, "rewards": [{"name": "exact_match"}]}}
 JOB = {"name": "node", "template": {"spec": {"completionMode": "Indexed"}}}
 JOB_SET = {"metadata": {}, "spec": {"replicatedJobs": [JOB]}}
 
-# What an API server says of a pod with a scheduling gate.
+# The condition of a pod with a scheduling gate.
 GATED = {
     "type": "PodScheduled",
     "status": "False",
@@ -48,7 +48,7 @@ GATED = {
 
 @dataclass
 class FakeCluster:
-    """Pods by name; what happens to them is put into the queue that a watch would fill."""
+    """Fake Kubernetes API: pods by name, and the queue of events that a watch would fill."""
 
     seen: "asyncio.Queue[Seen]" = field(default_factory=asyncio.Queue)
     pods: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -104,7 +104,7 @@ class FakeCluster:
         self.job_sets[body["metadata"]["name"]] = dict(body)
 
     async def delete_job_set(self, name: str) -> bool:
-        """Its pods go with it, and are seen to go before the answer comes."""
+        """Deletes a JobSet and its pods; the launcher processes the pods' deletion before this returns."""
         pods = self.pods.items()
         for pod in [n for n, p in pods if p["metadata"]["labels"].get(NAME_LABEL) == name]:
             del self.pods[pod]
@@ -113,7 +113,7 @@ class FakeCluster:
         return self.job_sets.pop(name, None) is not None
 
     def make_pods(self, name: str) -> tuple[str, ...]:
-        """Do what the controllers of JobSets and Jobs do; returns the names of the pods."""
+        """Creates pods as the controllers of JobSets and Jobs do, and returns their names."""
         made: tuple[str, ...] = ()
         for pod in pods_of(self.job_sets[name]):
             pod_name = pod["metadata"]["name"]
@@ -290,7 +290,7 @@ async def test_rollouts_that_take_turns_with_the_trainer_are_in_its_pod_and_wait
         (alone,) = cluster.pods["run-01-rollout-2"]["spec"]["containers"]
         assert "command" not in alone
         assert alone["resources"]["limits"] == {"nvidia.com/gpu": "1"}
-        # Whoever of them is lost, the pod is made anew, with both sides.
+        # If any of its containers is lost, the whole pod is created again, with trainer and rollouts.
         await launcher.end(RUN, "rollout-1")
         await launcher.start(RUN, mixed)
         assert len(cluster.pods[TRAINER]["spec"]["containers"]) == 3
@@ -457,7 +457,7 @@ def with_replicas(count: int) -> RunSpec:
 
 
 def groups(cluster: FakeCluster) -> dict[str, tuple[str, str]]:
-    """Each pod's group of the queue, and the number of pods of that group."""
+    """Returns the Kueue pod group and the size of that group, by pod."""
     found = {}
     for name, pod in cluster.pods.items():
         labels, annotations = pod["metadata"]["labels"], pod["metadata"]["annotations"]
@@ -538,14 +538,14 @@ async def test_a_removed_pod_leaves_its_slot_to_the_next(tmp_path: Path) -> None
 async def test_a_group_that_is_lost_as_a_whole_keeps_its_size(
     tmp_path: Path, lost: list[str]
 ) -> None:
-    """The queue may still have the former group, and deletes pods that this has no slots for."""
+    """The queue may still have the former group, and deletes pods that exceed its size."""
     cluster = FakeCluster()
     async with launching(cluster, write_templates(tmp_path, queue="gpus")) as (launcher, heard):
         await launcher.start(RUN, SPEC)
         await launcher.start(RUN, with_replicas(3))
         for name in ("trainer-0", *lost):
             await launcher.end(RUN, name)
-        # rollout-2 has not joined the run, and must not take the quota that the group waits for.
+        # rollout-2 has not joined the run, and must not use the quota that the group waits for.
         await launcher.start(RUN, with_replicas(2))
         assert groups(cluster) == GROUP | {EXTRAS[0]: (EXTRAS[0], "1")}
         assert [exit_.worker_id for exit_ in heard.exits] == ["rollout-2"]
@@ -568,9 +568,9 @@ async def test_a_run_waits_for_its_queue_as_long_as_that_takes(tmp_path: Path) -
     templates = write_templates(tmp_path, queue="gpus")
     async with launching(cluster, templates, pending_timeout_s=0.01) as (launcher, heard):
         starting = asyncio.ensure_future(launcher.start(RUN, SPEC))
-        while len(heard.pending) < 2:  # noqa: ASYNC110  templates are read in a thread
+        while len(heard.pending) < 2:  # noqa: ASYNC110  a thread reads the templates
             await asyncio.sleep(0.01)
-        await asyncio.sleep(0.05)  # longer than what is admitted may take
+        await asyncio.sleep(0.05)  # longer than pending_timeout_s, which applies to admitted pods
         assert not starting.done()
         assert heard.exits == []
         assert heard.pending[0] == (
@@ -604,7 +604,7 @@ async def test_a_pod_that_is_deleted_in_the_queue_ends_the_wait(tmp_path: Path) 
     templates = write_templates(tmp_path, queue="gpus")
     async with launching(cluster, templates) as (launcher, heard):
         starting = asyncio.ensure_future(launcher.start(RUN, SPEC))
-        while len(cluster.pods) < 2:  # noqa: ASYNC110  templates are read in a thread
+        while len(cluster.pods) < 2:  # noqa: ASYNC110  a thread reads the templates
             await asyncio.sleep(0)
         await cluster.delete(ROLLOUT, is_queued=True)
         async with asyncio.timeout(30):
@@ -765,7 +765,7 @@ async def test_running_pods_of_an_earlier_controller_are_adopted_and_others_repl
         assert cluster.pods[TRAINER] is running
         assert cluster.pods[ROLLOUT]["status"] == {"phase": "Pending"}
         await cluster.settle()
-        # Who hears of an end has the worker replaced, which would be the second time.
+        # The launcher has replaced the worker already; a reported exit would replace it again.
         assert heard.exits == []
         await launcher.stop(RUN)
         assert cluster.pods == {}

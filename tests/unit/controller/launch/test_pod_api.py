@@ -1,4 +1,4 @@
-"""Calls to the Kubernetes API: conversion of its errors."""
+"""Conversion of errors of the Kubernetes API."""
 
 import json
 from typing import Any
@@ -14,7 +14,7 @@ POD = {"metadata": {"name": "run-01-trainer-0"}}
 
 
 class FakeCore:
-    """Fails as told, whatever is asked."""
+    """Fake Kubernetes API that raises one error in every method."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error

@@ -1,4 +1,4 @@
-"""Workers that are processes of this host."""
+"""Tests of workers that run as processes on this host."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ from tests.helpers.rest import SPEC
 
 
 class Exited:
-    """A process that has ended."""
+    """Fake process that has exited."""
 
     pid = os.getpid()
 
@@ -25,11 +25,11 @@ class Exited:
         return 0
 
     def send_signal(self, number: int) -> None:
-        """There is no driver."""
+        """Does nothing."""
 
 
 class Running(Exited):
-    """One that runs until a test ends it."""
+    """Fake process that runs until a test sets ``ended``."""
 
     def __init__(self) -> None:
         self.ended = asyncio.Event()
@@ -43,7 +43,7 @@ class Running(Exited):
 
 
 class Orders:
-    """Takes a fork server's place and records what it should start."""
+    """Fake fork server that records the modules and environments that it should start."""
 
     def __init__(self, process=None) -> None:
         self.process = process
@@ -91,7 +91,7 @@ async def test_the_log_of_a_worker_that_writes_without_end_stays_small(tmp_path,
             await asyncio.sleep(0.05)
             assert path.stat().st_size == 99
             log.write(b"11")
-            while path.stat().st_size > 0:  # noqa: ASYNC110 -- a file cannot tell
+            while path.stat().st_size > 0:  # noqa: ASYNC110 -- a file has no event
                 await asyncio.sleep(0.01)
             log.write(b"next")
         assert path.read_bytes() == b"next"
@@ -176,7 +176,7 @@ async def test_workers_are_prometheus_targets_until_their_run_ends(tmp_path):
             }
         assert len({entry["targets"][0] for entry in told.values()}) == 3
         for record in tmp_path.glob("run_a/logs/*.process"):
-            record.unlink()  # it names this process
+            record.unlink()  # it contains the id of the test's process, which stop() would signal
         await launcher_of(tmp_path, tasks, orders, metric_targets=file).stop("run_a")
         assert json.loads(file.read_text()) == []
 

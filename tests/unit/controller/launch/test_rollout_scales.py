@@ -13,7 +13,7 @@ RUN, NAME = "run_01", "run-01"
 
 
 class FakeApi:
-    """Objects by name, as an API server with the status subresource keeps them."""
+    """Fake Kubernetes API for objects with the status subresource."""
 
     def __init__(self) -> None:
         self.objects: dict[str, dict[str, Any]] = {}
@@ -47,7 +47,7 @@ class FakeApi:
 
 
 class Harness:
-    """Scales over a fake API, and what they asked of runs."""
+    """RolloutScales on a fake API, with a record of the sizes that they requested from runs."""
 
     def __init__(self, *, refuses: bool = False) -> None:
         self.api, self.heard = FakeApi(), list[tuple[str, int]]()

@@ -1,4 +1,4 @@
-"""Secrets of a run's pods are renewed while the run is active, and deleted with it."""
+"""Tests that the secret of a run's pods is renewed while the run is active, and deleted with it."""
 
 import asyncio
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ NAME = "run-01-identity"
 
 
 class FakeApi:
-    """Secrets by name, with how often each was written."""
+    """Fake Kubernetes API for secrets that counts writes."""
 
     def __init__(self) -> None:
         self.secrets: dict[str, dict[str, str]] = {}

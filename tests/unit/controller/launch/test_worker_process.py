@@ -1,4 +1,4 @@
-"""Processes of one worker, which end together."""
+"""Tests that all processes of a worker end together."""
 
 import asyncio
 import signal
@@ -9,7 +9,7 @@ from services.controller.launch.worker_process import ProcessGroup
 
 
 class Rank:
-    """A process that ends when a test lets it, or is killed."""
+    """Fake process that ends when a test sets its status, or at a signal."""
 
     def __init__(self) -> None:
         self.ended: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()

@@ -26,7 +26,7 @@ def store(database):
 
 
 def queue(store, number, *, replicas=1, project="default", priority=0, timeout_s=0.0) -> str:
-    """Queue a run that takes one GPU for its trainer and one for each rollout."""
+    """Queues a run that needs one GPU for its trainer and one for each rollout."""
     spec = named(number)
     spec["rollout"] = {**spec["rollout"], "replicas": replicas}
     spec["limits"] = {"queue_timeout_s": timeout_s}

@@ -1,4 +1,4 @@
-"""User requests to active runs."""
+"""Tests of user requests to active runs."""
 
 import asyncio
 import json

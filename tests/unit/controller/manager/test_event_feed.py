@@ -1,4 +1,4 @@
-"""Distribution of events to many readers."""
+"""Tests of the distribution of events to many readers."""
 
 import asyncio
 import dataclasses
@@ -19,7 +19,7 @@ def event(seq: int) -> Event:
 
 
 async def read(feed: EventFeed, after_seq: int, last: int) -> list[int]:
-    """Numbers of the events of the run up to one."""
+    """Reads events of the run until the number ``last``, and returns their numbers."""
     seen: list[int] = []
     async for events in feed.watch(RUN, after_seq):
         seen += [event.seq for event in events]
@@ -39,7 +39,7 @@ async def test_every_reader_gets_every_event_in_order_however_many_read(database
         if seq % 3:
             await asyncio.sleep(0)
         if seq == 20:
-            # Some leave while events are under way to others.
+            # Every other reader is cancelled while events are being delivered.
             for reader in readers[::2]:
                 reader.cancel()
     for reader in readers[1::2]:

@@ -1,4 +1,4 @@
-"""Logs of workers: what a reader may cost, and where a reader resumes."""
+"""Logs of workers: the memory that a reader uses, and the position at which a reader resumes."""
 
 import re
 import tracemalloc

@@ -1,4 +1,4 @@
-"""Logs of worker pods are stored in files that outlive the pods."""
+"""Tests of the files that store the logs of worker pods after the pods are deleted."""
 
 import asyncio
 import os
@@ -14,7 +14,7 @@ from services.controller.manager.logs import RunLogs
 
 
 class FakeCore:
-    """Answers each request for a log with the next of its texts."""
+    """Fake Kubernetes API that answers each log request with the next of the given texts."""
 
     def __init__(self, *texts):
         self._texts = list(texts)
@@ -43,7 +43,7 @@ def pod(*containers, name="run-01-rollout-0", **state):
 
 
 async def keep(logs, *changes):
-    """Waits until all watched logs are copied."""
+    """Watches the given pods and returns when their logs are copied."""
     seen = asyncio.Queue()
     for change in changes:
         seen.put_nowait(change)

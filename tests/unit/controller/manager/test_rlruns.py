@@ -1,4 +1,4 @@
-"""RLRun objects and their runs, over an API server in memory and a manager without workers."""
+"""RLRun objects and their runs, with an API server in memory and a manager without workers."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ _SPEC = {key: value for key, value in SPEC.items() if key != "name"}
 
 
 def changed(**sections: Any) -> dict[str, Any]:
-    """Returns the specification with some sections' keys, or whole values, changed."""
+    """Returns the specification with the given keys of sections, or whole sections, replaced."""
     spec = json.loads(json.dumps(_SPEC))
     for name, value in sections.items():
         spec[name] = {**spec.get(name, {}), **value} if isinstance(value, dict) else value
@@ -39,7 +39,7 @@ def api() -> FakeRLRuns:
 async def serving(
     manager: RunManager, api: FakeRLRuns, *namespaces: str
 ) -> AsyncIterator[RunManager]:
-    """Serves the objects of some namespaces until the block ends."""
+    """Serves the objects of the given namespaces until the block ends."""
     async with asyncio.TaskGroup() as tasks:
         some = [
             tasks.create_task(RLRuns(manager, api, api, namespace).serve())  # type: ignore[arg-type]
@@ -54,21 +54,21 @@ async def serving(
 
 @pytest.fixture
 async def manager(database, api) -> AsyncIterator[RunManager]:
-    """A manager that serves the objects of one namespace; one run starts, the others queue."""
+    """Yields a manager that serves the objects of one namespace; one run starts, the others queue."""
     async with open_manager(database, max_queued_runs=9) as opened, serving(opened, api):
         yield opened
 
 
 async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(15):
-        while not condition():  # noqa: ASYNC110  the fake API server cannot tell
+        while not condition():  # noqa: ASYNC110  the fake API server has no event
             await asyncio.sleep(0.01)
 
 
 async def reached(
     api: FakeRLRuns, name: str, *phases: str, namespace: str = BLUE
 ) -> dict[str, Any]:
-    """Waits for a phase of an object whose newest edit was applied or refused; returns its status."""
+    """Waits until an object has one of the phases for its newest generation, and returns its status."""
 
     def status() -> dict[str, Any]:
         body = api.get(namespace, name) or {}
@@ -81,7 +81,7 @@ async def reached(
 
 
 def rejection(status: dict[str, Any]) -> tuple[str, str, str]:
-    """Returns status, reason and message of the condition SpecRejected."""
+    """Returns the status, reason and message of the condition SpecRejected."""
     (found,) = [each for each in status["conditions"] if each["type"] == "SpecRejected"]
     return found["status"], found["reason"], found.get("message", "")
 
@@ -220,7 +220,7 @@ async def test_a_pause_waits_until_the_run_can_be_paused(manager, api) -> None:
     assert body["status"]["observedGeneration"] < body["metadata"]["generation"]
     await manager._apply(
         run_id, "ready", "Ready"
-    )  # what the driver does once its workers are ready
+    )  # the transition that the driver applies when its workers are ready
     await reached(api, "one", "Pausing", "Paused")
 
 
@@ -278,7 +278,7 @@ async def test_a_later_controller_finds_the_runs_and_what_changed_meanwhile(data
             for name in ("one", "two", "three"):
                 api.apply(BLUE, name, changed())
                 await reached(api, name, "Starting", "Queued")
-        # It ended between the submission of a run and the first status, and a backup had no status.
+        # A controller may stop before it writes the first status, and a backup contains no status.
         api.drop_status(BLUE, "one")
         api.apply(BLUE, "two", changed(priority=7))
         api.delete(BLUE, "three")

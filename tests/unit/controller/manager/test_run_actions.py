@@ -1,4 +1,4 @@
-"""Forks, checkpoints, changes, logs and streams of runs, over a manager without workers."""
+"""Forks, checkpoints, changes, logs and streams of runs, with a manager without workers."""
 
 import asyncio
 import itertools
@@ -35,7 +35,7 @@ async def ended(api, run_id) -> None:
 
 
 def train(database, run_id, *, steps) -> None:
-    """Issues two groups per step and one more; trains all but the last ones."""
+    """Issues and trains two groups in each step, and commits the steps."""
     ledger = Ledger(max_attempts=3)
     with database.write() as connection:
         for step in range(1, steps + 1):
@@ -128,7 +128,7 @@ async def test_a_fork_continues_from_a_checkpoint_with_the_same_prompts(api, dat
         state = ledger_store.read_ledger(connection, run["id"])
         steps = ledger_store.read_steps(connection, run["id"])
     assert [step.step for step in steps] == [1, 2]
-    # What the third step trained is to be trained again.
+    # The fork trains the groups of the parent's third step again.
     assert [(group.sequence, group.row) for group in state.groups] == [(4, 6), (5, 7)]
 
 
@@ -220,7 +220,8 @@ async def test_a_run_is_deleted_with_its_checkpoints_unless_a_fork_needs_them(
         folder.mkdir(parents=True)
         (folder / "manifest.json").touch()
     save(database, run_id, step=1, path=str(folders[0]))
-    save(database, run_id, step=2, path=str(tmp_path / "step-00000002"))  # not on this disk
+    # a folder that does not exist on this host
+    save(database, run_id, step=2, path=str(tmp_path / "step-00000002"))
     await ended(api, run_id)
     body = {"name": "two", "checkpoint_id": f"ckpt_{run_id[-8:]}_1"}
     fork_id = (await api.post(f"/v1/runs/{run_id}/fork", json=body)).json()["id"]
@@ -253,7 +254,8 @@ async def test_a_controller_finishes_deletions_of_its_predecessor(api, database,
     states = ["DELETED", "READY", "DELETED", "READY", "DELETED", "DELETED"]
     for step, (state, folder) in enumerate(zip(states, folders, strict=True), start=1):
         save(database, run_id, step=step, path=str(folder), state=state)
-    save(database, run_id, step=7, path=str(folders[2]))  # written again
+    # step 7 was written to the folder of the deleted step 3
+    save(database, run_id, step=7, path=str(folders[2]))
 
     async def left_by_a_new_controller():
         async with open_manager(database):
@@ -262,7 +264,7 @@ async def test_a_controller_finishes_deletions_of_its_predecessor(api, database,
 
     assert await left_by_a_new_controller() == [2, 3, 4]
     assert not any(critic.parent.iterdir())
-    # A trainer that went back writes later steps again, and the database learns that afterwards.
+    # A trainer that was rewound writes later steps again before the database records them.
     latest = written(tmp_path / "step-00000008")
     save(database, run_id, step=8, path=str(latest), state="DELETED")
     await left_by_a_new_controller()

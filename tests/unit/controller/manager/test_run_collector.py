@@ -1,4 +1,4 @@
-"""RunCollector: metrics of runs for Prometheus."""
+"""Tests of RunCollector, which exports metrics of runs to Prometheus."""
 
 import asyncio
 from types import SimpleNamespace
@@ -122,5 +122,5 @@ async def test_the_series_of_a_run_go_some_time_after_its_end(manager, api, monk
     metrics.observe_group(run_id, 1, 2)
     await api.post(f"/v1/runs/{run_id}/cancel")
     async with asyncio.timeout(20):
-        while series_of(run_id):  # noqa: ASYNC110 -- their removal has no event
+        while series_of(run_id):  # noqa: ASYNC110 -- the removal of series has no event
             await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Runs whose files a specification may name."""
+"""Tests of the check of which runs' files a specification may name."""
 
 from pathlib import Path
 

@@ -151,7 +151,8 @@ async def test_a_silent_worker_is_named_but_not_by_a_controller_that_stood_still
 
     clock.now = 15.0
     assert membership.find_silent("run_1") == []
-    clock.now = 15.0 + 40.0  # stopped, as by SIGSTOP: no heartbeat arrived, and none could
+    # the controller was stopped, as by SIGSTOP, and could receive no heartbeat
+    clock.now = 15.0 + 40.0
     assert membership.find_silent("run_1") == []
     clock.now = 55.0 + 15.0
     assert membership.find_silent("run_1") == []
@@ -165,7 +166,7 @@ async def test_a_restarted_watch_is_not_a_pause():
     membership.open_run("run_1")
     membership.start_supervision("run_1")
     await membership.register(worker())
-    clock.now = 14.0  # another worker is lost, just before silent ones would have been asked for
+    clock.now = 14.0  # the loss of another worker restarts supervision just before the next check
     membership.start_supervision("run_1")
     clock.now = 14.0 + 15.0
     assert membership.find_silent("run_1") == []
@@ -181,7 +182,7 @@ async def test_the_workers_of_one_run_cannot_fill_the_memory(monkeypatch):
         await membership.register(dataclasses.replace(worker(), worker_id=f"rollout-{number}"))
     with pytest.raises(ResourceExhaustedError):
         await membership.register(dataclasses.replace(worker(), worker_id="rollout-3"))
-    await membership.register(worker("b"))  # a known one may be replaced
+    await membership.register(worker("b"))  # a registered worker may be replaced
     with pytest.raises(InvalidArgumentError):
         await membership.register(dataclasses.replace(worker(), address="a" * 10_000))
     membership = await registered()
@@ -190,7 +191,8 @@ async def test_the_workers_of_one_run_cannot_fill_the_memory(monkeypatch):
     with pytest.raises(ResourceExhaustedError):
         await record_heartbeat(membership, "ready", **{"a" * 300: 1.0})
     assert await record_heartbeat(membership, "ready", running_samples=1.0) == "continue"
-    with pytest.raises(ResourceExhaustedError):  # as many as before, with other names
+    # the number of gauges is unchanged, but the name is too long
+    with pytest.raises(ResourceExhaustedError):
         await record_heartbeat(membership, "ready", **{"a" * 300: 1.0})
     assert await record_heartbeat(membership, "ready") == "continue"
 

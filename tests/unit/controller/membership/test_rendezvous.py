@@ -1,4 +1,4 @@
-"""The key-value scopes of runs: bounded, and gone with their run."""
+"""Tests of the key-value scopes of runs: their size limits, and their deletion with the run."""
 
 import asyncio
 import time

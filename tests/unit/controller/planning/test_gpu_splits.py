@@ -1,4 +1,4 @@
-"""The recommended split of GPUs has the highest predicted rate."""
+"""Tests that the planner recommends the split of GPUs with the highest predicted rate."""
 
 from dataclasses import replace
 
@@ -80,7 +80,7 @@ def test_too_few_gpus_are_refused_with_the_figures():
 def test_a_plan_without_a_fitting_split_gives_the_reason():
     with pytest.raises(ValueError, match="with 3 for the trainer: needs 90 GB"):
         planned(gpus=4, refused=lambda way: "needs 90 GB")
-    # What two GPUs are too few for, one may do in turns, but for its memory.
+    # One GPU suffices if trainer and rollouts take turns, so only its memory excludes this plan.
     with pytest.raises(ValueError, match="1 colocated for the trainer: needs 90 GB"):
         planned(gpus=1, refused=lambda way: "needs 90 GB", may_colocate=lambda way: True)
 

@@ -1,4 +1,4 @@
-"""Rates measured from a run's steps, if there are enough of them."""
+"""Tests of the rates that are measured from a run's steps, and of the advice that follows from them."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ LENGTHS = {64: 100, 128: 60, 256: 30, 512: 10}
 
 
 def steps(count=12, **changes):
-    """Steps of a run whose generation is short."""
+    """Returns steps of a run whose bottleneck is generation."""
     one = {
         "seconds": 2.0,
         "trainer_wait_s": 1.2,
@@ -91,7 +91,7 @@ def test_what_a_run_lacks_is_named(changes, lengths, words):
 
 
 def measured(**changes):
-    """Steps that take what is predicted, and their rates."""
+    """Returns steps with the predicted duration, and their rates."""
     rates = rates_of(steps(), LENGTHS, setting=SETTING)
     now = predict(rates, SETTING)
     share = {"trainer_wait_s": now.step_s - now.train_s}
@@ -184,7 +184,7 @@ def test_the_remedy_is_for_the_side_that_is_short(waited_part, idle_part, bottle
     assert advice.bottleneck == bottleneck
 
     others = {"rollout.replicas", "trainer.world_size", "algorithm.max_staleness"} - {helps}
-    if bottleneck == "generation":  # which may run further ahead, too
+    if bottleneck == "generation":  # a higher max_staleness lets generation run further ahead
         others -= {"algorithm.max_staleness"}
     assert not {change.key for change in advice.changes} & others
 
@@ -200,7 +200,7 @@ def test_without_rates_the_side_that_waits_is_named_and_nothing_is_advised():
 
 @pytest.mark.parametrize(("waited_part", "both"), [(0.98, 0.96), (0.4, 0.38), (0.11, 0.09)])
 def test_two_sides_that_are_idle_at_once_do_not_wait_for_each_other(waited_part, both):
-    """As in live runs: a reward of 1 s made the trainer wait 98 % and left the rollouts idle 100 %."""
+    """In live runs, a reward of 1 s made the trainer wait 98 % and left the rollouts idle 100 %."""
     found, rates = measured()
     seconds = found[0]["seconds"]
     idle = {"trainer_wait_s": waited_part * seconds, "rollout_idle_s": 0.98 * seconds}

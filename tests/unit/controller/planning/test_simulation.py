@@ -31,7 +31,7 @@ SETTING = Setting(
 
 
 def fixed(length: int) -> Measured:
-    """Responses of one length."""
+    """Returns a length distribution with a single length."""
     return Measured(bounds=(length - 1, length), counts=(0, 1))
 
 
@@ -69,7 +69,7 @@ def test_a_step_in_turns_takes_generation_training_and_gpu_switches_one_after_th
     assert found.step_s == pytest.approx(working_s + 0.5 + 0.08, rel=1e-2)
     assert found.waits["gpu_switch"] == pytest.approx(0.25, rel=0.2)
     assert found.waits["weight_sync"] == pytest.approx(0.25 + 0.08, rel=0.2)
-    # One more step in flight has no tail to wait for, but nothing overlaps.
+    # With staleness 1 a step does not wait for its longest responses, but turns still do not overlap.
     ahead = predict(rates, replace(turns, max_staleness=1, slots=64))
     assert ahead.step_s > working_s / 2 + 0.58
     assert ahead.staleness_p95 <= 1

@@ -1,4 +1,4 @@
-"""Conditions follow only from events."""
+"""Tests that the conditions of a run are a function of its events."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def moved(to: str, reason: str = "Why", message: str = "why"):
 
 
 def after(*events) -> dict[str, Condition]:
-    """Conditions of a run behind some events, one each second."""
+    """Returns the conditions of a run by type after the given events, one per second."""
     known: tuple[Condition, ...] = ()
     for time, (event, message, data) in enumerate([("Submitted", "", {}), *events]):
         known = conditions_after(known, event, message, data, generation=1, time=float(time))
@@ -28,7 +28,7 @@ def after(*events) -> dict[str, Condition]:
 
 
 def statuses(*events) -> str:
-    """First letters of all statuses, in the order of the documentation."""
+    """Returns the first letter of each condition's status, in the order of the documentation."""
     return "".join(condition.status[0] for condition in after(*events).values())
 
 

@@ -1,4 +1,4 @@
-"""Difficulty: deferred prompts, their duration, stored history, and dispatch without them."""
+"""Prompt difficulty: deferred prompts, how long they are deferred, and their stored history."""
 
 import pytest
 

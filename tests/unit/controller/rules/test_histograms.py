@@ -1,4 +1,4 @@
-"""Histograms of whole numbers."""
+"""Histograms of integers."""
 
 import pytest
 

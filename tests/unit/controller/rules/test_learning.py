@@ -1,4 +1,4 @@
-"""Steps that train nothing are reported with the cause and the key to change."""
+"""Tests that steps without a learning signal are reported with their cause and the key to change."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Every issued prompt is in exactly one state."""
+"""Tests of the ledger, which holds every issued prompt in exactly one state."""
 
 import pytest
 from hypothesis import given

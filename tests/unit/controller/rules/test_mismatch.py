@@ -1,4 +1,4 @@
-"""Quantized rollouts end when their policy diverges too far from the trainer's."""
+"""Tests that quantized rollouts are ended if their policy diverges too far from the trainer's."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Mixtures: shares by weight in every stretch, epochs by size, and where a run is from its position alone."""
+"""Mixtures of data sets: shares by weight in every batch, epochs by size, and resumption from a position."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Least load, and the prefixes that rollouts hold."""
+"""Placement of groups by load and by the prefixes that rollouts have cached."""
 
 from services.controller.rules.placement import Placement
 

@@ -1,4 +1,4 @@
-"""The order of prompts: every row once an epoch, the same at every start, without a list of it."""
+"""Order of prompts: every row once per epoch, and the same order at every start, without a stored list."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Every pair of state and event is listed or refused, in the table and in the database."""
+"""Tests that the table and the database define or refuse every pair of state and event."""
 
 import itertools
 import uuid
@@ -66,7 +66,7 @@ def test_every_pair_is_taken_or_refused_by_the_database(database):
 
 
 def moves_from(state: RunState) -> dict[RunEvent, RunState]:
-    """Events that lead a run on, but not to its end."""
+    """Returns the events of a state that do not lead to a terminal state, with the states after them."""
     return {
         event: after
         for (before, event), after in TRANSITIONS.items()
@@ -75,7 +75,7 @@ def moves_from(state: RunState) -> dict[RunEvent, RunState]:
 
 
 class Runs(RuleBasedStateMachine):
-    """Compares the database with the table."""
+    """State machine that compares the database with the transition table."""
 
     url = ""
 
@@ -133,7 +133,7 @@ class Runs(RuleBasedStateMachine):
 
 
 def machine_over(url: str) -> type[Runs]:
-    """A machine of one database."""
+    """Returns the state machine class for a database."""
     return type("RunsOfDatabase", (Runs,), {"url": url})
 
 

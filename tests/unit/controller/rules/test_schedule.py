@@ -1,4 +1,4 @@
-"""The order of work and the bound reproduce the golden schedules, tick by tick."""
+"""Tests that the order of groups and the staleness bound reproduce the golden schedules, tick by tick."""
 
 import json
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ CASES = json.loads((Path(__file__).parents[3] / "vectors" / "apr_schedule.json")
 
 @dataclass
 class Unfinished:
-    """A group of the tick model: one token a tick for each member that has a slot."""
+    """Group of the tick model: each member with a slot generates ``speed`` tokens per tick."""
 
     number: int
     lengths: list[int]
@@ -47,7 +47,7 @@ class Unfinished:
 
 
 def play(inputs):
-    """All rounds of a case."""
+    """Returns all rounds of a case."""
     gate = StalenessGate(
         max_staleness=inputs["max_staleness"], groups_per_step=inputs["target_groups"]
     )

@@ -64,7 +64,7 @@ def test_a_prompt_of_which_samples_are_missing_counts_as_much_as_any_other():
 
 
 def test_a_majority_is_one_of_answers_not_of_rewards():
-    # Three wrong answers, each another one, do not outvote the two equal right ones.
+    # Three different wrong answers do not outvote two equal correct ones.
     votes = sampled("v0", 1.0, 1.0, 0.0, 0.0, 0.0, answers=["7", "7", "1", "2", "3"])
     assert majority(votes) == 1.0
     assert majority(sampled("v0", 1.0, 0.0, 0.0, answers=["7", "1", "1"])) == 0.0
@@ -80,7 +80,7 @@ def test_an_evaluation_without_samples_has_no_scores():
 
 
 def test_pass_at_k_is_the_chance_of_a_right_one_among_k_drawn():
-    # Of all pairs of 4 samples, 1 right among them: 3 of 6 pairs have it; with 2 right, 5 of 6.
+    # Of the 6 pairs of 4 samples, 3 contain a correct sample if 1 sample is correct, and 5 if 2 are.
     solved = [(4, 1), (4, 2), (4, 0), (2, 1)]
     assert pass_at_k(solved) == pytest.approx(
         {

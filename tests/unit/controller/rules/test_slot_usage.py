@@ -1,4 +1,4 @@
-"""The number of groups that occupy all slots follows from the spread of response lengths."""
+"""Tests of the number of groups that occupy all slots, computed from the spread of response lengths."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The staleness gate against its golden rows."""
+"""Tests of the staleness gate against golden values."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ def test_a_due_group_becomes_stale_one_version_later():
 
 
 def train_in_order_of_completion(inputs):
-    """Batches of a run whose groups take ``durations`` versions each, with what they lag behind."""
+    """Returns the batches of a run whose groups take ``durations`` versions, with each group's staleness."""
     gate = StalenessGate(max_staleness=inputs["eta"], groups_per_step=inputs["batch"])
     waiting = list(enumerate(inputs["durations"]))
     running, ready, batches, admitted = [], [], [], 0

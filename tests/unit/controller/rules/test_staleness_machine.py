@@ -1,7 +1,8 @@
-"""The bound on staleness holds through any sequence of kills of any service, by the pure rules alone.
+"""Tests that the rules keep the staleness bound through any sequence of kills of any service.
 
-The machine models what each service remembers: the ledger, tokens in rollouts, progress and samples in the
-transferqueue, snapshots of it, and the trainer's steps. Every rule is something that a run does, or a death.
+The state machine models the state of each service: the ledger, tokens in rollouts, progress and samples in
+the transferqueue, its snapshots, and the trainer's steps. Each rule is an action of a run or the death of a
+service.
 """
 
 from copy import deepcopy
@@ -27,7 +28,7 @@ PLACES = 8
 
 @dataclass
 class Held:
-    """A group on a rollout."""
+    """Group that runs on a rollout."""
 
     attempt: int
     worker: str
@@ -36,14 +37,14 @@ class Held:
 
 @dataclass
 class Queue:
-    """Attempt and token versions that the transferqueue holds, by group."""
+    """State of the transferqueue: attempt and token versions by group."""
 
     progress: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
     samples: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
 
 
 class Run(RuleBasedStateMachine):
-    """A run with two rollouts whose batches wait for groups that would be stale (``on_stale: wait``)."""
+    """State machine of a run with two rollouts and ``on_stale: wait``: batches wait for due groups."""
 
     @initialize(bound=st.integers(0, 4), size=st.integers(1, 3))
     def begin(self, bound, size):
@@ -67,7 +68,7 @@ class Run(RuleBasedStateMachine):
         groups = self.ledger.in_state(*states)
         return groups[index % len(groups)] if groups else None
 
-    # What rollouts and controller do.
+    # Actions of rollouts and controller.
 
     @rule(worker=st.sampled_from(WORKERS), decodes=st.booleans())
     def dispatch(self, worker, decodes):
@@ -103,7 +104,7 @@ class Run(RuleBasedStateMachine):
 
     @rule(index=st.integers(0, 99))
     def cache_progress(self, index):
-        """A rollout caches what runs on; it may be late, with an attempt that is no longer wanted."""
+        """Stores the progress of a group, possibly late and from an attempt that was replaced."""
         known = [*self.held.items(), *self.forgotten]
         if known:
             sequence, held = known[index % len(known)]
@@ -132,7 +133,7 @@ class Run(RuleBasedStateMachine):
 
     @rule(index=st.integers(0, 99))
     def fail(self, index):
-        """A reward fails; what was cached of the group stays, as if the rollout had no time to delete it."""
+        """Fails a reward; the group's stored progress remains, as if the rollout had no time to delete it."""
         group = self.chosen(index, *RUNNING)
         if group is not None:
             if (held := self.held.pop(group.sequence, None)) is not None:
@@ -150,7 +151,7 @@ class Run(RuleBasedStateMachine):
             wait_for_due=True,
             keep_stale=True,
         )
-        # The batch waits, however long that takes: no group is over the bound when it is finished.
+        # The batch waits without a time limit, so every finished group is within the bound.
         assert not choice.stale, "a finished group grew stale although every batch waits"
         if not choice.batch:
             return
@@ -167,7 +168,7 @@ class Run(RuleBasedStateMachine):
     def publish(self):
         self.published = self.step
 
-    # Deaths.
+    # Deaths of services.
 
     @rule(worker=st.sampled_from(WORKERS))
     def kill_rollout(self, worker):
@@ -182,14 +183,14 @@ class Run(RuleBasedStateMachine):
 
     @rule(has_snapshot=st.booleans())
     def kill_queue(self, has_snapshot):
-        """It comes back empty, or as the newest checkpoint kept it: with progress of any earlier attempt."""
+        """Restarts the transferqueue empty, or with the newest snapshot, which may hold earlier attempts."""
         self.queue = deepcopy(self.snapshot) if has_snapshot else Queue()
         self.is_queue_lost = True
 
     @precondition(lambda self: self.is_queue_lost)
     @rule()
     def recover(self):
-        """Restores groups as the scheduler does after the loop has found the loss."""
+        """Restores groups as the scheduler does after the loop has detected the loss."""
         self.is_queue_lost = False
         for sequence, (attempt, versions) in [*self.queue.samples.items()]:
             group = self.group(sequence)

@@ -1,4 +1,4 @@
-"""Which weight version is evaluated next."""
+"""Choice of the next weight version to evaluate."""
 
 from services.controller.rules.evaluation import EvaluationQueue, StartedEvaluation, is_periodic
 

@@ -17,7 +17,7 @@ TRAIN = "run_a/train"
 
 
 class Queue:
-    """A transferqueue that knows how often something was stored in each partition."""
+    """Fake transferqueue with a revision per partition, which counts the writes."""
 
     def __init__(self):
         self.revisions = {}
@@ -47,7 +47,7 @@ async def test_a_queue_that_lost_everything_counts_as_empty_until_something_is_s
     queue = Queue()
     assert await create_partitions(queue, "run_a", SPEC)
     assert TRAIN in queue.revisions
-    # Who created them may have died before the groups that were lost were begun again.
+    # The controller that created the partitions may have died before it restarted the lost groups.
     assert await create_partitions(queue, "run_a", SPEC)
     queue.revisions[TRAIN] = 8
     assert not await create_partitions(queue, "run_a", SPEC)
@@ -57,7 +57,7 @@ async def test_partitions_that_a_dead_controller_did_not_drop_are_dropped_before
     queue = Queue()
     assert await create_partitions(queue, "run_a", SPEC, snapshot_id="slot-0")
     assert queue.revisions[TRAIN] == 3
-    # It died after it had dropped the first one.
+    # The controller died after it had dropped the first partition.
     queue.revisions = {"run_a/records": 2}
     assert await create_partitions(queue, "run_a", SPEC, snapshot_id="slot-0")
     assert queue.revisions == {"run_a/train": 0, "run_a/validation": 0, "run_a/partial": 0}
@@ -81,6 +81,6 @@ def test_a_version_counts_as_served_only_if_all_workers_serve_it():
 
     assert served_version([worker(4), worker(4)]) == 4
     assert served_version([]) == -1
-    # The last controller died while a version was brought to the rollouts one by one.
+    # The previous controller died while it sent a version to the rollouts one by one.
     assert served_version([worker(4), worker(5)]) == -1
     assert served_version([worker(4), worker(4, "loaded")]) == -1

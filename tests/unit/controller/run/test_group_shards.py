@@ -1,4 +1,4 @@
-"""Groups with more members than a rollout has places: several rollouts share them."""
+"""Tests of groups with more members than a rollout has slots, which are split among several rollouts."""
 
 import asyncio
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ SPEC = spec_with(
 
 
 class Recorder:
-    """A journal that records its calls."""
+    """Fake journal that records calls."""
 
     def __init__(self):
         self.told, self.messages = [], []
@@ -41,7 +41,7 @@ class Recorder:
 
 
 class Queue:
-    """A transferqueue that notes what is deleted, and holds nothing."""
+    """Fake transferqueue that records deletions and stores no samples."""
 
     def __init__(self):
         self.released, self.losses = [], []
@@ -62,7 +62,7 @@ class Queue:
 
 
 class Rollouts(RolloutPool):
-    """Three rollouts that take everything."""
+    """Pool of three rollouts that accept every group."""
 
     def __init__(self):
         super().__init__()
@@ -80,7 +80,7 @@ class Rollouts(RolloutPool):
                 self.started[worker_id] = assignment
 
     def cut_off_from(self, address, *names):
-        """Makes only the named rollouts report that they do not reach an address."""
+        """Makes exactly the named rollouts report that they cannot reach an address."""
         for name, worker in self._workers.items():
             worker.is_cut_off = name in names
             worker.activity = f"{address} is unreachable" if name in names else ""
@@ -93,7 +93,7 @@ class Rollouts(RolloutPool):
 
 
 class Run:
-    """A run of one group."""
+    """Run with one group."""
 
     def __init__(self, ledger=None):
         self.queue, self.rollouts, self.journal = Queue(), Rollouts(), Recorder()
@@ -119,19 +119,19 @@ class Run:
         return group
 
     async def dispatch(self):
-        """Hand out; returns the members that each rollout got."""
+        """Dispatches the group and returns the members that each rollout got."""
         self.rollouts.started.clear()
         async with asyncio.TaskGroup() as starts:
             await self.dispatcher.dispatch(starts)
         return {name: given.members for name, given in self.rollouts.started.items()}
 
     async def bring(self, *members, attempt):
-        """Samples arrive."""
+        """Stores samples and lets the scheduler collect them."""
         self.store(*members, attempt=attempt)
         await self.generation.collect()
 
     def store(self, *members, attempt):
-        """Samples are stored, and not told of yet."""
+        """Stores samples without a report to the scheduler."""
         name = self.group.group_id
         tags = {
             "group_id": (name,) * len(members),
@@ -149,7 +149,7 @@ class Run:
         self.queue.held = batch
 
     async def fail(self, worker_id, reason, **progress):
-        """A rollout reports."""
+        """Reports a failure of the group on a rollout."""
         failure = GroupFailure(
             group_id=self.group.group_id,
             attempt=self.group.attempt,
@@ -265,13 +265,13 @@ async def test_a_group_of_rollouts_that_make_no_token_is_taken_from_all_of_them(
         run.now = hours * 3600.0
         run.rollouts._workers["rollout-0"].gauges["tokens_total"] = min(hours, 1)
         await run.dispatcher.reclaim_stalled()
-        # However old it is, what moves is left alone.
+        # A group that makes progress is not reclaimed, regardless of its age.
         assert (run.group.state is GroupState.PARTIAL) == (hours == 2)
     name = run.group.group_id
-    # What it had stored goes on elsewhere, and is as old as it was.
+    # The stored tokens continue on another rollout and keep their version.
     assert run.group.oldest_version == began
     assert run.rollouts.put_aside_by_name == [name]
-    # Those too that the controller has not seen, because a worker that adds to them is gone.
+    # Samples that still lack a field are deleted too, because the worker that adds it is gone.
     assert run.queue.released == [f"{name}.{member}" for member in range(5)]
     assert not run.dispatcher.shards.workers(name)
 
@@ -343,7 +343,7 @@ async def test_rollouts_that_leave_hand_over_what_they_have_and_get_no_more(is_p
     assert given.keys() == {"rollout-0", "rollout-1", "rollout-2"}
     await run.generation.reclaim_from_leaving(["rollout-1"])
     assert run.rollouts.put_aside_by_name == ([run.group.group_id] if is_partial else [])
-    # Parked or not, the others continue them, and no call waits for the removed rollout.
+    # The other rollouts continue the group, parked or not, and no call waits for the removed rollout.
     assert (run.group.state, run.rollouts.cancelled) == (GroupState.PARTIAL, [run.group.group_id])
     assert run.rollouts.num_replicas == 2
     assert "rollout-1" not in run.rollouts.choose_several(3)[0]

@@ -34,7 +34,7 @@ async def patched(manager, run_id, patch) -> None:
         try:
             await manager.patch(run_id, patch, revision=run.revision)
         except StaleRevisionError:
-            continue  # something happened to the run in between: a version was published
+            continue  # a published version changed the revision of the run
         return
 
 
@@ -93,7 +93,7 @@ async def test_a_stall_is_found_under_the_limit_that_holds_now(database, workers
 
 
 async def lose_the_trainer(workers) -> None:
-    """The step that is being trained breaks; the run waits for its workers."""
+    """Makes the running train step fail, and returns when the run waits for its workers."""
     workers.connects.clear()
     workers.may_connect.clear()
     workers.lose()
@@ -118,7 +118,7 @@ async def test_what_is_asked_of_a_run_outlives_the_loss_of_a_worker(database, wo
 
 
 class Hours:
-    """A clock that a test moves."""
+    """Fake clock that a test advances."""
 
     def __init__(self):
         self.now = 1e9
@@ -169,11 +169,11 @@ async def test_a_pause_saves_no_step_twice(database, workers):
             await manager.drivers.wait()
         saved = await told(manager, run_id, "CheckpointSaved")
     assert workers.saved == [2]
-    assert [event.data["step"] for event in saved] == [2, 2]  # the second: samples that came since
+    assert [event.data["step"] for event in saved] == [2, 2]  # the second event adds newer samples
     assert saved[0].data["path"] == saved[1].data["path"]
     assert (
         len(set(workers.queue.snapshots)) == 2
-    )  # none replaces that of a checkpoint that still counts
+    )  # no snapshot replaces the snapshot of a valid checkpoint
 
 
 async def test_what_is_asked_of_a_run_outlives_its_controller(database, workers):
@@ -196,7 +196,7 @@ async def test_what_is_asked_of_a_run_outlives_its_controller(database, workers)
 
 
 class FullHost(ExternalLauncher):
-    """There is room for two rollouts."""
+    """Fake launcher of a host with room for two rollouts."""
 
     async def start(self, run_id, spec, *, later=()):
         if spec.rollout.replicas > 2:
@@ -204,7 +204,7 @@ class FullHost(ExternalLauncher):
 
 
 class FullQueue(ExternalLauncher):
-    """A queue has quota for two rollouts."""
+    """Fake launcher whose queue has quota for two rollouts."""
 
     def queued(self, run_id):
         return {"rollout-2"}
@@ -307,7 +307,7 @@ async def test_the_last_evaluation_does_not_wait_for_the_last_checkpoint(databas
         run_id = await submitted(manager, validation=at_end)
         async with asyncio.timeout(20):
             for kind in ("Validated", "CheckpointStarted"):  # in any order
-                while not await told(manager, run_id, kind):  # noqa: ASYNC110 -- a test of events that are written
+                while not await told(manager, run_id, kind):  # noqa: ASYNC110 -- the test polls events
                     await asyncio.sleep(0)
         assert not await told(manager, run_id, "CheckpointSaved")
         workers.may_save.set()

@@ -1,4 +1,4 @@
-"""Changed keys of a running run reach every process that uses them; reports of workers reach the run."""
+"""Tests that changed keys reach every process of a running run, and that reports of workers reach the run."""
 
 import asyncio
 import time
@@ -44,7 +44,7 @@ def workers(monkeypatch) -> Workers:
 
 @asynccontextmanager
 async def running(database, workers, tmp_path):
-    """A run that trains, and the session of a worker of it."""
+    """Yields a manager, the id of a run that trains, and the session of one of its workers."""
     async with open_manager(database, queue=workers.queue) as manager:
         membership = manager.drivers.services.membership
         settings = ControllerSettings(transferqueue_address="127.0.0.1:1", state_directory=tmp_path)
@@ -73,7 +73,7 @@ async def running(database, workers, tmp_path):
 
 
 async def changed(session, value_of, *, to):
-    """Returns once heartbeats have brought the value."""
+    """Sends heartbeats until the session's specification has the value ``to``."""
     async with asyncio.timeout(20):
         while value_of(session.spec) != to:
             session.report(activity="")
@@ -130,7 +130,8 @@ async def test_the_failure_that_a_worker_reports_is_the_cause_of_its_loss(
     async with running(database, workers, tmp_path) as (manager, run_id, session):
         workers.connects.clear()
         await session.report_own_failure("its engine stalled")
-        session.report(state="ready", activity="")  # by a task of the worker that has not ended yet
+        # from a task of the worker that is still running
+        session.report(state="ready", activity="")
         async with asyncio.timeout(20):
             await workers.connects.wait()
         (lost,) = await manager.feed.page(
@@ -150,7 +151,7 @@ async def test_a_failure_that_each_start_would_repeat_ends_the_run(database, wor
 
 
 async def nothing(*arguments, **keywords):
-    """Nobody waits for it."""
+    """Does nothing."""
 
 
 async def test_who_waits_for_workers_waits_until_the_time_out_that_holds_now(database, workers):

@@ -1,4 +1,4 @@
-"""Weights are published during training: the newest version, one at a time, before the gate opens."""
+"""Publication of weights during training: the newest version, one at a time, before the gate opens."""
 
 import asyncio
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from services.controller.run.weights.session import SyncReport
 
 
 class Parts:
-    """A weight plane that publishes when the test lets it."""
+    """Fake collaborators of the publisher; a publication waits until the test permits it."""
 
     is_needed = False
 
@@ -51,7 +51,7 @@ class Parts:
 
 
 async def nothing(*args, **kwargs):
-    """No evaluation and no journal."""
+    """Stands for the evaluator and the journal, and does nothing."""
 
 
 def rollout(name):

@@ -1,4 +1,4 @@
-"""Dynamic sampling replaces groups whose rewards are equal, so many for each batch."""
+"""Tests that dynamic sampling replaces groups with equal rewards, up to a limit per batch."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Batches get the fields of all workers that score batches, each sample from one worker of a kind."""
+"""Tests of batch scoring: each kind of worker adds its fields, and one worker of a kind scores a sample."""
 
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from services.controller.run.scorers import BatchScoring
 
 @dataclass(frozen=True)
 class Batch:
-    """Metadata of samples with these tokens."""
+    """Fake metadata of a batch, with the number of tokens of each sample."""
 
     tokens: tuple[int, ...]
     rows: tuple[int, ...] = ()
@@ -35,7 +35,7 @@ class Batch:
 
 
 class Queue:
-    """Gives a batch back as it is stored now."""
+    """Fake transferqueue that returns the stored batch."""
 
     async def get_batch(self, partition_id, keys):
         return "stored"
@@ -43,7 +43,7 @@ class Queue:
 
 @pytest.fixture
 async def scoring(monkeypatch):
-    """Opens the scoring of a run with workers of these roles; calls are recorded by worker."""
+    """Yields a function that opens batch scoring with workers of given roles, and calls by worker."""
     calls: dict[str, tuple[int, ...]] = {}
 
     @asynccontextmanager

@@ -1,4 +1,4 @@
-"""A run whose specification names the checkpoint of another run."""
+"""Runs that start from the checkpoint of another run."""
 
 import asyncio
 
@@ -15,7 +15,7 @@ FOLDER = "/checkpoints/step-00000003"
 
 @pytest.fixture
 def workers(monkeypatch) -> Workers:
-    """The trainer has loaded the checkpoint of step 3."""
+    """Returns workers whose trainer has loaded the checkpoint of step 3."""
     workers = Workers(MemoryQueue())
     workers.trained = 3
     monkeypatch.setattr("services.controller.run.lifecycle.loop.connect", workers.assemble)
@@ -75,7 +75,7 @@ async def test_no_more_is_generated_ahead_than_by_any_other_run(database, worker
             issued = ledger_store.read_ledger(connection, run_id).num_issued
         workers.may_train.set()
         await ended(manager, run_id)
-    # One batch is trained, and one more is generated: staleness 1.
+    # At staleness 1, one batch is trained and one more is generated.
     assert issued == 4
 
 

@@ -1,4 +1,4 @@
-"""Backups of the database during use, and restores without it."""
+"""Tests of database backups during use, and of restores while no controller uses the database."""
 
 import shutil
 import sqlite3

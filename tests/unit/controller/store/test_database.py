@@ -1,4 +1,4 @@
-"""Schema, migrations and leadership on both databases."""
+"""Tests of schema, migrations and leader leases on SQLite and PostgreSQL."""
 
 import asyncio
 import threading
@@ -81,12 +81,12 @@ async def test_a_leader_whose_database_does_not_answer_ends(database):
 
 def test_both_ends_of_a_connection_notice_that_the_other_is_gone(database):
     if database.is_sqlite:
-        return  # has no connections
+        return  # SQLite has no network connections
     with database.read() as connection:
         driver = connection.connection.driver_connection
         assert int(driver.info.get_parameters()["tcp_user_timeout"]) > 0
         names = connection.execute(sa.text("SHOW tcp_user_timeout")).scalar_one()
-        # A Unix socket shows 0: PostgreSQL applies it to TCP only.
+        # PostgreSQL applies the setting only to TCP and shows 0 for a Unix socket.
         assert names in ("15s", "0")
 
 

@@ -1,4 +1,4 @@
-"""Runs, events, ledgers and steps on both databases."""
+"""Tests of stored runs, events, ledgers and steps on SQLite and PostgreSQL."""
 
 import pytest
 
@@ -122,7 +122,7 @@ async def test_a_rewound_run_has_no_checkpoints_of_later_steps(journal, database
         )
     await journal.record_event(Note("StepCommitted", ""), Ledger(max_attempts=3))
     await journal.rewind(2, version=5, message="lost")
-    # Step 4 is saved again when it is trained again.
+    # The run saves a new checkpoint of step 4 when it repeats the step.
     assert [each.step for each in await journal.read(ready_checkpoints)] == [2]
     assert await journal.newest_snapshot() == "slot-2"
 

@@ -1,4 +1,4 @@
-"""Order and placement of dispatched groups."""
+"""Tests of the order and placement of dispatched groups."""
 
 import asyncio
 from types import SimpleNamespace
@@ -25,14 +25,14 @@ SPEC = spec_with(
 
 
 class Recorder:
-    """A journal that writes nothing."""
+    """Fake journal that writes nothing."""
 
     async def save(self, ledger):
         ledger.take_changes()
 
 
 class OneRollout:
-    """A rollout that takes everything."""
+    """Fake rollout pool with one rollout that accepts every group."""
 
     num_replicas = 1
 
@@ -44,12 +44,12 @@ class OneRollout:
         return "rollout-0", 0
 
     def assigned(self, worker_id):
-        """Loads do not matter here."""
+        """Does nothing: the pool does not track loads."""
 
     finished = assigned
 
     def detach_ending(self):
-        """It stays."""
+        """Does nothing: the rollout never ends."""
 
     def newest_version(self):
         return 0
@@ -60,13 +60,13 @@ class OneRollout:
 
 
 class Nothing:
-    """A transferqueue without samples."""
+    """Fake sample index without samples."""
 
     def members(self, group):
         return set()
 
     async def discard(self, groups):
-        """There are none."""
+        """Does nothing."""
 
 
 def handout_of(ledger, *, rows=100, quarantined=(), curriculum=None):
@@ -148,7 +148,7 @@ async def test_who_has_computed_a_group_is_known_after_the_run_was_entered_again
     state = LedgerState(groups=tuple(ledger.in_state(GroupState.PARTIAL)), num_issued=8)
     dispatcher, rollouts = handout_of(Ledger.restore(state, max_attempts=3, now=0.0))
     await dispatch(dispatcher)
-    # Two samples take two places.
+    # A group of two samples occupies two slots.
     room = SPEC.rollout.max_running_samples // 2
     assert len(rollouts.asked) >= 3
     assert [one for one in rollouts.asked if one[0]] == [("rollout-0", room)]
@@ -165,13 +165,13 @@ async def test_the_function_of_a_curriculum_is_asked_before_a_prompt_is_tried():
         PromptHistory(step=0, tries=1, mean_reward=0.5),
         PromptHistory(step=0, tries=0, mean_reward=0.0),
     ]
-    # One that failed is asked for again; one that was wanted and interrupted goes on.
+    # The function is called again for a failed group, but not for an interrupted one that it accepted.
     failed, interrupted = ledger.running()[:2]
     ledger.retry(failed, "reward_timeout")
     ledger.interrupt(interrupted, num_tokens=3)
     assert dispatcher.assignment(failed, [0]).tried is not None
     assert dispatcher.assignment(interrupted, [0]).tried is None
-    # A function that has every prompt wait holds nothing up.
+    # After as many deferrals as there are rows, prompts are dispatched without a call of the function.
     dispatcher.num_deferred = 20
     assert dispatcher.assignment(failed, [0]).tried is None
 

@@ -1,4 +1,4 @@
-"""A run ends where nothing succeeds any more, and not where all that runs fails once."""
+"""Tests that a run fails if no group succeeds anymore, but not if all running groups fail once."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from tests.helpers.specs import spec_with
 
 
 def failures(max_staleness: int) -> GroupFailures:
-    """Returns the parts of a run with two prompts per step, whose groups are retried."""
+    """Returns the failure handler of a run with two prompts per step whose groups are retried."""
     spec = spec_with(trainer={"prompts_per_step": 2}, algorithm={"max_staleness": max_staleness})
     order: Any = SimpleNamespace(mixture=SimpleNamespace(name=lambda row: f"row {row}"))
     order.quarantine = lambda row: None

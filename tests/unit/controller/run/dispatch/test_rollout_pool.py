@@ -1,4 +1,4 @@
-"""Rollouts that take turns give way; those that do not go on with what was put aside."""
+"""Tests that parked groups of colocated rollouts continue on rollouts with separate GPUs."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from services.controller.run.dispatch.rollout_pool import RolloutPool
 
 
 class Rollout:
-    """Records its calls."""
+    """Fake client of a rollout that records calls."""
 
     def __init__(self, name, log):
         self.name, self.log = name, log
@@ -39,7 +39,7 @@ def worker(name, version=3):
 
 @pytest.fixture
 async def opened(monkeypatch):
-    """Opens two or three rollouts, of which some take turns; returns them, with what they are told."""
+    """Yields a function that opens a pool, some of it colocated, and returns it with the recorded calls."""
     found = RolloutPool()
 
     async def open_(count, colocated):

@@ -1,4 +1,4 @@
-"""Samples of groups, taken from messages that describe many."""
+"""Index of a group's samples, built from messages that describe samples of many groups."""
 
 import time
 
@@ -14,7 +14,7 @@ from services.wire.batch import BlobRef, FieldColumn, KVBatchMeta
 
 
 class Messages:
-    """A transferqueue that sends what it was given."""
+    """Fake transferqueue that reports the given batches."""
 
     def __init__(self, *batches):
         self._batches = batches
@@ -40,7 +40,7 @@ def group(number):
 
 
 def test_the_spread_of_a_batch_is_by_its_oldest_version_and_its_length():
-    # The last one failed.
+    # The last sample failed.
     tags = {"v_min": (4, 5, -1), "response_tokens": (7, 100, 0)}
     batch = KVBatchMeta(partition_id="run_1/train", keys=("a.0", "a.1", "a.2"), tags=tags)
     spread = spread_of(batch, weight_version=5, max_staleness=1)
@@ -111,7 +111,7 @@ async def test_samples_of_groups_that_alternate_in_a_message_keep_apart():
 
 
 class Stored:
-    """A transferqueue that stores."""
+    """Fake transferqueue that stores samples in a real index."""
 
     def __init__(self):
         self.index, self.num_puts = Index(lambda blobs: None, time), 0

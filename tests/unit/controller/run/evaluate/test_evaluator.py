@@ -1,4 +1,4 @@
-"""Evaluations: which rollouts answer, what keeps their weights, and every way to an end."""
+"""Evaluations: the rollouts that answer, the pin on their weights, and every way to end."""
 
 import asyncio
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ ROWS = 3
 
 
 class Queue:
-    """A transferqueue that hands on what a test puts into it."""
+    """Fake transferqueue that reports the batches and losses that a test puts into it."""
 
     def __init__(self):
         self.batches, self.losses = asyncio.Queue(), asyncio.Queue()
@@ -43,7 +43,7 @@ class Queue:
 
 
 class Rollouts:
-    """Rollouts that accept groups; a test may finish them."""
+    """Fake rollout pool that accepts groups, which a test may finish."""
 
     def __init__(self):
         self.started, self.cancelled, self.interrupted = {}, [], []
@@ -75,7 +75,7 @@ class Rollouts:
 
 
 class Weights:
-    """The weight plane: what is reserved, and the pin."""
+    """Fake weight session with the pin and the reserved rollouts."""
 
     def __init__(self):
         self.pin = asyncio.Lock()
@@ -92,7 +92,7 @@ class Weights:
 
 
 class Stage:
-    """An evaluator among fakes, with its tasks running."""
+    """Evaluator with running tasks and fake collaborators."""
 
     def __init__(self, tasks, **validation):
         self.queue, self.rollouts, self.weights = Queue(), Rollouts(), Weights()
@@ -134,7 +134,7 @@ class Stage:
         return [(result.version, result.status, result.num_samples) for result in ended]
 
     def answer(self, *, finish_reason="stop", but=()):
-        """Every group that was started gets its two samples."""
+        """Reports two samples for each started group, except for the groups in ``but``."""
         for groups in self.rollouts.started.values():
             for group in groups:
                 if group.group_id not in but:
@@ -211,7 +211,7 @@ async def test_a_version_that_is_served_during_an_evaluation_does_not_answer_its
 async def test_a_version_that_is_served_before_a_request_is_handled_answers_it_once(has_rollouts):
     async with asyncio.TaskGroup() as tasks:
         stage = Stage(tasks, every=0)
-        stage.request = object()  # stored, but the evaluator has not been told yet
+        stage.request = object()  # the request is stored, but the evaluator has not been notified
         await stage.evaluator.published(4, step=4)
         if has_rollouts:
             await stage.rollouts.has_started.wait()
@@ -257,7 +257,7 @@ async def test_the_final_version_is_evaluated_on_all_rollouts():
 async def test_a_version_that_is_replaced_before_it_can_be_pinned_is_reported_as_missed():
     async with asyncio.TaskGroup() as tasks:
         stage = Stage(tasks)
-        async with stage.weights.pin:  # a publication
+        async with stage.weights.pin:  # as during a publication
             await stage.evaluator.published(4, step=4)
             await stage.evaluator.published(5, step=5)
         await stage.evaluator.wait_idle()

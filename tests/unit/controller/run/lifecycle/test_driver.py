@@ -1,4 +1,4 @@
-"""Which ends of workers end their run, and which it goes on after."""
+"""Tests of which exits of workers end a run, and after which the run continues."""
 
 import asyncio
 from types import SimpleNamespace
@@ -92,7 +92,7 @@ async def test_a_worker_that_reports_its_failure_is_lost_for_that_reason(databas
         workers.connects.clear()
         manager.workers(run_id)[0].state = "failed"
         manager.drivers.worker_failed(run_id, "rollout-0", cause="its engine stalled")
-        # Its end, which follows, is no failure at the start.
+        # The worker's exit, which follows the report, is not a failure at the start.
         manager.drivers.worker_exited(ended(run_id, "rollout-0"))
         await workers.connects.wait()
         (lost,) = await manager.feed.page(
@@ -156,7 +156,7 @@ async def test_a_scoring_worker_that_cannot_reach_the_transferqueue_is_reported(
 
         async def reported(kind):
             only = EventFilter(types=(kind,))
-            while not (found := await manager.feed.page(run_id, after_seq=0, only=only)):  # noqa: ASYNC110 -- events are read
+            while not (found := await manager.feed.page(run_id, after_seq=0, only=only)):  # noqa: ASYNC110 -- the test polls stored events
                 await asyncio.sleep(0.01)
             return found
 
@@ -172,7 +172,7 @@ async def test_epochs_that_end_within_the_warmup_of_the_critic_fail_the_run(data
     spec = specification(
         algorithm={"advantage": "gae"},
         critic={"warmup_steps": 32},
-        data={**specification().data.model_dump(mode="json"), "epochs": 1},  # 64 rows: 32 steps
+        data={**specification().data.model_dump(mode="json"), "epochs": 1},  # 64 rows are 32 steps
         trainer={"prompts_per_step": 2},
     )
     async with open_manager(database, queue=workers.queue) as manager, asyncio.timeout(20):

@@ -1,4 +1,4 @@
-"""New rollouts are taken in once they have loaded; a run keeps its size when they do not come up."""
+"""Tests that new rollouts join a run after they have loaded, and that a run keeps its size if they fail."""
 
 import asyncio
 import time
@@ -23,7 +23,7 @@ def spec_of(replicas: int):
 
 
 def worker(index: int) -> Worker:
-    """A rollout that has loaded."""
+    """Returns a rollout that has loaded."""
     return Worker(
         run_id=RUN,
         worker_id=f"rollout-{index}",
@@ -75,7 +75,7 @@ class FakeJournal:
 
 @dataclass
 class FakeRun:
-    """Brings weights to whoever joins, and lets go of whoever leaves."""
+    """Fake pipeline that sends weights to joining rollouts and detaches leaving ones."""
 
     reaches: bool = True
     has_other_data: bool = False
@@ -107,7 +107,7 @@ class FakeRun:
 
 @dataclass
 class FakeMailbox:
-    """At most one request, for another size."""
+    """Fake request queue with at most one request, for another size."""
 
     request: Request | None = None
 
@@ -122,7 +122,7 @@ class FakeMailbox:
 
 
 class Case:
-    """A run of one rollout that is asked for another size."""
+    """Run that is requested to change its number of rollouts."""
 
     def __init__(
         self, *, replicas: int = 1, refuses: bool = False, request: Request | None = None, **run
@@ -150,14 +150,14 @@ class Case:
         self.resizing.notify()
 
     def enter(self) -> None:
-        """The loop is entered."""
+        """Enters the training loop."""
         self.entered.set_result(self.run)
 
     async def watch(self, *present: str) -> None:
         await self.resizing.watch(present or ["rollout-0"], pipeline=self.entered)
 
     async def told(self, kind: str) -> None:
-        while kind not in self.journal.kinds:  # noqa: ASYNC110 -- a test of events that are written
+        while kind not in self.journal.kinds:  # noqa: ASYNC110 -- the test polls the journal
             await asyncio.sleep(0)
 
 
@@ -303,7 +303,7 @@ async def test_rollouts_that_were_about_to_leave_when_the_loop_was_left_are_ende
         case.ask(1)
         while not case.run.left:  # noqa: ASYNC110
             await asyncio.sleep(0)
-        watching.cancel()  # another worker was lost
+        watching.cancel()  # the loss of another worker ends the loop
     assert not case.launcher.ended
     assert case.resizing.present() == {"rollout-0"}
     async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:

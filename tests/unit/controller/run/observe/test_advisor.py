@@ -1,4 +1,4 @@
-"""A live run says which side is short, once, and again when that changes."""
+"""Tests that a running run reports its bottleneck once, and again when the bottleneck changes."""
 
 import asyncio
 
@@ -36,7 +36,7 @@ class Clock:
 
 
 def step(**changes):
-    """One of a run whose generation is short; it takes what its rates give."""
+    """Returns a step of a run with generation as bottleneck; its duration is the predicted one."""
     return {
         "seconds": 2.2,
         "trainer_wait_s": 1.2,
@@ -51,7 +51,7 @@ def step(**changes):
 
 
 def advised(*batches, pause_s=4000.0, spec=SPEC, gpus=3):
-    """Runs an advisor over steps that come in batches with pauses between them."""
+    """Runs an advisor on batches of steps, with a pause between batches."""
     journal, progress, clock = Journal(), Progress(1), Clock()
 
     async def run():
@@ -164,7 +164,7 @@ TRAINED = {"seconds": 4.6, "seconds_total": 3.6, "trainer_wait_s": 0.0, "rollout
 
 
 def changes_of(**settings):
-    """Returns the changes that are advised to a run whose trainer is the bottleneck."""
+    """Returns the advised changes for a run with training as bottleneck, by key."""
     (note,), _ = advised([step(**TRAINED)] * 40, **settings)
     return {change["key"]: change["after"] for change in note.data["changes"]}
 

@@ -1,4 +1,4 @@
-"""A run that trains no step says why: once it takes longer than usual, and again later."""
+"""Tests that a stalled run reports its reason when a step takes longer than usual, and again later."""
 
 import asyncio
 

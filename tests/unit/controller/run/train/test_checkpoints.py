@@ -1,4 +1,4 @@
-"""Checkpoints of a run: which ones stay."""
+"""Tests of which checkpoints of a run are kept."""
 
 from types import SimpleNamespace
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.postgresql
 
 
 class Trainer:
-    """Keeps the newest checkpoint and those that it is told to keep."""
+    """Fake trainer that keeps the newest checkpoint and those of ``keep_steps``."""
 
     def __init__(self):
         self.steps = []
@@ -31,7 +31,7 @@ class Trainer:
         return f"/checkpoints/step-{step:08d}", 1
 
     async def save(self, step, *, keep_steps, timeout_s):
-        """There is no critic."""
+        """Does nothing, because the run has no critic."""
 
 
 def new_run(run_id, **checkpoint):
@@ -41,7 +41,7 @@ def new_run(run_id, **checkpoint):
 
 
 def parent(database):
-    """Returns the trainer and journal of a run that keeps one checkpoint, and what saves a step."""
+    """Returns trainer and journal of a run that keeps one checkpoint, and a function that saves a step."""
     store, trainer = RunStore(database), Trainer()
     store.create(new_run("run_1"))
     store.apply("run_1", RunEvent.ADMIT, reason="Admitted")
@@ -80,7 +80,7 @@ def fork(database, run_id, checkpoint):
 async def test_a_checkpoint_stays_until_the_runs_that_start_from_it_have_ended(database):
     store, (_, _, save) = RunStore(database), parent(database)
     assert await save(1) == [1]
-    # A fork waits in the queue while its parent trains on.
+    # A fork is queued while its parent continues to train.
     store.create(new_run("run_2", start_from="/checkpoints/step-00000001"))
     assert await save(2) == [1, 2]
     assert await save(3) == [1, 3]
@@ -108,7 +108,7 @@ async def test_a_fork_while_its_parent_saves_gets_a_checkpoint_that_stays_or_non
     refused = []
 
     def on_save():
-        fork(database, "run_3", first)  # run_2 keeps it
+        fork(database, "run_3", first)  # run_2 prevents the deletion of this checkpoint
         with pytest.raises(NoCheckpointError) as error:
             fork(database, "run_4", second)
         refused.append(error.value.reason)

@@ -1,4 +1,4 @@
-"""Groups of a synchronous step are sent to the trainer as they finish, each once, and not the whole step."""
+"""Tests of early accumulation: the trainer gets finished groups before the step, each once and never all."""
 
 import asyncio
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ from services.controller.run.train.train_step import EarlyTraining
 
 
 class Generation:
-    """Groups finish when the test says so."""
+    """Fake scheduler whose groups finish when the test calls ``finish``."""
 
     def __init__(self, ledger):
         self.gate = StalenessGate(max_staleness=0, groups_per_step=4)
@@ -51,11 +51,11 @@ async def test_each_group_is_sent_once_and_waiting_groups_together():
     trainer.free.clear()
     await scheduler.finish(groups[2], version=5)
     await scheduler.finish(groups[0], version=5)
-    await scheduler.finish(groups[3], version=4)  # too old: the step decides about it
+    await scheduler.finish(groups[3], version=4)  # too old: the step decides whether it trains
     trainer.free.set()
     await asyncio.sleep(0.01)
     assert trainer.sent == [(3, 5, [2]), (3, 5, [0])]
-    ledger.requeue(groups[0])  # its samples were lost
+    ledger.requeue(groups[0])  # the group's samples were lost
     await scheduler.finish(groups[0], version=5)
     assert trainer.sent[2:] == [(3, 5, [0])], "another attempt is another group"
     await scheduler.finish(groups[1], version=5)

@@ -1,4 +1,4 @@
-"""Trainer and rollouts have shared GPUs one after the other: who sleeps and wakes when, and who waits."""
+"""Tests of GPU time sharing between trainer and rollouts: the order of sleeping, waking and waiting."""
 
 import asyncio
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ from services.controller.run.train.gpu_time_sharing import GpuTimeSharing
 
 
 class Side:
-    """A trainer, or all rollouts."""
+    """Fake trainer or rollout pool that records calls."""
 
     def __init__(self, name, log):
         self.name, self.log, self.is_lost = name, log, False
@@ -33,7 +33,7 @@ class Side:
 
 
 class Weights:
-    """A weight plane that writes down what it does."""
+    """Fake weight session that records calls."""
 
     def __init__(self, log):
         self.log, self.pin = log, asyncio.Lock()
@@ -45,7 +45,7 @@ class Weights:
         assert self.pin.locked()
         self.log.append(f"copy {newest()}")
         await on_copied()
-        await on_copied()  # as when a version is sent again
+        await on_copied()  # the session calls it again if it repeats a transfer
         self.log.append("adopt")
 
 
@@ -66,7 +66,7 @@ class Run:
         )
 
     async def _leased(self):
-        """No evaluation waits for rollouts."""
+        """Returns at once, because no evaluation uses the rollouts."""
 
 
 async def test_each_side_sleeps_before_the_other_one_wakes():

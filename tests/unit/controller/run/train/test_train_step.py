@@ -1,4 +1,4 @@
-"""A step is committed only if what it trained is within the run's bound."""
+"""Tests that a step is committed only if its trained tokens are within the staleness bound."""
 
 import asyncio
 import math
@@ -20,7 +20,7 @@ BOUND = 2
 
 
 class Recorder:
-    """A journal that records its calls."""
+    """Fake journal that records calls."""
 
     def __init__(self):
         self.committed, self.events, self.notes = [], [], []
@@ -34,7 +34,7 @@ class Recorder:
 
 
 class Samples:
-    """A transferqueue that has lost the samples: the trainer answers without them."""
+    """Fake sample index without samples; the fake trainer needs none."""
 
     def __contains__(self, group):
         return False
@@ -44,7 +44,7 @@ class Samples:
 
 
 def steps_of(ledger, *, staleness_max=0.0, skipped=False, **reported):
-    """Steps of a run whose trainer reports ``staleness_max`` and further metrics."""
+    """Returns the train steps of a run whose trainer reports ``staleness_max`` and further metrics."""
 
     async def answer(*args, **kwargs):
         numbers = {"loss": 0.0, "staleness_max": staleness_max, "staleness_mean": 1.0, **reported}

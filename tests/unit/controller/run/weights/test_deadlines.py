@@ -1,4 +1,4 @@
-"""Deadlines of transfers follow the links."""
+"""Tests that deadlines of weight transfers adapt to the speed of the links."""
 
 from typing import ClassVar
 
@@ -13,7 +13,7 @@ from tests.unit.controller.run.weights.test_members import Member, Members, work
 
 
 class Slow(Member):
-    """Transfers take a number of seconds, as a member of a group over a slow link."""
+    """Fake member of a weight group whose transfers take ``needs_s`` seconds, as over a slow link."""
 
     needs_s: ClassVar[float] = 0.0
     given_s: ClassVar[list[float]]
@@ -79,7 +79,8 @@ async def test_a_transfer_over_a_slow_link_is_repeated_with_more_time(members):
     assert 20.0 <= last <= 80.0
     members.given_s.clear()
     members.needs_s = 0.0
-    await weights.publish(lambda: 2)  # took no time, so the deadline is the first again
+    # the transfer took no time, so the deadline is the initial one
+    await weights.publish(lambda: 2)
     assert set(members.given_s) == {first}
 
 
@@ -96,4 +97,4 @@ async def test_live_members_that_do_not_reach_each_other_are_reported_after_one_
     members.is_cut = True
     with pytest.raises(session.InterruptedLinkError, match="trainer-0, rollout-0 answer"):
         await weights.publish(lambda: 1)
-    assert len(members.epochs) == 2  # the first one, and one that was not formed
+    assert len(members.epochs) == 2  # the first group, and a second one that could not be formed

@@ -1,4 +1,4 @@
-"""Members of a weight group agree on a plan, and on how weights travel."""
+"""Tests that members of a weight group agree on a plan and on a transport."""
 
 from types import SimpleNamespace
 
@@ -21,7 +21,7 @@ TENSORS = (TensorSpec("embed", (64, 4), "float32"),)
 
 
 class Member:
-    """Answers as a member on a device would."""
+    """Fake member of a weight group on a device."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -40,7 +40,7 @@ class Member:
 
 
 class Members(WeightMembers):
-    """Members that stand on given devices; a worker's address is its device."""
+    """Group of fake members; a worker's address names the device of its member."""
 
     async def _connect(self, address):
         return Member(address)
@@ -150,10 +150,10 @@ async def test_a_gpu_on_one_side_only_is_refused_with_the_fix():
 
 
 class Late(Member):
-    """Does not answer in the given time, the first so many times.
+    """Fake member that misses the deadline of its first ``times`` calls.
 
     Args:
-        stands_still_s: Seconds by which the clock then advances, as if this whole process was stopped.
+        stands_still_s: Seconds by which each missed call advances the clock, as if this process was stopped.
     """
 
     def __init__(self, clock: list[float], *, times: int, stands_still_s: float) -> None:
