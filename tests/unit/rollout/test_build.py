@@ -1,4 +1,4 @@
-"""A run gets the named engine, or an error with the reason."""
+"""Tests that a run gets the engine of its specification, or an error with the reason."""
 
 import importlib.util
 import subprocess

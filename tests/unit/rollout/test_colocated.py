@@ -1,4 +1,4 @@
-"""A rollout in the trainer's pod waits for the trainer, and uses its GPUs."""
+"""Tests that a rollout in the trainer's pod waits for the trainer and uses its GPUs."""
 
 import json
 

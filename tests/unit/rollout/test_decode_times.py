@@ -1,4 +1,4 @@
-"""The time of a decode step is estimated from an engine's gauges."""
+"""Tests of the duration of a decode step, estimated from an engine's gauges."""
 
 import asyncio
 
@@ -67,7 +67,7 @@ def test_an_engine_whose_concurrency_swings_is_measured_right():
 
 
 def watched(step_s, running):
-    """An engine that decodes so many samples in each second."""
+    """Returns the gauges of an engine that decodes the given number of samples in each second."""
     times, tokens = DecodeTimes(), 0.0
     for second, samples in enumerate(running):
         times.observe(stats(samples, int(tokens)), now=float(second))

@@ -1,4 +1,4 @@
-"""Drawing tokens."""
+"""Tests of random numbers and of token sampling."""
 
 import math
 
@@ -24,7 +24,7 @@ def test_numbers_are_uniform_over_neighbouring_seeds_and_counters() -> None:
     expected = len(numbers) / 50
     assert (
         (counts - expected) ** 2 / expected
-    ).sum() < 90  # chi-square with 49 degrees, p > 0.0003
+    ).sum() < 90  # chi-square with 49 degrees of freedom, p > 0.0003
     assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.02
     assert numbers.min() >= 0
     assert numbers.max() < 1

@@ -1,4 +1,4 @@
-"""Shutdown of a rollout."""
+"""Tests of the shutdown of a rollout."""
 
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -7,7 +7,7 @@ from services.rollout import worker as program
 
 
 class Session:
-    """A run that orders nothing."""
+    """Fake worker session that receives no commands."""
 
     spec = SimpleNamespace(
         has_engine=True,
@@ -18,19 +18,19 @@ class Session:
     )
 
     def report(self, **changes):
-        """Reports nothing."""
+        """Does nothing."""
 
 
 class Engine:
     async def run(self):
-        """There is nothing to do."""
+        """Returns at once."""
 
     async def wait_ready(self):
-        """It is."""
+        """Returns at once."""
 
 
 async def test_a_rollout_stops_serving_before_its_engine_closes(monkeypatch):
-    """A call that came in between found an engine that was gone, and ended the run of its caller."""
+    """A call between both found a closed engine and failed the run of its caller."""
     ended = []
 
     @asynccontextmanager
@@ -43,7 +43,7 @@ async def test_a_rollout_stops_serving_before_its_engine_closes(monkeypatch):
         return Engine(), sampler, SimpleNamespace(oldest_pending_s=0.0)
 
     async def nothing(*arguments, **keywords):
-        """Stops at once."""
+        """Returns at once."""
 
     monkeypatch.setattr(program, "serve", lambda bind, register: until("server", 1))
     monkeypatch.setattr(program, "WorkerSession", lambda *a, **k: until("session", Session()))

@@ -1,4 +1,4 @@
-"""Folders with a model's configuration for vLLM."""
+"""Tests of the folders that hold a model's configuration for vLLM."""
 
 from pathlib import Path
 

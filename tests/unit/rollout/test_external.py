@@ -1,4 +1,4 @@
-"""The adapter of external engines, over a scripted engine."""
+"""Tests of the adapter for external engines, with a scripted backend."""
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
@@ -21,7 +21,7 @@ WEIGHTS = {"weight": torch.ones(2, 3)}
 
 
 class ScriptedStream:
-    """One token for every turn of the loop; token ``i`` of a context is its length."""
+    """Fake stream with one token per iteration of the event loop; each token is the length of its context."""
 
     def __init__(self, part: Segment, backend: "ScriptedBackend") -> None:
         self.part = part
@@ -45,7 +45,7 @@ class ScriptedStream:
 
 
 class ScriptedBackend:
-    """Remembers what it was asked for."""
+    """Fake backend that records requests."""
 
     capabilities = EngineCapabilities(
         name="scripted",
@@ -91,7 +91,7 @@ class ScriptedBackend:
 
 
 class FreezingBackend(ScriptedBackend):
-    """Holds what runs in its place."""
+    """Fake backend that freezes running requests instead of aborting them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,8 +126,8 @@ async def test_parts_of_different_adoptions_never_share_a_prefix() -> None:
         await engine.adopt_weights(3, WEIGHTS)
         task = asyncio.ensure_future(engine.generate(request("r", (1, 2), max_tokens=50)))
         await until(lambda: engine.stats().tokens_total >= 5, poll_s=0)
-        backend.step.clear()  # no token while the update prepares
-        # The same number with other weights: the trainer went back to a checkpoint.
+        backend.step.clear()  # no token is generated while the update prepares
+        # The same version with other weights, as after the trainer was rewound to a checkpoint.
         update = asyncio.ensure_future(engine.adopt_weights(3, WEIGHTS))
         await until(lambda: bool(backend.cuts), poll_s=0)
         backend.step.set()
@@ -187,7 +187,7 @@ async def test_many_requests_at_once_leave_the_event_loop_to_others_in_between()
         assert [(await task).finish_reason for task in asked] == ["aborted"] * 4
         late = asyncio.ensure_future(engine.generate(request("late", (1,), max_tokens=100)))
         await asyncio.sleep(0)
-        await engine.abort()  # before it was the request's turn
+        await engine.abort()  # before the request was admitted
         assert (await late).finish_reason == "aborted"
         counting.cancel()
 
@@ -248,7 +248,7 @@ async def test_an_engine_that_does_not_end_a_request_is_dead(
 ) -> None:
     class Stuck(ScriptedBackend):
         async def abort_segments(self, segment_ids: Collection[str]) -> None:
-            """Ignore it."""
+            """Does nothing."""
 
     monkeypatch.setattr("services.rollout.engines.external._ABORT_TIMEOUT_S", 0.01)
     backend = Stuck()
@@ -264,7 +264,7 @@ async def test_an_engine_that_does_not_end_a_request_is_dead(
 
 
 class SilentBackend(ScriptedBackend):
-    """Never loads weights."""
+    """Fake backend that never loads weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -319,7 +319,7 @@ async def test_nothing_is_decoded_from_the_opening_of_weights_to_their_adoption(
         await engine.adopt_weights(0, WEIGHTS)
         task = asyncio.ensure_future(engine.generate(request("r", (1,), max_tokens=50)))
         await until(lambda: engine.stats().tokens_total >= 10, poll_s=0)
-        for number in (1, 2):  # the first transfer fails behind its last bucket
+        for number in (1, 2):  # the first transfer fails after its last bucket
             new = {"weight": torch.full((2, 3), float(number))}
             await place_all(engine.open_weights, new, num_sources=2)
             tokens = engine.stats().tokens_total
@@ -335,10 +335,10 @@ async def test_nothing_is_decoded_from_the_opening_of_weights_to_their_adoption(
         result = await task
     assert len(result.token_ids) == 50
     assert engine.stats().weight_version == 7
-    if isinstance(backend, FreezingBackend):  # what runs keeps its place
+    if isinstance(backend, FreezingBackend):  # the frozen request continues in its slot
         assert backend.thawed == [(0, True), (7, True)]
         assert len(backend.parts) == 1
-    else:  # it goes on with a next part
+    else:  # the request continues as a new segment
         assert [version for version, _ in result.version_runs] == [0, 7]
 
 

@@ -1,4 +1,4 @@
-"""The engine without a model, in virtual time."""
+"""Tests of the engine without a model, in virtual time."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""The time of an engine's first token under new weights is reported once for each update."""
+"""Tests that the latency of an engine's first token under new weights is reported once per update."""
 
 import logging
 
@@ -16,7 +16,7 @@ def num_told() -> float:
 def test_the_first_token_of_each_update_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     first, before = FirstToken(), num_told()
-    first.record()  # random weights: no pause before their tokens
+    first.record()  # no update precedes tokens of the random weights
     for _ in range(2):
         first.start()
         first.record()

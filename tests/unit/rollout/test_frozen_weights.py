@@ -1,4 +1,4 @@
-"""Adapters that come alone are merged on their way into the engine's live weights."""
+"""Tests that adapters sent without their base are merged into the engine's live weights."""
 
 import asyncio
 from pathlib import Path
@@ -22,7 +22,7 @@ QUERY = "model.layers.0.self_attn.q_proj"
 
 
 class Case:
-    """A model in a folder, an engine with other weights, and what a trainer sends."""
+    """Model in a folder, an engine with other weights, and the adapters that a trainer sends."""
 
     def __init__(self, folder: Path) -> None:
         tiny = ModelSpec(path="tiny:qwen2-0.4m")

@@ -1,4 +1,4 @@
-"""Images from a row to an engine: limits, errors of single prompts, tokens, and decoding."""
+"""Images of prompts from a row to an engine: limits, errors of single prompts, tokens, and decoding."""
 
 import asyncio
 import base64
@@ -49,7 +49,7 @@ def png(width: int = 16, height: int = 16, color: str = "red") -> bytes:
 
 
 def bomb() -> bytes:
-    """A PNG of a few bytes whose header announces 10 gigapixels."""
+    """Returns a PNG of a few bytes whose header declares 10 gigapixels."""
     content = png()
     header = content[12:16] + (100_000).to_bytes(4, "big") * 2 + content[24:29]
     return content[:12] + header + zlib.crc32(header).to_bytes(4, "big") + content[33:]
@@ -82,7 +82,7 @@ def test_an_image_becomes_a_placeholder_for_each_of_its_features(tmp_path: Path)
         {"prompt": "ab"},
     ]
     before, between, without = (store(*rows, folder=tmp_path).prompt("train", n) for n in range(3))
-    # 8 pixels are a side of a feature.
+    # A feature covers 8 x 8 pixels.
     assert before.token_ids[:8] == (whole,) * 8
     assert before.token_ids.count(whole) == 8
     assert before.model_inputs is not None
@@ -222,7 +222,7 @@ async def test_the_torch_engine_decodes_images_as_the_whole_model(
     prompts = [([*tokens, 5, 6], given) for tokens, given in prompts]
     engine = TorchEngine(model, max_running=8)
     async with running(engine):
-        # Twice: equal images share a prefix.
+        # Each prompt is sent twice, because equal images share a prefix.
         results = await asyncio.gather(
             *(
                 engine.generate(

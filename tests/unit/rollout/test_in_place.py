@@ -1,4 +1,4 @@
-"""Weight buckets are written directly into the parameters of all workers of an engine."""
+"""Tests that weight buckets are written directly into the parameters of all workers of an engine."""
 
 import itertools
 from collections.abc import Awaitable, Sequence
@@ -16,7 +16,7 @@ from tests.unit.rollout.test_layout import VOCAB, checkpoint, engine_parameters
 
 
 class Workers:
-    """An engine whose workers are all in this process."""
+    """Fake engine with all its workers in this process."""
 
     def __init__(self, parameters: list[dict[str, Tensor]]) -> None:
         self.models = [_model(each) for each in parameters]
@@ -29,7 +29,7 @@ class Workers:
 
 
 def _model(parameters: dict[str, Tensor]) -> nn.Module:
-    """A module whose parameters have those names."""
+    """Returns a module with the given parameters, by name."""
     model = nn.Module()
     for name, value in parameters.items():
         *path, leaf = name.split(".")
@@ -43,7 +43,7 @@ def _model(parameters: dict[str, Tensor]) -> nn.Module:
 
 
 async def write_all(workers: Workers, weights: dict[str, Tensor], num_sources: int) -> None:
-    """Does the work of a transfer without a network."""
+    """Writes weights as a transfer does, without a network."""
 
     def open_weights(plan: WeightPlan, slots: Sequence[Sequence[Tensor]]) -> Awaitable[Place]:
         return place_in_workers(plan, slots, workers.load)

@@ -1,4 +1,4 @@
-"""With batch_invariant, a response has the same bits alone, in any batch, and resumed on another replica."""
+"""Tests of batch_invariant: a response has the same bits alone, in any batch, and resumed elsewhere."""
 
 from dataclasses import replace
 

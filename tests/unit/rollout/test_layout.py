@@ -1,4 +1,4 @@
-"""Checkpoint tensors map to the parameters of engines."""
+"""Tests of the mapping from checkpoint tensors to the parameters of engines."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def adopt(source: dict[str, Tensor], rank: int, ranks: int, padded_vocab: int) -
 
 @pytest.mark.parametrize(("prefix", "fused"), [("language_model.", "qkv"), ("", "qkv_proj")])
 def test_a_model_that_sees_images_is_a_wrapper_in_the_engine(prefix: str, fused: str) -> None:
-    """vLLM names the language model, SGLang only the parts of the tower."""
+    """vLLM prefixes the names of the language model; SGLang renames only parts of the vision tower."""
     block = "visual.blocks.0"
     tower = {
         f"model.{block}.attn.qkv.weight": torch.randn(3 * HIDDEN, HIDDEN),
@@ -178,7 +178,7 @@ def test_fused_experts_go_whole_or_in_slices(ranks: int, block: str, *, by_exper
 
 @pytest.mark.parametrize("name", ["self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"])
 def test_fused_tensors_are_placed_whole_or_are_unknown(name: str) -> None:
-    """A rank's rows of three parts after another are not one block, though the shapes would fit."""
+    """A rank's rows of three fused parts are not contiguous, although the shapes would match."""
     source = {f"{LAYER}.{name}": torch.randn(24, HIDDEN)}
     target = {f"{LAYER}.{name}": torch.zeros(24, HIDDEN)}
     copy_weights(source, target)

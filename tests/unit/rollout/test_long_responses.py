@@ -1,4 +1,4 @@
-"""A response of hours, in virtual time: it survives kills and new weights, and is never ended by its age."""
+"""Tests in virtual time that a response of two hours survives kills and new weights and has no age limit."""
 
 import asyncio
 
@@ -26,7 +26,7 @@ NUM_KILLS, NUM_VERSIONS = 3, 20
 
 
 class TwoHours:
-    """Every response takes two hours."""
+    """Response lengths that take two hours each."""
 
     def length(self, seed: int) -> int:
         return NUM_TOKENS
@@ -57,7 +57,7 @@ def sampler_with(engine: FakeEngine, outcome: Outcome, cache: MemoryCache) -> Gr
 
 
 async def generate_through_kills() -> tuple[Outcome, float]:
-    """One group; its rollout dies three times, and new weights come every six minutes."""
+    """Generates one group while its rollout dies three times and new weights arrive every six minutes."""
     outcome, cache, watch = Outcome(), MemoryCache(), EpisodeWatch(600.0)
     now = asyncio.get_running_loop().time
     version = 0

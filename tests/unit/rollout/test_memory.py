@@ -1,4 +1,4 @@
-"""The memory of each GPU is planned before the start; runs that do not fit are rejected."""
+"""Tests of the memory plan of each GPU, and of the rejection of runs that do not fit."""
 
 from typing import Any
 
@@ -69,7 +69,7 @@ def test_7b_fits_on_one_gpu_of_80_gb_with_its_shadow() -> None:
     assert size.kv_per_token == 2 * 2 * 28 * 4 * 128
     plan = planned(size)
     assert plan.weights == plan.shadow == size.weights
-    # vLLM's own 0.9 would leave 8 GB for a shadow of 15.2.
+    # vLLM's default of 0.9 would leave 8 GB for a shadow of 15.2 GB.
     assert engine_share(plan, VLLM, {}) == {"gpu_memory_utilization": 0.78}
     assert plan.kv_tokens > 500_000
     plan.check(most_tokens=32_768)
@@ -91,7 +91,7 @@ def test_quantized_weights_and_cache_take_half_the_memory() -> None:
         rollout={"engine": "vllm", "quantization": "fp8", "kv_cache_dtype": "fp8"},
     )
     whole, half = ModelSize.of(qwen_7b(), BF16), ModelSize.of(qwen_7b(), quantized)
-    # Embeddings and output layer keep their dtype.
+    # Quantization does not change the dtype of the embeddings and the output layer.
     outer = 2 * 2 * 152_064 * 3584
     assert half.weights == pytest.approx((whole.weights - outer) / 2 + outer, rel=1e-3)
     assert half.kv_per_token * 2 == whole.kv_per_token
@@ -120,7 +120,7 @@ def test_replicas_hold_all_weights_and_stages_their_layers() -> None:
     assert planned(size, data_parallel_size=4).weights == 8 * GB
     staged = planned(size, tensor_parallel_size=4, pipeline_parallel_size=2)
     assert staged.weights == 1 * GB
-    # Two heads of keys cannot be divided among four.
+    # Two key heads cannot be split among four ranks, so each rank holds one of them.
     assert staged.kv_per_token == 2000
 
 
@@ -160,7 +160,7 @@ def test_a_rollout_that_shares_its_gpu_leaves_the_trainer_its_peak() -> None:
     plan = plan_of(spec, config, gpu_bytes=300 * GB, roles=["trainer"])
     total = plan.weights + plan.kv_cache + 4 * GB + plan.plane + others
     assert total == pytest.approx(300 * GB, rel=0.01)
-    # An engine that measures what is free would count what the trainer is about to take.
+    # An engine that measures free memory would count memory that the trainer allocates later.
     share = engine_share(plan, VLLM, {})
     assert share["kv_cache_memory_bytes"] == int(plan.kv_cache)
     assert share["gpu_memory_utilization"] == plan.engine_share
@@ -250,7 +250,7 @@ def test_state_that_fits_with_a_colocated_engine_stays() -> None:
     plans = [plan_of(turns, config, gpu_bytes=total, roles=["trainer"]) for total in totals]
     assert [plan.stays_awake for plan in plans] == [False, False, True]
     assert {plan.kv_tokens for plan in plans} == {required_kv_tokens(turns, config)}
-    # Turns are what it is for: elsewhere each has its memory all the time.
+    # Only turns on shared GPUs release memory; otherwise each worker keeps its memory all the time.
     assert resident_memory(spec_of(), config, gpu_bytes=600 * GB) == "nothing"
 
 
@@ -291,10 +291,10 @@ def test_an_engine_in_turns_maps_no_more_cache_than_its_places_can_fill() -> Non
         plan = plan_of(spec, config, gpu_bytes=total, roles=["trainer"])
         share = engine_share(plan, VLLM, {})
         assert share["kv_cache_memory_bytes"] == int(plan.kv_cache)
-        # vLLM starts only where so much is free, and the trainer may hold more than is planned.
+        # vLLM starts only if this share is free, and the trainer may hold more memory than planned.
         own = (plan.weights + 4 * GB + plan.kv_cache) / total
         assert own <= share["gpu_memory_utilization"] <= own + 0.01
-        # An engine starts with room for the longest context that it takes.
+        # An engine starts only if its cache fits the longest context that it accepts.
         least = max(spec.rollout.max_running_samples * longest, config.max_position_embeddings)
         assert least <= plan.kv_tokens <= 1.2 * least
     apart = plan_of(spec_of(), config, gpu_bytes=total)

@@ -1,4 +1,4 @@
-"""Model inputs from a row to an engine."""
+"""Model inputs of prompts from a row to an engine."""
 
 import asyncio
 from typing import Any

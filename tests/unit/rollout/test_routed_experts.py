@@ -1,4 +1,4 @@
-"""An engine reports the chosen experts of each token once, under the weights that sampled it."""
+"""Tests that an engine reports the experts of each token once, under the weights that sampled the token."""
 
 import asyncio
 from dataclasses import replace
@@ -44,7 +44,7 @@ def _engine() -> TorchEngine:
 
 
 def _chosen(tokens: tuple[int, ...], *, seed: int = 0) -> np.ndarray:
-    """Returns the experts of a plain forward pass for all tokens except the last."""
+    """Returns the experts that a plain forward pass chooses for all tokens except the last."""
     model = _model(seed)
     watch = RouterWatch(model)
     with torch.no_grad():
@@ -70,7 +70,7 @@ async def test_a_response_across_an_update_keeps_its_earlier_experts() -> None:
         await until(lambda: engine.stats().tokens_total >= 6)
         await engine.adopt_weights(1, stored_tensors(_model(1)))
         mixed = await task
-        # Elsewhere it goes on from a cut turn, of whose tokens the experts are known.
+        # Another rollout continues from an interrupted turn with the known experts of its tokens.
         before = NOTHING_SAMPLED.continued(mixed)
         context = (5, 6, 7, *mixed.token_ids)
         asked = request("rest", context, max_tokens=5, experts_from=len(before.routed_experts))
@@ -152,7 +152,7 @@ def test_experts_of_a_request_in_parts_are_taken_once() -> None:
     rows = np.arange(7 * 2 * 3, dtype=np.int16).reshape(7, 2, 3)
     assert progress.next_segment("0").experts_from == 1
     progress.extend(TokenChunk(token_ids=(4,), logprobs=(-1.0,), routed_experts=rows[1:3]), 0)
-    # Experts of the last token before an abort are unknown; the next segment reports them.
+    # The experts of the last token before an abort are unknown until the next segment reports them.
     progress.extend(TokenChunk(token_ids=(5,), logprobs=(-1.0,)), 0)
     assert np.array_equal(progress.result("aborted").routed_experts, rows[1:3])
     assert progress.next_segment("1").experts_from == 3

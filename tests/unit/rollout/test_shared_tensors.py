@@ -1,4 +1,4 @@
-"""Tensors in shared memory round-trip."""
+"""Tests of the round trip of tensors through shared memory."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Slots, and the gate of engines without an internal queue."""
+"""Tests of slots and of the gate for engines without an internal queue."""
 
 import asyncio
 
@@ -28,7 +28,7 @@ async def test_groups_of_an_older_version_get_the_next_slot() -> None:
 
 
 async def two_that_wait() -> tuple[Slots, list[asyncio.Future[bool]]]:
-    """Closed places, and callers "a" and "b", who say whether they were admitted."""
+    """Returns closed slots and the waiting calls "a" and "b", which return whether they were admitted."""
 
     async def work(name: str) -> bool:
         async with places.acquire(request(name, (1,))) as is_admitted:

@@ -1,4 +1,4 @@
-"""Speculative decoding: proposals, exactness of the torch engine with them, and when they are used."""
+"""Speculative decoding: proposals, exactness of the torch engine, and the switch that disables proposals."""
 
 import asyncio
 from dataclasses import replace
@@ -32,7 +32,7 @@ CONTEXTS = [(1, 2, 3, 4) * 3 + tuple(range(1, 2 + index % 5)) for index in range
 
 @pytest.fixture
 def always_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Proposes in every step, regardless of the measured times."""
+    """Enables proposals in every step, regardless of the measured times."""
     monkeypatch.setattr(SpeculationSwitch, "is_on", lambda *_: True)
 
 
@@ -45,7 +45,7 @@ async def generate_all(engine: TorchEngine, **changes: object) -> list[Generatio
 
 
 async def both(**changes: object) -> tuple[list[GenerationResult], list[GenerationResult], float]:
-    """Returns results without and with proposals, and the share of proposed tokens that were accepted."""
+    """Returns results without and with proposals, and the fraction of accepted tokens."""
     plain, drafting = make_engine(), make_engine(speculation=SPECULATION)
     async with running(plain), running(drafting):
         expected, got = (
@@ -213,7 +213,7 @@ def test_models_with_recurrent_layers_are_refused() -> None:
 def decided(
     switch: SpeculationSwitch, running: int, *, gain: float, cost: float, steps: int
 ) -> int:
-    """Returns how many of some steps had proposals, with which they take ``cost`` times as long."""
+    """Returns the number of steps with proposals, if such a step takes ``cost`` times as long as others."""
     used = 0
     for _ in range(steps):
         is_on = switch.is_on(running)
@@ -281,7 +281,7 @@ def test_tokens_after_proposals_have_the_policys_distribution() -> None:
     context = (3, 9, 14, 3, 9, 20, 7, 3)
     with torch.no_grad():
         likeliest = int(model(torch.tensor([context])).logits[0, -1].argmax())
-    # The context is followed by a likely token, which is then proposed and sometimes accepted.
+    # The likeliest token follows the first copy of the context, so it is proposed and sometimes accepted.
     context = (*context, likeliest, *context)
     engine = TorchEngine(model, max_running=num_draws, speculation=SPECULATION)
     batch, found = engine._batch, []
@@ -302,6 +302,6 @@ def test_tokens_after_proposals_have_the_policys_distribution() -> None:
         means = shares * len(drawn)
         is_frequent = means >= 5
         statistic = ((counts - means)[is_frequent] ** 2 / means[is_frequent]).sum()
-        # The mean of chi-square is its degrees of freedom, and its variance twice that.
+        # Chi-square has its degrees of freedom as mean, and twice that as variance.
         freedom = is_frequent.sum() - 1
         assert statistic < freedom + 4 * (2 * freedom) ** 0.5

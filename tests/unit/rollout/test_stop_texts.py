@@ -1,4 +1,4 @@
-"""Stop texts: plain ones, and special tokens."""
+"""Tests of plain stop texts and of special tokens as stop texts."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The torch engine: exact logprobs, versions, seeds, interruption."""
+"""Tests of the torch engine: exact logprobs, versions, seeds and interruption."""
 
 import asyncio
 import threading
@@ -35,7 +35,7 @@ from tests.helpers.engines import (
 from tests.helpers.mixtures import tiny_config
 
 CONTEXTS = [tuple(range(1, 2 + index % 7)) for index in range(20)]
-FEW_CONTEXTS = CONTEXTS[:10]  # more than run at once, and all lengths
+FEW_CONTEXTS = CONTEXTS[:10]  # exceeds the number of running requests, and has all lengths
 
 
 async def generate_all(
@@ -82,7 +82,7 @@ async def test_decoding_equals_the_forward_pass_for_every_family(
             logits = model(torch.tensor([context + result.token_ids])).logits[0]
         logprobs = torch.log_softmax(logits[len(context) - 1 : -1], dim=-1)
         expected = logprobs.gather(1, torch.tensor(result.token_ids)[:, None]).squeeze(1)
-        # Granite's attention is not scaled by the size of a head: rounding weighs more there.
+        # Granite does not scale attention by the head size, which increases rounding errors.
         torch.testing.assert_close(torch.tensor(result.logprobs), expected, atol=1e-4, rtol=1e-5)
 
 
@@ -101,7 +101,7 @@ async def test_a_seed_draws_the_same_tokens_in_any_batch() -> None:
 async def generate_together(
     engine: TorchEngine, contexts: list[tuple[int, ...]]
 ) -> list[GenerationResult]:
-    """Results of requests that are admitted in the same step."""
+    """Returns the results of requests that are admitted in the same step."""
     await engine.pause()
     asked = [
         asyncio.ensure_future(engine.generate(request(f"r{i}", context, seed=i, max_tokens=40)))
@@ -213,7 +213,7 @@ async def test_every_token_has_the_version_and_logprob_of_the_weights_that_sampl
 async def test_recurrent_states_are_those_of_the_live_weights_and_of_resumed_responses(
     family: str,
 ) -> None:
-    # Larger weights amplify the rounding of a plain forward pass beyond the tolerance.
+    # A larger initializer_range amplifies the rounding of a plain forward pass beyond the tolerance.
     config = tiny_config(family, vocab_size=VOCAB_SIZE, initializer_range=0.1)
     models = [
         build_model(config, dtype=torch.float32, device="cpu", seed=seed) for seed in range(2)
@@ -374,7 +374,7 @@ async def test_kv_limit_holds_requests_back_and_loses_none() -> None:
 
 
 async def test_rounding_up_batches_and_spans_changes_nothing(monkeypatch) -> None:
-    """Pads a batch as CUDA graphs do: rows and slots without a request."""
+    """The test pads a batch as CUDA graphs do, with rows and slots that have no request."""
     contexts = [tuple(range(1, 2 + n)) for n in range(5)]
 
     async def decode(is_rounded: bool) -> list[GenerationResult]:
@@ -407,7 +407,7 @@ async def test_contexts_that_are_stored_in_parts_give_the_same_tokens(
     )
     async with running(engine := TorchEngine(model, max_running=8)):
         whole = await generate_all(engine)
-    # Two or three queries at a time for the longest context, fewer than that for several at once.
+    # The mask allows two or three queries of the longest context at a time, and fewer of several contexts.
     monkeypatch.setattr(decoding, "_MAX_MASK", most)
     async with running(engine := TorchEngine(model, max_running=8)):
         parts = await generate_all(engine)
@@ -480,7 +480,7 @@ async def test_an_adoption_whose_caller_leaves_ends_before_the_next_token() -> N
         adopting = asyncio.create_task(receiver.adopt_weights(2, weights_of(2)))
         await until(copying.is_set)
         num_tokens = engine.stats().tokens_total
-        adopting.cancel()  # another member was lost, so the controller ends the session
+        adopting.cancel()  # as if the controller ended the session after the loss of another member
         await asyncio.sleep(0.2)
         assert engine.stats().tokens_total == num_tokens
         assert not adopted.is_set()
@@ -488,5 +488,5 @@ async def test_an_adoption_whose_caller_leaves_ends_before_the_next_token() -> N
         result = await generating
     with pytest.raises(asyncio.CancelledError):
         await adopting
-    assert adopted.is_set()  # what was ready before is not served any more
+    assert adopted.is_set()  # the previous weights are no longer served
     assert [version for version, _ in result.version_runs] == [1, 2]

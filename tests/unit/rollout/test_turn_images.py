@@ -1,4 +1,4 @@
-"""Images in messages of agents and results of tools: tokens, places, conversations, errors."""
+"""Images in agents' messages and tool results: tokens, positions, conversations and errors."""
 
 import base64
 import io
@@ -54,7 +54,7 @@ def seeing(engine: Scripted, *, recorded: Sequence[Turn] = (), **changes: Any) -
 
 
 def expanded(text: str, *, counts: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the tokens of a text with as many placeholders for each image as it has features."""
+    """Returns the tokens of a text with one placeholder for each feature of an image."""
     first, *others = text.split("<image>")
     tokens = TOKENIZER.encode(first)
     for count, rest in zip(counts, others, strict=True):
@@ -63,7 +63,7 @@ def expanded(text: str, *, counts: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def check_places(context_ids: tuple[int, ...], inputs: ModelInputs | None, count: int) -> None:
-    """Checks that each image of a request has its placeholders, and its number, and that nothing else has."""
+    """Checks that the placeholders of a request are exactly those of its images, in order."""
     assert inputs is not None
     places = inputs.tensors["image_places"].tolist()
     assert [number for number, _ in places] == list(range(count))
@@ -270,7 +270,7 @@ def called(name: str) -> str:
 
 
 async def with_tools(engine: Scripted, calls: CallPool, **tools: Any) -> Episode:
-    """Runs tools after a prompt with an image."""
+    """Runs an episode with tools and an image in its prompt."""
     rows = [{"prompt": [{"role": "user", "content": [part(url(side=32)), text("p")]}]}]
     prompts = PromptStore(data_spec(), {"train": rows}, TOKENIZER, images=reader())  # type: ignore[dict-item]
     limits = EpisodeLimits(

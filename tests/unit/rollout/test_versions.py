@@ -1,4 +1,4 @@
-"""Per-token versions: the output of a test model depends on its version."""
+"""Tests of per-token weight versions with a model whose output depends on its version."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ GROUPS = [assignment(f"g{index}", index % 2, seeds=(index, 50 + index, 9)) for i
 
 
 def check_every_token(sample: Sample) -> int:
-    """Compare each token's logprob with that of the version it claims; returns the number of versions."""
+    """Compares each logprob with that of the token's reported version; returns the number of versions."""
     tokens = tuple(sample.response_ids)
     logprobs = [value for turn in sample.turns for value in turn.logprobs]
     place = 0
@@ -32,7 +32,7 @@ def check_every_token(sample: Sample) -> int:
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 async def test_every_token_was_sampled_by_the_version_that_it_claims(seed: int) -> None:
-    """Segments of two tokens, two replicas in turn, new weights between them."""
+    """Segments have two tokens; each attempt uses a new replica, and every second one new weights."""
     groups = [replace(group, seeds=tuple(100 * seed + s for s in group.seeds)) for group in GROUPS]
     cache = MemoryCache()
     published: dict[str, list[Sample]] = {}

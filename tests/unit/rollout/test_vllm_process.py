@@ -1,4 +1,4 @@
-"""vLLM's processes on a GPU end with their rollout, so that the next rollout finds the memory free."""
+"""Tests that vLLM's processes end with their rollout, so that they free the GPU memory for the next one."""
 
 import os
 import subprocess

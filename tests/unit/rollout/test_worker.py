@@ -1,4 +1,4 @@
-"""Tests for the process of a rollout."""
+"""Tests of the process of a rollout."""
 
 import pytest
 

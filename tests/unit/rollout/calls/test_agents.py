@@ -1,4 +1,4 @@
-"""Agents in processes: answers, and processes that an agent forks."""
+"""Agents in child processes: return values, and processes that an agent forks."""
 
 import asyncio
 from pathlib import Path
@@ -48,7 +48,7 @@ async def test_an_agent_that_ends_its_process_or_task_fails_its_episode_only(
 ) -> None:
     (tmp_path / "agents.py").write_text(AGENTS)
     async with agent_runner(f"{tmp_path}/agents.py:{name}", 1, AddressPolicy()) as runner:
-        for _ in range(2):  # the process is still there
+        for _ in range(2):  # the second call shows that the process is still alive
             async with asyncio.timeout(60):
                 with pytest.raises(CallError) as failed:
                     await runner.run({"number": 1})

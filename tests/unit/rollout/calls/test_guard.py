@@ -1,4 +1,4 @@
-"""Services for rollouts on other hosts reject unknown callers."""
+"""Tests that services for rollouts on other hosts reject unauthenticated requests."""
 
 import argparse
 import asyncio
@@ -58,7 +58,7 @@ async def test_a_body_that_a_disconnect_cuts_off_is_not_served():
 
 
 class Endless(httpx.AsyncByteStream):
-    """A body whose size is not stated."""
+    """Request body of 64,000 bytes without a Content-Length that counts the chunks read."""
 
     def __init__(self) -> None:
         self.num_read = 0
@@ -119,7 +119,7 @@ async def test_nothing_is_served_to_others_without_a_token(tmp_path: Path) -> No
 
 
 class Echo:
-    """Returns the request."""
+    """Environment that returns the task and each message unchanged."""
 
     def reset(self, task: object, *, seed: int) -> str:
         return f"{task}"

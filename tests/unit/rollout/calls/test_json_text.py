@@ -1,4 +1,4 @@
-"""Values of rows that JSON lacks, as user code receives them."""
+"""Conversion of row values that JSON cannot represent to the values that user code receives."""
 
 import datetime
 import json

@@ -1,4 +1,4 @@
-"""Rewards in worker processes: typed failures, deadlines, replacement."""
+"""Rewards in worker processes: typed failures, deadlines, and replacement of processes."""
 
 import asyncio
 import time
@@ -90,7 +90,7 @@ async def test_calls_of_a_process_share_an_event_loop(tmp_path: Path) -> None:
     file = tmp_path / "client.py"
     file.write_text(
         "import asyncio\n"
-        "loops = []\n"  # as a client's open connections would
+        "loops = []\n"  # like a client's open connections, which belong to one event loop
         "async def same(*args):\n"
         "    loops.append(asyncio.get_running_loop())\n"
         "    return loops[0] is loops[-1] and not loops[0].is_closed()\n"

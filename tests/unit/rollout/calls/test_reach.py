@@ -1,4 +1,4 @@
-"""Reward services are public or allowed by the installation; connections use the checked address."""
+"""Tests that reward services must be public or allowed, and that connections use the checked address."""
 
 import asyncio
 import gzip
@@ -105,7 +105,7 @@ async def test_a_huge_answer_is_not_read():
 
 
 class Bytes(httpx.AsyncByteStream):
-    """Returns a service's response unchanged."""
+    """Response body that counts the chunks read."""
 
     def __init__(self, content: bytes) -> None:
         self.content, self.num_read = content, 0

@@ -1,4 +1,4 @@
-"""A name that is public when it is checked and private afterwards: connections go to the checked address."""
+"""Tests that DNS rebinding fails: connections use the checked address if a name turns private later."""
 
 import asyncio
 import socket
@@ -83,6 +83,6 @@ async def test_the_connection_is_made_to_the_address_that_was_checked(connect, m
         with suppress(BusyError, CallError, GroupError, outside.httpx.TransportError):
             await connect(port)
         with suppress(BusyError, CallError, GroupError, outside.httpx.TransportError):
-            await connect(port)  # the name is private by now
+            await connect(port)  # the name now resolves to the private address
     assert connections[PUBLIC] > 0
     assert connections[PRIVATE] == 0

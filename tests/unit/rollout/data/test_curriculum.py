@@ -1,4 +1,4 @@
-"""The user's function of a curriculum: its arguments and the meaning of its results."""
+"""User function of a curriculum: its arguments, and the effect of its results."""
 
 from pathlib import Path
 from textwrap import dedent
@@ -21,7 +21,7 @@ NEW = PromptHistory(step=4, tries=0, mean_reward=0.0)
 
 
 async def answers(folder: Path, row: dict[str, int], tried: PromptHistory, given: object) -> str:
-    """Reason of the failure, and its message; nothing if the prompt is wanted."""
+    """Returns reason and message of the failure, or an empty string if the function accepts the prompt."""
     (folder / "mine.py").write_text(dedent(MINE))
     spec = CurriculumSpec(function=f"{folder}/mine.py:wants", arguments={"answers": given})
     async with CallPool(1) as calls:

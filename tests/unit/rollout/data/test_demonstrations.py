@@ -1,4 +1,4 @@
-"""Rows that bring their own answers: exactly the assistant's tokens train, or the row is refused."""
+"""Tests of rows with answers: exactly the assistant's tokens train, or the row is refused."""
 
 import json
 from typing import Any
@@ -12,7 +12,7 @@ from services.rollout.data.demonstrations import Demonstration, of_chat
 from services.rollout.data.prompts import PromptStore
 from services.rollout.failures import GroupError
 
-# The same conversations, with and without marks of what the assistant says.
+# PLAIN and MARKED render the same text; MARKED marks the assistant's tokens with {% generation %}.
 PLAIN = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}"
     "{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
@@ -22,7 +22,7 @@ MARKED = (
     "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{{ '\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
-# Thoughts are left out of all answers but the last.
+# Drops the reasoning of all answers except the last.
 FORGETFUL = (
     "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' and not loop.last %}"
     "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}<eos>{{ '\\n' }}"
@@ -45,7 +45,7 @@ def tokenizer(template: str | None = None) -> Tokenizer:
 
 
 def parts(shown: Demonstration, template: str | None = None) -> list[tuple[str, bool]]:
-    """The prompt and all stretches as text, ends included, with whether they train."""
+    """Returns the text of the prompt and of each segment, end tokens included, and whether it trains."""
     decode = tokenizer(template)._inner.decode
     stretches = [(decode(list(s.token_ids)), s.is_answer) for s in shown.stretches]
     return [(decode(list(shown.prompt_ids)), False), *stretches]

@@ -1,4 +1,4 @@
-"""Filters select rows; filters that cannot be applied are reported."""
+"""Filters on rows: selection, and errors of filters that cannot be applied."""
 
 import json
 from pathlib import Path

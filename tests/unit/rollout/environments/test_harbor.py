@@ -1,4 +1,4 @@
-"""Tasks of Harbor in the sandboxes of their episodes."""
+"""Harbor tasks, each in the sandbox of its episode."""
 
 import json
 from contextlib import asynccontextmanager
@@ -65,7 +65,7 @@ def call(command):
 
 @asynccontextmanager
 async def played(root):
-    """Yields the environment of the only task in a folder, in a sandbox, after its reset."""
+    """Yields the environment of a folder's only task, after its reset in a sandbox."""
     (row,) = tasks(str(root))
     spec = SandboxSpec(image=str(root), image_column="files", folders=("/app", "/tests", "/logs"))
     service = SandboxService(SandboxPool(spec))
@@ -85,7 +85,7 @@ async def test_a_task_runs_unchanged_and_its_tests_write_the_reward(tmp_path) ->
         said = seen["messages"][0]
         assert said["tool_call_id"] == "1"
         assert said["content"].startswith("/app\nDockerfile\ncalc.py\n")
-        assert "EXPECTED" not in said["content"]  # the tests come later
+        assert "EXPECTED" not in said["content"]  # the tests are copied into the sandbox later
         assert said["content"].endswith("(status 1)")
         seen = await environment.step(call(solution))
         assert "done" not in seen

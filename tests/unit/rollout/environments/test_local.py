@@ -1,4 +1,4 @@
-"""Environments in child processes: processes that an environment forks."""
+"""Tests of processes that an environment in a child process forks."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The tool of `examples/looking`."""
+"""Tests of the tool of `examples/looking`."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ def said(text: str) -> dict[str, str]:
 
 
 def shown(seed: int) -> Any:
-    """Returns the picture of a seed, and its episode."""
+    """Returns the picture that the tool shows for a seed, and the episode."""
     episode = LOOKING()
     assert episode.reset({}, seed=seed) == {"messages": "?"}
     (message,) = episode.step(said("l"))["messages"]

@@ -1,4 +1,4 @@
-"""A server of OpenEnv's own package, unchanged, shapes episodes."""
+"""Tests of episodes with an unmodified server of the OpenEnv package."""
 
 import asyncio
 import socket
@@ -51,7 +51,7 @@ def openenv_app(*, most: int = 4) -> Any:
 
 @asynccontextmanager
 async def serving(app: Any, port: int = 0) -> AsyncIterator[int]:
-    """Serves an application with WebSockets, as its own package does; yields the port."""
+    """Serves an application with uvicorn, as the OpenEnv package does, and yields the port."""
     with socket.create_server(("127.0.0.1", port)) as listener:
         server = uvicorn.Server(uvicorn.Config(app, log_config=None))
         task = asyncio.ensure_future(server.serve([listener]))

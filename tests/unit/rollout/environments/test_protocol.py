@@ -1,4 +1,4 @@
-"""The environment protocol: requests, responses, and invalid ones."""
+"""Environment protocol: valid and invalid requests and responses."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ HERE = AddressPolicy({"127.0.0.1"})
 
 
 class Counting:
-    """Counts messages; done after three steps."""
+    """Environment that counts messages and is done after three steps."""
 
     made = 0
 

@@ -1,4 +1,4 @@
-"""The game of `examples/search`."""
+"""Tests of the game of `examples/search`."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ EXAMPLE = Path(__file__).parents[4] / "examples" / "search"
 
 
 def play(policy: Any, *, seed: int) -> tuple[float, int]:
-    """Reward of a game, and its moves."""
+    """Plays a game and returns its reward and number of moves."""
     game = load_callable(f"{EXAMPLE / 'search.py'}:Search")()
     seen, earned, moves = game.reset({"index": 0}, seed=seed), 0.0, 0
     while not seen.get("done"):

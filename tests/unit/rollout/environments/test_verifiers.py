@@ -1,4 +1,4 @@
-"""An environment of `verifiers`, unchanged, plays with the policy over the agents' endpoint."""
+"""Tests of an unmodified `verifiers` environment that calls the policy over the agents' endpoint."""
 
 import sys
 from pathlib import Path
@@ -12,7 +12,7 @@ from services.rollout.openai.endpoint import Endpoint
 from services.rollout.rewards.terms import earned_terms, weighted_score
 from tests.helpers.served_episode import Scripted, make_episode
 
-# Loading it takes six seconds of processor time.
+# The import of verifiers takes six seconds of CPU time.
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(180)]
 
 TASKSET = """

@@ -1,4 +1,4 @@
-"""Episodes in environments: their tokens, their rewards, their ends."""
+"""Episodes in environments: tokens, rewards, and reasons to end."""
 
 from pathlib import Path
 from typing import Any
@@ -103,7 +103,7 @@ async def test_only_the_policys_tokens_train(
     episode = await play(games, Scripted(["1", "7"]))
     assert texts(episode) == [(False, "guess"), (True, "1"), (False, " no "), (True, "7")]
     assert episode.prompt_ids == tuple(TOKENIZER.encode("guess"))
-    assert num_sampled(episode.response_turns) == 4  # two digits, two ends
+    assert num_sampled(episode.response_turns) == 4  # two digits and two end tokens
     spec = RewardSpec.model_validate(
         {"name": "environment", "terms": {"tries": {"weight": 0.5}, "never_named": {}}}
     )

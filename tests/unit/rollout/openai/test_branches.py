@@ -26,7 +26,7 @@ Act = Callable[[Any], Any]
 
 
 def shown(conversations: Any) -> list[str]:
-    """Texts of conversations; what trains is in brackets."""
+    """Returns the texts of conversations, with sampled turns in brackets."""
     return [
         "".join(
             f"[{TOKENIZER.decode(turn.token_ids)}]"
@@ -39,7 +39,7 @@ def shown(conversations: Any) -> list[str]:
 
 
 async def branch(client: Any) -> None:
-    """A first reply, two continuations of it, and an independent question."""
+    """Requests a reply, two continuations of it, and an independent question."""
     first = (await chat(client, user("x")))["choices"][0]["message"]
     await chat(client, user("helper"))
     await chat(client, user("x"), first, user("y"))
@@ -70,7 +70,8 @@ async def test_the_last_conversation_trains_unless_more_is_asked_for() -> None:
     assert shown(trained_once(episode.sequences)) == [
         "user: x\nassistant: [a]\nuser: z\nassistant: [c]"
     ]
-    assert metrics.UNUSED_AGENT_TOKENS._value.get() - before == 4  # "h" and "b" with their ends
+    # "h" and "b" with their end tokens
+    assert metrics.UNUSED_AGENT_TOKENS._value.get() - before == 4
 
 
 async def test_every_choice_is_a_branch() -> None:
@@ -140,7 +141,7 @@ async def test_two_interruptions_in_a_row_lose_nothing() -> None:
     again = make_episode(Scripted([]), recorded=first.recorded({}))
     async with client_of(again) as client:
         await chat(client, user("x"))
-    # It was stopped before it had asked for the others.
+    # The second attempt was interrupted before it requested the other replies.
     assert again.recorded({}) == first.recorded({})
 
 

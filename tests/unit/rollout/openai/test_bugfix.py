@@ -1,4 +1,4 @@
-"""The agent of `examples/bugfix` and its sandbox."""
+"""Tests of the agent of `examples/bugfix` and its sandbox."""
 
 from dataclasses import replace
 from pathlib import Path

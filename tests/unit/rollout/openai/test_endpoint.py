@@ -1,4 +1,4 @@
-"""The HTTP endpoint: keys, errors, streams."""
+"""HTTP endpoint of agents: API keys, errors and streams."""
 
 import asyncio
 import json
@@ -170,7 +170,7 @@ async def test_streams_are_server_sent_events_that_add_up_to_the_reply():
 
 
 class Slow:
-    """Generates a token on each release of a semaphore."""
+    """Fake engine that generates a token on each release of a semaphore."""
 
     def __init__(self, line, *, fails_at=None):
         self.tokens = (*TOKENIZER.encode(line), TOKENIZER.eos_id)
@@ -193,7 +193,7 @@ class Slow:
 
 @asynccontextmanager
 async def streamed(engine, **body):
-    """Opens a stream over a socket; yields its status and its events, one by one."""
+    """Opens a stream over a socket, and yields the response, an iterator of its lines, and the episode."""
     episode = make_episode(engine)
     async with (
         Endpoint.serve("127.0.0.1:0", host="127.0.0.1", temperature=1.0) as endpoint,
@@ -221,7 +221,7 @@ async def test_a_stream_sends_each_token_while_the_next_one_is_not_made_yet():
             if choice.get("logprobs"):
                 seen.append(choice["delta"]["content"])
                 logprobs += [item["logprob"] for item in choice["logprobs"]["content"]]
-                engine.go.release()  # only now may the next token be made
+                engine.go.release()  # permits the next token
     assert seen == ["h", "", "é", "", "¶", ""]
     assert logprobs == [-0.0, -1.0, -2.0, -3.0, -4.0, -5.0]
     assert choice["finish_reason"] == "stop"

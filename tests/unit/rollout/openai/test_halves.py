@@ -1,4 +1,4 @@
-"""The helpers and their parent of `examples/halves`."""
+"""Tests of the parent agent and its helpers of `examples/halves`."""
 
 import asyncio
 from dataclasses import replace
@@ -17,7 +17,7 @@ EXAMPLE = Path(__file__).parents[4] / "examples" / "halves"
 
 
 class Largest:
-    """Names the largest digit that it is shown."""
+    """Fake engine that answers with the largest digit of the request."""
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         shown = TOKENIZER.decode(request.context_ids).partition("user: ")[2].partition("=")[0]

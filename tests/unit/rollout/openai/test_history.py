@@ -1,4 +1,4 @@
-"""The history of a chat keeps or leaves out reasoning as the chat template does."""
+"""Tests that the chat history keeps or drops reasoning as the chat template does."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from services.rollout.openai.record import EpisodeRecord
 from services.rollout.openai.requests import ChatRequest, Message
 from tests.helpers.served_episode import Scripted, make_episode
 
-# As Qwen3's: reasoning is rendered after the last question only, so within the calls that answer it.
+# Like Qwen3's template: it renders reasoning only after the last question, in the tool calls that answer it.
 TEMPLATE = """
 {%- set last = namespace(question=0) -%}
 {%- for m in messages -%}
@@ -32,7 +32,7 @@ def tokenizer():
 
 
 async def play(tokenizer, asked, **options):
-    """Asks each of the messages after the replies so far; returns the episode and the engine's contexts."""
+    """Sends the messages one by one with the history, and returns the episode and the engine's contexts."""
     engine = Scripted([f"<think>r{number}</think>a{number}" for number in range(len(asked))])
     episode = make_episode(engine)
     episode.tokenizer = tokenizer
@@ -43,7 +43,7 @@ async def play(tokenizer, asked, **options):
         request = ChatRequest(model="policy", messages=tuple(messages))
         (choice,) = (await record.chat(request)).choices
         assert choice.message.reasoning_content.startswith("r")
-        # Most agents do not send the reasoning back.
+        # Most agents do not send reasoning back.
         messages.append(choice.message.model_copy(update={"reasoning_content": None}))
     return episode, [tokenizer.decode(request.context_ids) for request in engine.requests]
 

@@ -1,4 +1,4 @@
-"""The official clients of OpenAI and Anthropic, unchanged, over each protocol that the endpoint speaks."""
+"""Tests of each protocol of the endpoint with the unmodified clients of OpenAI and Anthropic."""
 
 import json
 from collections.abc import AsyncIterator
@@ -41,7 +41,7 @@ def _sampled(episode: Any) -> list[str]:
 
 
 def _is_whole(engine: Scripted, episode: Any) -> bool:
-    """Returns True if each request continued the tokens of the ones before."""
+    """Returns True if the last request ends with the tokens of all earlier turns."""
     turns = episode.turns[: 1 + max(at for at, turn in enumerate(episode.turns) if turn.is_sampled)]
     tokens = [token for turn in turns[:-1] for token in turn.token_ids]
     return list(engine.requests[-1].context_ids)[-len(tokens) :] == tokens

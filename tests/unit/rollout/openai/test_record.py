@@ -1,4 +1,4 @@
-"""Records have the exact tokens of each conversation."""
+"""Tests that the record of an episode has the exact tokens of each conversation."""
 
 import json
 
@@ -45,7 +45,7 @@ async def test_a_continued_chat_keeps_the_recorded_tokens():
 
 async def test_recorded_tokens_are_kept_if_encoding_again_would_differ():
     class Odd(Scripted):
-        """Generates "ab" with a token between that decoding drops."""
+        """Fake engine that generates "ab" with a token in between that decoding drops."""
 
         async def generate(self, request):
             result = await super().generate(request)

@@ -1,4 +1,4 @@
-"""A record of an episode equals the engine's response to the same requests."""
+"""Tests that the record of an episode equals the engine's responses to the same requests."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ TOKENIZER = load_tokenizer(
 
 
 class Kept:
-    """An engine whose requests are kept."""
+    """Engine wrapper that records requests."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner

@@ -1,4 +1,4 @@
-"""Built-in rewards."""
+"""Tests of the built-in rewards."""
 
 import json
 import math
@@ -39,7 +39,7 @@ def test_an_answer_that_no_response_equals_is_a_failure(reward: Any, answer: obj
 
 
 def test_the_processes_of_rewards_that_compare_answers_do_not_import_the_specification() -> None:
-    """Each replica starts several of these processes, and so does each check of a specification."""
+    """Each replica and each check of a specification starts several of these processes."""
     code = "import sys, services.rollout.rewards.answers\nprint('pydantic' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
@@ -71,7 +71,7 @@ def test_latex_answers_are_compared_by_value() -> None:
 
 @pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.nightly)])
 def test_answers_in_the_styles_of_public_data_sets_score_1_and_wrong_ones_0(every: int) -> None:
-    """335 answers as in MATH-500, AIME, GSM8K and OlympiadBench; on each commit, every eighth of them."""
+    """335 answers in the styles of MATH-500, AIME, GSM8K and OlympiadBench, of which a commit tests 1/8."""
     rows = json.loads(Path(__file__).with_name("math_answers.json").read_text())
     misjudged = [
         (row["gold"], response, kind)
@@ -123,8 +123,9 @@ def test_an_answer_without_an_expression_is_a_failure_not_a_zero() -> None:
 @pytest.mark.parametrize(
     ("task", "arguments"),
     [
-        ("word_ladder", {"min_word_length": 5, "max_word_length": 5}),  # its verifier needs them
-        ("rearc", {}),  # compares tuples, which JSON does not have
+        # the verifier needs these arguments
+        ("word_ladder", {"min_word_length": 5, "max_word_length": 5}),
+        ("rearc", {}),  # the verifier compares tuples, which JSON cannot represent
         ("arc_agi", {}),
     ],
 )

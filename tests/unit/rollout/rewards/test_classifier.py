@@ -1,4 +1,4 @@
-"""A sequence classifier as a reward service: its scores are those of transformers, in any batch."""
+"""Tests that a sequence classifier as reward service returns the scores of transformers in any batch."""
 
 import asyncio
 import re
@@ -23,7 +23,7 @@ TEXTS = ["a", "bcd", "a longer answer than the others", "z" * 40]
 
 
 def made(folder: Path, *, num_labels: int) -> str:
-    """A small classifier with random weights, as a folder."""
+    """Saves a small classifier with random weights to a folder, and returns the path."""
     load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m", tokenizer="bytes")).save(folder)
     torch.manual_seed(0)
     config = AutoConfig.for_model(
@@ -48,7 +48,7 @@ def given(response: str, prompt: str = "p") -> RewardInput:
 
 
 async def asked(classifier: Classifier, *texts: str) -> list[Any]:
-    """Scores, or what went wrong."""
+    """Returns the score of each text, or the exception."""
     service = ClassifierService(classifier)
     async with serve_http("127.0.0.1:0", service.app()) as port, asyncio.TaskGroup() as tasks:
         scoring = tasks.create_task(service.run())

@@ -1,4 +1,4 @@
-"""Programs in the sandbox."""
+"""Tests of rewards that run programs in the sandbox."""
 
 import os
 import resource
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not seccomp.is_supported(), reason="needs Linux"
 
 @pytest.fixture(params=["bubblewrap", "alone"], autouse=True)
 def isolation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Runs each test with the host's sandbox and with ours alone."""
+    """Runs each test once with bubblewrap and once only with Slipstream's own confinement."""
     if request.param == "alone":
         monkeypatch.setattr(bubblewrap, "is_usable", lambda: False)
     elif not bubblewrap.is_usable():
@@ -33,7 +33,7 @@ def score(response: str, answer: object = "assert True", **changes: object) -> f
 
 
 def printed(*parts: str) -> str | None:
-    """Returns what a program prints; None if it fails."""
+    """Returns the output of a program, or None if it fails."""
     return run_python(parts, "", Limits(seconds=20, memory_bytes=1 << 29))
 
 
@@ -222,7 +222,7 @@ def test_escapes_are_denied(tmp_path: Path, isolation: str) -> None:
         "lambda: ctypes.CDLL(None, use_errno=True).mount(b'x', b'.', b'tmpfs', 0, None) and fail()",
         "lambda: ctypes.CDLL(None, use_errno=True).shmget(1, 1, 0o666) == -1 and fail()",
     ]
-    # Inside bubblewrap the files of the user do not exist, and the system's cannot be written.
+    # In bubblewrap the user's files do not exist, and system files are read-only.
     errors = (1, 13, 18, 2, 30) if isolation == "bubblewrap" else (1, 13, 18)
     calls = [escape.format(secret=secret, folder=tmp_path) for escape in escapes]
     assert printed(ESCAPES.format(escapes=calls, errors=errors)) == ""

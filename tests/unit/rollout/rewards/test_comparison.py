@@ -1,4 +1,4 @@
-"""Rewards that see the whole group, or two responses of it at a time."""
+"""Rewards that compare the responses of a group, all at once or in pairs."""
 
 import time
 from pathlib import Path

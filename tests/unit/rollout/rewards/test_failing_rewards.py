@@ -1,4 +1,4 @@
-"""Groups whose rewards fail: no score that was not earned, no wait beyond the deadline."""
+"""Tests that failed rewards produce no score, and that no group waits beyond the deadline."""
 
 import time
 from pathlib import Path
@@ -86,7 +86,7 @@ async def test_a_reward_that_sleeps_for_ever_costs_no_more_than_its_deadline(rew
         await outcome.wait_for(6)
         seconds = time.monotonic() - began
     assert len(outcome.published) == 6
-    # The rest is the start of another process, not a second wait; far below the sleep.
+    # The bound includes the start of another process, but no second wait, and is far below the sleep.
     assert seconds < 30
 
 
@@ -95,7 +95,7 @@ async def test_a_reward_that_sleeps_for_ever_costs_no_more_than_its_deadline(rew
     [
         pytest.param(10**400, id="huge"),
         pytest.param(-(10**400), id="negative"),
-        # Python refuses to write it as digits.
+        # Python refuses to convert this integer to decimal digits.
         pytest.param(10**5000, id="unwritable"),
         *(1e308, float("inf"), "1", None, [1.0], {"score": "1"}),
     ],

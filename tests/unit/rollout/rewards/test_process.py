@@ -1,4 +1,4 @@
-"""Rewards per turn and per token: their positions, and invalid ones."""
+"""Rewards per turn and per token: positions, and invalid values."""
 
 from pathlib import Path
 from typing import Any
@@ -100,7 +100,7 @@ def test_a_score_that_waits_in_the_cache_keeps_its_tokens() -> None:
 
 
 class Twice:
-    """Two turns with something between them."""
+    """Workflow with two sampled turns and an observation between them."""
 
     async def run(self, episode: Episode) -> None:
         async def told() -> str:

@@ -1,4 +1,4 @@
-"""Rewards from a service."""
+"""Tests of rewards from a service over HTTP or gRPC."""
 
 import asyncio
 from collections.abc import Callable
@@ -90,7 +90,7 @@ async def test_a_service_that_keeps_failing_is_left_alone_for_a_while() -> None:
 
 
 class Judge(reward_pb2_grpc.RewardServiceServicer):
-    """Busy at first; then scores, or refuses a response that is empty."""
+    """Reward service that refuses the first request as busy and every empty response as invalid."""
 
     def __init__(self) -> None:
         self.requests: list[pb.ScoreResponseRequest] = []

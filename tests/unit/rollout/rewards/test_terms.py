@@ -1,4 +1,4 @@
-"""Rewards that give several named terms."""
+"""Rewards with several named terms."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""The admission limit adapts to the engine's load."""
+"""Tests that the admission limit adapts to the engine's load."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""A dead engine is found; a busy or idle one is left alone."""
+"""Tests that the watch detects a dead engine, and does not report a busy or idle one."""
 
 from dataclasses import replace
 

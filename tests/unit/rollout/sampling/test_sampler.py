@@ -1,4 +1,4 @@
-"""Groups: concurrency, failures, regeneration, cancellation."""
+"""Sampling of groups: concurrency, failures, regeneration and cancellation."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
@@ -40,7 +40,7 @@ ROWS = [{"prompt": text, "answer": "x"} for text in ("12=", "345=", "", "6" * 40
 
 
 class Outcome:
-    """Takes what the sampler hands out."""
+    """Fake publisher that collects finished and failed groups."""
 
     def __init__(self) -> None:
         self.published: dict[str, list[Sample]] = {}
@@ -64,7 +64,7 @@ class Outcome:
 
 
 class MemoryCache:
-    """Progress in this process, as tensors."""
+    """Progress cache in memory."""
 
     def __init__(self) -> None:
         self.rows: dict[tuple[str, int], dict[str, Tensor]] = {}
@@ -89,7 +89,7 @@ class MemoryCache:
 
 
 class ScoreBy:
-    """A reward made of a function."""
+    """Scorer that calls a function."""
 
     def __init__(self, function: Callable[[RewardInput], float]) -> None:
         self.function = function
@@ -443,7 +443,7 @@ async def test_storing_after_updates_takes_a_small_part_of_the_time_only() -> No
             sampler.checkpoint_soon()
             await until(lambda: cache.saves == 1)
         assert cache.saves == 1
-        sampler._next_checkpoint = 0.0  # later
+        sampler._next_checkpoint = 0.0  # makes the next checkpoint due
         sampler.checkpoint_soon()
         await until(lambda: cache.saves == 2)
 
@@ -520,7 +520,7 @@ async def test_an_interruption_whose_caller_leaves_still_returns_the_groups() ->
         call = servicer.InterruptGroups(pb.InterruptGroupsRequest(), None)  # type: ignore[arg-type]
         interrupting = asyncio.create_task(call)
         await cache.saving.wait()
-        interrupting.cancel()  # the controller has died
+        interrupting.cancel()  # as if the controller died
         cache.may_save.set()
         async with asyncio.timeout(10):
             await outcome.wait_for(1)

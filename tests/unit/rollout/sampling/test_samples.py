@@ -1,4 +1,4 @@
-"""Final answers of responses, by the user's pattern."""
+"""Extraction of final answers from responses with the user's pattern."""
 
 import pytest
 

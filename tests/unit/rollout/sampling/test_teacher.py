@@ -1,4 +1,4 @@
-"""What a served teacher returns equals what the trainer computes from the same teacher."""
+"""Tests that a served teacher returns the same values as the trainer computes from that teacher."""
 
 import json
 from collections.abc import Callable
@@ -66,7 +66,7 @@ def _prompt(**changes: Any) -> Prompt:
 
 
 def _logprobs(ids: list[int]) -> torch.Tensor:
-    """``[L - 1, V]`` logprobs of a plain forward pass."""
+    """Returns the ``[L - 1, V]`` logprobs of a plain forward pass."""
     model = policy_of(_spec(), scale=1.5).model
     model.set_attn_implementation("eager")
     with torch.no_grad():
@@ -74,7 +74,7 @@ def _logprobs(ids: list[int]) -> torch.Tensor:
 
 
 def _vllm(request: dict[str, Any]) -> dict[str, Any]:
-    """``prompt_logprobs`` of vLLM: the most likely tokens, and the token itself with its rank."""
+    """Returns vLLM's ``prompt_logprobs``: the most likely tokens, and the prompt's token with its rank."""
     ids, entries = request["prompt"], [None]
     for token, row in zip(ids[1:], _logprobs(ids), strict=True):
         order = row.argsort(descending=True).tolist()
@@ -156,7 +156,7 @@ async def test_a_teacher_with_its_own_prompt_sees_it() -> None:
 
 
 async def test_a_teacher_sees_the_best_other_response_of_the_group() -> None:
-    """A response without a good other one has no teacher, and the server is not asked for it."""
+    """The server gets no request for a response without another good response in its group."""
     spec = spec_of(
         teacher={"path": "policy", "demonstration": "e{response}e"},
         algorithm={"loss": "distill"},

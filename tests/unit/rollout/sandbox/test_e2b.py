@@ -1,4 +1,4 @@
-"""Sandboxes hosted by E2B, with its SDK against a stub of its API."""
+"""Sandboxes hosted by E2B, tested with its SDK and a stub of its API."""
 
 import asyncio
 import os
@@ -27,7 +27,7 @@ KEY = "e2b_0123456789abcdef"
 
 
 class Hosted(process_connect.Process):
-    """E2B's API, and the one sandbox that it has room for, whose home is a folder of this host."""
+    """Stub of E2B's API with room for one sandbox, whose home is a folder of this host."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -103,7 +103,7 @@ class Hosted(process_connect.Process):
         return JSONResponse([{"name": path.name, "path": str(path), "type": "file"}])
 
     async def start(self, request, ctx):
-        """Runs a process, as envd does."""
+        """Runs a process as envd does."""
         del ctx
         process = await asyncio.create_subprocess_exec(
             request.process.cmd,

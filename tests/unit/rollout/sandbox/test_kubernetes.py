@@ -1,4 +1,4 @@
-"""Sandboxes in pods, against a stub of the Kubernetes API."""
+"""Sandboxes in pods, tested with a stub of the Kubernetes API."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -74,11 +74,12 @@ async def test_a_pod_ends_with_its_connection_and_the_next_rollout_deletes_it(tm
     async with pool_of_pods(tmp_path) as (pool, api):
         async with asyncio.timeout(30):
             async with pool.open({}) as box:
-                await box._sandbox._connection.close()  # as the kernel does for a killed process
+                # the kernel closes the connection of a killed process
+                await box._sandbox._connection.close()
                 (pod,) = api.pods.values()
                 async with api.changed:
                     await api.changed.wait_for(lambda: pod["status"]["phase"] == "Succeeded")
-                box._sandbox._has_ended = True  # nor does it delete the pod
+                box._sandbox._has_ended = True  # and a killed process does not delete its pod
         assert api.pods
         await pool.prepare()
         assert not api.pods

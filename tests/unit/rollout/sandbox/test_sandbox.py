@@ -1,4 +1,4 @@
-"""Sandboxes of episodes with bubblewrap, their limits and their service."""
+"""Sandboxes of episodes with bubblewrap: commands, limits and the service."""
 
 import asyncio
 import inspect
@@ -38,7 +38,7 @@ async def test_commands_share_files_and_processes_until_the_episode_ends() -> No
         assert (await box.run("pwd; echo one > file; (sleep 60 &) ; echo $((6*7)) >&2")).text == (
             "/sandbox\n42\n"
         )
-        # A process has its name after its shell has replaced itself.
+        # A process is listed as sleep only after the shell's fork has called exec.
         found = await box.run("cat file; until ps -e -o comm= | grep sleep; do :; done; exit 3")
         assert (found.text, found.exit_status, found.limit) == ("one\nsleep\n", 3, "")
         assert (await box.run("cat", stdin=b"given")).text == "given"
@@ -103,10 +103,10 @@ for _ in range(3000):
 async def test_the_kernel_bounds_processes_until_the_limit_stops_them() -> None:
     async with sandbox() as box:
         await box.run(f"{sys.executable} -S -c {shlex.quote(FORKS)}")
-        # They hold all processes that the kernel allows, but none of the next command's.
+        # The forks occupy the kernel's process limit, but the next command has its own.
         assert (await box.run("echo on | cat")).text == "on\n"
         assert 8 <= len(await box.read("forks")) <= 8 + 256
-        # Its processes end if they cannot start others, maybe before anything stops them.
+        # Processes of a fork bomb exit if they cannot fork, possibly before the limit kills them.
         assert (await box.run("f(){ f|f& };f; sleep 60", timeout_s=2)).exit_status in (2, 137)
         assert (await box.run("echo on")).text == "on\n"
 

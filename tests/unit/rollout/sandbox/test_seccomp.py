@@ -1,4 +1,4 @@
-"""The filter of system calls."""
+"""Tests of the seccomp filter of system calls."""
 
 import re
 import struct
@@ -38,7 +38,7 @@ def numbers_of_the_kernel(machine: str) -> dict[str, int]:
         pytest.skip(f"needs the kernel's headers for {machine} (Debian: linux-libc-dev)")
     found = re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)$", header.read_text(), re.MULTILINE)
     numbers = {name: int(number) for name, number in found}
-    # The generic header names it by what it is on 32 bits.
+    # The generic header uses the 32-bit name fstatat.
     return {"newfstatat": numbers.get("fstatat", -1), **numbers}
 
 
@@ -94,7 +94,7 @@ def answer(
     architecture: int | None = None,
     build=seccomp.build_filter,
 ) -> int:
-    """Returns the kernel's action: a small interpreter of the filter's instructions."""
+    """Interprets the filter's instructions and returns the kernel's action for a system call."""
     data = struct.pack(
         "IIQ6Q",
         number,

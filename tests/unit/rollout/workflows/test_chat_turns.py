@@ -1,4 +1,4 @@
-"""Results of tools by chat templates in the styles of public models."""
+"""Tests of tool results rendered with chat templates in the styles of public models."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -109,7 +109,7 @@ SPECIAL = (
 
 
 def made(template: str, *, ends: Sequence[str]) -> Tokenizer:
-    """A tokenizer of bytes with a template, and the special tokens that end its turns."""
+    """Returns a byte tokenizer with a chat template and the special tokens that end a turn."""
     inner = PreTrainedTokenizerFast(
         tokenizer_object=make_builtin_tokenizer("bytes"),
         pad_token=PAD,
@@ -167,7 +167,7 @@ def test_results_are_rendered_and_the_next_turn_opened_as_the_template_does(
         (end_id,) = tokenizer.encode(end)
         ids = tool_result_ids(tokenizer, [USER], chat, last_id=end_id)
         assert ids == tokenizer.encode(expected)
-    # A reply that a limit or a stop text ended is closed first.
+    # A reply that was ended by a limit or a stop text gets an end token first.
     ids = tool_result_ids(tokenizer, [USER], chat, last_id=tokenizer.encode("x")[0])
     assert ids == tokenizer.encode(ends[0] + expected)
 

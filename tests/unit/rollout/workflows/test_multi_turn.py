@@ -1,4 +1,4 @@
-"""Turns with tools."""
+"""Tests of multi-turn episodes with tools."""
 
 import asyncio
 import json
@@ -56,7 +56,7 @@ for line in sys.stdin:
 
 
 class Scripted:
-    """An engine that says given lines; ``cut`` aborts its n-th request after three tokens."""
+    """Fake engine that generates given lines and aborts request number ``cut`` after three tokens."""
 
     def __init__(self, lines: Sequence[str], *, cut: int | None = None) -> None:
         self.lines = [(*TOKENIZER.encode(line), TOKENIZER.eos_id) for line in lines]
@@ -154,7 +154,7 @@ async def test_the_calculator_example_rewards_the_result_of_a_call() -> None:
     assert row["answer"] not in {each["answer"] for each in train}
     question = row["prompt"][-1]["content"].removeprefix("What is ").removesuffix("?")
     engine = Scripted([call("calculator", expression=question), f"It is {row['answer']}."])
-    # The tokens of this tokenizer are bytes.
+    # This tokenizer has one token per byte, so the example's max_turn_tokens would be too small.
     arguments = {**spec.rollout.workflow_arguments, "max_turn_tokens": None}
     arguments["tools"] = [f"{code}:calculator"]
     async with CallPool(1) as calls:
@@ -215,7 +215,7 @@ async def test_a_failing_tool_returns_an_error_to_the_policy(
         done = episode(Scripted([text, "well"]), calls)
         await workflow.run(done)
     assert "error: " in done.text(done.turns[1])
-    assert tools not in done.text(done.turns[1])  # tokens do not depend on the machine
+    assert tools not in done.text(done.turns[1])  # the tokens do not contain a path of this machine
     assert result in done.text(done.turns[1])
     assert done.response_text == "well"
 

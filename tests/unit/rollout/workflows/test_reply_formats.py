@@ -1,4 +1,4 @@
-"""Tool calls and reasoning of each model family are parsed from responses."""
+"""Tests of the parsers of tool calls and reasoning for each model family."""
 
 from typing import Any
 
