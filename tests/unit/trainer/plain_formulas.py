@@ -1,4 +1,4 @@
-"""The formulas of docs/algorithms.md token by token, in plain Python, and random batches to try them on."""
+"""Formulas of docs/algorithms.md token by token in plain Python, and random batches to test them with."""
 
 import math
 import random
@@ -18,7 +18,7 @@ Rows = list[list[Any]]
 
 
 class Batch:
-    """Groups of 1 to 4 responses of 0 to 12 tokens, some masked out, with poison where nothing counts."""
+    """Random groups of 1 to 4 responses of 0 to 12 tokens, some masked, with poison in unused values."""
 
     def __init__(self, seed: int) -> None:
         pick = random.Random(seed)
@@ -173,7 +173,7 @@ def k3(logprob: float, reference: float) -> float:
 def plain_objective(
     batch: Batch, spec: AlgorithmSpec, correction: str, logprobs: list[list[Tensor]], rows: Rows
 ) -> Tensor:
-    """The loss as a sum over tokens, differentiable in ``logprobs``."""
+    """Returns the loss as a sum over tokens, differentiable with respect to ``logprobs``."""
     total = torch.zeros((), dtype=torch.float64)
     num_tokens = max(1, sum(map(sum, batch.trained)))
     num_sequences = max(1, sum(map(any, batch.trained)))

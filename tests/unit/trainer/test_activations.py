@@ -1,4 +1,4 @@
-"""Activation checkpointing and offloading leave results bit-identical."""
+"""Tests that activation checkpointing and offloading leave results bit-identical."""
 
 from typing import Any
 
@@ -54,7 +54,7 @@ def policy(family: str, options: dict[str, Any]) -> Policy:
 
 
 def trained(module: Policy) -> tuple[list[Tensor], dict[str, Tensor], int]:
-    """Scores and gradients of two packs, and the most bytes that autograd held outside of hooks."""
+    """Returns scores and gradients of two packs, and the max bytes that autograd held outside of hooks."""
     scores, most = [], 0
     weights = {weight.untyped_storage().data_ptr() for weight in module.parameters()}
     for packed in packs():
@@ -111,7 +111,7 @@ def test_a_pass_may_be_given_up_before_its_gradients_are_taken() -> None:
 
 
 class _Layer(nn.Module):
-    """A layer whose halves share memory, and which keeps a tensor twice."""
+    """Layer whose two halves share storage and which saves one tensor twice for the backward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ def test_tensors_that_share_memory_share_it_again() -> None:
     assert all(map(torch.equal, gradients(layers(activation_offloading=True)), expected))
 
 
-@pytest.mark.nightly  # compiling
+@pytest.mark.nightly  # compilation takes long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_compiled_layers_give_the_same_gradients(options: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""A loss, an advantage and a training engine as docs/adding.md shows them."""
+"""Tests of user-defined losses, advantages and training engines, as in docs/adding.md."""
 
 import inspect
 import threading
@@ -29,7 +29,7 @@ PPO = {"loss": "ppo", "dual_clip": None, "clip_low": 0.2, "clip_high": 0.28}
 
 
 def trained(algorithm: dict[str, Any]) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-    """Metrics of the second step, and the weights after it."""
+    """Returns the metrics of the second step and the weights after it."""
     spec = spec_of(algorithm=algorithm)
     policy = policy_of(spec, scale=1.5)
     queue = random_queue(policy_of(spec, seed=1, scale=1.5))
@@ -200,7 +200,7 @@ def everywhere(batch):
 
 
 class TwoRanks(Ranks):
-    """Threads that wait for one another at each sum, as processes do."""
+    """Ranks in threads that wait for each other at each sum, as processes do."""
 
     def meet(self, barrier: threading.Barrier, told: list[torch.Tensor]) -> "TwoRanks":
         object.__setattr__(self, "_meeting", (barrier, told))
@@ -216,7 +216,7 @@ class TwoRanks(Ranks):
 
 
 def tried_on_two_ranks(spec: RunSpec) -> list[str]:
-    """Returns the error of each of two ranks before the run."""
+    """Returns the error that each of two ranks raises before the run."""
     barrier, told = threading.Barrier(2, timeout=60), [torch.zeros(0)] * 2
 
     def said(rank: int) -> str:
@@ -267,7 +267,7 @@ def test_code_outside_of_the_allowed_folders_is_refused(key: str) -> None:
 
 @pytest.fixture
 def sgd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Adds the engine to the tables, as the page says; returns its class."""
+    """Registers the engine of docs/adding.md and returns its class."""
     example("adding.md", "sgd.py", tmp_path)
     entry = example("adding.md", "train_engines.py", tmp_path).read_text()
     monkeypatch.syspath_prepend(tmp_path)

@@ -1,4 +1,4 @@
-"""Advantages equal the golden vectors."""
+"""Tests that advantages equal the golden vectors."""
 
 import statistics
 
@@ -136,7 +136,7 @@ def test_parts_of_a_batch_are_whitened_as_the_whole(offset: float) -> None:
 
 
 def test_gdpo_normalizes_each_term_and_then_the_batch() -> None:
-    """Equations 4 to 6 of arXiv:2601.05242 in plain Python; the second group has one equal term."""
+    """Compares with equations 4 to 6 of arXiv:2601.05242; one term is constant in the second group."""
     groups, weights = [0, 0, 0, 1, 1, 1], {"correct": 1.0, "format": 0.5}
     terms = {"correct": [0.0, 1.0, 1.0, 0.0, 0.0, 1.0], "format": [3.0, 0.0, 9.0, 2.0, 2.0, 2.0]}
     sums = [0.0] * 6
@@ -189,7 +189,7 @@ def test_length_adaptive_gae_decays_by_length_and_leaves_the_targets_alone() -> 
     found, targets = estimators.gae(batch, gamma=1.0, gae_lambda=1.0, length_adaptive=alpha)
 
     wanted = torch.empty(43, dtype=torch.float64)
-    # 3 tokens: 1 - 1 / .15 is below 0, so lambda is 0; 40 tokens: 1 - 1 / 2.
+    # Lambda is max(0, 1 - 1 / (0.05 * length)): 0 for 3 tokens, and 0.5 for 40.
     for start, end, decay in ((0, 3, 0.0), (3, 43, 0.5)):
         state, following = 0.0, 0.0
         for t in reversed(range(start, end)):

@@ -1,4 +1,4 @@
-"""Packed attention: its kernels, and compiled layers."""
+"""Packed attention: kernels, and compiled layers."""
 
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -51,7 +51,7 @@ def _aligned_at_the_end(
     scale: float,
     window_size: tuple[int, int],
 ) -> Tensor:
-    """Computes what the kernel for sequences of different lengths does: the last query sees the last key."""
+    """Computes attention like the varlen kernel: each sequence's last query is aligned with its last key."""
     outputs = []
     for q, k, v in zip(
         query.split(cu_queries.diff().tolist()),
@@ -71,7 +71,7 @@ def _aligned_at_the_end(
 
 
 class _FlashPasses:
-    """The two passes of FlashAttention 4, by the kernel above."""
+    """Forward and backward pass of FlashAttention 4, computed by ``_aligned_at_the_end``."""
 
     @staticmethod
     def _attend(states: tuple[Tensor, ...], options: dict[str, Any]) -> Tensor:
@@ -101,7 +101,7 @@ class _FlashPasses:
         **options: Any,
     ) -> None:
         assert not deterministic
-        # Inside an operator autograd is off, but not in another thread.
+        # Autograd is disabled inside a custom operator, but not in another thread.
         with ThreadPoolExecutor(1) as pool:
             grads = pool.submit(self._differentiate, tensors, options).result()
         for ours, grad in zip((dq, dk, dv), grads, strict=True):
@@ -169,7 +169,7 @@ def test_kernels_of_gpus_see_the_same_paths(
             batched = (part.detach().transpose(0, 1)[None] for part in states)
             actual = attention._flex(*batched, scores=scores, layout=layout)[0]
             torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
-            continue  # torch has no gradients of it on CPUs
+            continue  # torch cannot compute gradients of FlexAttention on CPUs
         actual = attention._varlen(*states, scores=scores, layout=layout)
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
         factors = torch.randn_like(expected)
@@ -209,7 +209,7 @@ def test_only_the_number_of_tokens_varies_in_compiled_heads(
         graphs.append(graph)
         return graph.forward
 
-    # On a GPU the kernel is part of the graph.
+    # On a GPU the attention kernel is part of the graph.
     monkeypatch.setattr(attention, "_batched", lambda query, *_, **__: query)
     weight = nn.Parameter(torch.randn(_WIDTH, _WIDTH))
 
@@ -219,7 +219,7 @@ def test_only_the_number_of_tokens_varies_in_compiled_heads(
         heads = (states @ weight).view(1, states.shape[1], -1, layer.head_dim).transpose(1, 2)
         return attention.packed_attention(layer, heads, heads, heads, None, layout=layout)[0]
 
-    # Layers that are sharded are compiled like any object: their numbers are taken for ones that may change.
+    # Sharded layers are compiled like plain objects: torch.compile treats their numbers as dynamic.
     layer: Any = SimpleNamespace(head_dim=16)
     compiled = torch.compile(attend, dynamic=True, backend=keep)
     for tokens in (46, 27):

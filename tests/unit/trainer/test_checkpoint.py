@@ -1,4 +1,4 @@
-"""Checkpoints restore the exact state, are refused when damaged, and load elsewhere."""
+"""Tests that checkpoints restore the exact state, are refused if damaged, and export to other libraries."""
 
 import errno
 import shutil

@@ -1,4 +1,4 @@
-"""A failure of one rank is raised on all ranks."""
+"""Tests that a failure of one rank is raised on all ranks."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from services.trainer.collectives import Ranks
 
 
 def beside(failed: int, gone: int, broken: int, away: int) -> Ranks:
-    """A rank beside others, of whom some failed."""
+    """Returns one of four ranks whose collectives report the given numbers of failures on other ranks."""
 
     class Beside(Ranks):
         def sum(self, values: torch.Tensor) -> torch.Tensor:

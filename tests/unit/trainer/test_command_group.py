@@ -1,4 +1,4 @@
-"""Reports of other ranks to rank 0, and failures of several at once."""
+"""Reports of other ranks to rank 0, and simultaneous failures of several ranks."""
 
 import pytest
 from torch import distributed

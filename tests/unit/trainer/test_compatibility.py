@@ -1,4 +1,4 @@
-"""Checkpoints of another model are refused by key, before workers start and when they load."""
+"""Tests that checkpoints of another model are refused by key, before workers start and when they load."""
 
 import json
 from pathlib import Path
@@ -117,7 +117,7 @@ def test_adapters_continue_only_on_the_base_that_they_were_trained_on(tmp_path: 
     (problem,) = problems({**own["lora"], "base_dtype": "int8"})
     assert "in int8" in problem
     assert "in nf4" in problem
-    # Former releases recorded neither data type nor revision.
+    # Earlier releases recorded neither the data type nor the revision of the base.
     former = {key: own["lora"][key] for key in ("rank", "alpha", "target_modules", "base")}
     assert not problems(former)
     assert problems({**former, "rank": 8})

@@ -1,4 +1,4 @@
-"""A step reports its number of compilations; on a CPU nothing is compiled."""
+"""Tests of the reported number of compilations of a step, which is 0 on a CPU."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Compilation before the first step: which layers run for which pack, and what is not compiled."""
+"""Compilation before the first step: the layers that run for each pack, and exceptions."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +28,7 @@ def test_each_kind_of_layer_is_compiled_twice_if_it_occurs_twice(kinds: str, cou
 
 
 def _counted(calls: list[int]) -> Policy:
-    """Returns a policy of as many layers, which counts the calls of each."""
+    """Returns a policy with one layer per element of ``calls`` that counts the calls of each layer."""
     config = Qwen2Config(
         vocab_size=64,
         hidden_size=16,
@@ -66,7 +66,7 @@ def test_a_sleeping_trainer_runs_two_layers_for_the_largest_pack(kl: float, pass
     # A penalty in the reward needs logprobs, from a pass without gradients.
     spec = spec_of(algorithm={"kl": {"coefficient": kl, "placement": "reward"}})
     compile_first_layers(policy, spec, device=torch.device("cpu"))
-    # A few tokens through all layers first, so that FSDP finds them.
+    # All layers run once with a few tokens first, so that FSDP registers them.
     assert calls == [passes, passes, 1, 1, 1]
     assert all(parameter.grad is None for parameter in policy.parameters())
 

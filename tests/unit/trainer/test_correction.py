@@ -1,4 +1,4 @@
-"""Importance weights, rejection masks and off-policy diagnostics equal the golden vectors."""
+"""Tests that importance weights, rejection masks and off-policy diagnostics equal the golden vectors."""
 
 from typing import Any
 
@@ -68,7 +68,7 @@ def test_rejection_masks_match(item: dict[str, Any]) -> None:
     values = correction.rejection_statistic(
         log_ratio, mask, segments, level=level, statistic=statistic
     )
-    # Outside the mask the vectors hold the sequence's statistic, which nothing uses.
+    # Outside the mask the golden vectors contain the sequence's statistic, which is unused.
     assert_close(values, expected["statistic"], mask)
     kept = accepted.sum().double() / mask.sum()
     assert_close(kept, expected["kept_token_fraction"])

@@ -1,4 +1,4 @@
-"""Losses that compare the tokens of a micro-batch select and treat those that their papers name."""
+"""Tests that losses which compare tokens of a micro-batch select and weight tokens as in their papers."""
 
 import math
 from statistics import mean
@@ -41,7 +41,7 @@ def _gradient(result: loss.TokenLoss, tokens: loss.LossTokens) -> list[float]:
 def test_kl_cov_penalizes_the_tokens_with_the_largest_covariance() -> None:
     tokens = _tokens()
     result = loss.kl_cov(tokens, fraction=0.3, coefficient=0.5)
-    selected = sorted(_TRAINED, key=_covariance)[-2:]  # .3 of 7 tokens
+    selected = sorted(_TRAINED, key=_covariance)[-2:]  # 0.3 of 7 tokens
     assert result.indicators["covariance_fraction"].nonzero().squeeze(1).tolist() == sorted(
         selected
     )
@@ -77,7 +77,7 @@ def test_clip_cov_detaches_tokens_within_its_bounds_that_ppo_does_not_clip() -> 
 
 @pytest.mark.parametrize("threshold", [1e-6, 0.005, 0.02, 0.2, 1.0])
 def test_m2po_masks_the_largest_log_ratios_until_the_second_moment_fits(threshold: float) -> None:
-    """Algorithm 1 of arXiv:2510.01161, as it is written."""
+    """Compares with a direct implementation of Algorithm 1 of arXiv:2510.01161."""
     tokens = _tokens()
     log_ratio = [new - old for new, old in zip(_LOGPROBS, _OLD, strict=True)]
     region = [t for t in _TRAINED if _ADVANTAGES[t] * log_ratio[t] > 0]
@@ -96,7 +96,7 @@ def test_m2po_masks_the_largest_log_ratios_until_the_second_moment_fits(threshol
 
 
 def test_m2po_of_the_paper_s_threshold() -> None:
-    """By hand: squares .01, .36 and .04 lead away; without .36 their mean is .025, below .04."""
+    """By hand: the squares .01, .36 and .04 move away; without .36 their mean is .025, below .04."""
     old = torch.zeros(5, dtype=torch.float64)
     tokens = loss.LossTokens(
         logprobs=torch.tensor([0.1, -0.6, 0.2, 0.9, -0.5], dtype=torch.float64, requires_grad=True),
@@ -119,7 +119,7 @@ def test_m2po_of_the_paper_s_threshold() -> None:
 
 
 def test_vespo_weighs_tokens_by_the_kernel_of_their_sequence() -> None:
-    """By hand: sequence weights e^.2 and e^-.3; k and lambda 2 and 3, for negative advantages 3 and 2."""
+    """By hand: sequence weights e^.2 and e^-.3; k 2 and lambda 3, or 3 and 2 if the advantage is negative."""
     rollout = torch.tensor([-1.0, -2.0, -0.5, -1.5], dtype=torch.float64)
     change = torch.tensor([0.3, -0.1, -0.2, -0.1], dtype=torch.float64)
     tokens = loss.LossTokens(

@@ -1,4 +1,4 @@
-"""A critic in separate processes learns the same as inside the trainer."""
+"""Tests that a critic in separate processes learns the same as a critic inside the trainer."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ GAE = {"advantage": "gae", "gae_lambda": 0.9}
 
 
 class Apart:
-    """A critic beside a queue in memory, whose samples it adds values to."""
+    """Critic worker with a queue in memory, to whose samples it adds values."""
 
     def __init__(self, queue: Queue, root: Path) -> None:
         spec = spec_of(algorithm=GAE, trainer={"updates_per_step": 2})
@@ -50,7 +50,7 @@ class Apart:
         self.queue = self.queue.replaced(values=Jagged.from_list(fields["values"]))
 
     def train(self, step: int) -> dict[str, float]:
-        """Values first, then the step, as in a run."""
+        """Computes values and then trains the step, as in a run."""
         self.values.add(self.queue.meta)
         return self.rank.train(step, self.queue.meta).metrics
 
@@ -97,7 +97,7 @@ async def test_a_critic_that_missed_steps_trains_the_next_one_and_each_once(
     leader.attach(apart.rank, CommandGroup(1), values=apart.values, step=2)
     first = await leader.train_step(7, apart.queue.meta, weight_version=6)
     assert await leader.train_step(7, apart.queue.meta, weight_version=6) is first
-    # The run went back and trains the step again, from weights of another number.
+    # The run was rewound and repeats the step with another weight version.
     assert await leader.train_step(7, apart.queue.meta, weight_version=9) is not first
     strict = Leader()
     strict.attach(apart.rank, CommandGroup(1))

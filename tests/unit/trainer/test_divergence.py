@@ -1,4 +1,4 @@
-"""Divergences from a teacher equal plain formulas, chunk by chunk, gradients included."""
+"""Tests that chunked divergences from a teacher and their gradients equal plain formulas."""
 
 import math
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ def _probabilities(logits: Sequence[float]) -> list[float]:
 
 
 def _coarse(p: list[float], kept: list[int]) -> list[float]:
-    """Probabilities of some tokens, and of all others together."""
+    """Returns the probabilities of the kept tokens, and the total probability of all others."""
     return [p[token] for token in kept] + [sum(p) - sum(p[token] for token in kept)]
 
 
@@ -51,7 +51,7 @@ def _plain(kind: dict[str, Any], own: list[float], teacher: list[float], kept: l
 def _slopes(
     kind: dict[str, Any], own: list[float], teacher: list[float], kept: list[int]
 ) -> list[float]:
-    """Gradient by the policy's logits, from differences in 64-bit numbers."""
+    """Returns the gradient with respect to the policy's logits, from finite differences in float64."""
     step, found = 1e-5, []
     for token in range(len(own)):
         ends = []
@@ -123,14 +123,15 @@ def test_a_policy_far_from_its_teacher_has_a_finite_gradient(kind: dict[str, Any
     (gradient,) = torch.autograd.grad(found.sum(), own)
     assert bool(found.isfinite().all())
     assert bool(gradient.isfinite().all())
-    if kind["divergence"] == "forward_kl":  # others forget what the policy gives no probability
+    # others have no gradient for tokens that the policy excludes
+    if kind["divergence"] == "forward_kl":
         assert gradient[0].tolist() == pytest.approx(
             [each / TEMPERATURE for each in (0.9, 0.0, -0.3, -0.6, 0.0)], abs=1e-6
         )
 
 
 def test_tokens_that_only_the_teacher_has_count_among_the_others() -> None:
-    """Heads of one family are padded to different sizes."""
+    """Models of one family may pad their output heads to different sizes."""
     own = torch.tensor([[0.3, -0.2, 0.1, 0.0, 0.4]])
     one = torch.tensor([[[2.0, math.log(0.5)], [7.0, math.log(0.25)], [-1.0, math.log(0.25)]]])
     other = torch.tensor([[[2.0, math.log(0.5)], [-1.0, math.log(0.5)]]])

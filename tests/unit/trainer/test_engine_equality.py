@@ -1,4 +1,4 @@
-"""With batch_invariant, the trainer's logprobs equal those of the engine torch to the last bit."""
+"""Tests that with batch_invariant the trainer's logprobs equal those of the torch engine bit by bit."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Every training engine keeps the contract and equals the reference engine."""
+"""Contract tests of every training engine, and comparisons with the reference engine."""
 
 import math
 from collections.abc import Callable
@@ -60,7 +60,7 @@ def _reference(model: Any, role: ModelRole, spec: RunSpec) -> TrainEngine:
     return ReferenceEngine(model, spec, role=role)
 
 
-# One line for each engine of ENGINES.
+# Constructor of each engine in ENGINES.
 BUILD: dict[str, Callable[[Any, ModelRole, RunSpec], TrainEngine]] = {
     "fsdp": _fsdp,
     "reference": _reference,
@@ -69,14 +69,14 @@ each_engine = pytest.mark.parametrize("name", BUILD)
 
 
 def _engine(name: str, *, role: ModelRole = "policy", seed: int = 0) -> Any:
-    """Returns an engine on a tiny model with plain transformers attention until it switches it."""
+    """Returns an engine for a tiny model that has transformers' attention until the engine replaces it."""
     model = policy_of(SPEC, seed=seed, scale=1.5).model
     model.set_attn_implementation("sdpa")
     return BUILD[name](model, role, SPEC)
 
 
 def _batch(seed: int = 0, spec: RunSpec = SPEC) -> Samples:
-    """Returns 16 random sequences in groups with common prompts, with random advantages."""
+    """Returns 16 random sequences with random advantages, in groups with common prompts."""
     queue = random_queue(policy_of(SPEC, seed=5, scale=1.5), seed=seed)
     cohort = BatchFacts.from_meta(queue.meta)
     samples = build_samples(queue.fields, range(16), cohort, spec=spec.algorithm, weight_version=0)
@@ -299,7 +299,7 @@ def test_logprobs_and_gradients_relative_to_masks_are_those_of_the_reference() -
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.nightly) for n in (1, 2))])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logprobs_and_gradients_are_those_of_the_reference(family: str, seed: int) -> None:
-    """Bounds: 1e-5 for each logprob, 1e-5 of the norm for each parameter's gradient."""
+    """The tolerance is 1e-5 for each logprob, and 1e-5 of its norm for each parameter's gradient."""
     config = AutoConfig.for_model(family, **{**_FAMILY, **FAMILIES[family]})
     model = build_model(config, dtype=torch.float32, device=CPU, seed=seed)
     engines: dict[str, Any] = {

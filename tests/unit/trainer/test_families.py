@@ -1,4 +1,4 @@
-"""Every accepted family: packed sequences against the model's forward and backward pass, one by one."""
+"""Comparison of packed with single sequences in the forward and backward pass of every supported family."""
 
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,7 @@ _VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_next", {"mlp_only_layers": [1], "tie_word_embeddings": True}),
     ("llama", {"logit_scale": 0.5, "logits_scaling": 3.0, "final_logit_softcapping": 2.0}),
 ]
-# The defaults of a family that has a variant are tested at night.
+# The default configurations of families with a variant are tested in the nightly run.
 _VARIED = {name for name, _ in _VARIANTS}
 _CASES = [
     *(
@@ -92,7 +92,7 @@ _CASES = [
     ),
     *(pytest.param(*case, id=f"{case[0]}-{index}") for index, case in enumerate(_VARIANTS)),
 ]
-# One family for each set of modules that adapters apply to; others are tested at night.
+# One family for each set of modules with adapters; the nightly run tests the others.
 _ADAPTED = ("llama", "phi3", "qwen3_moe", "deepseek_v3", "qwen3_5_text", "falcon_h1", "qwen3_next")
 _TEMPERATURE = 0.7
 
@@ -186,7 +186,7 @@ def test_merged_adapters_are_the_adapted_model(family: str, extra: dict[str, Any
     assert rest
 
 
-# Of linear modules, those that no adapter applies to unless they are named, or at all.
+# Linear modules that get no adapter, or only one if the specification names them.
 _WITHOUT_ADAPTERS = {
     "falcon_h1": {"out_proj"},
     "qwen2_moe": {"shared_expert_gate"},

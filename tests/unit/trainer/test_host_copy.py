@@ -1,4 +1,4 @@
-"""A sleeping trainer keeps its state in host memory: it can be saved, not used, and is restored exactly."""
+"""State of a sleeping trainer in host memory: it can be saved, cannot be used, and is restored exactly."""
 
 from threading import Event
 from typing import Any
@@ -21,7 +21,7 @@ QUEUE = random_queue(policy_of(SPEC))
 
 
 def _state_of(rank: Rank, *, stays: Stays = "nothing") -> OffloadedState:
-    """Returns the state of the policy, which its engine moves."""
+    """Returns the policy's state, which its engine moves to host memory."""
     engine: Any = rank.runner.engine
     state: OffloadedState = engine._state
     state._stays = stays

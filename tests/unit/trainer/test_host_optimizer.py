@@ -1,4 +1,4 @@
-"""Moments in host memory give bit-identical updates."""
+"""Tests that an optimizer with moments in host memory makes bit-identical updates."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ def test_parts_of_any_size_update_as_one(part_bytes: int) -> None:
     for update in range(4):
         for number, (a, b) in enumerate(zip(one, other, strict=True)):
             a.grad = b.grad = None
-            if number != update:  # now and then one has no gradient
+            if number != update:  # each update leaves one parameter without a gradient
                 a.grad = torch.sin(a.detach() * (update + 1))
                 b.grad = a.grad.clone()
         usual.step()

@@ -1,4 +1,4 @@
-"""Hybrids: random packs, plain and with shared prefixes, against the model's own pass over each sequence."""
+"""Hybrid models: random packs with and without shared prefixes, compared with single sequences."""
 
 import math
 import random
@@ -41,7 +41,7 @@ def test_packed_logprobs_and_gradients_are_those_of_single_sequences(
     for seed in range(num_packs):
         rng = random.Random(seed)
         model = build_model(_config(family, rng), dtype=torch.float32, device="cpu", seed=seed)
-        # Sequences shorter and longer than a chunk of the recurrent layer.
+        # Sequences are shorter or longer than a chunk of the recurrent layer.
         longest = rng.choice((4, 24, 80))
         rows = random_trie(rng, vocabulary=61, most_samples=6, longest=longest)
         factors = torch.randn(len(rows[1].values), generator=torch.Generator().manual_seed(seed))
@@ -63,7 +63,7 @@ def test_packed_logprobs_and_gradients_are_those_of_single_sequences(
 
 
 def _rule_of_sequences(*states: Tensor, cu_seqlens: Tensor, **gates: Any) -> tuple[Tensor, None]:
-    """Computes the gated delta rule of sequences laid end to end, each on its own."""
+    """Computes the gated delta rule of each sequence of a pack separately."""
     flags = {name: gates.pop(name) for name in ("use_qk_l2norm_in_kernel",)}
     lengths = cu_seqlens.diff().tolist()
     parts = zip(*(each.split(lengths, 1) for each in (*states, *gates.values())), strict=True)
@@ -87,7 +87,7 @@ def test_kernels_for_whole_packs_get_sequences_that_are_kept_apart(
 
 @pytest.mark.parametrize("family", _HYBRIDS)
 def test_lengths_around_the_sizes_of_kernels_and_chunks_are_exact(family: str) -> None:
-    """A kernel sees 4 tokens. A chunk has 64 in gated delta nets, 16 in the mixers of this configuration."""
+    """Convolutions see 4 tokens; chunks have 64 tokens in gated delta nets and 16 in these mixers."""
     model = build_model(
         tiny_config(family, initializer_range=0.05, max_position_embeddings=512),
         dtype=torch.float32,
@@ -120,7 +120,7 @@ def test_multipliers_of_mixers_have_values_and_the_dtype_of_the_pass(
     policy = Policy(build_model(config, dtype=torch.float32, device="meta"), temperature=1.0)
     fill(policy, tmp_path, device=CPU)
     for parameter in policy.parameters():
-        parameter.data = parameter.data.to(dtype)  # as in a pass with mixed precision
+        parameter.data = parameter.data.to(dtype)  # the dtype of a pass with mixed precision
     rows = random_trie(random.Random(0), vocabulary=61, most_samples=6, longest=24)
     packed = pack(*rows, device=CPU)
     assert torch.equal(policy(packed)[0], Policy(model, temperature=1.0)(packed)[0])

@@ -1,4 +1,4 @@
-"""Idle time between steps is attributed to reasons."""
+"""Tests that idle time between steps is attributed to reasons."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from services.common.telemetry.metrics import IdleClock
 
 @pytest.fixture
 def now(monkeypatch):
-    """A clock that stands still unless it is set."""
+    """Returns a list whose only element is the time of a fake clock."""
     times = [0.0]
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: times[0])
     return times

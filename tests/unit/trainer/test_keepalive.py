@@ -1,4 +1,4 @@
-"""Connections to silent hosts end."""
+"""Tests of TCP keepalive, which ends connections to silent hosts."""
 
 import socket
 
@@ -19,7 +19,7 @@ def test_connections_of_other_libraries_end_when_their_peer_is_silent(host):
         limit_ms = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
         assert (keeps, limit_ms) == (1, SILENCE_S * 1000)
         accepted, _ = listener.accept()
-        with accepted:  # it is the same connection, and works
+        with accepted:  # the same connection still transfers data
             connection.sendall(b"data")
             assert accepted.recv(4) == b"data"
 

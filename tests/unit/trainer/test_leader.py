@@ -1,4 +1,4 @@
-"""Rank 0 trains steps in order, each once."""
+"""Tests that rank 0 trains steps in order, and each step once."""
 
 import asyncio
 import threading
@@ -37,7 +37,7 @@ def test_weights_come_once_by_their_names_in_the_order_of_the_specs() -> None:
     export = WeightExport(policy, dtype=torch.bfloat16)
     specs, tensors = export.weight_specs(), dict(export.weight_tensors())
     assert [spec.name for spec in specs] == list(tensors)
-    assert "lm_head.weight" not in tensors  # tied to the embedding
+    assert "lm_head.weight" not in tensors  # the weight is tied to the embedding
     for spec in specs:
         assert tuple(tensors[spec.name].shape) == spec.shape
         assert spec.dtype == "bfloat16"
@@ -84,7 +84,7 @@ async def test_a_save_whose_caller_leaves_is_written_before_the_next_one_begins(
     await leader.train_step(1, queue.meta)
     saving = asyncio.create_task(leader.save(1))
     await asyncio.to_thread(begun.wait)
-    saving.cancel()  # the controller has died
+    saving.cancel()  # as if the controller died
     await leader.train_step(2, queue.meta)
     next_ = asyncio.create_task(leader.save(2))
     await asyncio.sleep(0.5)

@@ -1,4 +1,4 @@
-"""Chunked logprobs and entropy equal the plain computation, gradients included."""
+"""Tests that chunked logprobs, entropies and their gradients equal the plain computation."""
 
 import math
 
@@ -38,12 +38,12 @@ def test_chunks_do_not_change_values_or_gradients(
 def test_logprobs_relative_to_a_mask_are_those_of_the_formula(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """``log pi(a) - log sum of pi over the mask`` (DeepSeek-V3.2), in plain Python, with its gradient."""
+    """Compares with ``log pi(a) - log sum of pi over the mask`` (DeepSeek-V3.2) and its gradient."""
     monkeypatch.setattr(logprobs, "_CHUNK_BYTES", 2 * 4 * 4)
     logits = [[0.5, -1.0, 2.0, 0.1], [1.0, 0.3, -0.2, 0.0], [0.2, 0.4, 0.6, -3.0]]
     kept, targets, temperature = [[0, 2], [0, 1, 2, 3], [1]], [0, 3, 1], 0.7
     hidden = torch.tensor(logits).requires_grad_()
-    pairs = torch.tensor([[0, 0, 2], [0, 2, 1]])  # the second row has no limit
+    pairs = torch.tensor([[0, 0, 2], [0, 2, 1]])  # the second row has no mask
     found, entropy = logprobs.token_logprobs(
         hidden,
         logprobs.OutputHead(torch.eye(4)),

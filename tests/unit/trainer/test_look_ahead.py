@@ -1,4 +1,4 @@
-"""Weights and denominators of a loss are those of the whole batch, regardless of its division."""
+"""Tests that weights and denominators of a loss are those of the whole batch for any split of the batch."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ _REJECTION = [{"level": "token", "statistic": "k1", "lower": 0.9, "upper": 1.2}]
 
 
 def _trained(algorithm: dict[str, Any], noise: torch.Tensor, **trainer: Any) -> dict[str, float]:
-    """Metrics of a step over a batch whose rollout logprobs are off by some noise."""
+    """Returns the metrics of a step on a batch whose rollout logprobs are changed by ``noise``."""
     spec = spec_of(algorithm={**_PLAIN, **algorithm}, trainer=trainer)
     policy = policy_of(spec)
     queue = random_queue(policy)
@@ -28,7 +28,7 @@ def _trained(algorithm: dict[str, Any], noise: torch.Tensor, **trainer: Any) -> 
 
 @pytest.fixture
 def batch() -> tuple[torch.Tensor, torch.Tensor, Segments]:
-    """Noise, mask and sequences of the batch."""
+    """Returns noise, mask and sequences of the batch."""
     queue = random_queue(policy_of(spec_of()))
     mask = queue.fields["response_mask"]
     noise = 0.3 * torch.randn(len(mask.values), generator=torch.Generator().manual_seed(4))

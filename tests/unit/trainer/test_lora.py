@@ -1,4 +1,4 @@
-"""Only adapters train; they are exported merged or separately."""
+"""LoRA: only adapters train, and they are exported merged or separately."""
 
 import asyncio
 from pathlib import Path
@@ -84,7 +84,7 @@ def test_initial_adapters_depend_only_on_the_seed() -> None:
 
 
 class Sink:
-    """Merges what it is given into weights of its own, and keeps the result."""
+    """Sink of weight sync that merges received adapters into separate weights and stores the result."""
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
         model = ModelSpec(path=str(folder))
@@ -104,14 +104,14 @@ class Sink:
 
 
 class Pair:
-    """A trainer that sends adapters alone, and a rollout."""
+    """Trainer that sends only adapters, and a rollout that receives them."""
 
     def __init__(self, mode: str, folder: Path, dtype: torch.dtype = torch.float32) -> None:
         self.policy = policy_of(SPEC)
         model = self.policy.model
         model.save_pretrained(folder)
         load_tokenizer(SPEC.model).save(folder)
-        # Alpha is no multiple of the rank, so that the scale is no power of two.
+        # Alpha is not a multiple of the rank, so the scale is not a power of two.
         add_adapters(model, LoraSpec(rank=4, alpha=5.0))
         for parameter in self.policy.parameters():
             if not parameter.requires_grad:
@@ -129,7 +129,7 @@ class Pair:
         return self._members[0]
 
     def train(self) -> None:
-        """Change the adapters, as a step does."""
+        """Changes the adapters, as a train step does."""
         with torch.no_grad():
             for parameter in self.policy.parameters():
                 if parameter.requires_grad:
@@ -158,7 +158,7 @@ class Pair:
         )
 
     async def publish(self, version: int) -> int:
-        """Publish; returns the bytes that were sent."""
+        """Publishes the weights and returns the number of sent bytes."""
         sent, received = await self.transfer(version)
         assert sent.digests == received.digests
         assert sent.num_bytes == received.num_bytes
@@ -242,7 +242,7 @@ def test_a_rank_holds_frozen_weights_in_the_dtype_that_it_computes_in_and_nothin
         parameters = list(engine.module.parameters())
         assert {p.dtype for p in parameters if p.requires_grad} == {torch.float32}
         assert {p.dtype for p in parameters if not p.requires_grad} == {torch.bfloat16}
-        # FSDP2 would gather what it manages into memory of its own.
+        # FSDP2 does not manage frozen weights, because it would gather them into additional memory.
         assert all(isinstance(p, DTensor) == p.requires_grad for p in parameters)
         config = load_config(spec.model, load_tokenizer(spec.model))
         parts = trainer_memory(fitted_to_gpu(spec, settings, device=CPU), config, gpu_bytes=10**12)
@@ -286,7 +286,7 @@ def test_a_checkpoint_of_adapters_resumes_and_is_exported(
     (folder / "generation_config.json").write_text('{"eos_token_id": [1, 7]}')
     export_checkpoint(saved, spec, tmp_path / "hf")
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    # A run that starts from the export ends its responses with the same tokens.
+    # A run that starts from the export has the same stop tokens.
     assert load_tokenizer(ModelSpec(path=str(tmp_path / "hf"))).stop_ids == {1, 7}
     merged = dict(WeightExport(policy, dtype=torch.float32).weight_tensors())
     held = stored_tensors(exported)

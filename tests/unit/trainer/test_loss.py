@@ -1,4 +1,4 @@
-"""Losses and their gradients equal the golden vectors."""
+"""Tests that losses and their gradients equal the golden vectors."""
 
 import math
 from collections.abc import Callable
@@ -241,7 +241,7 @@ def test_a_masked_token_may_hold_anything() -> None:
 
 
 def test_the_entropy_weight_follows_its_target() -> None:
-    """``w + d`` below the target, ``w - d`` above; the bonus counts up to the target (arXiv:2505.22312)."""
+    """The weight is ``w + d`` below the target, else ``w - d``; no bonus above it (arXiv:2505.22312)."""
     spec = AlgorithmSpec(entropy_target=0.3, entropy_step=0.01)
     weight, found = 0.0, []
     for entropy in (0.2, 0.2, 0.4, math.nan, 0.3, 0.1, 0.5, 0.6, 0.7):

@@ -1,4 +1,4 @@
-"""Loss scaling of float16: torch's rules, exact updates, and skipped ones."""
+"""Loss scaling for float16: torch's rules, exact updates, and skipped updates."""
 
 import math
 from typing import Any
@@ -57,7 +57,7 @@ def test_a_checkpoint_has_the_whole_state_and_one_of_another_dtype_has_none() ->
 def rank_with(
     *, dtype: str = "float16", algorithm: Any = None, **trainer: Any
 ) -> tuple[Rank, Policy, Any]:
-    """Returns a rank that scales the loss and computes in float32, its policy, and its queue."""
+    """Returns a rank that scales the loss but computes in float32, with its policy and its queue."""
     spec: RunSpec = spec_of(
         algorithm=algorithm,
         trainer={"dtype": dtype, "optimizer": {"learning_rate": 1e-2}, **trainer},
@@ -72,7 +72,7 @@ def weights_of(policy: Policy) -> torch.Tensor:
 
 
 def overflow(policy: Policy) -> Any:
-    """Makes one gradient infinite until the returned handle is removed."""
+    """Makes the gradient of one parameter infinite until the returned handle is removed."""
     (*_, weight) = policy.parameters()
     return weight.register_hook(lambda gradient: torch.full_like(gradient, torch.inf))
 

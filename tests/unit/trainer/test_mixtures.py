@@ -1,4 +1,4 @@
-"""Mixtures of experts leave as checkpoints that others read, and adapters are merged into their weights."""
+"""Mixtures of experts: export to standard checkpoints, and adapters merged into expert weights."""
 
 from functools import partial
 from pathlib import Path

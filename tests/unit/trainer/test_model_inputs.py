@@ -1,4 +1,4 @@
-"""Model inputs in packs: equal prompts share them, others share nothing, and the model gets them in order."""
+"""Model inputs in packs: only equal prompts share them, and the model gets them in order."""
 
 import random
 from collections.abc import Sequence

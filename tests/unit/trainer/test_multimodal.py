@@ -1,4 +1,4 @@
-"""The language models of multimodal checkpoints: loaded, packed and exported within their checkpoints."""
+"""Language models of multimodal checkpoints: loading, packing, and export of the whole checkpoint."""
 
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,7 @@ _HEADS = "mtp.layers.0.norm.weight"
 
 
 def _saved(kind: str, folder: Path) -> Any:
-    """A random checkpoint with a head for multi-token prediction, whose names are those of a hub."""
+    """Saves a random checkpoint with a multi-token prediction head and tensor names as on the hub."""
     text: dict[str, Any] = {**_TEXT, **mixture_shape(MULTIMODAL[kind]), "sliding_window": 5}
     if kind in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl"):
         text["rope_parameters"] = _MROPE
@@ -99,7 +99,7 @@ def _logprobs(model: Any, prompt: Tensor, response: Tensor) -> Tensor:
     return torch.log_softmax(logits, -1).gather(1, response[:, None]).squeeze(1)
 
 
-# Both forms of names in checkpoints, and fused experts; others are tested at night.
+# These two cover both forms of tensor names and fused experts; the nightly run tests the others.
 _ON_EACH_COMMIT = ("gemma3", "qwen3_5_moe")
 
 
@@ -125,7 +125,7 @@ def test_text_trains_and_the_whole_checkpoint_is_exported(kind: str, tmp_path: P
     actual, _ = Policy(loaded, temperature=1.0)(packed)
     torch.testing.assert_close(actual.detach(), expected, rtol=0, atol=1e-5)
 
-    # As shards are loaded, and as rollouts read frozen weights.
+    # Sharded trainers and the frozen weights of rollouts are loaded with read_weights.
     empty = build_model(
         load_config(spec.model, tokenizer), dtype=torch.float32, device="cpu", seed=5
     )

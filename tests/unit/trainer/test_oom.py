@@ -1,4 +1,4 @@
-"""Micro-batches that exceed memory are divided, and sequences left out, without a wrong gradient."""
+"""Tests that split micro-batches and left out sequences after an OOM error lead to correct gradients."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -29,7 +29,7 @@ from tests.helpers.shortage import limited
 
 
 class Recorder:
-    """Takes the optimizer's place and keeps the gradients of each update."""
+    """Fake optimizer that records the gradients of each update."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -113,7 +113,7 @@ def test_a_sequence_that_is_too_long_alone_is_left_out(aggregation: str, in_back
     lengths = queue.fields["prompt_ids"].lengths + queue.fields["response_ids"].lengths
     longest = int(lengths.max())
     too_long = (lengths == longest).nonzero().flatten().tolist()
-    # A sequence's last token is not computed.
+    # The model does not compute the last token of a sequence.
     result, actual = trained(spec, queue, limit=longest - 2, in_backward=in_backward)
     assert result.left_out == {queue.meta.keys[row]: longest for row in too_long}
     assert result.metrics["left_out_sequences"] == len(too_long)
@@ -143,7 +143,7 @@ _SCORED: tuple[dict[str, Any], ...] = (
     ids=str,
 )
 def test_what_cannot_be_scored_is_left_out(algorithm: dict[str, Any], limit: str) -> None:
-    # Several updates compare with the weights before the first.
+    # With several updates, scores under the weights before the first update are needed.
     spec = spec_for(algorithm, updates_per_step=2 if "correction" in algorithm else 1)
     queue = queue_for(spec)
     lengths = queue.fields["prompt_ids"].lengths + queue.fields["response_ids"].lengths
@@ -165,7 +165,7 @@ def test_what_cannot_be_scored_is_left_out(algorithm: dict[str, Any], limit: str
 def scored(
     spec: RunSpec, queue: Queue, *, limit: int | None = None
 ) -> tuple[StepResult, list[Tensor]]:
-    """A step whose every pass without gradients is short of memory."""
+    """Trains a step in which passes without gradients over ``limit`` tokens run out of memory."""
     policy, reference = policy_of(spec, scale=1.5), policy_of(spec, seed=2, scale=1.5)
     rank = rank_of(spec, policy, queue, reference=reference if spec.needs_reference else None)
     recorder: Any = Recorder(policy)
@@ -242,7 +242,7 @@ def test_processes_that_start_again_know_what_did_not_fit(tmp_path: Path) -> Non
     assert known().bounds == Bounds(sum(lengths[:3]) // 2 // 2)
     fail(known(), (5,))
     assert known().bounds.too_long == lengths[5]
-    # With other settings more may fit.
+    # Other settings start with the configured bounds, because more may fit.
     assert known(activation_checkpointing=True).bounds == Bounds(1000)
 
 

@@ -1,4 +1,4 @@
-"""Optimizers: weight decay, Muon, moments in 8 bits."""
+"""Optimizers: weight decay, Muon, and 8-bit moments."""
 
 from copy import deepcopy
 
@@ -21,7 +21,7 @@ from tests.helpers.optimizers import (
 
 
 class Layer(nn.Module):
-    """One parameter of each kind that models have."""
+    """Layer with one parameter of each kind that models have."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Advantages, objective and gradients equal the formulas written out token by token."""
+"""Tests that advantages, objective and gradients equal formulas that are computed token by token."""
 
 import random
 from typing import Any
@@ -114,7 +114,7 @@ def test_the_objective_and_its_gradient_are_those_of_the_formulas(seeds: range) 
 def _split(
     batch: Batch, spec: AlgorithmSpec, correction: Any, rows: Rows, parts: int
 ) -> tuple[Tensor, Tensor]:
-    """Loss and gradient of the trainer's objective over several micro-batches."""
+    """Returns loss and gradient of the trainer's objective, summed over several micro-batches."""
     samples = batch.samples()
     advantages = torch.tensor([x for row in rows for x in row], dtype=torch.float64)
     samples = samples.with_tokens(advantages=advantages)

@@ -1,4 +1,4 @@
-"""Shared tokens are computed once, without a change of training."""
+"""Tests that shared prefixes are computed once and do not change training."""
 
 import random
 from itertools import pairwise
@@ -43,7 +43,7 @@ def _policy(family: str, seed: int) -> Policy:
 
 
 def _results(policy: Policy, packed: PackedTokens, factors: Tensor) -> list[Tensor]:
-    """Logprobs, entropies and the gradients of a sum of both."""
+    """Returns logprobs, entropies, and the gradient of their weighted sum."""
     logprobs, entropy = policy(packed)
     total = (logprobs * factors[0] + entropy * factors[1]).sum()
     gradients = torch.autograd.grad(total, list(policy.parameters()))
@@ -99,7 +99,7 @@ def test_members_of_a_group_stay_in_one_micro_batch() -> None:
 
     both = micro_batches([*rows(7, 4), *rows(8, 4)], 300, shares=True)
     assert sorted(both) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    # One group that is too large is cut into parts of like size, each of which has its prompt.
+    # A group over the budget is split into parts of similar size, each of which repeats the prompt.
     sizes = [len(micro) for micro in micro_batches(rows(7, 12), 400, shares=True)]
     assert sizes == [6, 6]
     assert len(micro_batches(rows(7, 12), 400, shares=False)) == 4
@@ -107,7 +107,7 @@ def test_members_of_a_group_stay_in_one_micro_batch() -> None:
 
 @pytest.mark.parametrize("shares", [True, False])
 def test_groups_that_are_compared_are_never_divided(shares: bool) -> None:
-    # Two pairs that answer the same prompt, and one that is larger than a micro-batch may be.
+    # Two pairs answer the same prompt, and a third pair is larger than the budget of a micro-batch.
     rows = joined([torch.full((50,), 7)] * 6, [torch.full((30,), n) for n in (1, 2, 3, 4, 5, 6)])
     rows[4:] = joined([torch.full((300,), 8)] * 2, [torch.full((30,), n) for n in (1, 2)])
     found = micro_batches(rows, 170, shares=shares, groups=[4, 9, 9, 4, 1, 1])
@@ -136,7 +136,7 @@ def test_micro_batches_hold_no_more_than_their_budget() -> None:
 
 
 def _cohort(groups: list[tuple[int, list[int]]]) -> BatchFacts:
-    """Makes groups with given lengths of prompt and responses."""
+    """Returns the facts of groups with the given lengths of prompt and responses."""
     owners = [number for number, (_, answers) in enumerate(groups) for _ in answers]
     no = torch.zeros(len(owners), dtype=torch.bool)
     prompts = [prompt for prompt, answers in groups for _ in answers]
@@ -160,7 +160,7 @@ def _shares(cohort: BatchFacts, num_ranks: int) -> list[tuple[int, ...]]:
 
 
 def test_ranks_get_whole_groups_of_like_work() -> None:
-    # By the tokens of their samples, the first and the last are the longest by far.
+    # Without shared prefixes, the first and the last group would have by far the most tokens.
     groups = [(500, [10] * 4), (10, [260] * 4), (500, [5] * 4)]
     assert _shares(_cohort(groups), 2) == [(4, 5, 6, 7), (0, 1, 2, 3, 8, 9, 10, 11)]
 

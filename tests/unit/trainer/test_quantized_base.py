@@ -1,4 +1,4 @@
-"""LoRA on a quantized base: the same numbers as on the base that it is rounded to, everywhere."""
+"""Tests that LoRA on a quantized base equals LoRA on its rounded weights in trainer, rollout and export."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -174,7 +174,7 @@ def _spec(tmp_path: Path, kind: str, **trainer: Any) -> RunSpec:
 
 
 def _policy(spec: RunSpec, *, is_packed: bool = True) -> Policy:
-    """Returns a policy on a quantized base, or on one that was only rounded."""
+    """Returns a policy with adapters on a quantized base, or on rounded weights if not ``is_packed``."""
     lora = spec.trainer.lora
     assert lora is not None
     assert lora.base_dtype is not None

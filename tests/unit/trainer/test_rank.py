@@ -1,4 +1,4 @@
-"""A rank trains a batch once, exactly, and refuses invalid batches."""
+"""Tests that a rank trains a batch exactly once and refuses invalid batches."""
 
 import gzip
 import json
@@ -160,7 +160,7 @@ def test_an_interpolated_proximal_policy_costs_no_forward_pass() -> None:
         metrics[proximal] = rank_of(spec, policy, queue).train(4, queue.meta).metrics
     assert "seconds_old_logprob" in metrics["computed"]
     assert "seconds_old_logprob" not in metrics["interpolated"]
-    # The batch's own policy sampled it, so that nothing lies between the two.
+    # The current policy sampled the batch, so the interpolated policy equals it.
     assert metrics["interpolated"]["is_weight_mean"] == pytest.approx(1.0, abs=1e-3)
 
 
@@ -262,7 +262,7 @@ def test_the_warm_up_of_the_critic_counts_steps_also_after_a_rewind() -> None:
     policy = policy_of(spec, scale=1.0)
     queue = random_queue(policy)
     rank = rank_of(spec, policy, queue)
-    # The weight versions of a rewound run are ahead of its steps.
+    # After a rewind, the weight versions of a run are ahead of its steps.
     rank.train(2, queue.meta, weight_version=5)
     assert rank.runner.facts()["num_updates"] == 0
     rank.train(3, queue.meta, weight_version=6)
@@ -300,7 +300,7 @@ def test_a_critic_whose_gradient_is_no_number_is_counted_and_left_as_it_is() -> 
 
 
 def early_rank(queue=None):
-    """A rank that trains groups early, its policy, and its queue."""
+    """Returns a rank that trains groups early, its policy, and its queue."""
     spec = spec_of(algorithm={"max_staleness": 0}, trainer={"accumulate_early": True})
     policy = policy_of(spec)
     queue = queue or random_queue(policy)
@@ -320,7 +320,8 @@ def test_what_was_trained_early_is_not_trained_again_and_moves_no_weight() -> No
     for _ in range(2):
         rank.accumulate(queue.meta.select(FIRST), weight_version=0)
     assert torch.equal(weights_of(policy), before)
-    rank._fetch = lambda meta, fields: queue.fetch(meta.select(range(12)), fields)  # the rest alone
+    # only the other rows
+    rank._fetch = lambda meta, fields: queue.fetch(meta.select(range(12)), fields)
     assert rank.train(1, queue.meta).metrics["samples"] == 16
     whole, same, _ = early_rank()
     whole.train(1, queue.meta)
@@ -402,7 +403,7 @@ def test_remax_needs_a_greedy_response_in_each_group() -> None:
 
 
 def test_a_group_whose_greedy_response_failed_does_not_train_under_remax() -> None:
-    """A failure is no baseline of 0."""
+    """A failed greedy response must not count as a baseline of 0."""
     spec = spec_of(algorithm={"advantage": "remax"})
     policy = policy_of(spec)
     queue = random_queue(policy)

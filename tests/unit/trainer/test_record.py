@@ -1,4 +1,4 @@
-"""A record has all that a step depended on: replayed from it, every version has the same bits."""
+"""Tests of records: a replay of the recorded steps produces weights with the same bits in every version."""
 
 import json
 import shutil
@@ -41,7 +41,7 @@ def recorded_rank(
 def record_run(
     folder: Path, spec: RunSpec, *, steps: int = 3, queue: Queue | None = None, early: bool = False
 ) -> Path:
-    """Trains and records; returns the folder of the record."""
+    """Trains and records steps, and returns the folder of the record."""
     queue = queue or random_queue(policy_of(spec))
     rank = recorded_rank(folder, spec, queue)
     for step in range(1, steps + 1):
@@ -55,18 +55,18 @@ def record_run(
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The record of three steps, which no test changes."""
+    """Returns the record of three steps, which all tests share and must not change."""
     return record_run(tmp_path_factory.mktemp("recorded"), spec_of())
 
 
 @pytest.fixture
 def record(recorded: Path, tmp_path: Path) -> Path:
-    """A copy of that record."""
+    """Returns a copy of the shared record."""
     return Path(shutil.copytree(recorded, tmp_path / files.FOLDER))
 
 
 def replayed_weights(record: Path, spec: RunSpec) -> list[bool]:
-    """Whether each replayed version has the digests of the record."""
+    """Replays a record, and returns for each version whether its digests equal the recorded ones."""
     source = RecordedBatches(is_experiment=False)
     rank = rank_of(spec, policy_of(spec), source)  # type: ignore[arg-type]
     equal = []
@@ -82,7 +82,7 @@ def replayed_weights(record: Path, spec: RunSpec) -> list[bool]:
 
 
 def rewritten(record: Path, step: int, **changes: Any) -> None:
-    """Changes numbers or a field of a recorded step."""
+    """Changes values in columns of a recorded step."""
     (rank,) = files.read_step(record, step, num_ranks=1).ranks
     columns = dict(rank.columns)
     for name, change in changes.items():

@@ -1,4 +1,4 @@
-"""Reported metrics of a batch."""
+"""Tests of the reported metrics of a batch."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Reward models: the loss of a pair, and the classifier that a trained one becomes."""
+"""Reward models: the loss of a pair, and the export as a sequence classifier."""
 
 import math
 from pathlib import Path
@@ -23,9 +23,9 @@ SPEC = spec_of(algorithm={"loss": "reward_model", "max_staleness": 0}, rollout={
 
 @pytest.mark.parametrize("center", [0.0, 0.3])
 def test_the_loss_of_pairs_is_that_of_the_formula(center: float) -> None:
-    """``-log sigmoid(r_c - r_r) + center (r_c + r_r)^2`` in plain Python, with its gradient."""
+    """Compares with ``-log sigmoid(r_c - r_r) + center (r_c + r_r)^2`` and its gradient."""
     lengths, rewards = [2, 1, 3, 2], [0.7, -0.4, 0.2, 1.1]
-    signs = [1.0, -1.0, -1.0, 1.0]  # the second pair's chosen answer is its second one
+    signs = [1.0, -1.0, -1.0, 1.0]  # in the second pair, the second answer is the chosen one
     segments = Segments.from_lengths(torch.tensor(lengths))
     values = torch.full((sum(lengths),), 5.0)
     last = torch.tensor(lengths).cumsum(0) - 1

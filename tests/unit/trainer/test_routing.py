@@ -1,4 +1,4 @@
-"""Routers of a trained mixture: replayed choices, balance, and reported metrics."""
+"""Routers of mixtures in training: routing replay, load balancing, and reported metrics."""
 
 import random
 from typing import Any
@@ -43,7 +43,7 @@ def _shape(policy: Policy) -> RoutingShape:
 
 
 def _choices(policy: Policy) -> Jagged:
-    """Returns the experts that a policy chooses for the tokens of the pack, as an engine reports them."""
+    """Returns the experts that a policy chooses for the tokens of the pack, in an engine's format."""
     watch = RouterWatch(policy.model)
     policy(_packed())
     dtype = getattr(torch, _shape(policy).dtype)
@@ -58,7 +58,7 @@ def test_replaying_a_policys_own_choice_changes_nothing(family: str) -> None:
     replaying = _policy(family, routing_replay="replay")
     told = _choices(_policy(family))
     assert told.values.shape[1:] == _shape(own).tail
-    # In another order the same experts are chosen.
+    # The order of a token's experts has no effect.
     actual, _ = replaying(_packed(Jagged(told.values.flip(2), told.lengths)))
     actual.sum().backward()
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
@@ -143,7 +143,7 @@ def test_tokens_are_shared_only_where_their_experts_are_the_same_too(seed: int) 
     for rows in told:
         if len(rows) > 2 and rng.random() < 0.5:
             place = rng.randrange(len(rows))
-            rows[place] = rows[place].flip(0)  # another choice, for this sequence alone
+            rows[place] = rows[place].flip(0)  # only this sequence has other experts
     experts = Jagged.from_list(told)
     found = []
     for shares in (False, True):

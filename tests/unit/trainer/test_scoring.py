@@ -1,4 +1,4 @@
-"""Scoring workers compute missing logprobs under the requested weights."""
+"""Tests that scoring workers compute missing logprobs under the requested weights."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from tests.helpers.shortage import limited
 
 
 class Apart:
-    """A worker beside a queue in memory; keeps what it adds."""
+    """Scoring worker with a queue in memory that records the fields it adds."""
 
     def __init__(self, policy, queue, *, field="proximal_logprobs", version, max_tokens=100):
         oom_limits = self.oom_limits = OomLimits(Bounds(max_tokens))
@@ -57,7 +57,7 @@ def test_what_does_not_fit_is_divided_and_has_no_score_alone():
     queue = random_queue(policy)
     lengths = queue.fields["prompt_ids"].lengths + queue.fields["response_ids"].lengths
     longest = int(lengths.max())
-    # The last token of a sequence is not computed.
+    # The model does not compute the last token of a sequence.
     limited(policy, longest - 2, scores=True)
     apart = Apart(policy, queue, version=3, max_tokens=100)
     apart.leader.add(queue.meta, version=3)
@@ -65,7 +65,7 @@ def test_what_does_not_fit_is_divided_and_has_no_score_alone():
     for key, length, wanted in zip(queue.meta.keys, lengths.tolist(), expected, strict=True):
         wanted = torch.full_like(wanted, UNSCORED) if length == longest else wanted
         torch.testing.assert_close(apart.added["proximal_logprobs"][key], wanted, atol=1e-5, rtol=0)
-    # The next batch is divided before it fails.
+    # The next batch is split before it runs out of memory.
     assert apart.oom_limits.bounds.max_tokens <= 50
 
 
@@ -123,7 +123,7 @@ def test_proximal_logprobs_of_other_weights_are_recomputed(version):
     policy = policy_of(spec)
     queue = random_queue(policy, version=5)
     count = queue.meta.num_keys
-    # Far from the truth, so that it shows whether they are used.
+    # The values are far off, so the result shows whether they are used.
     wrong = queue.fields["rollout_logprobs"].values - 3.0
     scored = queue_of(
         {

@@ -1,4 +1,4 @@
-"""An episode of several conversations is one sample and several sequences."""
+"""Tests of episodes with several conversations, which are one sample and several sequences."""
 
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ def test_a_shared_prefix_trains_once_and_observations_never() -> None:
 
 @pytest.mark.parametrize("advantage", ["grpo", "rloo", "reinforce_pp_baseline", "opo"])
 def test_advantages_are_those_of_whole_episodes(advantage: str) -> None:
-    """A sample counts once in its group, however many sequences it has, and all of them get the same."""
+    """A sample counts once in its group, and all its sequences get the same advantage."""
     spec = spec_of(algorithm={"advantage": advantage}).algorithm
     queue, episodes = branched_episodes(policy_of(spec_of()))
 
@@ -151,7 +151,7 @@ def test_a_step_counts_samples_and_sequences(tmp_path: Path) -> None:
 def test_what_tokens_earned_is_credited_to_them_where_the_advantage_goes_by_tokens(
     advantage: str,
 ) -> None:
-    """Against the recursion by hand; estimators of groups see the sum only."""
+    """Compares with the recursion by hand; group estimators use only the sum of the token rewards."""
     spec = spec_of(algorithm={"advantage": advantage, "gamma": 0.9}).algorithm
     queue, _ = branched_episodes(policy_of(spec_of()), num_groups=2)
     mask = queue.fields["response_mask"]

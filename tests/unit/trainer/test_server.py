@@ -1,4 +1,4 @@
-"""Progress that the trainer's server reports."""
+"""Tests of the progress that the trainer's server reports."""
 
 import asyncio
 from collections.abc import Collection, Mapping
@@ -14,7 +14,7 @@ from tests.helpers.engines import until
 
 
 class Leader:
-    """Saves once it may."""
+    """Fake leader whose save ends when the test permits it."""
 
     def __init__(self, *, fails: bool = False) -> None:
         self.may_end = asyncio.Event()

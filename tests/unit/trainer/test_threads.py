@@ -1,4 +1,4 @@
-"""With a GPU the trainer uses few CPU threads."""
+"""Tests that a trainer with a GPU uses few CPU threads."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The planned GPU memory of a trainer."""
+"""Tests of the planned GPU memory of a trainer."""
 
 import json
 from pathlib import Path
@@ -50,7 +50,7 @@ def memory_of(gpu_gb=141, response=256, config=QWEN, **trainer):
 )
 def test_the_peaks_that_h200s_had_are_found_within_5_per_cent(trainer, measured_gib):
     found = memory_of(**trainer)
-    # Nothing was sent there, and torch does not count the context.
+    # The measured runs sent no weights, and torch does not count the CUDA context.
     used = found.used - found.parts["weights in transfer"] - found.parts["context"]
     assert used / GIB == pytest.approx(measured_gib, rel=0.05)
 
@@ -134,7 +134,7 @@ def test_what_layers_keep_is_counted_by_where_it_is():
     here, there = activations(activation_offloading=True, activation_checkpointing=True)
     assert here < full
     assert there == pytest.approx(28 * 2 * 1536 * 40_960)
-    # Products stay where they are made unless the compiler says what is kept.
+    # Without the compiler, which selects saved tensors, products of matrices stay on the GPU.
     eager = activations(
         activation_offloading=True, activation_checkpointing="selective", compile=False
     )
@@ -155,7 +155,7 @@ def test_the_longest_sequence_must_fit_and_ranks_may_share_it():
     alone = activations()
     assert alone == pytest.approx(memory_of().parts["activations"] * 131_072 / 40_960)
     assert activations(context_parallel=2) == pytest.approx(alone / 2)
-    # Two key-value heads are four on four ranks; and shorter sequences fill a micro-batch.
+    # Four ranks replicate the two key-value heads, and several shorter sequences fill a micro-batch.
     assert activations(context_parallel=4) == pytest.approx(alone * 40_960 / 131_072, rel=0.05)
     with pytest.raises(ValueError, match=r"trainer\.context_parallel"):
         memory_of(response=131_072, world_size=2).check(2)

@@ -1,4 +1,4 @@
-"""Samples from the transferqueue are validated before a model reads them."""
+"""Tests of the validation of samples from the transferqueue before a model reads them."""
 
 import pytest
 

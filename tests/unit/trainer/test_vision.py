@@ -1,4 +1,4 @@
-"""Models that see images: packed logprobs and gradients equal those of transformers' own model."""
+"""Tests that packed logprobs and gradients of models with images equal those of transformers' models."""
 
 import random
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from tests.helpers.vision import KINDS, model_spec, plain_logprobs, random_promp
 
 @dataclass(frozen=True)
 class Conversation:
-    """Prompt and response with images in both."""
+    """Prompt and response, both with images."""
 
     prompt: list[int]
     response: list[int]
@@ -44,7 +44,7 @@ class Conversation:
 
 @pytest.fixture(params=KINDS)
 def loaded(request: Any, tmp_path: Path) -> tuple[Any, Any, set[str]]:
-    """The checkpoint as transformers loads it, the same as a causal language model, and its tensors."""
+    """Returns transformers' model of a checkpoint, Slipstream's model of it, and the tensor names."""
     whole = saved_model(request.param, tmp_path)
     spec = model_spec(tmp_path)
     model = load_model(spec, load_tokenizer(spec), dtype=torch.float32, device="cpu")
@@ -77,7 +77,7 @@ def test_packed_logprobs_and_gradients_are_those_of_the_whole_model(
 def errors(
     loaded: tuple[Any, Any, set[str]], logprobs: torch.Tensor, expected: torch.Tensor, *, seed: int
 ) -> tuple[float, float]:
-    """Returns the max difference of logprobs, and the relative one of gradients of their random sum."""
+    """Returns the max logprob difference, and the relative error of the gradients of a random weighting."""
     whole, model, known = loaded
     factors = torch.randn(len(expected), generator=torch.Generator().manual_seed(seed))
     wanted = gradients(whole, expected @ factors)
@@ -91,12 +91,12 @@ def errors(
 
 
 def random_rows(rng: random.Random) -> list[tuple[list[int], list[int], ModelInputs]]:
-    """Groups of prompts without, with one and with two images, in random order."""
+    """Returns groups of prompts with 0, 1 or 2 images, in random order."""
     rows = []
     for _ in range(5):
         prompt, given = random_prompt(rng, rng.randrange(3))
         for _ in range(rng.randrange(1, 4)):
-            # Responses may contain placeholders, which are tokens like any other.
+            # Responses may contain placeholder ids, which are ordinary tokens there.
             response = [rng.randrange(3, 64) for _ in range(rng.randrange(1, 8))]
             rows.append((prompt, response, given))
     rng.shuffle(rows)
@@ -109,8 +109,8 @@ def random_conversation(
     """Returns a conversation in which the policy answers observations with and without images.
 
     Args:
-        shared_seed: Conversations with the same one begin alike: the policy says one of few things, and an
-            observation depends on the response before it.
+        shared_seed: Conversations with the same seed share a prefix: the policy has few possible answers,
+            and an observation is a function of the response before it.
     """
     tokens, given = prompt
     response, own, runs = list[int](), dict[int, ModelInputs](), list[tuple[int, int]]()
@@ -126,7 +126,7 @@ def random_conversation(
             world, world.randrange(3), num_tokens=place, num_earlier=num_images
         )
         num_images += len(inputs.tensors.get("image_places", ()))
-        # Text after the images may differ.
+        # The text after the images may differ between conversations.
         seen.append(rng.randrange(3, 59 if shared_seed is None else 5))
         response += [*said, *seen]
         runs += [(0, len(said)), (TOOL_VERSION, len(seen))]
@@ -139,7 +139,7 @@ def random_conversation(
 def test_images_of_observations_are_computed_as_by_the_whole_model(
     loaded: tuple[Any, Any, set[str]], num_packs: int
 ) -> None:
-    """Also of further conversations of a sample, which begin within its response."""
+    """The samples include further conversations, which begin within the response."""
     whole, model, _ = loaded
     policy, worst = Policy(model, temperature=1.0), [0.0, 0.0]
     for seed in range(num_packs):
@@ -199,7 +199,7 @@ def test_conversations_share_what_they_have_in_common_with_its_images(
 def test_the_tower_computes_each_distinct_image_once(
     loaded: tuple[Any, Any, set[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also of sequences that share no tokens, in which the image has another place."""
+    """The sequences share no tokens, and the images have different positions in each."""
     whole, model, _ = loaded
     policy, grids = Policy(model, temperature=1.0), []
     tower = model.model.visual
@@ -229,7 +229,7 @@ def test_the_tower_computes_each_distinct_image_once(
 def stored(
     samples: list[tuple[Conversation, Conversation]],
 ) -> tuple[dict[str, Jagged], list[SampleInputs]]:
-    """Returns samples of two conversations as the trainer fetches them."""
+    """Returns fields and model inputs of samples with two conversations, as the trainer fetches them."""
     responses, runs, inputs = [], [], []
     for first, second in samples:
         start = len(first.prompt) + len(first.response)
@@ -253,7 +253,7 @@ def stored(
 
 
 def gradients(model: torch.nn.Module, value: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The gradients of a value; zeros where it does not depend on a parameter."""
+    """Returns the gradients of a value, which are zeros for parameters that it does not depend on."""
     named = dict(model.named_parameters())
     found = torch.autograd.grad(
         value, list(named.values()), materialize_grads=True, allow_unused=True

@@ -1,4 +1,4 @@
-"""With vLLM's operators, the trainer computes the same function; here torch stands in for vLLM's kernels."""
+"""Tests that the trainer computes the same function with vLLM's operators; torch emulates their kernels."""
 
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
@@ -156,7 +156,7 @@ def test_every_operator_of_a_layer_is_used(monkeypatch: pytest.MonkeyPatch) -> N
     packed = subject.packed(given, decoded(subject.batch(), given, running=4), shares_prefixes=True)
     with torch.no_grad():
         subject.policy("vllm")(packed)
-    # Two layers with seven products and four norms, then the last norm and the head.
+    # Two layers have seven products and four norms each, and the model has a last norm and a head.
     assert counts == {
         "matmul": 15,
         "norm": 9,

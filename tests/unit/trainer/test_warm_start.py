@@ -1,4 +1,4 @@
-"""Base models that a warm start trains from a user's examples."""
+"""Tests of base models that a warm start trains from a user's examples."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def pairs(count, seed):
 
 @pytest.fixture
 def made(tmp_path):
-    """Makes a base model with a function of the task."""
+    """Returns a function that makes a base model with a function of the task."""
     (tmp_path / "task.py").write_text(TASK)
 
     def make(function):
