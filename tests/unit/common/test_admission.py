@@ -1,4 +1,4 @@
-"""A connection whose peer has not authenticated has limits; one that is admitted has none."""
+"""Tests of the limits on connections before their peer has authenticated."""
 
 import asyncio
 import socket
@@ -21,7 +21,7 @@ LIMIT = 100_000
 
 
 class Echo(asyncio.Protocol):
-    """A server that returns what it receives; the addresses and bytes of its peers."""
+    """Echo server that records the received bytes by peer address."""
 
     def __init__(self, seen: dict[str, int]) -> None:
         self.seen = seen
@@ -38,7 +38,7 @@ class Echo(asyncio.Protocol):
 
 @asynccontextmanager
 async def proxied(seen: dict[str, int], **limits):
-    """A proxy before an echo server, and its port."""
+    """Yields a proxy in front of an echo server, and the proxy's port."""
     listener = socket.socket(socket.AF_UNIX)
 
     def listen_at(path):

@@ -1,4 +1,4 @@
-"""User code is loaded by reference; a wrong reference is reported with a fix."""
+"""Tests of loading user code by reference, and of errors of wrong references."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -72,5 +72,6 @@ def test_an_error_of_user_code_names_the_line_of_their_file(tmp_path: Path) -> N
         load_callable(f"{file}:score")("no JSON")
     error = caught.value
     assert error.__traceback__ is not None
-    text = describe_error(error.with_traceback(error.__traceback__.tb_next))  # without this file
+    # without the frame of this test
+    text = describe_error(error.with_traceback(error.__traceback__.tb_next))
     assert text.endswith("(scores.py, line 4)")

@@ -1,4 +1,4 @@
-"""``topology.placement``: derived settings of colocated runs, and refusals with figures."""
+"""Tests of ``topology.placement``: derived settings of colocated runs, and refusals with figures."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""GPU kernels need a C compiler; its absence is reported."""
+"""Tests of the search for the C compiler that GPU kernels need."""
 
 from pathlib import Path
 

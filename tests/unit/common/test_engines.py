@@ -1,4 +1,4 @@
-"""Engine arguments of a run are checked before an engine starts."""
+"""Tests of the checks of a run's engine arguments before an engine starts."""
 
 from typing import Any
 

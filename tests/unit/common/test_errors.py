@@ -1,4 +1,4 @@
-"""Errors on the wire: what fits into the headers of a call."""
+"""Tests that error messages are shortened to the size limit of a call's headers."""
 
 import grpc
 import pytest

@@ -1,4 +1,4 @@
-"""The fork server and its forks."""
+"""Tests of the fork server and its forks."""
 
 import json
 import os
@@ -40,7 +40,7 @@ ENDINGS = {
 
 
 class Server:
-    """A fork server and its orders."""
+    """Fork server process, and methods that send requests to it."""
 
     def __init__(self, folder, *modules) -> None:
         self.log = folder / "worker.log"
@@ -98,7 +98,7 @@ def test_a_fork_is_as_if_it_had_been_started(tmp_path):
             "is_leader": True,
             "input": "",
             "command": [sys.executable, "-m", "worker"],
-            "files": ["0", "1", "2", "3"],  # the last is the folder of this list
+            "files": ["0", "1", "2", "3"],  # the last one is the open directory of this listing
         }
 
 
@@ -150,7 +150,7 @@ def test_forks_outlive_the_server_whose_orders_end(tmp_path):
         worker = psutil.Process(server.start("waiting"))
         server.process.stdin.close()
         assert server.process.wait() == 0
-        # Both ends belong to the server: no fork has to close them.
+        # Forks inherit neither end of the server's pipes, so the test reads EOF while the worker runs.
         assert server.process.stdout.read() == ""
         assert worker.is_running()
         worker.kill()

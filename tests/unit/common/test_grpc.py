@@ -1,4 +1,4 @@
-"""Errors travel as the class that was raised; calls have deadlines and bounded retries."""
+"""Tests of gRPC calls: errors arrive as the raised class, and calls have deadlines and bounded retries."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -136,7 +136,7 @@ async def test_a_connection_runs_a_limited_number_of_calls_and_the_others_wait()
     async with served(servicer) as channel:
         ask_release = transferqueue_pb2_grpc.TransferQueueServiceStub(channel).ReleaseKeys
         request = pb.ReleaseKeysRequest()
-        # The client learns the limit with its first answer.
+        # The client receives the server's limit with the first response.
         first = asyncio.ensure_future(call(ask_release, request, timeout_s=60.0))
         await channel.channel_ready()
         await asyncio.sleep(0.5)

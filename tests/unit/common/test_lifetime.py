@@ -1,4 +1,4 @@
-"""A worker that another service did not answer ends with its own exit code."""
+"""Tests of the exit code of a worker that ends because another service does not answer."""
 
 from collections.abc import Callable
 

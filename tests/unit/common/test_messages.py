@@ -1,4 +1,4 @@
-"""Dataclasses and messages with the same fields convert to each other."""
+"""Conversion between dataclasses and protobuf messages with the same fields."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Metrics are on the host of the gRPC server, within the limits of every HTTP server."""
+"""Tests of the metrics server: its address, its limits and its token."""
 
 import asyncio
 import threading

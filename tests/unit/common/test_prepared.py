@@ -1,4 +1,4 @@
-"""A program that is imported before it gets its environment."""
+"""Tests of programs that are imported before they receive their environment."""
 
 import json
 import subprocess

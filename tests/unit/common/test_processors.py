@@ -1,4 +1,4 @@
-"""A container's CPU limit counts, under both versions of control groups."""
+"""Tests that the number of usable CPUs respects a container's limit in cgroup v1 and v2."""
 
 import os
 from pathlib import Path

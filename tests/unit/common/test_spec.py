@@ -1,4 +1,4 @@
-"""Specifications: errors name key, expectation and fix; overrides, aliases, paths, digests."""
+"""Specifications: error messages, overrides, aliases, paths and digests."""
 
 from operator import attrgetter
 from pathlib import Path
@@ -388,7 +388,7 @@ def test_bad_overrides_are_rejected(tmp_path, override, words):
 
 
 def _bomb(form: str) -> str:
-    """Returns a few lines of YAML that expand to more values than memory holds."""
+    """Returns a few lines of YAML that expand to more values than fit into memory."""
     lines = [
         f"a{level}: &a{level} {form.format(', '.join([f'*a{level - 1}'] * 9))}"
         for level in range(1, 15)

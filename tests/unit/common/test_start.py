@@ -1,4 +1,4 @@
-"""The first process of a container."""
+"""Tests of the program that runs as the first process of a container."""
 
 import signal
 import subprocess
@@ -28,5 +28,5 @@ def test_a_program_that_is_still_imported_ends_at_the_signal(tmp_path: Path) -> 
         assert process.stdout is not None
         process.stdout.readline()
         process.send_signal(signal.SIGTERM)
-        # A handler ended it, because the signal alone would not end a first process.
+        # A handler ends the process, because PID 1 ignores signals without a handler.
         assert process.wait(timeout=30) == 128 + signal.SIGTERM

@@ -1,4 +1,4 @@
-"""An ended task group does not cancel its parent later, and its errors can be caught by class."""
+"""Tests that a failed task group does not cancel its parent later, and that its errors keep their class."""
 
 import asyncio
 

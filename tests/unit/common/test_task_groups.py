@@ -1,4 +1,4 @@
-"""GPUs are split among task groups; invalid requests are refused."""
+"""Split of GPUs among task groups, and refusals of invalid splits."""
 
 import json
 from pathlib import Path

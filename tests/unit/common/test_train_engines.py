@@ -1,4 +1,4 @@
-"""A specification may name a training engine, with the settings that the engine supports."""
+"""Tests of training engines in a specification, and of the settings that each engine supports."""
 
 from typing import Any
 

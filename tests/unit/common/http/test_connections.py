@@ -1,4 +1,4 @@
-"""Connections of clients with many concurrent requests: reuse, expiry, broken and cancelled ones."""
+"""HTTP client connections under concurrent requests: reuse, expiry, and broken or cancelled connections."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -14,7 +14,7 @@ ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi"
 
 
 class Server:
-    """Answers requests once it may, and counts connections."""
+    """Server that answers requests while ``may_answer`` is set, and counts connections."""
 
     def __init__(self) -> None:
         self.num_begun = 0

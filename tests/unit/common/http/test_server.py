@@ -1,4 +1,4 @@
-"""HTTP servers bind to loopback, and use TLS if there is a certificate."""
+"""Tests of the HTTP server: TLS, and limits on connections, headers and bodies."""
 
 import asyncio
 import socket
@@ -80,7 +80,7 @@ async def raw(port: int):
 
 
 async def answer(reader: asyncio.StreamReader) -> bytes:
-    """The status line, or nothing if the connection was ended."""
+    """Returns the status line, or nothing if the server closed the connection."""
     with suppress(ConnectionError):
         return (await reader.readline()).strip()
     return b""
@@ -183,7 +183,7 @@ async def test_a_body_is_read_as_fast_as_the_application_takes_it():
         asyncio.timeout(5),
     ):
         writer.write(POST + b"a" * 150_000)
-        for _ in range(20):  # the server could read all of it meanwhile
+        for _ in range(20):  # gives the server time to read the whole body
             async with raw(port) as (other, asking):
                 asking.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
                 assert await answer(other) == b"HTTP/1.1 200 OK"
@@ -205,7 +205,7 @@ async def test_a_refused_peer_reads_the_response_even_if_it_is_still_sending(req
             connection.sendall(request_bytes)
             time.sleep(
                 0.3
-            )  # the server has answered, and has closed the connection if it does not wait
+            )  # by then, a server that does not wait has answered and closed the connection
             failure = None
             try:
                 connection.sendall(b"a" * 50_000)

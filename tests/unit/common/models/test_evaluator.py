@@ -1,4 +1,4 @@
-"""Files of a model are evaluated with a deadline and a memory limit; this process survives failures."""
+"""Tests that a model's files are evaluated in a process with a deadline and a memory limit."""
 
 import json
 from collections.abc import Callable, Iterator

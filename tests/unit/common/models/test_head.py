@@ -1,4 +1,4 @@
-"""Logits are never rounded to the dtype of the weights."""
+"""Tests that logits are never rounded to the dtype of the weights."""
 
 import torch
 from torch.nn import functional

@@ -1,4 +1,4 @@
-"""Presets have the promised size and are the same for the same seed."""
+"""Tests of loading models: sizes and seeds of presets, and refusals."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Quantized weights: exact where the format says so, and the same bits after each repetition."""
+"""Quantized weights: values that the format represents exactly, error bounds, and idempotence."""
 
 import pytest
 import torch
@@ -80,7 +80,7 @@ def test_fp8_rounds_to_four_significant_bits_of_a_scale(kind, shape) -> None:
     held = fp8_rounded(weight, kind)
     assert held.shape == weight.shape
     error = (held - weight).abs()
-    # Half a step: relative to the value, or below the smallest normal number to the scale.
+    # The bound is half a step, relative to the value, or to the scale for subnormal values.
     scale = weight.abs().max() / 448
     assert (error <= weight.abs() / 16 + scale * 2**-9).all()
     assert torch.equal(fp8_rounded(held, kind), held)

@@ -1,4 +1,4 @@
-"""Special tokens in the texts of users and tools are text, and not control tokens."""
+"""Tests that special tokens in texts of users and tools are encoded as text, not as control tokens."""
 
 from typing import Any
 
@@ -82,7 +82,7 @@ def test_parts_of_a_message_and_later_tool_results_are_escaped_too() -> None:
     assert "<|start|>system" not in tokenizer.render_chat([{"role": "user", "content": part}])
     chat = [*_chat("x"), {"role": "assistant", "content": "mark"}, *_chat(_ATTACK, "tool")]
     ids = following_ids(tokenizer, [chat], mark="mark", last_id=None)
-    assert sum(each > 255 for each in ids) == 4  # two ends, two starts
+    assert sum(each > 255 for each in ids) == 4  # two end tokens and two start tokens
 
 
 def test_the_mask_of_generated_tokens_covers_the_answer_after_an_attack() -> None:

@@ -1,4 +1,4 @@
-"""Built-in tokenizers round-trip, and load elsewhere after they are saved."""
+"""Tests of built-in tokenizers and of tokenizers in folders: round trips, special tokens, chat templates."""
 
 import json
 from pathlib import Path
@@ -62,7 +62,7 @@ def test_a_chat_prompt_ends_before_the_answer() -> None:
 
 @pytest.fixture
 def llama_like(tmp_path: Path) -> ModelSpec:
-    """A folder as instruct models have it: a first token, several last ones, a template with a switch."""
+    """Returns a Llama-like model: a BOS token, two EOS tokens, and a chat template with an argument."""
     backend = Tokenizer(
         models.WordLevel({"<bos>": 0, "<eos>": 1, "<eot>": 2, "a": 3, "no": 4}, "a")
     )

@@ -1,4 +1,4 @@
-"""Unreadable weight files are reported by name, from their headers alone."""
+"""Tests that unreadable weight files are reported by name, from their headers alone."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Paths, code and addresses of a specification stay inside the limits of the installation."""
+"""Tests that paths, code and addresses of a specification stay inside the limits of the installation."""
 
 import os
 import random
@@ -242,7 +242,7 @@ def test_only_the_commands_of_the_installation_are_started(roots, command):
 
 
 def test_folders_with_data_are_no_folders_with_code(roots, monkeypatch):
-    """A model cache holds what strangers wrote."""
+    """Files in a model cache come from untrusted authors."""
     (roots[0] / "downloaded_for_test.py").write_text("def score(): ...\n")
     monkeypatch.syspath_prepend(str(roots[0]))
     allowance = CodePolicy(roots=tuple(roots), code_roots=(roots[0] / "code",))
@@ -340,7 +340,7 @@ def test_the_image_of_a_local_sandbox_is_a_path(roots, kind, image, is_refused):
 
 
 def holds_text(annotation: Any) -> bool:
-    """Returns whether a user can write any text there, besides the keys of a part."""
+    """Returns whether a type accepts arbitrary text from a user, except for keys of a mapping of parts."""
     if annotation in (str, Any):
         return True
     if get_origin(annotation) is Literal or isinstance(annotation, type):
@@ -406,7 +406,7 @@ def workflow(**arguments):
 
 @pytest.fixture
 def folders(tmp_path, monkeypatch):
-    """A folder with code that may run, beside one whose code says so when it runs."""
+    """Creates a folder with allowed code and an outside folder whose code leaves a file when it runs."""
     code, outside = tmp_path / "code", tmp_path / "outside"
     for folder in (code, outside, tmp_path / "cwd"):
         folder.mkdir()
@@ -441,7 +441,7 @@ OUTSIDE = [
 
 
 def problems_of(key, name, allowance):
-    """Returns the problem that rejects a specification with a name at a key."""
+    """Returns the problems of a specification that names code at a key."""
     try:
         return allowance.problems_here(spec_with(**{**rows(), **CODE[key](name)}))
     except SpecError as error:

@@ -1,4 +1,4 @@
-"""Calls are refused unless the caller shows the right token and, with TLS, the right certificate."""
+"""Tests that calls need a valid token and, with TLS, a valid certificate."""
 
 import asyncio
 import shutil
@@ -36,7 +36,7 @@ def worker_of(run_id: str, key: bytes = KEY) -> Identity:
 
 
 class Rendezvous(pb_grpc.RendezvousServiceServicer):
-    """Answers with the run that the caller is known to belong to."""
+    """Service that answers with the run of the authenticated caller."""
 
     async def GetValue(self, request, context):
         return pb.GetValueResponse(value=str(caller_run()).encode())
@@ -114,7 +114,7 @@ async def test_nothing_is_read_of_a_caller_that_is_not_known():
         serving = serve("127.0.0.1:0", register_counting)
         port = await serving.__aenter__()
     request = pb.GetValueRequest(scope="run_a/1", key="k" * (1 << 20))
-    # The known caller is first: gRPC lets both use one connection, whose limits its call lifts.
+    # The authenticated caller is first, because both calls may share a connection, whose limits it lifts.
     for client, error in ((SERVICE, None), (Identity(), errors.UnauthenticatedError)):
         with acting_as(client):
             channel = open_channel(f"127.0.0.1:{port}", "controller")
@@ -144,7 +144,7 @@ async def test_a_silent_connection_is_closed(certificates, monkeypatch, has_tls)
         async with serve("127.0.0.1:0", register) as port, asyncio.timeout(60):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             with suppress(ConnectionError):
-                await reader.read()  # a server may say its settings before it hears any
+                await reader.read()  # a server may send its HTTP/2 settings first
             writer.close()
 
 
@@ -252,7 +252,7 @@ async def test_servers_and_open_channels_take_renewed_certificates(certificates,
         before = channel.current()
         assert (await call(stub.GetValue, request, timeout_s=5.0)).value == b"run_a"
         assert channel.current() is before, "nothing has changed"
-        renewed = make_authority(tmp_path)  # by which none of the former are known
+        renewed = make_authority(tmp_path)  # certificates of the previous authority are invalid
         for owner, name in NAMES.items():
             renewed.issue(owner, user=owner, hosts=(name,))
         assert (await call(stub.GetValue, request, timeout_s=5.0)).value == b"run_a"
@@ -281,7 +281,7 @@ def test_certificate_names_have_role_and_run():
 
 def test_servers_bear_the_pings_that_clients_send():
     server, client = dict(SERVER_OPTIONS), dict(CHANNEL_OPTIONS)
-    # A server that is pinged more often than it allows ends the connection with "too many pings".
+    # A server closes a connection with "too many pings" if the client pings more often than allowed.
     allowed_ms = server["grpc.http2.min_ping_interval_without_data_ms"]
     assert allowed_ms <= client["grpc.keepalive_time_ms"] / 2
     assert server["grpc.keepalive_permit_without_calls"] == 1

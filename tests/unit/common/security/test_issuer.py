@@ -1,4 +1,4 @@
-"""Services issue short-lived certificates, also from an intermediate authority."""
+"""Tests of short-lived certificates that services issue from a root or an intermediate authority."""
 
 from datetime import UTC, datetime, timedelta
 
@@ -31,7 +31,7 @@ class Clock:
 
 
 def make_issuer(folder, *, above=None, ends_after=timedelta(days=30), is_authority=True):
-    """Writes a root or an intermediate authority; returns its certificate and key."""
+    """Writes a root or an intermediate authority, and returns its certificate and key."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, folder.name)])
     signer, signing_key = above or (None, key)

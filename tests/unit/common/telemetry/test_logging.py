@@ -1,4 +1,4 @@
-"""Logs never contain tokens, in any part of a record."""
+"""Tests that logs mask tokens in every part of a record and escape control characters."""
 
 import io
 import logging
@@ -18,7 +18,7 @@ CANARIES = [
 
 @pytest.fixture(params=["text", "json"])
 def formatted(request, monkeypatch):
-    """Formats a record as a configured process does."""
+    """Returns a function that formats a record as a configured process does."""
     root = logging.getLogger()
     before, level = root.handlers[:], root.level
     monkeypatch.setattr(sys, "stderr", io.StringIO())

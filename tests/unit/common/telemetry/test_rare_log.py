@@ -1,4 +1,4 @@
-"""Log lines that unauthenticated callers can cause are rate limited."""
+"""Tests of the rate limit on log lines that unauthenticated callers can cause."""
 
 import logging
 

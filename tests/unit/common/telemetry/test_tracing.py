@@ -1,4 +1,4 @@
-"""A group's trace id follows from its name; spans nest, calls and log lines carry it; off costs no span."""
+"""Tracing: trace ids from group names, nested spans, propagation to calls and log lines, and tracing off."""
 
 import asyncio
 import logging
@@ -22,7 +22,7 @@ from slipstream.transferqueue.v1 import transferqueue_pb2_grpc
 
 @pytest.fixture
 def collected():
-    """Returns the spans that the collector receives if all groups are collected."""
+    """Yields a function that returns the exported spans, with every group sampled."""
     exporter = InMemorySpanExporter()
     with tracing.collecting(
         span_sink(SimpleSpanProcessor(exporter), {"service.name": "test"}), ratio=1.0
