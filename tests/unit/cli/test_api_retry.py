@@ -1,4 +1,4 @@
-"""Retries of the client while a controller restarts."""
+"""Tests of the client's retries during a restart of the controller."""
 
 import httpx
 import pytest

@@ -1,4 +1,4 @@
-"""Bytecode of packages that were installed without it."""
+"""Tests of the compilation of packages that were installed without bytecode."""
 
 import json
 import os

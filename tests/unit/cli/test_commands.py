@@ -1,4 +1,4 @@
-"""The command line as a whole: its commands and their startup cost."""
+"""Tests of the list of commands, of ``slipstream init``, and of closed pipes."""
 
 import inspect
 import json
@@ -37,7 +37,8 @@ def test_a_specification_to_begin_with_is_valid_as_it_is(tmp_path):
     columns = [document["data"][key] for key in ("prompt_column", "answer_column")]
     assert columns == ["question", "solution"]
     assert CliRunner().invoke(app, ["validate", str(file)]).exit_code == 0
-    assert CliRunner().invoke(app, ["init", *arguments]).exit_code == 2  # nothing is overwritten
+    # existing files are not overwritten
+    assert CliRunner().invoke(app, ["init", *arguments]).exit_code == 2
     unknown = CliRunner().invoke(app, ["init", "tiny:gone", *arguments[1:], "--force"])
     assert unknown.exit_code == 2
     assert yaml.safe_load(file.read_text()) == document
@@ -63,9 +64,9 @@ def test_the_example_is_written_to_the_named_file(tmp_path):
     assert {file.name for file in (tmp_path / "new").iterdir()} == {"first.yaml", "sort4.py"}
     checked = CliRunner().invoke(app, ["validate", str(tmp_path / "new" / "first.yaml")])
     assert checked.exit_code == 0, checked.output
-    assert made("new/second.yaml").exit_code == 2  # its code is there
+    assert made("new/second.yaml").exit_code == 2  # sort4.py already exists
     assert not (tmp_path / "new" / "second.yaml").exists()
-    assert made("other/first.yaml", "search").exit_code == 2  # it has one example
+    assert made("other/first.yaml", "search").exit_code == 2  # the command offers only one example
     assert not (tmp_path / "other").exists()
 
 

@@ -1,4 +1,4 @@
-"""The curves of a run."""
+"""Tests of the plotted curves of a run."""
 
 from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""Following a run to its end."""
+"""Tests of the command that follows a run to its end."""
 
 import asyncio
 from io import StringIO
@@ -21,7 +21,7 @@ ENDED = RUN.model_copy(
 
 
 class Api:
-    """A run whose last checkpoint was started again, because a controller was lost meanwhile."""
+    """Fake API of a run whose last checkpoint started twice, because the controller was lost in between."""
 
     async def get(self, run_id):
         return RUN

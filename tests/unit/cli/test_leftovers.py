@@ -1,4 +1,4 @@
-"""Leftovers of killed commands are removed at the next start, and nothing else is."""
+"""Tests that only leftovers of killed commands are removed at the next start."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ from services.cli.state_directory import (
 )
 from services.common.host import process_identity
 
-# Both commands hold a folder and a token, say so, and wait.
+# Each command creates a folder and a token, prints a line, and waits.
 PROGRAM = """
 import sys
 from services.cli.state_directory import known_token, find_token, running_controllers

@@ -1,4 +1,4 @@
-"""The requirements of a run are compared with this machine before the start."""
+"""Comparison of a run's requirements with this machine before the start."""
 
 import json
 import sys
@@ -72,7 +72,7 @@ def test_the_default_number_of_rollouts_fits_the_gpus(
     found = draft.examined.spec
     assert found is not None
     assert found.rollout.replicas == replicas
-    # What follows from it follows: one rollout has the places of both.
+    # Derived settings follow: a single rollout has as many slots as both rollouts.
     assert found.rollout.max_running_samples == default_slots(
         found, max_staleness=found.algorithm.max_staleness, replicas=replicas
     )
@@ -149,7 +149,7 @@ def test_a_model_that_this_machine_cannot_hold_is_rejected(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(machine, "host_bytes_here", lambda: host_gb * 10**9)
-    # 1.0e9 weights: 16 bytes of each in the trainer, 4 in each of two rollouts.
+    # 1.0e9 weights need 16 bytes each in the trainer, and 4 bytes each in both rollouts.
     config = Qwen2Config(
         vocab_size=1000, hidden_size=2048, num_hidden_layers=20, intermediate_size=6000,
         num_attention_heads=16, num_key_value_heads=16,

@@ -1,4 +1,4 @@
-"""Runs are found by name and by an unambiguous start of their id."""
+"""Tests of the lookup of runs by name and by an unambiguous prefix of their id."""
 
 import pytest
 
@@ -19,7 +19,7 @@ class Page:
 
 
 class Controller:
-    """Has three runs, two with the same name, newest first."""
+    """Fake client of a controller with three runs, newest first, of which two have the same name."""
 
     async def call(self, operation):
         runs = [Run(IDS[2], "sort"), Run(IDS[1], "sort"), Run(IDS[0], "count")]

@@ -1,4 +1,4 @@
-"""Unread output blocks no command."""
+"""Tests that unread output does not block a command."""
 
 import asyncio
 import os
@@ -29,7 +29,7 @@ def test_a_writer_does_not_wait_for_a_reader(pipe):
     with tolerate_broken_pipe(console):
         console.file.write(MORE_THAN_A_PIPE_HOLDS + "\n")
         console.print("the end")
-        got = os.read(reader.fileno(), 1)  # only now
+        got = os.read(reader.fileno(), 1)  # the reader starts only after the writer has returned
         while not got.endswith(b"the end\n"):
             got += os.read(reader.fileno(), 1 << 16)
     assert got.decode() == MORE_THAN_A_PIPE_HOLDS + "\nthe end\n"

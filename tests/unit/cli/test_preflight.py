@@ -1,4 +1,4 @@
-"""Problems are found before anything starts, and all of them are named."""
+"""Tests of the checks before a run starts, which report all problems."""
 
 import json
 import subprocess
@@ -205,7 +205,7 @@ def test_adapters_of_experts_that_a_family_lacks_are_rejected_by_its_config_alon
 
 
 def model_of(folder: Path, kind: str) -> dict[str, str]:
-    """Returns the keys of a model of which only the type and the size of its vocabulary are known."""
+    """Returns the model keys for a folder with a config of only a model type and a vocabulary size."""
     (folder / "model").mkdir()
     config = {"model_type": kind, "vocab_size": 300}
     (folder / "model" / "config.json").write_text(json.dumps(config))
@@ -286,7 +286,7 @@ def test_experts_that_are_stored_with_every_token_count_in_the_quota(tmp_path):
         return str(caught.value)
 
     assert "transferqueue.quota_bytes" not in problems("off")
-    # 128 responses: the experts of a token are 384 bytes, the rest of it 9.
+    # Each token of the 128 responses has 384 bytes of experts and 9 bytes of other fields.
     assert "up to rollout.max_response_tokens (131072), 393 bytes a token" in problems("replay")
 
 
@@ -480,7 +480,7 @@ def test_a_warmup_that_is_longer_than_the_run_is_noted(tmp_path, length):
         (tmp_path / "spec.json").write_text(spec.model_dump_json())
         return read_checked(tmp_path / "spec.json").notes
 
-    epochs = None if length["steps"] else 2  # of 4 rows: 2 steps
+    epochs = None if length["steps"] else 2  # two epochs of 4 rows are 2 steps
     optimizer = {"warmup_steps": 4, "learning_rate": 1e-3}
     (note,) = notes(optimizer=optimizer)
     assert note.startswith("trainer.optimizer.warmup_steps is 4")
@@ -490,7 +490,7 @@ def test_a_warmup_that_is_longer_than_the_run_is_noted(tmp_path, length):
 
 def test_a_warmup_of_the_critic_that_is_as_long_as_the_epochs_is_rejected(tmp_path):
     parts = {"algorithm": {"advantage": "gae"}, "trainer": {"steps": None}}
-    parts["data"] = {"epochs": 2}  # of 4 rows: 2 steps
+    parts["data"] = {"epochs": 2}  # two epochs of 4 rows are 2 steps
     check(spec_with(tmp_path, critic={"warmup_steps": 1}, **parts))
     with pytest.raises(SpecError, match=r"critic\.warmup_steps \(2\).*data\.epochs \(2\)"):
         check(spec_with(tmp_path, critic={"warmup_steps": 2}, **parts))

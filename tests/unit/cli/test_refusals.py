@@ -1,4 +1,4 @@
-"""Messages of the command line for rejected requests."""
+"""Tests of the command line's messages for rejected requests."""
 
 import httpx
 import pytest

@@ -1,4 +1,4 @@
-"""Responses that cannot be regenerated are refused before anything is computed."""
+"""Tests that a replay of responses which cannot be regenerated is refused before any computation."""
 
 from pathlib import Path
 

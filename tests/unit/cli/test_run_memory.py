@@ -1,4 +1,4 @@
-"""``validate``, ``plan`` and the workers of a run give one answer about memory."""
+"""Tests that ``validate``, ``plan`` and the workers of a run compute the same memory plan."""
 
 import json
 import re
@@ -50,7 +50,7 @@ def test_7b_with_adapters_fits_on_one_gpu_of_79_gb_by_default() -> None:
     assert found.trainer.parts["weights, float32"] == 4 * adapters
     assert found.rollout.shadow == 0
     assert found.rollout.kv_tokens > 100_000
-    # Rollout and trainer find the same, each by itself.
+    # Rollout and trainer compute the same plan independently.
     rollout = plan_of(spec, QWEN_7B, gpu_bytes=79 * GB, roles=["trainer"])
     assert rollout == found.rollout
     alone = fitted(spec, QWEN_7B, gpu_bytes=79 * GB, engines=1)
@@ -66,7 +66,7 @@ def test_more_memory_is_used_for_less_computation() -> None:
 
 
 def test_peaks_that_an_h100_had_are_within_5_per_cent_of_the_plan() -> None:
-    """``bench/results/one-gpu-lora.json``: peaks of the processes, as the driver counts them."""
+    """The peaks are in ``bench/results/one-gpu-lora.json``, by process, as counted by the driver."""
     total = 81_559 << 20
     spec = spec_of(lora=lora())
     trainer = trainer_memory(spec, QWEN_7B, gpu_bytes=total, engines=1)

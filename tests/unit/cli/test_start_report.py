@@ -1,4 +1,4 @@
-"""The report of a run's start."""
+"""Tests of the report of a run's start."""
 
 import json
 from pathlib import Path

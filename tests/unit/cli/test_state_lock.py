@@ -1,4 +1,4 @@
-"""Two commands in one state directory: the error of the second has the first."""
+"""Tests that a second command in a state directory fails with an error that names the first one."""
 
 import subprocess
 import sys

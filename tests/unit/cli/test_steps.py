@@ -1,4 +1,4 @@
-"""Step records are put together from events; files and tables show them."""
+"""Tests of step records, which are built from events, and of the files and tables that show them."""
 
 import io
 import json

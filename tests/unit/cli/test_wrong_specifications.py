@@ -1,4 +1,4 @@
-"""Wrong specifications are rejected with the key of each problem, without network access.
+"""Tests that invalid specifications are rejected with the key of each problem, without network access.
 
 The messages are in ``tests/golden/validate_errors.json``; ``pytest --update-golden`` rewrites it.
 """
@@ -38,7 +38,7 @@ class Broken:
 TEACHER = {"path": "tiny:qwen2-3m"}
 GROUPS = {"task_groups": ["train", "generate"], "ratios": [0.5, 0.5]}
 
-# Changes of a valid specification, and the key that the problem must name.
+# Changes to a valid specification, and the key that the problem must name.
 WRONG = [
     ({"nam": "x"}, "nam"),
     ({"trainer.stepz": 3}, "trainer.stepz"),
@@ -265,7 +265,7 @@ WRONG = [
     ({"weight_sync.backend": "nccl"}, "weight_sync.backend"),
     ({"weight_sync": {"mode": "inplace"}, "rollout.engine": "fake"}, "weight_sync.mode"),
     ({"algorithm.max_staleness": 2, "trainer.generate_ahead_steps": 1}, "trainer.generate_ahead_steps"),
-    # Types: what YAML makes of a word, a missing value, a list for a mapping.
+    # Types: words that YAML converts, missing values, lists in place of mappings.
     ({"name": "x" * 64}, "name"),
     ({"seed": True}, "seed"),
     ({"seed": 1.5}, "seed"),
@@ -353,7 +353,7 @@ WRONG = [
         },
         "rollout.workflow_arguments.arguments",
     ),
-    # Keys without effect, because another key disables what they configure.
+    # Keys without effect, because another key disables the feature that they configure.
     ({"data.demonstration": {"turns": "last"}}, "data.demonstration"),
     ({"data.rejected_column": "worse"}, "data.rejected_column"),
     ({"data.chat_template_arguments": {"enable_thinking": False}}, "data.chat_template_arguments"),
@@ -411,7 +411,7 @@ WRONG = [
     ({"rollout.rewards": [{"name": "ftp://host/x"}]}, "rewards.0.name"),
     ({"rollout.answer_pattern": "("}, "rollout.answer_pattern"),
     ({"trainer.checkpoint.directory": "task.py"}, "trainer.checkpoint.directory"),
-    # Faults in the data.
+    # Errors in data.
     ({"data.train": {"source": "parquet", "path": "task.py"}}, "data.train"),
     ({"data.train": {**SET, "path": "small"}}, "data.train.path"),
     ({"data.train": {**SET, "filters": [{"column": "answer", "matches": "("}]}}, "filters.0"),
@@ -423,7 +423,7 @@ WRONG = [
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """A folder with the files that specifications name; tests write only their specification."""
+    """Returns a folder with the files that specifications name; tests add only their specification."""
     folder = tmp_path_factory.mktemp("files")
     row = {"prompt": "a", "answer": "b", "number": 3}
     (folder / "prompts.jsonl").write_text(4 * (json.dumps(row) + "\n"))
@@ -447,7 +447,7 @@ def _offline(monkeypatch):
 
 @pytest.fixture
 def folder(files, tmp_path, _offline):
-    """A copy of that folder."""
+    """Returns a copy of the folder with files."""
     return shutil.copytree(files, tmp_path, dirs_exist_ok=True)
 
 

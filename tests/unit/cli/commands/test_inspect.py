@@ -1,4 +1,4 @@
-"""Inspection commands: terminal-safe and machine-readable output."""
+"""Tests of the terminal-safe and machine-readable output of the inspection commands."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from services.controller.store.runs import RunStore
 from services.transferqueue.samples.store import SampleRecord, SampleStore, store_path
 from tests.helpers.rest import SPEC
 
-# Title, screen, clipboard (OSC 52), C1's CSI, a line turned round, a carriage return, rich's markup.
+# Window title, clear screen, clipboard (OSC 52), C1 CSI, right-to-left override, rich markup, controls.
 HOSTILE = "a\x1b]0;title\x07\x1b[2J\x1b]52;c;eA==\x07\x9b31m\u202egnp.exe[bold]b[/nothing]:smile:\r\x08\x7f"
 COLUMNS = {
     "response_ids": array("i", [5, 6]).tobytes(),
@@ -58,7 +58,7 @@ def _train(store, run_id, step, reward):
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """A state directory with two runs that ended, the newer one hostile in every text that it may write."""
+    """Returns a state directory with two ended runs; the newer one has hostile text in each field."""
     state = tmp_path_factory.mktemp("state")
     database = Database(f"sqlite:///{state / DATABASE_FILE}")
     _create(database, OLD, "old")
@@ -86,7 +86,7 @@ def written(tmp_path_factory):
 
 @pytest.fixture
 def folder(written, tmp_path, monkeypatch):
-    """A copy of that directory."""
+    """Returns a copy of the state directory."""
     monkeypatch.delenv("SLIPSTREAM_URL", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     return shutil.copytree(written, tmp_path / "state")
@@ -159,7 +159,7 @@ def test_without_a_run_the_newest_is_meant(folder):
     assert look(folder, "metrics", "nobody").exit_code == 1
     assert (
         look(folder, "events", "").exit_code == 2
-    )  # the run that $(slipstream submit) was to print
+    )  # an empty run id, as if $(slipstream submit) failed
 
 
 def test_a_folder_without_runs_is_named(folder, tmp_path):

@@ -1,4 +1,4 @@
-"""``slipstream plan`` predicts, recommends, and reports missing data."""
+"""Tests of ``slipstream plan``: predictions, recommendations, and reports of missing data."""
 
 import json
 
