@@ -1,4 +1,4 @@
-"""Series that trigger each alert, and the expected annotations."""
+"""Prometheus series that trigger each alert, and the expected annotations."""
 
 from typing import Any
 

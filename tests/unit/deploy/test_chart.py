@@ -1,4 +1,4 @@
-"""The chart: lints, renders over a matrix, refuses bad values, and follows its security checklist."""
+"""Tests of the chart: lint, rendering over a matrix, rejection of bad values, and the security checklist."""
 
 import base64
 import json
@@ -208,7 +208,7 @@ def test_names_of_any_release_are_valid(release: str, overrides: str) -> None:
         name = manifest["metadata"]["name"]
         if manifest["kind"] == "Service":
             assert re.fullmatch("[a-z]([a-z0-9-]{0,61}[a-z0-9])?", name)
-        # The label controller-revision-hash of their pods is 11 characters longer.
+        # The label controller-revision-hash of a StatefulSet's pods is 11 characters longer.
         assert len(name) <= (52 if manifest["kind"] == "StatefulSet" else 63)
         assert {*map(type, manifest["metadata"].get("labels", {}).values())} <= {str}
 
@@ -475,7 +475,7 @@ def _rows(path: Path) -> list[str]:
 
 
 def _leaves(value: object, path: str) -> list[str]:
-    """Paths of values that are not sections."""
+    """Returns the paths of all values that are not sections."""
     if (
         isinstance(value, dict)
         and value

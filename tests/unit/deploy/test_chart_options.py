@@ -1,4 +1,4 @@
-"""Optional parts of the chart: spans, a gRPC route, downloaded models."""
+"""Tests of optional parts of the chart, such as tracing, the gRPC route and downloaded models."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The compose file for one machine: its settings and volumes match the services and images."""
+"""Tests that settings and volumes of the compose file for one machine match the services and images."""
 
 import json
 import subprocess
@@ -23,7 +23,7 @@ SETTINGS = {"controller": ControllerSettings, "transferqueue": TransferQueueSett
 
 
 def settings_of(name: str, monkeypatch: pytest.MonkeyPatch):
-    """Returns a service's settings from its environment; unknown names are refused."""
+    """Returns a service's settings from its environment, and asserts that all names are known."""
     prefix = SETTINGS[name].model_config["env_prefix"]
     given = SERVICES[name]["environment"]
     assert all(isinstance(value, str) for value in given.values())

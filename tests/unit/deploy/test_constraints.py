@@ -1,4 +1,4 @@
-"""make, CI and the images install the versions of constraints.txt."""
+"""Tests that make, CI and the images install the versions of constraints.txt."""
 
 import re
 import tomllib

@@ -1,4 +1,4 @@
-"""Each image installs what its program imports: extras of pyproject.toml against the imports themselves."""
+"""Tests that each image installs the extras of pyproject.toml that its program imports."""
 
 import ast
 import json
@@ -27,7 +27,7 @@ def test_what_a_program_imports_at_its_start_is_installed(image: str) -> None:
     assert command[:3] == ["python", "-m", "services.common.start"]
     program = command[3].removeprefix("services.")
     folder = ROOT / "services" / program
-    # A rollout imports its worker later, but always.
+    # A rollout always imports worker.py, but not when __main__.py is loaded.
     missing = _missing(folder / "__main__.py", extras) | _missing(folder / "worker.py", extras)
     assert missing == set(), f"add them to an extra that the image installs: {extras}"
 
@@ -38,7 +38,7 @@ def test_what_writes_to_trackers_needs_no_more_than_a_controller(module: str) ->
 
 
 def _missing(module: Path, extras: list[str]) -> set[str]:
-    """Returns the imports of a module that some extras do not install."""
+    """Returns the imports of a module that the given extras do not install."""
     installed = _closure(_PROJECT["dependencies"] + [f"slipstream[{','.join(extras)}]"])
     owners = _owners()
     return {
@@ -51,12 +51,12 @@ def _missing(module: Path, extras: list[str]) -> set[str]:
 
 @cache
 def _owners() -> Mapping[str, list[str]]:
-    """Returns the distributions of each package; reading all metadata takes a second."""
+    """Returns the distributions of each package, cached because reading all metadata takes a second."""
     return metadata.packages_distributions()
 
 
 def _imported(path: Path, seen: set[Path]) -> Iterator[str]:
-    """Yields the top-level names of all imports at a module's load, also through our own modules."""
+    """Yields the top-level names that loading a module imports, directly or through our own modules."""
     if path in seen or not path.exists():
         return
     seen.add(path)
@@ -68,7 +68,7 @@ def _imported(path: Path, seen: set[Path]) -> Iterator[str]:
 
 @cache
 def _modules(path: Path) -> list[str]:
-    """Returns the modules, and what may be one, that a file imports at its load."""
+    """Returns the modules that loading a file imports, and imported names that may be modules."""
     modules = []
     for statement in _at_load(ast.parse(path.read_text(encoding="utf-8")).body):
         if isinstance(statement, ast.ImportFrom):
@@ -80,7 +80,7 @@ def _modules(path: Path) -> list[str]:
 
 
 def _at_load(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Yields the imports outside of functions and of type checking."""
+    """Yields the imports outside of functions and of ``TYPE_CHECKING`` blocks."""
     for statement in body:
         if isinstance(statement, ast.Import | ast.ImportFrom):
             yield statement
@@ -89,7 +89,7 @@ def _at_load(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
 
 
 def _closure(requirements: list[str]) -> set[str]:
-    """Returns the names of all distributions that pip installs for requirements."""
+    """Returns the names of all distributions that pip installs for the requirements."""
     found: set[str] = set()
     waiting = list(requirements)
     while waiting:
@@ -103,7 +103,7 @@ def _closure(requirements: list[str]) -> set[str]:
             try:
                 needs = metadata.requires(name) or []
             except metadata.PackageNotFoundError:
-                continue  # for another platform
+                continue  # a requirement of another platform
             waiting += [need for need in needs if "extra ==" not in need]
     return found
 

@@ -1,4 +1,4 @@
-"""The Dockerfile and bake.json: lint, and properties that the chart and the security guide state."""
+"""Tests of the Dockerfile and bake.json: lint, and properties that the chart and the security guide state."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from tests.helpers.chart import CHART, ROOT, pods, render
 from tests.helpers.images import DOCKERFILE, FOLDER, IMAGES, stage_of, stages_of_file, target_of
 from tests.helpers.tools import require
 
-# Versions of what pip installs are ranges of pyproject.toml, which the build reads.
+# These rules require pinned versions, but the build reads version ranges of packages from pyproject.toml.
 _IGNORED = ("DL3013", "DL3006")
 _WORKFLOW = yaml.safe_load((ROOT / ".github/workflows/release.yaml").read_text(encoding="utf-8"))
 

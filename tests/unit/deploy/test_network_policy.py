@@ -1,4 +1,4 @@
-"""The network policies, evaluated as a network plugin would."""
+"""Tests of the network policies, which are evaluated as a network plugin would."""
 
 import itertools
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ import pytest
 from services.controller.launch.worker_pods import run_policy
 from tests.helpers.chart import EVERYTHING, Manifest, pods, render, worker_templates
 
-# Who may open a connection to whom: (from, to, port).
+# Allowed connections: (from, to, port).
 _CONNECTIONS = {
     ("rollout", "controller", "grpc"),
     ("trainer", "controller", "grpc"),
@@ -162,7 +162,7 @@ def test_metrics_are_open_to_the_namespace_of_prometheus_only(
 
 
 def _labels(made: dict[str, Manifest]) -> dict[str, dict[str, str]]:
-    """Labels of pods by component, with their namespaces among them."""
+    """Returns the labels of pods by component, with the pod's namespace as an additional label."""
     ours = ("trainer", "rollout", "fetch")
     return {
         component: {
@@ -174,7 +174,7 @@ def _labels(made: dict[str, Manifest]) -> dict[str, dict[str, str]]:
 
 
 def _policies(manifests: Sequence[Manifest]) -> list[Manifest]:
-    """Evaluates policies; each selects pods of its own namespace, as do peers without a namespace."""
+    """Returns the specs of policies, with their namespace in pod selectors and as default of peers."""
     found = []
     for manifest in manifests:
         if manifest["kind"] == "NetworkPolicy":
@@ -192,7 +192,7 @@ def _policies(manifests: Sequence[Manifest]) -> list[Manifest]:
 def _allows(
     policies: list[Manifest], source: dict[str, str], target: dict[str, str], port: str
 ) -> bool:
-    """Returns True if the policies let one pod reach a port of another; without a policy all may."""
+    """Returns True if the policies allow a connection between two pods; without policies all are allowed."""
     return _opens(policies, "from", target, source, port) and _opens(
         policies, "to", source, target, port
     )
@@ -201,7 +201,7 @@ def _allows(
 def _opens(
     policies: list[Manifest], side: str, pod: dict[str, str], peer: dict[str, str], port: str
 ) -> bool:
-    """Returns True if a pod may receive connections from, or open them to, another one."""
+    """Returns True if a pod's own policies allow connections from (``from``) or to (``to``) a peer."""
     direction = {"from": "ingress", "to": "egress"}[side]
     on_pod = [p for p in policies if direction in p and _matches(p["podSelector"], pod)]
     if not on_pod:

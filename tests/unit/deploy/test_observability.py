@@ -1,4 +1,4 @@
-"""Dashboards, alerts and the metrics page agree with the metrics that the services register."""
+"""Tests that dashboards, alerts and the metrics page match the metrics that the services register."""
 
 import json
 import re
@@ -30,12 +30,12 @@ _QUERIES = [
 
 
 def plain(expression: str) -> str:
-    """An expression as Prometheus takes it: without Grafana's variables and the chart's placeholders."""
+    """Returns an expression with values in place of Grafana's variables and the chart's placeholders."""
     return re.sub(r"@\w+@", "1", expression.replace("$__rate_interval", "1m").replace("$run", ".*"))
 
 
 def metric_names(node: Any) -> set[str]:
-    """Names of all metrics in a parsed expression."""
+    """Returns the names of all metrics in a parsed expression."""
     found = {node.name} if isinstance(node, promql_parser.VectorSelector) else set()
     for name in ("lhs", "rhs", "expr", "vector_selector"):
         inner = getattr(node, name, None)
@@ -148,7 +148,7 @@ def test_grafana_knows_every_key_of_a_dashboard(dashboard: Dashboard) -> None:
     register_default_plugins()
     written = dashboard.to_json()
     read = json.loads(json.dumps(models.Dashboard.from_json(written), cls=JSONEncoder))
-    # What Grafana's own Prometheus plugin reads of an annotation.
+    # Only Grafana's Prometheus plugin reads these keys of an annotation.
     for annotation in written["annotations"]["list"]:
         for key in ("step", "titleFormat", "textFormat"):
             assert annotation.pop(key)
@@ -174,7 +174,7 @@ def test_panels_of_a_dashboard_are_side_by_side_below_their_rows(dashboard: Dash
 
 
 def lacks(written: Any, read: Any, place: str = "") -> list[str]:
-    """Keys that were written and not read."""
+    """Returns the keys of ``written`` that are missing in ``read``."""
     if isinstance(written, dict):
         parts = [(key, value, read.get(key)) for key, value in written.items()]
         missing = [f"{place}.{key}" for key, value, _ in parts if key not in read and value != {}]
@@ -220,7 +220,7 @@ def rendered_rules() -> dict[str, Any]:
 
 
 def as_promtool_test(case: dict[str, Any]) -> dict[str, Any]:
-    """Series that provoke one alert: it is silent at first and fires later."""
+    """Returns a promtool test in which an alert is silent at first and fires later."""
     fires = [{"exp_labels": case["labels"], "exp_annotations": case["annotations"]}]
     quiet = {"alertname": case["alert"], "eval_time": case["quiet_at"], "exp_alerts": []}
     firing = {"alertname": case["alert"], "eval_time": case["fires_at"], "exp_alerts": fires}

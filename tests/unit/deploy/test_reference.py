@@ -1,4 +1,4 @@
-"""The committed references and client match the code."""
+"""Tests that the committed reference pages and the generated client match the code."""
 
 from deploy.reference.__main__ import files
 

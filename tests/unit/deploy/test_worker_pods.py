@@ -1,4 +1,4 @@
-"""Pods that the controller creates from the chart's templates."""
+"""Tests of the pods that the controller creates from the chart's templates."""
 
 from pathlib import Path
 from typing import Any, cast
@@ -24,7 +24,7 @@ OWNER = {"apiVersion": "v1", "kind": "Service", "name": "workers", "uid": "u1"}
 def build(
     folder: Path, *values: str, profiles: tuple[str, ...], **sections: dict[str, Any]
 ) -> list[Pod]:
-    """The pods of a run, whose specification has some sections changed."""
+    """Returns the pods of a run with the given changes to sections of its specification."""
     config = one(render(*values, profiles=profiles), "ConfigMap", "demo-slipstream-workers")
     for name, text in config["data"].items():
         (folder / name).write_text(text)
@@ -39,7 +39,7 @@ def build(
 
 
 def gpus(pod: Pod) -> list[str]:
-    """Returns the number of GPUs that each container of a pod requests."""
+    """Returns the requested number of GPUs of each container of a pod."""
     asked = []
     for container in pod["spec"]["containers"]:
         resources = container["resources"]
