@@ -12,10 +12,10 @@ from services.controller.store import database
 
 
 class _SharedEvaluator(Evaluator):
-    """Stays open between configurations, because its start takes seconds."""
+    """Evaluator that all tests share, because its start takes seconds."""
 
     def close(self) -> None:
-        """Does nothing."""
+        """Does nothing, so that the next test can use the evaluator."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -29,7 +29,7 @@ def _one_evaluator_of_configs() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _files_are_not_flushed() -> Iterator[None]:
-    """No test cuts the power, and each flush waits milliseconds for the disk."""
+    """Disables fsync: it takes milliseconds, and no test simulates a power failure."""
     prepare = database._prepare_sqlite
 
     def prepare_sqlite(connection: Any, record: Any) -> None:

@@ -1,4 +1,4 @@
-"""Commands, options and examples in the documentation exist."""
+"""Tests that commands, options, keys and examples in the documentation exist."""
 
 import ast
 import re
@@ -35,9 +35,9 @@ MAKE = "".join(path.read_text() for path in [*_MAKE_FILES, ROOT / "tests/engines
 RUNSPEC = (ROOT / "docs" / "runspec.md").read_text()
 VALUES = ROOT / "deploy" / "helm" / "slipstream" / "values.yaml"
 SCHEMA = yaml.safe_load(VALUES.with_name("values.schema.json").read_text())
-# Of the program itself.
+# Options of the command itself.
 _OWN_OPTIONS = {"--help", "--version", "--install-completion", "--show-completion"}
-# Of helm: what our documents use of it.
+# Options of helm that the documents use.
 _HELM_OPTIONS = {
     *("--install", "--namespace", "-n", "--create-namespace", "--wait", "--logs", "-f", "--values", "--set"),
     *("--reset-then-reuse-values", "--reuse-values", "--timeout", "--version", "--set-string"),
@@ -112,7 +112,7 @@ def test_every_command_of_ours_exists_with_its_options_and_arguments(command):
 def assert_key_exists(key: str) -> None:
     parts = key.split(".")
     keys = [".".join(parts[: n + 1]) for n in range(len(parts))]
-    # What is below a mapping of somebody's own has no row.
+    # Keys below a mapping of user arguments have no row.
     own = next((each for each in keys if each.endswith("_arguments")), key)
     assert f"| `{own}` |" in RUNSPEC, f"a specification has no key {key}"
 
@@ -134,7 +134,7 @@ def _prefixes(key: str) -> set[str]:
     "page", [page for page in DOCUMENTS if page.name != "coming-from.md"], ids=named
 )
 def test_every_key_and_metric_that_a_document_names_exists(page):
-    """Keys of a specification or of the chart; coming-from.md names those of other systems."""
+    """Keys are those of a specification or the chart; coming-from.md, excluded, has keys of other systems."""
     chart = (VALUES.parent / "README.md").read_text()
     keys = set().union(*map(_prefixes, _ROW.findall(RUNSPEC) + _ROW.findall(chart)))
     for section, other in _SAME_KEYS.findall(RUNSPEC):
@@ -147,7 +147,7 @@ def test_every_key_and_metric_that_a_document_names_exists(page):
         for key in _KEY.findall(text)
         if key.split(".")[0] in keys and key not in keys | _NO_KEYS and not files.search(key)
         if find_spec(key.split(".")[0]) is None
-        # Keys below a mapping are the user's.
+        # Keys below a mapping of arguments are chosen by the user.
         if not any(part in keys and part.endswith("arguments") for part in _prefixes(key))
     }
     metrics = _ROW.findall((ROOT / "docs" / "metrics.md").read_text())
@@ -219,7 +219,7 @@ def test_blocks_of_shells_and_of_yaml_are_well_formed(page):
     for block in blocks(page, "yaml"):
         list(yaml.safe_load_all(block))
     for block in blocks(page, "python"):
-        compile(block, str(page), "exec", flags=0x2000)  # awaits may stand alone
+        compile(block, str(page), "exec", flags=0x2000)  # allows await at top level
 
 
 def example(page: str, name: str) -> dict:

@@ -1,4 +1,4 @@
-"""The specifications of docs/recipes.md are valid."""
+"""Tests that the specifications of docs/recipes.md are valid."""
 
 from services.cli.preflight import check
 from services.common.runspec.loader import load_spec

@@ -20,12 +20,12 @@ SERVICES = {
 }
 DOCUMENTS = [*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")]
 
-# A path, or the name of a source file: `controller/api/`, `deploy/docker/trainer.Dockerfile`, `objective.py`.
+# A path or the name of a source file: `controller/api/`, `deploy/docker/trainer.Dockerfile`, `loss.py`.
 _PATH = re.compile(
     r"`((?:[\w.-]+/)+|(?:[\w.-]+/)*[\w.-]+\.(?:py|proto|mk|sh)|(?:[\w.-]+/)+[\w.-]+\.\w{2,})`"
 )
 _LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
-# What documents say should not be there, is a user's, or is an address.
+# Files that documents name although they do not exist: forbidden names.
 _NO_PATHS = {"utils.py", "helpers.py", "misc.py"}
 
 
@@ -38,7 +38,7 @@ def test_package_files_hold_a_docstring_only():
         path: ast.parse(text)
         for path, text in SERVICES.items()
         if path.name == "__init__.py"
-        if path.parent.name != "slipstream_client"  # users import from it
+        if path.parent.name != "slipstream_client"  # users import names from this package
     }
     full = {named(path) for path, tree in packages.items() if len(tree.body) != 1}
     silent = {named(path) for path, tree in packages.items() if not ast.get_docstring(tree)}
@@ -62,7 +62,7 @@ def test_every_term_of_the_orientation_pages_is_in_the_code():
     code = "\n".join(SERVICES.values())
     words = set(re.findall(r"\w+", code))
     names = (REPOSITORY / "docs" / "names.md").read_text(encoding="utf-8")
-    # The last column has names of older commits.
+    # The last column has the names of earlier commits.
     names = "\n".join(line.rsplit("|", 2)[0] for line in names.splitlines())
     pages = {
         "names.md": names,
@@ -88,7 +88,7 @@ def test_every_link_between_documents_leads_somewhere():
 
 
 def _tracked() -> list[Path]:
-    """Files of the repository; those made by builds and runs are none."""
+    """Returns the files of the repository, without files that builds and runs create."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
     return [Path(line) for line in done.stdout.splitlines() if (REPOSITORY / line).exists()]
@@ -116,7 +116,7 @@ def test_what_several_suites_use_is_in_helpers():
 
 
 def _imports(path: Path) -> list[str]:
-    # Parsing all files takes seconds.
+    # A regular expression is used because parsing all files takes seconds.
     return re.findall(r"^\s*(?:from|import) ([\w.]+)", PYTHON[path], re.MULTILINE)
 
 

@@ -1,4 +1,4 @@
-"""The client finds a controller, sends requests, and reports failures."""
+"""Tests that the client finds a controller, sends requests, and reports failures."""
 
 import json
 import os
@@ -168,7 +168,7 @@ def test_a_wait_beyond_its_timeout_raises():
 
 
 class Stream(httpx.SyncByteStream):
-    """Lines of an answer that comes bit by bit."""
+    """Response stream that yields the lines of a function."""
 
     def __init__(self, lines):
         self.lines = lines
@@ -179,7 +179,7 @@ class Stream(httpx.SyncByteStream):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Seconds, which pass as they are added."""
+    """Returns a list whose only element is the time of a fake clock, which sleeps advance."""
     now = [0.0]
     monkeypatch.setattr("slipstream_client.sync_transport.time.monotonic", lambda: now[0])
     monkeypatch.setattr(

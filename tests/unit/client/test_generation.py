@@ -1,4 +1,4 @@
-"""The generated client matches the API's description."""
+"""Tests that the generated client matches the API's description."""
 
 import inspect
 import json

@@ -1,4 +1,4 @@
-"""The allocator of a shard's memory."""
+"""Tests of the allocator of a shard's memory."""
 
 from collections.abc import Iterator
 from pathlib import Path

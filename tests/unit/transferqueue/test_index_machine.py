@@ -1,6 +1,6 @@
-"""A random history of puts, leases, crashes and restores against a small model.
+"""Comparison of the index with a small model over random puts, leases, crashes and restores.
 
-Nothing is lost, nothing is handed out twice at a time, nothing is acknowledged twice.
+No sample is lost, leased twice at the same time, or acknowledged twice.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.freed: set[int] = set()
         self.num_keys = 0
         self.num_blobs = 0
-        # The model: fields and blobs of each key, and where each ready key is.
+        # The model: fields and blobs of each key, and the state of each ready key.
         self.blobs: dict[str, dict[str, tuple[str, int]]] = {}
         self.queued: set[str] = set()
         self.leases: dict[str, set[str]] = {}
@@ -163,7 +163,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.leases.clear()
 
     def recommit(self, meta: KVBatchMeta) -> None:
-        """Store a put of a snapshot again, in new blobs."""
+        """Commits a put of a snapshot again with new blobs."""
         blobs = []
         for column in meta.fields:
             self.num_blobs += 1

@@ -1,4 +1,4 @@
-"""Samples of a partition: rules of puts, the log that watchers follow, descriptions."""
+"""Samples of a partition: rules of puts, the log for watchers, and metadata."""
 
 import gc
 import tracemalloc
@@ -154,7 +154,7 @@ SAME_TAGS = ("attempt", "v_min", "v_max", "v_first", "num_segments", "prompt_tok
 
 
 def whole_sample_meta(number: int, num_members: int) -> KVBatchMeta:
-    """A put with the fields and tags that rollouts bring."""
+    """Returns the metadata of a put with the fields and tags that rollouts send."""
     lengths = [500 + (7 * number + 31 * member) % 3000 for member in range(num_members)]
     offsets = tuple(accumulate([4 * length for length in lengths[:-1]], initial=0))
     one = meta_of(*[f"g{number}.{member}" for member in range(num_members)])
@@ -191,7 +191,7 @@ def test_a_sample_with_all_its_fields_and_tags_takes_little_memory(
 ) -> None:
     target = partition()
     for number in range(400 // num_members):
-        # Other samples fill what all puts share.
+        # Earlier samples fill the structures that all puts share.
         target.add(whole_sample_meta(1 << 20 | number, num_members))
     tracemalloc.start()
     try:

@@ -1,4 +1,4 @@
-"""A put through a shard."""
+"""Tests of puts through a shard."""
 
 import asyncio
 
@@ -25,7 +25,7 @@ CHECKSUMS = (codec.checksum(DATA),)
 
 
 class FakeIndex:
-    """Records charges and records commits; fails on request."""
+    """Fake index that records charges and commits, and raises the error that a test sets."""
 
     def __init__(self) -> None:
         self.charges: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Byte accounts of runs."""
+"""Tests of the byte quotas of runs."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""Record files detect damage."""
+"""Tests of record files, which detect damage, and of snapshots of a run."""
 
 import asyncio
 import time
@@ -69,7 +69,7 @@ async def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
 
 
 class Blobs:
-    """Shards whose blobs have one byte; the second put waits."""
+    """Fake shards whose blobs have one byte; the second put waits."""
 
     def __init__(self, index: Index) -> None:
         self._index = index
@@ -119,9 +119,9 @@ async def test_a_run_is_restored_as_a_whole_or_not_at_all(
 
     restoring = asyncio.create_task(saved.restore("run_1", "slot-0"))
     await blobs.waits.wait()
-    restoring.cancel()  # its controller is gone
+    restoring.cancel()  # as if the run's controller died
     await asyncio.wait([restoring])
-    # Otherwise the next controller would take the samples that are there for all that were saved.
+    # Otherwise the next controller would take the restored samples for all saved samples.
     assert not index.has_run("run_1")
     assert await saved.restore("run_1", "slot-0") == 2
     assert index.get("run_1/train", ()).keys == ("g0.0", "g1.0")
@@ -147,7 +147,7 @@ async def test_a_run_is_saved_once_at_a_time(
     monkeypatch.setattr(BlobClient, "connect", connect)
     index = Index(lambda blobs: None, time)
     saved = Snapshots(tmp_path, index, Shards(index))
-    # The controller of the first is gone, which has not been noticed yet.
+    # The controller of the first save is dead, which the transferqueue has not detected yet.
     saves = [asyncio.create_task(saved.save("run_1", "slot-0")) for _ in range(2)]
     await asyncio.sleep(0.1)
     assert len(begun) == 1

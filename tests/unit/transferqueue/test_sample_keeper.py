@@ -1,4 +1,4 @@
-"""The keeper of sample records: reads of users."""
+"""Tests of the keeper of sample records: recording, reads, and deletion of old files."""
 
 import asyncio
 import threading
@@ -22,7 +22,7 @@ _PARTITION = "run_1/records"
 
 
 class Blobs:
-    """Blobs that hold one text."""
+    """Fake shards whose blobs all contain the same text."""
 
     def __init__(self, text: bytes, is_reading: asyncio.Event, may_read: asyncio.Event) -> None:
         self._text, self._is_reading, self._may_read = text, is_reading, may_read
@@ -87,7 +87,7 @@ async def test_a_reader_that_waits_for_the_last_samples_of_a_run_finds_its_recor
 async def test_a_file_that_goes_while_old_files_are_deleted_fails_no_run(tmp_path: Path):
     (tmp_path / "gone.db").symlink_to(
         tmp_path / "nothing"
-    )  # as one that was listed, and then deleted
+    )  # like a file that is deleted after it was listed
     (tmp_path / "old.db").write_bytes(b"x" * 100)
     index = Index(lambda blobs: None, time)
     async with SampleRecordKeeper(tmp_path, 150, index=index, shards=Mock()) as kept:
@@ -125,9 +125,9 @@ async def test_long_searches_delay_neither_snapshots_nor_the_recording(tmp_path:
         searches = [asyncio.create_task(search()) for _ in range(64)]
         try:
             async with asyncio.timeout(20):
-                while not running:  # noqa: ASYNC110 -- set by a thread
+                while not running:  # noqa: ASYNC110 -- a thread appends to the list
                     await asyncio.sleep(0.01)
-                await asyncio.to_thread(int)  # as snapshots and the recording do
+                await asyncio.to_thread(int)  # snapshots and the recording use the same thread pool
             assert len(running) <= keeper._MAX_READS
         finally:
             released.set()
@@ -155,7 +155,8 @@ async def test_a_run_whose_controller_dies_while_old_files_are_deleted_is_record
         starting.cancel()
         await asyncio.wait([starting])
         released.set()
-        await kept.start_recording("run_1", max_bytes=1, max_steps=0)  # by the next controller
+        # the call of the next controller
+        await kept.start_recording("run_1", max_bytes=1, max_steps=0)
         await index.commit(put_of(_PARTITION, ["run_1-0.0"], "sample_record"), put_id="put")
         async with asyncio.timeout(10):
             await flushed.wait()

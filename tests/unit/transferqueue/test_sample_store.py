@@ -1,4 +1,4 @@
-"""The store of sample records: queries and limits."""
+"""Tests of queries and limits of the store of sample records."""
 
 import json
 from array import array

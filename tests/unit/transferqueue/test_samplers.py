@@ -1,4 +1,4 @@
-"""Samplers: pure policies over the groups of what is ready."""
+"""Tests of samplers, which choose batches from the groups of ready samples."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Blobs of a shard."""
+"""Tests of the storage of a shard's blobs."""
 
 import asyncio
 import errno

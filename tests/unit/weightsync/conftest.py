@@ -1,4 +1,4 @@
-"""Destroys the groups of each test."""
+"""Fixture that destroys the process groups of each test."""
 
 import gc
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _collected() -> Iterator[None]:
-    """Each thread of a Gloo group that a cycle keeps wakes up a hundred times a second."""
-    gc.freeze()  # only what the test leaves is looked through: all of a worker's objects take a second
+    """Collects reference cycles: a thread of a Gloo group in a cycle wakes up a hundred times a second."""
+    gc.freeze()  # limits the collection to the test's objects, because all objects take a second
     yield
     gc.collect()

@@ -1,4 +1,4 @@
-"""The transport of docs/adding.md carries weights."""
+"""Tests of the weight transport that docs/adding.md adds."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from tests.helpers.weight_members import Cluster
 
 @pytest.fixture(autouse=True)
 def _added(tmp_path, monkeypatch):
-    """Adds the page's transport to the table."""
+    """Registers the transport of docs/adding.md."""
     module = example("adding.md", "pulled.py", tmp_path)
     entry = example("adding.md", "weight_modes.py", tmp_path).read_text()
     entry = entry.replace("services.weightsync.pulled", str(module))

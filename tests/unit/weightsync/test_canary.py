@@ -1,4 +1,4 @@
-"""The canary's text and tolerance."""
+"""Tests of the canary's text and tolerance."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Checksums of buckets."""
+"""Tests of the checksums of buckets."""
 
 import torch
 

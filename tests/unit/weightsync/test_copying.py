@@ -8,7 +8,7 @@ def test_small_and_large_tensors_of_every_type_are_copied_into_their_places() ->
     dtypes = [torch.bfloat16, torch.float32, torch.int64, torch.float32, torch.uint8]
     tensors = [torch.rand(s).mul(9).to(d) for s, d in zip(shapes, dtypes, strict=True)]
     wide = torch.zeros(1024, 2050)
-    # A part of a fused parameter is a view with gaps.
+    # A part of a fused parameter is a non-contiguous view.
     places = [torch.zeros_like(tensor) for tensor in tensors]
     places[3] = wide[:, :1025]
     copy_all(places, tensors)

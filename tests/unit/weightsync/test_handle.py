@@ -1,4 +1,4 @@
-"""Weights move through an exported buffer, on CPUs and GPUs, if all members can open it."""
+"""Tests of weight transfers through an exported buffer that all members can open, on CPUs and GPUs."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _small_rooms(monkeypatch):
-    monkeypatch.setattr(handle, "_CHUNK_BYTES", 4096)  # a bucket of a test is two chunks
+    monkeypatch.setattr(handle, "_CHUNK_BYTES", 4096)  # the bucket size of the tests is two chunks
     monkeypatch.setattr(handle, "_FREE", {})
 
 
@@ -41,7 +41,7 @@ async def test_every_mode_transfers_the_weights_exactly(mode, num_sources):
 
 
 def _unexportable_arenas(monkeypatch):
-    """Arenas in memory that no other process can open, which are sent through the buffer."""
+    """Makes the export of arenas fail, so that weights are sent through the buffer."""
 
     def export(num_bytes, device):
         raise shared_buffers.SharedBufferError("no")
@@ -284,7 +284,7 @@ def test_the_line_is_a_file_of_this_user_that_goes_again(tmp_path):
         def set(self, key, value):
             told[key] = value
 
-    folder = tmp_path / ("a" * 90)  # longer than an address of a socket may be
+    folder = tmp_path / ("a" * 90)  # longer than the address of a Unix socket may be
     with handle._exported(Store(), CPU, folder) as met:
         assert not met.why
         path = Path(json.loads(told["buffer"])[1])
@@ -313,7 +313,7 @@ def test_the_line_is_closed_to_other_users(monkeypatch, tmp_path):
 def test_receivers_that_do_not_come_are_waited_for_until_the_deadline(tmp_path):
     class Store:
         def set(self, key, value):
-            """Ignores the data."""
+            """Does nothing."""
 
     with handle._exported(Store(), CPU, tmp_path) as met, pytest.raises(TimeoutError):
         handle._accepted(met, 1, 0.1)

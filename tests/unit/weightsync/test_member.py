@@ -1,4 +1,4 @@
-"""Weight sessions between senders and two receivers, over Gloo on loopback."""
+"""Tests of weight sessions between senders and two receivers, over Gloo on loopback."""
 
 import math
 from dataclasses import replace
@@ -75,7 +75,7 @@ async def test_a_version_is_resent_from_its_copy_during_training():
     await cluster.form_group()
     await cluster.publish(0)
     sent = {name: tensor.clone() for name, tensor in cluster.weights.items()}
-    cluster.weights["embed"].add_(1)  # the next step
+    cluster.weights["embed"].add_(1)  # the update of the next step
     await cluster.prepare(0)
     reports = await cluster.transfer(0)
     await cluster.receivers[0].adopt(0, version_digest(reports[0].digests))
@@ -124,7 +124,7 @@ async def test_a_rollout_whose_canary_differs_is_not_ready_and_serves_nothing():
     reports = await cluster.transfer(0)
     receiver, sink = cluster.receivers[0], cluster.sinks[0]
     await receiver.adopt(0, version_digest(reports[0].digests))
-    sink.live["norm"].add_(1)  # as if the engine had put a tensor in the wrong place
+    sink.live["norm"].add_(1)  # as if the engine had written a tensor to a wrong position
     with pytest.raises(DataLossError, match="canary"):
         await receiver.check(0, await cluster.senders[0].score(), 1e-3)
     assert sink.is_paused

@@ -1,4 +1,4 @@
-"""Every mode transfers exactly the sent weights, and detects injected errors before they serve."""
+"""Tests that every mode transfers weights exactly, and detects injected errors before adoption."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ async def test_every_version_arrives_bit_by_bit(mode, num_sources):
 
 
 async def test_checksums_are_added_to_zeros_at_every_version(monkeypatch):
-    def add_checksum(bucket, sums, *, alone=False):  # as the kernel of a GPU does
+    def add_checksum(bucket, sums, *, alone=False):  # adds to sums, as the GPU kernel does
         sums[0] += int(bucket.long().sum())
         sums[1] += int((bucket.long() * torch.arange(len(bucket))).sum())
 
@@ -43,7 +43,7 @@ async def test_checksums_are_added_to_zeros_at_every_version(monkeypatch):
 
 
 class Injection:
-    """Damages what a source sends over one channel; the receivers' channels stay as they are."""
+    """Damages the tensors that a source sends, but not the receivers' channels."""
 
     def __init__(self, kind):
         self.kind = kind
@@ -89,7 +89,7 @@ async def test_injected_code_is_found_before_the_first_token(monkeypatch, mode, 
         with pytest.raises(FailedPreconditionError, match="not staged"):
             await receiver.adopt(1, "x")
         assert sink.version == 0
-        # Weights received in place are torn now: such an engine stays paused.
+        # In-place weights are partly overwritten, so the engine remains paused.
         assert sink.is_paused == (mode == "inplace")
         assert bool(sink.refused) == (mode == "inplace")
     monkeypatch.undo()

@@ -1,4 +1,4 @@
-"""Plans: position of each tensor on the wire."""
+"""Tests of weight plans, which define the position of each tensor in the transfer."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""KVBatchMeta: selection, order, concatenation, wire form."""
+"""Tests of KVBatchMeta: selection, order, concatenation and encoding."""
 
 import random
 

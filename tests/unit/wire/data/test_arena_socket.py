@@ -1,4 +1,4 @@
-"""Unix sockets of killed shards."""
+"""Tests that Unix sockets of killed shards are removed."""
 
 import os
 import socket

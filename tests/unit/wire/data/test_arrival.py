@@ -1,4 +1,4 @@
-"""Frames of a read are copied to their positions and verified."""
+"""Tests that frames of a read are copied to their positions and verified."""
 
 import pytest
 

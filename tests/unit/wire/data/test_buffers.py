@@ -1,4 +1,4 @@
-"""The buffer pool."""
+"""Tests of the buffer pool."""
 
 import gc
 

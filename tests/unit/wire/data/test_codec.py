@@ -1,4 +1,4 @@
-"""Messages of the data sockets: exact round trips, and errors for all other input."""
+"""Messages of the data sockets: exact round trips, and errors for invalid input."""
 
 import msgpack
 import pytest
@@ -42,7 +42,7 @@ def test_a_message_survives_the_wire(message: codec.Message, request_id: int) ->
 
 
 def decode_or_refuse(header: bytes) -> None:
-    """Decode; the only error that may come is ValueError."""
+    """Decodes a header; only ValueError is allowed as error, and decoded messages must round-trip."""
     try:
         message, request_id = codec.decode(header)
     except ValueError:

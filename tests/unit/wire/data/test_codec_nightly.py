@@ -1,4 +1,4 @@
-"""The decoder against a million inputs."""
+"""Fuzz test of the decoder with a million inputs."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Work in threads: results in order, the first error, cancellation."""
+"""Concurrent work in threads: ordered results, the first error, and cancellation."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""A client's connection to a shard: matching of responses and requests."""
+"""Tests that a client's connection to a shard matches responses to requests."""
 
 import asyncio
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ SHARD = Shard(shard_id="s", endpoint="tcp://127.0.0.1:1", public_key="", instanc
 
 
 class FakeChannel:
-    """Keeps what was sent."""
+    """Fake channel that records sent messages."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[codec.Message, int]] = []

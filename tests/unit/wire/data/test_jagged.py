@@ -1,4 +1,4 @@
-"""Rows of different lengths in one tensor."""
+"""Tests of rows of different lengths in one tensor."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Messages over a unix socket: whole, in order, within limits."""
+"""Tests that messages over a Unix socket arrive whole, in order and within limits."""
 
 import asyncio
 import socket
@@ -9,7 +9,7 @@ from services.wire.data.encoding.codec import MAX_HEADER_BYTES
 
 
 class End:
-    """One end of a connection, and what it heard."""
+    """One end of a connection, with the received messages."""
 
     def __init__(self) -> None:
         self.messages: asyncio.Queue[list[bytes]] = asyncio.Queue()

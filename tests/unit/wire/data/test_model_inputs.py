@@ -1,4 +1,4 @@
-"""Bundles of model inputs: coding, digests, and what a model takes."""
+"""Bundles of model inputs: encoding, digests, and the inputs that a model accepts."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ TENSORS = {
 
 def test_a_bundle_round_trips_with_its_digest() -> None:
     given = ModelInputs.from_values(TENSORS)
-    # Rows of a batch lie one after the other, so that their bytes have any alignment.
+    # Rows of a batch are concatenated, so a row's bytes may have any alignment.
     stored = torch.cat([torch.zeros(3, dtype=torch.uint8), given.encoded])[3:]
     found = ModelInputs.from_encoded(stored)
     assert found.digest == given.digest

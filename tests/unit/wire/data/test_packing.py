@@ -1,4 +1,4 @@
-"""Tensors to bytes and back, for every dtype and shape that samples have."""
+"""Conversion of tensors to bytes and back, for every dtype and shape of samples."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Placement of groups on shards."""
+"""Tests of the placement of groups on shards."""
 
 import pytest
 

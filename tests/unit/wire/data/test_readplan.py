@@ -1,4 +1,4 @@
-"""Byte ranges of a read."""
+"""Tests of the byte ranges of a read."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from services.wire.data.encoding.readplan import ReadPlan, plan_read
 def plan_of(
     rows: list[tuple[int, int, int]], *, dtype: str = "int32", tail: tuple[int, ...] = ()
 ) -> ReadPlan:
-    """Plan the read of rows given as (blob index, offset, length)."""
+    """Returns the plan to read rows, which are given as (blob index, offset, length)."""
     column = FieldColumn(
         name="x",
         dtype=dtype,
