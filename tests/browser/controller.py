@@ -79,14 +79,14 @@ class PageController:
             ledgers.begin_step(connection, run_id, step, version=step - 1, groups=[])
             ledgers.commit_step(connection, run_id, step, data)
 
-        told = {**data, "rollouts": {"idle_s": {"rollout-0": 0.5, "rollout-1": 2.0}}}
+        step_facts = {**data, "rollouts": {"idle_s": {"rollout-0": 0.5, "rollout-1": 2.0}}}
         prompts = {"issued": 40, "consumed": 30, "dropped": 10, "reasons": {"stale": 10}}
         advice = {
             "bottleneck": "generation",
             "remedy": "Predicted: rollout.replicas 2 instead of 1 would give 1.6x.",
         }
         text, summary = f"trained step {step}", {"prompts": prompts, "advice": advice}
-        self.note(run_id, Note("StepCommitted", text, told, step, step, summary), commit)
+        self.note(run_id, Note("StepCommitted", text, step_facts, step, step, summary), commit)
         sync = {
             "version": step,
             "sync_ms": 300.0,

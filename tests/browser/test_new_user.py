@@ -91,11 +91,11 @@ async def test_the_worst_answer_of_step_20(opened, runs):
     await mouse.choose(page.get_by_label("order"), "worst")
     shown = page.get_by_role("list", name="Samples").locator("button[aria-current=true]")
     await expect(shown).to_contain_text("step 20")
-    told = json.loads(
+    listed_sample = json.loads(
         runs.slipstream("samples", runs.ended, "--step", "20", "--worst", "--limit", "1", "--json")
     )
     one = page.get_by_role("article", name="One sample")
-    await expect(one).to_contain_text(f"Sample {told['id']}")
+    await expect(one).to_contain_text(f"Sample {listed_sample['id']}")
     rewards = await page.locator("ol.samples .reward").all_inner_texts()
     assert rewards == sorted(rewards, key=float)
 

@@ -211,7 +211,7 @@ async def open_launcher(
         owner=await service_reference(core, WORKERS, OWNER),
         controller_address="controller:50051",
         on_exit=events.exits.put_nowait,
-        on_pending=lambda *told: events.pending.put_nowait(told),
+        on_pending=lambda *pending_events: events.pending.put_nowait(pending_events),
         pending_timeout_s=pending_timeout_s,
     )
     seen = await stack.enter_async_context(
@@ -306,9 +306,9 @@ async def test_a_run_waits_for_its_queue_and_leaves_it(
         assert set(run_pods(cluster, "run_a5").values()) == {("Pending", None)}
         assert not starting.done()
         assert events.exits.empty(), "a queue may take longer than a start"
-        told = {events.pending.get_nowait() for _ in range(events.pending.qsize())}
+        pending_events = {events.pending.get_nowait() for _ in range(events.pending.qsize())}
         why = "pod run-a5-rollout-0: waiting for admission by the queue gpus"
-        assert ("run_a5", "SchedulingGated", why) in told
+        assert ("run_a5", "SchedulingGated", why) in pending_events
 
         def admit(pod: str) -> None:
             binding = {"metadata": {"name": pod}, "target": {"kind": "Node", "name": nodes[0]}}

@@ -200,12 +200,12 @@ async def test_a_run_is_applied_watched_edited_suspended_and_deleted(served: Ser
     await served.manager.cancel(run.run_id)
     await watch
     events = await served.kubectl("-n", BLUE, "get", "events", "-o", "json")
-    told = {
+    reasons = {
         each["reason"]
         for each in json.loads(events)["items"]
         if each["involvedObject"]["name"] == "one"
     }
-    assert {"Starting", "Rejected", "Cancelled"} <= told
+    assert {"Starting", "Rejected", "Cancelled"} <= reasons
     await served.delete("one")
     found = (await served.reached("two", "Starting"))["runId"]
     await served.delete("two")

@@ -160,7 +160,7 @@ async def close_shared() -> None:
         await _close(name)
 
 
-def _open_parted(
+def _open_engine(
     name: str,
     *,
     tied: bool,
@@ -189,14 +189,14 @@ def open_vllm(*, tied: bool = True, in_place: bool = False) -> AbstractAsyncCont
         "max_num_batched_tokens": MAX_MODEL_TOKENS,
         "kv_cache_memory_bytes": 64 << 20,
     }
-    return _open_parted("vllm", tied=tied, arguments=arguments, in_place=in_place)
+    return _open_engine("vllm", tied=tied, arguments=arguments, in_place=in_place)
 
 
 def open_sglang(
     *, tied: bool = True, in_place: bool = False
 ) -> AbstractAsyncContextManager[Engine]:
     """Yields SGLang on the CPU, which never changes the layout of weights."""
-    return _open_parted("sglang", tied=tied, arguments={})
+    return _open_engine("sglang", tied=tied, arguments={})
 
 
 def _param(name: str, open_engine: OpenEngine, *, needs: str | None = None) -> Any:

@@ -137,20 +137,20 @@ async def test_scoring_runs_concurrently_with_requests(open_engine: OpenEngine) 
 async def test_streamed_tokens_equal_the_result(
     open_engine: OpenEngine,
 ) -> None:
-    told: list[tuple[tuple[int, ...], tuple[float, ...]]] = []
+    chunks: list[tuple[tuple[int, ...], tuple[float, ...]]] = []
 
     def listen(tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        told.append((tuple(tokens), tuple(logprobs)))
+        chunks.append((tuple(tokens), tuple(logprobs)))
 
     async with open_engine() as engine:
         await adopt(engine, 0)
-        asked = request("told", PROMPT, max_tokens=200, on_tokens=listen)
+        asked = request("chunks", PROMPT, max_tokens=200, on_tokens=listen)
         running = asyncio.ensure_future(engine.generate(asked))
-        await until(lambda: len(told) > 0)
+        await until(lambda: len(chunks) > 0)
         await adopt(engine, 1)
         result = await running
-    assert tuple(token for tokens, _ in told for token in tokens) == result.token_ids
-    assert tuple(value for _, logprobs in told for value in logprobs) == result.logprobs
+    assert tuple(token for tokens, _ in chunks for token in tokens) == result.token_ids
+    assert tuple(value for _, logprobs in chunks for value in logprobs) == result.logprobs
 
 
 @real_engines

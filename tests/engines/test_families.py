@@ -212,16 +212,16 @@ async def _check_version(
 
 
 def _packed(result: GenerationResult, *, tells_experts: bool) -> Any:
-    told = None
+    reported_experts = None
     if tells_experts:
         assert result.routed_experts is not None
-        told = Jagged.from_list([torch.from_numpy(result.routed_experts.copy())])
+        reported_experts = Jagged.from_list([torch.from_numpy(result.routed_experts.copy())])
     rest = torch.tensor(_PROMPT[1:] + result.token_ids)
     return pack(
         Jagged.from_list([torch.tensor(_PROMPT[:1])]),
         Jagged.from_list([rest]),
         device=torch.device("cpu"),
-        experts=told,
+        experts=reported_experts,
     )
 
 

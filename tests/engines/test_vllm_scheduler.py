@@ -33,8 +33,8 @@ def test_tokens_travel_together_and_nothing_is_lost_at_the_end() -> None:
             step.append(sampled("b", 10 * token, reason=reason))
         sent += gatherer.passed(step)
     sent += gatherer.passed([sampled("a", 9, reason=FinishReason.LENGTH)])
-    told = [(one.request_id, one.new_token_ids, one.finish_reason) for one in sent]
-    assert told == [
+    sent_tokens = [(one.request_id, one.new_token_ids, one.finish_reason) for one in sent]
+    assert sent_tokens == [
         ("a", [1, 2, 3], None),
         ("b", [10, 20, 30], None),
         ("b", [40], FinishReason.STOP),

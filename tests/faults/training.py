@@ -104,8 +104,8 @@ class Training:
 
     def step(self) -> int:
         """Returns the newest step in the output since the last start."""
-        told = re.findall(r"step +(\d+)/", self.output)
-        return int(told[-1]) if told else 0
+        steps = re.findall(r"step +(\d+)/", self.output)
+        return int(steps[-1]) if steps else 0
 
     def until_step(self, step: int) -> None:
         """Waits for a step.

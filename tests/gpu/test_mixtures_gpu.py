@@ -75,8 +75,8 @@ async def test_an_engine_reports_the_experts_of_every_token_with_cuda_graphs(fam
     results = await asyncio.gather(*[engine.generate(request) for request in requests])
     serving.cancel()
     for request, result in zip(requests, results, strict=True):
-        told = result.routed_experts
-        assert told is not None
-        assert len(told) == len(request.context_ids) + len(result.token_ids) - 1
-        assert told.max() < 8
-        assert all(len(set(chosen)) == 3 for chosen in np.reshape(told, (-1, 3)).tolist())
+        reported = result.routed_experts
+        assert reported is not None
+        assert len(reported) == len(request.context_ids) + len(result.token_ids) - 1
+        assert reported.max() < 8
+        assert all(len(set(chosen)) == 3 for chosen in np.reshape(reported, (-1, 3)).tolist())

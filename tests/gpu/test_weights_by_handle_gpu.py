@@ -45,9 +45,9 @@ def test_a_handle_of_nothing_is_refused() -> None:
 
 
 def test_three_gigabytes_arrive_bit_by_bit_and_sooner_than_through_host_memory() -> None:
-    told = run_module("bench.weightsync.shared", "--rounds", "5")
-    print(told)
-    ((_, found),) = json.loads(told[told.index("{") :]).items()
+    output = run_module("bench.weightsync.shared", "--rounds", "5")
+    print(output)
+    ((_, found),) = json.loads(output[output.index("{") :]).items()
     assert found["by handle"]["gb"] > 3
     assert found["by handle"]["total_ms"] < found["host memory, by sockets"]["total_ms"] / 3
 

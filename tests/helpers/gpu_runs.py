@@ -31,11 +31,11 @@ def train_on_gpus(folder: Path, engine: str, *settings: str, timeout: float) -> 
         *settings,
         timeout=timeout,
     )
-    assert finished.code == 0, "\n".join(_told(folder, finished))
+    assert finished.code == 0, "\n".join(_failure_report(folder, finished))
     return finished
 
 
-def _told(folder: Path, finished: Finished) -> Iterator[str]:
+def _failure_report(folder: Path, finished: Finished) -> Iterator[str]:
     """Yields the end of the output of the command and of each worker."""
     yield finished.out[-2000:] + finished.err[-4000:]
     for log in sorted(folder.rglob("*.log")):

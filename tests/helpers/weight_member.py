@@ -92,9 +92,9 @@ class Rollout:
     """Fake rollout that reports the version and digest of the weights it serves."""
 
     def __init__(
-        self, num_bytes: int, device: str, told: Connection, fall: Fall | None = None
+        self, num_bytes: int, device: str, reports: Connection, fall: Fall | None = None
     ) -> None:
-        self._told = told
+        self._reports = reports
         self._fall = fall
         self._live = {
             spec.name: torch.zeros(spec.shape, device=device)
@@ -114,7 +114,7 @@ class Rollout:
         if self._fall is not None and self._fall.version == version:
             os.kill(os.getpid(), self._fall.how)
         digest = await asyncio.to_thread(self._digest, tensors)
-        self._told.send_bytes(f"serves {version} {digest[:16]}".encode())
+        self._reports.send_bytes(f"serves {version} {digest[:16]}".encode())
         return 0.0
 
     def _digest(self, tensors: Mapping[str, Tensor]) -> str:
@@ -127,7 +127,7 @@ class Rollout:
         return (-1.0, -2.0)
 
     async def refuse_weights(self, reason: str) -> None:
-        self._told.send_bytes(f"refuses {reason}".encode())
+        self._reports.send_bytes(f"refuses {reason}".encode())
 
 
 def fall_in_transfer(fall: Fall) -> None:
@@ -149,7 +149,7 @@ def wall(*_: object) -> Tensor:
     raise OSError("no such process")
 
 
-def run(options: Options, told: Connection) -> None:
+def run(options: Options, reports: Connection) -> None:
     """Serves until the process is killed."""
     configure(member=options.role)
     if options.patience_s is not None:
@@ -158,7 +158,7 @@ def run(options: Options, told: Connection) -> None:
         shared_buffers._open_file = wall
     if options.fall is not None and options.fall.bucket > 0:
         fall_in_transfer(options.fall)
-    asyncio.run(main(options, told))
+    asyncio.run(main(options, reports))
 
 
 class ClaimingMember(WeightMember):
@@ -171,14 +171,14 @@ class ClaimingMember(WeightMember):
         return self.claims or super().device_name
 
 
-async def main(options: Options, told: Connection) -> None:
+async def main(options: Options, reports: Connection) -> None:
     weights, is_trainer = (options.num_bytes, options.device), options.role == "trainer"
     async with open_channel(options.rendezvous, "worker") as channel:
         meetings = membership_pb2_grpc.RendezvousServiceStub(channel)
         loop = asyncio.get_running_loop()
         member = ClaimingMember(
             source=Trainer(*weights) if is_trainer else None,
-            sink=None if is_trainer else Rollout(*weights, told, options.fall),
+            sink=None if is_trainer else Rollout(*weights, reports, options.fall),
             device=torch.device(options.device),
             host="127.0.0.1",
             rendezvous=lambda scope: Rendezvous(meetings, loop, scope),
@@ -192,5 +192,5 @@ async def main(options: Options, told: Connection) -> None:
             )
 
         async with serve("127.0.0.1:0", register) as port:
-            told.send_bytes(f"port {port}".encode())
+            reports.send_bytes(f"port {port}".encode())
             await asyncio.Event().wait()

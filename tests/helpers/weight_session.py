@@ -20,7 +20,7 @@ class Member:
     def __init__(self, name, options):
         self.name = name
         self.port = 0
-        self._told, telling = PROCESSES.Pipe(duplex=False)
+        self._reports, telling = PROCESSES.Pipe(duplex=False)
         self.process = PROCESSES.Process(target=run, args=(options, telling), daemon=True)
         self.process.start()
         telling.close()
@@ -63,9 +63,9 @@ class Member:
         self.process.join()
 
     async def _hear(self, timeout_s):
-        if not await asyncio.to_thread(self._told.poll, timeout_s):
-            raise TimeoutError(f"{self.name} told nothing within {timeout_s} s")
-        return self._told.recv_bytes().decode().split()
+        if not await asyncio.to_thread(self._reports.poll, timeout_s):
+            raise TimeoutError(f"{self.name} reported nothing within {timeout_s} s")
+        return self._reports.recv_bytes().decode().split()
 
 
 class Members:

@@ -89,10 +89,12 @@ def test_an_agent_trains_on_what_a_service_judges(plumbing, judge, tmp_path, sys
     assert {sample["step"] for sample in kept} == {1, 2, 3}
     for sample in kept:
         tokens = sample["tokens"]
-        told = [version < 0 for version in tokens["weight_versions"]]
-        assert any(told) and not any(sample["turns"][0]["tool_calls"])
+        is_input = [version < 0 for version in tokens["weight_versions"]]
+        assert any(is_input) and not any(sample["turns"][0]["tool_calls"])
         assert len({len(column) for column in tokens.values()}) == 1
-        assert not any(trained and t for trained, t in zip(tokens["is_trained"], told, strict=True))
+        assert not any(
+            trained and t for trained, t in zip(tokens["is_trained"], is_input, strict=True)
+        )
     assert all(step["trained_tokens"] < step["response_tokens"] for step in steps)
     assert all(step["sequences_mean"] == step["reward/conversations"] == 3.0 for step in steps)
     assert all(step["reward/rewritten_histories"] == 0.0 for step in steps)

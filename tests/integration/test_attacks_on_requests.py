@@ -157,8 +157,8 @@ def test_silent_connections_do_not_block_others(tmp_path):
         assert is_closed(idle[0])
         assert is_closed(idle[1])
         assert honest.get("/v1/version").status_code == 200
-        told = running.log.read_text().count("closed a connection")
-        assert told == 1
+        num_closed = running.log.read_text().count("closed a connection")
+        assert num_closed == 1
 
 
 def is_closed(connection):

@@ -57,22 +57,22 @@ def _compare(rank: int, store: str, ranks: int, options: dict[str, Any]) -> None
             if trainer is _LOSS:
                 continue
             trainer = {**trainer, "share_prefixes": False}
-        told = f"{family}, {trainer}, {replay}"
+        case = f"{family}, {trainer}, {replay}"
         expected = _train(family, _spec(trainer, replay))
         actual = _train(family, _spec({**trainer, **options, "world_size": ranks}, replay), rank)
         for name in _TOLD:
             wanted = expected["metrics"].get(name, -1.0)
             found = actual["metrics"].get(name, -1.0)
-            assert found == pytest.approx(wanted, rel=2e-6, abs=1e-7), f"{told}: {name}"
+            assert found == pytest.approx(wanted, rel=2e-6, abs=1e-7), f"{case}: {name}"
         if replay != "off":
             assert 0.1 < actual["metrics"]["routing_differs"] < 1.0
         norm = torch.stack([value.norm() for value in expected["gradients"].values()]).norm()
         for key, value in expected["gradients"].items():
             error = (actual["gradients"][key] - value).norm() / norm
-            assert error <= 1e-6, f"{told}: gradient of {key} differs by {error}"
+            assert error <= 1e-6, f"{case}: gradient of {key} differs by {error}"
         for key, value in expected["biases"].items():
             assert value.norm() > 0
-            assert torch.equal(actual["biases"][key], value), f"{told}: {key}"
+            assert torch.equal(actual["biases"][key], value), f"{case}: {key}"
     distributed.destroy_process_group()
 
 

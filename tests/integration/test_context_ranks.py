@@ -92,7 +92,7 @@ def _shapes(rank: int, store: str) -> None:
 
 
 def _compare(
-    told: str,
+    case: str,
     make: Callable[[], Policy | Critic],
     packs: list[PackedTokens],
     *,
@@ -113,11 +113,11 @@ def _compare(
     for found in (scored, actual):
         for part, wanted in zip(found, expected, strict=True):
             error = (part - wanted).norm() / wanted.norm().clamp(min=1e-6)
-            assert error <= tolerance, f"{told}: scores differ by {error}"
+            assert error <= tolerance, f"{case}: scores differ by {error}"
     norm = torch.stack([value.norm() for value in own.values()]).norm()
     for key, value in own.items():
         error = (gradients[key] - value).norm() / norm
-        assert error <= tolerance, f"{told}: gradient of {key} differs by {error}"
+        assert error <= tolerance, f"{case}: gradient of {key} differs by {error}"
 
 
 def _run(

@@ -54,12 +54,12 @@ def _compare(rank: int, store: str, shared: int, families: tuple[str, ...], rank
             distribute(policy, spec.model_copy(update=recomputed), topology)
             loss, gradients = _run(policy, [rank], scale=ranks)
             loss = topology.data.sum(loss) / ranks
-            told = f"{name}, {build.__name__}"
-            assert (loss - expected).abs() <= 1e-6 * expected.abs(), told
+            case = f"{name}, {build.__name__}"
+            assert (loss - expected).abs() <= 1e-6 * expected.abs(), case
             norm = torch.stack([value.norm() for value in own.values()]).norm()
             for key, value in own.items():
                 error = (gradients[key] - value).norm() / norm
-                assert error <= 1e-6, f"{told}: gradient of {key} differs by {error}"
+                assert error <= 1e-6, f"{case}: gradient of {key} differs by {error}"
     distributed.destroy_process_group()
 
 

@@ -35,11 +35,11 @@ async def test_services_that_do_not_start_say_why_and_leave_nothing(tmp_path):
     before = started()
     with (
         socket.create_server(("127.0.0.1", 0)) as taken,
-        pytest.raises(ServiceExitedError, match="cannot listen") as told,
+        pytest.raises(ServiceExitedError, match="cannot listen") as error,
     ):
         async with local_services(tmp_path, port=taken.getsockname()[1]):
             pytest.fail("the port is in use")
-    assert "File " not in str(told.value), "a traceback hides the reason"
+    assert "File " not in str(error.value), "a traceback hides the reason"
     assert os.umask(umask) == 0o022
     assert started() <= before
 
@@ -87,6 +87,6 @@ async def test_a_restart_is_told(tmp_path, capsys):
                 lambda: queue.process.pid != ended and queue.ready_file.exists(), poll_s=0.1
             )
         supervision.cancel()
-    told = capsys.readouterr().err
-    assert "transferqueue" in told
-    assert str(queue.log) in told.replace("\n", "")
+    error = capsys.readouterr().err
+    assert "transferqueue" in error
+    assert str(queue.log) in error.replace("\n", "")

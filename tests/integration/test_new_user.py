@@ -53,10 +53,10 @@ def test_a_wrong_column_is_named_with_the_columns_there_are(spec):
     document = yaml.safe_load(spec.read_text())
     document["data"]["answer_column"] = "anwser"
     spec.write_text(yaml.safe_dump(document))
-    told = Terminal(spec.parent).tries("validate", spec)
-    assert told.code == 2
-    assert "data.answer_column" in told.err
-    assert "answer" in told.err.replace("anwser", "")
+    result = Terminal(spec.parent).tries("validate", spec)
+    assert result.code == 2
+    assert "data.answer_column" in result.err
+    assert "answer" in result.err.replace("anwser", "")
 
 
 def test_a_closed_terminal_loses_nothing_and_the_model_is_taken_away(spec, tmp_path):

@@ -258,10 +258,10 @@ def test_several_ranks_continue_without_a_sequence_that_exceeds_memory(
         events = connection.execute(query, (run_id,)).fetchall()
     causes = [text for kind, text, _ in events if kind == "WorkerLost"]
     assert any("does not fit into memory" in text for text in causes)
-    told = [json.loads(data) for kind, _, data in events if kind == "SamplesLeftOut"]
-    assert told
+    left_out_events = [json.loads(data) for kind, _, data in events if kind == "SamplesLeftOut"]
+    assert left_out_events
     # Prompts have 11 tokens.
-    assert all(tokens > 21 for event in told for tokens in event["samples"].values())
+    assert all(tokens > 21 for event in left_out_events for tokens in event["samples"].values())
     # A step that is repeated after the loss of a worker reports them again.
-    left_out = {name for event in told for name in event["samples"]}
+    left_out = {name for event in left_out_events for name in event["samples"]}
     assert len(left_out) < found["trained"] * 4

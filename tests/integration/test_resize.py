@@ -69,32 +69,32 @@ def test_training_continues_while_rollouts_come_go_and_are_replaced(plumbing, tm
         def shown() -> dict:
             return api.get(f"/v1/runs/{run_id}").raise_for_status().json()
 
-        def told(kind: str, after: int = 0) -> list[int]:
+        def events_of(kind: str, after: int = 0) -> list[int]:
             query = {"type": kind, "after_seq": after}
             found = api.get(f"/v1/runs/{run_id}/events", params=query).raise_for_status()
             return [event["seq"] for event in found.json()["items"]]
 
         for count, replicas in enumerate((1, 2), start=1):
             resize(api, run_id, replicas)
-            until(lambda count=count: len(told("Resized")) == count)
+            until(lambda count=count: len(events_of("Resized")) == count)
             names = {f"rollout-{index}" for index in range(replicas)}
             until(lambda names=names: rollouts(api, run_id) == names)
             reached = shown()["step"]
             until(lambda reached=reached: shown()["step"] >= reached + 3)
             # The training loop does not restart when rollouts join or leave.
-            assert len(told("WorkersReady")) == 1
-        assert (told("WorkerLost"), told("ResizeFailed")) == ([], [])
+            assert len(events_of("WorkersReady")) == 1
+        assert (events_of("WorkerLost"), events_of("ResizeFailed")) == ([], [])
         ended = shown()
         assert (ended["state"], ended["spec"]["rollout"]["replicas"]) == ("RUNNING", 2)
 
         loading.touch()
         ranks_of("rollout-1", tmp_path / "runs")["0"].send_signal(signal_)
-        until(lambda: told("WorkerLost"))
-        (lost,) = told("WorkerLost")
-        until(lambda: told("StepCommitted", after=lost))
-        assert not told("Replaced")
+        until(lambda: events_of("WorkerLost"))
+        (lost,) = events_of("WorkerLost")
+        until(lambda: events_of("StepCommitted", after=lost))
+        assert not events_of("Replaced")
         loading.unlink()
-        until(lambda: told("Replaced"))
+        until(lambda: events_of("Replaced"))
         until(lambda: rollouts(api, run_id) == {"rollout-0", "rollout-1"})
-        assert len(told("WorkersReady")) == 2  # at the start, and after the loss
+        assert len(events_of("WorkersReady")) == 2  # at the start, and after the loss
         assert shown()["state"] == "RUNNING"

@@ -170,8 +170,8 @@ def test_runs_are_submitted_watched_listed_and_cancelled(plumbing, tmp_path):
         assert len((state / run_id / "metrics.jsonl").read_text().splitlines()) == 3
         assert (state / run_id / "curves.png").stat().st_size > 10_000
 
-        told = slipstream("samples", run_id, "--url", url, "--best", "--json", "--limit", "2")
-        kept = [json.loads(line) for line in told.out.splitlines()]
+        result = slipstream("samples", run_id, "--url", url, "--best", "--json", "--limit", "2")
+        kept = [json.loads(line) for line in result.out.splitlines()]
         assert kept[0]["reward"] >= kept[1]["reward"]
         exported = tmp_path / "samples.jsonl"
         slipstream("samples", run_id, "--url", url, "--step", "3", "--export", exported)

@@ -48,8 +48,8 @@ def test_a_run_without_rollouts_sends_no_weights(system, tmp_path):
     done = system.train(path)
     assert done.code == 0, done.out + done.err
     assert (done.summary["steps"], done.summary["weight_version"]) == (3, 3)
-    told = slipstream("events", done.folder.name, "--url", system.url)
-    assert "weight version 3 has no receivers" in told.out
+    result = slipstream("events", done.folder.name, "--url", system.url)
+    assert "weight version 3 has no receivers" in result.out
 
 
 def test_pairs_of_answers_teach_which_is_preferred(system, tmp_path):

@@ -55,8 +55,8 @@ def evaluated(state: Path) -> list[int]:
         rows = connection.execute(
             "SELECT data_json FROM events WHERE type = 'Validated'"
         ).fetchall()
-    told = [json.loads(row) for (row,) in rows]
-    return sorted(data["version"] for data in told if data["num_samples"])
+    reported = [json.loads(row) for (row,) in rows]
+    return sorted(data["version"] for data in reported if data["num_samples"])
 
 
 @pytest.mark.nightly
@@ -93,13 +93,13 @@ def test_a_run_that_has_ended_is_written_when_somebody_asks(system, plumbing, tm
     arguments = ("track", run_id, "--url", system.url, "--folder", tmp_path)
     assert "has no trackers" in slipstream(*arguments).err
     for _ in range(2):
-        told = slipstream(*arguments, "--to", "tensorboard")
-        assert told.code == 0, told.out + told.err
+        reported = slipstream(*arguments, "--to", "tensorboard")
+        assert reported.code == 0, reported.out + reported.err
     assert curve(tracked.of_tensorboard(tmp_path), "reward_mean") == [1, 2, 3]
 
 
 @pytest.fixture
-def moody(tmp_path, monkeypatch) -> Path:
+def mood_file(tmp_path, monkeypatch) -> Path:
     """Replaces trackio with a tracker whose behavior a file sets; returns the file."""
     package = tmp_path / "packages" / "trackio"
     package.mkdir(parents=True)
@@ -119,8 +119,8 @@ def moody(tmp_path, monkeypatch) -> Path:
 @pytest.mark.parametrize(
     ("mood", "why"), [("fails", "no room for one more run"), ("hangs", "within 2 s")]
 )
-async def test_a_failed_tracker_is_reported_once_and_recovers(tmp_path, moody, mood, why):
-    moody.write_text(mood)
+async def test_a_failed_tracker_is_reported_once_and_recovers(tmp_path, mood_file, mood, why):
+    mood_file.write_text(mood)
     with running_controller(tmp_path) as controller:
         async with Api(controller.url, token=ADMIN) as api, TaskGroup() as tasks:
             run = await api.submit({**SPEC, "trackers": [{"kind": "trackio"}]})
@@ -128,24 +128,24 @@ async def test_a_failed_tracker_is_reported_once_and_recovers(tmp_path, moody, m
                 api, url=controller.url, token=ADMIN, folder=tmp_path / "kept", deadline_s=2.0
             )
             following = tasks.create_task(processes.follow(run.id, []))
-            told = []
+            reported = []
             async with asyncio.timeout(90):
                 async for kind, event in api.watch(run.id):
                     if kind.startswith("Tracker"):
-                        told.append((kind, event["message"]))
-                        moody.write_text("works")
+                        reported.append((kind, event["message"]))
+                        mood_file.write_text("works")
                     if kind == "TrackerRecovered":
                         await api.call(CancelRun(run_id=run.id))
                 await following
-    assert [kind for kind, _ in told] == ["TrackerFailed", "TrackerRecovered"]
-    assert why in told[0][1]
+    assert [kind for kind, _ in reported] == ["TrackerFailed", "TrackerRecovered"]
+    assert why in reported[0][1]
     cursor = json.loads((tmp_path / "kept" / "cursors" / run.id / "trackio.json").read_text())
     assert cursor["is_done"]
 
 
-async def test_a_tracker_that_is_not_complete_at_the_end_is_named(tmp_path, moody, monkeypatch):
+async def test_a_tracker_that_is_not_complete_at_the_end_is_named(tmp_path, mood_file, monkeypatch):
     monkeypatch.setattr("services.cli.trackers.processes._LAST_NUMBERS_S", 1.0)
-    moody.write_text("hangs")
+    mood_file.write_text("hangs")
     output = io.StringIO()
     with running_controller(tmp_path) as controller:
         async with Api(controller.url, token=ADMIN) as api, asyncio.timeout(90):

@@ -90,7 +90,7 @@ def test_gpus_need_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "trainer", "gpus", "told"),
+    ("path", "trainer", "gpus", "message"),
     [
         ("org/model", {}, "0", "trainer.dtype: bfloat16"),
         ("org/model", {"dtype": "bfloat16"}, "0", "trainer.compile: true"),
@@ -104,15 +104,15 @@ def test_gpus_need_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_note_lists_slow_settings(
-    monkeypatch: pytest.MonkeyPatch, path: str, trainer: dict[str, Any], gpus: str, told: str
+    monkeypatch: pytest.MonkeyPatch, path: str, trainer: dict[str, Any], gpus: str, message: str
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     document = spec().model_dump(exclude_unset=True)
     document["model"]["path"] = path
     document["trainer"] |= trainer
     found = slow_settings(RunSpec.model_validate(document), lambda dtype: 58.0)
-    assert told in found
-    assert bool(found) == bool(told)
+    assert message in found
+    assert bool(found) == bool(message)
 
 
 def test_a_16_bit_dtype_on_a_cpu_that_computes_it_fast_is_not_worth_a_note(

@@ -8,18 +8,18 @@ from services.rollout import metrics
 from services.rollout.engines.external import FirstToken
 
 
-def num_told() -> float:
-    (told,) = metrics.FIRST_TOKEN_SECONDS.collect()
-    return next(one.value for one in told.samples if one.name.endswith("_count"))
+def num_observed() -> float:
+    (histogram,) = metrics.FIRST_TOKEN_SECONDS.collect()
+    return next(one.value for one in histogram.samples if one.name.endswith("_count"))
 
 
 def test_the_first_token_of_each_update_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    first, before = FirstToken(), num_told()
+    first, before = FirstToken(), num_observed()
     first.record()  # no update precedes tokens of the random weights
     for _ in range(2):
         first.start()
         first.record()
         first.record()
-    assert num_told() == before + 2
+    assert num_observed() == before + 2
     assert [vars(record)["after_ms"] >= 0 for record in caplog.records] == [True, True]

@@ -131,7 +131,7 @@ def nan_advantage(batch):
 
 
 @pytest.mark.parametrize(
-    ("key", "name", "told"),
+    ("key", "name", "reported"),
     [
         ("loss", "breaks", "failed: AttributeError.*'nothing'"),
         ("loss", "nan_loss", "is nan for one token"),
@@ -140,12 +140,12 @@ def nan_advantage(batch):
     ],
 )
 def test_faulty_functions_are_reported_before_the_first_step(
-    tmp_path: Path, key: str, name: str, told: str
+    tmp_path: Path, key: str, name: str, reported: str
 ) -> None:
     file = tmp_path / "faulty.py"
     file.write_text(FAULTY)
     spec = spec_of(algorithm={key: f"{file}:{name}"})
-    with pytest.raises(ValueError, match=rf"algorithm\.{key} .*{name}.*{told}"):
+    with pytest.raises(ValueError, match=rf"algorithm\.{key} .*{name}.*{reported}"):
         rank_of(spec, policy_of(spec), random_queue(policy_of(spec)))
 
 
@@ -202,25 +202,25 @@ def everywhere(batch):
 class TwoRanks(Ranks):
     """Ranks in threads that wait for each other at each sum, as processes do."""
 
-    def meet(self, barrier: threading.Barrier, told: list[torch.Tensor]) -> "TwoRanks":
-        object.__setattr__(self, "_meeting", (barrier, told))
+    def meet(self, barrier: threading.Barrier, reported: list[torch.Tensor]) -> "TwoRanks":
+        object.__setattr__(self, "_meeting", (barrier, reported))
         return self
 
     def _reduce(self, values: torch.Tensor, operation: Any) -> torch.Tensor:
-        barrier, told = self._meeting  # type: ignore[attr-defined]
-        told[self.rank] = values.clone()
+        barrier, reported = self._meeting  # type: ignore[attr-defined]
+        reported[self.rank] = values.clone()
         barrier.wait()
-        total: torch.Tensor = told[0] + told[1]
+        total: torch.Tensor = reported[0] + reported[1]
         barrier.wait()
         return total
 
 
 def tried_on_two_ranks(spec: RunSpec) -> list[str]:
     """Returns the error that each of two ranks raises before the run."""
-    barrier, told = threading.Barrier(2, timeout=60), [torch.zeros(0)] * 2
+    barrier, reported = threading.Barrier(2, timeout=60), [torch.zeros(0)] * 2
 
     def said(rank: int) -> str:
-        ranks = TwoRanks(rank=rank, size=2).meet(barrier, told)
+        ranks = TwoRanks(rank=rank, size=2).meet(barrier, reported)
         try:
             CreditAssigner(spec.algorithm, ranks, max_response_tokens=16)
         except ValueError as error:
@@ -232,7 +232,7 @@ def tried_on_two_ranks(spec: RunSpec) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "reported"),
     [
         ("on_some", ["calls batch.whiten or batch.sum_over_ranks on 1 of 2 ranks"] * 2),
         ("twice_on_some", ["calls batch.whiten or batch.sum_over_ranks on 1 of 2 ranks"] * 2),
@@ -243,12 +243,12 @@ def tried_on_two_ranks(spec: RunSpec) -> list[str]:
     ],
 )
 def test_a_sum_on_some_ranks_only_fails_on_all_ranks(
-    tmp_path: Path, name: str, told: list[str]
+    tmp_path: Path, name: str, reported: list[str]
 ) -> None:
     file = tmp_path / "parted.py"
     file.write_text(PARTED)
     spec = spec_of(algorithm={"advantage": f"{file}:{name}"})
-    for said, words in zip(tried_on_two_ranks(spec), told, strict=True):
+    for said, words in zip(tried_on_two_ranks(spec), reported, strict=True):
         assert words in said
         assert words == "nothing" or f"algorithm.advantage '{file}:{name}'" in said
 

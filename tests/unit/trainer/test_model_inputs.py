@@ -66,9 +66,9 @@ def test_other_experts_in_a_prompt_with_inputs_leave_nothing_shared() -> None:
     prompts, responses = [[5, PLACEHOLDER, 6, 7]] * 2, [[8, 9, 10]] * 2
     experts = torch.zeros(2, 6, 1, 2, dtype=torch.uint8)
     experts[1, 3] = 1
-    told = Jagged(experts.flatten(0, 1), torch.tensor([6, 6]))
-    assert packed(prompts, responses, [NONE] * 2, experts=told).work.tokens < 12
-    found = packed(prompts, responses, [given] * 2, experts=told)
+    jagged_experts = Jagged(experts.flatten(0, 1), torch.tensor([6, 6]))
+    assert packed(prompts, responses, [NONE] * 2, experts=jagged_experts).work.tokens < 12
+    found = packed(prompts, responses, [given] * 2, experts=jagged_experts)
     assert found.work.tokens == 12
     assert len(found.inputs) == 2
 

@@ -56,10 +56,10 @@ def test_replaying_a_policys_own_choice_changes_nothing(family: str) -> None:
     expected, _ = own(_packed())
     expected.sum().backward()
     replaying = _policy(family, routing_replay="replay")
-    told = _choices(_policy(family))
-    assert told.values.shape[1:] == _shape(own).tail
+    reported = _choices(_policy(family))
+    assert reported.values.shape[1:] == _shape(own).tail
     # The order of a token's experts has no effect.
-    actual, _ = replaying(_packed(Jagged(told.values.flip(2), told.lengths)))
+    actual, _ = replaying(_packed(Jagged(reported.values.flip(2), reported.lengths)))
     actual.sum().backward()
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
     gradients = {name: each.grad for name, each in replaying.named_parameters()}
@@ -72,14 +72,14 @@ def test_replaying_a_policys_own_choice_changes_nothing(family: str) -> None:
 @pytest.mark.parametrize("family", _MIXTURES)
 def test_a_replayed_choice_is_that_of_the_engine_and_trains_the_router(family: str) -> None:
     engine, policy = _policy(family, seed=1), _policy(family, seed=2, routing_replay="replay")
-    told = _choices(engine)
-    _, num_layers, num_chosen = told.values.shape
+    reported = _choices(engine)
+    _, num_layers, num_chosen = reported.values.shape
     missing = _shape(policy).missing
-    told.values[3:5] = missing
-    logprobs, _ = policy(_packed(told))
+    reported.values[3:5] = missing
+    logprobs, _ = policy(_packed(reported))
     chosen = torch.stack([policy.routing._chosen[place] for place in range(num_layers)], 1)
-    known = (told.values != missing).all(2).all(1)
-    assert torch.equal(chosen[known], told.values[known].long())
+    known = (reported.values != missing).all(2).all(1)
+    assert torch.equal(chosen[known], reported.values[known].long())
     assert chosen.shape == (18, num_layers, num_chosen)
     assert (chosen >= 0).all() and (chosen < 8).all()
     differs, seen = policy.routing.differences()
@@ -137,14 +137,14 @@ def test_tokens_are_shared_only_where_their_experts_are_the_same_too(seed: int) 
     lengths = (prompts.lengths + responses.lengths - 1).tolist()
     generator = torch.Generator().manual_seed(seed)
     whole = torch.stack([torch.randperm(8, generator=generator)[: tail[1]] for _ in range(999)])
-    told = [
+    reported = [
         whole[: length * tail[0]].view(length, *tail).to(torch.uint8).clone() for length in lengths
     ]
-    for rows in told:
+    for rows in reported:
         if len(rows) > 2 and rng.random() < 0.5:
             place = rng.randrange(len(rows))
             rows[place] = rows[place].flip(0)  # only this sequence has other experts
-    experts = Jagged.from_list(told)
+    experts = Jagged.from_list(reported)
     found = []
     for shares in (False, True):
         policy.zero_grad()
@@ -172,10 +172,10 @@ def test_a_step_replays_and_reports(kind: str, tmp_path: Any) -> None:
     prompts, responses = queue.fields["prompt_ids"], queue.fields["response_ids"]
     lengths = prompts.lengths + responses.lengths - 1
     experts = torch.randint(0, 8, (int(lengths.sum()), 2, 1)).to(torch.uint8)
-    told = Jagged(torch.cat([experts, (experts + 1) % 8], 2), lengths)
-    told.values[::3] = 255
-    rank = rank_of(spec, policy_of(spec), queue.replaced(routed_experts=told), root=tmp_path)
-    result = rank.train(1, queue.replaced(routed_experts=told).meta)
+    reported = Jagged(torch.cat([experts, (experts + 1) % 8], 2), lengths)
+    reported.values[::3] = 255
+    rank = rank_of(spec, policy_of(spec), queue.replaced(routed_experts=reported), root=tmp_path)
+    result = rank.train(1, queue.replaced(routed_experts=reported).meta)
     assert not result.skipped
     assert result.metrics["routing_differs"] > 0.5
     assert 1 <= result.metrics["expert_load_max"] <= result.metrics["expert_load_worst"] <= 8

@@ -129,8 +129,8 @@ def test_experts_and_masks_follow_their_tokens_into_each_sequence() -> None:
     found = sequences_of({name: Jagged.from_list(row) for name, row in rows.items()})
     assert ROUTED_EXPERTS in rows
     assert found.experts is not None
-    told = [row[:, 0, 0].tolist() for row in found.experts.unbind()]
-    assert told == [[10, 11, 12], [20, 21, 22]]
+    expert_rows = [row[:, 0, 0].tolist() for row in found.experts.unbind()]
+    assert expert_rows == [[10, 11, 12], [20, 21, 22]]
     assert found.masks is not None
     masks = [row.tolist() for row in found.masks.unbind()]
     assert masks == [[~7, 8, ~8, 9], [~3, 4, ~4, 5, ~5, 6]]

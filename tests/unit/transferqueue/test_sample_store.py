@@ -65,8 +65,8 @@ def test_a_store_without_a_file_holds_nothing(store):
 
 @pytest.mark.parametrize("is_trainer_first", [False, True])
 def test_records_of_rollout_and_trainer_form_one_sample(store, is_trainer_first):
-    told = [made(1), trained(1, step=7)]
-    for each in reversed(told) if is_trainer_first else told:
+    records = [made(1), trained(1, step=7)]
+    for each in reversed(records) if is_trainer_first else records:
         store.write([each], **NO_BOUND)
     query = SampleRecordQuery(step=7, with_turns=True, with_tokens=True)
     ((line,),) = store.lines(query)
@@ -86,9 +86,9 @@ def test_records_of_rollout_and_trainer_form_one_sample(store, is_trainer_first)
 
 
 def test_queries_return_the_filtered_and_ordered_samples(store):
-    told = [made(n, split="heldout" if n == 3 else "train", version=n) for n in range(5)]
-    told[2].record["facts"]["reward"] = None
-    store.write([*told, made(9, reward=-2.0, response="100% SURE")], **NO_BOUND)
+    records = [made(n, split="heldout" if n == 3 else "train", version=n) for n in range(5)]
+    records[2].record["facts"]["reward"] = None
+    store.write([*records, made(9, reward=-2.0, response="100% SURE")], **NO_BOUND)
     assert ids(store) == ["g9.0", "g4.0", "g3.0", "g2.0", "g1.0", "g0.0"]
     assert ids(store, order_by="best") == ["g4.0", "g3.0", "g1.0", "g0.0", "g9.0", "g2.0"]
     assert ids(store, order_by="worst") == ["g9.0", "g0.0", "g1.0", "g3.0", "g4.0", "g2.0"]
@@ -101,16 +101,16 @@ def test_queries_return_the_filtered_and_ordered_samples(store):
 
 @pytest.mark.parametrize("order", ["newest", "best", "worst"])
 def test_pages_hold_every_sample_once(store, order):
-    told = [made(n, reward=float(n % 3) if n % 4 else None) for n in range(40)]
-    for each in told[::7]:
+    records = [made(n, reward=float(n % 3) if n % 4 else None) for n in range(40)]
+    for each in records[::7]:
         each.record["facts"]["reward"] = None
-    store.write(told, **NO_BOUND)
+    store.write(records, **NO_BOUND)
     seen, after = [], ""
     while page := ids(store, order_by=order, limit=7, after=after):
         seen += page
         after = page[-1]
     assert seen == ids(store, order_by=order)
-    assert sorted(seen) == sorted(each.sample_id for each in told)
+    assert sorted(seen) == sorted(each.sample_id for each in records)
 
 
 def test_a_page_after_a_deleted_sample_is_rejected(store):

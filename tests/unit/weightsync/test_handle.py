@@ -278,16 +278,16 @@ async def test_silent_connections_are_dropped_and_the_group_forms(monkeypatch, t
 
 
 def test_the_line_is_a_file_of_this_user_that_goes_again(tmp_path):
-    told = {}
+    stored = {}
 
     class Store:
         def set(self, key, value):
-            told[key] = value
+            stored[key] = value
 
     folder = tmp_path / ("a" * 90)  # longer than the address of a Unix socket may be
     with handle._exported(Store(), CPU, folder) as met:
         assert not met.why
-        path = Path(json.loads(told["buffer"])[1])
+        path = Path(json.loads(stored["buffer"])[1])
         assert path.is_relative_to(folder)
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
@@ -297,11 +297,11 @@ def test_the_line_is_a_file_of_this_user_that_goes_again(tmp_path):
 def test_the_line_is_closed_to_other_users(monkeypatch, tmp_path):
     class Store:
         def set(self, key, value):
-            self.told = value
+            self.stored = value
 
     store = Store()
     with handle._exported(store, CPU, tmp_path) as met:
-        _, path, secret = json.loads(store.told)
+        _, path, secret = json.loads(store.stored)
         monkeypatch.setattr(handle.os, "geteuid", lambda: os.getuid() + 1)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
             other.connect(path)

@@ -17,5 +17,5 @@ def test_a_message_is_logged_once_a_minute_with_its_count(
     log.warning("something else")
     now = 61.0
     log.warning("refused", peer="b")
-    told = [(line.message, line.untold) for line in caplog.records]  # type: ignore[attr-defined]
-    assert told == [("refused", 0), ("something else", 0), ("refused", 999)]
+    logged = [(line.message, line.untold) for line in caplog.records]  # type: ignore[attr-defined]
+    assert logged == [("refused", 0), ("something else", 0), ("refused", 999)]

@@ -114,8 +114,8 @@ async def test_both_faces_show_the_same_runs(both):
     listed = await call(stub.ListRuns, pb.ListRunsRequest(run_name="one"))
     assert [run.name for run in listed.runs] == [created.name]
     events = await call(stub.ListEvents, pb.ListEventsRequest(name=created.name))
-    told = (await rest.get(f"{path}/events")).json()["items"]
-    assert [event.type for event in events.events] == [event["type"] for event in told]
+    rest_events = (await rest.get(f"{path}/events")).json()["items"]
+    assert [event.type for event in events.events] == [event["type"] for event in rest_events]
     quota = await call(stub.GetQuota, pb.GetQuotaRequest())
     assert quota.active_run_count == (await rest.get("/v1/quota")).json()["active_runs"]
     version = await call(stub.GetVersion, pb.GetVersionRequest())

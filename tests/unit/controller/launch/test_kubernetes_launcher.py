@@ -141,7 +141,7 @@ class FakeCluster:
 
 
 @dataclass
-class Heard:
+class Received:
     exits: list[WorkerExit] = field(default_factory=list)
     pending: list[tuple[str, str, str]] = field(default_factory=list)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -177,20 +177,20 @@ def write_templates(
 @asynccontextmanager
 async def launching(
     cluster: FakeCluster, templates: Path, *, pending_timeout_s: float = 60.0
-) -> AsyncIterator[tuple[KubernetesLauncher, Heard]]:
-    heard = Heard()
+) -> AsyncIterator[tuple[KubernetesLauncher, Received]]:
+    received = Received()
     launcher = KubernetesLauncher(
         cluster,  # type: ignore[arg-type]
         templates,
         owner={"uid": "u1"},
         controller_address="controller:50051",
-        on_exit=heard.take_exit,
-        on_pending=lambda *told: heard.pending.append(told),
+        on_exit=received.take_exit,
+        on_pending=lambda *pending_event: received.pending.append(pending_event),
         pending_timeout_s=pending_timeout_s,
     )
     async with asyncio.TaskGroup() as tasks:
         watching = tasks.create_task(launcher.watch(cluster.seen))
-        yield launcher, heard
+        yield launcher, received
         watching.cancel()
 
 
@@ -201,12 +201,12 @@ async def test_a_pod_per_worker_is_created_and_stop_waits_until_all_are_gone(
     tmp_path: Path,
 ) -> None:
     cluster = FakeCluster()
-    async with launching(cluster, write_templates(tmp_path)) as (launcher, heard):
+    async with launching(cluster, write_templates(tmp_path)) as (launcher, received):
         await launcher.start(RUN, SPEC)
         assert set(cluster.pods) == {TRAINER, ROLLOUT}
         await launcher.stop(RUN)
         assert cluster.pods == {}
-        assert heard.exits == []
+        assert received.exits == []
 
 
 async def test_pods_take_the_token_of_their_run_from_a_secret_that_goes_with_the_run(
@@ -271,7 +271,7 @@ async def test_rollouts_that_take_turns_with_the_trainer_are_in_its_pod_and_wait
             "trainer": {"steps": 1, "prompts_per_step": 1, "world_size": 2},
         }
     )
-    async with launching(cluster, templates) as (launcher, heard):
+    async with launching(cluster, templates) as (launcher, received):
         await launcher.start(RUN, mixed, later=["rollout-0", "rollout-1"])
         await launcher.start(RUN, mixed)
         assert set(cluster.pods) == {TRAINER, "run-01-rollout-2"}
@@ -294,7 +294,7 @@ async def test_rollouts_that_take_turns_with_the_trainer_are_in_its_pod_and_wait
         await launcher.end(RUN, "rollout-1")
         await launcher.start(RUN, mixed)
         assert len(cluster.pods[TRAINER]["spec"]["containers"]) == 3
-        assert {exit_.worker_id for exit_ in heard.exits} <= {"trainer-0", "rollout-0"}
+        assert {exit_.worker_id for exit_ in received.exits} <= {"trainer-0", "rollout-0"}
 
 
 async def test_a_trainer_of_several_nodes_takes_no_turns(tmp_path: Path) -> None:
@@ -306,14 +306,14 @@ async def test_a_trainer_of_several_nodes_takes_no_turns(tmp_path: Path) -> None
 
 async def test_a_failed_container_is_reported_once_with_its_last_lines(tmp_path: Path) -> None:
     cluster = FakeCluster()
-    async with launching(cluster, write_templates(tmp_path)) as (launcher, heard):
+    async with launching(cluster, write_templates(tmp_path)) as (launcher, received):
         await launcher.start(RUN, SPEC)
         for _ in range(2):
             cluster.terminated(
                 TRAINER, "trainer-0", exitCode=137, reason="OOMKilled", message="step 7\n"
             )
         await cluster.settle()
-        (exit_,) = heard.exits
+        (exit_,) = received.exits
         assert exit_.worker_id == "trainer-0"
         assert exit_.code == -9
         assert exit_.last_lines == "OOMKilled\nstep 7"
@@ -322,23 +322,23 @@ async def test_a_failed_container_is_reported_once_with_its_last_lines(tmp_path:
 
 async def test_a_deleted_pod_ends_its_worker(tmp_path: Path) -> None:
     cluster = FakeCluster()
-    async with launching(cluster, write_templates(tmp_path)) as (launcher, heard):
+    async with launching(cluster, write_templates(tmp_path)) as (launcher, received):
         await launcher.start(RUN, SPEC)
         await cluster.delete(ROLLOUT)
         await cluster.settle()
-        assert [(exit_.worker_id, exit_.code) for exit_ in heard.exits] == [("rollout-0", -9)]
+        assert [(exit_.worker_id, exit_.code) for exit_ in received.exits] == [("rollout-0", -9)]
         await launcher.stop(RUN)
 
 
 async def test_the_exit_of_a_deleted_pod_has_its_last_status(tmp_path: Path) -> None:
     cluster = FakeCluster()
-    async with launching(cluster, write_templates(tmp_path)) as (launcher, heard):
+    async with launching(cluster, write_templates(tmp_path)) as (launcher, received):
         await launcher.start(RUN, SPEC)
         ended = {"name": "rollout-0", "state": {"terminated": {"exitCode": 0}}}
         last = cluster.pods.pop(ROLLOUT) | {"status": {"containerStatuses": [ended]}}
         cluster.seen.put_nowait(Seen(name=ROLLOUT, body=None, last=last))
         await cluster.settle()
-        assert [(exit_.worker_id, exit_.code) for exit_ in heard.exits] == [("rollout-0", 0)]
+        assert [(exit_.worker_id, exit_.code) for exit_ in received.exits] == [("rollout-0", 0)]
         await launcher.stop(RUN)
 
 
@@ -346,35 +346,35 @@ async def test_a_preempted_pod_fails_before_its_containers_report_their_end(
     tmp_path: Path,
 ) -> None:
     cluster = FakeCluster()
-    async with launching(cluster, write_templates(tmp_path)) as (launcher, heard):
+    async with launching(cluster, write_templates(tmp_path)) as (launcher, received):
         await launcher.start(RUN, SPEC)
         cluster.pods[ROLLOUT]["metadata"]["deletionTimestamp"] = "2026-11-23T04:00:00Z"
         waiting = {"name": "rollout-0", "state": {"waiting": {"reason": "ContainerCreating"}}}
         cluster.change(ROLLOUT, phase="Failed", containerStatuses=[waiting])
         await cluster.settle()
-        assert heard.exits == []
+        assert received.exits == []
         cluster.terminated(ROLLOUT, "rollout-0", exitCode=0, reason="Completed")
         await cluster.settle()
-        assert [(exit_.worker_id, exit_.code) for exit_ in heard.exits] == [("rollout-0", 0)]
+        assert [(exit_.worker_id, exit_.code) for exit_ in received.exits] == [("rollout-0", 0)]
         await launcher.stop(RUN)
 
 
 async def test_pods_of_one_trainer_end_together_and_are_reported_once(tmp_path: Path) -> None:
     cluster, spread = FakeCluster(), parse_spec(SPREAD)
     first, second = TRAINER, f"{TRAINER}-node-1"
-    async with launching(cluster, write_templates(tmp_path)) as (launcher, heard):
+    async with launching(cluster, write_templates(tmp_path)) as (launcher, received):
         await launcher.start(RUN, spread)
         assert set(cluster.pods) == {first, second, ROLLOUT}
         cluster.terminated(second, "trainer-0", exitCode=1, message="out of memory")
         cluster.terminated(first, "trainer-0", exitCode=1, message="a peer is gone")
         await cluster.settle()
-        (exit_,) = heard.exits
+        (exit_,) = received.exits
         assert exit_.last_lines == "out of memory"
         await launcher.end(RUN, "trainer-0")
         assert set(cluster.pods) == {ROLLOUT}
         await launcher.start(RUN, spread)
         assert {cluster.pods[name]["status"]["phase"] for name in (first, second)} == {"Pending"}
-        assert len(heard.exits) == 1
+        assert len(received.exits) == 1
         await launcher.stop(RUN)
 
 
@@ -385,10 +385,10 @@ async def test_a_trainer_that_lost_a_pod_unseen_is_started_as_a_whole(tmp_path: 
         await launcher.start(RUN, spread)
     kept, lost = cluster.pods[TRAINER], f"{TRAINER}-node-1"
     cluster.pods[lost] = {**cluster.pods[lost], "status": {"phase": "Failed"}}
-    async with launching(cluster, templates) as (launcher, heard):
+    async with launching(cluster, templates) as (launcher, received):
         await launcher.start(RUN, spread)
         assert cluster.pods[TRAINER] is not kept
-        assert heard.exits == []
+        assert received.exits == []
         await launcher.stop(RUN)
 
 
@@ -396,14 +396,14 @@ async def test_pods_of_a_job_set_end_together_and_another_set_replaces_them(
     tmp_path: Path,
 ) -> None:
     cluster, spread = FakeCluster(), parse_spec(SPREAD)
-    async with launching(cluster, write_templates(tmp_path, job_sets=True)) as (launcher, heard):
+    async with launching(cluster, write_templates(tmp_path, job_sets=True)) as (launcher, received):
         await launcher.start(RUN, spread)
         assert set(cluster.pods) == {ROLLOUT}
         assert set(cluster.job_sets) == {TRAINER}
         _, second = cluster.make_pods(TRAINER)
         cluster.terminated(second, "trainer-0", exitCode=1, message="out of memory")
         await cluster.settle()
-        (exit_,) = heard.exits
+        (exit_,) = received.exits
         assert (exit_.worker_id, exit_.last_lines) == ("trainer-0", "out of memory")
         await launcher.end(RUN, "trainer-0")
         assert set(cluster.pods) == {ROLLOUT}
@@ -414,7 +414,7 @@ async def test_pods_of_a_job_set_end_together_and_another_set_replaces_them(
         del cluster.pods[first]
         cluster.seen.put_nowait(Seen(name=first, body=None))
         await cluster.settle()
-        assert [exit_.code for exit_ in heard.exits] == [1, -9]
+        assert [exit_.code for exit_ in received.exits] == [1, -9]
         await launcher.stop(RUN)
         assert (cluster.pods, cluster.job_sets) == ({}, {})
 
@@ -422,12 +422,12 @@ async def test_pods_of_a_job_set_end_together_and_another_set_replaces_them(
 async def test_a_job_set_that_makes_no_pods_is_given_up(tmp_path: Path) -> None:
     cluster, spread = FakeCluster(), parse_spec(SPREAD)
     templates = write_templates(tmp_path, job_sets=True)
-    async with launching(cluster, templates, pending_timeout_s=0.05) as (launcher, heard):
+    async with launching(cluster, templates, pending_timeout_s=0.05) as (launcher, received):
         await launcher.start(RUN, spread)
         state = {"running": {"startedAt": "now"}}
         cluster.change(ROLLOUT, containerStatuses=[{"name": "rollout-0", "state": state}])
-        await heard.ended.wait()
-        (exit_,) = heard.exits
+        await received.ended.wait()
+        (exit_,) = received.exits
         assert f"could not start: JobSet {TRAINER}" in exit_.last_lines
         await launcher.stop(RUN)
         assert cluster.job_sets == {}
@@ -444,11 +444,11 @@ async def test_a_complete_job_set_of_an_earlier_controller_is_adopted(tmp_path: 
         await launcher.start(RUN, spread)
         assert cluster.job_sets[TRAINER] is whole
     del cluster.pods[second]
-    async with launching(cluster, templates) as (launcher, heard):
+    async with launching(cluster, templates) as (launcher, received):
         await launcher.start(RUN, spread)
         assert cluster.job_sets[TRAINER] is not whole
         assert set(cluster.pods) == {ROLLOUT}
-        assert heard.exits == []
+        assert received.exits == []
         await launcher.stop(RUN)
 
 
@@ -478,7 +478,7 @@ async def test_pods_beyond_the_group_that_a_queue_admitted_wait_for_their_quota_
     tmp_path: Path,
 ) -> None:
     cluster = FakeCluster()
-    async with launching(cluster, write_templates(tmp_path, queue="gpus")) as (launcher, heard):
+    async with launching(cluster, write_templates(tmp_path, queue="gpus")) as (launcher, received):
         await launcher.start(RUN, SPEC)
         cluster.queue_is_full = True
         async with asyncio.timeout(30):
@@ -486,7 +486,7 @@ async def test_pods_beyond_the_group_that_a_queue_admitted_wait_for_their_quota_
         assert groups(cluster) == GROWN
         assert launcher.queued(RUN) == {"rollout-1", "rollout-2"}
         why = f"pod {EXTRAS[0]}: waiting for admission by the queue gpus"
-        assert (RUN, "SchedulingGated", why) in heard.pending
+        assert (RUN, "SchedulingGated", why) in received.pending
 
         waiting = asyncio.ensure_future(launcher.admitted(RUN, ["rollout-1", "rollout-2"]))
         await cluster.settle()
@@ -496,7 +496,7 @@ async def test_pods_beyond_the_group_that_a_queue_admitted_wait_for_their_quota_
             assert await waiting == {"rollout-2"}
         await launcher.end(RUN, "rollout-1")
         assert groups(cluster) == GROUP | {EXTRAS[1]: (EXTRAS[1], "1")}
-        assert heard.exits == []
+        assert received.exits == []
         await launcher.stop(RUN)
         assert cluster.pods == {}
 
@@ -540,7 +540,7 @@ async def test_a_group_that_is_lost_as_a_whole_keeps_its_size(
 ) -> None:
     """The queue may still have the former group, and deletes pods that exceed its size."""
     cluster = FakeCluster()
-    async with launching(cluster, write_templates(tmp_path, queue="gpus")) as (launcher, heard):
+    async with launching(cluster, write_templates(tmp_path, queue="gpus")) as (launcher, received):
         await launcher.start(RUN, SPEC)
         await launcher.start(RUN, with_replicas(3))
         for name in ("trainer-0", *lost):
@@ -548,32 +548,32 @@ async def test_a_group_that_is_lost_as_a_whole_keeps_its_size(
         # rollout-2 has not joined the run, and must not use the quota that the group waits for.
         await launcher.start(RUN, with_replicas(2))
         assert groups(cluster) == GROUP | {EXTRAS[0]: (EXTRAS[0], "1")}
-        assert [exit_.worker_id for exit_ in heard.exits] == ["rollout-2"]
+        assert [exit_.worker_id for exit_ in received.exits] == ["rollout-2"]
         await launcher.stop(RUN)
 
 
 async def test_a_run_is_cancelled_while_an_added_pod_waits_in_the_queue(tmp_path: Path) -> None:
     cluster, templates = FakeCluster(), write_templates(tmp_path, queue="gpus")
-    async with launching(cluster, templates) as (launcher, heard):
+    async with launching(cluster, templates) as (launcher, received):
         await launcher.start(RUN, SPEC)
         cluster.queue_is_full = True
         await launcher.start(RUN, with_replicas(2))
         await launcher.stop(RUN)
         assert cluster.pods == {}
-        assert heard.exits == []
+        assert received.exits == []
 
 
 async def test_a_run_waits_for_its_queue_as_long_as_that_takes(tmp_path: Path) -> None:
     cluster = FakeCluster(queue_is_full=True)
     templates = write_templates(tmp_path, queue="gpus")
-    async with launching(cluster, templates, pending_timeout_s=0.01) as (launcher, heard):
+    async with launching(cluster, templates, pending_timeout_s=0.01) as (launcher, received):
         starting = asyncio.ensure_future(launcher.start(RUN, SPEC))
-        while len(heard.pending) < 2:  # noqa: ASYNC110  a thread reads the templates
+        while len(received.pending) < 2:  # noqa: ASYNC110  a thread reads the templates
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.05)  # longer than pending_timeout_s, which applies to admitted pods
         assert not starting.done()
-        assert heard.exits == []
-        assert heard.pending[0] == (
+        assert received.exits == []
+        assert received.pending[0] == (
             RUN,
             "SchedulingGated",
             f"pod {TRAINER}: waiting for admission by the queue gpus",
@@ -582,34 +582,36 @@ async def test_a_run_waits_for_its_queue_as_long_as_that_takes(tmp_path: Path) -
             cluster.change(name, phase="Pending")
         await starting
         async with asyncio.timeout(30):
-            await heard.ended.wait()
-        assert "could not start" in heard.exits[0].last_lines, "what is admitted must start in time"
+            await received.ended.wait()
+        assert "could not start" in received.exits[0].last_lines, (
+            "what is admitted must start in time"
+        )
         await launcher.stop(RUN)
 
 
 async def test_a_pod_that_is_held_back_later_is_not_given_up_for_it(tmp_path: Path) -> None:
     cluster = FakeCluster()
     templates = write_templates(tmp_path, queue="gpus")
-    async with launching(cluster, templates, pending_timeout_s=0.05) as (launcher, heard):
+    async with launching(cluster, templates, pending_timeout_s=0.05) as (launcher, received):
         await launcher.start(RUN, SPEC)
         for name in (TRAINER, ROLLOUT):
             cluster.change(name, phase="Pending", conditions=[GATED])
         await asyncio.sleep(0.1)
-        assert heard.exits == []
+        assert received.exits == []
         await launcher.stop(RUN)
 
 
 async def test_a_pod_that_is_deleted_in_the_queue_ends_the_wait(tmp_path: Path) -> None:
     cluster = FakeCluster(queue_is_full=True)
     templates = write_templates(tmp_path, queue="gpus")
-    async with launching(cluster, templates) as (launcher, heard):
+    async with launching(cluster, templates) as (launcher, received):
         starting = asyncio.ensure_future(launcher.start(RUN, SPEC))
         while len(cluster.pods) < 2:  # noqa: ASYNC110  a thread reads the templates
             await asyncio.sleep(0)
         await cluster.delete(ROLLOUT, is_queued=True)
         async with asyncio.timeout(30):
             await starting
-        assert [exit_.worker_id for exit_ in heard.exits] == ["rollout-0"]
+        assert [exit_.worker_id for exit_ in received.exits] == ["rollout-0"]
         await launcher.stop(RUN)
         assert cluster.pods == {}
 
@@ -618,7 +620,7 @@ async def test_a_pod_that_its_queue_takes_back_before_it_has_a_node_is_let_go(
     tmp_path: Path,
 ) -> None:
     cluster = FakeCluster()
-    async with launching(cluster, write_templates(tmp_path, queue="gpus")) as (launcher, heard):
+    async with launching(cluster, write_templates(tmp_path, queue="gpus")) as (launcher, received):
         await launcher.start(RUN, SPEC)
         metadata = {
             **cluster.pods[ROLLOUT]["metadata"],
@@ -628,25 +630,25 @@ async def test_a_pod_that_its_queue_takes_back_before_it_has_a_node_is_let_go(
         cluster.change(ROLLOUT, phase="Pending")
         await cluster.settle()
         assert set(cluster.pods) == {TRAINER}
-        assert [exit_.worker_id for exit_ in heard.exits] == ["rollout-0"]
+        assert [exit_.worker_id for exit_ in received.exits] == ["rollout-0"]
         await launcher.stop(RUN)
 
 
 async def test_an_evicted_pod_is_reported_as_evicted(tmp_path: Path) -> None:
     cluster = FakeCluster()
-    async with launching(cluster, write_templates(tmp_path)) as (launcher, heard):
+    async with launching(cluster, write_templates(tmp_path)) as (launcher, received):
         await launcher.start(RUN, SPEC)
         cluster.change(ROLLOUT, phase="Failed", reason="Evicted", message="low on memory")
         await cluster.settle()
-        assert heard.exits[0].last_lines == "Evicted: low on memory"
-        assert heard.exits[0].code is None
+        assert received.exits[0].last_lines == "Evicted: low on memory"
+        assert received.exits[0].code is None
         await launcher.stop(RUN)
 
 
 async def test_an_unschedulable_pod_is_shown_once_then_given_up(tmp_path: Path) -> None:
     cluster = FakeCluster()
     templates = write_templates(tmp_path)
-    async with launching(cluster, templates, pending_timeout_s=0.05) as (launcher, heard):
+    async with launching(cluster, templates, pending_timeout_s=0.05) as (launcher, received):
         await launcher.start(RUN, SPEC)
         condition = {
             "type": "PodScheduled",
@@ -658,11 +660,11 @@ async def test_an_unschedulable_pod_is_shown_once_then_given_up(tmp_path: Path) 
             cluster.change(TRAINER, conditions=[condition])
         cluster.change(ROLLOUT, containerStatuses=[{"name": "rollout-0", "state": {"running": {}}}])
         await cluster.settle()
-        assert [reason for _, reason, _ in heard.pending] == ["Unschedulable"]
-        assert "nvidia.com/gpu" in heard.pending[0][2]
+        assert [reason for _, reason, _ in received.pending] == ["Unschedulable"]
+        assert "nvidia.com/gpu" in received.pending[0][2]
         async with asyncio.timeout(30):
-            await heard.ended.wait()
-        (exit_,) = heard.exits
+            await received.ended.wait()
+        (exit_,) = received.exits
         assert exit_.worker_id == "trainer-0"
         assert "Unschedulable" in exit_.last_lines
         await launcher.stop(RUN)
@@ -677,7 +679,7 @@ async def test_a_volume_that_is_not_there_is_shown_from_the_events_of_its_pod(
         return Seen(name=name, body={"involvedObject": about, **missing, **values})
 
     cluster, warnings = FakeCluster(), asyncio.Queue[Seen]()
-    async with launching(cluster, write_templates(tmp_path)) as (launcher, heard):
+    async with launching(cluster, write_templates(tmp_path)) as (launcher, received):
         await launcher.start(RUN, SPEC)
         cluster.waiting(TRAINER, "trainer-0", "ContainerCreating", "")
         await cluster.settle()
@@ -691,23 +693,23 @@ async def test_a_volume_that_is_not_there_is_shown_from_the_events_of_its_pod(
         for _ in range(warnings.qsize() + 3):
             await asyncio.sleep(0)
         taking.cancel()
-        told = (RUN, "FailedMount", f'pod {TRAINER}: configmap "code" not found')
-        assert heard.pending == [told]
+        pending_event = (RUN, "FailedMount", f'pod {TRAINER}: configmap "code" not found')
+        assert received.pending == [pending_event]
         await launcher.stop(RUN)
 
 
 @pytest.mark.parametrize("passing", ["ImagePullBackOff", "CreateContainerConfigError"])
 async def test_only_what_can_never_start_ends_at_once(tmp_path: Path, passing: str) -> None:
     cluster = FakeCluster()
-    async with launching(cluster, write_templates(tmp_path)) as (launcher, heard):
+    async with launching(cluster, write_templates(tmp_path)) as (launcher, received):
         await launcher.start(RUN, SPEC)
         cluster.waiting(ROLLOUT, "rollout-0", passing, "timed out waiting for the condition")
         await cluster.settle()
-        assert heard.exits == []
+        assert received.exits == []
         cluster.waiting(ROLLOUT, "rollout-0", "InvalidImageName", "cannot parse")
         await cluster.settle()
-        assert [reason for _, reason, _ in heard.pending] == [passing, "InvalidImageName"]
-        assert "could not start: InvalidImageName" in heard.exits[0].last_lines
+        assert [reason for _, reason, _ in received.pending] == [passing, "InvalidImageName"]
+        assert "could not start: InvalidImageName" in received.exits[0].last_lines
         await launcher.stop(RUN)
 
 
@@ -735,7 +737,7 @@ async def test_a_pod_that_outlasts_its_grace_is_killed_and_its_node_waited_for(
 
 async def test_only_the_lost_worker_is_replaced(tmp_path: Path) -> None:
     cluster = FakeCluster()
-    async with launching(cluster, write_templates(tmp_path)) as (launcher, heard):
+    async with launching(cluster, write_templates(tmp_path)) as (launcher, received):
         await launcher.start(RUN, SPEC)
         kept = cluster.pods[TRAINER]
         cluster.terminated(ROLLOUT, "rollout-0", exitCode=1)
@@ -747,7 +749,7 @@ async def test_only_the_lost_worker_is_replaced(tmp_path: Path) -> None:
         assert cluster.pods[TRAINER] is kept
         cluster.terminated(ROLLOUT, "rollout-0", exitCode=1)
         await cluster.settle()
-        assert [exit_.worker_id for exit_ in heard.exits] == ["rollout-0", "rollout-0"]
+        assert [exit_.worker_id for exit_ in received.exits] == ["rollout-0", "rollout-0"]
         await launcher.stop(RUN)
 
 
@@ -760,13 +762,13 @@ async def test_running_pods_of_an_earlier_controller_are_adopted_and_others_repl
         await launcher.start(RUN, SPEC)
     running = cluster.pods[TRAINER]
     cluster.pods[ROLLOUT] = {**cluster.pods[ROLLOUT], "status": {"phase": "Failed"}}
-    async with launching(cluster, templates) as (launcher, heard):
+    async with launching(cluster, templates) as (launcher, received):
         await launcher.start(RUN, SPEC)
         assert cluster.pods[TRAINER] is running
         assert cluster.pods[ROLLOUT]["status"] == {"phase": "Pending"}
         await cluster.settle()
         # The launcher has replaced the worker already; a reported exit would replace it again.
-        assert heard.exits == []
+        assert received.exits == []
         await launcher.stop(RUN)
         assert cluster.pods == {}
 
@@ -778,15 +780,15 @@ async def test_stop_finds_the_pods_of_a_run_that_an_earlier_controller_started(
     templates = write_templates(tmp_path)
     async with launching(cluster, templates) as (launcher, _):
         await launcher.start(RUN, SPEC)
-    async with launching(cluster, templates) as (launcher, heard):
+    async with launching(cluster, templates) as (launcher, received):
         await launcher.stop(RUN)
         assert cluster.pods == {}
-        assert heard.exits == []
+        assert received.exits == []
 
 
 async def test_ended_pods_of_an_earlier_controller_are_removed(tmp_path: Path) -> None:
     cluster = FakeCluster()
-    async with launching(cluster, write_templates(tmp_path)) as (_, heard):
+    async with launching(cluster, write_templates(tmp_path)) as (_, received):
         for name, uid in (("old", "u1"), ("foreign", "u2")):
             cluster.pods[name] = {
                 "metadata": {
@@ -798,7 +800,7 @@ async def test_ended_pods_of_an_earlier_controller_are_removed(tmp_path: Path) -
             cluster.change(name, phase="Succeeded")
         await cluster.settle()
         assert set(cluster.pods) == {"foreign"}
-        assert heard.exits == []
+        assert received.exits == []
 
 
 async def test_ended_pods_of_an_earlier_controller_go_with_their_job_set(tmp_path: Path) -> None:
@@ -807,10 +809,10 @@ async def test_ended_pods_of_an_earlier_controller_go_with_their_job_set(tmp_pat
     async with launching(cluster, templates) as (launcher, _):
         await launcher.start(RUN, spread)
     made = cluster.make_pods(TRAINER)
-    async with launching(cluster, templates) as (_, heard):
+    async with launching(cluster, templates) as (_, received):
         for name in made:
             cluster.change(name, phase="Succeeded")
         await cluster.settle()
         assert set(cluster.pods) == {ROLLOUT}
         assert cluster.job_sets == {}
-        assert heard.exits == []
+        assert received.exits == []

@@ -58,7 +58,7 @@ def launcher_of(tmp_path, tasks, forks=None, **options) -> ProcessLauncher:
     return ProcessLauncher(
         controller_address="127.0.0.1:1",
         state_directory=tmp_path,
-        on_exit=lambda told: None,
+        on_exit=lambda targets: None,
         tasks=tasks,
         forks=forks,
         **options,
@@ -125,9 +125,11 @@ async def test_a_rollout_next_to_one_with_all_memory_is_refused_before_it_starts
         launcher = launcher_of(tmp_path, tasks, orders, gpus=("7",))
         await launcher.start("run_a", vllm_spec(1))
         for _ in range(2):
-            with pytest.raises(FailedPreconditionError, match="GPU 7 with rollout-0") as told:
+            with pytest.raises(FailedPreconditionError, match="GPU 7 with rollout-0") as targets:
                 await launcher.start("run_a", vllm_spec(2))
-        assert "gpu_memory_utilization and rollout.engine_arguments.kv_cache" in told.value.message
+        assert (
+            "gpu_memory_utilization and rollout.engine_arguments.kv_cache" in targets.value.message
+        )
         await launcher.start("run_a", vllm_spec(1))
         orders.process.ended.set()
     assert orders.given.keys() == {"trainer-0", "rollout-0"}
@@ -165,16 +167,16 @@ async def test_workers_are_prometheus_targets_until_their_run_ends(tmp_path):
     async with TaskGroup() as tasks:
         launcher = launcher_of(tmp_path, tasks, orders, metric_targets=file)
         await launcher.start("run_a", RunSpec.model_validate(SPEC))
-        told = {entry["labels"]["pod"]: entry for entry in json.loads(file.read_text())}
-        assert told.keys() == {"trainer-0", "rollout-0", "rollout-1"}
+        targets = {entry["labels"]["pod"]: entry for entry in json.loads(file.read_text())}
+        assert targets.keys() == {"trainer-0", "rollout-0", "rollout-1"}
         for worker_id, (module, environment) in orders.given.items():
             prefix = module.replace("services.", "slipstream_").upper()
             port = environment[f"{prefix}_METRICS_PORT"]
-            assert told[worker_id] == {
+            assert targets[worker_id] == {
                 "targets": [f"127.0.0.1:{port}"],
                 "labels": {"run": "run_a", "pod": worker_id},
             }
-        assert len({entry["targets"][0] for entry in told.values()}) == 3
+        assert len({entry["targets"][0] for entry in targets.values()}) == 3
         for record in tmp_path.glob("run_a/logs/*.process"):
             record.unlink()  # it contains the id of the test's process, which stop() would signal
         await launcher_of(tmp_path, tasks, orders, metric_targets=file).stop("run_a")

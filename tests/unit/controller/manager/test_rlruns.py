@@ -315,9 +315,9 @@ async def test_a_cluster_without_the_kind_or_the_right_is_reported_once(
     async with open_manager(database) as manager, serving(manager, api):
         api.apply(BLUE, "one", changed())
         await asyncio.sleep(0.5)
-        told = [record for record in caplog.records if "cannot watch" in record.message]
-        assert len(told) == 1
-        assert told[0].objects == "rlruns.slipstream.dev of namespace blue"
+        warnings = [record for record in caplog.records if "cannot watch" in record.message]
+        assert len(warnings) == 1
+        assert warnings[0].objects == "rlruns.slipstream.dev of namespace blue"
         api.error = None
         await reached(api, "one", "Starting")
 

@@ -416,8 +416,10 @@ async def test_logs_are_read_by_worker_and_followed_to_the_end(api, tmp_path):
     assert json.loads(lines) == {"component": "rollout-0", "line": "two"}
     await ended(api, run_id)
     streamed = (await api.get(f"{path}/stream")).text
-    told = [json.loads(line[5:]) for line in streamed.splitlines() if line.startswith("data:")]
-    assert [line.get("line") for line in told] == ["one", "two", "three", None]
+    streamed_lines = [
+        json.loads(line[5:]) for line in streamed.splitlines() if line.startswith("data:")
+    ]
+    assert [line.get("line") for line in streamed_lines] == ["one", "two", "three", None]
     cursor = next(line[3:].strip() for line in streamed.splitlines() if line.startswith("id:"))
     rest = (await api.get(f"{path}/stream", headers={"Last-Event-ID": cursor})).text
     assert "three" in rest

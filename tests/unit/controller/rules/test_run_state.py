@@ -121,11 +121,11 @@ class Runs(RuleBasedStateMachine):
             return
         events = self.store.events(self.run_id)
         assert [event.seq for event in events] == list(range(1, len(events) + 1))
-        told = [
+        announced = [
             RunState.QUEUED,
             *(RunState(e.data["to"]) for e in events if e.type == "StateChanged"),
         ]
-        assert told == self.path
+        assert announced == self.path
 
     def teardown(self):
         if hasattr(self, "database"):

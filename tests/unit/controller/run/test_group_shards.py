@@ -29,14 +29,14 @@ class Recorder:
     """Fake journal that records calls."""
 
     def __init__(self):
-        self.told, self.messages = [], []
+        self.notes, self.messages = [], []
 
     async def save(self, ledger):
         ledger.take_changes()
 
     async def record_event(self, note, ledger):
         ledger.take_changes()
-        self.told.append(note.type)
+        self.notes.append(note.type)
         self.messages.append(note.message)
 
 
@@ -252,7 +252,7 @@ async def test_groups_without_free_slots_are_reported_once_per_step():
         for _ in range(3):
             await run.dispatch()
             await run.fail("rollout-0", "publish_failed")
-        assert run.generation._journal.told == ["GroupFailed"] * steps
+        assert run.generation._journal.notes == ["GroupFailed"] * steps
         run.generation.batch_taken()
 
 
@@ -366,14 +366,14 @@ async def test_groups_of_a_rollout_that_is_cut_off_from_the_transferqueue_go_to_
     run.rollouts.cut_off_from("tq:1", "rollout-1")
     await run.generation.update_cut_off()
     await run.generation.update_cut_off()
-    assert run.journal.told == ["RolloutCutOff"]
+    assert run.journal.notes == ["RolloutCutOff"]
     assert "tq:1" in run.journal.messages[0]
     assert (run.group.state, run.rollouts.cancelled) == (GroupState.PARTIAL, [run.group.group_id])
     assert run.rollouts.present() == ["rollout-0", "rollout-2"]
     assert sorted(await run.dispatch()) == ["rollout-0", "rollout-2"]
     run.rollouts.cut_off_from("")
     await run.generation.update_cut_off()
-    assert run.journal.told == ["RolloutCutOff", "RolloutReconnected"]
+    assert run.journal.notes == ["RolloutCutOff", "RolloutReconnected"]
     assert "rollout-1" in run.rollouts.choose_several(3)[0]
 
 

@@ -38,7 +38,7 @@ async def patched(manager, run_id, patch) -> None:
         return
 
 
-async def told(manager, run_id, *types) -> list:
+async def events_of(manager, run_id, *types) -> list:
     events = await manager.feed.page(run_id, after_seq=0, limit=1000)
     return [event for event in events if event.type in types]
 
@@ -62,7 +62,7 @@ async def test_samples_left_out_of_a_step_are_reported(database, workers):
     async with open_manager(database, queue=workers.queue) as manager:
         run_id = await submitted(manager)
         assert (await ended(manager, run_id)).step == 4
-        (event,) = await told(manager, run_id, "SamplesLeftOut")
+        (event,) = await events_of(manager, run_id, "SamplesLeftOut")
     assert event.data["step"] == 2
     assert event.data["samples"] == workers.left_out
     assert "group-0.0 (131,072 tokens)" in event.message
@@ -112,7 +112,7 @@ async def test_what_is_asked_of_a_run_outlives_the_loss_of_a_worker(database, wo
         await driver.evaluate()
         workers.may_connect.set()
         await ended(manager, run_id)
-        (evaluated,) = await told(manager, run_id, "Validated")
+        (evaluated,) = await events_of(manager, run_id, "Validated")
         assert evaluated.data["reason"] == "manual"
     assert workers.saved == [1, 4]
 
@@ -167,7 +167,7 @@ async def test_a_pause_saves_no_step_twice(database, workers):
         workers.may_train.set()
         async with asyncio.timeout(20):
             await manager.drivers.wait()
-        saved = await told(manager, run_id, "CheckpointSaved")
+        saved = await events_of(manager, run_id, "CheckpointSaved")
     assert workers.saved == [2]
     assert [event.data["step"] for event in saved] == [2, 2]  # the second event adds newer samples
     assert saved[0].data["path"] == saved[1].data["path"]
@@ -190,7 +190,7 @@ async def test_what_is_asked_of_a_run_outlives_its_controller(database, workers)
     workers.may_answer = True
     async with open_manager(database, queue=workers.queue) as second:
         await ended(second, run_id)
-        (evaluated,) = await told(second, run_id, "Validated")
+        (evaluated,) = await events_of(second, run_id, "Validated")
         assert (evaluated.data["reason"], evaluated.data["status"]) == ("manual", "ok")
     assert workers.saved == [1, 4]
 
@@ -238,7 +238,7 @@ async def test_a_run_trains_recovers_and_pauses_while_a_rollout_waits_in_a_queue
             assert (await manager.get(run_id)).state == "PAUSED"
         else:
             assert (await ended(manager, run_id)).step == 4
-        assert not await told(manager, run_id, "Resized", "ResizeFailed")
+        assert not await events_of(manager, run_id, "Resized", "ResizeFailed")
 
 
 async def test_a_run_that_does_not_get_more_rollouts_is_recorded_with_those_that_it_has(
@@ -254,7 +254,7 @@ async def test_a_run_that_does_not_get_more_rollouts_is_recorded_with_those_that
             await workers.trains.wait()
         await patched(manager, run_id, RunPatch(rollout_replicas=3))
         async with asyncio.timeout(20):
-            while not await told(manager, run_id, "ResizeFailed"):  # noqa: ASYNC110
+            while not await events_of(manager, run_id, "ResizeFailed"):  # noqa: ASYNC110
                 await asyncio.sleep(0)
         run = await manager.get(run_id)
         assert (run.spec_json, run.spec_digest) == (before.spec_json, before.spec_digest)
@@ -294,7 +294,7 @@ async def test_a_request_that_was_answered_is_not_answered_again(database, worke
         await driver.evaluate()
         workers.may_train.set()
         await ended(manager, run_id)
-        assert len(await told(manager, run_id, "Validated")) == 1
+        assert len(await events_of(manager, run_id, "Validated")) == 1
         with database.read() as connection:
             assert read_requests(connection, run_id) == []
     assert workers.saved == [1, 4]
@@ -307,12 +307,12 @@ async def test_the_last_evaluation_does_not_wait_for_the_last_checkpoint(databas
         run_id = await submitted(manager, validation=at_end)
         async with asyncio.timeout(20):
             for kind in ("Validated", "CheckpointStarted"):  # in any order
-                while not await told(manager, run_id, kind):  # noqa: ASYNC110 -- the test polls events
+                while not await events_of(manager, run_id, kind):  # noqa: ASYNC110 -- the test polls events
                     await asyncio.sleep(0)
-        assert not await told(manager, run_id, "CheckpointSaved")
+        assert not await events_of(manager, run_id, "CheckpointSaved")
         workers.may_save.set()
         await ended(manager, run_id)
-        assert await told(manager, run_id, "CheckpointSaved")
+        assert await events_of(manager, run_id, "CheckpointSaved")
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 4])

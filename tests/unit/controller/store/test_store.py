@@ -177,12 +177,12 @@ def test_old_events_are_forgotten_and_their_cursors_are_refused(database):
     store = RunStore(database, events_kept=20)
     run_id = "run_" + "0" * 32
     store.create(NewRun(run_id=run_id, name="one", spec_json="{}", spec_digest="d"))
-    told = [store.record(run_id, Note("Tick", "tick")) for _ in range(59)]
+    recorded = [store.record(run_id, Note("Tick", "tick")) for _ in range(59)]
     kept = store.events(run_id)
     assert [event.seq for event in kept] == list(range(41, 61))
     assert store.events(run_id, after_seq=40) == kept
     with pytest.raises(CursorExpiredError):
         store.events(run_id, after_seq=39)
     with pytest.raises(CursorExpiredError):
-        store.events_since("default", told[0].time - 1.0)
+        store.events_since("default", recorded[0].time - 1.0)
     assert store.events_since("default", kept[0].time, limit=1)[0].seq > kept[0].seq

@@ -13,7 +13,7 @@ from services.wire.workers import PromptHistory
 
 MINE = """
 def wants(row, tried, *, answers):
-    if answers == "told":
+    if answers == "message":
         raise ValueError(f"{row} {tried}")
     return answers[row["number"]]
 """
@@ -33,7 +33,7 @@ async def answers(folder: Path, row: dict[str, int], tried: PromptHistory, given
 
 
 @pytest.mark.parametrize(
-    ("answer", "told"),
+    ("answer", "message"),
     [
         (True, ""),
         (False, "deferred: "),
@@ -45,23 +45,23 @@ async def answers(folder: Path, row: dict[str, int], tried: PromptHistory, given
     ],
 )
 async def test_only_true_has_a_prompt_answered_and_only_false_has_it_wait(
-    tmp_path: Path, answer: object, told: str
+    tmp_path: Path, answer: object, message: str
 ) -> None:
     found = await answers(tmp_path, {"number": 0}, NEW, [answer])
-    if not told:
+    if not message:
         assert found == ""
     else:
-        with pytest.raises(AssertionError, match=told):
+        with pytest.raises(AssertionError, match=message):
             raise AssertionError(found)
 
 
 async def test_the_function_receives_the_row_and_the_prompts_history(tmp_path: Path) -> None:
-    told = await answers(tmp_path, {"number": 7}, NEW, "told")
-    assert told.startswith("curriculum_exception: data.curriculum.function: ")
-    assert "{'number': 7} {'step': 4, 'tries': 0, 'mean_reward': None}" in told
+    message = await answers(tmp_path, {"number": 7}, NEW, "message")
+    assert message.startswith("curriculum_exception: data.curriculum.function: ")
+    assert "{'number': 7} {'step': 4, 'tries': 0, 'mean_reward': None}" in message
     tried = PromptHistory(step=9, tries=2, mean_reward=0.5)
-    told = await answers(tmp_path, {"number": 7}, tried, "told")
-    assert "{'step': 9, 'tries': 2, 'mean_reward': 0.5}" in told
+    message = await answers(tmp_path, {"number": 7}, tried, "message")
+    assert "{'step': 9, 'tries': 2, 'mean_reward': 0.5}" in message
 
 
 def test_its_function_takes_the_place_of_the_bounds() -> None:

@@ -66,7 +66,7 @@ def test_a_limit_counts_the_rows_that_pass_all_filters(answers: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "told"),
+    ("spec", "message"),
     [
         ({"column": "level", "at_least": 9}, "data.train.some.filters"),
         ({"column": "levle", "at_least": 9}, "data.train.some.filters.0.column"),
@@ -83,9 +83,9 @@ def test_a_limit_counts_the_rows_that_pass_all_filters(answers: Any) -> None:
     ],
 )
 def test_a_filter_that_cannot_be_applied_is_named(
-    answers: Any, spec: dict[str, Any], told: str
+    answers: Any, spec: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         answers(spec)
 
 

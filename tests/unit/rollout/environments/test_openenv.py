@@ -26,7 +26,7 @@ def openenv_app(*, most: int = 4) -> Any:
     class Shout(types.Action):
         text: str
 
-    class Heard(types.Observation):
+    class EchoObservation(types.Observation):
         echo: str = ""
 
     class Echo(interfaces.Environment):
@@ -34,19 +34,19 @@ def openenv_app(*, most: int = 4) -> Any:
 
         def reset(self, seed: Any = None, episode_id: Any = None, **_: Any) -> Any:
             self.steps = 0
-            return Heard(echo=f"say something, {seed is not None}")
+            return EchoObservation(echo=f"say something, {seed is not None}")
 
         def step(self, action: Any, timeout_s: Any = None, **_: Any) -> Any:
             self.steps += 1
             if action.text == "raise":
                 raise RuntimeError("too loud")
-            return Heard(echo=action.text.upper(), reward=0.5, done=self.steps == 2)
+            return EchoObservation(echo=action.text.upper(), reward=0.5, done=self.steps == 2)
 
         @property
         def state(self) -> Any:
             return types.State(step_count=self.steps)
 
-    return server.create_fastapi_app(Echo, Shout, Heard, max_concurrent_envs=most)
+    return server.create_fastapi_app(Echo, Shout, EchoObservation, max_concurrent_envs=most)
 
 
 @asynccontextmanager

@@ -103,11 +103,11 @@ class Twice:
     """Workflow with two sampled turns and an observation between them."""
 
     async def run(self, episode: Episode) -> None:
-        async def told() -> str:
+        async def observation() -> str:
             return "ab"
 
         await episode.generate(max_tokens=2)
-        await episode.observe(told)
+        await episode.observe(observation)
         await episode.generate(max_tokens=1)
 
 

@@ -301,14 +301,14 @@ def add(a: int, b: int = 1) -> int:
 async def test_a_chat_template_receives_the_tools(tmp_path: Path) -> None:
     (tmp_path / "described.py").write_text(DESCRIBED)
     (tmp_path / "server.py").write_text(SERVER)
-    told: list[Any] = []
+    rendered: list[Any] = []
 
     class Template:
         def __getattr__(self, name: str) -> Any:
             return getattr(TOKENIZER, name)
 
         def render_chat(self, messages: Any, tools: Any = ()) -> str:
-            told.append((list(messages), list(tools)))
+            rendered.append((list(messages), list(tools)))
             return "chat with tools"
 
     workflow = MultiTurn(
@@ -322,8 +322,8 @@ async def test_a_chat_template_receives_the_tools(tmp_path: Path) -> None:
             done.tokenizer = Template()  # type: ignore[assignment]
             done.prompt = replace(PROMPT, messages=CHAT)
             await workflow.run(done)
-    messages, (add, shout) = told[1]
-    assert told[0] == told[1]
+    messages, (add, shout) = rendered[1]
+    assert rendered[0] == rendered[1]
     assert messages == list(CHAT)
     assert add["function"]["name"] == "add"
     assert add["function"]["description"] == "The sum of two numbers."

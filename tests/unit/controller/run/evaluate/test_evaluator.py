@@ -96,7 +96,7 @@ class Stage:
 
     def __init__(self, tasks, **validation):
         self.queue, self.rollouts, self.weights = Queue(), Rollouts(), Weights()
-        self.told, self.request, self.answered = [], None, []
+        self.notes, self.request, self.answered = [], None, []
         spec = parse_spec(
             {
                 **SPEC,
@@ -110,7 +110,7 @@ class Stage:
         )
 
         async def on_change(what, request):
-            self.told.append(what)
+            self.notes.append(what)
             if isinstance(what, Evaluation):
                 self.answered.append(request)
 
@@ -130,7 +130,7 @@ class Stage:
 
     @property
     def results(self):
-        ended = [what for what in self.told if isinstance(what, Evaluation)]
+        ended = [what for what in self.notes if isinstance(what, Evaluation)]
         return [(result.version, result.status, result.num_samples) for result in ended]
 
     def answer(self, *, finish_reason="stop", but=()):
@@ -171,7 +171,7 @@ async def test_shared_rollouts_all_answer_while_the_weights_wait():
         stage.answer()
         await stage.evaluator.wait_idle()
         assert not stage.weights.pin.locked()
-        assert stage.told[0] == StartedEvaluation(4, "periodic")
+        assert stage.notes[0] == StartedEvaluation(4, "periodic")
         assert stage.results == [(4, "ok", 6)]
         assert len(stage.queue.released) == 6
         stage.end()
@@ -316,7 +316,7 @@ async def test_an_interrupted_evaluation_is_repeated_under_what_is_served(begun,
         stage.answer()
         await stage.evaluator.wait_idle()
         assert stage.evaluator.interrupted is None
-        assert stage.told[0] == StartedEvaluation(served, reason)
+        assert stage.notes[0] == StartedEvaluation(served, reason)
         assert stage.results == [(served, "ok", 6)]
         stage.end()
 

@@ -156,7 +156,7 @@ class Case:
     async def watch(self, *present: str) -> None:
         await self.resizing.watch(present or ["rollout-0"], pipeline=self.entered)
 
-    async def told(self, kind: str) -> None:
+    async def wait_for_event(self, kind: str) -> None:
         while kind not in self.journal.kinds:  # noqa: ASYNC110 -- the test polls the journal
             await asyncio.sleep(0)
 
@@ -176,7 +176,7 @@ async def test_new_rollouts_join_after_all_have_loaded_and_the_loop_continues():
             await asyncio.sleep(0)
         assert not case.journal.kinds
         case.run.may_serve.set()
-        await case.told("Resized")
+        await case.wait_for_event("Resized")
         assert not watching.done()
         watching.cancel()
     assert case.run.joined == ["rollout-1", "rollout-2"]
@@ -219,7 +219,7 @@ async def test_new_rollouts_with_other_data_are_ended_and_the_run_keeps_its_size
     async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
         watching = tasks.create_task(case.watch())
         case.ask(2)
-        await case.told("ResizeFailed")
+        await case.wait_for_event("ResizeFailed")
         while case.launcher.started != [2, 1]:  # noqa: ASYNC110
             await asyncio.sleep(0)
         await asyncio.sleep(0)
@@ -238,10 +238,10 @@ async def test_rollouts_are_removed_while_the_loop_runs():
     async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
         watching = tasks.create_task(case.watch())
         case.ask(3)
-        await case.told("Resized")
+        await case.wait_for_event("Resized")
         case.journal.kinds.clear()
         case.ask(1)
-        await case.told("Resized")
+        await case.wait_for_event("Resized")
         watching.cancel()
     assert case.run.left == case.launcher.ended == ["rollout-1", "rollout-2"]
     assert [worker.worker_id for worker in case.membership.workers(RUN)] == ["rollout-0"]
@@ -268,7 +268,7 @@ async def test_new_rollouts_are_not_waited_for_once_they_are_not_wanted_any_more
         await case.register(1)
         case.ask(2)
         case.run.may_serve.set()
-        await case.told("Resized")
+        await case.wait_for_event("Resized")
         watching.cancel()
     assert (case.run.joined, case.run.left) == (["rollout-1"], [])
     assert case.launcher.ended == ["rollout-2"]
@@ -287,7 +287,7 @@ async def test_a_withdrawn_size_is_reported():
             kind="resize", request_id="r", options={"has": 1}
         )
         case.ask(1)
-        await case.told("Resized")
+        await case.wait_for_event("Resized")
         watching.cancel()
     assert (case.launcher.ended, case.run.joined) == (["rollout-1"], [])
 
@@ -308,7 +308,7 @@ async def test_rollouts_that_were_about_to_leave_when_the_loop_was_left_are_ende
     assert case.resizing.present() == {"rollout-0"}
     async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
         watching = tasks.create_task(case.watch())
-        await case.told("Resized")
+        await case.wait_for_event("Resized")
         watching.cancel()
     assert case.launcher.ended == ["rollout-1"]
 
@@ -331,7 +331,7 @@ async def test_new_rollouts_that_an_earlier_controller_was_asked_for_are_not_wai
             await asyncio.sleep(0)
         ended = WorkerExit(run_id=RUN, worker_id="rollout-1", code=1, last_lines="no GPU")
         assert case.resizing.handles_exit(ended)
-        await case.told("ResizeFailed")
+        await case.wait_for_event("ResizeFailed")
         watching.cancel()
     assert case.spec.now.rollout.replicas == 1
 
@@ -342,7 +342,7 @@ async def test_rollouts_that_were_to_leave_under_an_earlier_controller_are_ended
     case.enter()
     async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
         watching = tasks.create_task(case.watch())
-        await case.told("Resized")
+        await case.wait_for_event("Resized")
         watching.cancel()
     assert case.launcher.ended == ["rollout-1", "rollout-2"]
 
@@ -358,7 +358,7 @@ async def test_the_others_continue_while_a_lost_rollout_is_replaced():
         watching = tasks.create_task(case.watch())
         await asyncio.sleep(0)
         await case.register(1)
-        await case.told("Replaced")
+        await case.wait_for_event("Replaced")
         watching.cancel()
     assert case.run.joined == ["rollout-1"]
 
@@ -380,13 +380,13 @@ async def test_rollouts_join_when_their_queue_admits_them():
         await asyncio.sleep(0.01)
         assert not case.run.joined
         case.launcher.waiting = {"rollout-2"}
-        await case.told("Resized")
+        await case.wait_for_event("Resized")
         assert (case.run.joined, case.journal.absent) == (["rollout-1"], ["rollout-2"])
         assert case.resizing.size == 2
         assert case.resizing._request_queue.request.options == {"has": 2}
         case.journal.kinds.clear()
         case.launcher.waiting = set()
-        await case.told("Resized")
+        await case.wait_for_event("Resized")
         watching.cancel()
     assert (case.run.joined, case.journal.absent) == (["rollout-1", "rollout-2"], [])
 

@@ -22,10 +22,10 @@ RESIZED = object()
 
 class Journal:
     def __init__(self):
-        self.told = []
+        self.notes = []
 
     async def record_event(self, note, ledger):
-        self.told.append(note)
+        self.notes.append(note)
 
 
 class Clock:
@@ -73,18 +73,18 @@ def advised(*batches, pause_s=4000.0, spec=SPEC, gpus=3):
             clock.now += pause_s
 
     asyncio.run(run())
-    return journal.told, progress
+    return journal.notes, progress
 
 
 def test_a_young_run_gets_no_advice():
-    told, progress = advised([step()] * 9)
-    assert told == []
+    notes, progress = advised([step()] * 9)
+    assert notes == []
     assert progress.summary(Ledger(3))["advice"] == {}
 
 
 def test_what_is_found_is_an_event_and_part_of_the_summary():
-    told, progress = advised([step()] * 12)
-    (note,) = told
+    notes, progress = advised([step()] * 12)
+    (note,) = notes
     assert note.type == "Advice"
     assert note.data["bottleneck"] == "generation"
     assert round(note.data["waited"], 2) == 0.55
@@ -94,38 +94,38 @@ def test_what_is_found_is_an_event_and_part_of_the_summary():
 
 
 def test_the_same_advice_is_not_repeated():
-    told, _ = advised([step()] * 12, [step()] * 12, [step()] * 12)
-    assert len(told) == 1
+    notes, _ = advised([step()] * 12, [step()] * 12, [step()] * 12)
+    assert len(notes) == 1
 
 
 def test_changed_advice_is_reported():
     trained = {"seconds": 2.2, "seconds_total": 2.2, "trainer_wait_s": 0.0, "rollout_idle_s": 1.0}
-    told, _ = advised([step()] * 12, [step(**trained)] * 40)
-    assert [note.data["bottleneck"] for note in told] == ["generation", "training"]
+    notes, _ = advised([step()] * 12, [step(**trained)] * 40)
+    assert [note.data["bottleneck"] for note in notes] == ["generation", "training"]
 
 
 def test_changes_are_not_looked_for_all_the_time():
     trained = {"seconds": 2.2, "seconds_total": 2.2, "trainer_wait_s": 0.0, "rollout_idle_s": 1.0}
-    told, _ = advised([step()] * 12, [step(**trained)] * 40, pause_s=10.0)
-    assert len(told) == 1
+    notes, _ = advised([step()] * 12, [step(**trained)] * 40, pause_s=10.0)
+    assert len(notes) == 1
 
 
 def test_steps_that_lack_a_number_name_the_side_that_waits_and_a_remedy_follows():
-    told, _ = advised([step(decode_fixed_s=None)] * 12, [step()] * 12)
-    assert [note.data["bottleneck"] for note in told] == ["generation"] * 2
-    assert [bool(note.data["changes"]) for note in told] == [False, True]
-    assert told[0].data["predicted_step_s"] is None
+    notes, _ = advised([step(decode_fixed_s=None)] * 12, [step()] * 12)
+    assert [note.data["bottleneck"] for note in notes] == ["generation"] * 2
+    assert [bool(note.data["changes"]) for note in notes] == [False, True]
+    assert notes[0].data["predicted_step_s"] is None
 
 
 def test_steps_with_other_rollouts_than_now_do_not_count():
     slow = [step(seconds=9.0, trainer_wait_s=8.0)] * 9
-    told, _ = advised([*slow, RESIZED, *[step()] * 9])
-    assert told == []
-    told, progress = advised([*slow, *slow], [RESIZED])
-    assert len(told) == 1
+    notes, _ = advised([*slow, RESIZED, *[step()] * 9])
+    assert notes == []
+    notes, progress = advised([*slow, *slow], [RESIZED])
+    assert len(notes) == 1
     assert progress.summary(Ledger(3))["advice"] == {}
-    told, _ = advised([*slow, RESIZED, *[step()] * 12])
-    assert round(told[0].data["waited"], 2) == 0.55
+    notes, _ = advised([*slow, RESIZED, *[step()] * 12])
+    assert round(notes[0].data["waited"], 2) == 0.55
 
 
 def test_advice_survives_a_restart():

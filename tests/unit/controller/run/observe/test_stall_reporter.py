@@ -11,10 +11,10 @@ from services.rollout.engines.fake import VirtualTimeLoop
 
 class Journal:
     def __init__(self):
-        self.told = []
+        self.notes = []
 
     async def record_event(self, note, ledger):
-        self.told.append((note.type, note.data["reason"], note.data["seconds"]))
+        self.notes.append((note.type, note.data["reason"], note.data["seconds"]))
 
 
 class LoopClock:
@@ -40,15 +40,15 @@ async def watched():
         await asyncio.sleep(50)
         still.record_step()
     await asyncio.sleep(149)
-    assert not still.journal.told, "three such steps may pass"
+    assert not still.journal.notes, "three such steps may pass"
     await asyncio.sleep(2)
-    assert len(still.journal.told) == 1
+    assert len(still.journal.notes) == 1
     await asyncio.sleep(299)
-    assert len(still.journal.told) == 2, "and the next time after twice as long"
-    assert still.journal.told[1][2] == pytest.approx(450)
+    assert len(still.journal.notes) == 2, "and the next time after twice as long"
+    assert still.journal.notes[1][2] == pytest.approx(450)
     still.record_step()
     await asyncio.sleep(60)
-    assert len(still.journal.told) == 2
+    assert len(still.journal.notes) == 2
     task.cancel()
 
 

@@ -125,13 +125,13 @@ async def test_a_publication_that_waits_for_the_trainer_finds_the_step_committed
 
 
 @pytest.mark.parametrize(
-    ("reported", "told"),
+    ("reported", "reason"),
     [
         ({"overflow_updates": 1.0, "loss_scale": 32768.0, "grad_norm": math.nan}, "32768"),
         ({"nonfinite_updates": 1.0, "loss": math.nan}, "loss not finite"),
     ],
 )
-async def test_a_skipped_step_is_committed_and_its_event_says_why(reported, told):
+async def test_a_skipped_step_is_committed_and_its_event_says_why(reported, reason):
     ledger = Ledger(max_attempts=3)
     steps = steps_of(ledger, skipped=True, **reported)
     await steps.train(1, batch_of(ledger), begin=0.0)
@@ -140,5 +140,5 @@ async def test_a_skipped_step_is_committed_and_its_event_says_why(reported, told
     assert note.data["is_skipped"] == 1
     (event,) = steps.journal.events
     assert (event.type, event.step) == ("StepSkipped", 1)
-    assert told in event.message
+    assert reason in event.message
     assert ("float16" in event.message) == ("overflow_updates" in reported)
