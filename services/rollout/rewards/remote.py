@@ -113,13 +113,7 @@ class RemoteReward:
             )
         async with self._places:
             try:
-                async with asyncio.timeout(timeout_s):
-                    score = await self._ask(given, episode)
-            except TimeoutError as error:
-                self._breaker.record(succeeded=False)
-                raise CallError(
-                    "timeout", f"{self._url} did not respond within {timeout_s:g} s"
-                ) from error
+                score = await self._ask(given, episode, timeout_s=timeout_s)
             except CallError as error:
                 # A service that responds, even with an invalid score, is not down.
                 self._breaker.record(succeeded=error.kind == "invalid_value")
@@ -127,14 +121,23 @@ class RemoteReward:
         self._breaker.record(succeeded=True)
         return score
 
-    async def _ask(self, given: RewardInput, episode: Mapping[str, Any] | None) -> Any:
+    async def _ask(
+        self, given: RewardInput, episode: Mapping[str, Any] | None, *, timeout_s: float
+    ) -> Any:
         """Calls the service until a retry would not change the result."""
-        waits = delays(_FIRST_DELAY_S, _MAX_DELAY_S)
-        while True:
-            try:
-                return await self._service.request_score(given, episode)
-            except BusyError:
-                await asyncio.sleep(next(waits))
+        reason = "it did not respond"
+        try:
+            async with asyncio.timeout(timeout_s):
+                for delay_s in delays(_FIRST_DELAY_S, _MAX_DELAY_S):
+                    try:
+                        return await self._service.request_score(given, episode)
+                    except BusyError as error:
+                        reason = str(error)
+                    await asyncio.sleep(delay_s)
+        except TimeoutError as error:
+            message = f"{self._url} gave no score within {timeout_s:g} s: {reason}"
+            raise CallError("timeout", message) from error
+        raise AssertionError  # delays() is infinite
 
 
 class HttpRewardService:
@@ -173,9 +176,9 @@ class HttpRewardService:
         try:
             response = await self._service.post(body)
         except httpx.TransportError as error:
-            raise BusyError from error
+            raise BusyError(f"it does not respond ({error!r})") from error
         if response.status_code == 429 or response.status_code >= 500:
-            raise BusyError
+            raise BusyError(f"it returned status {response.status_code}: {response.text[:200]}")
         if not response.is_success:
             raise CallError(
                 "exception",
@@ -237,11 +240,10 @@ class GrpcRewardService:
             # gRPC uses one code for a busy service and for a response that exceeds this side's
             # limit.
             is_too_large = "larger than max" in (error.details() or "")
+            returned = f"returned {error.code().name}: {error.details()}"
             if error.code() in _BUSY and not is_too_large:
-                raise BusyError from error
-            raise CallError(
-                "exception", f"{self._url} returned {error.code().name}: {error.details()}"
-            ) from error
+                raise BusyError(f"it {returned}") from error
+            raise CallError("exception", f"{self._url} {returned}") from error
         return dict(answer.terms) or answer.score
 
     async def _connected(self) -> grpc.aio.Channel:

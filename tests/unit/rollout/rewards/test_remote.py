@@ -11,7 +11,7 @@ import pytest
 from services.common.runspec.rollout import RewardSpec
 from services.rollout.calls.outside import AddressPolicy
 from services.rollout.calls.pool import CallPool
-from services.rollout.failures import CallError
+from services.rollout.failures import BusyError, CallError
 from services.rollout.rewards.base import RewardInput, Score
 from services.rollout.rewards.remote import (
     CircuitBreaker,
@@ -58,7 +58,7 @@ async def test_busy_services_are_asked_again() -> None:
         (httpx.Response(400, text="bad row"), "exception", "400: bad row"),
         (httpx.Response(200, text="hello"), "invalid_value", "hello"),
         (httpx.Response(200, json={"other": 1}), "invalid_value", "other"),
-        (httpx.Response(500), "timeout", "0.3 s"),
+        (httpx.Response(500, text="full"), "timeout", r"0\.3 s: .* 500: full"),
     ],
 )
 async def test_failures_are_typed(answer: httpx.Response, kind: str, message: str) -> None:
@@ -66,6 +66,18 @@ async def test_failures_are_typed(answer: httpx.Response, kind: str, message: st
         with pytest.raises(CallError, match=message) as caught:
             await remote.score(GIVEN, timeout_s=0.3)
     assert caught.value.kind == kind
+
+
+async def test_a_host_that_does_not_resolve_is_named() -> None:
+    class Nowhere(AddressPolicy):
+        async def resolve(self, host: str, port: int) -> str:
+            raise BusyError(f"no {host}")
+
+    url = "http://gone:1/score"
+    async with RemoteReward(url, HttpRewardService(url, reach=Nowhere()), concurrency=1) as remote:
+        with pytest.raises(CallError, match="no gone") as caught:
+            await remote.score(GIVEN, timeout_s=0.1)
+    assert caught.value.kind == "timeout"
 
 
 async def test_a_service_that_keeps_failing_is_left_alone_for_a_while() -> None:
