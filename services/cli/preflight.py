@@ -618,7 +618,9 @@ def _sources(spec: RunSpec, *, opened: dict[str, PromptSource]) -> Iterator[str]
         if kind_of(split) == "heldout" and rewards:
             count = min(count, 1)
         try:
-            source = open_source(source_spec, spec.data, key=f"data.{split}")
+            source = open_source(
+                source_spec, spec.data, key=f"data.{split}", needs_answers=spec.needs_answers
+            )
             if source_spec.source != "environment":
                 _check_rows(source, spec, split, num_demonstrations=count)
             opened[split] = source

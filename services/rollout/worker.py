@@ -154,7 +154,7 @@ async def _load(
         with suppress(ValueError):
             hello = {"role": "user", "content": "Hello"}
             await asyncio.to_thread(tokenizer.render_chat, [hello])
-    sources = await asyncio.to_thread(open_sources, spec.data)
+    sources = await asyncio.to_thread(open_sources, spec.data, needs_answers=spec.needs_answers)
     pool = await stack.enter_async_context(CallPool(spec.rollout.reward_concurrency))
     calls = await stack.enter_async_context(CallPool(spec.rollout.reward_concurrency))
     reach = AddressPolicy(settings.reward_hosts)

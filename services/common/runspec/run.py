@@ -13,7 +13,7 @@ from services.common.runspec.base import MAX_SECONDS, SpecPart
 from services.common.runspec.data import DataSpec
 from services.common.runspec.engines import ENGINES, InvariantEngine, engine_kind
 from services.common.runspec.formulas import LOSSES, DistillArguments
-from services.common.runspec.rollout import RewardSpec, RolloutSpec
+from services.common.runspec.rollout import NEED_ANSWERS, RewardSpec, RolloutSpec
 from services.common.runspec.topology import TopologySpec
 from services.common.runspec.trackers import TrackerSpec
 from services.common.runspec.trainer import CriticSpec, TrainerSpec
@@ -440,6 +440,12 @@ class RunSpec(SpecPart):
         return {"rollout.rewards": self.rollout.rewards} | {
             key: rewards for key, rewards in own.items() if rewards is not None
         }
+
+    @property
+    def needs_answers(self) -> bool:
+        """True if the loss or a reward needs an expected answer in each row."""
+        named = {reward.name for rewards in self.rewards.values() for reward in rewards}
+        return self.algorithm.num_demonstrations > 1 or not named.isdisjoint(NEED_ANSWERS)
 
     @property
     def samples_per_group(self) -> int:

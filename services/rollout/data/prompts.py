@@ -332,7 +332,9 @@ def conversations_of(
     """
     keys = {"answer_column": data.answer_column_of(spec), "rejected_column": data.rejected_column}
     columns = list(keys.items())[:count]
-    talks = [_conversation_of(row, data, spec, place, column) for column in columns]
+    talks = [
+        _conversation_of(row, data, spec, place, column, is_only=count == 1) for column in columns
+    ]
     if count > 1 and talks[0] == talks[1]:
         raise ValueError(
             f"data.answer_column {columns[0][1]!r} and data.rejected_column {columns[1][1]!r} of {place} "
@@ -342,8 +344,15 @@ def conversations_of(
 
 
 def _conversation_of(
-    row: Row, data: DataSpec, spec: PromptSourceSpec, place: str, column: tuple[str, str | None]
+    row: Row,
+    data: DataSpec,
+    spec: PromptSourceSpec,
+    place: str,
+    column: tuple[str, str | None],
+    *,
+    is_only: bool,
 ) -> Messages:
+    """Returns the conversation with the answer of a column, the row's only answer or one of a pair."""
     prompt_column, (key, answer_column) = data.prompt_column_of(spec), column
     prompt = column_value(row, prompt_column)
     what = f"data.prompt_column {prompt_column!r} of {place}"
@@ -366,10 +375,12 @@ def _conversation_of(
         elif isinstance(answer, str) and answer:
             messages = [*as_messages(messages, what), {"role": "assistant", "content": answer}]
         else:
+            fix = "use another column"
+            if is_only:  # of a pair, both answers have columns
+                fix += ", or null if data.prompt_column has whole conversations"
             raise ValueError(
                 f"data.{key} {answer_column!r} of {place} must be the answer's text, got "
-                f"{answer!r:.60}; use another column"
-                f"{', or null if data.prompt_column has whole conversations' * (key == 'answer_column')}"
+                f"{answer!r:.60}; {fix}"
             )
     check_answered(as_messages(messages, what), what)
     return messages

@@ -157,7 +157,6 @@ def _length(value: Sized) -> int:
 # Max bytes of a decoded Parquet file to hold in memory; a larger one is copied to disk.
 _MAX_HELD_BYTES = 256 << 20
 _ROWS_COPIED = 16_384
-_NULLABLE = ("data.answer_column", "data.model_inputs_column")
 _VERIFIERS = "services.rollout.environments.verifiers:tasks_of"
 
 
@@ -170,22 +169,34 @@ class PromptSource(Protocol):
         """Returns one row. Raises ValueError if the row is damaged."""
 
 
-def open_sources(data: DataSpec) -> dict[str, PromptSource]:
+def open_sources(data: DataSpec, *, needs_answers: bool = False) -> dict[str, PromptSource]:
     """Opens all sets of a run and checks their columns; returns them by split.
+
+    Args:
+        needs_answers: As in :func:`open_source`.
 
     Raises:
         ValueError: If a source is missing, empty or lacks a column; the message has the key, the
             actual value and the fix.
     """
     return {
-        split: open_source(spec, data, key=f"data.{split}") for split, spec in data.sets.items()
+        split: open_source(spec, data, key=f"data.{split}", needs_answers=needs_answers)
+        for split, spec in data.sets.items()
     }
 
 
 def open_source(
-    spec: PromptSourceSpec, data: DataSpec, *, key: str, has_columns: bool = True
+    spec: PromptSourceSpec,
+    data: DataSpec,
+    *,
+    key: str,
+    has_columns: bool = True,
+    needs_answers: bool = False,
 ) -> PromptSource:
     """Opens one source, applies its filters and limit, and checks the columns of its first row.
+
+    Args:
+        needs_answers: True if the run's rules refuse null as ``data.answer_column``.
 
     Raises:
         ValueError: As :func:`open_sources`; with one line for each missing column.
@@ -208,10 +219,11 @@ def open_source(
         row = source[0]
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from error
+    nullable = ["data.model_inputs_column", *["data.answer_column"][needs_answers:]]
     missing = [
         f"{option} is {column!r}, but the rows of {key} ({spec.path!r}) have the columns "
         f"{', '.join(map(repr, row)) or 'none'}; set {option} to one of them"
-        + (" or to null" if option in _NULLABLE else "")
+        + (" or to null" if option in nullable else "")
         + did_you_mean(column, tuple(row)).replace(" Did", ". Did")
         for option, column in columns.items()
         if has_columns and not has_column(row, column)

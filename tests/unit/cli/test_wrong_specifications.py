@@ -568,6 +568,19 @@ def test_dates_are_texts_and_home_is_the_users(folder, monkeypatch):
     assert (spec.name, spec.data.train.path) == ("2024-01-01", str(folder / "prompts.jsonl"))
 
 
+@pytest.mark.parametrize(
+    ("changes", "is_offered"),
+    [
+        ({"algorithm": "dpo", "rollout.rewards": []}, False),
+        ({"rollout.rewards": [{"name": "exact_match"}]}, False),
+        ({"rollout.rewards": [{"name": "task.py:reward"}]}, True),
+    ],
+)
+def test_null_is_offered_for_the_answers_only_where_it_is_valid(folder, changes, is_offered):
+    problems = problems_of(folder, {**changes, "data.answer_column": "gone"})
+    assert any("or to null" in each for each in problems) is is_offered, problems
+
+
 def test_a_duplicate_key_is_rejected(folder):
     (folder / "spec.yaml").write_text("name: a\nseed: 1\nseed: 2\n")
     with pytest.raises(SpecError, match="'seed'"):
