@@ -1,6 +1,6 @@
 """Optimization, sharding and checkpoints of the trainer."""
 
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
@@ -128,6 +128,12 @@ class CheckpointSpec(SpecPart):
     and step number. ``trainer.steps`` includes the steps of the checkpoint; the data starts with
     the first prompt. ``POST /v1/runs/{run_id}/fork`` sets this key and also continues the data
     order of the other run."""
+
+    @field_validator("start_from")
+    @classmethod
+    def _normalize(cls, value: str | None) -> str | None:
+        """Removes what does not change a path, as a slash at its end: paths of checkpoints are compared."""
+        return str(PurePath(value)) if value else value
 
 
 def checkpoint_root(directory: str | None, run_folder: Path) -> Path:

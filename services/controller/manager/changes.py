@@ -162,13 +162,16 @@ def _other_model(old: RunSpec, new: RunSpec) -> Iterator[str]:
 
 def _model(spec: RunSpec) -> dict[str, Any]:
     lora = spec.trainer.lora
+    adapters = lora and lora.model_dump(mode="json", exclude={"sync"})
+    if adapters and adapters["target_modules"]:
+        adapters["target_modules"] = sorted(set(adapters["target_modules"]))
     return {
         # A copy of the model has another parent folder.
         "model.path": PurePath(spec.model.path).name,
         # Adapters continue on the frozen weights, which are not in the checkpoint.
         "model.revision": lora and spec.model.revision,
         "model.tokenizer": spec.model.tokenizer,
-        "trainer.lora": lora and lora.model_dump(mode="json", exclude={"sync"}),
+        "trainer.lora": adapters,
         "trainer.optimizer.kind": spec.trainer.optimizer.kind,
     }
 

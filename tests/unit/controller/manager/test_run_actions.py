@@ -132,11 +132,13 @@ async def test_a_fork_continues_from_a_checkpoint_with_the_same_prompts(api, dat
     assert [(group.sequence, group.row) for group in state.groups] == [(4, 6), (5, 7)]
 
 
-async def test_a_run_does_not_start_from_a_checkpoint_that_is_being_replaced(api, database):
+@pytest.mark.parametrize("written", ["/checkpoints/step-00000001", "/checkpoints/./step-00000001/"])
+async def test_a_run_does_not_start_from_a_checkpoint_that_is_being_replaced(
+    api, database, written
+):
     run_id = await submitted(api)
-    path = "/checkpoints/step-00000001"
-    save(database, run_id, step=1, path=path)
-    trainer = {**SPEC["trainer"], "checkpoint": {"start_from": path}}
+    save(database, run_id, step=1, path="/checkpoints/step-00000001")
+    trainer = {**SPEC["trainer"], "checkpoint": {"start_from": written}}
     note = Note(
         "CheckpointStarted", "saving the checkpoint of step 2", {"step": 2, "replaces": [1]}
     )
@@ -174,6 +176,19 @@ async def test_a_fork_with_another_model_is_refused_by_key(api, database):
         refused = await api.post(f"/v1/runs/{run_id}/fork", json={"overrides": overrides})
         assert refused.status_code == 422, refused.text
         assert key in refused.text
+
+
+async def test_a_fork_may_write_the_same_adapters_in_another_order(api, database):
+    run_id = await submitted(
+        api, trainer={**SPEC["trainer"], "lora": {"target_modules": ["a", "b"]}}
+    )
+    train(database, run_id, steps=2)
+    save(database, run_id, step=1, path="/checkpoints/step-00000001")
+    for modules, status in ((["b", "a"], 201), (["b"], 422)):
+        overrides = {"trainer": {"lora": {"target_modules": modules}}}
+        body = {"name": f"fork-{len(modules)}", "overrides": overrides}
+        forked = await api.post(f"/v1/runs/{run_id}/fork", json=body)
+        assert forked.status_code == status, forked.text
 
 
 async def test_a_fork_that_leaves_nothing_to_train_is_refused_by_key(api, database):
