@@ -6,6 +6,7 @@ A worker is one process, or several ranks that live and die together.
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 from collections.abc import Sequence
@@ -177,22 +178,29 @@ class MetricTargets:
 _LAST_LINES = 15
 _BLOCK_BYTES = 1 << 16
 MAX_LOG_BYTES = 32 << 20
-"""A larger log is truncated, so that no worker fills the controller's disk."""
+"""A larger log is emptied, so that no worker fills the controller's disk."""
 _LOG_EVERY_S = 10.0
 
 
 async def limit_log(log: Path) -> None:
-    """Truncates a log, to which a worker appends, whenever it is too large; runs without end."""
+    """Empties a log, to which a worker appends, whenever it is too large; runs without end."""
     while True:
         # A file gives no notification when it grows.
         await asyncio.sleep(_LOG_EVERY_S)
-        await asyncio.to_thread(_truncate_if_large, log)
+        await asyncio.to_thread(_empty_if_large, log)
 
 
-def _truncate_if_large(log: Path) -> None:
+def _empty_if_large(log: Path) -> None:
     with suppress(FileNotFoundError):
         if log.stat().st_size > MAX_LOG_BYTES:
-            os.truncate(log, 0)
+            empty_log(log)
+
+
+def empty_log(log: Path) -> None:
+    """Empties a log, and copies it to ``<log>.1`` before. Lines that are written meanwhile are lost."""
+    with suppress(OSError):  # the disk is full, so the log must become small all the more
+        shutil.copyfile(log, log.with_name(f"{log.name}.1"))
+    os.truncate(log, 0)
 
 
 def last_lines(log: Path, count: int = _LAST_LINES, *, max_bytes: int = 1 << 16) -> str:

@@ -22,7 +22,7 @@ from services.controller.launch.kubernetes import KubernetesLauncher
 from services.controller.launch.pod_api import PodApi, Seen, follow, service_reference
 from services.controller.launch.scale import GROUP, PLURAL, VERSION, RolloutScales
 from services.controller.launch.worker_pods import RUN_LABEL, WORKER_LABEL
-from services.controller.launch.worker_process import MAX_LOG_BYTES
+from services.controller.launch.worker_process import MAX_LOG_BYTES, empty_log
 from services.controller.manager.rlruns import RLRuns
 from services.controller.manager.runs import RunManager
 from services.controller.models import RunPatch
@@ -104,7 +104,7 @@ class PodLogs:
         with file.open("ab") as output:
             for data in answer.stream():
                 if output.tell() > MAX_LOG_BYTES:
-                    output.truncate(0)
+                    empty_log(file)
                 output.write(_NOT_FOUND.sub(b"", data))
                 output.flush()
 

@@ -95,6 +95,7 @@ async def test_the_log_of_a_worker_that_writes_without_end_stays_small(tmp_path,
                 await asyncio.sleep(0.01)
             log.write(b"next")
         assert path.read_bytes() == b"next"
+        assert path.with_name("rollout-0.log.1").read_bytes() == b"0" * 99 + b"11"
         orders.process.ended.set()
 
 

@@ -115,9 +115,11 @@ async def test_the_nodes_message_about_a_removed_container_is_not_a_log_line(tmp
 
 async def test_no_log_fills_the_volume(tmp_path, monkeypatch):
     monkeypatch.setattr(cluster, "MAX_LOG_BYTES", 10)
-    core = FakeCore("0123456789\n" * 3)
+    core = FakeCore("".join(f"{n}123456789\n" for n in range(3)))
     await keep(PodLogs(core, "train", tmp_path), pod("rollout-0"))
-    assert (tmp_path / "run_01" / "logs" / "rollout-0.log").stat().st_size == 11
+    folder = tmp_path / "run_01" / "logs"
+    kept = {file.name: file.read_text() for file in folder.iterdir()}
+    assert kept == {"rollout-0.log": "2123456789\n", "rollout-0.log.1": "1123456789\n"}
 
 
 @pytest.fixture(autouse=True)
