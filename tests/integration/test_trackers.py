@@ -93,8 +93,9 @@ def test_a_run_that_has_ended_is_written_when_somebody_asks(system, plumbing, tm
     arguments = ("track", run_id, "--url", system.url, "--folder", tmp_path)
     assert "has no trackers" in slipstream(*arguments).err
     for _ in range(2):
-        reported = slipstream(*arguments, "--to", "tensorboard")
-        assert reported.code == 0, reported.out + reported.err
+        tracked_run = slipstream(*arguments, "--to", "tensorboard")
+        assert tracked_run.code == 0, tracked_run.out + tracked_run.err
+        assert run_id in tracked_run.out and "tensorboard" in tracked_run.out
     assert curve(tracked.of_tensorboard(tmp_path), "reward_mean") == [1, 2, 3]
 
 
@@ -124,11 +125,16 @@ async def test_a_failed_tracker_is_reported_once_and_recovers(tmp_path, mood_fil
     with running_controller(tmp_path) as controller:
         async with Api(controller.url, token=ADMIN) as api, TaskGroup() as tasks:
             run = await api.submit({**SPEC, "trackers": [{"kind": "trackio"}]})
+            printed, reported = [], []
             processes = TrackerProcesses(
-                api, url=controller.url, token=ADMIN, folder=tmp_path / "kept", deadline_s=2.0
+                api,
+                url=controller.url,
+                token=ADMIN,
+                folder=tmp_path / "kept",
+                deadline_s=2.0,
+                tell=printed.append,
             )
             following = tasks.create_task(processes.follow(run.id, []))
-            reported = []
             async with asyncio.timeout(90):
                 async for kind, event in api.watch(run.id):
                     if kind.startswith("Tracker"):
@@ -138,7 +144,7 @@ async def test_a_failed_tracker_is_reported_once_and_recovers(tmp_path, mood_fil
                         await api.call(CancelRun(run_id=run.id))
                 await following
     assert [kind for kind, _ in reported] == ["TrackerFailed", "TrackerRecovered"]
-    assert why in reported[0][1]
+    assert why in reported[0][1] and why in printed[0]
     cursor = json.loads((tmp_path / "kept" / "cursors" / run.id / "trackio.json").read_text())
     assert cursor["is_done"]
 

@@ -7,6 +7,7 @@ import typer
 
 from services.cli.api import Api
 from services.cli.api_calls import Url, find_controller, find_run, run_until_signal
+from services.cli.output import console, fail, print_line
 from services.cli.trackers.processes import DEADLINE_S, TrackerProcesses
 from services.common.runspec.base import did_you_mean
 from services.common.runspec.trackers import TRACKERS
@@ -49,10 +50,14 @@ def track(
         address, token = find_controller(url)
         async with Api(address, token=token, retry_s=_RETRY_S) as api:
             processes = TrackerProcesses(
-                api, url=address, token=token, folder=folder, deadline_s=deadline_s
+                api, url=address, token=token, folder=folder, deadline_s=deadline_s, tell=fail
             )
-            one = await find_run(api, run) if run else ""
-            await (processes.follow(one, kinds) if one else processes.follow_project())
+            if run:
+                one = await find_run(api, run)
+                written = ", ".join(await processes.follow(one, kinds))
+                print_line(console, f"{one} is written to {written}; files are in {folder}")
+            else:
+                await processes.follow_project()
 
     run_until_signal(work())
 

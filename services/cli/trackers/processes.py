@@ -4,7 +4,7 @@ import asyncio
 import importlib.util
 import os
 import signal
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from http import HTTPStatus
 from pathlib import Path
@@ -89,15 +89,24 @@ class TrackerProcesses:
         token: API token, with which the processes read runs and report failures.
         folder: Folder of cursors, logs and files that trackers write.
         deadline_s: Max seconds of one call of a tracker; after that, its process ends.
+        tell: Receives failures of trackers, which are also events of their runs.
     """
 
     def __init__(
-        self, api: Api, *, url: str, token: str, folder: Path, deadline_s: float = DEADLINE_S
+        self,
+        api: Api,
+        *,
+        url: str,
+        token: str,
+        folder: Path,
+        deadline_s: float = DEADLINE_S,
+        tell: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._api = api
         self._url = url
         self._folder = folder
         self._deadline_s = deadline_s
+        self._tell = tell
         self._environment = _environment(folder, token)
         self._known: set[str] = set()
 
@@ -115,8 +124,8 @@ class TrackerProcesses:
                         await self._begin(event["run_id"], tasks)
                 await asyncio.sleep(_FIRST_PAUSE_S)
 
-    async def follow(self, run_id: str, kinds: Sequence[str]) -> None:
-        """Writes one run until it ends or pauses.
+    async def follow(self, run_id: str, kinds: Sequence[str]) -> Sequence[str]:
+        """Writes one run until it ends or pauses; returns the trackers.
 
         Args:
             kinds: Trackers; empty for those that the run names.
@@ -130,6 +139,7 @@ class TrackerProcesses:
         async with TaskGroup() as tasks:
             for kind in wanted:
                 tasks.create_task(self._supervise(run_id, kind))
+        return wanted
 
     async def incomplete(self, run_id: str) -> list[str]:
         """Returns the trackers of a run to which not all of it is written."""
@@ -200,6 +210,7 @@ class TrackerProcesses:
         )
 
     async def _report(self, job: TrackerJob, why: str) -> bool:
+        self._tell(f"{job.run_id}: {job.kind} failed and is retried: {why}")
         report = ReportTracker(run_id=job.run_id, tracker=job.kind, is_writing=False, message=why)
         with suppress(ApiError):
             await self._api.call(report)
