@@ -40,6 +40,8 @@ _SERVER_OPTIONS = {
     "tcp_keepalives_interval": "5s",
     "tcp_keepalives_count": "2",
     "tcp_user_timeout": f"{_SILENCE_S}s",
+    # Includes waits for locks.
+    "statement_timeout": "60s",
 }
 # A read of this many rows takes a few milliseconds.
 _FEW_ROWS = 100
@@ -208,6 +210,8 @@ def _migrate(engine: sa.Engine) -> None:
     with engine.connect() as connection:
         writing = connection.execution_options(slipstream_writes=True)
         with writing.begin():
+            if engine.dialect.name == "postgresql":  # a migration of a large table takes long
+                writing.exec_driver_sql("SET LOCAL statement_timeout = 0")
             config.attributes["connection"] = writing
             try:
                 if sa.inspect(writing).has_table("alembic_version"):

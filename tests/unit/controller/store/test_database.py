@@ -10,7 +10,7 @@ from alembic.migration import MigrationContext
 
 from services.common.errors import FailedPreconditionError
 from services.controller.store import database as database_module
-from services.controller.store.database import Database, LeaseLostError
+from services.controller.store.database import Database, DatabaseError, LeaseLostError
 from services.controller.store.lease import Leadership
 from services.controller.store.tables import METADATA
 
@@ -94,6 +94,23 @@ def test_a_server_that_lacks_an_option_is_used_without_it(database, database_url
     options = {"no_such_option": "5s", **database_module._SERVER_OPTIONS}
     monkeypatch.setattr(database_module, "_SERVER_OPTIONS", options)
     Database(database_url).close()
+
+
+def test_a_statement_that_waits_too_long_is_an_error(database, database_url, monkeypatch):
+    if database.is_sqlite:
+        return  # waits for other writers only, for at most busy_timeout
+    with database.read() as connection:
+        assert connection.exec_driver_sql("SHOW statement_timeout").scalar_one() == "1min"
+    options = {**database_module._SERVER_OPTIONS, "statement_timeout": "100ms"}
+    monkeypatch.setattr(database_module, "_SERVER_OPTIONS", options)
+    impatient = Database(database_url)
+    try:
+        with database.write() as connection:
+            connection.exec_driver_sql("LOCK TABLE runs")
+            with pytest.raises(DatabaseError), impatient.read() as waiting:
+                waiting.exec_driver_sql("SELECT * FROM runs")
+    finally:
+        impatient.close()
 
 
 @pytest.mark.parametrize("way", ["query", "scan"])
