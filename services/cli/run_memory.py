@@ -24,6 +24,7 @@ from services.common.models.training_memory import (
     trainer_memory,
     weight_bytes,
 )
+from services.common.runspec.base import in_yaml
 from services.common.runspec.loader import SpecError
 from services.common.runspec.rules import parallelism, placement
 from services.common.runspec.run import RunSpec
@@ -232,7 +233,7 @@ def run_memory(
     fits = smallest_change(spec, config, gpu_bytes=gpu_bytes, gpus=gpus)
     change = "No change of one or two settings makes it fit; use more GPUs, larger GPUs, or a smaller model"
     if fits:
-        change = f"It fits with {' and '.join(f'{key}: {shown(fits[key])}' for key in fits)}"
+        change = f"It fits with {' and '.join(f'{key}: {in_yaml(fits[key])}' for key in fits)}"
     first, newline, rest = found.why_not.partition("\n")
     told = f"{first.rstrip('.')}. {change}{newline}{rest}"
     return RunMemory(found.trainer, found.trainer_gpus, found.rollout, found.chosen, told)
@@ -358,11 +359,3 @@ def _with(spec: RunSpec, changes: _Changes) -> RunSpec:
         "rollout": spec.rollout.model_copy(update={"replicas": replicas}),
     }
     return spec.model_copy(update=parts)
-
-
-def shown(value: Any) -> str:
-    """Returns the value of a setting as YAML."""
-    if isinstance(value, LoraSpec):
-        base = "" if value.base_dtype is None else f", base_dtype: {value.base_dtype}"
-        return f"{{rank: {value.rank}, sync: {value.sync}{base}}}"
-    return str(value).lower() if isinstance(value, bool) else str(value)

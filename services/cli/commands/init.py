@@ -16,6 +16,7 @@ from services.cli.output import console, fail
 from services.cli.settings import num_gpus
 from services.common.models.configs import preset_config, preset_names
 from services.common.models.families import image_kind
+from services.common.runspec.base import in_yaml
 from services.common.runspec.data import DataSpec, PromptSourceSpec
 from services.common.runspec.run import TINY_PREFIX, RunSpec
 from services.rollout.data.sources import Row, open_source
@@ -152,7 +153,7 @@ def _fitted(text: str, values: Mapping[str, Any]) -> str:
     """Returns the text with the settings with which the run fits on this machine's GPUs."""
     # These import torch.
     from services.cli.preflight import model_config
-    from services.cli.run_memory import run_memory, shown, smallest_change
+    from services.cli.run_memory import run_memory, smallest_change
 
     gpu_bytes = gpu_bytes_here()
     if gpu_bytes is None:
@@ -168,7 +169,7 @@ def _fitted(text: str, values: Mapping[str, Any]) -> str:
         console.print(f"the memory is not planned: {error}", highlight=False)
         return text
     lines = [
-        f"  {key.removeprefix('trainer.')}: {shown(value)}   # else it does not fit on this GPU\n"
+        f"  {key.removeprefix('trainer.')}: {in_yaml(value)}   # else it does not fit on this GPU\n"
         for key, value in changes.items()
         if key.startswith("trainer.")
     ]

@@ -81,7 +81,9 @@ def look_up(table: Mapping[str, _Entry], name: str, *, key: str) -> _Entry:
 
 
 def in_yaml(value: Any) -> str:
-    """Returns a value as a specification has it."""
+    """Returns a value as a specification has it; of a part, the keys that differ from their defaults."""
+    if isinstance(value, SpecPart):
+        return json.dumps(value.model_dump(mode="json", exclude_defaults=True))
     return json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
 
 

@@ -3,13 +3,12 @@
 A new engine needs a package in ``services/trainer/engines/`` and an entry in ``ENGINES`` (docs/adding.md).
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from services.common.runspec.base import look_up
+from services.common.runspec.base import in_yaml, look_up
 from services.common.runspec.topology import TaskGroupError
 from services.common.runspec.workers import kinds_with_own_gpus
 
@@ -37,10 +36,10 @@ class TrainEngineKind:
             for part in key.split("."):
                 value = getattr(value, part)
             if value not in values:
-                known = " or ".join(map(_shown, values))
+                known = " or ".join(map(in_yaml, values))
                 yield (
-                    f"trainer.engine {name!r} supports {key} {known} only, but it is {_shown(value)}; "
-                    f"set {key} to {_shown(values[0])}, or trainer.engine to 'fsdp'"
+                    f"trainer.engine {name!r} supports {key} {known} only, but it is {in_yaml(value)}; "
+                    f"set {key} to {in_yaml(values[0])}, or trainer.engine to 'fsdp'"
                 )
         if self.serves_own_gpus:
             return
@@ -56,11 +55,6 @@ class TrainEngineKind:
                     f"gives {', '.join(own)} GPUs of their own; remove these groups, or set trainer.engine "
                     "to 'fsdp'"
                 )
-
-
-def _shown(value: Any) -> str:
-    """Returns a value as it is written in a specification."""
-    return json.dumps(value) if value is None or isinstance(value, bool | str) else str(value)
 
 
 ENGINES: Final[Mapping[str, TrainEngineKind]] = {

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from services.common.runspec.base import in_yaml
 from services.common.runspec.loader import (
     SpecError,
     canonical_json,
@@ -13,7 +14,14 @@ from services.common.runspec.loader import (
     parse_spec,
     spec_digest,
 )
+from services.common.runspec.trainer import LoraSpec
 from tests.helpers.specs import SMALLEST, changed
+
+
+@pytest.mark.parametrize("value", [None, True, 2, 0.5, "auto", "a: b", {"rank": 4}])
+def test_a_value_in_a_message_can_be_copied_into_a_specification(value: object) -> None:
+    part = LoraSpec.model_validate(value) if isinstance(value, dict) else value
+    assert yaml.safe_load(in_yaml(part)) == value
 
 
 @pytest.mark.parametrize(
