@@ -524,12 +524,11 @@ def _built(spec: RunSpec) -> Iterator[str]:
 def _adapter_names(spec: RunSpec) -> Iterator[str]:
     """Yields LoRA target modules that the model does not have."""
     # This imports torch.
-    from services.common.models.adapters import adapted_weights, target_modules
+    from services.common.models.adapters import adapted_weights, target_modules, unknown_modules
     from services.common.models.training_memory import shapes_of
 
     assert spec.trainer.lora is not None
     shapes = shapes_of(model_config(spec))
-    modules = [name.removesuffix(".weight") for name, shape in shapes.items() if len(shape) == 2]
     known = target_modules(shapes, LoraSpec())
     # Small modules may have a lower rank: their adapters are only larger than they need to be.
     ranks = [min(shape[-2:]) for shape in adapted_weights(shapes, spec.trainer.lora).values()]
@@ -538,10 +537,8 @@ def _adapter_names(spec: RunSpec) -> Iterator[str]:
             f"trainer.lora.rank is {spec.trainer.lora.rank}, but the target modules of model.path have "
             f"at most rank {max(ranks)}; lower it, or remove trainer.lora to train all weights"
         )
-    for target in spec.trainer.lora.target_modules or ():
-        if OF_EXPERTS in target:
-            continue  # reported with the family
-        if not any(f".{name}".endswith(f".{target}") for name in modules):
+    for target in unknown_modules(shapes, spec.trainer.lora):
+        if OF_EXPERTS not in target:  # otherwise reported with the family
             yield (
                 f"trainer.lora.target_modules has {target!r}, but the linear modules of model.path are "
                 f"{', '.join(known)}; use some of these.{did_you_mean(target, known)}"

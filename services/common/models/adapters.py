@@ -21,13 +21,29 @@ def target_modules(shapes: Mapping[str, tuple[int, ...]], lora: LoraSpec) -> tup
     """
     if lora.target_modules is not None:
         return lora.target_modules
+    return tuple(sorted({name.rpartition(".")[2] for name in _linear_modules(shapes)}))
+
+
+def unknown_modules(shapes: Mapping[str, tuple[int, ...]], lora: LoraSpec) -> list[str]:
+    """Returns the target modules that are neither linear modules of the decoder's layers nor experts.
+
+    Output and input embeddings are none: the loss and the engines use their weights directly.
+    """
+    known = [*_linear_modules(shapes), *(name for name in shapes if f".{OF_EXPERTS}" in name)]
+    return [
+        target
+        for target in target_modules(shapes, lora)
+        if not any(f".{name}".endswith(f".{target}") for name in known)
+    ]
+
+
+def _linear_modules(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     modules = [
         name.removesuffix(".weight")
         for name, shape in shapes.items()
         if len(shape) == 2 and ".layers." in name and name.endswith(".weight")
     ]
-    kept = (module for module in modules if not module.endswith(_ROUTERS + WITHOUT_ADAPTERS))
-    return tuple(sorted({module.rpartition(".")[2] for module in kept}))
+    return [name for name in modules if not name.endswith(_ROUTERS + WITHOUT_ADAPTERS)]
 
 
 def adapted_weights(

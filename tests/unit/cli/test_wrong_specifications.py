@@ -323,6 +323,10 @@ WRONG = [
     ({"trainer.context_parallel": 2}, "trainer.context_parallel"),
     ({"trainer.lora": {"target_modules": []}}, "trainer.lora.target_modules"),
     ({"trainer.lora": {"target_modules": ["qproj"]}}, "trainer.lora.target_modules"),
+    (
+        {"trainer.lora": {"rank": 4, "target_modules": ["embed_tokens"]}},
+        "trainer.lora.target_modules",
+    ),
     ({"algorithm.overlong": {"buffer_tokens": 999}}, "algorithm.overlong.buffer_tokens"),
     ({"algorithm.advantage_arguments": {"x": 1}}, "algorithm.advantage_arguments"),
     ({"algorithm.min_group_size": 9}, "algorithm.min_group_size"),

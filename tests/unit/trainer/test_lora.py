@@ -217,9 +217,10 @@ async def test_a_flipped_bit_of_an_adapter_is_found(
     assert isinstance(received, DataLossError)
 
 
-def test_unknown_target_modules_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"trainer\.lora\.target_modules has nothing"):
-        add_adapters(policy_of(SPEC).model, LoraSpec(target_modules=("nothing",)))
+@pytest.mark.parametrize("name", ["nothing", "embed_tokens", "lm_head", "mlp", "input_layernorm"])
+def test_target_modules_that_can_have_no_adapter_are_refused_by_name(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"trainer\.lora\.target_modules has {name}"):
+        add_adapters(policy_of(SPEC).model, LoraSpec(target_modules=("q_proj", name)))
 
 
 def test_a_rank_holds_frozen_weights_in_the_dtype_that_it_computes_in_and_nothing_twice(

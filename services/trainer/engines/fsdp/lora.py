@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
-from services.common.models.adapters import WITHOUT_ADAPTERS, target_modules
+from services.common.models.adapters import WITHOUT_ADAPTERS, target_modules, unknown_modules
 from services.common.models.loading import stored_tensors
 from services.common.models.vision import TOWER, vision_tower
 from services.common.runspec.trainer import OF_EXPERTS, LoraSpec
@@ -41,19 +41,6 @@ def add_adapters(model: PreTrainedModel, spec: LoraSpec) -> None:
     modules, fused = dict(model.named_modules()), _fused(model)
     shapes = {name: tuple(value.shape) for name, value in stored_tensors(model).items()}
     targets = target_modules(shapes, spec)
-    if missing := [
-        target
-        for target in targets
-        if not _named(target, fused if OF_EXPERTS in target else modules)
-    ]:
-        linear = {
-            name.rpartition(".")[2] for name, each in modules.items() if isinstance(each, nn.Linear)
-        }
-        known = [*sorted(linear), *sorted({OF_EXPERTS + name.rpartition(".")[2] for name in fused})]
-        raise ValueError(
-            f"trainer.lora.target_modules has {', '.join(missing)}, but linear modules of model.path are "
-            f"{', '.join(known)}; name some of these"
-        )
     linear_targets = [target for target in targets if OF_EXPERTS not in target]
     if ignored := [
         target
@@ -63,6 +50,13 @@ def add_adapters(model: PreTrainedModel, spec: LoraSpec) -> None:
         raise ValueError(
             f"trainer.lora.target_modules has {', '.join(ignored)}, but kernels would ignore adapters of "
             "these modules of model.path; remove them"
+        )
+    if unknown := unknown_modules(shapes, spec):
+        experts = sorted({OF_EXPERTS + name.rpartition(".")[2] for name in fused})
+        known = [*target_modules(shapes, LoraSpec()), *experts]
+        raise ValueError(
+            f"trainer.lora.target_modules has {', '.join(unknown)}, but modules of model.path that can have "
+            f"an adapter are {', '.join(known)}; name some of these"
         )
     for target in targets:
         for name in _named(target, fused) if OF_EXPERTS in target else ():
