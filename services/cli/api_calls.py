@@ -10,6 +10,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+import httpx
 import typer
 from pydantic import ValidationError
 
@@ -23,6 +24,7 @@ from services.common.runspec.loader import SpecError
 from services.common.task_group import TaskGroup, leaves
 from services.controller.api.operations import Answer, ListRuns, Operation
 from services.controller.settings import DATABASE_FILE
+from slipstream_client.request import unreachable
 
 _ID = re.compile("run_[0-9a-f]{32}")
 _MAY_BE = re.compile("run_[0-9a-f]{1,32}|[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
@@ -225,7 +227,10 @@ async def _with_api(
 
 async def _at(url: str, work: Callable[[Api], Awaitable[_T]]) -> _T:
     async with Api(url, token=CliSettings().token or find_token(url)) as api:
-        return await work(api)
+        try:
+            return await work(api)
+        except httpx.TransportError as error:  # of a stream, which is not retried
+            raise unreachable(url, error) from error
 
 
 def find_controller(url: str | None) -> tuple[str, str]:

@@ -77,8 +77,9 @@ def error_of(response: httpx.Response) -> ApiError:
 
 def unreachable(url: str, error: Exception) -> ApiError:
     """Creates the error for a controller that does not answer."""
+    why = str(error) or type(error).__name__  # time-outs have no text
     return ApiError(
-        f"no controller answers at {url} ({error}); start one with 'slipstream up', or set SLIPSTREAM_URL or "
+        f"no controller answers at {url} ({why}); start one with 'slipstream up', or set SLIPSTREAM_URL or "
         "--url"
     )
 

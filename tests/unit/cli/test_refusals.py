@@ -51,6 +51,14 @@ def test_invalid_arguments_are_rejected_before_a_request(arguments, value):
     assert value in done.output
 
 
+@pytest.mark.parametrize("command", ["get", "logs", "samples"])
+def test_a_controller_that_does_not_answer_is_named(command):
+    arguments = [command, f"run_{'0' * 32}", "--url", "http://127.0.0.1:1"]
+    done = CliRunner().invoke(app, arguments, env={"COLUMNS": "200", "TERM": "dumb"})
+    assert done.exit_code == 1
+    assert "http://127.0.0.1:1" in done.output
+
+
 async def test_events_of_all_pages_are_read():
     async def serve(scope, receive, send):
         query = httpx.QueryParams(scope["query_string"])
