@@ -127,7 +127,9 @@ NewestRun = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")]
-StateDirectory = Annotated[Path, typer.Option(help="Folder of runs, logs and the database.")]
+StateDirectory = Annotated[
+    Path, typer.Option(help="Folder of runs, logs and the database.", file_okay=False)
+]
 Url = Annotated[str | None, typer.Option(help="REST address of the controller.")]
 
 # With these statuses, a run that is not in a folder may belong to a controller elsewhere.

@@ -105,6 +105,12 @@ def _upload(folder: Path, repository: str) -> None:
     from huggingface_hub import HfApi
 
     hub = HfApi()
-    hub.create_repo(repository, exist_ok=True)
-    hub.upload_folder(repo_id=repository, folder_path=folder)
+    try:
+        hub.create_repo(repository, exist_ok=True)
+        hub.upload_folder(repo_id=repository, folder_path=folder)
+    except Exception as error:  # of an HTTP library that differs between releases
+        raise OSError(
+            f"{folder} is written, but uploading it to {repository!r} failed ({error}); check the name and "
+            f"HF_TOKEN, then run 'hf upload {repository} {folder}'"
+        ) from error
     print_line(errors, f"uploaded to {repository}")

@@ -2,7 +2,8 @@
 
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -99,10 +100,11 @@ def init(
     """Write a commented specification for a model and a data set."""
     if example == bool(model) or (model and not data):
         raise typer.BadParameter("expected MODEL and DATA, or --example without them")
+    file = file or Path(_EXAMPLE[0] if example else "run.yaml")
     if example:
-        _write_example(file or Path(_EXAMPLE[0]), force=force)
+        with _writing(file):
+            _write_example(file, force=force)
         return
-    file = file or Path("run.yaml")
     if model.startswith(TINY_PREFIX) and model not in preset_names():
         fail(f"MODEL {model!r} is not a known preset; use one of {', '.join(preset_names())}")
         raise typer.Exit(2)
@@ -140,8 +142,9 @@ def init(
     text = _TEMPLATE.format(**values, fitted="")
     if uses_gpus and Path(model).is_dir():
         text = _fitted(text, values)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text, encoding="utf-8")
+    with _writing(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
     console.print(f"wrote {file}; 'slipstream validate {file}' checks it", highlight=False)
 
 
@@ -178,6 +181,16 @@ def _fitted(text: str, values: Mapping[str, Any]) -> str:
     if "topology.placement" in changes:
         text += "\ntopology:\n  placement: colocated         # rollouts and trainer take turns on the GPU\n"
     return text
+
+
+@contextmanager
+def _writing(file: Path) -> Iterator[None]:
+    """Reports that a file cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        fail(f"{file}: cannot be written ({error.strerror}); choose another one with --file")
+        raise typer.Exit(2) from None
 
 
 def _write_example(file: Path, *, force: bool) -> None:

@@ -27,7 +27,7 @@ from services.cli.api_calls import (
     short_ids,
 )
 from services.cli.display import duration, set_line
-from services.cli.output import console, errors, write
+from services.cli.output import console, errors, fail, write
 from services.common.runspec.keys import flat
 from services.controller.api.operations import (
     GetTopology,
@@ -190,7 +190,7 @@ def metrics(
         str,
         typer.Argument(
             help=(
-                "Name of a run, or the start of its id. Default: the newest run, also if only NUMBER is "
+                "Name of a run, or the start of its id. Default: the newest run, also if only NAME is "
                 "given."
             )
         ),
@@ -211,12 +211,11 @@ def metrics(
         return number, await api.call(asked)
 
     number, found = call_api(url, work, state_directory=state_directory)
+    if number and not found.items:
+        fail(f"unknown number {number!r}; omit it to list all names")
+        raise typer.Exit(1)
     if not found.items:
-        _hint(
-            f"unknown number {number!r}; omit it to list all names"
-            if number
-            else "the run has finished no step"
-        )
+        _hint("the run has finished no step")
     if as_json:
         _write_metrics(found)
     elif number:

@@ -192,7 +192,9 @@ async def _until_paused(api: Api, run_ids: Sequence[str]) -> None:
                 break
 
 
-Port = Annotated[int, typer.Option(help="Port of the REST API; 0 for any free port.")]
+Port = Annotated[
+    int, typer.Option(help="Port of the REST API; 0 for any free port.", min=0, max=65_535)
+]
 
 _RETRY_S = 30.0
 # Max restarts of a service before ``slipstream up`` ends.

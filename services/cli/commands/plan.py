@@ -90,7 +90,7 @@ def plan(  # noqa: PLR0913, PLR0917 -- the options of a command
         known = _known(loaded, memory, from_, rates, url=url)
         found = _planned(loaded, memory, known.rates, gpus=gpus, most_staleness=max_staleness)
         memory = memory.like(with_setting(loaded, found.best.setting))
-    except (ValueError, OSError, yaml.YAMLError) as error:
+    except (ValueError, OSError) as error:
         fail(str(error))
         raise typer.Exit(2) from error
     if as_json:
@@ -115,7 +115,10 @@ def _known(
         )
         sources = [f"assumed for an H200: {text}" for text in ASSUMPTIONS]
     if path is not None:
-        rates = with_overrides(rates, yaml.safe_load(path.read_text(encoding="utf-8")))
+        try:
+            rates = with_overrides(rates, yaml.safe_load(path.read_text(encoding="utf-8")))
+        except (ValueError, OSError, yaml.YAMLError) as error:
+            raise ValueError(f"--rates {path}: {error}") from error
         sources = [f"{path}: overrides the assumptions below", *sources]
     return _Rates(rates, sources, is_measured=bool(run))
 

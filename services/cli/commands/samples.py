@@ -93,6 +93,7 @@ def samples(
                 url,
                 run,
                 lambda api, id_: _ask(api, _operation(id_, only, limit, with_tokens), show),
+                state_directory=state_directory,
             )
     if export is not None:
         errors.print(f"wrote {number} samples to {export}")
@@ -164,7 +165,13 @@ def _read(
 def _written(export: Path | None, *, as_json: bool) -> Iterator[Show]:
     """Yields a function that writes a sample: to a file, as a JSON line, or as text."""
     if export is not None:
-        with export.open("w", encoding="utf-8") as file:
+        try:
+            file = export.open("w", encoding="utf-8")
+        except OSError as error:
+            raise typer.BadParameter(
+                f"--export {export}: cannot be written ({error.strerror}); use another file"
+            ) from error
+        with file:
             yield lambda sample: _append(file, sample)
     elif as_json:
         yield lambda sample: write(_line(sample))

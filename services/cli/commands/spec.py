@@ -76,8 +76,8 @@ def validate(
         float | None,
         typer.Option(
             help=(
-                "Memory of one GPU, such as 141GB: prints each GPU's estimated use, and fails if it does not "
-                "fit. Default: the memory of this machine's GPUs."
+                "Memory of one GPU in GB, such as 141: prints each GPU's estimated use, and fails if it does "
+                "not fit. Default: the memory of this machine's GPUs."
             ),
             min=1,
         ),

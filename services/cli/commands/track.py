@@ -33,7 +33,10 @@ def track(
         ),
     ] = None,
     folder: Annotated[
-        Path, typer.Option(help="Folder of cursors and of the files that trackers write.")
+        Path,
+        typer.Option(
+            help="Folder of cursors and of the files that trackers write.", file_okay=False
+        ),
     ] = Path("runs/trackers"),
     deadline_s: Annotated[
         float,

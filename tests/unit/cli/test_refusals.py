@@ -5,6 +5,7 @@ import pytest
 from typer.testing import CliRunner
 
 from services.cli.api import Api, ApiError
+from services.cli.commands.export import _upload
 from services.cli.main import app
 from services.common.http.server import serve_http
 from services.controller.api.operations import GetVersion
@@ -43,12 +44,26 @@ async def test_a_rejection_lists_each_problem(pointer, message, said):
         (["cancel", f"run_{'0' * 32}", "--grace-seconds", "-1"], "--grace-seconds"),
         (["list", "--label", "blue"], "--label blue"),
         (["submit", "no.yaml", "--label", "blue"], "--label blue"),
+        (["up", "--port", "99999"], "--port"),
+        (["samples", f"run_{'0' * 32}", "--export", "/"], "--export /"),
+        (["list", "--state-directory", __file__], "--state-directory"),
+        (["track", f"run_{'0' * 32}", "--folder", __file__], "--folder"),
+        (["init", "--example", "--file", "/dev/null/run.yaml"], "/dev/null/run.yaml"),
     ],
 )
 def test_invalid_arguments_are_rejected_before_a_request(arguments, value):
     done = CliRunner().invoke(app, arguments, env={"COLUMNS": "200", "TERM": "dumb"})
     assert done.exit_code == 2
     assert value in done.output
+
+
+def test_an_upload_that_fails_names_the_folder_that_is_written(monkeypatch, tmp_path):
+    def refuse(*_, **__):
+        raise RuntimeError("no network")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", refuse)
+    with pytest.raises(OSError, match=rf"{tmp_path}.*'me/model'.*no network"):
+        _upload(tmp_path, "me/model")
 
 
 @pytest.mark.parametrize("command", ["get", "logs", "samples"])

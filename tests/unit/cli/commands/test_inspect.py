@@ -157,6 +157,7 @@ def test_without_a_run_the_newest_is_meant(folder):
     steps = look(folder, "metrics", "--json").output.splitlines()
     assert json.loads(steps[9])["reward_mean"] == 0.0
     assert look(folder, "metrics", "nobody").exit_code == 1
+    assert look(folder, "metrics", "new", "no_such_number").exit_code == 1
     assert (
         look(folder, "events", "").exit_code == 2
     )  # an empty run id, as if $(slipstream submit) failed

@@ -81,6 +81,7 @@ def test_lags_stay_below_the_one_that_is_given(spec):
         (["--gpu-memory", "many"], "such as 141GB"),
         (["--gpu-memory", "1GB"], "does not fit"),
         (["--rates", "missing.yaml"], "missing.yaml"),
+        (["--rates", "/dev/null"], "/dev/null"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(spec, arguments, words):
