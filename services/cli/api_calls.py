@@ -130,7 +130,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object per 
 StateDirectory = Annotated[
     Path, typer.Option(help="Folder of runs, logs and the database.", file_okay=False)
 ]
-Url = Annotated[str | None, typer.Option(help="REST address of the controller.")]
+Url = Annotated[
+    str | None,
+    typer.Option(
+        help="REST address of the controller. Default: SLIPSTREAM_URL, or the controller that runs here."
+    ),
+]
 
 # With these statuses, a run that is not in a folder may belong to a controller elsewhere.
 _NOT_HERE = (HTTPStatus.NOT_FOUND, HTTPStatus.SERVICE_UNAVAILABLE)

@@ -146,7 +146,7 @@ class _Commands(TyperGroup):
 def load(name: str) -> Any:
     references = {name: where for panel in _COMMANDS.values() for name, (where, _) in panel.items()}
     module, _, function = references[name].partition(":")
-    part = typer.Typer(add_completion=False)
+    part = typer.Typer(add_completion=False, rich_markup_mode="markdown")
     part.command(name)(getattr(import_module(f"services.cli.commands.{module}"), function))
     return typer.main.get_command(part)
 

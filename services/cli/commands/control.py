@@ -163,7 +163,7 @@ def delete(
 def delete_checkpoint(
     run_id: RunId,
     checkpoint_id: Annotated[
-        str, typer.Argument(help=("Id of the checkpoint, as `slipstream checkpoints` prints it."))
+        str, typer.Argument(help="Id of the checkpoint, as 'slipstream checkpoints' prints it.")
     ],
     url: Url = None,
 ) -> None:

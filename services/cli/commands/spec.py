@@ -23,7 +23,7 @@ Elsewhere = Annotated[
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", help="Overrides, such as algorithm.max_staleness=2. May be repeated."),
+    typer.Option("--set", help="Overrides, such as trainer.steps=200. May be repeated."),
 ]
 
 
