@@ -441,9 +441,12 @@ def _open_huggingface(spec: PromptSourceSpec, key: str) -> PromptSource:
     try:
         rows = datasets.load_dataset(spec.path, name=spec.subset, split=spec.split)
     except Exception as error:  # the library raises many kinds, some without a common class
+        why = str(error)
+        if type(error) is datasets.exceptions.DatasetGenerationError:  # only its cause says why
+            why = f"{error.__cause__!r:.300}"
         raise ValueError(
             f"{key}: the dataset {spec.path!r} (subset {spec.subset!r}, split {spec.split!r}) cannot be "
-            f"loaded ({error}); check {key}.path, {key}.subset and {key}.split"
+            f"loaded ({why}); check {key}.path, {key}.subset and {key}.split"
         ) from error
     return _Rows(rows, spec.path)
 

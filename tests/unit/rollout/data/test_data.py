@@ -213,6 +213,16 @@ def test_a_file_of_another_format_is_no_data_set_of_hugging_face(tmp_path: Path)
         open_sources(data("huggingface", tmp_path / "rows.csv"))
 
 
+def test_a_data_set_that_cannot_be_read_has_the_reason(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    (folder / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    (folder / "rows2.jsonl").write_text("{broken\n")
+    with pytest.raises(ValueError, match=r"data\.train: .*JSON"):
+        open_sources(data("huggingface", folder))
+
+
 def test_errors_of_parquet_files_and_functions_have_the_key(tmp_path: Path) -> None:
     (tmp_path / "rows.parquet").write_text("hello")
     (tmp_path / "task.py").write_text("def rows():\n    return 3\n")
