@@ -5,12 +5,13 @@ from typing import Annotated
 
 import typer
 
-from services.cli.api import Api
+from services.cli.api import Api, ApiError
 from services.cli.api_calls import Url, find_controller, find_run, run_until_signal
-from services.cli.output import console, fail, print_line
+from services.cli.output import console, errors, fail, print_line
 from services.cli.trackers.processes import DEADLINE_S, TrackerProcesses
 from services.common.runspec.base import did_you_mean
 from services.common.runspec.trackers import TRACKERS
+from services.controller.api.operations import GetVersion
 
 # Max seconds that calls wait for a controller that restarts.
 _RETRY_S = 600.0
@@ -51,6 +52,13 @@ def track(
 
     async def work() -> None:
         address, token = find_controller(url)
+        async with Api(address, token=token) as api:
+            try:
+                await api.call(GetVersion())
+            except ApiError as error:
+                if error.status:  # it answers
+                    raise
+                print_line(errors, f"{error}; it is called again for {_RETRY_S:.0f} s")
         async with Api(address, token=token, retry_s=_RETRY_S) as api:
             processes = TrackerProcesses(
                 api, url=address, token=token, folder=folder, deadline_s=deadline_s, tell=fail

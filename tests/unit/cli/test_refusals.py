@@ -66,6 +66,13 @@ def test_an_upload_that_fails_names_the_folder_that_is_written(monkeypatch, tmp_
         _upload(tmp_path, "me/model")
 
 
+def test_track_tells_that_it_waits_for_a_controller(monkeypatch):
+    monkeypatch.setattr("services.cli.commands.track._RETRY_S", 0.0)
+    done = CliRunner().invoke(app, ["track", f"run_{'0' * 32}", "--url", "http://127.0.0.1:1"])
+    assert done.exit_code == 1
+    assert done.output.count("http://127.0.0.1:1") == 2  # before the wait, and after it
+
+
 @pytest.mark.parametrize("command", ["get", "logs", "samples"])
 def test_a_controller_that_does_not_answer_is_named(command):
     arguments = [command, f"run_{'0' * 32}", "--url", "http://127.0.0.1:1"]
