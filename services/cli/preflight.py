@@ -448,20 +448,26 @@ def _weights(key: str, model: ModelSpec) -> Iterator[str]:
 
 
 def _teacher(spec: RunSpec) -> Iterator[str]:
-    if spec.teacher is None:
+    if spec.teacher is None or spec.teacher.is_policy:
         return
-    if spec.needs_reference:
-        yield from _weights("teacher", spec.teacher)
-        config = read_config(spec.teacher, _vocabulary(spec.of_reference))
-        for problem in check_trainer(
-            config,
-            tensor_parallel=spec.trainer.tensor_parallel,
-            context_parallel=spec.trainer.context_parallel,
-        ):
-            yield problem.replace("model.path", "teacher.path")
     # This imports transformers, which takes a second.
-    from services.common.models.tokenizer import check_teacher
+    from services.common.models.tokenizer import check_teacher, load_tokenizer
 
+    try:
+        if spec.needs_reference:
+            yield from _weights("teacher", spec.teacher)
+            config = read_config(spec.teacher, _vocabulary(spec.of_reference))
+            for problem in check_trainer(
+                config,
+                tensor_parallel=spec.trainer.tensor_parallel,
+                context_parallel=spec.trainer.context_parallel,
+            ):
+                yield problem.replace("model.path", "teacher.path")
+        else:
+            load_tokenizer(spec.teacher)
+    except (ValueError, OSError) as error:  # of functions that load any model
+        text = str(error).replace("model.path", "teacher.path")
+        raise ValueError(text.replace("model.tokenizer", "teacher.tokenizer")) from error
     check_teacher(spec)
 
 

@@ -164,6 +164,11 @@ WRONG = [
     ),
     ({"teacher": {"path": "tiny:qwen2-3m", "tokenizer": "chars:01"}}, "teacher"),
     ({"teacher": {"path": "./gone"}}, "teacher.path"),
+    ({"teacher": {"path": "./small"}}, "teacher.path 'FOLDER/small': its tokenizer"),
+    (
+        {"teacher": {"path": "./small", "url": "http://teacher:8000"}},
+        "teacher.path 'FOLDER/small': its tokenizer",
+    ),
     ({"teacher": {"path": "tiny:qwen2-3m"}, "algorithm": "sft"}, "teacher"),
     ({"teacher": {"path": "tiny:qwen2-3m"}, "algorithm.kl": {"coefficient": 0}}, "teacher"),
     ({"algorithm.advantage": "none"}, "algorithm.advantage"),
