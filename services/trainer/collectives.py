@@ -29,7 +29,7 @@ _MAX_PAUSE = timedelta(hours=24)
 
 
 def join_processes(*, device: torch.device, rank: int, world_size: int) -> None:
-    """Initializes torch's default process group: Gloo for CPU tensors and, on GPUs, NCCL for theirs.
+    """Initializes torch's default process group: Gloo for CPU tensors and, on GPUs, NCCL for GPU tensors.
 
     Several processes find each other through the environment of ``torchrun``.
     """

@@ -88,9 +88,10 @@ class RecordedBatches:
 def replay(
     plan: Mapping[str, Any], settings: TrainerSettings
 ) -> Iterator[ReplayedStep | WrittenVersion]:
-    """Trains the recorded steps of a plan; yields the comparison of each, first of the weights to start from.
+    """Trains the recorded steps of a plan, and yields the comparison of each step with its record.
 
-    Also yields the file of each version that the plan asks for, before the step that changes it.
+    First yields the comparison of the weights that the replay starts from, if they are recorded. Before a
+    step that starts from a weight version that the plan requests, yields the file of that version.
 
     All ranks must iterate.
 
@@ -101,7 +102,7 @@ def replay(
     source = RecordedBatches(is_experiment=bool(plan["changes"]))
     loaded = build_rank(spec, settings, transfers=source, progress=lambda activity: None)
     rank, num_ranks = loaded.rank, settings.world_size
-    # As in the run, in which a colocated trainer compiles during its first sleep.
+    # A colocated trainer compiles during its first sleep, so the replay sleeps once, as the run did.
     if spec.topology.is_colocated:
         rank.sleep()
         rank.wake()
@@ -152,7 +153,7 @@ def _compared(
         owners = [number for number, names in enumerate(everywhere) if name in names]
         if owners:
             tensors[name] = owners[0]
-    # A rank may lack rows of a small tensor that others have.
+    # A rank may hold no rows of a small tensor that is divided among other ranks.
     tensors |= {n: r for r, names in enumerate(everywhere) for n in names if n not in tensors}
     return ReplayedStep(
         step=step,

@@ -98,10 +98,11 @@ class QueueTransfers:
 
 
 def fetch_model_inputs(fetch: Fetch, meta: KVBatchMeta) -> list[SampleInputs]:
-    """Fetches the model inputs of samples, those of prompts once for all samples that share them.
+    """Fetches the model inputs of samples; fetches inputs of a prompt once for all samples that share it.
 
     Returns:
-        One for each sample; prompts with equal inputs have the same object. Empty if the run has none.
+        The inputs of each sample; empty if the run has none. Prompts with equal inputs have the same
+        :class:`ModelInputs` object.
     """
     if MODEL_INPUTS not in meta.field_names:
         return []
@@ -121,7 +122,7 @@ def fetch_model_inputs(fetch: Fetch, meta: KVBatchMeta) -> list[SampleInputs]:
 def of_vocabulary(fetch: Fetch, vocab_size: int) -> Fetch:
     """Wraps ``fetch`` to raise ``InvalidArgumentError`` for tokens that the model does not have.
 
-    Without it, the embedding would fail on an index without naming the sample.
+    Without this check, the embedding would fail with an index error that does not name the sample.
     """
 
     def checked(meta: KVBatchMeta, fields: Sequence[str]) -> dict[str, Jagged]:

@@ -100,8 +100,9 @@ def maxrl(scores: Tensor, groups: Tensor) -> Tensor:
 def gdpo(terms: Mapping[str, Tensor], groups: Tensor, *, weights: Mapping[str, float]) -> Tensor:
     """Group-relative advantages of each term, summed with weights and normalized over the batch (GDPO).
 
-    Normalized by themselves, terms keep their weights in the sum whatever their scales, and combinations of
-    terms with equal sums keep different advantages. Source: arXiv:2601.05242, equations 4 to 6.
+    Each term is normalized separately. So its weight in the sum does not depend on its scale, and members
+    whose terms differ but have equal sums keep different advantages. Source: arXiv:2601.05242, equations 4
+    to 6.
 
     Args:
         terms: ``[N]`` float scores by term.
@@ -139,7 +140,8 @@ def opo(scores: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
 def pass_at_k(scores: Tensor, groups: Tensor) -> Tensor:
     """Pass@k advantages: best score minus second best over the deviation, for the best member only.
 
-    Source: arXiv:2503.19595. Of equal best members the first one counts, with advantage 0.
+    Source: arXiv:2503.19595. If several members have the best score, the first one counts as the best
+    member, and its advantage is 0.
 
     Args:
         scores: ``[N]`` float.

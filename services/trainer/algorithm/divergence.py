@@ -25,7 +25,7 @@ class TokenDivergence:
     arguments: DistillArguments
     """Kind of divergence."""
     temperature: float
-    """Divides the teacher's logits, as those of the policy."""
+    """Divides the teacher's logits, as it divides those of the policy."""
     head: OutputHead | None = None
     """The teacher's output head; None if the teacher's columns are ``teacher_topk``."""
 
@@ -74,7 +74,7 @@ def _kl(p: Tensor, q: Tensor) -> Tensor:
 def _events(logits: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
     """Returns logprobs ``[C, K + 1]`` of policy and teacher: of the ``K`` tokens, and of all others."""
     size, ids, others = logits.shape[1], teacher[:, :-1, 0].long(), teacher[..., 1]
-    # A token that only the teacher's padded head has counts among the others.
+    # A token that exists only in the teacher's padded head counts as one of all other tokens.
     is_known = functional.pad(ids < size, (0, 1))
     rest = others.masked_fill(is_known, LOWEST).logsumexp(-1, keepdim=True)
     known = torch.cat([others.masked_fill(~is_known, LOWEST)[:, :-1], rest], 1)

@@ -51,7 +51,7 @@ class ScoredBatch:
     """Sums a small tensor over all ranks, each of which must call it."""
 
     def expand(self, per_sample: Tensor) -> Tensor:
-        """Expands ``[M]`` to ``[T]``: each token gets its sample's value, 0 if that is not listed."""
+        """Expands ``[M]`` to ``[T]``: each token gets its sample's value, 0 if its sample is not listed."""
         kept = self.places >= 0
         own = per_sample.new_zeros(len(self.places))
         own[kept] = per_sample[self.places[kept]]
@@ -150,7 +150,10 @@ def gae(
         gamma: Discount per token.
         gae_lambda: Lambda of the advantages, and of the critic's targets.
         length_adaptive: Alpha of VAPO's lambda by length (arXiv:2504.05118), which then replaces
-            ``gae_lambda`` for the advantages only; None for none.
+            ``gae_lambda`` for the advantages only; None uses ``gae_lambda`` for both.
+
+    Returns:
+        ``[T]`` advantages and ``[T]`` targets of the critic.
     """
     assert batch.values is not None, "a critic gives values"
     estimate = partial(

@@ -125,7 +125,7 @@ def _reduce_as_torch(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes :func:`_reduce` with the operators by which the engine torch computes logprobs."""
     scale, cap, temperature = numbers
-    # A GPU divides by a number as a multiplication with its inverse, but not by a tensor.
+    # On a GPU, torch multiplies by the inverse of a number instead of dividing by it; it divides by a tensor.
     divisor = torch.full((1,), temperature, device=products.device)
     scaled, _ = bounded_logits(products, excluded, (scale, cap, 1.0))
     scaled = scaled / divisor

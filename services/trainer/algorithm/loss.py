@@ -28,7 +28,8 @@ def adapted_kl(coefficient: float, kl: KlSpec, *, divergence: float, num_samples
     if kl.target is None or not math.isfinite(divergence):
         return coefficient
     error = min(max(divergence / kl.target - 1.0, -_MOST_ERROR), _MOST_ERROR)
-    # Over a horizon of few samples the formula would change the sign and reward leaving the reference.
+    # With a horizon of few samples, the formula would make the coefficient negative and so reward divergence
+    # from the reference.
     return coefficient * max(1.0 + error * num_samples / kl.horizon, _LEAST_FACTOR)
 
 

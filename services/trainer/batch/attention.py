@@ -7,7 +7,7 @@ and of their keys, copied to each branch. A flex kernel is used instead if score
 sinks, or copies would be too many. Otherwise branches of similar length run as one batch, whose padding is
 masked.
 
-Under the names in :data:`PACKED_AS` the forward pass computes each query as an engine does that decodes it
+Under the names in :data:`PACKED_AS`, the forward pass computes each query as an engine does when it decodes
 (``rollout.reproducible: batch_invariant``); its gradients are those of the other kernels.
 """
 
@@ -37,7 +37,7 @@ PACKED_AS: Final[dict[InvariantEngine | None, str]] = {
     "torch": "slipstream_packed_as_torch",
     "vllm": "slipstream_packed_as_vllm",
 }
-"""Names in transformers by the engine whose operators compute; None for the ordinary ones."""
+"""Name of the attention in transformers, by the engine whose operators it uses; None: ordinary operators."""
 _HEAD_MULTIPLE = 8
 """Multiple of head sizes that the variable-length kernel supports."""
 # Before torch 2.12 the kernel supported fewer key-value heads without this argument.
@@ -101,8 +101,8 @@ def packed_attention(  # noqa: PLR0913 -- transformers decides its arguments
     """
     assert attention_mask is None, f"{type(module).__name__} built a mask for a packed batch"
     if torch.compiler.is_compiling():
-        # Only the number of tokens is dynamic in compiled code: a kernel for any head size divides by it
-        # for every element, and takes several times as long as the copy that it is.
+        # Only the number of tokens is dynamic in compiled code: a copy kernel for any head size divides by
+        # that size for every element, and takes several times as long.
         for size in ("head_dim", "qk_head_dim", "v_head_dim"):
             if hasattr(module, size):
                 comptime.force_static(getattr(module, size))
@@ -173,7 +173,7 @@ class _InvariantAttention(torch.autograd.Function):
         return *(functional.pad(each, (0, 0, 0, padding)) for each in found), None, None, None
 
 
-# The number of batches differs from pack to pack, and each number would be another graph.
+# The number of batches differs from pack to pack, and the compiler would make a graph for each number.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _batched(
     query: Tensor,

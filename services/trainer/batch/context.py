@@ -3,7 +3,7 @@
 tokens      chunks of equal size, the last ones padded; embeddings, norms, projections, feed-forward parts
             and predictions are computed for a rank's own chunk
 attention   chunks of all heads -> all tokens of some heads -> chunks of all heads (arXiv:2309.14509), so
-            that it equals that of one rank, for any layout
+            that the result equals that of one rank, for any layout
 results     all predictions are gathered, so that every rank has the loss of the whole pack
 """
 
@@ -168,5 +168,5 @@ class _AllReduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        # As in _Gathered.
+        # FSDP averages the gradients, as in _AllGather.
         return gradients[0] * ctx.size, None

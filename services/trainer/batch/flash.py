@@ -152,7 +152,7 @@ def _(
 
 
 def _empty(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocates their gradients, contiguous even if the tensors are not."""
+    """Allocates gradients of queries, keys and values, contiguous even if the tensors are not."""
     query, key, value = (
         torch.empty(states.shape, dtype=states.dtype, device=states.device)
         for states in (query, key, value)

@@ -59,8 +59,8 @@ class Sequences:
     """``[K]`` int64: position of each token in its sequence."""
 
 
-# Not frozen: torch 2.11 guards every field of a frozen dataclass that enters a checkpoint which it
-# compiles (``activation_checkpointing: selective``), so each number of batches was another graph.
+# Not frozen: torch 2.11 guards every field of a frozen dataclass that enters a compiled checkpoint
+# (``activation_checkpointing: selective``), so it compiled another graph for each number of batches.
 @dataclass(slots=True, eq=False)
 class AttentionLayout:
     """Branches of a pack and their keys: shared prefixes of their sequences and the branches themselves."""
@@ -72,7 +72,7 @@ class AttentionLayout:
     paths: Paths | None
     """Keys of each branch; None if nothing is shared, so that its keys are its own tokens."""
     ends: Tensor
-    """``[T]`` int64: place after the last token that attends to each one. All tokens between attend to it."""
+    """``[T]`` int64: place after the last token that attends to each token; all tokens between do, too."""
     depths: Tensor
     """``[T]`` int64: position of each token in its sequence."""
     batches: tuple[AttentionBatch, ...]
@@ -144,7 +144,7 @@ def _ends_and_depths(branches: Sequence[Branch]) -> tuple[Tensor, Tensor]:
     """Returns ``ends`` and ``depths`` of a layout."""
     total = sum(branch.length for branch in branches)
     ends, depths = np.empty(total, np.int64), np.empty(total, np.int64)
-    # By depth: start of the first later branch that has its own token there.
+    # By depth: start of the first later branch whose own tokens begin at this depth or before it.
     next_ends = np.full(max(len(branch.path) for branch in branches), total)
     for branch in reversed(branches):
         own = branch.path[branch.depth :]

@@ -103,8 +103,8 @@ class PackedTokens:
     inputs: tuple[PlacedInputs, ...] = ()
     """Model inputs, in the order of their tokens."""
     context: ContextRanks | None = None
-    """Ranks that compute the pack together. Tokens and predictions are then those of this rank; layout, work
-    and ``places`` are those of all.
+    """Ranks that compute the pack together. Tokens and predictions are then those of this rank only; layout,
+    work and ``places`` cover all ranks.
     """
     counts: tuple[int, ...] = ()
     """Number of predictions of each of these ranks."""
@@ -206,7 +206,7 @@ def pack(
         uses = _on_device(np.bincount(np.concatenate([branch.path for branch in found])), device)
         if masks is None and teacher is None:
             predictors, targets, predictions = _distinct(predictors, targets)
-        else:  # equal tokens may have been drawn from different ones, or have different teachers
+        else:  # equal tokens may have different sampling masks or teacher distributions
             order = np.argsort(predictors, kind="stable")
             predictors, targets, predictions = predictors[order], targets[order], np.argsort(order)
             teacher = None if teacher is None else teacher[torch.from_numpy(order)]
@@ -265,8 +265,8 @@ def _placed(
 def _distinct(
     predictors: NDArray[np.int64], targets: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Returns the distinct predictions, and the index among them of each given one."""
-    # One combined integer: sorting rows of two numbers would take ten times as long.
+    """Returns predictors and targets of the distinct predictions, and the index of each given prediction."""
+    # Sorts one combined integer per prediction, because sorting rows of two numbers takes ten times as long.
     distinct, places = np.unique(predictors << 32 | targets, return_inverse=True)
     return distinct >> 32, distinct & 0xFFFFFFFF, places
 

@@ -155,7 +155,7 @@ def cut(
     """Divides some of the sequences into micro-batches of positions; see :func:`micro_batches`."""
     chosen = torch.as_tensor(positions, dtype=torch.int64)
     groups = None if samples.groups is None else samples.groups[chosen].tolist()
-    # Unbinding gives views: experts are many times larger than tokens.
+    # ``unbind`` returns views; ``select`` would copy the experts, which are many times larger than tokens.
     experts = samples.experts.unbind() if shares and samples.experts is not None else None
     sequences = joined(
         samples.prompts.select(chosen).unbind(),
@@ -259,7 +259,11 @@ def _deal(
     *,
     divides: bool,
 ) -> list[list[int]]:
-    """Assigns samples to ranks: whole groups, or the largest parts of groups with the least max load."""
+    """Returns the samples of each rank: whole groups, or parts of groups if ``divides``.
+
+    Parts are halved until they are single samples; the division with the least max load of a rank is used,
+    and of equal ones that with the largest parts.
+    """
 
     def work(unit: Sequence[int]) -> float:
         common = cost(min(cohort.prompt_lengths[index] for index in unit)) if len(unit) > 1 else 0.0
@@ -310,7 +314,10 @@ def _evenly_cut(family: Prefixes, lengths: Sequence[int], max_tokens: int) -> li
 
 
 def _cut(family: Prefixes, lengths: Sequence[int], max_tokens: int) -> list[Prefixes]:
-    """Cuts a family into parts within a budget, at the least sharing in the second half of each."""
+    """Cuts a family into parts within a budget.
+
+    Each cut is in the second half of what fits, between the neighbours that share the fewest tokens.
+    """
     parts, start, end = [], 0, len(family.order)
     while start < end:
         stop, tokens = start + 1, lengths[family.order[start]]

@@ -1,8 +1,8 @@
 """Common prefixes of sequences, which a pack holds only once.
 
-Sorted by their tokens, each sequence shares with all earlier ones what it shares with its predecessor. Its
-tokens after that prefix are its branch; the branches of all, in that order, are the trie of the sequences,
-depth first.
+Sequences are sorted by their tokens. The longest prefix that a sequence shares with any earlier sequence is
+then the one that it shares with its predecessor. The tokens after that prefix are the branch of the sequence.
+The branches of all sequences, in this order, are the trie of the sequences, depth first.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ _LEAST_SHARE = 1 / 50
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InputSpan:
-    """Model inputs of some tokens of a sequence: of its prompt, or of what it observed later."""
+    """Model inputs of some tokens of a sequence: of its prompt, or of a turn that it observed later."""
 
     start: int
     """First of these tokens. Earlier tokens do not depend on the inputs."""
@@ -38,7 +38,7 @@ class Prefixes:
     order: tuple[int, ...]
     """Indexes of the sequences, sorted by their tokens."""
     shared: tuple[int, ...]
-    """Length of the prefix that each one, in that order, has in common with its predecessor."""
+    """Length of the prefix that each sequence, in this order, has in common with its predecessor."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ def use_packed_recurrence(model: PreTrainedModel) -> None:
             setattr(module, "forward", forward)  # noqa: B010 -- mypy knows a method
 
 
-# The number of batches differs from pack to pack, and each number would be another graph.
+# The number of batches differs from pack to pack, and the compiler would make a graph for each number.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _packed(
     module: nn.Module,
@@ -105,8 +105,8 @@ def _chunk(size: int, rows: Tensor) -> int:
 def _mixer_preparation(config: Any) -> _Prepare:
     """Returns the preparation of Falcon-H1's mixers: chunks, and multipliers in the dtype of the pass.
 
-    A mixer has its multipliers in a buffer that is not stored. It has no values after the model was on the
-    meta device, and with float32 values a pass in bfloat16 would continue in float32.
+    A mixer has its multipliers in a buffer that is not stored. The buffer has no values after the model was
+    on the meta device, and with float32 values a pass in bfloat16 would continue in float32.
     """
     from transformers.models.falcon_h1.modeling_falcon_h1 import compute_mup_vector
 

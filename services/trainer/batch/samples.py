@@ -40,7 +40,7 @@ class SampleInputs:
     prompt: ModelInputs
     """Inputs of its prompt."""
     turns: Mapping[int, ModelInputs] = field(default_factory=dict)
-    """Inputs of observed turns, by the place of the turn's first token among those of prompt and response."""
+    """Inputs of observed turns, by the index of the turn's first token in prompt plus response."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,7 +50,7 @@ class Sequences:
     samples: Tensor
     """``[n]`` int64: position of each sequence's sample."""
     numbers: Tensor
-    """``[n]`` int64: number of each sequence among those of its sample, from 0."""
+    """``[n]`` int64: number of each sequence within its sample, from 0."""
     prompts: Jagged
     """``n`` rows of token ids."""
     responses: Jagged
@@ -65,7 +65,7 @@ class Sequences:
     """``n`` rows ``[S]``: sampling masks of the responses; None if all tokens could be drawn."""
 
     def inputs_of(self, given: Sequence[SampleInputs]) -> tuple[tuple[InputSpan, ...], ...]:
-        """Returns the model inputs of each sequence; nothing if the run has none.
+        """Returns the model inputs of each sequence; empty if the run has none.
 
         Args:
             given: Inputs of each sample.
@@ -205,7 +205,7 @@ class Samples:
     rows: Tensor
     """``[n]`` int64: index of each sequence's sample in the whole batch."""
     numbers: Tensor
-    """``[n]`` int64: number of each sequence among those of its sample, from 0."""
+    """``[n]`` int64: number of each sequence within its sample, from 0."""
     prompts: Jagged
     """``n`` rows of token ids."""
     responses: Jagged
@@ -291,7 +291,7 @@ class Samples:
         return replace(self, prompts=prompts)
 
     def to(self, device: torch.device) -> "Samples":
-        """Returns the samples with their columns ``[R]`` on ``device``; the others are not moved."""
+        """Returns the samples with their columns ``[R]`` on ``device``; no other tensors are moved."""
         columns = {
             name: on_device(column, device)
             for name, column in self.tokens.items()
@@ -505,7 +505,7 @@ def build_samples(
     trains = cohort.is_member[chosen]
     if TEACHER_PROMPT in fields:
         samples = replace(samples, teacher_prompts=_teacher_prompts(fields[TEACHER_PROMPT], found))
-        # A sample without any has no teacher: no other response of its group was good enough.
+        # A sample without a teacher prompt has no teacher: no other response of its group was good enough.
         trains = trains & (fields[TEACHER_PROMPT].lengths > 0)[found.samples]
     if spec.advantage_kind.needs_greedy:
         trains = trains & ~cohort.lost_baseline[chosen]
@@ -522,7 +522,10 @@ def build_samples(
 
 
 def _teacher_prompts(given: Jagged, found: Sequences) -> Jagged:
-    """Returns the teacher's prompt of each sequence; its own one if it is not the first of its sample."""
+    """Returns the prompt that the teacher sees for each sequence.
+
+    It is the given one for the first sequence of a sample, unless that is empty, otherwise the sequence's.
+    """
     shown, own = given.unbind(), found.prompts.unbind()
     for place, sample in enumerate(found.samples.tolist()):
         if found.numbers[place] == 0 and len(shown[sample]):

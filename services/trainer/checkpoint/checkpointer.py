@@ -102,7 +102,7 @@ class Checkpointer:
             return 0, 0
         total = snapshot.num_bytes
         try:
-            # A file is allocated at full size, and gets this name once it is written.
+            # A file is allocated at full size under another name, and gets this name once it is written.
             files = manifest.unfinished_of(self._root, snapshot.step).rglob("*.safetensors")
             return min(sum(file.stat().st_size for file in files), total), total
         except FileNotFoundError:  # the folder was renamed meanwhile

@@ -1,4 +1,4 @@
-"""Facts about a checkpoint's model, by which a run that starts from it is checked.
+"""Facts about a checkpoint's model, against which a run that starts from the checkpoint is checked.
 
 A checkpoint of another model would fail with a missing tensor, or train on tokens with another meaning.
 """
@@ -92,7 +92,7 @@ def mismatches(
             "model.tokenizer: the checkpoint was trained with another vocabulary; set model.tokenizer to the "
             "tokenizer of the checkpoint's run"
         )
-    # Checkpoints of former releases lack some facts of the adapters, and those below.
+    # Checkpoints of earlier releases lack some facts about the adapters, and the facts compared below.
     if not _are_equal(saved["lora"], own["lora"]):
         yield (
             f"trainer.lora: the checkpoint has {_adapters(saved['lora'])}, but this run trains "
@@ -139,7 +139,7 @@ def _listed(values: Mapping[str, Any]) -> str:
 
 
 def _are_equal(saved: Mapping[str, Any] | None, own: Mapping[str, Any] | None) -> bool:
-    """Returns True if two facts about adapters agree in what both have."""
+    """Returns True if the run's adapters have all saved facts, or if neither side has adapters."""
     if saved is None or own is None:
         return saved is own
     return {**own, **saved} == own

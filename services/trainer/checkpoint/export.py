@@ -46,7 +46,7 @@ _PREFIX = "model."
 def export_checkpoint(checkpoint: Path, spec: RunSpec, folder: Path) -> None:
     """Writes weights (adapters merged), configuration and tokenizer; a reward model as a classifier.
 
-    A checkpoint that has more than the trained model, such as a multimodal one, is written as a whole.
+    If the source model has more weights than the trained one, as multimodal models do, all are written.
 
     Args:
         checkpoint: A published checkpoint.
@@ -94,7 +94,7 @@ def export_checkpoint(checkpoint: Path, spec: RunSpec, folder: Path) -> None:
         exported.save_pretrained(folder)
         if spec.model.images:
             checkpoint_config(config).save_pretrained(folder)
-    # It may list more end tokens than config.json.
+    # The generation configuration may list more end tokens than config.json.
     if source is not None and (file := find_file(spec.model, GENERATION_CONFIG_NAME)):
         shutil.copyfile(file, folder / GENERATION_CONFIG_NAME)
     tokenizer.save(folder)
@@ -103,13 +103,13 @@ def export_checkpoint(checkpoint: Path, spec: RunSpec, folder: Path) -> None:
 def _replace(
     tensors: Mapping[str, Tensor], config: PretrainedConfig, source: Path, folder: Path
 ) -> bool:
-    """Writes a copy of the source model with other weights, if it is more than the trained language model.
+    """Writes a copy of the source with the given weights, if it is more than the trained language model.
 
-    Those are kept bit for bit: vision towers, heads for multi-token prediction. Trained ones get the dtype
-    that they have in the source.
+    All other tensors, such as heads for multi-token prediction, are kept bit for bit. The given weights get
+    the dtype that they have in the source.
 
     Returns:
-        False if all tensors of the source were trained; nothing is written then.
+        False if the source has no other tensors and takes no images; nothing is written then.
     """
     known = stored_names(source)
     stored = as_stored(tensors, config.to_dict(), known=known)
@@ -136,7 +136,7 @@ def _replace(
 def _classifier(
     trained: PreTrainedModel, checkpoint: Path, config: PretrainedConfig
 ) -> PreTrainedModel:
-    """Returns the sequence classifier with one output that a reward model is."""
+    """Returns a reward model as a Hugging Face sequence classifier with one output."""
     head = torch.zeros(1, config.hidden_size)
     load_shards(
         {"head.weight": head},

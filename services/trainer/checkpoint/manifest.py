@@ -58,7 +58,7 @@ def publish(
         step: Step that was saved.
         facts: Further JSON content of the manifest.
         keep: Number of newest checkpoints to keep.
-        keep_steps: Steps whose checkpoints are kept besides.
+        keep_steps: Steps whose checkpoints are kept besides the newest ones.
 
     Returns:
         The published folder.
@@ -158,7 +158,7 @@ def verify(folder: Path) -> dict[str, Any]:
 
 
 def _delete(folder: Path) -> None:
-    """Deletes a checkpoint. What cannot be deleted now goes with the leftovers of the next one."""
+    """Deletes a checkpoint; the next checkpoint deletes the files that cannot be deleted now."""
     aside = _aside(folder)
     try:
         folder.rename(aside)

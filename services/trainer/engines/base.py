@@ -52,7 +52,7 @@ class OomLimitError(InternalError):
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Facts about a model that batches are planned with."""
+    """Facts about a model from which batches are planned."""
 
     config: Any
     """Its Hugging Face configuration."""
@@ -149,7 +149,7 @@ class PendingSave:
     num_bytes: int
     """Bytes of all ranks' parts."""
     write: Callable[[Path], None]
-    """Writes safetensors to a folder, and creates it. Blocks, while training may continue; raises ``OSError``
+    """Creates a folder and writes safetensors to it. Blocks, while training may continue; raises ``OSError``
     if it fails. All ranks must call it.
     """
     tensors: Mapping[str, Tensor]
@@ -220,7 +220,7 @@ class TrainEngine(Protocol):
             samples: This rank's samples, with all columns that their loss needs.
             micros: The micro-batches. All ranks have the same number; an empty one has no samples.
             make_loss: Returns the loss of an update with these micro-batches. It is called again if
-                micro-batches had to be divided. All ranks call it equally often.
+                micro-batches had to be divided. All ranks call it the same number of times.
             may_repeat: False if gradients were accumulated before, which a repetition would lose.
             loss_scale: Multiplies the loss, so that gradients do not underflow in float16;
                 :meth:`optimizer_step` must divide by it.
@@ -237,8 +237,8 @@ class TrainEngine(Protocol):
         Weights and optimizer state stay unchanged if the gradients are not finite.
 
         Args:
-            learning_rate: Learning rate of the update. 0 measures the gradients and changes nothing. None
-                drops them, and is the only value with which ranks need not call together.
+            learning_rate: Learning rate of the update. 0 measures the gradients and changes nothing.
+                None only drops the gradients; a rank may then call this method alone.
             scale: Scalar that multiplies the gradients first; None for 1.
         """
 
@@ -258,7 +258,7 @@ class TrainEngine(Protocol):
 
         Args:
             folder: Folder that a :class:`PendingSave` of this engine wrote, with any number of ranks.
-            num_updates: Optimizer updates until then.
+            num_updates: Number of optimizer updates until the state was saved.
         """
 
     def sleep(self) -> None:
@@ -269,7 +269,7 @@ class TrainEngine(Protocol):
 
 
 Progress = Callable[[str], None]
-"""Called with what a process does while it loads its models."""
+"""Called with a description of what a process does while it loads its models."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -183,7 +183,7 @@ class ReferenceEngine:
         return passes
 
     def _sequence(self, samples: Samples, position: int, temperature: float) -> tuple[Tensor, ...]:
-        """Returns ``[r]`` scores and, of a policy, entropies and divergences of a sequence's response."""
+        """Returns ``[r]`` scores of a sequence's response; for a policy, also entropies and divergences."""
         found, response = self._predicted(samples, position)
         if self.module.head is not None:
             return (self.module.head(found).squeeze(-1).float(),)
@@ -208,7 +208,7 @@ class ReferenceEngine:
     def _distribution(
         self, samples: Samples, position: int, temperature: float, teaches: DistillArguments
     ) -> Tensor:
-        """Returns what a policy is compared with, as :meth:`forward_logprobs` does with ``teaches``."""
+        """Returns a sequence's part of what :meth:`forward_logprobs` returns with ``teaches``."""
         found, _ = self._predicted(samples, position, has_logits=teaches.top_k is not None)
         if teaches.top_k is None:
             return found.float()
@@ -313,7 +313,7 @@ class ReferenceEngine:
 
 
 def _events(own: Tensor, ids: Tensor) -> Tensor:
-    """Returns the logprobs ``[r, K + 1]`` of chosen tokens, and of all others."""
+    """Returns ``[r, K + 1]`` logprobs: of each of the ``K`` tokens ``ids``, and of all other tokens."""
     rest = own.scatter(1, ids, -1e30).logsumexp(-1, keepdim=True)
     return torch.cat([own.gather(1, ids), rest], -1)
 

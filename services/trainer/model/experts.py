@@ -2,7 +2,7 @@
 
 Registered with transformers under :data:`EXPERTS`, for any model whose experts are fused tensors. On a GPU
 in bfloat16, torch's grouped kernel computes all products at once; otherwise a loop does. Every expert takes
-part, even without tokens: its gradient is then 0 instead of missing, which other ranks would wait for.
+part, even without tokens, so that its gradient is 0 instead of missing: other ranks wait for every gradient.
 
     alone    tokens -> a copy for each chosen expert, sorted -> products -> weighted sum
     shared   between sorting and products, copies are sent to the ranks that hold their experts, and back
@@ -40,7 +40,8 @@ def share_experts(module: nn.Module, ranks: ExpertRanks) -> None:
     setattr(module, _RANKS, ranks)
 
 
-# The number of tokens of an expert reaches the host only during the pass, and differs from pack to pack.
+# Not compiled: the host learns an expert's number of tokens only during the pass, and it differs from pack
+# to pack.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def experts_forward(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """Computes the weighted sum of the chosen experts' outputs for each token.
@@ -73,14 +74,14 @@ def experts_forward(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor
 def _elsewhere(
     module: Any, rows: Tensor, shares: Tensor, counts: Tensor, ranks: ExpertRanks
 ) -> Tensor:
-    """Computes products of sorted rows on the ranks that hold their experts."""
+    """Computes :func:`_products` of sorted rows on the ranks that hold their experts."""
     arriving = torch.empty_like(counts)
     distributed.all_to_all_single(arriving, counts, group=ranks.group)
     by_rank = torch.stack([counts, arriving]).view(2, ranks.size, -1)
     sent, received = by_rank.sum(2).tolist()
     arrived = all_to_all(rows, sent, received, group=ranks.group)
     shares = all_to_all(shares, sent, received, group=ranks.group)
-    # Rows arrive sorted by rank and then by expert, and are multiplied by expert.
+    # Rows arrive sorted by rank and then by expert; the products need them sorted by expert.
     experts = torch.arange(by_rank.shape[2], device=rows.device).repeat(ranks.size)
     order = torch.argsort(experts.repeat_interleave(by_rank[1].flatten()), stable=True)
     outputs = _products(module, arrived[order], shares[order], by_rank[1].sum(0), ranks)
@@ -93,10 +94,10 @@ def _elsewhere(
 def _products(
     module: Any, rows: Tensor, shares: Tensor, counts: Tensor, ranks: ExpertRanks | None
 ) -> Tensor:
-    """Applies both layers of this rank's experts to rows sorted by expert, times their shares.
+    """Applies both layers of this rank's experts to rows sorted by expert, and multiplies by the shares.
 
-    The shares multiply between the layers, where rows are narrower than after them, because the backward
-    pass keeps each of these rows.
+    It multiplies between the layers, where rows are narrower than after them, because the backward pass
+    keeps the multiplied rows.
     """
     gated = module._apply_gate(_product(module, "gate_up_proj", rows, counts, ranks))  # noqa: SLF001
     gated = (gated * shares).to(rows.dtype)
@@ -152,7 +153,7 @@ def _by_expert(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 
 def _weight(module: Any, name: str, ranks: ExpertRanks | None) -> Tensor:
-    """Returns this rank's experts. Their gradient covers all ranks' tokens, so it is scaled to a mean."""
+    """Returns a tensor of this rank's experts; scales its gradient, a sum over ranks' tokens, to a mean."""
     weight = local_part(getattr(module, name))
     if ranks is None:
         return weight

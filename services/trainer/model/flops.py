@@ -15,7 +15,7 @@ _PEAKS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12}
 
 
 def active_weights(model: nn.Module, config: PretrainedConfig) -> float:
-    """Returns the number of layer weights that a token passes: of the experts, only those that it chooses.
+    """Returns the number of layer weights that are active for a token, including only its chosen experts.
 
     Args:
         model: The model on any device, sharded or not.
@@ -34,9 +34,9 @@ def active_weights(model: nn.Module, config: PretrainedConfig) -> float:
 
 
 def model_weights(config: PretrainedConfig) -> tuple[float, float]:
-    """Returns the number of a model's parameters, and how many of them a token passes."""
+    """Returns the number of a model's parameters, and the number of parameters active for a token."""
     model = build_model(config, dtype=torch.float32, device="meta")
-    # Of the embeddings, only the output head multiplies.
+    # The output head is the only embedding that multiplies; the input embedding is a lookup.
     head = config.get_text_config()
     return float(sum(p.numel() for p in model.parameters())), active_weights(model, config) + float(
         head.vocab_size * head.hidden_size
@@ -48,14 +48,15 @@ def training_flops(
 ) -> float:
     """Returns the useful operations of one forward and backward pass.
 
-    Padding, recomputation and the optimizer do not count. Forward ``2 P`` per token in the layers' ``P``
-    weights, ``2 n h L^2`` in causal attention over a sequence, ``2 V h`` per scored token in the logits, and
-    per token three products with each state of a recurrent layer; the backward pass takes twice as many.
+    Padding, recomputation and the optimizer do not count. The forward pass takes ``2 P`` per token in the
+    layers' ``P`` weights, ``2 n h L^2`` in causal attention over a sequence, ``2 V h`` per scored token in
+    the logits, and per token three products with each state of a recurrent layer. The backward pass takes
+    twice as many.
 
     Args:
         weights: Result of :func:`active_weights`.
         tokens: Tokens that the layers compute; those that sequences share count once.
-        squares: Squares of the sequences' lengths, minus those of what they share.
+        squares: Sum of the squared lengths of sequences, minus the squared lengths of shared prefixes.
         predictions: Number of computed logprobs.
     """
     shape: Any = config

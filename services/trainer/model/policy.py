@@ -150,9 +150,9 @@ class Critic(nn.Module):
 
 
 def computes_as(spec: RunSpec, config: PretrainedConfig) -> InvariantEngine | None:
-    """Returns the engine whose logprobs the policy's equal with equal weights; None if of none.
+    """Returns the engine whose logprobs equal the policy's for equal weights; None if there is none.
 
-    Warns if vLLM's operators do not compute the model, so that the logprobs differ.
+    Logs a warning if vLLM's operators do not support the model, so that the logprobs differ.
     """
     engine = spec.computes_as
     if engine == "vllm":
@@ -209,7 +209,7 @@ def decoder_states(model: PreTrainedModel, packed: PackedTokens, *, multiple: in
 
 
 def _use_packs(model: PreTrainedModel, engine: InvariantEngine | None = None) -> None:
-    """Switches a model to our attention, recurrent layers and experts, as far as it has them."""
+    """Switches a model's attention, recurrent layers and experts, if it has any, to those for packs."""
     if engine == "torch":
         use_invariant_operators(model)
     elif engine == "vllm":

@@ -37,7 +37,7 @@ from services.trainer.model.policy import Policy
 from services.wire.data.jagged import Jagged
 
 Progress = Callable[[str], None]
-"""Called with what a process does while it loads its models."""
+"""Called with a description of what a process does while it loads its models."""
 
 _BETAS = (0.9, 0.95)
 _WARMUP_STEPS = 30
@@ -189,7 +189,7 @@ def _digest(model: ModelSpec, tokenizer: Tokenizer, seed: int) -> str:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Lets one process of this host at a time create a folder; the others then find it."""
+    """Lets one process of this host at a time create a folder; later processes find the folder."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

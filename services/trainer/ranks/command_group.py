@@ -41,7 +41,7 @@ _ENDED_NORMALLY = "ended"
 _HOST = "worker/host/"
 """Prefix of the store's keys of all ranks' addresses and host names, for messages."""
 _OUTAGE = "worker/outage/"
-"""Prefix of the store's keys of what other ranks than 0 cannot reach; empty values if there is nothing."""
+"""Prefix of the store's keys under which ranks above 0 report outages; an empty value reports their end."""
 _LISTEN = timedelta(days=365)
 # Process groups connect when they are first used.
 _WATCH_EVERY_S = 5.0
@@ -53,8 +53,9 @@ def watch_connections() -> None:
     """Lets the kernel end each TCP connection of this process whose peer's host is silent for 30 s.
 
     Without this, a wait for data of a lost peer never ends, and a wait for its acknowledgements
-    after 15 minutes. Over a slow link, acknowledgements arrive. Call it again for connections that
-    are opened later. Does nothing where the socket options of Linux are missing.
+    ends after 15 minutes. A slow link stays connected, because acknowledgements arrive. Call this
+    function again for connections that are opened later. It does nothing where the socket options of
+    Linux are missing.
     """
     for entry in Path("/proc/self/fd").iterdir() if hasattr(socket, "TCP_USER_TIMEOUT") else ():
         with suppress(OSError):  # closed meanwhile, or no connection
@@ -139,12 +140,12 @@ class CommandGroup:
         return self._cause.done()
 
     def share_outage(self, cause: str) -> None:
-        """Reports to rank 0 what this rank cannot reach; an empty text if it reaches all again."""
+        """Reports to rank 0 why this rank cannot reach the transferqueue; an empty text ends the outage."""
         with suppress(RuntimeError, ValueError):  # after a failure the store is gone
             _default_store().set(f"{_OUTAGE}{distributed.get_rank()}", cause)
 
     def outage(self) -> str:
-        """Returns what another rank than 0 cannot reach, on rank 0; empty if there is nothing."""
+        """Returns the outage that a rank above 0 reports; empty if there is none. Rank 0 calls it."""
         if self._size == 1:
             return ""
         with suppress(RuntimeError, ValueError):
@@ -199,8 +200,8 @@ class CommandGroup:
         Args:
             cause: Reason why this rank cannot continue. If a rank failed before, its cause is used instead.
         """
-        # Another thread may abort the groups at any moment, because another rank failed, too; and the
-        # store is gone with rank 0.
+        # Another thread may abort the groups at any moment, because another rank failed, too. If rank 0
+        # has ended, the store is gone.
         with suppress(RuntimeError, ValueError):
             if not self.has_failed:
                 cause = f"rank {distributed.get_rank()}: {self._name_peers(cause)}"
@@ -209,7 +210,7 @@ class CommandGroup:
         return RankFailedError(self._cause.result())
 
     def _name_peers(self, cause: str) -> str:
-        """Adds rank and host name of each address in a cause; on rank 0, which holds the store of them."""
+        """Returns a cause with rank and host name of each address in it; unchanged on ranks above 0."""
         if distributed.get_rank() > 0:
             return cause
         store, keys = _default_store(), [f"{_HOST}{rank}" for rank in range(1, self._size)]

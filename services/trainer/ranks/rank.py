@@ -127,7 +127,7 @@ class Rank:
     Args:
         checkpointer: Saves and loads the engines that train.
         recorder: Records how samples were trained, for people to read; None on other ranks.
-        step_recorder: Records the steps, to replay them; None if the run does not.
+        step_recorder: Records the steps, to replay them; None if the run has no record.
     """
 
     def __init__(
@@ -386,7 +386,7 @@ class Rank:
 def canary_of(engine: TrainEngine) -> Canary:
     """Scores a short text at temperature 1. All ranks must call it."""
     token_ids = canary_text(engine.model.config.vocab_size)
-    # Nothing is compiled for it: in turns, the first weights would wait for a graph that no step needs.
+    # Not compiled: in a colocated run, the first weights would wait for a graph that no step needs.
     with torch.compiler.set_stance("force_eager"):
         return Canary(token_ids, tuple(score_text(engine, token_ids)))
 

@@ -74,9 +74,12 @@ async def load(
     settings: TrainerSettings,
     build: Build[_Built_co],
 ) -> _Built_co:
-    """Loads all ranks, as rank 0.
+    """Sends the run to the other ranks and loads the models of rank 0; returns the result of ``build``.
+
+    Reports to the controller if the checkpoint to start from cannot be used, and raises that error.
 
     Args:
+        stack: Closes the connection to the transferqueue.
         session: Registration at the controller, with the run's specification.
         command_group: All ranks; the others wait for the run's specification.
     """
@@ -132,7 +135,7 @@ async def until_stopped(session: WorkerSession, command_group: CommandGroup) -> 
     """Waits for the controller's stop request or a signal.
 
     Raises:
-        ExceptionGroup: With a RankFailedError, if a rank fails; the controller knows the cause then.
+        ExceptionGroup: With a RankFailedError, if a rank fails; the cause was reported to the controller.
     """
 
     async def failed() -> None:

@@ -1,4 +1,4 @@
-"""Finds the first step at which two recorded runs part, and why."""
+"""Finds the first step at which two recorded runs differ, and the cause."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class Difference:
     """The first difference of two runs."""
 
     step: int
-    """Step at which they part; the last common step if they do not."""
+    """First step at which the runs differ; the last common step if they do not."""
     cause: Cause
     text: str
     """Description for people."""

@@ -5,7 +5,7 @@
         header    numbers of the step (:class:`StepNumbers`), digests of the weights after it, checksum
         tensors   the batch's description (rank 0), and the fields that this rank fetched
 
-A file appears under its name once it is whole. A step that is trained again replaces its file.
+A file gets its name only after it is complete. A step that is trained again replaces its file.
 """
 
 import json
@@ -64,7 +64,7 @@ class Columns:
     rows: Tensor
     """``[n]`` int64: index of each sample in the batch."""
     values: Jagged
-    """One row for each of them."""
+    """One row for each of these samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class RecordedStep:
 
 
 def _places(meta: KVBatchMeta, name: str) -> list[Any]:
-    """Returns what identifies each sample's value: the key, or the place of a value that samples share."""
+    """Returns an identifier of each sample's value: its key, or the location if samples share values."""
     if name != MODEL_INPUTS:
         return list(meta.keys)
     column = meta.column(name)
@@ -237,7 +237,7 @@ def write_start(folder: Path, step: int, facts: Mapping[str, Any]) -> None:
 
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:
-    """Returns the facts of each start of the run, with the ``step`` after which it began; the first is first.
+    """Returns the facts of each start of the run, oldest first, with the ``step`` that it continued after.
 
     Raises:
         NotFoundError: If there is no record.
@@ -273,8 +273,8 @@ def joined(parts: Iterable[tuple[Sequence[int], Jagged]]) -> Columns:
     """Joins the values of several fetches.
 
     Args:
-        parts: Row of each value in the batch, -1 for samples of another batch; and the values. Of a sample
-            that was fetched again, the newest value stays.
+        parts: For each fetch, the row in the batch of each value (-1 for samples of another batch), and the
+            values. If a sample was fetched several times, the newest value is kept.
     """
     found = {
         row: value

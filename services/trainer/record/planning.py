@@ -140,7 +140,11 @@ def _read_numbers(folder: Path, steps: Sequence[int], *, num_ranks: int) -> dict
 
 
 def _steps_from(numbers: Mapping[int, StepNumbers], versions: Sequence[int]) -> tuple[int, int]:
-    """Returns the steps that start from the first and from the last of some versions."""
+    """Returns the first and the last step that start from one of some weight versions.
+
+    Raises:
+        InvalidArgumentError: If there is a version from which no recorded step starts.
+    """
     found = {
         each.weight_version: step
         for step, each in numbers.items()

@@ -32,11 +32,11 @@ from services.wire.batch import KVBatchMeta
 from services.wire.data.jagged import Jagged
 
 _PACKAGES = ("torch", "triton", "transformers", "peft", "numpy", "flash-attn", "nvidia-nccl")
-"""Packages that take part in a step; all whose names begin with one of these are recorded."""
+"""Beginnings of the names of packages that take part in a step, whose versions are recorded."""
 _TIMES = ("seconds_", "idle_", "tokens_per_s", "mfu", "compilations", "gpu_memory_")
 """Beginnings of the names of metrics that differ between equal steps."""
 _GPU_DIGESTS = "sums by row and column"
-"""Digests that a GPU computes. Records with others cannot be compared."""
+"""Kind of the digests that a GPU computes. Records with different kinds cannot be compared."""
 _nondeterministic: dict[str, None] = {}
 
 
@@ -76,7 +76,7 @@ class StepRecorder:
         everyone = engine.ranks.everyone or engine.ranks
         everyone.sum(torch.zeros(1))  # no rank writes before rank 0 has deleted
         if not files.rank_file(self._folder, step, self._rank).exists():
-            # The weights that the first step starts from.
+            # Records the digests of the weights that the first step starts from.
             self._submit(*self._numbers(step, step, 0, engine), (), {})
 
     def recorded(self, fetch: Fetch) -> Fetch:
@@ -110,7 +110,7 @@ class StepRecorder:
         """Records a trained step; waits if the record of the step before is not written yet."""
         keys = set(meta.keys)
         parts = self._parts if self._parts_version == weight_version else []
-        # Parts that are not of this batch had no effect: their gradients were dropped.
+        # If a part does not belong to this batch, the gradients of all parts were dropped and had no effect.
         parts = parts if all(keys.issuperset(part.keys) for part in parts) else []
         numbers, weights = self._numbers(step, weight_version, num_steps, engine)
         numbers = replace(
@@ -218,7 +218,7 @@ def start_digests(tensors: Iterable[tuple[str, Tensor]]) -> Callable[[], dict[st
 
 def compute_deterministically() -> None:
     """Selects deterministic operators for this process; those that torch lacks are recorded by name."""
-    # cuBLAS reads it with its first product.
+    # cuBLAS reads this variable at its first matrix product.
     set_defaults({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

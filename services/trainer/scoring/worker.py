@@ -1,7 +1,7 @@
 """A worker of the role logp or ref_logp: loads, registers and scores until the controller stops it.
 
 ref_logp  holds the frozen base model and scores groups as they finish, in parallel with generation and
-          training. It leases samples from the transferqueue, so the leases of a dead worker go to the others.
+          training. It leases samples from the transferqueue, which delivers a dead worker's samples again.
           The controller sees a group only after the field is stored.
 logp      holds the published weights and scores the batches that the controller sends.
 """
@@ -73,7 +73,7 @@ async def serve_logp(settings: TrainerSettings) -> None:
         )
         member = WeightMember(
             sink=servicer,
-            # No GPU has room for a whole sharded model, so weights are received in host memory first.
+            # No single GPU has room for a sharded model, so weights are received in host memory first.
             device=device_of(settings) if settings.world_size == 1 else torch.device("cpu"),
             host=settings.advertise_host,
             rendezvous=lambda scope: session.rendezvous(scope),

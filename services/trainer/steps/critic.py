@@ -81,9 +81,10 @@ class CriticRunner:
         tally: MetricTotals,
         num_steps: int,
     ) -> Outcome:
-        """Runs one optimizer update towards ``returns``.
+        """Runs one optimizer update towards ``returns``; returns its outcome. All ranks must call it.
 
-        The update is skipped if loss or gradient is not finite, or if no token trains.
+        The update is skipped if loss or gradient is not finite. It is also skipped, with the outcome
+        ``applied``, if no token trains or no micro-batch fits into memory.
 
         Args:
             samples: This rank's samples, with ``values`` and ``returns``.

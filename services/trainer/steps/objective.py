@@ -17,7 +17,7 @@ from services.trainer.engines.base import Micros
 
 Correction = Literal["bypass", "decoupled", "none"]
 MAX_AGE = 4
-"""Staleness that metrics distinguish; older tokens count as these."""
+"""Max staleness that metrics distinguish; they count older tokens at this staleness."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +63,16 @@ class Objective:
         return loss.Denominators(tokens=tokens, sequences=sequences, horizon=self._horizon)
 
     def look_ahead(self, samples: Samples, ranks: Ranks) -> Samples:
-        """Computes what the losses of a batch share, if the algorithm needs it. All ranks must call it.
+        """Computes the values that the losses of a batch share, if the algorithm needs them.
 
-        This is the mean importance weight, and the mask of accepted tokens.
+        These are the mean importance weight and the mask of accepted tokens. All ranks must call it.
 
         Args:
             samples: This rank's part of the whole batch, with proximal logprobs and advantages.
 
         Returns:
-            The samples, with another :attr:`~Samples.counted` if rejection masks change the denominator.
+            The samples, whose :attr:`~Samples.counted` are the accepted tokens if rejection changes the
+            denominator.
         """
         if not self._spec.looks_ahead:
             return samples
@@ -248,7 +249,7 @@ class Objective:
         return result
 
     def _penalty(self, logprobs: Tensor, samples: Samples, compared: _Comparison) -> Tensor:
-        """Returns the KL penalty to the reference, importance-weighted unless the run excludes that."""
+        """Returns the ``[R]`` KL penalty to the reference, weighted if ``kl.importance_weighted`` is set."""
         penalty = loss.kl_penalty(
             logprobs, samples.tokens["ref_logprobs"], estimator=self._spec.kl.estimator
         )
@@ -289,7 +290,7 @@ class Objective:
         is_clipped = (raw > self._spec.correction_cap).float()
         tally.mean("is_clipped_fraction", is_clipped, mask)
         for age in self._ages:
-            # A token is older than the bound only if it does not train.
+            # No trained token exceeds the staleness bound, so these ages cover all trained tokens.
             has_age = mask & (staleness.clamp(max=MAX_AGE) == age)
             tally.mean(f"tokens_by_staleness/{age}", has_age.float(), mask)
             tally.mean(f"kl_rollout_by_staleness/{age}", terms["kl_rollout"], has_age)

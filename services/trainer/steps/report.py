@@ -21,7 +21,7 @@ from services.trainer.steps.updates import Outcome
 
 
 def num_compiled() -> int:
-    """Returns the number of graphs that this process has compiled so far, each for one kind of sizes."""
+    """Returns the number of graphs that this process has compiled so far."""
     return int(counters["stats"]["unique_graphs"])
 
 
@@ -220,7 +220,7 @@ def derive(means: Mapping[str, float], spec: RunSpec) -> dict[str, float]:
 
 
 def _by_staleness(metrics: dict[str, float]) -> dict[str, float]:
-    """Replaces mean weights by effective sample sizes, and drops the staleness of no token."""
+    """Replaces mean weights by effective sample sizes; removes the metrics of a staleness without tokens."""
     beginning = "tokens_by_staleness/"
     for age in [name.removeprefix(beginning) for name in metrics if name.startswith(beginning)]:
         mean = metrics.pop(f"is_weight_by_staleness/{age}")
@@ -234,7 +234,10 @@ def _by_staleness(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def utilization(early: StepAccumulator, engine: TrainEngine, *, num_gpus: int) -> dict[str, float]:
-    """Returns shared prefixes, compilations and, on GPUs, peak memory and MFU. All ranks must call it."""
+    """Returns the shared token fraction, compilations and, on GPUs, peak memory and MFU.
+
+    All ranks must call it.
+    """
     work = torch.tensor(astuple(early.work), dtype=torch.float64)
     sequence_tokens, tokens, squares, predictions = engine.ranks.sum(work).tolist()
     used = {

@@ -241,7 +241,7 @@ class StepRunner:
         if (distill := self._spec.distillation) and samples.teacher is None:
             column = TEACHER_STATES if distill.top_k is None else TEACHER_TOP_K
             with timer("ref_logprob"):
-                # Without a reference the policy, before its updates, teaches itself.
+                # Without a reference, the policy before its updates is its own teacher.
                 teacher = self._reference or self.engine
                 shown = teacher.forward_logprobs(samples.of_teacher, plan, teaches=distill)
             samples = samples.with_tokens(**{column: shown})
@@ -379,10 +379,10 @@ def without_unscored(samples: Samples, plan: StepPlan) -> tuple[Samples, StepPla
     if not left_out.any():
         return samples, plan
     if samples.groups is not None:
-        # Members of a group that are compared with each other train all together or not at all.
+        # If the loss compares the members of a group, either all of them train or none.
         left_out = torch.isin(samples.groups, samples.groups[left_out])
     gone = samples.segments.expand(left_out)
-    # Equal logprobs and values mean no penalty; the reward still counts in its group.
+    # If all logprobs and values are 0, a sequence gets no penalty; its reward still counts in its group.
     wiped = {
         name: samples.tokens[name].masked_fill(
             gone.view(-1, *[1] * (samples.tokens[name].ndim - 1)), 0.0
@@ -445,7 +445,7 @@ class CriticStepRunner:
     def accumulate(
         self, weight_version: int, samples: Samples, cohort: BatchFacts, plan: StepPlan
     ) -> None:
-        """Raises, because the critic's targets are those of a whole batch.
+        """Raises an error, because the critic's targets depend on the whole batch.
 
         Raises:
             FailedPreconditionError: Always.

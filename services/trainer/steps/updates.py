@@ -41,12 +41,12 @@ Outcome = Literal["applied", "overflow", "not_finite"]
 
 @dataclass(frozen=True, slots=True)
 class AppliedUpdate:
-    """An update, or why there was none."""
+    """Result of an update, which may have been skipped."""
 
     outcome: Outcome
     taken: OptimizerStep
     learning_rate: float
-    """Learning rate that was applied; 0 if none was."""
+    """Learning rate that was applied; 0 if no weights changed."""
 
 
 _SCALE_FACTOR: Final = 2.0
@@ -93,7 +93,7 @@ class LossScale:
         return dict(zip(_scale_names(part), (self.value, self._num_updates), strict=True))
 
     def restore(self, facts: Mapping[str, float], part: str) -> None:
-        """Restores the state of a checkpoint; one of a run with another dtype has none."""
+        """Restores the state of a checkpoint; does nothing if its run had another dtype and stored none."""
         scale, updates = _scale_names(part)
         if scale in facts:
             self.value, self._num_updates = float(facts[scale]), int(facts[updates])
@@ -235,7 +235,7 @@ def nonfinite_inputs(samples: Samples, cohort: BatchFacts) -> tuple[str, ...]:
     # A greedy response is not a member of its group, but the baseline of the members.
     rewarded = member | cohort.is_greedy[samples.rows]
     found = [] if bool(torch.isfinite(samples.rewards[rewarded]).all()) else ["rewards"]
-    # Untrained tokens may count too, in the rewards that others train with.
+    # Untrained tokens may count too, because the rewards of trained tokens may depend on them.
     mask = samples.tokens["response_mask"] & samples.segments.expand(member)
     found += [
         name

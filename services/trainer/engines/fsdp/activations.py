@@ -1,6 +1,6 @@
 """Activation memory: what layers keep of a forward pass for the backward pass.
 
-kept         compiled layers keep what their compiler chose, others all that autograd saves
+kept         compiled layers keep the tensors that the compiler chose, other layers all that autograd saves
 recomputed   a layer keeps its input, or matrix products and attention as well, and recomputes the rest
 offloaded    kept tensors are copied to host memory while the next layer computes, and back while the layer
              after theirs runs its backward pass; results are the same, bit for bit
@@ -104,8 +104,8 @@ def compiled(forward: _Forward) -> _Forward:
     is_offered = _FUSES_ALL_SIZES in torch._inductor.list_options()  # noqa: SLF001
     options: Any = {_FUSES_ALL_SIZES: True} if is_offered else {}
     arguments: Any = {"dynamic": True, "options": options}
-    # Beyond its limit torch would run uncompiled, slower and in more memory than planned. The setting of
-    # the module is local to a thread from torch 2.13 on, which has an argument instead.
+    # Beyond its limit of compilations, torch runs a layer uncompiled, slower and in more memory than planned.
+    # From torch 2.13 on, the module's setting is local to a thread, and ``compile`` has an argument instead.
     if "recompile_limit" in signature(torch.compile).parameters:
         arguments["recompile_limit"] = _MOST_KINDS
     else:
@@ -142,7 +142,7 @@ class _HostMemory:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             before = None if self._newest is None else self._newest()
-            # The addresses of the weights as FSDP has gathered them for this pass.
+            # The addresses of the weights that FSDP has gathered for this pass.
             held = chain(layer.parameters(), layer.buffers())
             weights = frozenset(_address(local_part(weight)) for weight in held)
             activations = _LayerActivations(self._device, self._stream, weights, before)

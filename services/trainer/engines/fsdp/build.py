@@ -104,7 +104,7 @@ def teach(policy: Policy | Critic, reference: FsdpEngine | None, spec: RunSpec) 
     weight = head.weight.detach()
     if isinstance(weight, DTensor):
         weight = weight.full_tensor()
-    # The forward pass of the teacher casts its weights.
+    # The teacher's own forward pass casts its weights to this dtype.
     weight = weight.to(getattr(torch, spec.trainer.dtype))
     policy.teacher_head = replace(head, weight=weight)
 
@@ -221,7 +221,7 @@ class Loader:
         return module
 
     def memory_asleep(self) -> tuple[Stays, bool]:
-        """Returns what stays on a GPU that is time-shared with others, and whether to compile meanwhile."""
+        """Returns the state that stays on a time-shared GPU, and True if layers compile during a sleep."""
         device, spec = self._topology.device, self._spec
         if device.type == "cpu":
             return "nothing", False

@@ -1,6 +1,6 @@
 """Saves and loads one model with its optimizer, sharded by torch DCP into safetensors.
 
-Any number of ranks can load what another number of ranks wrote.
+Any number of ranks can load a checkpoint that another number of ranks wrote.
 """
 
 import json
@@ -52,7 +52,7 @@ class ShardWriter(HuggingFaceStorageWriter):
 
         with ThreadPoolExecutor(THREADS) as pool:
             for _ in pool.map(write, enumerate(_files(plan, planner), start=1)):
-                """Raise what went wrong."""
+                """Raise the error of a write, if one failed."""
         done: Future[list[WriteResult]] = Future()
         done.set_result([])
         return done
@@ -129,7 +129,8 @@ class ModelCheckpoint:
 
         def write(folder: Path) -> None:
             if self._rank == 0:
-                # If it fails, writing fails, on all ranks together; they must meet before.
+                # If this fails, the write below fails on all ranks together. An error raised here would
+                # leave the other ranks waiting in the barrier.
                 with suppress(OSError):
                     folder.mkdir(parents=True, exist_ok=True)
             if self._group is not None:
@@ -142,7 +143,7 @@ class ModelCheckpoint:
                     no_dist=self._group is None,
                 )
             except CheckpointException as error:
-                # Without the traces that torch adds for every rank.
+                # The message omits the traces that torch adds for every rank.
                 causes = dict.fromkeys(str(inner) for inner, _ in error.failures.values())
                 raise OSError("; ".join(causes)) from error
 

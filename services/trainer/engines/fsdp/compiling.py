@@ -4,8 +4,8 @@ Layers are compiled for any number of tokens, but code with and without gradient
 shared prompts, differs, and the compiler may select other kernels for few tokens than for many. The first
 step of each kind would wait for a compilation. So each kind is run here, while the engines start.
 
-Layers share their compiled code. The first pack therefore runs the whole model, and the others only its first
-layers: the rest would compile nothing and take most of the time.
+Layers share their compiled code. The first pack therefore runs the whole model, and later packs run only its
+first layers: the other layers would compile nothing and take most of the time.
 
 If rollouts take turns with the trainer on the same GPUs, their engines start while the trainer sleeps. If
 there is memory for it, the trainer then compiles its first layers for one pack; all else is compiled when it
@@ -28,7 +28,7 @@ from services.trainer.model.policy import Critic, Policy
 from services.wire.data.jagged import Jagged
 
 _LEAST_TOKENS = 16
-# The code that is compiled for one layer alone may contain the number of that layer.
+# Two, because code that is compiled for one layer alone may contain the number of that layer.
 _LAYERS_PER_KIND = 2
 
 
@@ -96,7 +96,7 @@ def _first_layers(module: nn.Module) -> Iterator[None]:
 
 
 def num_compiled(kinds: Sequence[object]) -> int:
-    """Returns the number of first layers that have each kind twice, or as often as it occurs."""
+    """Returns how many leading layers contain each kind twice, or once if the model has one layer of it."""
     left = Counter({kind: min(count, _LAYERS_PER_KIND) for kind, count in Counter(kinds).items()})
     for number, kind in enumerate(kinds):
         if not +left:
@@ -106,7 +106,7 @@ def num_compiled(kinds: Sequence[object]) -> int:
 
 
 def _kind(layer: nn.Module) -> object:
-    """Returns what distinguishes a layer's code: its modules, its attention, and its checkpointing."""
+    """Returns a key for layers with the same code: their modules, attention and checkpointing are equal."""
     modules = tuple(type(part) for part in layer.modules())
     return modules, getattr(layer, "attention_type", None), type(layer.forward)
 

@@ -58,7 +58,7 @@ class FsdpEngine:
         module: The policy or critic, distributed over the processes. A frozen one only scores.
         oom_limits: Micro-batch sizes that are known to exceed memory; shared by the engines of a process.
         stays: State that has room on the device while other processes use it.
-        compiles_asleep: True to compile layers during the first sleep, in which the state stays there.
+        compiles_asleep: True to compile layers during the first sleep, while the state is on the device.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class FsdpEngine:
                 self.optimizer,
                 topology=topology,
                 read=self._state.read,
-                # Built again on another machine, a preset's frozen weights may differ.
+                # A preset's frozen weights may differ if another machine builds them again.
                 saves_frozen=spec.model.is_tiny,
             )
         if self._parameters and isinstance(module, Policy):
@@ -117,7 +117,7 @@ class FsdpEngine:
 
     @property
     def weights(self) -> WeightLayout:
-        """Layout of the exported weights, of a policy that trains."""
+        """Layout of the exported weights. Only a policy or reward model that trains has one."""
         return WeightLayout(self._exported().weight_specs(), self._exported().sends_rows)
 
     def forward_logprobs(
@@ -237,7 +237,7 @@ class FsdpEngine:
         except torch.OutOfMemoryError as error:
             if self._spec.trainer.world_size > 1:
                 raise  # other ranks wait for this one
-            # The engines took more than planned; the first step compiles.
+            # The rollout engines took more memory than planned, so the first step compiles.
             logger.warning("not compiled ahead", extra={"error": str(error)})
         self._state.release()
 

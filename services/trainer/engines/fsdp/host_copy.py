@@ -1,6 +1,6 @@
 """Offloads a rank's training state to host memory during turns of other processes on its GPU.
 
-If there is room for both sides, the state stays on the GPU, and at most the additional memory of a step is
+If the GPU has room for both sides, the state stays there, and at most the additional memory of a step is
 released. Tensors keep their identity, including DTensors and the flat buffers of FSDP2: only the bytes of
 their storages move.
 """
@@ -47,7 +47,7 @@ class OffloadedState:
 
     @torch.no_grad()
     def offload(self) -> None:
-        """Moves everything that does not stay to host memory, and releases the device's memory."""
+        """Moves the state to host memory, unless it stays on the device, and releases device memory."""
         if self.is_offloaded:
             return
         self._is_away = True
@@ -57,7 +57,7 @@ class OffloadedState:
             self._empty_cache()
 
     def release(self) -> None:
-        """Releases the device's memory that holds no state, unless all of it stays."""
+        """Releases the device memory that holds no state, unless everything stays on the device."""
         self._synchronize()
         if self._stays == "all":
             return
@@ -130,7 +130,7 @@ class OffloadedState:
 
 
 def _key(tensor: Tensor) -> int:
-    """Identifies the storage of a tensor, also while the storage is empty."""
+    """Returns a number that identifies the storage of a tensor, also while the storage is empty."""
     return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 -- the address changes with the memory
 
 

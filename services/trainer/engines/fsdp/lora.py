@@ -107,8 +107,9 @@ def _adapt_modules(model: PreTrainedModel, targets: list[str], spec: LoraSpec) -
         bias="none",
     )
     try:
-        # In a mixture that it knows by its configuration, peft would adapt the fused experts instead of
-        # modules with the names of their parts, such as up_proj of a shared expert. A list has none.
+        # If peft knows a mixture of experts by its configuration, it adapts the fused experts instead of
+        # modules with the names of their parts, such as up_proj of a shared expert. A ModuleList has no
+        # configuration.
         inject_adapter_in_model(config, nn.ModuleList([model]))
     except ValueError as error:
         raise ValueError(

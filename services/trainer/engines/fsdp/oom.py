@@ -135,7 +135,7 @@ _T = TypeVar("_T")
 
 
 class _TooLargeError(Exception):
-    """A micro-batch, by its number in the update, does not fit into memory."""
+    """The micro-batch with this number in the update does not fit into memory."""
 
     def __init__(self, number: int, cause: str) -> None:
         super().__init__(cause)
@@ -144,7 +144,7 @@ class _TooLargeError(Exception):
 
 @contextmanager
 def catch_oom(number: int) -> Iterator[None]:
-    """Converts an out-of-memory error in the passes of a micro-batch, by its number in the update."""
+    """Converts an out-of-memory error in the block to the error for this micro-batch of the update."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -187,7 +187,7 @@ class OomRetry:
         """Accumulates an update's gradients; returns ``attempt``'s result and the micro-batches that it used.
 
         Args:
-            attempt: Accumulates the gradients of micro-batches, each of them inside :func:`fitting`.
+            attempt: Accumulates the gradients of micro-batches, each inside :func:`catch_oom`.
             once: True if other gradients are accumulated already, which a repetition would lose.
 
         Raises:
@@ -248,7 +248,8 @@ class OomRetry:
         if isinstance(self._module, FSDPModule) and self._can_repeat:
             root: Any = self._module
             root.reset_iter_state()
-            # FSDP holds gradients until an update's last micro-batch; this idle one plays that part.
+            # FSDP keeps gradients until an update's last micro-batch, so a micro-batch without work runs as
+            # the last one.
             begin_micro_batch(root, is_last=True, spec=self._spec.trainer)
             scores = root(pack_samples(idle_samples(), self._device, shares_prefixes=False))
             torch.stack([each.sum() for each in parts_of(scores)]).sum().backward()

@@ -1,4 +1,4 @@
-"""AdamW, with moments in host memory or in 8 bits too, Muon, and gradient clipping."""
+"""AdamW (with moments on the device, in host memory or in 8 bits), Muon, and gradient clipping."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -22,7 +22,9 @@ _IS_SIGNED: Final = {"exp_avg": True, "exp_avg_sq": False}
 _PART_VALUES: Final = PART_BYTES // 8
 """Values whose two float32 moments are one part."""
 _EXPONENTS: Final = 7
-"""Exponents of the type, powers of ten from ``10**-6`` to 1; the larger one is, the more values it has."""
+"""Number of exponents of the 8-bit type: powers of ten from ``10**-6`` to 1. Larger exponents have more
+values.
+"""
 
 
 def update_parts(
@@ -156,7 +158,11 @@ class HostAdamW(torch.optim.AdamW):
         device: torch.device,
         leaving: bool,
     ) -> torch.cuda.Event | None:
-        """Copies after all computation queued so far and concurrently with what is queued later."""
+        """Copies on a separate stream: after all computation queued so far, concurrently with later work.
+
+        Returns:
+            The event at the end of the copies; None on a CPU.
+        """
         stream = None
         if device.type == "cuda":
             if self._streams is None:
@@ -249,7 +255,7 @@ class _QuantizedRows:
 def _rows_of(
     parameters: Iterable[nn.Parameter], states: Mapping[Tensor, Mapping[str, Tensor]]
 ) -> Iterator[_QuantizedRows]:
-    """Yields the rows of parameters with gradients, so many at a time that their moments fit into a part."""
+    """Yields the rows of parameters that have gradients, in blocks whose moments fit into a part."""
     for parameter in parameters:
         if parameter.grad is None:
             continue
@@ -334,20 +340,20 @@ def _quantized(
     relative = blocks / torch.where(scales == 0, 1.0, scales)[..., None]
     codes = torch.bucketize(relative, midpoints, right=True, out_int32=True)
     if not is_signed:
-        # A second moment of 0 beside a first one that is not would make an update very large.
+        # If a second moment were rounded to 0 and its first moment were not, the update would be very large.
         codes = torch.where(blocks > 0, codes.clamp(min=1), codes)
     return codes.to(torch.uint8).flatten(-2), scales
 
 
 @cache
 def _on_device(*, is_signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns the levels of the type, and the midpoints between neighbours."""
+    """Returns the values of the 8-bit type, ascending, and the midpoints between neighbours."""
     levels = levels_of_moments(is_signed=is_signed)
     return levels.to(device), ((levels[1:] + levels[:-1]) / 2).to(device)
 
 
 def levels_of_moments(*, is_signed: bool) -> Tensor:
-    """Returns the ``[256]`` float32 values of the type, ascending: between -1 and 1, or 0 and 1."""
+    """Returns the ``[256]`` float32 values of the 8-bit type, ascending: -1 to 1 if signed, else 0 to 1."""
     levels = [0.0, 1.0]
     for exponent in range(_EXPONENTS):
         count = 1 << exponent if is_signed else 2 << exponent
@@ -425,7 +431,10 @@ class MuonWithAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Updates all parameters with a gradient; drops the gradients of Muon's. All ranks must call it."""
+        """Updates all parameters that have a gradient. All ranks must call it.
+
+        Drops the gradients of parameters that Muon updates.
+        """
         for group in self.param_groups:
             for parameter in group["params"] if group["takes_muon"] else ():
                 if parameter.grad is not None:
@@ -438,7 +447,7 @@ class MuonWithAdamW(torch.optim.AdamW):
         state, gradient = self.state[parameter], local_part(parameter.grad)
         buffer = local_part(state["momentum_buffer"])
         buffer.lerp_(gradient, 1.0 - self._momentum)
-        # Nesterov's momentum; what follows is not elementwise and needs the whole matrix.
+        # Nesterov's momentum. The orthogonalization below is not elementwise and needs the whole matrix.
         ahead = spread_like(gradient.lerp(buffer, self._momentum), parameter)
         whole = ahead.full_tensor() if isinstance(ahead, DTensor) else ahead
         change = nn.Parameter(torch.zeros_like(whole))

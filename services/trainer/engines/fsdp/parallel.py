@@ -3,7 +3,7 @@
 mesh   dp x tp; FSDP2 shards over dp, tensor-parallel ranks share layers. With expert parallelism, dp is
        copies x experts: each of the inner ranks holds a part of the experts of every layer. With context
        parallelism, dp is data x context: each of the inner ranks computes a part of every pack's tokens.
-       With both, weights use the former mesh and packs the latter
+       With both, weights use the mesh with experts, and packs use the mesh with context
 frozen a rank that keeps gathered weights holds frozen ones whole, in the dtype of the forward pass and
        outside of FSDP2: nothing would be sharded, and each pass would copy them
 order  tensor and expert parallelism -> activation memory (``activations.py``) -> FSDP2, innermost first
@@ -113,11 +113,11 @@ def build_topology(
 
 
 def _use_few_threads(spec: TrainerSpec, device: torch.device) -> None:
-    """Leaves the host's processors to others; must run before any compilation.
+    """Limits torch to one CPU thread if a GPU holds the weights; must run before any compilation.
 
-    With a GPU, the CPU only lays out batches, in operations of microseconds. Spread over threads, each
-    operation waits for its last thread, and if an engine occupies the processors that takes a time slice.
-    Compiled code depends on the number of threads: with another number all of it would be compiled again.
+    With a GPU, the CPU only lays out batches, in operations of microseconds. An operation that is divided
+    among threads waits for the last of them, and waits a time slice if an engine occupies the processors.
+    Compiled code depends on the number of threads: with another number, all of it would be compiled again.
     """
     if device.type == "cuda" and not spec.offloads_weights:
         torch.set_num_threads(1)

@@ -42,7 +42,8 @@ class WeightExport:
     ) -> None:
         self._policy = policy
         self._dtype = dtype
-        # The tensors stay the same objects; searching all modules takes longer than a GPU's copy.
+        # Collected once, because the tensors stay the same objects, and searching all modules for them takes
+        # longer than a GPU takes to copy them.
         self._tensors = stored_tensors(policy.model)
         self._buffers = stored_buffers(policy.model)
         self._ranks = ranks
@@ -101,7 +102,10 @@ class WeightExport:
         return value[self._ranks.rank * count :][:count]
 
     def _dtype_of(self, name: str) -> torch.dtype:
-        """Buffers keep their dtype: training changes them by less than half precision can represent."""
+        """Returns the dtype in which a tensor is sent.
+
+        Buffers keep their dtype: training changes them by less than half precision can represent.
+        """
         return self._tensors[name].dtype if name in self._buffers else self._dtype
 
 
