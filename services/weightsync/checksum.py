@@ -64,7 +64,7 @@ def write_tensor_checksums(tensors: Sequence[Tensor], sums: Tensor) -> None:
         for tensor, total in zip(tensors, sums, strict=True):
             write_checksum(tensor.contiguous().view(-1).view(torch.uint8), total)
         return
-    # Copies of tensors with gaps must outlive the start of the kernel.
+    # ``contiguous`` copies tensors with gaps; the copies must outlive the start of the kernel.
     whole = [tensor.contiguous() for tensor in tensors]
     sizes: dict[int, list[tuple[int, int, int]]] = {}
     for index, tensor in enumerate(whole):
@@ -86,9 +86,9 @@ def write_tensor_checksums(tensors: Sequence[Tensor], sums: Tensor) -> None:
 
 @cache
 def _block_rows(device: torch.device) -> int:
-    """Returns the rows that a block sums at once: as many as shared memory holds in all stages."""
+    """Returns how many rows a block sums at once: the largest power of two that fits into shared memory."""
     properties: Any = torch.cuda.get_device_properties(device)
-    # The rest is for the final reduction.
+    # Each stage holds a block's rows; one more row is reserved for the final reduction.
     fitting = (properties.shared_memory_per_block_optin - _ROW_BYTES) // (_STAGES * _ROW_BYTES)
     return 1 << (int(fitting).bit_length() - 1)
 

@@ -42,7 +42,7 @@ class WeightSink(Protocol):
         """
 
     async def score(self, token_ids: Sequence[int]) -> Sequence[float]:
-        """Returns the logprob of each token but the first under the live weights; none without a model."""
+        """Returns the logprob of each token but the first under the live weights; empty without a model."""
 
     async def refuse_weights(self, reason: str) -> None:
         """Stops serving until other weights are adopted: the live weights are not the trainer's."""
@@ -79,9 +79,9 @@ def on_device(device: torch.device) -> AbstractContextManager[None]:
 class OwnThread:
     """Runs blocking collectives in a dedicated daemon thread.
 
-    A collective whose peers are gone may hang for its whole deadline: in a shared pool it would
-    occupy a worker, and it must not keep the process from ending. Such a thread is abandoned and
-    replaced.
+    A collective whose peers are gone may hang for its whole deadline. In a shared pool it would
+    occupy a worker, and in a thread that is not a daemon it would keep the process from ending. The
+    owner abandons a thread that hangs and creates another one.
     """
 
     def __init__(self) -> None:
@@ -121,5 +121,5 @@ class OwnThread:
     def _run_tasks(self) -> None:
         while (work := self._work.get()) is not None:
             work()
-            # Otherwise this thread would keep the member and its group alive until the next work.
+            # The variable would keep the member and its group alive until the next work.
             del work

@@ -31,14 +31,15 @@ from services.weightsync.checksum import write_checksum
 from services.weightsync.endpoints import OwnThread, on_device
 from services.weightsync.plan import BUCKET_ALIGNMENT, WeightPlan
 
-# This module waits and aborts by its own deadlines; this one only keeps torch's watchdog from
+# This module waits and aborts by its own deadlines. This timeout only keeps torch's watchdog from
 # interfering.
 _NCCL_TIMEOUT = timedelta(hours=1)
-# Max. thread blocks of all channels of a receiver with several: with NCCL's default per channel,
-# they slow decoding down too much (docs/weight-sync.md).
+# Max. thread blocks of all channels together, if a receiver has several channels: with NCCL's
+# default for each channel, they slow decoding down too much (docs/weight-sync.md).
 _NCCL_BLOCKS = 40
-# Gloo cannot be aborted from outside, so each of its collectives has a deadline: this long, plus
-# the time of a bucket over a slow wire in bytes per second. A stopped peer is detected by then.
+# Gloo cannot be aborted from outside, so each of its collectives has a deadline: these seconds, plus
+# the time of a bucket at the rate of a slow link in bytes per second. A stopped peer is detected by
+# then.
 _GLOO_TIMEOUT_S = 1.0
 _GLOO_RATE = 100e6
 
@@ -267,7 +268,8 @@ def open_nccl(
     """Creates a channel's NCCL process group, between GPUs."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = _NCCL_TIMEOUT  # noqa: SLF001
-    # Queued after the kernels of a training step, a transfer would take as long as the step.
+    # At normal priority, a transfer's kernels would wait for those of a training step, and the transfer
+    # would take as long as the step.
     options.is_high_priority_stream = True
     if assignment.num_sources > 1:
         options.config.max_ctas = max(1, _NCCL_BLOCKS // assignment.num_sources)
@@ -393,9 +395,13 @@ class Epochs:
         )
 
     def leave_group(self, epoch: int | None = None) -> bool:
-        """Ends the group of this epoch, or of all up to ``epoch``; returns True if there was one.
+        """Ends the current group; returns True if there was one.
 
-        Ending takes NCCL half a second and Gloo up to a deadline, so it continues in a thread.
+        NCCL takes half a second to end and Gloo up to a deadline, so ending continues in a thread.
+
+        Args:
+            epoch: Does nothing if the current epoch is newer than this one; otherwise, later groups must
+                have a higher epoch. None ends the group in any case.
         """
         if epoch is not None:
             if epoch < self._epoch:

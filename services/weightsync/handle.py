@@ -6,8 +6,8 @@
 
 A tensor that is itself part of an exported buffer, such as a sender's arena, is not copied into this one:
 the source sends handle and position, and receivers copy from there. While other processes compute, a GPU
-serves each process in turns of milliseconds, so every exchange of notifications costs some; this way a
-whole version takes one.
+serves each process in turns of milliseconds, so every exchange of notifications takes some of these turns.
+Without a copy into the shared buffer, a whole version takes one exchange.
 
 Bytes move from the trainer's memory to the engine's on the device itself; only the notifications
 pass through the host. The buffer is small for any model size. Correctness does not depend on its
@@ -50,15 +50,15 @@ _CHUNK_BYTES = 128 << 20
 _HALVES = 2
 _KEY, _VERDICT, _NOTHING = "buffer", "verdict", "nothing"
 _MESSAGE = struct.Struct("<qq")
-"""Number of a chunk, and its bytes."""
+"""Number of a chunk, and its size in bytes."""
 _PART = struct.Struct("<4sqq")
-"""Announces a part of another exported buffer: ``_PART_MAGIC``, first byte and bytes; the handle follows."""
+"""Announces a part of another exported buffer: ``_PART_MAGIC``, first byte and size; the handle follows."""
 _PART_MAGIC = b"part"
 _MAX_MESSAGE = 4096
 _MAX_PARTS = 64
 """Max. announced parts whose copies the source has not seen: a socket holds the notices of some 200."""
 _COPIED = -1
-"""Number in the notification that an announced part was copied."""
+"""Number in a notification, in place of that of a chunk, which reports the copy of an announced part."""
 _SECRET_BYTES = 16
 _PEER = struct.Struct("3i")
 """Process, user and group of a peer (struct ucred)."""
@@ -113,7 +113,7 @@ class _MemberBuffer:
 
     buffer: SharedBuffer
     line: socket.socket
-    """Socket connected to the source; the source's own one listens."""
+    """Socket that is connected to the source; on the source, the listening socket."""
     secret: bytes
     """Secret that receivers send first."""
     why: str
@@ -230,7 +230,10 @@ def _knows(one: socket.socket, secret: bytes) -> bool:
 
 
 def _first_reason(store: Any, assignment: RankAssignment, why: str) -> str:
-    """Returns the first reason against the buffer, the same for all members, so that none waits."""
+    """Returns the first reason why a member cannot use the buffer; empty if all members can use it.
+
+    All members get the same result, so none of them waits for a member that gives up.
+    """
     if assignment.rank > 0:
         store.set(f"report/{assignment.rank}", why or _NOTHING)
         verdict = store.get(_VERDICT).decode()
@@ -246,8 +249,8 @@ def _first_reason(store: Any, assignment: RankAssignment, why: str) -> str:
 class SharedBufferGroup:
     """Shared buffer with the process-group methods that :class:`~services.weightsync.group.Channel` uses.
 
-    Started broadcasts are executed in their order, when one of them is waited for: by a source all of them,
-    by a receiver those up to that one.
+    Broadcasts are executed in the order in which they were started, and only when the caller waits for one
+    of them. A source then executes all of them, a receiver all up to the awaited one.
 
     Args:
         lines: Sockets to all receivers; for a receiver, to the source.
@@ -261,7 +264,7 @@ class SharedBufferGroup:
         self._num_started = self._num_done = 0
         self._doing = threading.Lock()
         self._parts: deque[int] = deque()
-        """Bytes of announced parts whose copies were not notified yet."""
+        """Sizes in bytes of the announced parts whose copies have not been reported yet."""
         self._opened: dict[str, Tensor] = {}
         """The source's other buffers by handle."""
 

@@ -36,7 +36,7 @@ from services.weightsync.plan import TensorSpec, fsdp_shards, make_plan, version
 from services.weightsync.shared_buffers import gpu_of
 from services.weightsync.transfer import TransferError, TransferOrder, Transferred
 
-# In the message of a collective of Gloo that missed its deadline.
+# Part of the error message of a Gloo collective that missed its deadline.
 _GLOO_LATE = "Timed out waiting"
 
 MEMBER_SECONDS = Histogram(
@@ -429,7 +429,7 @@ class WeightMember:
         return done
 
     async def _leave_group(self, epoch: int | None = None, *, keeps: bool = False) -> bool:
-        """Leaves the group and, unless ``keeps``, drops received weights; returns if there was one."""
+        """Leaves the group and, unless ``keeps``, drops received weights; returns True if it had a group."""
         had_group = self._epochs.leave_group(epoch)
         self._staged = None
         if had_group and self._receiver is not None and not keeps:

@@ -1,7 +1,7 @@
 """Shared buffers: memory that other processes of this host open by a handle, on a GPU through CUDA's driver.
 
-Torch can share its allocations, too, but not in all cases those in expandable segments, which the
-trainer uses, and it never frees memory that a dead reader had opened.
+Torch can share its allocations, too, but not always those in expandable segments, which the trainer uses.
+It also never frees memory that a dead reader had opened.
 """
 
 import ctypes
@@ -52,7 +52,7 @@ def allocate(num_bytes: int, device: torch.device) -> tuple[Tensor, bytes]:
         freed with the tensor, but stays while another process has it open.
 
     Raises:
-        CudaMemoryError: If there is none, or it cannot be exported.
+        CudaMemoryError: If there is not enough memory, or it cannot be exported.
     """
     address, handle = ctypes.c_uint64(), _Handle()
     with _context(device):
@@ -140,7 +140,7 @@ def export_buffer(num_bytes: int, device: torch.device) -> SharedBuffer:
     """Allocates and exports a shared buffer; it lives as long as its memory is referenced.
 
     Raises:
-        RoomError: If the device has no memory to export.
+        SharedBufferError: If memory of the device cannot be allocated or exported.
     """
     try:
         if device.type == "cuda":
@@ -170,7 +170,7 @@ def open_buffer(handle: str, device: torch.device) -> Tensor:
     """Opens a shared buffer on the same device; returns ``[num_bytes]`` uint8.
 
     Raises:
-        RoomError: If it cannot be opened here, for example from another host, or from a container
+        SharedBufferError: If it cannot be opened here, for example from another host, or from a container
             that does not see the other process.
     """
     # Reuse an open buffer: only newer CUDA versions allow opening it twice in one process.
@@ -212,7 +212,7 @@ def _export_file(num_bytes: int) -> tuple[Tensor, dict[str, str | int]]:
     file = os.memfd_create(name)
     os.ftruncate(file, num_bytes)
     memory = mmap.mmap(file, num_bytes)
-    # Other processes open the file by its number.
+    # Other processes open the file by its descriptor, which must stay open as long as the memory.
     weakref.finalize(memory, os.close, file)
     parts: dict[str, str | int] = {"device": "cpu", "name": name}
     parts |= {"process": os.getpid(), "file": file}

@@ -25,7 +25,7 @@ from services.weightsync.transfer import (
 )
 
 _EVERYTHING = -1
-# A changed word is sent with its place: three times its size.
+# A changed word of 4 bytes is sent with its position of 8 bytes, in total three times its size.
 _WORTHWHILE = 3
 _WORD, _PLACE = torch.int32, torch.int64
 
@@ -136,7 +136,7 @@ class DeltaReceiver(ShadowReceiver):
 
 
 def _pieces(part: Tensor, plan: WeightPlan) -> tuple[Tensor, ...]:
-    """Splits a part into collectives of at most a bucket; none if it is empty."""
+    """Splits a tensor into pieces for one collective each, at most as large as a bucket; none if empty."""
     first = plan.sources[0].buckets[0]
     step = (first.stop - first.start) // part.element_size()
     return part.split(step) if part.numel() else ()

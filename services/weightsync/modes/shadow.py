@@ -65,7 +65,7 @@ class MultiSourceReceiver:
     the engine has several GPUs, each of them holds some of the tensors.
 
     Args:
-        slots: Buffers for buckets, if not on the first device.
+        slots: Buffers for buckets; None allocates them on the first device.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class ShadowReceiver:
             self._sums = self._shadow.no_checksums()
 
     def _tensors(self) -> Mapping[str, Tensor]:
-        """Returns the shadow's tensors; joins divided ones concurrently with decoding."""
+        """Returns the shadow's tensors by name; copies of divided tensors run concurrently with decoding."""
         with on_device(self._shadow.device), torch.cuda.stream(self._stream):
             tensors = self._shadow.whole_tensors()
             if self._stream is not None:
