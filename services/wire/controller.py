@@ -52,7 +52,7 @@ _OUTAGE_EVERY_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupFailure:
-    """Failure of a group: its generation brought no samples."""
+    """Failure of a group: its generation produced no samples."""
 
     group_id: str
     attempt: int
@@ -132,8 +132,8 @@ class WorkerSession:
     ) -> None:
         """Updates the content of the heartbeats; omitted arguments keep their values.
 
-        A change of anything but gauges is sent at once. Nothing changes after a failure, and a worker that
-        drains stays so, also if it adopts weights meanwhile.
+        A change of anything but gauges is sent at once. After a failure, calls have no effect. A worker in
+        the state ``draining`` leaves it only by failing, even if it adopts weights meanwhile.
         """
         if self._report.state == "failed":
             return
@@ -178,7 +178,7 @@ class WorkerSession:
             await asyncio.sleep(_OUTAGE_EVERY_S)
 
     async def report_failures(self, failures: Sequence[GroupFailure]) -> None:
-        """Reports groups that brought no samples to the controller."""
+        """Reports to the controller the groups whose generation produced no samples."""
         request = pb.ReportGroupsRequest(
             run_id=self._settings.run_id,
             worker_id=self._settings.worker_id,

@@ -283,7 +283,7 @@ class DataClient:
             link.connection.send_request(codec.Describe(put_id, description))
             checksums = await write(grant)
             commit = codec.Commit(put_id, tuple(checksums))
-            # A slow link may take as long as the shard keeps the space.
+            # Over a slow link, the bytes may take as long as the shard reserves the space for them.
             answer = await link.connection.request(commit, timeout_s=codec.GRANT_S)
         except BaseException:
             link.connection.abort(put_id)

@@ -134,7 +134,7 @@ def check_arguments(model: nn.Module, inputs: ModelInputs) -> None:
     Raises:
         ValueError: If it does not. Models ignore unknown arguments, so that nothing else would notice.
     """
-    # Not of the instance, whose forward pass may be compiled.
+    # The signature is that of the class, because the forward pass of the instance may be compiled.
     parameters = inspect.signature(type(model).forward).parameters.values()
     known = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD} - _RESERVED - {"self"}
     if unknown := sorted(inputs.tensors.keys() - known):
@@ -188,7 +188,7 @@ def _decoded(data: bytes) -> dict[str, Tensor]:
 
 
 def _digest(data: bytes | bytearray) -> str:
-    # Not cryptographic, and 16 times as fast: bundles are compared within one run only.
+    # XXH3 is 16 times as fast as a cryptographic hash; bundles are compared within one run only.
     return xxhash.xxh3_128_hexdigest(data) if data else ""
 
 

@@ -92,7 +92,7 @@ class LocalChannel(asyncio.Protocol):
 
 _TIMEOUT_S = 2.0
 _MAX_NAME_BYTES = 256
-# A socket that is just being created does not listen yet either.
+# Seconds after the creation of a socket's file in which it may not have a listener yet.
 _NEW_S = 60.0
 
 
@@ -163,7 +163,7 @@ def open_arena(path: str, *, instance_id: str) -> tuple[mmap.mmap, socket.socket
             peer.setblocking(False)
             return memory, peer
     except OSError:
-        # Whatever the error, the network remains.
+        # After any error, the caller connects over the network.
         pass
     finally:
         for fd in fds:

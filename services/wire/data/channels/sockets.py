@@ -27,7 +27,9 @@ def keep_freed_memory() -> None:
 
 
 _SEND_BUFFER_BYTES = 128 << 10
-"""By default the kernel's queue outgrows the cache, in which the receiver should still find the bytes."""
+"""Size of the kernel's send queue. By default it outgrows the CPU cache, in which the receiver should still
+find the bytes.
+"""
 _SILENCE_MS = 20_000
 """Milliseconds without an answer to a heartbeat, or an acknowledged byte, after which a connection breaks."""
 _CONNECT_MS = 2_000
@@ -161,5 +163,6 @@ def set_limits(socket: zmq.Socket[bytes], *, receive_queue: int) -> None:
     socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
     socket.setsockopt(zmq.HEARTBEAT_IVL, 5_000)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
-    # While the kernel's queue is full, ZeroMQ sends no heartbeat. A slow link acknowledges bytes.
+    # ZeroMQ sends no heartbeat while the kernel's send queue is full. Acknowledged bytes then show that the
+    # peer is alive, even over a slow link.
     socket.setsockopt(zmq.TCP_MAXRT, _SILENCE_MS)

@@ -45,7 +45,7 @@ FRAME_BYTES: Final = 1 << 20
 smaller. More frames cost more calls, larger ones page faults.
 """
 MAX_HEADER_BYTES: Final = 16 << 20
-"""The description of 100,000 samples takes about 10 MiB."""
+"""Max. bytes of a header; the description of 100,000 samples takes about 10 MiB."""
 MAX_READ_BYTES: Final = 8 << 20
 """Max. bytes of one Read."""
 STORE_BYTES: Final = 256 << 10

@@ -22,12 +22,12 @@ from services.wire.data.transport.socket_transport import TIMEOUT_S, Transport, 
 
 _SMALL_BYTES = 64 << 10
 _ALONE_BYTES = 2 << 20
-"""Smaller copies finish before a helper thread would be awake."""
+"""Size from which threads share a copy; smaller copies finish before a helper thread would be awake."""
 NUM_THREADS = min(4, usable_processors())
-"""A few threads saturate the memory bandwidth."""
+"""Threads that share a copy; a few saturate the memory bandwidth."""
 _HELPERS = ThreadPoolExecutor(max(NUM_THREADS - 1, 1), "helper")
 _TURN_ITEMS = 64
-"""Copying this many items of 1 MiB takes a few milliseconds."""
+"""Items between two turns of the event loop; copying so many items of 1 MiB takes a few milliseconds."""
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -125,8 +125,11 @@ def _check_time(deadline: float) -> None:
 async def map_in_threads(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
     """Applies ``function`` to each item in the calling thread and a few helpers; the first error ends it.
 
-    The event loop takes part: small work is done before the loop could be woken for its results.
-    Between batches of items other tasks run.
+    The calling thread is that of the event loop. It takes part, because small work is done before the loop
+    could be woken for its results. Other tasks run between batches of items.
+
+    Returns:
+        The results, in the order of ``items``.
     """
     results: list[R] = []
     for begin in range(0, len(items), _TURN_ITEMS):

@@ -118,7 +118,7 @@ class ShardConnection:
 
     def _on_lost(self) -> None:
         self._fail()
-        # Not at once: the channel may be calling.
+        # The channel may be calling this method, so it is closed after the call.
         asyncio.get_running_loop().call_soon(self._channel.close)
 
     def _fail(self) -> None:

@@ -46,7 +46,7 @@ class Links:
         self._address = address
         self._use_shared_memory = use_shared_memory
         self._lost: dict[str, float] = {}
-        """Monotonic seconds since which connections are lost, by endpoint."""
+        """Monotonic time in seconds at which each lost connection was lost, by endpoint."""
         self._key_pair = zmq.curve_keypair()
         self._links: dict[str, Link] = {}
         self._shards: tuple[Shard, ...] = ()
@@ -57,7 +57,7 @@ class Links:
         return self._shards
 
     def outage(self) -> str:
-        """Returns since when which part of the transferqueue is unreachable; empty if all is reachable."""
+        """Returns a message with the address and duration of the longest outage; empty if there is none."""
         if not self._lost:
             return ""
         endpoint, since = min(self._lost.items(), key=lambda item: item[1])
@@ -68,7 +68,7 @@ class Links:
 
     @property
     def outage_s(self) -> float:
-        """Seconds since a connection was lost and could not be opened again; 0 if all are open."""
+        """Seconds since the first of the lost connections was lost; 0 if all are open."""
         return time.monotonic() - min(self._lost.values()) if self._lost else 0.0
 
     async def to(self, shard_id: str) -> Link:

@@ -151,8 +151,8 @@ class SocketTransport:
         in_place = part.in_place()
         if in_place is not None:
             return zmq.Frame(in_place, copy=False), codec.checksum(in_place)
-        # ZeroMQ sends copied memory at once; for memory of others it runs a release callback in its
-        # own thread.
+        # ZeroMQ sends copied memory without delay; for memory that it does not own, it runs a release
+        # callback in its own thread.
         packed = part.copy_into(self._scratch[: part.size])
         return zmq.Frame(packed, copy=True), codec.checksum(packed)
 
