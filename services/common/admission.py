@@ -1,10 +1,11 @@
-"""Listens, accepts connections of a gRPC or ZeroMQ server, and limits them until their peer authenticated.
+"""Accepts the connections of a gRPC or ZeroMQ server, and limits each until its peer has authenticated.
 
 gRPC's core keeps the header frames of a call without limit, libzmq allocates a frame before it knows
-its peer, and neither can be given a connection that was accepted by others. So the server listens on
-a Unix socket that only this process can reach, and connections are forwarded to it. One whose peer
-has not authenticated has limits on its bytes and its time, and there is a limit on their number. The
-kernel moves the data (splice), so an authenticated peer's is never copied to this process.
+its peer, and neither accepts a connection that other code has accepted. So the server listens on a
+Unix socket that only this process can reach, and this module forwards connections to it. A connection
+whose peer has not authenticated has limits on its bytes and its time, and the number of such
+connections is limited. The kernel moves the data (splice), so this process never copies the data of an
+authenticated peer.
 """
 
 import asyncio
@@ -29,7 +30,7 @@ DEADLINE_S = 10.0
 """Max. seconds until the peer of a connection has authenticated."""
 _MOVED_BYTES = 1 << 20
 _FIRST_BYTES = 8 << 10
-"""Bytes of a client that are read at once before it is admitted: the server may refuse it meanwhile."""
+"""Max. bytes of one read from a client that is not admitted: the server may refuse it between two reads."""
 MAX_REFUSALS = 8
 """Max. refused calls of a connection before it is closed."""
 _ANSWER_S = 0.5
@@ -40,17 +41,18 @@ _RETRY_S = 0.1
 
 @contextmanager
 def private_socket(listen_at: Callable[[str], object]) -> Iterator[str]:
-    """Lets a server listen on a Unix socket without a name; yields a path for this process alone.
+    """Lets a server listen on a Unix socket whose file is removed; yields a path for this process alone.
 
     Args:
-        listen_at: Starts listening at the given path, which is gone soon.
+        listen_at: Starts listening at the given path, which is removed after the call.
     """
     with (
         tempfile.TemporaryDirectory(prefix="slipstream-") as folder,
         short_path(Path(folder) / "socket") as path,
     ):
         listen_at(path)
-        # The descriptor leads to the socket without its folder, which a kill would leave behind.
+        # The descriptor refers to the socket after the folder is removed. If the folder stayed, a process
+        # that is killed would leave it behind.
         descriptor = os.open(path, os.O_PATH)
     try:
         yield f"/proc/self/fd/{descriptor}"
@@ -59,13 +61,13 @@ def private_socket(listen_at: Callable[[str], object]) -> Iterator[str]:
 
 
 class AdmissionProxy:
-    """Forwards the connections to a TCP port to a Unix socket; use it in the event loop's thread.
+    """Forwards the connections of a TCP port to a Unix socket; use it in the event loop's thread.
 
     Args:
-        max_bytes: Max. bytes that are read of each connection that is not admitted. It may wait for
-            its admission or for the server's refusal afterwards.
-        admitting: Bytes by which the server itself admits a peer at the beginning of a connection;
-            it sends them to no other one. Empty if :meth:`admit` is called.
+        max_bytes: Max. bytes that are read from each connection that is not admitted. After them, the
+            connection may wait for its admission or for the server's refusal.
+        admitting: Bytes that the server sends at the beginning of a connection if it has authenticated
+            the peer, and only then. Empty if the server calls :meth:`admit` instead.
     """
 
     def __init__(
@@ -120,7 +122,7 @@ class AdmissionProxy:
             connection.admit()
 
     def refuse(self, address: str) -> None:
-        """Counts a refused call; closes a connection that had too many of them, after the last answer.
+        """Counts a refused call; at ``MAX_REFUSALS``, closes the connection after the last answer.
 
         Args:
             address: The peer's address as the server sees it.
@@ -152,7 +154,7 @@ class AdmissionProxy:
             except (BlockingIOError, ConnectionAbortedError):
                 return
             except OSError as error:
-                # No descriptors are left: connections that are not admitted have to give theirs.
+                # No file descriptors are left: close the connections that are not admitted to free theirs.
                 self._log.warning("a connection was not accepted", error=str(error))
                 for connection in [*self._pending]:
                     connection.close()
@@ -176,7 +178,7 @@ class AdmissionProxy:
 
 
 class _Connection:
-    """A client's connection, and the one to the server, which begins with the client's first bytes.
+    """A client's connection and its connection to the server, which opens at the client's first bytes.
 
     Args:
         peer: The client's address, for the log.
@@ -223,7 +225,7 @@ class _Connection:
             self._flows[0].resume()
 
     def stop_reading(self) -> None:
-        """Reads nothing more of the client."""
+        """Stops reading from the client."""
         self._allowed_bytes = 0
 
     def _allow(self) -> int:
@@ -234,11 +236,11 @@ class _Connection:
             self._allowed_bytes = max(0, self._allowed_bytes - num_bytes)
 
     def _look(self) -> int:
-        """Looks for the admitting bytes in what the server sends next; returns how much may be read."""
+        """Peeks at the server's next data for the admitting bytes; returns how many bytes may be read."""
         if not self.is_admitted and self._proxy.admitting and self._server is not None:
             try:
                 shown = self._server.recv(_SHOWN_BYTES, socket.MSG_PEEK)
-            except OSError:  # nothing, or the end, which the next move finds
+            except OSError:  # no data, or a broken connection, which the next splice reports
                 return _MOVED_BYTES
             if self._proxy.admitting in shown:
                 self._proxy.admit(self.address)
@@ -255,11 +257,11 @@ class _Connection:
 
 
 class _Flow:
-    """Moves data in one direction. Reads nothing more before it has sent what it has read.
+    """Moves data in one direction. It sends all data that it has read before it reads again.
 
     Args:
-        allow: Returns how many bytes may be read next; 0 stops until :meth:`resume`.
-        count: Receives how many were read.
+        allow: Returns how many bytes may be read next; 0 stops reading until :meth:`resume`.
+        count: Called with the number of bytes of each read.
         end: Called at the end of the data, or if either connection breaks.
     """
 
@@ -287,12 +289,12 @@ class _Flow:
             self._loop.add_reader(self._source, self._read)
 
     def widen(self) -> None:
-        """Moves more at a time, if this user's pipes do not take too much memory yet."""
+        """Enlarges the pipe, unless this user's pipes already have the max. memory that the kernel allows."""
         with suppress(OSError):
             fcntl.fcntl(self._writing, fcntl.F_SETPIPE_SZ, _MOVED_BYTES)
 
     def close(self) -> None:
-        """Stops; drops what was not sent."""
+        """Stops; drops data that was read and not sent."""
         if self._is_open:
             self._is_open = False
             self._loop.remove_reader(self._source)
@@ -375,7 +377,7 @@ def listen(bind: str) -> socket.socket:
             "with an address of this host: choose another port, or 0 for any free one",
             bind=bind,
         ) from error
-    # Connections inherit it. Without it a body waits for the client to acknowledge the headers, 40
-    # ms.
+    # Accepted connections inherit the option. Without it, a response body waits 40 ms for the client's
+    # acknowledgement of the headers.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener

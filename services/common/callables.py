@@ -141,7 +141,7 @@ def load_callable(reference: str) -> Callable[..., Any]:
 
 
 def _where_to_find(module: str, file: Path) -> str:
-    """Returns how to make a module known that a file imports."""
+    """Returns the fix for a module that a user's file imports and Python does not find."""
     top = file.parent / module.partition(".")[0]
     if top.is_dir() or top.with_suffix(".py").is_file():
         return (

@@ -79,8 +79,8 @@ def serve(modules: Sequence[str]) -> str | None:
         modules: Modules to import. Those that cannot be imported are left to the forks.
 
     Returns:
-        In a fork, the module to run; None in the server after its last command, or without any if
-        an import has initialized CUDA.
+        In a fork, the module to run. In the server, None after its last command; if an import has
+        initialized CUDA, None at once, without any fork.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     commands = _CommandPipe()

@@ -17,7 +17,7 @@ from services.common.task_group import leaves
 
 logger = logging.getLogger(__name__)
 OUTAGE_EXIT: Final = os.EX_TEMPFAIL
-"""Exit code of a worker that another service did not answer: the worker may start again."""
+"""Exit code of a worker that ends because another service did not answer; it may be started again."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Tasks: groups with a fix for Python before 3.13, races, waits, uninterrupted work, unwrapped errors."""
+"""Helpers for asyncio: a TaskGroup fixed for Python before 3.13, races, waits, shielded work, errors."""
 
 import asyncio
 import sys

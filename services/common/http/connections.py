@@ -26,11 +26,11 @@ class ReusedConnections(httpx.AsyncBaseTransport):
         self._verify = verify or httpx.create_ssl_context(trust_env=False)
         self._uds = uds
         self._idle: deque[tuple[float, httpx.AsyncHTTPTransport]] = deque()
-        """Connections without a request and the time of their last one, which ascends."""
+        """Idle connections, each with the time of its last request, in ascending order of that time."""
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Sends a request."""
-        # The one used last, so that superfluous ones expire.
+        # Take the connection that was used last, so that surplus connections expire.
         connection = self._idle.pop()[1] if self._idle else self._connection()
 
         async def release() -> None:
@@ -46,7 +46,7 @@ class ReusedConnections(httpx.AsyncBaseTransport):
         return response
 
     async def aclose(self) -> None:
-        """Closes the connections without a request."""
+        """Closes the idle connections."""
         while self._idle:
             await self._idle.pop()[1].aclose()
 

@@ -1,10 +1,10 @@
 """Limits the descriptors, memory and time that connections cost an HTTP server.
 
-A request's line and headers have at most 64 KiB and 100 fields. Requests in progress have a limit
-for all connections together: the largest is ended first, so that a small one is served regardless
-of large ones. Deadlines end slow connections. Connections whose peer has not authenticated have a
-limit on their number: the oldest is ended first. A body is read only as fast as the application
-takes it, so one that authenticates first keeps nothing of a stranger's body.
+A request's line and headers have at most 64 KiB and 100 fields. The total size of all requests in
+progress is limited: the server ends the largest request first, so that large requests do not prevent
+small ones. Deadlines end slow connections. The number of connections whose peer has not authenticated
+is limited: the server ends the oldest first. A body is read only as fast as the application takes it,
+so an application that authenticates first holds no body of an unauthenticated peer.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ _HEADER_COST_BYTES = 200
 
 
 def admit(scope: Scope) -> None:
-    """Exempts the connection of an authenticated request from the limit on their number.
+    """Exempts the connection of an authenticated request from the limit on unauthenticated connections.
 
     Args:
         scope: The request's ASGI scope; nothing happens if another server made it.
@@ -152,7 +152,7 @@ class CountedListener(socket.socket):
     connections: Connections
 
     def listen(self, backlog: int = 0) -> None:
-        """Keeps the length of the queue of connections."""
+        """Does nothing: the socket already listens, with its own length of the kernel's queue."""
 
     def accept(self) -> tuple[socket.socket, Any]:
         """Accepts a connection.
@@ -210,7 +210,7 @@ class LimitedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
     connections_by_peer: ClassVar[Connections]
     header_deadline_s: ClassVar[float]
     _received: ClassVar[memoryview] = memoryview(bytearray(_BODY_PIECE_BYTES))
-    """All connections receive into it; what they read is parsed at once."""
+    """Receive buffer that all connections share: data is copied from it and parsed right after each read."""
     _peer = ""
     _counted: _Counted | None = None
     _deadline: asyncio.TimerHandle | None = None
@@ -310,7 +310,7 @@ class LimitedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
     def end(self, reason: str) -> None:
         """Closes the connection at once."""
         self.connections_by_peer.refuse(self._peer, reason)
-        # The loop reports the loss later, after it has read of all other connections.
+        # The event loop calls connection_lost only after it has read from all other connections.
         self._drop_request()
         self.transport.abort()
 
@@ -339,7 +339,7 @@ class LimitedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         self.cycle.transport = _ResponseTransport(self)  # type: ignore[assignment]  # has its methods
 
     def on_body(self, body: bytes) -> None:
-        """Counts a part of the body. What remains is its framing: sizes of chunks, and trailers."""
+        """Counts a part of the body; ``_header_bytes`` keeps its framing: chunk sizes and trailers."""
         self._body_bytes += len(body)
         self._header_bytes -= len(body)
         super().on_body(body)
@@ -379,7 +379,7 @@ class LimitedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         return self.cycle is None or self.cycle.response_complete
 
     def _drop_body(self) -> None:
-        """Drops the unread body: the application may outlive the connection for long."""
+        """Drops the unread body, because the application may run long after the connection has ended."""
         if self.cycle is not None:
             self.cycle.body = bytearray()
 

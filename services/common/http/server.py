@@ -114,7 +114,7 @@ def _ending_quietly(app: ASGIApp) -> ASGIApp:
 
 
 def _renew(config: uvicorn.Config, certificate: Path, key: Path | None) -> None:
-    """Reloads a changed certificate: each handshake checks, the next one uses it."""
+    """Reloads a changed certificate: each handshake checks the file, and the next handshake uses it."""
     loaded_ns = certificate.stat().st_mtime_ns
 
     def look(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:

@@ -8,8 +8,8 @@ from services.common.models.vision import TOWER
 from services.common.runspec.trainer import OF_EXPERTS, LoraSpec
 
 WITHOUT_ADAPTERS: Final = (".mamba.out_proj", ".conv1d")
-"""Ends of the names of modules whose weights kernels use directly, so that they would ignore an adapter."""
-# They choose and weight experts. In most families they are no linear modules.
+"""Suffixes of names of modules whose weights kernels read directly; they would ignore an adapter."""
+# Routers choose and weight experts. In most families they are not linear modules.
 _ROUTERS: Final = (".gate", ".router", ".shared_expert_gate")
 
 
@@ -51,7 +51,7 @@ def adapted_weights(
 ) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the weights that get an adapter; those of experts have three dimensions.
 
-    A vision tower has none.
+    The weights of a vision tower get no adapter.
     """
     targets = target_modules(shapes, lora)
     ends = tuple(f".{each}" if OF_EXPERTS in each else f".{each}.weight" for each in targets)

@@ -124,15 +124,15 @@ def preset_config(path: str, *, vocab_size: int, eos_id: int, pad_id: int) -> di
 
 
 def is_folder(path: str) -> bool:
-    """Returns True if a text is the path of a folder; unlike ``Path.is_dir``, raises for no text."""
+    """Returns True if a text is the path of a folder; unlike ``Path.is_dir``, it never raises."""
     return os.path.isdir(path)  # noqa: PTH112
 
 
 def find_file(model: ModelSpec, name: str) -> Path | None:
-    """Returns the path of a file of ``model.path``, which is fetched if necessary; None if there is none.
+    """Returns the path of a file of ``model.path``, fetched if necessary; None if the model has no such file.
 
     Raises:
-        OSError: If it cannot be fetched.
+        OSError: If the file cannot be fetched.
     """
     if is_folder(model.path):
         path = Path(model.path) / name
@@ -148,8 +148,8 @@ def find_file(model: ModelSpec, name: str) -> Path | None:
         return None
 
 
-# Upper bounds beyond any model: of counts such as layers and heads, from which families build
-# lists, and of all other numbers.
+# Upper bounds that no model reaches: one for counts such as layers and heads, from which families
+# build lists, and one for all other numbers.
 _COUNT = re.compile(
     r"(^|_)(layers?|heads|experts|blocks|groups|labels|stages)($|_)|^n_(layer|head)$|depth"
 )
@@ -162,7 +162,8 @@ _SIZES = ("vocab_size", "max_position_embeddings", "num_attention_heads", "slidi
 def read_config(model: ModelSpec, tokenizer: Vocabulary | None) -> dict[str, Any]:
     """Returns the ``config.json`` of a model: a preset, a folder, or a Hugging Face id.
 
-    That of a multimodal checkpoint is reduced to its language model, unless ``model.images`` is true.
+    The configuration of a multimodal checkpoint is reduced to that of its language model, unless
+    ``model.images`` is true.
 
     Args:
         tokenizer: Tokenizer of a preset, which sets the size of its vocabulary.
@@ -209,7 +210,7 @@ def is_multimodal(model: ModelSpec) -> bool:
 def full_config(model: ModelSpec) -> Any:
     """Returns the Hugging Face configuration of a folder or an id, with its own checks; needs transformers.
 
-    That of a multimodal checkpoint is reduced to its language model, as in :func:`read_config`.
+    The configuration of a multimodal checkpoint is reduced as in :func:`read_config`.
 
     Raises:
         ValueError: If ``model.path`` names no model, or its configuration is inconsistent or too
@@ -235,14 +236,13 @@ def full_config(model: ModelSpec) -> Any:
 
 
 def check_evaluates(model: ModelSpec) -> None:
-    """Checks that a ``config.json``, if there is one, can be evaluated, in a process with limits.
+    """Evaluates a model's ``config.json``, if it has one, in a process with limits on time and memory.
 
-    Code that comes with a model may run only after an admin has reviewed it, so then there is no
-    such process.
+    A model with ``model.trust_remote_code`` is not checked: an admin has reviewed its code.
 
     Raises:
-        ValueError: If it cannot.
-        OSError: If it cannot be fetched.
+        ValueError: If the file cannot be evaluated within the limits.
+        OSError: If the file cannot be fetched.
     """
     path = None if model.trust_remote_code else find_file(model, "config.json")
     if path is not None:

@@ -159,10 +159,10 @@ class Evaluator:
 def _spawn(kind: _Kind) -> subprocess.Popen[bytes]:
     environment = {
         name: value
-        for name, value in os.environ.items()  # noqa: TID251 -- all of it but what is secret, no setting
+        for name, value in os.environ.items()  # noqa: TID251 -- the child's, without secrets
         if not name.startswith("SLIPSTREAM_")
     }
-    environment["TRANSFORMERS_VERBOSITY"] = "error"  # else it warns that there is no torch
+    environment["TRANSFORMERS_VERBOSITY"] = "error"  # otherwise it warns that torch is missing
     return subprocess.Popen(  # noqa: S603 -- this module
         module_command(__spec__.name, kind),
         env=environment,
@@ -237,7 +237,7 @@ def _result(evaluate: Callable[..., Any], source: str, arguments: dict[str, Any]
             return {"error": f"its result has more than {_MAX_ANSWER_BYTES >> 20} MiB of text"}
     except MemoryError:
         return {"error": f"its evaluation took more than {_MEMORY_BYTES >> 20} MiB of memory"}
-    except Exception as error:  # noqa: BLE001 -- the edge to a stranger's program
+    except Exception as error:  # noqa: BLE001 -- the file is untrusted
         text = " ".join(str(error).split())
         return {"error": (text or type(error).__name__)[:2000]}
     return {"value": value}

@@ -76,7 +76,7 @@ class RouterWatch:
             router.register_forward_hook(partial(self._note, place))
 
     def chosen(self) -> Tensor:
-        """Returns the choices of the latest pass: ``[T, layers, K]``."""
+        """Returns the experts chosen in the latest forward pass: ``[T, layers, K]`` indices."""
         return torch.stack([self._chosen[place] for place in sorted(self._chosen)], 1)
 
     def _note(

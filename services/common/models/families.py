@@ -127,7 +127,7 @@ _SEEN = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_en
 WINDOWED: Mapping[str, tuple[str, ...]] = {
     "sglang": ("olmo3", "exaone4", "gemma2", "gemma3_text", "cohere2", "gpt_oss")
 }
-"""Families whose sliding windows an engine computes, for engines that do not support those of all."""
+"""Families whose sliding windows an engine computes; an engine without an entry computes those of all."""
 
 
 def image_kind(config: Mapping[str, Any]) -> str | None:
@@ -139,7 +139,7 @@ def image_kind(config: Mapping[str, Any]) -> str | None:
 
 
 def language_config(config: Mapping[str, Any], *, images: bool = False) -> dict[str, Any]:
-    """Returns the ``config.json`` of a multimodal checkpoint's language model; others as they are.
+    """Returns the ``config.json`` of a multimodal checkpoint's language model; other files unchanged.
 
     Args:
         config: A ``config.json``.
@@ -396,7 +396,9 @@ def windows_of(config: Mapping[str, Any]) -> dict[str, int | None]:
 
 
 def exact_tokens(config: Mapping[str, Any], engine: str) -> int | None:
-    """Returns the max. context that an engine computes exactly; None for any. Some engines ignore windows.
+    """Returns the max. tokens of a context that an engine computes exactly; None if there is no limit.
+
+    An engine that ignores the sliding windows of a model is exact up to the smallest window.
 
     Args:
         config: A ``config.json``.

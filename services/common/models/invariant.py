@@ -8,8 +8,8 @@ A kernel adds in an order that it chooses by the shape, so a token may have othe
 - Attention computes each query alone on a CPU; on a GPU, torch's memory-efficient kernel takes the keys in
   blocks of fixed size, in their order. Hidden keys at the end change nothing if their number is a multiple of
   :data:`KEYS`.
-- On a CPU, one thread computes, and a pass has a multiple of :func:`token_multiple` tokens: kernels that
-  compute exponentials and sines by vectors then have no rest.
+- On a CPU, one thread computes, and a pass has a multiple of :func:`token_multiple` tokens: the vectorized
+  kernels for exponentials and sines then have no remainder.
 """
 
 import math
@@ -28,15 +28,15 @@ from services.common.models.head import Float32Head
 KEYS: Final = 32
 """Attention reads a multiple of this many keys."""
 INVARIANT: Final = "slipstream_invariant"
-"""Name of the attention of engines in transformers."""
+"""Name under which transformers knows the attention of engines."""
 _VECTOR = 32
-"""Elements of one turn of a vectorized loop on a CPU."""
+"""Elements that one iteration of a vectorized loop computes on a CPU."""
 _TILES: Final = {"cpu": 8, "cuda": 128}
 """Rows of a tile: few on a CPU, where they cost; a GPU needs more to be occupied."""
 _MAX_ROWS = 512
 """Rows of the largest product, which bounds the number of shapes to compare."""
 _QUERIES = 128
-"""Queries of one call on a CPU, which read the keys of the last one."""
+"""Queries of one attention call on a CPU; all of them read the keys up to those of the last query."""
 _exact: dict[tuple[object, ...], bool] = {}
 """True for the shapes of products that equal their tiles."""
 
@@ -59,7 +59,7 @@ def use_invariant_operators(model: PreTrainedModel) -> None:
             f"{' and '.join(found)}; use vllm or sglang on a GPU, or set rollout.reproducible to true"
         )
     if model.device.type != "cuda":
-        # Several threads divide elements anywhere, and compute the rest of each part by other code.
+        # Several threads would split the elements at any place and compute each remainder by other code.
         torch.set_num_threads(1)
     for module in model.modules():
         if type(module) is nn.Linear:

@@ -56,7 +56,7 @@ def read_weights(
     """Fills tensors from safetensors, in place; values are cast to the tensors' dtypes.
 
     Args:
-        tensors: Tensors by their names in the model. Of a DTensor, this rank's shard is read.
+        tensors: Tensors by their names in the model. For a DTensor, this rank's shard is read.
         config: ``config.json`` of the model, which may be the language model of the folder.
 
     Raises:
@@ -154,7 +154,7 @@ def build_model(
     if devices:
         compute_frequencies(model, device=device)
     for buffer in stored_buffers(model).values():
-        # As in models that are loaded from a folder.
+        # Models that are loaded from a folder have float32 buffers too.
         buffer.data = buffer.data.float()
     return cast("PreTrainedModel", model.eval())
 
@@ -170,7 +170,7 @@ def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Returns all tensors of a checkpoint by name, tied weights once: the live ones, not copies."""
+    """Returns the model's own tensors that a checkpoint stores, by name, tied weights once; no copies."""
     return {**dict(model.named_parameters()), **stored_buffers(model)}
 
 
@@ -214,7 +214,7 @@ def load_model(
 
 
 def find_folder(model: ModelSpec) -> Path:
-    """Returns the folder of a model's files; fetches those of a Hugging Face id unless they are cached.
+    """Returns the folder of a model's files; fetches the files of a Hugging Face id unless they are cached.
 
     Raises:
         ValueError: If ``model.path`` names no model.

@@ -144,7 +144,7 @@ def unpack(values: Tensor, scales: Tensor, levels: Tensor) -> Tensor:
 
 
 def without_padding(blocks: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Returns the weight of a shape that fills the first blocks."""
+    """Returns the weight of this shape, whose values are the first ones of the blocks."""
     return blocks.view(-1)[: prod(shape)].view(shape)
 
 
@@ -156,8 +156,8 @@ def rounded(weight: Tensor, kind: BaseDtype) -> Tensor:
 def is_fp8(name: str, shape: tuple[int, ...], *, num_exact: int = 0) -> bool:
     """Returns True for the weights that an engine with FP8 weights rounds.
 
-    These are matrices of decoder layers and of their experts, but not routers: a change of an expert costs
-    more than the product.
+    These are matrices of decoder layers and of their experts, but not routers: a changed choice of experts
+    costs more than FP8 saves in a router's product.
 
     Args:
         num_exact: Number of first layers that are not rounded.
@@ -173,7 +173,7 @@ def is_fp8(name: str, shape: tuple[int, ...], *, num_exact: int = 0) -> bool:
 def fp8_bytes(
     shapes: Mapping[str, tuple[int, ...]], kind: Fp8, *, item: int, num_exact: int = 0
 ) -> tuple[float, float]:
-    """Returns the bytes of an engine's weights in FP8, and of the largest layer's in its own dtype.
+    """Returns the bytes of an engine's weights in FP8, and of its largest fused weight before rounding.
 
     Args:
         shapes: Shapes of all weights by name.

@@ -20,8 +20,8 @@ from services.common.runspec.run import ModelSpec, RunSpec
 
 # Marks of the assistant's text in a template.
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# Roles whose text comes from outside, and marks around the number of a special token in it. A number of
-# its own between such marks does no harm: it would be that token's text.
+# Roles whose text comes from outside, and the marks around the number of an escaped special token in it.
+# A text that itself contains a number between such marks does no harm: it becomes that token's text.
 _OUTSIDE_ROLES = frozenset(("user", "tool", "function", "ipython"))
 _PLAIN_BEGIN, _PLAIN_END = "\uf8f0", "\uf8f1"
 _PLAIN = re.compile(f"{_PLAIN_BEGIN}(\\d+){_PLAIN_END}")
@@ -161,10 +161,9 @@ class Tokenizer:
             ) from error
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Returns the token ids of a text that begins a context, after the model's first token, if any.
+        """Returns the ids of a text that begins a context, after the beginning-of-sequence token, if any.
 
-        For example, Llama's base models never saw a context without their beginning-of-sequence
-        token.
+        For example, Llama's base models never saw a context without this token.
         """
         return [*self._first_ids, *self.encode(text)]
 
@@ -359,7 +358,7 @@ def _with_parsed_arguments(call: Any) -> Any:
 
 
 def _plain_backend(inner: Any) -> Any:
-    """Returns the inner tokenizer's backend; None if its class does more than call that.
+    """Returns the inner tokenizer's backend; None if the tokenizer's class does more than call the backend.
 
     ``inner`` itself makes a batch of each text, for which it wakes threads, and inspects each token
     in Python. For the few hundred tokens of a turn that takes longer than the encoding.

@@ -147,7 +147,7 @@ def _kept(stays: Stays, spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: i
 
 _GB: Final = 1e9
 STATE: Final = ("weights, float32", "weights, frozen", "optimizer", "gradients", "reference")
-"""Parts that exist between two micro-batches, of any size."""
+"""Parts that exist between two micro-batches; the size of micro-batches does not change them."""
 SLEEPING: Final = "sleeping rollouts"
 """Part of a trainer's GPU that sleeping rollouts use."""
 SPARE: Final = 1.05
@@ -316,7 +316,7 @@ def _memory_of(
     base_dtype = None if trainer.lora is None else trainer.lora.base_dtype
     base = base_bytes(shapes, base_dtype, item=item)
     ranks = trainer.world_size
-    # Frozen weights are replicated where gathered weights would be.
+    # A rank that keeps gathered weights holds the frozen weights whole.
     frozen_ranks = 1 if _keeps_gathered(trainer) and not trainer.offloads_weights else ranks
     critics = int(
         spec.algorithm.advantage_kind.needs_critic and not spec.topology.own_gpus("critic")
@@ -396,7 +396,7 @@ def _num_weights(shapes: Mapping[str, tuple[int, ...]]) -> float:
 
 
 def _keeps_gathered(trainer: TrainerSpec) -> bool:
-    """Returns the same as the decision in ``trainer/engines/fsdp/parallel.py``."""
+    """Returns True if ranks keep gathered weights, as ``trainer/engines/fsdp/parallel.py`` decides."""
     return trainer.zero_stage == 1 or trainer.world_size == trainer.tensor_parallel
 
 
@@ -405,7 +405,7 @@ def _has_mesh(trainer: TrainerSpec) -> bool:
 
 
 def _gradients(trainer: TrainerSpec, trained: float) -> float:
-    """Returns the bytes of float32 gradients: whole if reduced only after the last micro-batch."""
+    """Returns the bytes of float32 gradients: unsharded if reduced only after the last micro-batch."""
     if _keeps_gathered(trainer) and not trainer.offloads_weights:
         return _FLOAT32 * trained / trainer.tensor_parallel
     return _FLOAT32 * trained / trainer.world_size
@@ -459,7 +459,7 @@ def _activations(trainer: TrainerSpec, config: PretrainedConfig, *, item: int) -
     layers = int(shape.num_hidden_layers)
     attended *= num_attention_layers(shape.to_dict()) / layers
     if (recurrent := recurrent_shape(shape.to_dict())) is not None:
-        # The inputs and outputs of the convolution, and of the gates.
+        # A recurrent layer keeps the inputs and outputs of its convolution and of its gates.
         kept_width = 2 * recurrent.channels + 2 * recurrent.width
         attended += recurrent.num_layers / layers * item * kept_width
     # The tokens of an expert are copied, and its output is weighted.

@@ -37,7 +37,7 @@ def vision_tower(model: nn.Module) -> nn.Module | None:
 
 
 def checkpoint_config(config: PretrainedConfig) -> PretrainedConfig:
-    """Returns the configuration that a model's checkpoint has: of a model that sees images, the wrapper's."""
+    """Returns the configuration of a model's checkpoint: the wrapper's if the model sees images."""
     if (kind := image_kind(config.to_dict())) is None:
         return config
     return _wrapper(kind, config.to_dict())
@@ -58,7 +58,7 @@ def _wrapper(kind: str, text: Mapping[str, Any]) -> PretrainedConfig:
     tower: Any = config.vision_config
     rotary = getattr(tower, "rope_parameters", None) or {}
     if rotary.get("rope_type", "default") == "default" and hasattr(tower, "default_rope_type"):
-        # transformers has done so, unless SGLang is imported, which skips it.
+        # transformers sets this itself, unless SGLang is imported.
         rotary["rope_type"] = tower.default_rope_type
     return config
 
@@ -176,17 +176,17 @@ def image_arguments(
     spans: Sequence[tuple[int, int, int]],
     device: torch.device,
 ) -> dict[str, Tensor]:
-    """Returns the images of a pack as arguments of a decoder: equal ones once.
+    """Returns the images of a pack as arguments of a decoder; equal images are passed once.
 
     Args:
         bundles: Inputs of prompts and observations, in the order of their tokens.
-        spans: Of each bundle, the place of its first token in the pack, the end of the sequences that have
+        spans: For each bundle, the place of its first token in the pack, the end of the sequences that have
             the bundle, and the position of its first token in them.
 
     Returns:
-        ``pixel_values`` and ``image_grid_thw`` of the distinct images, and ``image_uses`` in host memory: the
-        number of each used one among them, the place of its first placeholder in the pack, and the end of
-        the sequences that have it.
+        ``pixel_values`` and ``image_grid_thw`` of the distinct images, and ``image_uses`` in host memory: for
+        each use of an image, its number among the distinct images, the place of its first placeholder in
+        the pack, and the end of the sequences that have it.
     """
     distinct: dict[tuple[str, tuple[int, ...]], int] = {}
     pixels, grids, uses = list[Tensor](), list[Tensor](), list[list[int]]()

@@ -31,9 +31,9 @@ _FAMILIES: Final = ("llama", "qwen2", "qwen3")
 _ROPES: Final = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings that vLLM computes with one kernel and a table of cosines and sines."""
 _HEADS: Final = (64, 128)
-"""Head sizes for which FlashAttention 3 takes blocks of as many keys from pages as from one tensor."""
+"""Head sizes for which FlashAttention 3 uses key blocks of one size for paged and contiguous keys."""
 MIN_QUERIES: Final = 128
-"""FlashAttention 3 takes larger blocks of keys for heads of 64 elements if it is to expect fewer queries."""
+"""If ``max_queries`` is lower, FlashAttention 3 takes larger key blocks for heads of 64 elements."""
 _TILE: Final = {"BLOCK_SIZE_M": 128, "BLOCK_SIZE_N": 128, "BLOCK_SIZE_K": 64, "GROUP_SIZE_M": 8}
 """Tiles of vLLM's matrix product in bfloat16."""
 _VOCABULARY_MULTIPLE: Final = 64
@@ -67,7 +67,7 @@ def are_here() -> bool:
 
 
 def use_vllm_operators(model: PreTrainedModel) -> None:
-    """Makes a model compute as vLLM in its batch-invariant mode; its attention is set separately.
+    """Makes a model compute as vLLM does in batch-invariant mode; its attention is set separately.
 
     Raises:
         ValueError: If the model has a part that the operators do not compute, or this environment lacks them.
@@ -188,7 +188,7 @@ def attention(
         key: ``[K, kv_heads, D]``.
         value: ``[K, kv_heads, D]``.
         cu_queries: ``[N + 1]`` int32 offsets of the queries of each sequence, and the total.
-        cu_keys: The same of the keys.
+        cu_keys: ``[N + 1]`` int32 offsets of the keys of each sequence, and the total.
 
     Returns:
         ``[T, heads, D]``.
@@ -211,7 +211,7 @@ def attention(
 
 
 def logprobs(logits: Tensor, targets: Tensor, *, temperature: float) -> tuple[Tensor, Tensor]:
-    """Computes logprobs as vLLM's sampler.
+    """Computes logprobs as vLLM's sampler does.
 
     Args:
         logits: ``[C, V]`` float32.
@@ -225,7 +225,7 @@ def logprobs(logits: Tensor, targets: Tensor, *, temperature: float) -> tuple[Te
     count, size = logits.shape
     width = -(-size // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
     if temperature != 1.0 or width != size:
-        # Triton adds a row in another order if the distance of rows is no multiple of 16.
+        # Triton adds the elements of a row in another order if the row stride is not a multiple of 16.
         logits = logits.new_empty(count, width)[:, :size].copy_(logits)
     if temperature != 1.0:
         rows = torch.zeros(count, dtype=torch.int32, device=logits.device)
@@ -236,7 +236,7 @@ def logprobs(logits: Tensor, targets: Tensor, *, temperature: float) -> tuple[Te
 
 @dataclass(frozen=True, slots=True)
 class _Vllm:
-    """The functions of vLLM that compute."""
+    """vLLM's operators that a trainer calls."""
 
     matmul: Callable[..., Any]
     norm: Callable[..., Any]

@@ -54,12 +54,12 @@ def stored_names(folder: Path) -> set[str]:
 
 
 def named(names: Sequence[str]) -> str:
-    """Returns the first of some tensors, and the number of the others."""
+    """Returns a text with the first of several tensor names and the number of the others."""
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more tensors"
 
 
 def _files(folder: Path) -> Mapping[str, list[str]] | None:
-    """Returns the expected tensors of each file; None without a list."""
+    """Returns the expected tensors of each file; None without ``model.safetensors`` and without an index."""
     if (folder / _SINGLE).is_file():
         return {_SINGLE: []}
     if not (folder / _INDEX).is_file():

@@ -95,8 +95,8 @@ _MAX_DELAY_S = 2.0
 _REFUSED = "RST_STREAM with error code 7"
 """gRPC's text for REFUSED_STREAM (RFC 9113, 8.7): the peer has not processed the call.
 
-A server refuses calls beyond ``MAX_CALLS``: those that arrive before the client knows the limit, and those
-that arrive before it has removed ended ones. gRPC repeats each only once.
+A server refuses calls beyond ``MAX_CALLS``: calls that arrive before the client knows the limit, and calls
+that arrive before the server has removed ended calls. gRPC repeats each refused call only once.
 """
 
 
@@ -106,8 +106,8 @@ CHANNEL_OPTIONS = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    # Otherwise a stream on which only the peer sends would wait more than a minute for a silent
-    # one.
+    # Otherwise a stream on which only the peer sends would wait for a silent peer more than a
+    # minute.
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.initial_reconnect_backoff_ms", 100),

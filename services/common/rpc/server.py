@@ -42,7 +42,7 @@ Know = Callable[[str], Awaitable[None]]
 """Authenticates the caller by the ``authorization`` header, or raises a ServiceError."""
 SERVER_OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # A stranger's first bytes could open a thousand.
+    # Without a limit, a client could open a thousand calls before it is authenticated.
     ("grpc.max_concurrent_streams", MAX_CALLS),
     # Ends silent connections and unfinished handshakes.
     ("grpc.server_handshake_timeout_ms", 10_000),
@@ -176,8 +176,8 @@ class _Edge(grpc.aio.ServerInterceptor):
                 authorize(method, request)
             return request
 
-        # As a stream, because gRPC would read a single request before it calls the handler: that of
-        # a large one needs a connection without limits.
+        # Every request is received as a stream, because gRPC reads a unary request before it calls the
+        # handler. The handler must first lift the limits of the connection, which a large request exceeds.
         if handler.response_streaming:
             wrapped = _guard_stream(handler.unary_stream, method, receive)
             factory: Any = grpc.stream_stream_rpc_method_handler
@@ -192,7 +192,7 @@ class _Edge(grpc.aio.ServerInterceptor):
 
 
 def _or_none(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """Returns None for malformed messages, which gRPC would report as a failure of the server."""
+    """Wraps a deserializer to return None for malformed messages, which gRPC reports as server failures."""
 
     def deserialized(data: bytes) -> Any:
         try:

@@ -135,7 +135,7 @@ def validate_spec(document: Mapping[str, Any]) -> ValidationResult:
             all_across = chain(_too_large(spec.model_dump(mode="json")), broken_rules(spec))
             across = [*islice(all_across, _MAX_PROBLEMS)]
             across = [each for each in across if not found.is_about_stand_ins(each)]
-            # Without the key, a rule misses it: its message says what is expected.
+            # If a rule reports that a removed key is missing, its message replaces the one about null.
             needed = [key for key in removed if any(_begins_with(each, key) for each in across)]
             problems = [each for each in problems if each not in map(removed.get, needed)]
             problems += across

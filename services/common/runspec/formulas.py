@@ -172,14 +172,14 @@ LOSSES: Final[Mapping[str, LossKind]] = {
     "cispo": LossKind(
         function=f"{_LOSSES}:cispo", keys=("clip_low", "clip_high"), defaults={"clip_low": 1.0}
     ),
-    # Its own ratio is already the one to the rollout policy.
+    # The ratio of aipo is already relative to the rollout policy.
     "aipo": LossKind(function=f"{_LOSSES}:aipo", keys=("ratio_max",), weighted="never"),
     "sapo": LossKind(
         function=f"{_LOSSES}:sapo",
         keys=("sapo_temperature_positive", "sapo_temperature_negative"),
         defaults={"aggregation": "seq-mean-token-mean"},
     ),
-    # The trust region's bounds of the paper for total variation; the ratio needs no clip.
+    # The paper's trust-region bounds for total variation; the ratio needs no clip.
     "dppo": LossKind(
         function=f"{_LOSSES}:dppo",
         keys=("clip_low", "clip_high"),
@@ -191,16 +191,16 @@ LOSSES: Final[Mapping[str, LossKind]] = {
         keys=("clip_low", "clip_high"),
         defaults={"clip_low": 0.4, "clip_high": 0.4, "aggregation": "seq-mean-token-mean"},
     ),
-    # Its weight is already the one to the rollout policy.
+    # The weight of vespo is already relative to the rollout policy.
     "vespo": LossKind(function=f"{_LOSSES}:vespo", arguments=VespoArguments, weighted="never"),
     "m2po": LossKind(function=f"{_LOSSES}:m2po", arguments=M2poArguments),
     "clip_cov": LossKind(
         function=f"{_LOSSES}:clip_cov", keys=("clip_low", "clip_high"), arguments=ClipCovArguments
     ),
     "kl_cov": LossKind(function=f"{_LOSSES}:kl_cov", arguments=KlCovArguments),
-    # It has no ratio, so the correction's weight is its only correction, also under bypass.
+    # reinforce has no ratio, so it needs the weight of the correction under bypass too.
     "reinforce": LossKind(function=f"{_LOSSES}:reinforce", weighted="corrected"),
-    # Its correction weights make the divergence one over the tokens of the current policy.
+    # With the correction's weights, the divergence is an expectation over the current policy's tokens.
     "distill": LossKind(
         function=f"{_LOSSES}:distill",
         arguments=DistillArguments,

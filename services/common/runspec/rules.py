@@ -384,7 +384,7 @@ def _counts(spec: RunSpec, engine_gpus: int) -> Iterator[str]:
 
 
 def _neighbours(spec: RunSpec) -> Iterator[str]:
-    """Yields problems of tasks that share GPUs with others, or have a group without their workers."""
+    """Yields problems of tasks that share GPUs with other tasks, or have a group without their workers."""
     for group in spec.topology.place().groups:
         for kind in WORKERS.values():
             others = [task for task in group.tasks if task not in kind.tasks]
@@ -1281,7 +1281,7 @@ def _batch(spec: RunSpec) -> Iterator[str]:
 
 
 def _groups(spec: RunSpec) -> Iterator[str]:
-    """Yields problems of groups of which none could train."""
+    """Yields problems of settings with which no group could train."""
     algorithm, size = spec.algorithm, spec.rollout.group_size
     least = algorithm.min_group_size
     is_sampled = algorithm.num_demonstrations == 0

@@ -387,10 +387,11 @@ class RunSpec(SpecPart):
 
     @property
     def computes_as(self) -> InvariantEngine | None:
-        """Engine whose logprobs the trainer's equal with equal weights, to the last bit; None if of none.
+        """Engine whose operators the trainer uses, so that equal weights give equal logprobs; None if none.
 
-        Both then compute with the same operators, if the trainer has them for the model. Ranks that divide a
-        layer or a pack add in another order, and an engine adds adapters to the weights.
+        The logprobs are equal to the last bit if the trainer has the operators for the model. It is None
+        with ranks that divide a layer or a pack, because they add in another order, and with adapters,
+        because an engine adds them to the weights.
         """
         trainer, rollout = self.trainer, self.rollout
         if (

@@ -27,9 +27,9 @@ AUTH_FAILURES = Counter(
 for _reason in ("unauthenticated", "permission_denied"):
     AUTH_FAILURES.labels(_reason)
 
-# Their requests name no run; the methods themselves restrict the result to the caller's run.
+# Methods whose requests name no run; they restrict the result to the caller's run themselves.
 _OPEN_TO_RUNS = frozenset({"/slipstream.transferqueue.v1.TransferQueueService/ConnectClient"})
-# They name a run, but only the controller may call them: a run must not set its own quota.
+# Methods whose requests name a run, but that only the controller may call: a run must not set its quota.
 _CLOSED_TO_RUNS = frozenset(
     f"/slipstream.transferqueue.v1.{name}"
     for name in (

@@ -145,7 +145,7 @@ _RUN = re.compile(r"run_[0-9a-f]{32}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodePolicy:
-    """Names that specifications may contain. Without folders everything is allowed: a single-user machine."""
+    """Names that specifications may contain; without ``roots``, as for a single user, all are allowed."""
 
     roots: tuple[Path, ...] = ()
     """Folders with data, models and checkpoints."""
@@ -206,7 +206,7 @@ class _Judge:
             yield from self._path(value, self.allowance.roots, {Path(value), _plain(value)})
 
     def _code_or_text(self, value: str, *, is_code: bool) -> Iterator[str]:
-        # Anything that the loader would accept as a reference, in any key.
+        # In every key, judge each text that the loader would accept as a reference.
         if (reference := _reference(value)) is not None:
             yield from self._reference(reference, must_exist=is_code and self.is_here)
         elif _is_path(value):
@@ -365,7 +365,7 @@ def _verifiers_names(key: str, arguments: Any) -> Iterator[tuple[str, Kind, Any]
 
 
 def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Yields all texts of a value with their keys; also keys that the user chose, as loops read them."""
+    """Yields all texts of a value with their keys, including the keys of mappings, which user code reads."""
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, Mapping):

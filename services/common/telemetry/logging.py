@@ -15,7 +15,7 @@ _SECRET = re.compile(r"\b(slp_|slr_|[Bb]earer )[\w.~+/=-]{8,}")
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {
     *("message", "asctime", "taskName", "color_message")
 }
-# Callers choose some of what is logged; a terminal would obey control characters.
+# Callers choose parts of log messages, and a terminal would interpret control characters in them.
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _CONTROL_IN_LINES = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 

@@ -17,8 +17,8 @@ USER_CODE: Final = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 1200, 3600,
 )  # fmt: skip
 STEP: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200, 3600)
-# As fine as the histograms of steps, so that quantiles of short answers are not a guess between 0
-# and 16.
+# Bounds as fine as those of the per-step histograms, so that quantiles of short responses are not
+# interpolated between 0 and 16.
 TOKENS: Final = (1, 2, *(size for power in range(2, 17) for size in (3 << power - 2, 1 << power)))
 
 
@@ -79,7 +79,7 @@ class IdleClock:
         if self._ended is None:
             return {}
         rest = time.perf_counter() - self._ended - sum(waits.values())
-        # While the run waited for the last groups, earlier ones of the step were trained already.
+        # The trainer trained finished groups of the next step while the run waited for the last ones.
         waited = waits.get("no_data", 0.0)
         idle = {**waits, "no_data": max(waited - worked, 0.0)} if worked else waits
         return {**idle, "control": max(rest - max(worked - waited, 0.0), 0.0)}
