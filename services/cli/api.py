@@ -86,7 +86,7 @@ class Api(AsyncTransport):
     async def logs(
         self, run_id: str, *, component: str = "", tail_lines: int = 100, follow: bool = False
     ) -> AsyncIterator[LogLine]:
-        """Yields the last log lines of the workers; with ``follow`` also new ones until the run ends."""
+        """Yields the last log lines of the workers; with ``follow`` also new lines until the run ends."""
         asked = FollowLogs if follow else ReadLogs
         operation = asked(run_id=run_id, component=component, tail_lines=tail_lines)
         async for kind, data in self.stream(_request(operation)):

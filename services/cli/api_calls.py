@@ -94,7 +94,7 @@ _T = TypeVar("_T")
 DEFAULT_STATE = Path("runs")
 UP_FILE = "up.json"
 
-# Errors that are reported by their message only; others are bugs and get a traceback.
+# Errors of which only the message is printed. All other errors are bugs and get a traceback.
 _TOLD = (ApiError, ServiceExitedError, SpecError, StateInUseError, ValidationError)
 _SOME_ID = f"run_{'0' * 32}"
 
@@ -137,7 +137,7 @@ Url = Annotated[
     ),
 ]
 
-# With these statuses, a run that is not in a folder may belong to a controller elsewhere.
+# Statuses after which a command asks the only running controller: it may have a run that the folder lacks.
 _NOT_HERE = (HTTPStatus.NOT_FOUND, HTTPStatus.SERVICE_UNAVAILABLE)
 
 
@@ -269,9 +269,9 @@ def run_until_signal(work: Coroutine[Any, Any, Any], *, needs_reader: bool = Tru
     """Runs a coroutine to its end; SIGINT, SIGTERM and SIGHUP cancel it, and it then cleans up.
 
     Args:
-        needs_reader: If true, the work ends when the reader of standard output has gone.
-            Otherwise that counts as SIGTERM, and further output goes to standard error: Ctrl-C also
-            ends the other commands of a pipeline, often before the signal arrives here.
+        needs_reader: If true, the work ends when the reader of standard output has gone. If false,
+            this process then sends itself SIGTERM, and further output goes to standard error:
+            Ctrl-C also ends the other commands of a pipeline, often before its signal arrives here.
     """
 
     async def main() -> Any:
@@ -313,7 +313,7 @@ def _message_of(error: BaseException) -> str:
 
 
 def _root_causes(found: list[BaseException]) -> list[BaseException]:
-    """Returns only the exits of services if there are any, because they caused the failed calls."""
+    """Returns only the errors of exited services if there are any: they caused the failed calls."""
     exited: list[BaseException] = [
         error for error in found if isinstance(error, ServiceExitedError)
     ]

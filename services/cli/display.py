@@ -125,9 +125,10 @@ def _loss(record: Mapping[str, Any]) -> str:
 
 
 def _idle_side(record: Mapping[str, Any]) -> str:
-    """Returns the side that was idle for longer, and for how long; ``none`` below 2 % of the step.
+    """Returns the side that was idle for longer, with its idle seconds; ``none`` below 2 % of the step.
 
-    ``both`` if most of this time was the same: they did not wait for each other.
+    Returns ``both``, with the seconds in common, if both sides were idle at the same time for most of it:
+    they did not wait for each other.
     """
     trainer, rollouts = record["trainer_wait_s"], record["rollout_idle_s"]
     if max(trainer, rollouts) < 0.02 * record["seconds"]:

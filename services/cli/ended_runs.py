@@ -32,7 +32,7 @@ URL = "http://ended.runs"
 
 @asynccontextmanager
 async def ended_runs(state_directory: Path) -> AsyncIterator[httpx.AsyncClient]:
-    """Yields an HTTP client of the API in this process, over a folder's database; no run is driven."""
+    """Yields an HTTP client of an API in this process over a folder's database; it runs no training."""
     with _writable(state_directory) as file:
         async with _api_of(file, state_directory) as http:
             yield http
@@ -74,7 +74,7 @@ async def _api_of(file: Path, state_directory: Path) -> AsyncIterator[httpx.Asyn
 
 
 class _Reading(httpx.AsyncBaseTransport):
-    """Passes only requests that read and whose responses end."""
+    """Passes only GET requests whose responses are no streams; raises ApiError (503) for all others."""
 
     def __init__(self, inner: httpx.ASGITransport) -> None:
         self._inner = inner

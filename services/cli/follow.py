@@ -259,7 +259,7 @@ async def follow(
                 if kind == "DataOpened":
                     last_step = event["data"]["steps"]
                 if kind == "CheckpointStarted" and event["data"]["step"] == last_step:
-                    # A controller that was lost meanwhile starts the last checkpoint once more.
+                    # After a restart of the controller, the last checkpoint starts a second time.
                     if saving:
                         saving.cancel()
                     saving = tasks.create_task(_show_saving(api, run_id, display))

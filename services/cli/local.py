@@ -48,7 +48,7 @@ class ServiceExitedError(RuntimeError):
 
 
 class _Process(Protocol):
-    """Process of a service, of which ``asyncio.subprocess.Process`` is one."""
+    """Interface of a service's process, which ``asyncio.subprocess.Process`` implements."""
 
     @property
     def returncode(self) -> int | None:
@@ -62,7 +62,7 @@ class _Process(Protocol):
 
 
 class _PreparedProcess:
-    """Process that was started, and has begun its imports, before the event loop."""
+    """Process that was started before the event loop and has begun its imports."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
@@ -93,14 +93,14 @@ def write_bytecode() -> None:
 
 
 PreparedServices = MutableMapping[str, "subprocess.Popen[bytes]"]
-"""Processes by service, without those that are in use."""
+"""Prepared processes that are not in use yet, by service."""
 
 
 @contextmanager
 def prepared_services() -> Iterator[PreparedServices]:
-    """Starts processes that import the services, for :func:`local_services`; ends those that it has not used.
+    """Starts processes that import the services, for :func:`local_services`; finally kills unused ones.
 
-    The imports take seconds, in which this process can check the specification.
+    The imports take seconds. Meanwhile this process can check the specification.
     """
     prepared: PreparedServices = {}
     try:
@@ -196,7 +196,7 @@ class LocalServices:
             try:
                 await _start(service)
             except ServiceExitedError:
-                # It ended again before it was ready; that counts like any other end.
+                # The service ended again before it was ready; that counts like any other exit.
                 continue
 
 
@@ -213,7 +213,7 @@ async def local_services(
     Args:
         state_directory: Folder of the database, the runs and the logs.
         port: Port of the REST API; 0 selects a free one.
-        prepared: Processes of :func:`prepared_services`, which are removed from it.
+        prepared: Processes of :func:`prepared_services`. Each process that is used is removed.
 
     Raises:
         ServiceExitedError: If a service does not start.
@@ -316,7 +316,7 @@ async def _started_process(service: _Service, environment: Mapping[str, str]) ->
     if prepared is not None:
         assert prepared.stdin is not None
         command = {"environment": environment, "log": str(service.log)}
-        # One that has ended is replaced by a new process, whose log has the reason.
+        # If the prepared process has ended, a new process replaces it and logs the reason.
         with suppress(BrokenPipeError, ProcessLookupError):
             prepared.stdin.write(json.dumps(command).encode() + b"\n")
             prepared.stdin.flush()
@@ -334,7 +334,7 @@ async def _started_process(service: _Service, environment: Mapping[str, str]) ->
 
 
 def _exited(service: _Service) -> ServiceExitedError:
-    if shutil.disk_usage(service.log.parent).free < _MIN_FREE_BYTES:  # its log is cut off as well
+    if shutil.disk_usage(service.log.parent).free < _MIN_FREE_BYTES:  # the log is cut off too
         return ServiceExitedError(
             f"{service.name} ended: the disk of {service.log.parent} is full; free some space, then repeat "
             "the command to resume"

@@ -26,7 +26,7 @@ from services.controller.launch.launcher import gpu_needs, total_gpus, worker_na
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Without GPUs a process replaces each; with more of them per core a run makes no useful progress.
+# Without GPUs, one process replaces each GPU. With more processes per core, a run makes no useful progress.
 _PROCESSES_A_CORE = 4
 _MIN_PROCESSES = 8
 _REACH_TIMEOUT_S = 2.0
@@ -97,7 +97,7 @@ def gpu_bytes_here() -> int | None:
     """Returns the memory of this machine's smallest GPU in bytes; None if nvidia-smi does not report it."""
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(  # noqa: S603 -- no word of it comes from a user
+        done = subprocess.run(  # noqa: S603 -- no argument comes from a user
             command, capture_output=True, text=True, timeout=_GPU_TIMEOUT_S, check=True
         )
         return min(int(line) for line in done.stdout.split()) << 20
@@ -118,7 +118,7 @@ def host_bytes_here() -> int:
 def memory_problems(spec: RunSpec, config: "PretrainedConfig") -> Iterator[str]:
     """Yields the reason why a run exceeds this machine's memory.
 
-    On GPUs it is that of ``run_memory``, which plans the same memory as the workers when they load.
+    On GPUs, ``run_memory`` gives the reason; it plans the same memory as the workers when they load.
     """
     # This imports torch.
     from services.cli.run_memory import host_problem, run_memory

@@ -155,7 +155,7 @@ class _Output(io.TextIOBase):
     def _work(self) -> None:
         while (text := self._waiting.get()) is not None:
             if self._is_broken:
-                continue  # others may be waiting for room
+                continue  # writers may be waiting for free space
             try:
                 self._write(text)
             except OSError:
@@ -182,7 +182,7 @@ def tolerate_broken_pipe(
     """
     try:
         descriptor = console.file.fileno()
-    except OSError:  # not a file of the system's
+    except OSError:  # the file has no descriptor
         yield
         return
     console.file.flush()

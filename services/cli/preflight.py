@@ -177,14 +177,14 @@ def batch_problems(
 
 
 def record_note(spec: RunSpec) -> str:
-    """Returns the max size of what ``record: full`` writes; empty if it is off."""
+    """Returns a note with the max size of the files that ``record: full`` writes; empty if it is off."""
     if spec.record == "off":
         return ""
     expert_bytes = 0
     if spec.rollout.routing_replay != "off":
         expert_bytes = _expert_bytes(spec, read_config(spec.model, _vocabulary(spec)))
     others = 4 * (spec.samples_per_group - 1) * spec.data.max_prompt_tokens
-    # In the record, each member has the prompt that a group shares in the transferqueue.
+    # The record stores a prompt for each member of a group; the transferqueue stores it once per group.
     size = batch_bytes(spec, expert_bytes=expert_bytes) + spec.trainer.prompts_per_step * others
     steps = spec.trainer.steps
     whole = "" if steps is None else f", {size * steps / 1e9:.3g} GB in {steps} steps"
@@ -400,7 +400,7 @@ def _try(
     tokenizer = load_chat_tokenizer(spec)
     try:
         rows, prompts = try_rows(spec, sources, tokenizer)
-    except ValueError as error:  # of a model without the settings of its image processor
+    except ValueError as error:  # the model has no settings of its image processor
         problems.append(str(error))
         return []
     problems += rows.problems
@@ -419,7 +419,7 @@ def _collect(
         problems.extend(step(spec))
     except ValueError as error:
         problems.append(str(error))
-    except OSError as error:  # of a path that no file can have, or that may not be read
+    except OSError as error:  # the path is invalid, or this user may not read it
         problems.append(_unreadable(key, error))
 
 
@@ -514,7 +514,7 @@ def _model(spec: RunSpec) -> Iterator[str]:
 def _built(spec: RunSpec) -> Iterator[str]:
     """Yields problems of a model's modules and their sizes; called if there is no other problem."""
     if spec.trainer.lora is None and spec.model.is_tiny:
-        return  # it loads torch
+        return  # the checks below import torch
     try:
         if spec.trainer.lora is not None:
             yield from _adapter_names(spec)
@@ -572,7 +572,7 @@ def _start(spec: RunSpec) -> Iterator[str]:
             yield f"trainer.checkpoint.start_from: {error}"
     if checkpoint.directory is not None:
         folder = Path(checkpoint.directory).absolute()
-        while not os.path.lexists(folder):  # a link to nothing is not a folder that can be made
+        while not os.path.lexists(folder):  # no folder can be created at a dangling link
             folder = folder.parent
         try:
             with tempfile.TemporaryFile(dir=folder):
@@ -691,7 +691,7 @@ def _rewards(spec: RunSpec) -> Iterator[str]:
             continue
         reference = REWARDS.get(reward.name, reward.name)
         if reward.name in REWARDS and not reward.arguments:
-            continue  # what it imports takes seconds
+            continue  # its imports take seconds
         seen = "episode" if reward.sees == "response" else "episodes"
         given = dict(reward.arguments) | ({seen: {}} if reward.sees_episode else {})
         if reward.name in REWARDS:
@@ -722,7 +722,7 @@ def _workflow_functions(spec: RunSpec) -> Iterator[str]:
     rollout, arguments = spec.rollout, spec.rollout.workflow_arguments
     named = []
     for workflow in ("agent", "environment"):
-        reference = str(arguments.get(workflow, ""))  # without one it cannot be made
+        reference = str(arguments.get(workflow, ""))  # a rule reports a missing one
         if (
             rollout.workflow == workflow
             and reference
@@ -743,7 +743,7 @@ def _workflow_functions(spec: RunSpec) -> Iterator[str]:
 
 
 def _without_methods(key: str, reference: str, arguments: Any) -> Iterator[str]:
-    """Yields problems of an environment class that has not the methods, or does not take the arguments."""
+    """Yields problems of an environment class that lacks methods or does not accept the arguments."""
     try:
         made = load_callable(reference)
     except (ValueError, ImportError):
@@ -809,4 +809,4 @@ def _called(key: str, reference: str, given: str, arguments: dict[str, Any]) -> 
             "arguments in the specification"
         )
     except ValueError:
-        return  # a built-in one, which has no signature
+        return  # a function in C has no signature

@@ -22,7 +22,7 @@ from services.trainer.record import files
 
 @dataclass(slots=True)
 class Response:
-    """A recorded response, and how far it was regenerated."""
+    """A recorded response, and the progress of its regeneration."""
 
     key: str
     step: int
@@ -64,7 +64,7 @@ class Regeneration:
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """All weight versions that sampled them."""
+        """All weight versions that sampled the responses, in ascending order."""
         return tuple(sorted({version for each in self.responses for version, _ in each.runs}))
 
     @torch.no_grad()
@@ -116,7 +116,7 @@ def wanted_responses(folder: Path, spec: RunSpec, names: Sequence[str]) -> Regen
         names: ``STEP/GROUP``, or ``STEP`` for all groups that the step trained.
 
     Raises:
-        InvalidArgumentError: If there is no such group, or it has other turns than one response.
+        InvalidArgumentError: If there is no such group, or a sample has tokens that no policy sampled.
         FailedPreconditionError: If the responses of the run are not reproducible.
         DataLossError: If the record of the step is damaged.
     """

@@ -161,7 +161,7 @@ async def _try_functions(
 def _scored_by(
     key: str, spec: RunSpec, prompts: Mapping[str, Sequence[Prompt]]
 ) -> Iterator[tuple[str, Prompt]]:
-    """Yields the first prompts that the rewards of a key score, max :data:`MAX_ROWS`."""
+    """Yields ``(split, prompt)`` of the first prompts that a key's rewards score, at most ``MAX_ROWS``."""
     is_sampled = not spec.algorithm.num_demonstrations
     found = [
         (split, prompt)

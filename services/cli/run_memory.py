@@ -65,7 +65,7 @@ class Memory:
         self._total = total
 
     def like(self, spec: RunSpec) -> "Memory":
-        """Returns the memory for the same GPUs and another way to run the model."""
+        """Returns the memory of another specification of the same model on the same GPUs."""
         return Memory(spec, self._total)
 
     @property
@@ -80,10 +80,10 @@ class Memory:
 
     @property
     def moved(self) -> float | None:
-        """Bytes of the trainer's state that leave a GPU and return at a switch; 0 if they stay.
+        """Bytes of a colocated trainer's state that leave a GPU and return at a switch; 0 if they stay.
 
-        None if engines fit together with the whole state. H200s are assumed if the size of the GPUs is
-        unknown.
+        None if the engines also stay, because both sides fit on the GPU. H200s are assumed if the size of
+        the GPUs is unknown.
         """
         from services.common.models.training_memory import resident_memory, state_memory
 
@@ -116,7 +116,7 @@ class Memory:
         try:
             tokens = int(self._run(self._spec.trainer.world_size).rollout.kv_tokens)
         except ValueError:
-            return maximum  # it is refused with its reason
+            return maximum  # ``refused`` reports the reason
         a_sample = self._spec.data.max_prompt_tokens + mean_tokens
         return max(1, min(maximum, math.floor(tokens / a_sample)))
 

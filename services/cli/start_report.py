@@ -1,4 +1,4 @@
-"""Reports how long each part of a run's start took, so that a slow start has a name."""
+"""Reports how long each part of a run's start took, to show the cause of a slow start."""
 
 import json
 import time

@@ -1,7 +1,7 @@
 """State of this machine: the lock of the state directory, and the tokens of running controllers.
 
-Only one command may use the directory, because two would take each other's runs. Other users
-cannot read the tokens.
+Only one command may use the directory, because the controllers of two commands would take over each
+other's runs. Other users cannot read the tokens.
 """
 
 import fcntl
@@ -58,7 +58,7 @@ def _owner(file: Path) -> str:
     try:
         owner = json.loads(file.read_text(encoding="utf-8"))
         return f"process {owner['pid']} (slipstream {' '.join(owner['command'])})"
-    except (OSError, ValueError, KeyError, TypeError):  # it is only writing it
+    except (OSError, ValueError, KeyError, TypeError):  # the owner has not written the file yet
         return "another process"
 
 
@@ -125,7 +125,7 @@ def running_controllers() -> list[str]:
 
 
 def _lives(path: Path) -> bool | None:
-    """Returns True if the controller of a token file runs; None if the file cannot be read."""
+    """Returns True if a token file's controller runs, False if it has ended, None if it is unreadable."""
     try:
         return not is_gone(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError):

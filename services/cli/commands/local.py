@@ -147,7 +147,7 @@ class SignalHandler:
         print_line(console, "pausing after the current step; Ctrl-C again cancels instead")
         pausing = []
         for run_id in active:
-            with suppress(ApiError):  # what is only being started has nothing to save
+            with suppress(ApiError):  # a run that is still starting has nothing to save
                 await api.call(PauseRun(run_id=run_id))
                 pausing.append(run_id)
         paused = asyncio.ensure_future(_until_paused(api, pausing))
@@ -162,7 +162,7 @@ class SignalHandler:
             paused.cancel()
         if self._again.is_set():
             for run_id in active:
-                with suppress(ApiError):  # it may have ended
+                with suppress(ApiError):  # the run may have ended
                     await api.call(CancelRun(run_id=run_id))
             print_line(console, "cancelled")
         else:
@@ -284,7 +284,11 @@ async def _run(
 async def _beside(
     following: Coroutine[Any, Any, dict[str, Any]], services: LocalServices, api: Api
 ) -> dict[str, Any] | None:
-    """Follows a run until it ends; returns None after a signal, raises if a service dies."""
+    """Follows a run until it ends; returns the ended run, or None after a signal.
+
+    Raises:
+        ServiceExitedError: If a service ends.
+    """
     ended, *_ = await until_first(
         following,
         SignalHandler().pause_runs(api, console),

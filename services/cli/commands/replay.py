@@ -165,7 +165,7 @@ def replayed(plan: "ReplayPlan") -> Iterator[dict[str, Any]]:
                 *module,
             ]
         command = [sys.executable, *module]
-        # torchrun warns unless it is set.
+        # torchrun warns unless OMP_NUM_THREADS is set.
         environment = {**os.environ, "OMP_NUM_THREADS": str(plan.threads)}
         process = subprocess.Popen(  # noqa: S603
             command, stdout=subprocess.PIPE, text=True, env=environment
@@ -186,7 +186,7 @@ def replayed(plan: "ReplayPlan") -> Iterator[dict[str, Any]]:
 
 
 def why(step: Mapping[str, Any], *, is_start: bool = False) -> str:
-    """Returns the difference of a replayed step, and its cause if that can be known."""
+    """Returns how a replayed step differs from its record, with the cause if the record shows it."""
     tensor, rank = next(iter(step["tensors"].items()))
     where = f"{len(step['tensors'])} tensors differ, first {tensor} (rows of rank {rank})"
     if is_start:

@@ -51,8 +51,8 @@ class Writer:
         self._path = cursor_path(job.folder, job.run_id, job.kind)
         self._cursor = Cursor.read(self._path)
         self._is_failing = job.is_failing
-        # The trainer reports the results of samples after its step, so they are read with the next
-        # one.
+        # Position of the samples to write next. The trainer reports their results after the event of its
+        # step, so they are read at the next step or evaluation.
         self._due: tuple[EventPosition, Split] | None = None
 
     async def write(self) -> None:
@@ -138,7 +138,7 @@ class Writer:
                 page_size=max(number, 1),
                 excerpt=_EXCERPT,
             )
-            with suppress(ApiError):  # the store may be away; numbers are worth more
+            with suppress(ApiError):  # without the transferqueue, metrics are still written
                 found |= {each.id: each for each in (await self._api.call(asked)).items[:number]}
         if found:
             with self._deadline():

@@ -36,7 +36,7 @@ class EventPosition:
 class Tracker(Protocol):
     """One run in a tracker.
 
-    Calls may block and raise. A moment that is written twice counts once.
+    Calls may block and raise. Values that are written twice for an event position count once.
     """
 
     rereads: int
@@ -58,7 +58,7 @@ class Tracker(Protocol):
 
 
 OpenTracker = Callable[[RunView, TrackerSpec, Path], Tracker]
-"""Function that opens a run in a tracker, always the same one, with a folder for local files."""
+"""Function that opens a run's entry in a tracker, the same one at each call; the path is for local files."""
 
 
 class NewestSteps:

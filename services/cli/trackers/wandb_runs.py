@@ -1,8 +1,8 @@
 """Runs in Weights & Biases under the run's own id, so that reopening resumes them.
 
-W&B's step, which must increase, is the event's sequence number; charts use ``step`` as their axis. Newer
-rows of an offline run are read from wandb's own files, in LevelDB's log format: its process ends with its
-parent and drops unwritten records.
+W&B's step, which must increase, is the event's sequence number; charts use ``step`` as their axis. The
+newest stored row of an offline run is read from wandb's own files, in LevelDB's log format, because
+wandb's background process ends with its parent and drops unwritten records.
 """
 
 import struct
@@ -22,8 +22,8 @@ class WandbRun:
     """One run in Weights & Biases.
 
     Args:
-        newest: Sequence number of the last event that is stored locally; wandb itself knows
-            those on its server.
+        newest: Sequence number of the last event that is stored locally; wandb itself knows the
+            events on its server.
     """
 
     # Wandb writes and sends rows with a delay.
@@ -86,8 +86,8 @@ _WHOLE, _LAST = 1, 4
 
 
 def rows_of(folder: Path, run_id: str) -> Iterator[Any]:
-    """Yields the stored rows of a run, of all times that it was opened, in order."""
-    # Of a run that is opened twice within a second, the second folder's name ends with "-1".
+    """Yields the rows of a run that are stored in local files, in order of the times that it was opened."""
+    # If a run is opened twice within a second, the name of the second folder ends with "-1".
     for path in sorted(folder.glob(f"wandb/offline-run-*/run-{run_id}.wandb")):
         for data in _records(path.read_bytes()):
             record = Record.FromString(data)
