@@ -127,7 +127,7 @@ class AsyncClient(AsyncOperations):
                 return
 
     async def page_link(self) -> str:
-        """Returns a link to the run page that signs one browser in, once, as this caller."""
+        """Returns a link to the run page that signs one browser in as this caller; it works once."""
         return await self._transport.page_link()
 
     def watch(
@@ -145,7 +145,7 @@ class AsyncClient(AsyncOperations):
 
 
 class AsyncRun:
-    """A run, in the state of the last request.
+    """A run, as the controller described it in its last answer.
 
     Attributes:
         view: The controller's answer to the last request.
@@ -221,9 +221,9 @@ class AsyncRun:
     async def metrics(
         self, *names: str, from_step: int = 0, to_step: int = 0
     ) -> dict[str, list[Any]]:
-        """Returns metrics of the run's steps as columns, including ``step``; all metrics by default.
+        """Returns metrics of the run's steps by name, one value per step; all metrics by default.
 
-        If there are more than 2,000 steps, it returns every n-th.
+        The key ``step`` has the numbers of the steps. Of more than 2,000 steps, only every n-th is returned.
         """
         page = await self._client.list_metrics(
             self.id, name=names, from_step=from_step, to_step=to_step

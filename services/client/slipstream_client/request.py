@@ -85,7 +85,7 @@ def unreachable(url: str, error: Exception) -> ApiError:
 
 
 def _with_key(error: dict[str, Any]) -> str:
-    """Returns the message of a validation error, prefixed with its key unless it begins with that."""
+    """Returns the message of a validation error, prefixed with its key unless it begins with the key."""
     name = str(error["pointer"]).strip("/").replace("/", ".")
     message = str(error["message"])
     return message if not name or message.startswith(name) else f"{name}: {message}"

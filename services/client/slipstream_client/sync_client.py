@@ -130,7 +130,7 @@ class Client(Operations):
                 return
 
     def page_link(self) -> str:
-        """Returns a link to the run page that signs one browser in, once, as this caller."""
+        """Returns a link to the run page that signs one browser in as this caller; it works once."""
         return self._transport.page_link()
 
     def watch(
@@ -148,7 +148,7 @@ class Client(Operations):
 
 
 class Run:
-    """A run, in the state of the last request.
+    """A run, as the controller described it in its last answer.
 
     Attributes:
         view: The controller's answer to the last request.
@@ -218,9 +218,9 @@ class Run:
         return self.view
 
     def metrics(self, *names: str, from_step: int = 0, to_step: int = 0) -> dict[str, list[Any]]:
-        """Returns metrics of the run's steps as columns, including ``step``; all metrics by default.
+        """Returns metrics of the run's steps by name, one value per step; all metrics by default.
 
-        If there are more than 2,000 steps, it returns every n-th.
+        The key ``step`` has the numbers of the steps. Of more than 2,000 steps, only every n-th is returned.
         """
         page = self._client.list_metrics(self.id, name=names, from_step=from_step, to_step=to_step)
         return {"step": page.steps, **{metric.name: metric.values for metric in page.items}}

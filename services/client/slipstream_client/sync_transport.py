@@ -68,14 +68,14 @@ class Transport:
         return response.content
 
     def page_link(self) -> str:
-        """Returns a link to the run page that signs one browser in, once, as this caller."""
+        """Returns a link to the run page that signs one browser in as this caller; it works once."""
         content = self.content(Request(method="POST", path="/page/links", is_idempotent=True))
         return f"{self.url}{json.loads(content)['path']}"
 
     def stream(
         self, request: Request, *, silence_s: float = _SILENCE_S
     ) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yields a streamed response: type and content of each event, or ``line`` and an object.
+        """Yields a streamed response: ``(type, data)`` of each event, or ``("line", object)`` of each line.
 
         Raises:
             ApiError: If the controller refuses the request.
@@ -110,7 +110,7 @@ class Transport:
 
         Raises:
             ApiError: If the controller refuses the request or does not answer for a minute.
-            TimeoutError: If the run takes longer.
+            TimeoutError: If the run takes longer than ``timeout_s`` to end.
         """
         begin = last_heartbeat = time.monotonic()
         while True:
@@ -135,7 +135,7 @@ class Transport:
                 last_heartbeat = time.monotonic()
             except httpx.TransportError as error:
                 now = time.monotonic()
-                # A stream may have no events for long. Until it failed, the controller was reachable.
+                # A stream may have no events for long, but the controller was reachable until it failed.
                 if isinstance(error, _DISCONNECTED) and now - asked > _RETRY_INTERVAL_S:
                     last_heartbeat = now
                 elif now - last_heartbeat > _SILENCE_S:
