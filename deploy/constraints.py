@@ -4,7 +4,7 @@ import json
 import re
 import sys
 
-# TORCH of the Makefile and the Dockerfiles selects torch, which selects its CUDA packages.
+# The variable TORCH of the Makefile and the Dockerfiles selects torch, and torch its CUDA packages.
 _CHOSEN_ELSEWHERE = {"torch", "slipstream", "cuda-bindings", "cuda-pathfinder"}
 
 

@@ -64,7 +64,8 @@ class Dashboard:
         }
 
 
-# Events of runs as vertical lines in all panels: name, colour, expression that exists then, text.
+# Events of runs, shown as vertical lines in all panels: name, colour, expression that has a value at the
+# time of the event, text.
 ANNOTATIONS = (
     (
         "States of runs",

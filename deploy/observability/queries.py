@@ -8,14 +8,14 @@ Query = tuple[str, str]
 
 
 def newest(metric: str, *by: str, legend: str = "") -> list[Query]:
-    """Returns the newest value of each run and of each of its labels ``by``."""
+    """Returns the newest value of a metric for each run and each value of the labels ``by``."""
     labels = ("run", *by)
     text = " ".join(f"{{{{{label}}}}}" for label in labels)
     return [(f"max by ({', '.join(labels)}) ({metric}{{{RUN}}})", legend or text)]
 
 
 def each(**metrics: str) -> list[Query]:
-    """Returns the newest values of several metrics of each run, by the legends of their lines."""
+    """Returns the newest value of several metrics for each run; the keywords are the legends."""
     return [
         query
         for name, metric in metrics.items()
@@ -24,7 +24,7 @@ def each(**metrics: str) -> list[Query]:
 
 
 def rate(metric: str, by: str, *, matcher: str = RUN) -> list[Query]:
-    """Returns the growth of a counter per second."""
+    """Returns the growth of a counter per second, by a label."""
     return [(f"sum by ({by}) (rate({metric}{{{matcher}}}[{RATE}]))", f"{{{{{by}}}}}")]
 
 

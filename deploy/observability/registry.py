@@ -47,7 +47,7 @@ def registered() -> list[MetricDoc]:
 
 
 def _collectors(values: Iterable[object]) -> Iterator[MetricWrapperBase]:
-    """Yields the metrics among a module's variables and in dictionaries, without their single series."""
+    """Yields the metrics among values and in nested dictionaries, without children of labelled metrics."""
     for value in values:
         if isinstance(value, MetricWrapperBase):
             if not value._labelvalues:  # noqa: SLF001  no public way to tell

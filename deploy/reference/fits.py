@@ -123,7 +123,7 @@ def _figures(found: TrainerMemory) -> str:
 
 
 def _ways(config: PretrainedConfig, gpus: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields settings with their signs, in order of increasing cost."""
+    """Yields trainer settings with their symbols in the table, in order of increasing cost."""
     heads: int = config.num_attention_heads
     for offload_sign, offload in _OFFLOADED:
         shares = [n for n in (1, 2, 4, 8) if n <= gpus and heads % n == 0]
