@@ -1,7 +1,8 @@
 """Finds the largest of six digits: two helpers look at one half each, and their parent at their answers.
 
-The answer is correct only if helpers and parent are, because none sees the input of another. Each asks the
-policy over an OpenAI-compatible API in a separate conversation; with ``train: all`` all conversations train.
+The answer is correct only if both helpers and the parent are right, because each sees only its own input.
+Each asks the policy over an OpenAI-compatible API in a separate conversation; with ``train: all`` all
+conversations train.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """A task with a tool that returns a picture: the policy must look to know which square is red.
 
-The policy says ``l`` to look. The tool returns a picture of four squares, of which one is red; the policy
-names that one by its letter:
+The policy says ``l`` to look. The tool returns a picture of four squares, one of which is red. The policy
+names the red square by its letter:
 
     A B
     C D
@@ -22,7 +22,7 @@ QUESTION, AFTER_LOOK = "?", ":"
 
 
 def picture(rng: random.Random, letter: str) -> Image.Image:
-    """Draws four squares, of which the one with this letter is red."""
+    """Draws four squares; the square with this letter is red."""
     image = Image.new("RGB", (2 * SIDE, 2 * SIDE))
     for number, each in enumerate(LETTERS):
         low, high = rng.randrange(0, 80), rng.randrange(160, 256)
