@@ -42,8 +42,8 @@ _SHAPE = replace(
     workflow_arguments={"least": 16, "most": 512, "median": 120.0, "sigma": 0.7},
     trainer={"compile": True, "tokens_per_micro_batch": 16_384},
 )
-# Not all memory that is free at an engine's start is for it: the other engine and the trainer
-# follow.
+# An engine must not take all memory that is free at its start: the other engine and the trainer start
+# later.
 _ENGINE = {"gpu_memory_utilization": 0.18, "kv_cache_memory_bytes": 8_000_000_000}
 
 

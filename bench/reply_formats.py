@@ -72,7 +72,7 @@ class _Any:
 
 
 class _Text(str):
-    """Content, equal if it differs in outer white space only."""
+    """Content of a reply; comparisons ignore white space at both ends."""
 
     __hash__ = str.__hash__
 
@@ -81,7 +81,7 @@ class _Text(str):
 
 
 class _Json(str):
-    """Arguments, equal if their values are."""
+    """Arguments of a call as JSON text; comparisons compare the parsed values."""
 
     __hash__ = str.__hash__
 

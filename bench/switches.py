@@ -39,14 +39,14 @@ def switches(steps: Sequence[Mapping[str, Any]], folder: Path) -> dict[str, Any]
         "ms": {
             name: _spread([part[name] for part in found]) for name in (found[0] if found else ())
         },
-        # Over the whole run except its first switch; these are parts of those above, except the
-        # first token.
+        # Over the whole run except its first switch. All but the first token's time are parts of the times
+        # in ``ms``.
         "logged_ms": {name: _spread(values[1:]) for name, values in logged.items() if values[1:]},
     }
 
 
 def _parts(step: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the switch before a step, from rollouts to trainer, and the one before it, back to rollouts."""
+    """Returns milliseconds by part: of a step's switch to the trainer, and of the previous switch back."""
     if not {"sync_ms", "rollouts_sleep_s", "rollouts_wake_s"} <= step.keys():
         return {}
     handed = {

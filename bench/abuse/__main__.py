@@ -48,7 +48,7 @@ _UNITS = {"Mi": 1, "Gi": 1024}
 
 
 def chart_limits_mib() -> dict[str, float]:
-    """Returns the chart's memory limits: all of the controller's, the transferqueue's without the samples."""
+    """Returns the chart's memory limits in MiB; that of the transferqueue excludes memory for samples."""
     values = yaml.safe_load(_VALUES.read_text(encoding="utf-8"))
     limit = values["controller"]["resources"]["limits"]["memory"]
     return {
@@ -110,7 +110,7 @@ async def attacking(order: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
 
 
 def spread_ms(waits_s: list[float]) -> dict[str, float]:
-    """Returns percentiles in milliseconds."""
+    """Returns percentiles of waiting times in milliseconds."""
     cuts = quantiles(waits_s, n=100)
     found = {"p50": cuts[49], "p99": cuts[98], "max": max(waits_s)}
     return {name: round(1000 * value, 1) for name, value in found.items()} | {"n": len(waits_s)}

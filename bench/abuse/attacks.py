@@ -214,6 +214,6 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    logging.getLogger("asyncio").setLevel(logging.ERROR)  # peers end connections, which is right
-    os.nice(19)  # as from another machine: its processor is not that of the services
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # servers should end connections
+    os.nice(19)  # an attacker on another machine takes no CPU time from the services
     asyncio.run(main())

@@ -58,7 +58,7 @@ def orders(
     found: dict[str, dict[str, Any]] = {}
     for attack in strangers.HTTP:
         found[f"rest/{attack.__name__}"] = {"port": rest, "attack": attack.__name__}
-    # A user with a token of another project is no stranger, but may not take the memory either.
+    # A user with a token of another project is authenticated, but must not exhaust the memory either.
     found["rest/bodies, with a token"] = {"port": rest, "attack": "bodies", "token": token}
     grpc = {
         "controller": {"port": controller, "method": _REGISTER, "message_bytes": 4 << 20},

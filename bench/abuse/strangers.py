@@ -31,7 +31,7 @@ Order = dict[str, Any]
 
 
 class Connection:
-    """One connection of the stranger."""
+    """One connection of the attack."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
@@ -389,6 +389,6 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # peers end connections, which is right
-    os.nice(19)  # as from another machine: its processor is not that of the services
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # servers should end connections
+    os.nice(19)  # an attacker on another machine takes no CPU time from the services
     asyncio.run(main())

@@ -23,8 +23,8 @@ from services.rollout.engines.torch.engine import TorchEngine
 
 _PROMPT_TOKENS = 100
 _PER_SLOT = 2
-"""Responses of each slot, on average, that warm up, and that are measured: contexts then have the lengths of
-a long run."""
+"""Mean number of responses per slot in the warm-up, and again in the measurement. After the warm-up, contexts
+have the lengths of a long run."""
 
 Ask = Callable[[str, tuple[int, ...], int], Awaitable[None]]
 """Function that generates: name, prompt, number of tokens."""

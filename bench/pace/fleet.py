@@ -62,7 +62,7 @@ async def _join(
     queue: FakeQueue,
     **more: Any,
 ) -> None:
-    """Starts a worker's server and register the worker."""
+    """Starts a worker's server and registers the worker."""
     weightsync_pb2_grpc.add_WeightSyncServiceServicer_to_server(weights, server)
     health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
     port = server.add_insecure_port("127.0.0.1:0")

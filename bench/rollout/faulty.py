@@ -9,7 +9,7 @@ from typing import Any
 
 
 def earned(response: str) -> float:
-    """Returns the earned score of a response: 1 for half of them, 0.25 for the others, never 0."""
+    """Returns the earned score of a response: 1 for half of the responses, else 0.25; never 0."""
     return 1.0 if sum(response.encode()) % 2 else 0.25
 
 
@@ -21,7 +21,7 @@ def failing(
         return earned(response)
     way = random.random()
     if way < 0.1:
-        os._exit(1)  # noqa: TID251 -- a reward that takes its process with it
+        os._exit(1)  # noqa: TID251 -- a reward that ends its process
     if way < 0.4:
         return float("nan")
     if way < 0.6:

@@ -74,7 +74,7 @@ _SUCCESSOR_LOGIT = 17.0
 
 
 class Task:
-    """Prompts that the answer repeats.
+    """Prompts whose responses repeat parts of the prompt.
 
     Args:
         folder: Folder of the tokenizer; None for random tokens.
@@ -164,7 +164,10 @@ async def drawn(engine: Engine, task: "Task", count: int, *, seed: int) -> list[
 
 
 def compared(plain: list[Any], drafted: list[Any]) -> list[float]:
-    """Returns the p-values of the places of responses."""
+    """Returns the p-value of each position in the responses.
+
+    A position is compared over the responses that begin with the most frequent tokens before it.
+    """
     found: list[float] = []
     prefix: tuple[int, ...] = ()
     for place in range(_PLACES):

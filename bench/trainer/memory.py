@@ -106,7 +106,7 @@ def _measured(scale: Scale, trainer: dict[str, Any], device: torch.device) -> di
     def step() -> None:
         metrics.append(work().metrics)
 
-    timed(step, 0, device)  # compiles, and takes what every later step has
+    timed(step, 0, device)  # compiles, and allocates the memory that all later steps hold
     reset_peak(device)
     seconds = timed(step, scale.rounds - 1, device)
     predicted = trainer_memory(
