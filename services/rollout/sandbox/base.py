@@ -1,4 +1,4 @@
-"""Protocol of sandboxes, and what all kinds have in common.
+"""Protocol of sandboxes, and the code that all kinds share.
 
 A kind starts sandboxes from images, and a sandbox runs shell commands until it ends. Reading and writing
 files and saving the working folder are commands, so a new kind is two small classes.
@@ -19,9 +19,9 @@ WORK_FOLDER: Final = "/sandbox"
 START_TIMEOUT_S: Final = 120.0
 """Deadline in seconds for the start of a sandbox, image included."""
 END_TIMEOUT_S: Final = 30.0
-"""Deadline in seconds for its end."""
+"""Deadline in seconds for the end of a sandbox."""
 ANSWER_GRACE_S: Final = 30.0
-"""Seconds after the time limit of a command until which its answer may come, on a busy host."""
+"""Max seconds between the time limit of a command and its answer, on a busy host."""
 _KILLED_STATUS: Final = 128 + 9
 """Exit status of a command that SIGKILL ended."""
 _STARTS_PER_CORE = 2
@@ -63,7 +63,7 @@ class Sandbox(Protocol):
 
         Args:
             command: Text for ``sh -c``.
-            timeout_s: Wall time after which it is killed.
+            timeout_s: Wall time in seconds after which the command is killed.
             output_bytes: Max size of the output; the rest is dropped.
 
         Raises:
@@ -119,7 +119,7 @@ class ExecSandbox(ABC):
             )
         except TimeoutError:
             status, output, is_truncated = _KILLED_STATUS, b"", False
-        # `timeout` did not kill a command that was killed earlier.
+        # A command that was killed before its time limit was not killed by `timeout`.
         is_late = status == _KILLED_STATUS and time.monotonic() - begin >= timeout_s
         return CommandResult(
             exit_status=status,
@@ -160,7 +160,7 @@ class SandboxKind(Protocol):
         """Checks that sandboxes can start here, and removes those that a killed rollout has left.
 
         Raises:
-            SandboxError: If they cannot; the message has the key and the fix.
+            SandboxError: If sandboxes cannot start; the message has the key and the fix.
         """
 
     async def start(self, image: str) -> Sandbox:
@@ -195,7 +195,7 @@ async def command_from_file(sandbox: Sandbox, command: str) -> str:
     """Writes a long command to a file; returns a short one that runs it. Raises SandboxError."""
     path = f"/tmp/.command-{secrets.token_hex(8)}"  # noqa: S108 -- in the sandbox
     await write_file(sandbox, path, command.encode(errors="surrogateescape"))
-    # The dot keeps line breaks at the end.
+    # The shell strips line breaks at the end of a command substitution; the dot protects them.
     return f'c=$(cat {path}; echo .); rm {path}; eval "${{c%.}}"'
 
 
@@ -212,7 +212,7 @@ async def restore(sandbox: Sandbox, archive: bytes) -> None:
 
 async def _encoded_output(sandbox: Sandbox, command: str, what: str) -> bytes:
     """Returns output that is encoded in base64, which every kind transports unchanged."""
-    # Four characters for three bytes, and line breaks.
+    # Base64 has four characters for three bytes, and line breaks.
     limit = _MAX_FILE_BYTES * 3 // 2
     result = await sandbox.execute(
         command, stdin=b"", timeout_s=_FILE_TIMEOUT_S, output_bytes=limit

@@ -46,7 +46,7 @@ _PROGRAM = "bwrap"
 _ALONE = ("--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL")
 _TRIAL_FOLDER = ("--size", "4096", "--tmpfs", "/tmp")  # noqa: S108 -- inside its own namespace
 _TRIAL_TIMEOUT_S = 10.0
-# Root of the host may write to /proc/sys inside namespaces, too, without any capability.
+# The host's root may write to /proc/sys even inside namespaces and without any capability.
 _PROC = ("--proc", "/proc", "--remount-ro", "/proc")
 _INIT = Path(__file__).with_name("init.py")
 _TEMPORARY = ("/tmp", "/dev/shm")  # noqa: S108 -- inside its own namespace
@@ -59,7 +59,7 @@ _LIMITS: Mapping[str, Limit] = {
 _MORE_TASKS = 256
 """Tasks that the kernel admits beyond ``max_processes``, until ``init.py`` kills the command and reports it.
 
-Threads count, too, and the two processes that serve the sandbox."""
+Threads count as tasks, and so do the two processes that serve the sandbox."""
 # The answer to a command may come later than its time limit, on a busy host.
 _GRACE_S = 30.0
 
@@ -79,7 +79,7 @@ def is_usable() -> bool:
 
 
 def _try_out(*options: str) -> str:
-    """Runs an empty program; returns bubblewrap's error, or no text."""
+    """Runs ``true`` in bubblewrap; returns the error message, or an empty string if it works."""
     trial = subprocess.run(  # noqa: S603 -- a program of the host
         [
             _path(),
@@ -111,14 +111,15 @@ def prefix(
 ) -> list[str]:
     """Returns arguments to put before a command, so that it sees software, some folders and nothing else.
 
-    The folders below which bubblewrap mounts are file systems in memory, too, and become read-only.
+    The parent folders of bubblewrap's mounts are also in memory, and become read-only.
 
     Args:
-        folders: Folders that it may write to, the working folder first. Each is a file system in memory,
-            which ends with the namespaces.
+        folders: Folders that the command may write to, the working folder first. Each is a file system in
+            memory, which ends with the namespaces.
         info_fd: File descriptor to which bubblewrap writes ``{"child-pid": ...}``, the first process of the
             namespaces; see :func:`first_process`.
-        readable: Files and folders that it may read, in addition to software.
+        readable: Files and folders that the command may read, in addition to software.
+        options: Further arguments of bubblewrap.
     """
     binds = [
         part
@@ -136,10 +137,11 @@ def prefix(
 
 
 def first_process(info: int, timeout_s: float = 0.0) -> int | None:
-    """Returns the first process in the namespaces, if bubblewrap has started it.
+    """Returns the id of the first process in the namespaces; None if bubblewrap has not started it.
 
-    The kernel ends a process namespace with its first process, and bubblewrap ends after it. So who kills
-    this process and waits for bubblewrap knows that no process of the sandbox is left.
+    When the first process of a PID namespace ends, the kernel kills all others, and bubblewrap ends after
+    them. A caller that kills this process and waits for bubblewrap thus knows that no process of the sandbox
+    is left.
 
     Args:
         info: Reading end of the pipe whose other end is ``info_fd``; can be read once.
@@ -157,7 +159,8 @@ def first_process(info: int, timeout_s: float = 0.0) -> int | None:
 class Bubblewrap:
     """Starts sandboxes on this host without a daemon. They end with this process, however it ends.
 
-    A sandbox sees Python's and the system's software. Its image is a folder whose content it starts with.
+    A sandbox sees Python's and the system's software. Its image is a folder, which is copied to its working
+    folder at the start.
     """
 
     def __init__(self, spec: "SandboxSpec") -> None:
@@ -220,7 +223,7 @@ class Bubblewrap:
         sandbox = BubblewrapSandbox(process, reader, limit)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                # Meanwhile, its first program starts.
+                # The sandbox's first program starts at the same time.
                 await sandbox.enter_limit()
                 await sandbox.wait_ready()
             if image:
@@ -239,7 +242,7 @@ class Bubblewrap:
         """Does nothing: every sandbox has ended by itself."""
 
     def _folder(self, image: str) -> str:
-        """Returns the folder of an image; one that a row names is inside the specification's folder."""
+        """Returns the folder of an image. Raises SandboxError if a row names one outside the run's folder."""
         if self._spec.image_column is None:
             return image
         root = Path(real_path(self._spec.image))
@@ -269,7 +272,7 @@ class BubblewrapSandbox:
         self._has_ended = False
 
     async def enter_limit(self) -> None:
-        """Moves its own processes into the cgroup, before the first command. Raises SandboxError."""
+        """Moves the sandbox's processes into the cgroup, before the first command. Raises SandboxError."""
         if self._limit is not None:
             # The thread has its own descriptor, because `end` may close this one meanwhile.
             info = os.dup(self._info)
@@ -345,12 +348,12 @@ class BubblewrapSandbox:
 
 
 def _enter(info: int, limit: TaskLimit) -> int | None:
-    """Moves a sandbox's first process and its children into a cgroup; returns None if it has ended."""
+    """Moves a sandbox's first process and its children into a cgroup; returns its id, None if it ended."""
     try:
         first = first_process(info, START_TIMEOUT_S)
         if first is not None:
             limit.add(first)
-            # A child that it starts from now on is in the cgroup, too.
+            # Children that it starts from now on are in the cgroup from their start.
             for child in task_limit.children(first):
                 limit.add(child)
     except (ProcessLookupError, FileNotFoundError):  # `wait_ready` reports the reason
@@ -390,7 +393,7 @@ def _archive(image: str, max_bytes: int) -> bytes:
 
 
 def _system_calls() -> int:
-    """Returns a pipe that contains the filter of system calls."""
+    """Returns the reading end of a pipe that contains the system call filter."""
     reader, writer = os.pipe()
     os.write(writer, seccomp.sandbox_filter(platform.machine()))
     os.close(writer)

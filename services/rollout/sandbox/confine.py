@@ -37,6 +37,7 @@ def confine(folder: str, *, reads_files: bool) -> None:
     """Gives up privileges that a program could misuse, irreversibly.
 
     Args:
+        folder: Folder that the program may write to.
         reads_files: True to keep read access to all files that this user can read.
 
     Raises:
@@ -116,7 +117,7 @@ def _allow(libc: ctypes.CDLL, rules: int, path: Path, access: int) -> None:
 
 
 def _all_rights(version: int) -> int:
-    """Returns all file rights of a version: 13 at first, then move, truncate and device control."""
+    """Returns all file rights of an ABI version: 13 in version 1; 2, 3 and 5 add move, truncate and ioctl."""
     return (1 << (13 + (version >= 2) + (version >= 3) + (version >= 5))) - 1
 
 

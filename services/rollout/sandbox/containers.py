@@ -1,4 +1,4 @@
-"""Sandboxes in containers of Docker or Podman, by their command line.
+"""Sandboxes in containers, started with the command-line program of Docker or Podman.
 
 The first process of a container waits for the end of its standard input, a pipe from this process. So a
 container ends, and is removed, when this process ends, however it ends.
@@ -157,7 +157,7 @@ class Container(ExecSandbox):
             _killed_after(self._process, END_TIMEOUT_S),
         ):
             await removal.wait()
-            # Its output ends with the container, and asyncio reports the end of a process after that.
+            # The output ends with the container, and asyncio reports the end of a process only after that.
             await self._process.communicate()
 
 

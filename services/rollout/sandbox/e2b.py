@@ -1,4 +1,4 @@
-"""Sandboxes hosted by E2B, with its SDK. They end by themselves some time after this process was killed."""
+"""Sandboxes hosted by E2B, with its SDK. If this process is killed, they end after ``LIFETIME_S`` at most."""
 
 import base64
 import shlex
@@ -23,7 +23,7 @@ from services.rollout.sandbox.base import (
 )
 
 LIFETIME_S: Final = 3600
-"""Seconds until E2B ends a sandbox whose lifetime is not renewed; its max without a paid account."""
+"""Seconds until E2B ends a sandbox whose lifetime is not renewed; the max for a free account."""
 
 
 class E2B:
@@ -93,7 +93,7 @@ class HostedSandbox(ExecSandbox):
                 given = f"/tmp/.stdin-{time.monotonic_ns()}"  # noqa: S108 -- in the sandbox
                 await self._inner.files.write(given, stdin)
             status, output = await self._run_script(
-                # The SDK keeps all output, and only text.
+                # The SDK buffers all output and decodes it as text, so the script cuts and encodes it.
                 f"timeout -s KILL {timeout_s:g} sh -c {shlex.quote(command)} < {given or '/dev/null'} 2>&1 "
                 f"| {{ head -c {output_bytes + 1}; cat > /dev/null; }} | base64 -w 0; "
                 f"status=${{PIPESTATUS[0]}}; rm -f {given}; exit $status",

@@ -5,7 +5,7 @@ bytes of output), the command and its input. An answer is a line of the exit sta
 the exceeded limit or ``-``, and the bytes of the output, and the output. The program exits at the end of its
 standard input, and the sandbox with it.
 
-It runs from its source text and imports little: its start is most of the start of a sandbox.
+It runs from its source text and imports little, because its start takes most of the start of a sandbox.
 """
 
 import os
@@ -20,7 +20,7 @@ _END_TIMEOUT_S = 5.0
 """Deadline in seconds for the end of killed processes."""
 _READ_BYTES = 1 << 16
 _MAX_OPEN_FILES = 1024
-# Numbers, because the import of the module `signal` takes longer than all others.
+# Numbers, because the import of the module `signal` takes longer than all other imports.
 _SIGKILL, _SIGPIPE, _SIGXFSZ = 9, 13, 25
 _NOT_STARTED_STATUS = 126
 _PAGE_BYTES = resource.getpagesize()
@@ -37,7 +37,7 @@ def serve(max_memory_bytes: int, max_processes: int) -> None:
         command_bytes, stdin_bytes, milliseconds, output_bytes = map(int, line.split())
         command, given = requests.read(command_bytes), requests.read(stdin_bytes)
         output = _Output(output_bytes)
-        # Processes of the last command may still start others, and leave none for this one.
+        # Processes that the last command left may still start others, and leave none for this command.
         _kill_if_exceeded(max_memory_bytes, max_processes)
         try:
             try:
@@ -45,7 +45,7 @@ def serve(max_memory_bytes: int, max_processes: int) -> None:
             except BlockingIOError:
                 _kill_if_exceeded(max_memory_bytes, max_processes)
                 process = _start(command, given, output)
-        except (OSError, ValueError) as error:  # a zero byte, too long, or no process is left
+        except (OSError, ValueError) as error:  # a zero byte, too long, or the process limit
             output.close_writer()
             output.read_rest()
             output.content += f"the command cannot start: {error}\n".encode()
@@ -54,7 +54,7 @@ def serve(max_memory_bytes: int, max_processes: int) -> None:
         deadline = time.monotonic() + milliseconds / 1000
         limit = _wait(process, output, deadline, max_memory_bytes, max_processes)
         if limit:
-            # Everything but this program and the namespace's first process, background processes included.
+            # Kills all processes except this one and the namespace's first one, background ones included.
             os.kill(-1, _SIGKILL)
         _, status = os.waitpid(process, 0)
         if limit:
@@ -91,7 +91,7 @@ class _Output:
         return bool(part)
 
     def read_rest(self) -> None:
-        """Reads what is there already: a background process may keep the pipe open."""
+        """Reads the available output without waiting: a background process may keep the pipe open."""
         os.set_blocking(self.reader, False)
         try:
             while self.read():
@@ -128,7 +128,7 @@ def _start(command: bytes, given: bytes, output: _Output) -> int:
 def _wait(
     process: int, output: _Output, deadline: float, max_memory_bytes: int, max_processes: int
 ) -> str:
-    """Reads output until a command ends; returns the name of a limit that it exceeded, or no text."""
+    """Reads output until a command ends; returns the name of a limit that it exceeded, or an empty string."""
     ended = os.pidfd_open(process)
     watched = [sys.stdin.fileno(), ended, output.reader]
     check_at = time.monotonic() + _CHECK_S
@@ -151,13 +151,13 @@ def _wait(
 
 
 def _wait_for_request(max_memory_bytes: int, max_processes: int) -> None:
-    """Waits for the next request, and holds processes that run meanwhile to their limits."""
+    """Waits for the next request; meanwhile enforces the limits of background processes."""
     while not select.select([sys.stdin.fileno()], [], [], _CHECK_S if _others() else None)[0]:
         _kill_if_exceeded(max_memory_bytes, max_processes)
 
 
 def _kill_if_exceeded(max_memory_bytes: int, max_processes: int) -> None:
-    """Kills all processes that commands have left if together they exceed a limit."""
+    """Kills the background processes of all commands if together they exceed a limit."""
     if _exceeded(max_memory_bytes, max_processes):
         os.kill(-1, _SIGKILL)
         _wait_for_others()
@@ -170,14 +170,14 @@ def _others() -> list[str]:
 
 
 def _wait_for_others() -> None:
-    """Waits until killed processes are gone, so that the next command does not meet them."""
+    """Waits until killed processes are gone, so that they do not affect the next command."""
     deadline = time.monotonic() + _END_TIMEOUT_S
     while _others() and time.monotonic() < deadline:
         time.sleep(_CHECK_S / 10)
 
 
 def _exceeded(max_memory_bytes: int, max_processes: int) -> str:
-    """Returns the name of a limit that all processes together exceed, or no text."""
+    """Returns the name of a limit that all processes together exceed, or an empty string."""
     others = _others()
     if len(others) > max_processes:
         return "processes"
@@ -199,7 +199,7 @@ def _answer(status: int, *, is_truncated: bool, limit: str, output: bytes | byte
 
 
 def main() -> None:
-    """Sets the limits of its children, whose number is per user and not for root, and serves."""
+    """Sets the resource limits of child processes and serves; RLIMIT_NPROC is per user and exempts root."""
     memory_bytes, processes, tasks, disk_bytes = map(int, sys.argv[1:])
     for limit, value in (
         (resource.RLIMIT_AS, memory_bytes),

@@ -1,8 +1,8 @@
 """Sandboxes in pods of a Kubernetes namespace that has no other pods and no egress.
 
 The first process of a pod waits for the end of its standard input, a connection from this process. So a
-pod's container ends when this process ends, however it ends. The pod then uses nothing, and the next rollout
-deletes it.
+pod's container ends when this process ends, however it ends. The ended pod uses no CPU and no memory, and the
+next rollout deletes it.
 """
 
 import asyncio
@@ -37,14 +37,14 @@ _REQUEST_TIMEOUT_S = 30.0
 # Each frame begins with the number of its stream.
 _PROTOCOL: Any = "v4.channel.k8s.io"
 _STDIN, _STDOUT, _STDERR, _STATUS = range(4)
-# A pod whose container waits for one of these does not start by itself.
+# A pod whose container waits for one of these reasons does not start without intervention.
 _STUCK = frozenset(
     (
         *("CreateContainerConfigError", "CreateContainerError", "ErrImageNeverPull"),
         *("ImagePullBackOff", "InvalidImageName", "RunContainerError"),
     )
 )
-# A rollout that was killed before does not connect.
+# The timeout ends the pod of a rollout that was killed before it connected.
 _FIRST_PROCESS = (
     f"timeout -s KILL {START_TIMEOUT_S:.0f} head -c 1 > /dev/null || exit 1; "
     f'[ "$PWD" = / ] && cd {WORK_FOLDER}; pwd; cat > /dev/null; :'
@@ -162,7 +162,7 @@ class Pod(ExecSandbox):
         state: Why the container does not run yet.
     """
 
-    # A command is part of an address.
+    # The API takes a command as a part of the URL.
     max_command_bytes = 4 << 10
 
     def __init__(self, api: "_Api", name: str) -> None:
@@ -195,7 +195,7 @@ class Pod(ExecSandbox):
         self, command: str, *, stdin: bytes, timeout_s: float, output_bytes: int
     ) -> tuple[int, bytes, bool]:
         given = f"head -c {len(stdin)} |" if stdin else "</dev/null"
-        # This shell would report a killed command in its output.
+        # Without the redirection, this shell would write a message about a killed command to the output.
         limited = f"timeout -s KILL {timeout_s:g}"
         script = f'exec 3>&2 2>/dev/null; cd "$1" && {given} {limited} sh -c "$0" 2>&3 3>&-'
         async with (
@@ -244,7 +244,7 @@ class Pod(ExecSandbox):
 
 
 class _Api:
-    """The part of the Kubernetes API for pods of one namespace."""
+    """Client of the Kubernetes API for the pods of one namespace."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -273,10 +273,10 @@ class _Api:
 
         Args:
             name: Kind of the objects, or kind and name of one.
-            is_optional: True to accept that it does not exist.
+            is_optional: True to accept status 404, if the object does not exist.
 
         Raises:
-            SandboxError: If the API refuses it or does not answer.
+            SandboxError: If the API refuses the request or does not answer.
         """
         request: dict[str, Any] = {"json": body} if body is not None else {}
         try:
@@ -311,7 +311,11 @@ class _Api:
                 raise SandboxError(f"the Kubernetes API did not answer: {error!r}") from error
 
     async def connect(self, pod: str, action: str, *command: str, **query: str) -> ClientConnection:
-        """Opens the streams of a pod's first process or of a new one. Raises SandboxError."""
+        """Opens a WebSocket with the streams of a pod's first process (``attach``) or a new one (``exec``).
+
+        Raises:
+            SandboxError: If the API refuses the connection or does not answer.
+        """
         asked = urlencode([*query.items(), *(("command", each) for each in command)])
         address = self._cluster.url.replace("http", "ws", 1) + self._path(f"pods/{pod}/{action}")
         try:
@@ -338,7 +342,7 @@ class _Api:
         return f"{root}/namespaces/{self._cluster.namespace}/{name}"
 
     def _headers(self) -> dict[str, str]:
-        # The token is replaced from time to time.
+        # Kubernetes rotates the token, so it is read again for each request.
         try:
             token = (self._cluster.credentials / "token").read_text(encoding="ascii").strip()
         except OSError as error:
@@ -382,7 +386,7 @@ async def _frame(connection: ClientConnection) -> tuple[int, bytes]:
 
 
 def _exit_status(status: bytes) -> int:
-    """Reads the status object that ends a process's streams."""
+    """Returns the exit status from the status object that ends a process's streams. Raises SandboxError."""
     found = json.loads(status)
     if found.get("status") == "Success":
         return 0

@@ -1,4 +1,4 @@
-"""Sandboxes of a replica's episodes: a bounded number, measured, and ended with their episodes."""
+"""Sandboxes of a replica's episodes: limits their number, measures them, ends them with their episodes."""
 
 import asyncio
 import itertools
@@ -115,7 +115,7 @@ class SandboxPool:
     """Starts a sandbox for each episode, at most ``max_running`` at once.
 
     Args:
-        kind: Starts the sandboxes; by default the specification's.
+        kind: Starts the sandboxes; by default, the kind that the specification names.
         cluster: Access to the pods of ``kubernetes``.
 
     Raises:
@@ -192,7 +192,7 @@ class SandboxPool:
         return image
 
     async def _end(self, sandbox: Sandbox) -> None:
-        """Ends a sandbox; its episode does not fail if that fails."""
+        """Ends a sandbox; logs a failure, which does not fail the episode."""
         try:
             with _measured("end"):
                 async with asyncio.timeout(base.END_TIMEOUT_S):

@@ -43,7 +43,7 @@ _MIN_ENTRY_BYTES = 4096
 _MAX_OUTPUT_BYTES = 1 << 20
 _FOLDER_PREFIX = "slipstream-program-"
 _UNLOCKED_S = 60.0
-"""Age in seconds from which a folder that no process has locked is left over."""
+"""Age in seconds from which a folder that no process has locked counts as left over."""
 _INNER_FOLDER = "/tmp"  # noqa: S108 -- inside its own namespace
 _PROJECT = Path(__file__).parents[2]
 _KILLS = (signal.SIGKILL, signal.SIGTERM)
@@ -72,8 +72,8 @@ class Limits:
     """
 
 
-# Each part is read when its turn comes, so that no frame, constant or source of an earlier part
-# contains it.
+# The launcher reads each part only before it runs it, so that no frame, constant or source of an
+# earlier part contains it.
 _LAUNCHER = """\
 import os, resource, sys
 from services.rollout.sandbox import confine
@@ -107,7 +107,7 @@ def run_python(parts: Sequence[str], given: str, limits: Limits) -> str | None:
 
     Raises:
         SandboxKilledError: If the program was killed, but not by its limits.
-        RuntimeError: If this host cannot deny it the network, or files.
+        RuntimeError: If this host cannot deny the program access to the network or to files.
     """
     is_usable = bubblewrap.is_usable()
     _check_host(limits, is_wrapped=is_usable)
@@ -244,7 +244,7 @@ def _folder() -> Iterator[str]:
 
 @functools.cache
 def _remove_left_folders() -> None:
-    """Removes the folders of processes that were killed; does so once."""
+    """Removes the folders of processes that were killed, once per process."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
         try:
             if time.time() - folder.stat().st_mtime < _UNLOCKED_S:
@@ -267,7 +267,7 @@ def _remove(folder: str) -> None:
         shutil.rmtree(folder)
     except (OSError, RecursionError):
         remove = ["rm", "-rf", folder]
-        # One process a folder, which is slow, so only if folders are unreadable.
+        # This starts a process per folder, which is slow, so it runs only if `rm` alone has failed.
         chmod = ["find", folder, "-type", "d", "-exec", "chmod", "u+rwx", "{}", ";"]
         for command in (remove, chmod, remove):
             if Path(folder).exists():

@@ -1,6 +1,6 @@
 """Client of an episode's sandbox, for agents and environments; ``service.py`` has the requests.
 
-Each process of an agent and of an environment imports it when it starts.
+Each process of an agent or an environment imports this module when it starts, so it imports little.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from services.rollout.sandbox.base import CommandResult, SandboxError
 if TYPE_CHECKING:
     import httpx
 
-# Above the longest command; the service has the deadlines of commands.
+# Longer than any command may run; the service enforces the deadlines of commands.
 _TIMEOUT_S = 4000.0
 
 
@@ -92,7 +92,7 @@ def sandbox_argument(access: Mapping[str, str], function: Callable[..., Any]) ->
 @functools.lru_cache(1)
 def _client_of(loop: asyncio.AbstractEventLoop) -> "httpx.AsyncClient":
     """Returns the process's client, which keeps connections: a new client per episode would cost 20 ms."""
-    # These take as long as the rest of an agent's start, and most runs have no sandbox.
+    # These imports take as long as the rest of an agent's start, and most runs have no sandbox.
     import httpx
 
     from services.common.http.connections import ReusedConnections

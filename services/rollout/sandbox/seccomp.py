@@ -118,7 +118,7 @@ def _first_instructions(machine: str) -> list[_Instruction]:
         (_JUMP_EQUAL, 1, 0, _ARCHITECTURES[machine]),
         (_RETURN, 0, 0, _KILL),
         (_LOAD_WORD, 0, 0, _NUMBER_OFFSET),
-        # Calls added to the kernel later, and calls of the x32 ABI.
+        # Above NEWEST are calls that the kernel added later, and calls of the x32 ABI.
         *_if(_JUMP_ABOVE, NEWEST, [(_RETURN, 0, 0, _UNKNOWN)]),
         *_if(_JUMP_EQUAL, CLONE3, [(_RETURN, 0, 0, _UNKNOWN)]),
     ]
@@ -145,5 +145,5 @@ def _checks(name: str) -> list[_Instruction]:
 
 
 def _if(jump: int, operand: int, body: Sequence[_Instruction]) -> list[_Instruction]:
-    """Returns a conditional jump into the body, or over it."""
+    """Returns the body after an instruction that jumps over it unless the condition is true."""
     return [(jump, 0, len(body), operand), *body]

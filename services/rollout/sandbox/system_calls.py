@@ -183,7 +183,7 @@ ARGUMENTS: dict[str, tuple[int, tuple[int, ...]]] = {
 """Index of the argument that decides about a checked call, from 0, and its allowed values."""
 
 REFUSED_IN_SANDBOXES: dict[str, Numbers] = {
-    # Memory that no process needs to map, so that no limit counts it.
+    # Memory that exists without being mapped by a process, so that no limit counts it.
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
     "shmget": (29, 194),
@@ -205,12 +205,12 @@ REFUSED_IN_SANDBOXES: dict[str, Numbers] = {
 }
 """Calls that commands in the sandbox of an episode may not make; others are allowed.
 
-``clone`` may not create user namespaces, and ``socket`` only :data:`SOCKET_FAMILIES`.
+``clone`` may not create user namespaces, and ``socket`` may create only sockets of :data:`SOCKET_FAMILIES`.
 """
 
 SOCKET: Numbers = (41, 198)
 SOCKET_FAMILIES = (1, 2, 10, 16)
-"""Unix, IPv4, IPv6 and netlink, which end in the sandbox's own network. vsock, for example, does not."""
+"""Unix, IPv4, IPv6 and netlink, which cannot leave the sandbox's own network. vsock, for example, can."""
 
 CLONE3 = 435
 """Number of ``clone3`` on all machines, treated as unknown.

@@ -1,8 +1,8 @@
 """Limits the tasks (processes and their threads) of a sandbox by a cgroup with the ``pids`` controller.
 
-``RLIMIT_NPROC`` limits all users but root, whom the kernel exempts. So a rollout of root places each sandbox
-in a separate cgroup, below the rollout's cgroup, in version 1 or 2 of the hierarchy. The cgroup is removed
-with the sandbox; the next rollout on the host removes those of killed ones.
+The kernel exempts root from ``RLIMIT_NPROC``. A rollout that runs as root therefore places each sandbox in a
+separate cgroup below the rollout's cgroup, in version 1 or 2 of the hierarchy. The rollout removes the cgroup
+with the sandbox. If the rollout is killed, the next rollout on the host removes the cgroup.
 
 Source: Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/pids.rst of Linux.
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 _logger = logging.getLogger(__name__)
 _PREFIX = "slipstream-sandbox-"
 _UNLOCKED_S = 60.0
-"""Age in seconds from which a cgroup that no process has locked is left over."""
+"""Age in seconds from which a cgroup that no process has locked counts as left over."""
 _numbers = itertools.count()
 
 
@@ -42,7 +42,7 @@ class TaskLimit:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             if (kind := folder / "cgroup.type").exists():  # version 2
-                # Only a threaded cgroup may be below one with processes, here those of the rollout.
+                # Below a cgroup that contains processes, here the rollout's, only threaded cgroups may exist.
                 kind.write_text("threaded")
             (folder / "pids.max").write_text(str(max_tasks))
         except BaseException:
@@ -50,7 +50,7 @@ class TaskLimit:
             raise
 
     def add(self, pid: int) -> None:
-        """Moves a process into the cgroup; processes that it starts from now on are there, too.
+        """Moves a process into the cgroup; processes that it starts afterwards also belong to the cgroup.
 
         May take some ms, because the kernel waits until no process is forking.
 
@@ -94,7 +94,11 @@ def _next_folder(parent: Path) -> Path:
 
 @functools.cache
 def parent_cgroup() -> Path | None:
-    """Returns the cgroup below which this process creates others; tests it once, and removes left ones."""
+    """Returns the cgroup below which this process creates the cgroups of its sandboxes, or None.
+
+    The first call tests that cgroups can be created, and removes those of rollouts that were killed. None if
+    this process is not the host's root, or can create no cgroup.
+    """
     if not _is_root_of_host():
         return None
     try:
@@ -117,7 +121,7 @@ def parent_cgroup() -> Path | None:
 
 
 def _try_out(parent: Path) -> None:
-    """Places a process in a new cgroup. Raises OSError."""
+    """Checks that this process can move a process into a new cgroup. Raises OSError."""
     children(os.getpid())
     limit = TaskLimit(_next_folder(parent), 1)
     try:
@@ -149,7 +153,7 @@ def _own_cgroup(mounts: str, memberships: str) -> Path:
     for line in memberships.splitlines():
         _, controllers, path = line.split(":", 2)
         paths |= dict.fromkeys(controllers.split(","), path)
-    # Version 1 mounts its controllers one by one, and version 2 has those that are left.
+    # Version 1 mounts each controller separately; version 2 has the controllers that version 1 has not.
     kind, name = ("cgroup", "pids") if "pids" in paths else ("cgroup2", "")
     for line in mounts.splitlines():
         before, _, after = line.partition(" - ")
@@ -165,7 +169,7 @@ def _own_cgroup(mounts: str, memberships: str) -> Path:
 def remove_left(parent: Path) -> None:
     """Removes the cgroups of rollouts that were killed."""
     for folder in parent.glob(f"{_PREFIX}*"):
-        # Another rollout may remove it, or just create it.
+        # Another rollout may be removing the cgroup, or may have just created it.
         with suppress(OSError):
             if time.time() - folder.stat().st_mtime < _UNLOCKED_S:
                 continue
