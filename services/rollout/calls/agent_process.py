@@ -1,7 +1,7 @@
 """Process that runs the user's agent, many episodes concurrently.
 
-It reads one JSON line for each episode, ``{"id", "keywords"}``, or ``{"cancel": id}``. It writes
-one when an episode has ended, ``{"id", "value"}`` or ``{"id", "error"}``, and one with ``"id":
+It reads JSON lines: ``{"id", "keywords"}`` starts an episode, and ``{"cancel": id}`` cancels it. It
+writes ``{"id", "value"}`` or ``{"id", "error"}`` when an episode has ended, and a line with ``"id":
 null`` when the agent is loaded. Coroutines share the event loop; plain functions run in threads.
 """
 

@@ -87,7 +87,7 @@ class Guard:
 
         Raises:
             ValueError: If it is too large.
-            ClientDisconnect: If the client disconnects before it ends.
+            ClientDisconnect: If the client disconnects before the body ends.
         """
         body, has_more = bytearray(), True
         stated = headers.get("content-length", "")
@@ -128,7 +128,7 @@ def serve_guarded(app: ASGIApp, given: argparse.Namespace) -> AbstractAsyncConte
     """Serves an application according to the command line; yields the port.
 
     Raises:
-        ValueError: If others could connect without a token.
+        ValueError: If other users or hosts could connect without a token.
         InvalidArgumentError: If the token file or the address is invalid.
     """
     is_here = given.bind.startswith("unix:")

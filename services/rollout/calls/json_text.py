@@ -6,7 +6,7 @@ from typing import Any
 
 
 def json_text(value: Any) -> str:
-    """Returns a value as JSON text, with every value of a row that JSON lacks.
+    """Returns a value as JSON text; converts every value of a row that JSON cannot represent.
 
     NumPy and torch values become numbers and lists, tuples and sets become lists, keys of mappings and
     all other values become text.
@@ -16,7 +16,7 @@ def json_text(value: Any) -> str:
     """
     try:
         return json.dumps(value, default=_plain)
-    except TypeError:  # a key that JSON lacks
+    except TypeError:  # a key whose type JSON lacks
         return json.dumps(_with_text_keys(value), default=_plain)
 
 

@@ -107,7 +107,7 @@ def _is_public(address: _Address) -> bool:
 
 
 def _carried(address: _Address) -> list[_Address]:
-    """Returns the address itself, or the addresses that its traffic ends at."""
+    """Returns the addresses at which traffic to an address ends: the address itself, or embedded ones."""
     if isinstance(address, ipaddress.IPv4Address):
         return [address]
     if address.ipv4_mapped is not None:
@@ -144,6 +144,7 @@ class ExternalService:
 
     Args:
         url: ``http://`` or ``https://``.
+        reach: Resolves the URL's host to an address that is allowed.
         token: Token to send as ``Authorization: Bearer``; empty sends none.
         transport: Connections to the service; None for connections over the network.
         max_answer_bytes: Max bytes of a response.

@@ -68,7 +68,8 @@ class CallPool:
             name: ``module:function`` or ``file.py:function``.
             arguments: Positional arguments; JSON-like.
             keywords: Keyword arguments; JSON-like.
-            timeout_s: Deadline of the call itself, without waiting and loading; then its process is killed.
+            timeout_s: Max seconds of the call itself, without waiting and loading. After them, the pool kills
+                the process.
 
         Raises:
             CallError: ``timeout`` (also if the function raised ``TimeoutError``), ``exception``,

@@ -61,7 +61,7 @@ async def _wait_for(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Converts numpy and torch values to numbers and lists, images to URLs, others to lists or text."""
+    """Converts numpy and torch values and iterators to numbers and lists, images to URLs, others to text."""
     if isinstance(value, Iterator):
         return list(value)
     if (url := image_url(value)) is not None:
@@ -76,8 +76,8 @@ def _plain(value: Any) -> Any:
 
 
 def image_url(value: Any) -> str | None:
-    """Returns an image of Pillow as a data URL; None for any other value."""
-    pillow: Any = sys.modules.get("PIL.Image")  # not imported for those who use none
+    """Returns a Pillow image as a data URL; None for any other value."""
+    pillow: Any = sys.modules.get("PIL.Image")  # only user code that has images imports Pillow
     if pillow is None or not isinstance(value, pillow.Image):
         return None
     buffer = io.BytesIO()
