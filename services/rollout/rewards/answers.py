@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from services.rollout.sandbox.programs import Limits, run_python
 
-# Their verifiers compare boards as tuples, which JSON turns into lists.
+# Tasks whose verifiers compare boards as tuples, which JSON converts to lists.
 _BOARD_TASKS: Final = frozenset(("arc_agi", "rearc"))
 # Linear time: the end of a fence is searched only once, because no other fence begins before it.
 _FENCE = re.compile(r"```(?:python|py)?[^\S\n]*\n(.*?)```", re.DOTALL)
@@ -48,7 +48,7 @@ def exact_match(
 ) -> float:
     """Compares the texts without surrounding white space; 72.0 as a number also equals the text ``72``.
 
-    Tables make numbers of a column floating if one is missing.
+    Tables convert a column of integers to floating point if a value is missing.
 
     Raises:
         ValueError: If there is no answer, or it is not one value.
@@ -63,7 +63,7 @@ def exact_match(
 def gym_answer(prompt: str, response: str, answer: Any, row: Mapping[str, Any]) -> float:
     """Returns the score, between 0 and 1, from the verifier of the task that generated the row.
 
-    The answer is what the response has between ``<answer>`` and ``</answer>``, as the package's own prompts
+    The answer is the response's text between ``<answer>`` and ``</answer>``, as the package's own prompts
     require it; without these tags, it is the whole response. The verifier has the arguments of the row's
     ``task``, or the task's defaults if the row has none.
 

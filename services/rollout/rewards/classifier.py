@@ -2,8 +2,8 @@
 
 ``python -m services.rollout.rewards.classifier MODEL --bind HOST:PORT --token-file FILE``
 
-Serves any ``AutoModelForSequenceClassification``, and what ``algorithm.loss: reward_model`` trained. Requests
-that arrive during a pass are scored together in the next one.
+Serves any ``AutoModelForSequenceClassification``, including models that ``algorithm.loss: reward_model``
+trained. Requests that arrive during a pass are scored together in the next one.
 """
 
 import argparse
@@ -66,7 +66,7 @@ class Classifier:
     def tokens(self, prompt: str, response: str) -> list[int]:
         """Tokenizes a prompt and its response, with the chat template if the model has one.
 
-        For a reward model that was trained here, the tokens are those of training: prompt and response are
+        For a reward model that Slipstream trained, the tokens are those of training: prompt and response are
         tokenized separately, without the token that ends a response.
 
         Raises:

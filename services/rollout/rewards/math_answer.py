@@ -48,7 +48,7 @@ _MAX_PROSE_CHARACTERS = 8000
 _MAX_PARTS = 4
 """Max number of alternative inequalities."""
 _LIBRARY_TIMEOUT_S = 3600
-"""Never expires first: the library would report a time-out as a wrong answer."""
+"""Max seconds of a library call, far above ours: the library would report a time-out as a wrong answer."""
 
 
 def math_answer(prompt: str, response: str, answer: Any, row: Mapping[str, Any]) -> float:
@@ -200,7 +200,7 @@ def _parse(text: str, wanted: list[Any], **options: Any) -> list[Any]:
 
 
 def _union(parts: list[str]) -> list[Any]:
-    """Returns the union of the solutions of alternative inequalities; empty if the parts are others."""
+    """Returns the union of the solutions of alternative inequalities; empty if any part is no inequality."""
     found = [one for part in parts for one in _read(part)]
     return [] if len(found) < len(parts) else _solutions(*found)
 
@@ -242,7 +242,7 @@ def _equal(gold: Any, found: Any) -> bool:
 
 
 def _vector(value: Any) -> Any:
-    """Converts a vector, or a set of assignments in their written order, to a tuple."""
+    """Converts a vector, or a set of assignments in their written order, to a tuple; returns others as is."""
     if isinstance(value, MatrixBase) and 1 in value.shape:
         return Tuple(*value)
     if isinstance(value, FiniteSet) and all(is_assignment_relation(one) for one in value):
@@ -251,8 +251,8 @@ def _vector(value: Any) -> Any:
 
 
 def _particular(symbol: Any) -> Any:
-    r"""Returns the meaning of a symbol: the imaginary unit, or a positive number.
+    r"""Returns the replacement of a symbol: the imaginary unit for ``i``, otherwise a positive symbol.
 
-    Of a positive number, roots such as ``\sqrt[3]{x^2}`` are powers.
+    Roots of a positive symbol, such as ``\sqrt[3]{x^2}``, are powers.
     """
     return I if symbol.name == "i" else Symbol(symbol.name, positive=True)

@@ -1,4 +1,4 @@
-"""Reward that a remote service computes, such as a reward model, a judge or a farm of test machines."""
+"""Reward that a remote service computes, such as a reward model, a judge or a cluster that runs tests."""
 
 import asyncio
 import time
@@ -25,6 +25,7 @@ class CircuitBreaker:
     """Refuses calls for a while after many failures in a row, so that a dead service costs no time-outs.
 
     Args:
+        max_failures: Number of failures in a row from which calls are refused.
         open_s: Seconds until calls are tried again.
         now: Returns monotonic seconds.
     """
@@ -64,7 +65,7 @@ class RewardService(Protocol):
 
         Raises:
             BusyError: If a retry may succeed.
-            CallError: If not.
+            CallError: If a retry would fail, too.
         """
 
     async def close(self) -> None: ...
@@ -124,7 +125,7 @@ class RemoteReward:
     async def _ask(
         self, given: RewardInput, episode: Mapping[str, Any] | None, *, timeout_s: float
     ) -> Any:
-        """Calls the service until a retry would not change the result."""
+        """Calls the service, and calls it again while it is busy, until the deadline."""
         reason = "it did not respond"
         try:
             async with asyncio.timeout(timeout_s):
@@ -209,7 +210,7 @@ class GrpcRewardService:
     third party.
 
     Args:
-        url: ``grpc://host:port``, or ``grpcs://host:port`` for TLS with the system's authorities.
+        url: ``grpc://host:port``, or ``grpcs://host:port`` for TLS with the system's certificate authorities.
         token: Bearer token, sent with each call.
     """
 

@@ -68,7 +68,10 @@ class Comparison:
         return values
 
     async def _wins(self, spec: RewardSpec, given: Sequence[RewardInput]) -> list[float]:
-        """Returns each response's mean preference over the others, in both orders; 0.5 without others."""
+        """Returns each response's mean preference over the other ones, compared in both orders.
+
+        The mean of a single response is 0.5.
+        """
         pairs = list(itertools.permutations(range(len(given)), 2))
         async with TaskGroup() as group:
             tasks = [
@@ -220,6 +223,7 @@ class ScorerOfSets:
 
     Args:
         common: Scorer of the sets without their own rewards.
+        own: Scorers of the sets with their own rewards, by set name.
     """
 
     def __init__(self, common: Scorer, own: Mapping[str, Scorer]) -> None:
