@@ -69,7 +69,7 @@ class EpisodeLimits:
     returns_mask: bool = False
     """True if the trainer needs to know which tokens could be drawn."""
     max_response_tokens: int
-    """Max tokens of the response, observed ones included, after any prompt."""
+    """Max tokens of the response to a prompt of any length, including observed tokens."""
     max_tokens: int
     """Max tokens of a prompt with its response, which is the engine's context length."""
     stop_texts: tuple[str, ...]
@@ -109,9 +109,9 @@ class Episode:
     Attributes:
         prompt: The prompt to answer.
         limits: Sampling parameters and limits.
-        turns: Turns so far; if there are several conversations, those of the one continued last.
-        conversations: Of an agent: all conversations that no other one continues, in order of their start.
-        trained: The conversations that train; None for the one continued last.
+        turns: Turns so far; if there are several conversations, the turns of the one continued last.
+        conversations: An agent's conversations, in order of their start, except those that another continues.
+        trained: The conversations that train; None if the one continued last trains.
         num_rewritten: Number of requests whose replies differ from the recorded ones.
         measured: Measurements by name, stored with the terms of the reward.
         is_complete: True after the workflow finished.
@@ -122,8 +122,8 @@ class Episode:
         earned: Reward that the environment or the agent gave; see
             :func:`services.rollout.rewards.terms.earned_terms`.
         sandbox: Sandbox of this episode; None if ``rollout.sandbox`` is not set.
-        images: Reads images of observations; None if the model sees none.
-        tokenizer: The model's.
+        images: Reads images of observations; None if the model takes no images.
+        tokenizer: The model's tokenizer.
         call: Calls a user's function in a separate process; see
             :meth:`services.rollout.calls.pool.CallPool.call`.
     """
@@ -222,7 +222,7 @@ class Episode:
         return self.tokenizer.decode(turn.token_ids)
 
     def recorded(self, running: Mapping[str, GenerationResult]) -> tuple[Turn, ...]:
-        """Returns all turns, which are what another attempt needs to resume this episode.
+        """Returns all turns, from which another attempt resumes this episode.
 
         Args:
             running: Partial results of the requests that the engine is decoding.
@@ -241,7 +241,7 @@ class Episode:
         """Returns the turn that followed these turns before an interruption; None if there is none.
 
         Args:
-            number: Index among several following turns.
+            number: Index of the turn if several followed.
         """
         place, before = len(turns), tuple(turns)
         recorded = [
@@ -251,7 +251,12 @@ class Episode:
         return following[number] if number < len(following) else None
 
     def record_alternatives(self, before: Conversation, turns: Sequence[Turn]) -> None:
-        """Records an agent's alternative turns after the same ones; the first continues the episode."""
+        """Records alternative replies to one request of an agent; the first one continues the episode.
+
+        Args:
+            before: Turns that the replies follow.
+            turns: The sampled replies, at least one.
+        """
         for turn in turns:
             self.conversations = with_turn(self.conversations, before, turn)
         self.turns = [*before, turns[0]]
@@ -310,7 +315,7 @@ class Episode:
         return turn
 
     def _check_ids(self, token_ids: Sequence[int]) -> None:
-        """Raises CallError unless all are tokens: after the last reply no engine sees them."""
+        """Raises CallError if an id is not in the vocabulary; no engine checks ids after the last reply."""
         size = self.tokenizer.vocab_size
         if wrong := [each for each in token_ids if not 0 <= each < size]:
             raise CallError(
@@ -326,16 +331,16 @@ class Episode:
         *,
         after: Sequence[Turn] | None = None,
     ) -> Turn:
-        """Returns an observed turn with images, which is not added.
+        """Returns an observed turn with images, without adding it to the episode.
 
         Args:
             token_ids: Tokens of the turn, with one placeholder for each image.
-            images: Data URLs, http(s) URLs, bytes or images of Pillow, in order.
-            after: Turns before it, without the prompt of the data; by default those of the episode.
+            images: Data URLs, http(s) URLs, bytes or Pillow images, in order.
+            after: Turns before the new one, without the data's prompt; by default the episode's turns.
 
         Raises:
-            CallError: If an image is broken, too large or not allowed, there are too many, or the model sees
-                none.
+            CallError: If an image is broken, too large or not allowed, there are too many, or the model takes
+                no images.
         """
         if self.images is None:
             raise CallError(
@@ -369,7 +374,7 @@ class Episode:
         """Samples the turn that follows the given ones, which need not be the episode's own.
 
         Args:
-            started: Tokens of the turn that exist already.
+            started: The turn as far as it was sampled before an interruption; None for a new turn.
             on_tokens: Receives the turn's tokens, as far as the engine streams them.
 
         Returns:
@@ -430,7 +435,7 @@ class Episode:
         )
 
     def _inputs_before(self, turns: Sequence[Turn]) -> "ModelInputs | None":
-        """Returns what the model takes besides the tokens of a prompt and the turns after it."""
+        """Returns the model's inputs besides tokens for a prompt and the turns after it; None without any."""
         first = None if self.is_served else self.prompt.model_inputs
         return joined_inputs([first, *(turn.model_inputs for turn in turns)])
 
@@ -440,7 +445,7 @@ class Episode:
         return wanted if segment is None else min(wanted, segment - done % segment)
 
     def _next_recorded(self, *, sampled: bool) -> Turn | None:
-        """Returns the next recorded turn; raises ValueError if the resumed workflow took another course."""
+        """Returns the next recorded turn, or None. Raises ValueError if the resumed workflow differs."""
         turn = self.replayed(self.turns)
         if turn is not None and turn.is_sampled != sampled:
             raise ValueError(

@@ -95,10 +95,12 @@ def tool_result_ids(
 
 
 def check_offered_tools(tokenizer: Tokenizer) -> None:
-    """Checks that the chat template shows tools to the model; a built-in tokenizer's need not.
+    """Checks that the chat template shows tools to the model.
+
+    A template that does not read ``tools``, such as that of a built-in tokenizer, passes.
 
     Raises:
-        ValueError: If it does not.
+        ValueError: If the template reads ``tools`` but does not show their names.
     """
     name = f"tool_{secrets.token_hex(12)}"
     parameters = {
@@ -117,7 +119,7 @@ def check_tool_results(tokenizer: Tokenizer) -> None:
     """Checks that the chat template can render tool results.
 
     Raises:
-        ValueError: If it cannot; the message states what the template lacks.
+        ValueError: If it cannot render them; the message states what the template lacks.
     """
     question: list[_Message] = [{"role": "user", "content": "question"}]
     mark, result = secrets.token_hex(12), secrets.token_hex(12)

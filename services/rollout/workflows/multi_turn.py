@@ -36,20 +36,20 @@ class MultiTurn:
     ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``. A turn without a call is the answer,
     which the reward scores. Results are observed tokens and do not train. If a tool fails, the policy
     reads the error as its result; the sample does not fail. A result may be a list of parts
-    ``{type: text, text}`` and ``{type: image, image}`` with a data URL, an http(s) URL or an image of
-    Pillow; a bad image fails the sample. Tools run in separate processes. The model's chat template renders
+    ``{type: text, text}`` and ``{type: image, image}`` with a data URL, an http(s) URL or a Pillow
+    image; a bad image fails the sample. Tools run in separate processes. The model's chat template renders
     results as messages of the role ``tool`` and opens the next turn; it also receives the tools that may be
     called.
 
     Args:
         tools: Python functions, ``module:function`` or ``file.py:function``, called with keyword arguments.
-        mcp_servers: Commands of Model Context Protocol servers; all their tools are offered. No two tools
-            have one name.
+        mcp_servers: Commands of Model Context Protocol servers; all their tools are offered. The names of all
+            tools must be distinct.
         max_turn_tokens: Max tokens of one turn; None applies only the response's limit.
         result_template: Text to add for each result instead of the chat template's rendering; it contains
             ``{result}`` in place of the result. It must end the policy's turn and open the next one.
         offer_tools: True to give the tools' names, docstrings and parameters to the chat template.
-        tool_format: Format of calls; ``auto`` recognizes it by the chat template, and is ``hermes`` without.
+        tool_format: Format of calls; ``auto`` derives it from the chat template, with ``hermes`` as default.
     """
 
     def __init__(
@@ -89,10 +89,11 @@ class MultiTurn:
         """Checks that tools can be offered and their results rendered.
 
         Args:
-            tokenizer: The model's; None if prompts do not use its chat template.
+            tokenizer: The model's tokenizer; None if prompts do not use its chat template.
 
         Raises:
-            ValueError: If they cannot; the message has the configuration key and the fix.
+            ValueError: If tools cannot be offered or results cannot be rendered; the message has the
+                configuration key and the fix.
         """
         if self._offers_tools and tokenizer is not None:
             try:
@@ -234,7 +235,7 @@ class MultiTurn:
         return f"error: unknown tool {name!r}; tools: {known}"
 
     async def _servers(self, episode: Episode) -> Mapping[str, list[str]]:
-        """Returns the server of each tool; describes the tools, if that was not done at the start."""
+        """Returns the server command of each MCP tool; lists the tools first if that was not done before."""
         if self._mcp_tools is None:
             await self.describe_tools(episode, functions=bool(episode.prompt.messages))
         assert self._mcp_tools is not None

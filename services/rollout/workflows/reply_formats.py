@@ -19,7 +19,7 @@ from services.common.runspec.base import did_you_mean
 _DECODER = json.JSONDecoder()
 _NO_JSON = (ValueError, RecursionError)
 _LLAMA_CALL = re.compile(r'\{\s*"(?:name|type|parameters|arguments)"')
-# A begin mark of reasoning is a few tokens.
+# Max tokens of a begin mark of reasoning, which has only a few.
 _MAX_MARK_TOKENS = 16
 # Bounds the time for a text that begins thousands of objects and ends none.
 _MAX_FAILED = 64
@@ -38,7 +38,7 @@ class ParsedCall:
     arguments: Any
     """Arguments, normally an object; their text if it is not JSON but the call has a separate name."""
     id: str = ""
-    """Id that the policy wrote (Kimi K2); empty in all other formats."""
+    """Id that the policy wrote (Kimi K2, Mistral); empty in all other formats."""
     problem: str = ""
     """Why the text is no valid call; empty if it is one."""
 
@@ -77,7 +77,7 @@ class ReasoningFormat:
     begin: str
     end: str
     label: str = ""
-    """Word after the begin mark that is no reasoning."""
+    """Text after the begin mark that is not part of the reasoning."""
 
     def split(self, text: str, *, is_open: bool, calls: Sequence[str] = ()) -> tuple[str, str]:
         """Splits a reply into reasoning and the rest.
@@ -159,7 +159,7 @@ def reply_format(tokenizer: Tokenizer, name: str = "auto") -> ReplyFormat:
     """Returns the format of a model's replies.
 
     Args:
-        tokenizer: The model's. Its chat template determines the formats of calls and of reasoning.
+        tokenizer: The model's tokenizer, whose chat template determines the formats of calls and reasoning.
         name: Name of the tool format, or ``auto``, which is ``hermes`` if the template shows none.
 
     Raises:
@@ -254,7 +254,7 @@ def _json_call(place: int, text: str) -> ParsedCall:
 
 
 def _name_in(text: str) -> str:
-    """Returns the value of ``name`` in an object with other faults, as far as it can be read."""
+    """Returns the value of ``name`` in a malformed JSON object; empty if it cannot be read."""
     _, found, rest = text.partition('"name"')
     rest = rest.lstrip().removeprefix(":").lstrip()
     if not found or not rest.startswith('"'):
@@ -444,7 +444,7 @@ def _gemma(begin: str, end: str, quote: str) -> Callable[[str, Tools], Iterator[
 
 
 class _GemmaObject:
-    """Reads ``{key:value, ...}`` with ``[...]`` arrays and quoted texts; raises IndexError at the end."""
+    """Reads ``{key:value, ...}`` with ``[...]`` arrays and quoted texts; raises IndexError if incomplete."""
 
     def __init__(self, text: str, quote: str) -> None:
         self._text = text
@@ -515,9 +515,10 @@ def _types(tools: Tools, name: str) -> Mapping[str, Any] | None:
 
 
 def _typed(text: str, schemas: Mapping[str, Any] | None, key: str) -> Any:
-    """Converts an argument that is written without a type to that of its schema.
+    """Converts an argument that is written without a type to the type that its schema states.
 
-    Arguments without a schema are JSON if they can be read so. Text that does not fit its schema stays text.
+    An argument without a schema is parsed as JSON or as a Python literal, if possible. Text that does not fit
+    its schema stays text.
     """
     types = _names_of_types((schemas or {}).get(key) or {})
     if types == {"string"}:
@@ -575,7 +576,7 @@ def _harmony(text: str, *, has_tools: bool) -> ParsedReply:
 
 
 TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
-    # In the order in which a chat template is compared: later ones are less specific.
+    # In the order in which a chat template is matched: later formats are less specific.
     "kimi_k2": ToolFormat(
         find=_kimi_k2,
         begins=("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
@@ -627,4 +628,4 @@ REASONING_FORMATS: Final = (
     ReasoningFormat(begin="[THINK]", end="[/THINK]"),
     ReasoningFormat(begin="<|channel>", end="<channel|>", label="thought\n"),
 )
-"""Formats of reasoning, in the order in which a chat template is compared."""
+"""Formats of reasoning, in the order in which a chat template is matched."""

@@ -66,7 +66,7 @@ class TrainedConversations:
 
 
 def _num_sampled(conversations: Sequence[Conversation]) -> int:
-    """Returns the number of sampled tokens; a beginning that several conversations share counts once."""
+    """Returns the number of sampled tokens; a prefix that several conversations share counts once."""
     return sum(map(num_sampled, trained_once(conversations)))
 
 
@@ -74,9 +74,9 @@ def history_of(episode: Episode) -> Mapping[str, Any]:
     """Returns the whole episode in JSON-like form.
 
     Returns:
-        ``messages``: see :func:`messages_of`; if there are several conversations, those of the one
-        continued last. ``other_conversations``: the messages of each other one. ``finish_reason``:
-        ``stop`` or ``length``. ``seconds``: total of all messages.
+        ``messages``: see :func:`messages_of`; if there are several conversations, the messages of the
+        one continued last. ``other_conversations``: a list of messages for each other conversation.
+        ``finish_reason``: ``stop`` or ``length``. ``seconds``: total of all messages.
     """
     judged = (observed(episode.prompt_ids), *episode.response_turns)
     last = tuple(episode.turns)

@@ -1,8 +1,8 @@
 """Turns, the sampled or observed stretches of an episode, and the conversations that they form.
 
-Conversations that branch from one another share the turn objects of their common beginning. One row
-of turns holds them all: each conversation but the first starts with its prompt, whose weight
-version is ``PROMPT_VERSION``.
+Conversations that branch from one another share the turn objects of their common prefix. One flat
+sequence of turns represents all of them: each conversation but the first starts with its prompt, whose
+weight version is ``PROMPT_VERSION``.
 """
 
 import operator
@@ -41,9 +41,9 @@ class Turn:
     finish_reason: FinishReason | None
     """Reason why sampling ended; None for an observed turn."""
     seconds: float = field(default=0.0, compare=False)
-    """Duration of the turn, waiting included."""
+    """Duration of the turn in seconds, including waits."""
     routed_experts: RoutedExperts | None = field(default=None, compare=False, repr=False)
-    """Experts of the tokens after those that an earlier turn has experts of, without the last token."""
+    """Experts of all tokens so far that earlier turns do not cover, except the last token."""
     sampling_mask: SamplingMask | None = field(default=None, compare=False, repr=False)
     """Tokens that could be drawn for each token; None if no limit is known."""
     model_inputs: "ModelInputs | None" = field(default=None, repr=False)
@@ -107,7 +107,7 @@ def shown(token_ids: Sequence[int], *, is_answer: bool) -> Turn:
 
 
 def routed_experts(turns: Iterable[Turn]) -> RoutedExperts | None:
-    """Returns the experts of all tokens from the first one on, as far as known; None if none are."""
+    """Returns the experts of the tokens from the first one on, as far as known; None if no turn has any."""
     return _joined([turn.routed_experts for turn in turns])
 
 
@@ -171,7 +171,7 @@ def sampled_versions(turns: Iterable[Turn]) -> list[int]:
 Conversation = tuple[Turn, ...]
 """Turns; the first one is the prompt if the agent or the environment wrote it."""
 
-# Max recorded conversations to keep that this attempt has not started: an agent may never repeat a request.
+# Max number of recorded conversations to keep that this attempt has not started; it may never start them.
 _MAX_UNREACHED = 64
 
 
@@ -216,7 +216,7 @@ def flattened(conversations: Iterable[Conversation]) -> tuple[Turn, ...]:
 
 
 def divided(turns: Iterable[Turn]) -> list[Conversation]:
-    """Splits a row that :func:`flattened` made into its conversations."""
+    """Splits the turns that :func:`flattened` returned into their conversations."""
     found: list[list[Turn]] = [[]]
     for turn in turns:
         if turn.version_runs[:1] and turn.version_runs[0][0] == PROMPT_VERSION:
@@ -233,7 +233,7 @@ def divided(turns: Iterable[Turn]) -> list[Conversation]:
 
 
 def trained_once(conversations: Iterable[Conversation]) -> list[Conversation]:
-    """Turns repeated sampled turns into context, so that no token trains twice."""
+    """Converts repeated sampled turns to observed ones, so that no token trains twice."""
     seen: set[int] = set()
     found = []
     for conversation in conversations:
