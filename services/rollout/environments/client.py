@@ -29,7 +29,7 @@ class Session(Protocol):
         """Sends the policy's message and returns the next observation. Raises CallError."""
 
     async def close(self) -> Observation:
-        """Ends the episode if it is still running; returns the reward of the end."""
+        """Ends the episode if it is still running; returns its last reward and metrics. Raises CallError."""
 
 
 class Environment(Protocol):
@@ -48,7 +48,7 @@ class Environment(Protocol):
             sandbox: URL and key of the episode's sandbox, if it has one.
 
         Raises:
-            CallError: With the environment's name.
+            CallError: If the episode does not start; the message names the environment.
         """
 
 

@@ -2,7 +2,7 @@
 
 A task is a folder with ``instruction.md``, ``task.toml``, ``environment/`` and ``tests/test.sh``. The policy
 runs commands in the sandbox with one tool; then the tests run, and write the reward. Harbor itself is not
-needed. Parts of tasks that a sandbox has no place for are refused by name: a network, several steps or
+needed. Features of tasks that sandboxes do not support are refused by name: a network, several steps or
 containers, another user, GPUs.
 """
 
@@ -34,7 +34,7 @@ _TOOL: Final[Mapping[str, Any]] = {
     },
 }
 _VERIFIER_TIMEOUT_S = 600.0
-# Tables and keys of task.toml, each with the only values that change nothing here.
+# Unsupported tables and keys of task.toml, each with the values that are accepted as they change nothing.
 _UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
     "steps": ([],),
     "agent.user": ("root", 0),
@@ -67,7 +67,7 @@ def tasks(folder: str, *, image: str = "{name}") -> list[dict[str, Any]]:
         relative to ``folder``). ``rollout.sandbox.image_column`` is ``image``, or ``files`` with bubblewrap.
 
     Raises:
-        ValueError: If a task needs what sandboxes do not have; the message has the key.
+        ValueError: If a task needs a feature that sandboxes do not support; the message has the key.
     """
     root = Path(folder).resolve()
     return [_row(path.parent, root, image) for path in sorted(root.glob("*/task.toml"))]
@@ -78,7 +78,7 @@ class HarborTask:
 
     Args:
         workdir: Folder in which commands run, if it is not the sandbox's own; ``environment.workdir`` of the
-            task precedes it.
+            task takes precedence.
     """
 
     def __init__(self, *, workdir: str = "") -> None:
@@ -127,7 +127,7 @@ class HarborTask:
     async def _verify(self) -> dict[str, float]:
         """Runs the tests and returns the rewards by name."""
         self._is_verified = True
-        # What the policy wrote there before does not count.
+        # Files that the policy wrote to these folders do not count.
         await self._box.run(f"rm -rf {REWARDS} {TESTS}/*; mkdir -p {REWARDS} {TESTS}")
         for path, content in await asyncio.to_thread(_files, self._folder / "tests"):
             await self._box.write(f"{TESTS}/{path}", content)
@@ -169,7 +169,7 @@ def _row(folder: Path, root: Path, image: str) -> dict[str, Any]:
 
 
 def _config(folder: Path) -> Mapping[str, Any]:
-    """Reads ``task.toml``. Raises ValueError naming what a sandbox has no place for."""
+    """Reads and checks ``task.toml``. Raises ValueError if a sandbox cannot run the task."""
     config = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
     for key, neutral in _UNSUPPORTED.items():
         value = _value(config, key)
@@ -198,7 +198,7 @@ def _config(folder: Path) -> Mapping[str, Any]:
 
 
 def _value(config: Mapping[str, Any], key: str) -> Any:
-    """Returns the value of a dotted key; None without it."""
+    """Returns the value of a dotted key; None if the key is missing."""
     value: Any = config
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None

@@ -208,7 +208,7 @@ async def _body(request: Request, *keys: str) -> dict[str, Any]:
 
 
 def _refusal(message: str, status: int) -> JSONResponse:
-    """Returns an error answer with all characters made encodable, since a user's error may have any."""
+    """Returns an error answer; escapes characters that UTF-8 cannot encode, which a user's error may have."""
     shown = message[:_MAX_ERROR_CHARACTERS].encode(errors="backslashreplace").decode()
     return JSONResponse({"error": shown}, status)
 

@@ -155,14 +155,14 @@ class LocalSession:
         return answer
 
     async def close(self) -> Observation:
-        """Ends the episode; returns the reward of the end."""
+        """Ends the episode; returns its last reward and metrics. Raises CallError."""
         self._owner.num_running -= 1
         answer: Observation = await self._owner.while_alive(self._process, self._inner.close())
         return answer
 
 
 class LocalEnvironments:
-    """Distributes episodes over several processes; each goes to the one with the fewest."""
+    """Distributes episodes over several processes; each goes to the process with the fewest episodes."""
 
     def __init__(self, environments: Sequence[LocalEnvironment]) -> None:
         self._environments = environments

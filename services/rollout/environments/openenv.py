@@ -66,7 +66,7 @@ class OpenEnv:
         self._timeout_s, self._wait_s = timeout_s, wait_s
 
     async def check(self) -> None:
-        """Starts an episode and ends it. Raises CallError."""
+        """Checks the server by starting and ending an episode. Raises CallError."""
         session, _ = await self.begin({}, seed=0)
         await session.close()
 
@@ -74,7 +74,7 @@ class OpenEnv:
         self, task: Mapping[str, Any], *, seed: int, sandbox: Mapping[str, str] | None = None
     ) -> tuple["OpenEnvSession", Observation]:
         """Starts an episode; retries while the server is down or full. Raises CallError naming the server."""
-        del sandbox  # the protocol has no place for one, so the run's rules refuse it
+        del sandbox  # the protocol cannot pass one on, so the specification may not ask for one
         from websockets.exceptions import WebSocketException
 
         loop, begin = asyncio.get_running_loop(), asyncio.get_running_loop().time()
@@ -164,7 +164,7 @@ class OpenEnvSession:
         return await self.send("step", self._action_of(message))
 
     async def close(self) -> Observation:
-        """Ends the episode; the end has no reward."""
+        """Ends the episode; returns an observation without a reward."""
         await self._socket.close()
         return Observation(is_done=True)
 

@@ -43,7 +43,7 @@ class Observation:
     messages: tuple[Message, ...] = ()
     """Messages that the policy sees next."""
     tools: tuple[Mapping[str, Any], ...] | None = None
-    """Tools that the policy may call from here on, in the format of OpenAI's API; None changes nothing."""
+    """Tools that the policy may call from here on, in the format of OpenAI's API; None keeps the tools."""
     is_done: bool = False
     """True if the episode is over."""
     reward: Mapping[str, float] = field(default_factory=dict)
@@ -85,7 +85,7 @@ def parse_observation(answer: object, *, source: str) -> Observation:
 
 
 def parse_end(answer: object, *, source: str) -> Observation:
-    """Parses the answer to an early end, which has only reward and metrics. Raises CallError."""
+    """Parses the answer to the end of an episode, which has only reward and metrics. Raises CallError."""
     known = {"reward", "metrics"}
     if not isinstance(answer, Mapping) or set(answer) - known:
         raise _wrong(source, "an end", "an object with reward and metrics", answer)
@@ -93,11 +93,11 @@ def parse_end(answer: object, *, source: str) -> Observation:
 
 
 def as_json(answer: object) -> bytes:
-    """Returns an answer as JSON, with images of Pillow as data URLs and values of NumPy and torch as numbers.
+    """Returns an answer as JSON, with Pillow images as data URLs and values of NumPy and torch as numbers.
 
     Raises:
         ValueError: If a number is not finite, or a text has a lone surrogate.
-        TypeError: If it has another value that JSON does not have.
+        TypeError: If it has another value that JSON cannot represent.
     """
     text = json.dumps(answer, allow_nan=False, ensure_ascii=False, default=_plain)
     return text.encode()

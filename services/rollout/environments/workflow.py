@@ -129,7 +129,8 @@ class Environments:
                 seen = await self._timed("step", session.step(said))
                 seen_so_far.append(seen)
         except BaseException:
-            # Bounded and tolerant: the environment may have failed, or the caller waits for a stop.
+            # The time is limited and errors are ignored: the environment may have failed, or the caller waits
+            # until this task has stopped.
             with suppress(CallError, TimeoutError):
                 async with asyncio.timeout(_ABANDON_S):
                     await session.close()
@@ -259,8 +260,8 @@ class _Text:
         """Returns the policy's reply to an observation; None if the response has no room for it.
 
         Raises:
-            CallError: If the observation cannot be tokenized, or differs from the one before an
-                interruption.
+            CallError: If the observation cannot be tokenized, or differs from the one that was
+                recorded before an interruption.
         """
         episode = self._episode
         try:
@@ -285,7 +286,7 @@ class _Text:
         return {"role": "assistant", "content": episode.text(said)}
 
     async def _turn(self, messages: Sequence[ChatMessage]) -> Turn:
-        """Returns the turn of messages; raises ValueError for a text without tokens of the model."""
+        """Returns the observed turn of messages. Raises ValueError if a text cannot be tokenized."""
         episode = self._episode
         encode = episode.tokenizer.encode if episode.turns else episode.tokenizer.encode_prompt
         images = [url for message in messages for url in message.images]
