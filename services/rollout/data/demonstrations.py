@@ -1,9 +1,9 @@
 """Demonstrations: answers in the data, as the tokens that the policy would have read and sampled.
 
-The prompt is encoded as for sampling. Each later stretch is encoded separately, as an engine would
-continue from it. In a chat, the text that the template writes between the opening of an assistant's
-turn and the end of its message counts as the assistant's. If the template marks the assistant's
-text itself (``{% generation %}``), its marks count instead.
+The prompt is encoded as for sampling. Each later turn is encoded separately, as an engine would continue
+after it. In a chat, the text that the template writes between the opening of an assistant's turn and the
+end of its message counts as the assistant's. If the template marks the assistant's text itself
+(``{% generation %}``), its marks count instead.
 """
 
 import json
@@ -114,7 +114,10 @@ def as_messages(value: object, what: str) -> Messages:
 
 
 def as_tools(value: object) -> Messages:
-    """Returns the tools of a row: a list in the format of OpenAI's API, as it is or as JSON text, or none.
+    """Returns the tools of a row in the format of OpenAI's API; empty if it has none.
+
+    Args:
+        value: A list of tools, its JSON text, or an empty value.
 
     Raises:
         ValueError: If it is anything else.
@@ -155,7 +158,7 @@ def check_answered(messages: Messages, what: str) -> None:
 def _rendered(
     messages: Messages, tools: Messages, tokenizer: Tokenizer, turns: Turns
 ) -> Iterator[DemonstrationTurn]:
-    """Yields the stretches between renderings of successive prefixes of the conversation."""
+    """Yields the turns between renderings of successive prefixes of the conversation."""
     places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     text, left = "", list[int]()
     for place in places if turns == "all" else places[-1:]:

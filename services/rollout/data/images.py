@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from services.wire.data.model_inputs import ModelInputs
 
 MARK: Final = "<image>"
-"""Marks the place of an image in the text of a row that has some."""
+"""Text that marks the place of an image in the text of a row with images."""
 _FORMATS: Final = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
 _MAX_DECODED_PIXELS: Final = 64 << 20
 """Max pixels of an image before it is scaled down: a few bytes may decode to gigabytes."""
@@ -41,7 +41,7 @@ _URLS: Final = ("http://", "https://")
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """An image of a prompt or an observation as people see it."""
+    """An image of a prompt or an observation as it is shown to people."""
 
     name: str
     """Path or address; empty for bytes."""
@@ -56,7 +56,7 @@ class ImageReader:
 
     Args:
         model: A model with ``images``.
-        data: Names the columns and limits.
+        data: Specification with the image column and the limits.
         allowance: Files that rows may name.
         reach: Addresses that rows may name.
 
@@ -100,9 +100,9 @@ class ImageReader:
             token_ids: Tokens of the prompt or the observation, with one placeholder for each image.
             sources: The images as the row or the observation has them, in order.
             folder: Folder that paths are relative to; None forbids paths.
-            place: Position of the row, or what the tokens are, for error messages.
-            num_tokens: Tokens of the conversation before these.
-            earlier: Images of the conversation before these; they count for ``data.max_images``.
+            place: Name of the row or the observation, for error messages.
+            num_tokens: Number of tokens of the conversation before these.
+            earlier: Earlier images of the conversation, which count towards ``data.max_images``.
 
         Raises:
             GroupError: If an image is missing, forbidden, broken or too large, or there are too many.
@@ -161,9 +161,9 @@ class ImageReader:
 
         Args:
             token_ids: Tokens with one placeholder for each image.
-            tensors: Inputs of these images, without their places or with those in other tokens.
-            num_tokens: Tokens of the conversation before these.
-            num_earlier: Images of the conversation before these.
+            tensors: Model inputs of these images; places among them are replaced.
+            num_tokens: Number of tokens of the conversation before these.
+            num_earlier: Number of images of the conversation before these.
         """
         from services.wire.data.model_inputs import ModelInputs
 
@@ -284,8 +284,8 @@ def with_parts(
 
     Args:
         messages: Chat messages; their content is text, or a list of parts.
-        images: Images of the row's column, which marks and parts without an image take in order. If there are
-            no places for them, they precede the text of the first user.
+        images: Images of the row's column. Marks and parts without an image take them in order; if there are
+            neither, the images precede the text of the first user message.
     """
     rest, found = list(images), list[Any]()
     split = [list(_parts_of(each["content"], marks=bool(images))) for each in messages]
@@ -316,7 +316,7 @@ def has_images(value: Any) -> bool:
 
 
 def _parts_of(text: Any, *, marks: bool) -> Iterator[dict[str, Any]]:
-    """Yields the parts of a message; with ``marks``, marks in its text are images."""
+    """Yields the parts of a message; with ``marks``, each mark in its text becomes an image part."""
     if not isinstance(text, str):
         yield from ({**part} for part in text)
         return

@@ -83,7 +83,7 @@ class PromptStore:
         Args:
             num_demonstrations: Number of answers in each row; 0 if answers are sampled.
             answers_heldout: True if answers to held-out rows are sampled nevertheless.
-            images: Reads images; None if the model sees none.
+            images: Reads images; None if the model takes no images.
             teacher_column: Column with the prompt that a teacher sees; None if it sees the policy's.
         """
         self._data = data
@@ -105,7 +105,7 @@ class PromptStore:
         return 0 if source is None else len(source)
 
     async def read(self, split: str, row_index: int) -> Prompt:
-        """Returns one prompt, as :meth:`prompt`, and does not block the event loop for large rows."""
+        """Returns one prompt like :meth:`prompt`; reads rows with images or model inputs in a thread."""
         if self._data.model_inputs_column is None and self._images is None:
             return self.prompt(split, row_index)
         return await asyncio.to_thread(self.prompt, split, row_index)
@@ -462,7 +462,7 @@ class Curriculum:
         self._calls = calls
 
     async def check(self, row: Row, tried: PromptHistory) -> None:
-        """Returns if the prompt is worth sampling now, and raises otherwise.
+        """Asks the function if the prompt is worth sampling now; raises an error if it is not.
 
         Raises:
             GroupError: ``deferred`` if the function defers the prompt; ``curriculum_timeout``,

@@ -199,7 +199,7 @@ def open_source(
         needs_answers: True if the run's rules refuse null as ``data.answer_column``.
 
     Raises:
-        ValueError: As :func:`open_sources`; with one line for each missing column.
+        ValueError: As in :func:`open_sources`; with one line for each missing column.
     """
     source = _OPENERS[spec.source](spec, key)
     if len(source) == 0:
@@ -253,7 +253,7 @@ class _ChosenRows:
 
 
 class _DuplicateKeyError(Exception):
-    """An object of a row has a key twice, of which :mod:`json` keeps the last."""
+    """Reports that an object of a row has a key twice; :mod:`json` would keep only the last value."""
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -316,7 +316,7 @@ class _Parquet:
             groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
             is_large = sum(group.total_byte_size for group in groups) > _MAX_HELD_BYTES
             self._table = _mapped(file) if is_large else file.read()
-        except (pa.ArrowException, OSError) as error:  # of a damaged file: one or the other
+        except (pa.ArrowException, OSError) as error:  # a damaged file raises either
             raise ValueError(
                 f"{key}: {path} cannot be read as a Parquet file ({str(error).strip()}); check the path, or "
                 "write the file again"
