@@ -13,7 +13,7 @@ def main() -> None:
     raise_descriptor_limit()
     if settings.engine and settings.device != "cpu":
         begin_process_imports(engine_kind(settings.engine))
-    # Imported here, at the same time as the engine: either takes many seconds.
+    # Imported here, so that it overlaps with the engine's imports: each takes many seconds.
     from services.rollout.worker import serve_rollout
 
     serve_rollout(settings)

@@ -29,10 +29,11 @@ def wait_for_gpus(
     clock: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
 ) -> str:
-    """Waits for the trainer and returns the names of the selected GPUs; empty if it uses none.
+    """Waits for the trainer; returns the selected GPUs for ``CUDA_VISIBLE_DEVICES``, empty if it uses none.
 
     Args:
         ready_file: File that the trainer writes after it has loaded.
+        numbers: Indices of the selected GPUs in the trainer's list.
 
     Raises:
         TimeoutError: If the file does not appear in time.
@@ -59,7 +60,7 @@ def main() -> NoReturn:
     names = wait_for_gpus(Path(path), wanted, timeout_s=float(timeout_s))
     given = ["env", f"CUDA_VISIBLE_DEVICES={names}"] if names else []
     command = [*given, *module_command("services.common.start", "services.rollout")]
-    os.execvp(command[0], command)  # noqa: S606 -- nothing of it is a user's
+    os.execvp(command[0], command)  # noqa: S606 -- no part of it is user input
 
 
 if __name__ == "__main__":

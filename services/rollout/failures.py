@@ -14,7 +14,7 @@ class GroupError(Exception):
         message: Text for people: what was expected, what occurred, what to do.
         retryable: True if another attempt may succeed.
         num_unfinished: Number of unfinished members when the group was interrupted.
-        num_tokens: Number of tokens that the group had then.
+        num_tokens: Number of tokens that the group had when it was interrupted.
     """
 
     num_unfinished = 0

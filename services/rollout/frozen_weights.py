@@ -172,7 +172,10 @@ class FrozenWeights:
         received: Mapping[str, Tensor],
         changes: Mapping[str, tuple[Tensor, Tensor]],
     ) -> Tensor:
-        """Returns a tensor's bytes for the engine; caches the last merged one, which may span buckets."""
+        """Returns the bytes of a tensor that the engine receives, as flat uint8.
+
+        Caches the last merged tensor, because it may span several buckets.
+        """
         name = self.plan.tensors[tensor].name
         if name in received:
             return _flat(received[name])

@@ -13,17 +13,18 @@ from services.wire.controller import WorkerSession
 
 # Time constant of the moving sums, in seconds: older observations have weight exp(-age / this).
 _REMEMBERED_S = 600.0
-# Max relative change of the concurrency between two observations; larger changes hide what it was
-# in between.
+# Max relative change of the concurrency between two observations. After a larger change, the
+# concurrency in between is unknown.
 _STEADY = 0.2
-# Concurrency that hardly varies shows no slope. The prior then assumes that half of a step's time is
-# proportional to the number of samples; it weighs as much as a spread of a tenth of the concurrency.
+# Almost constant concurrency does not determine the slope. A prior therefore assumes that half of a step's
+# time is proportional to the number of samples; it has the weight of observations whose concurrency has a
+# standard deviation of a tenth of its mean.
 _ASSUMED_SHARE = 0.5
 _ASSUMED_SPREAD = 0.1
 
 
 class EngineStalledError(RuntimeError):
-    """The engine has running requests and makes no token; only a restart helps."""
+    """Reports that the engine has running requests but generates no token; only a restart helps."""
 
 
 class ProgressWatch:
@@ -115,7 +116,8 @@ _EVERY_S = 1.0
 _LOOKS = 5
 # A check of every episode costs more than a read of gauges.
 _LOOK_S = 15.0
-# A weight update may take an hour to come, and a killed process loses the tokens since its last checkpoint.
+# Weight updates, which also cause checkpoints, may be an hour apart, and a killed process loses the tokens
+# since its last checkpoint.
 _CHECKPOINT_S = 60.0
 
 
@@ -128,9 +130,9 @@ async def monitor(
 ) -> None:
     """Monitors the engine and the sampler until cancelled.
 
-    Interrupts groups with an episode that made no token and no call within
+    Interrupts groups with an episode that generated no token and made no call within
     ``limits.stall_timeout_s``, which is read again each second. The process ends if the engine has
-    running requests but made no token for half of that time.
+    running requests but generated no token for half of that time.
 
     Args:
         session: Receives the reports and has the current limits.
@@ -179,7 +181,7 @@ async def monitor(
                 "idle_seconds": stats.idle_seconds,
             }
         )
-        if stats.is_asleep:  # others use its GPU, so no episode can progress
+        if stats.is_asleep:  # the other side uses the GPU, so no episode can progress
             episodes = EpisodeWatch(stall_s)
         try:
             progress.check(stats, now=clock())

@@ -46,7 +46,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self, request: pb.InterruptGroupsRequest, context: _Context
     ) -> pb.InterruptGroupsResponse:
         """Stops groups and caches their progress."""
-        # A group that stops must be reported: a caller that is lost meanwhile does not name it again.
+        # Finish even if the call is cancelled: a stopped group must be reported, and the caller does not
+        # name it again.
         await uninterrupted(self._attached().interrupt(request.group_ids or None))
         return pb.InterruptGroupsResponse()
 
@@ -56,7 +57,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         return pb.SleepResponse()
 
     async def Wake(self, request: pb.WakeRequest, context: _Context) -> pb.WakeResponse:
-        """Takes the engine's GPU memory back."""
+        """Reclaims the engine's GPU memory."""
         await self._attached().wake()
         return pb.WakeResponse()
 

@@ -25,13 +25,13 @@ _T = TypeVar("_T")
 class WeightReceiver:
     """Passes complete, verified weight versions to the engine.
 
-    With partial rollout, running responses continue under the new weights in mid-sentence.
+    With partial rollout, running responses continue under the new weights from their next token.
     Otherwise they finish under the old weights first, while new responses wait.
 
     Args:
         on_refused: Receives the reason if this rollout stops serving until it adopts other weights.
-        on_adopted: Called when the engine has other weights, before they are checked, also if the session
-            that sent them has ended.
+        on_adopted: Called after the engine has adopted weights and before they are checked, even if the
+            session that sent them has ended.
     """
 
     def __init__(
@@ -67,7 +67,11 @@ class WeightReceiver:
         self._frozen = frozen
 
     async def adopt_weights(self, version: int, tensors: Mapping[str, Tensor]) -> float:
-        """Puts a version into service; returns the seconds without tokens."""
+        """Puts a version into service; returns the seconds without tokens.
+
+        Raises:
+            InvalidArgumentError: If the tensors do not match the engine's weights or the frozen weights.
+        """
         engine, _ = self._attached()
         if self._frozen is not None:
             try:
@@ -116,7 +120,7 @@ class WeightReceiver:
     async def score(self, token_ids: Sequence[int]) -> Sequence[float]:
         """Returns the logprob of each token but the first; empty for an engine without a model."""
         engine, _ = self._attached()
-        # An engine without weights cannot have misplaced ones.
+        # An engine without weights has none that a transfer could misplace.
         return await engine.score(token_ids) if engine.weight_specs() else ()
 
     async def refuse_weights(self, reason: str) -> None:
@@ -155,12 +159,12 @@ class WeightReceiver:
         return stall_s
 
     async def close_weights(self) -> None:
-        """Resumes after a pause in which nothing was written."""
+        """Resumes the engine after a pause in which no weights were written."""
         await self._open().close_weights()
         self._stopped_at = None
 
     async def _finish(self, adoption: Awaitable[_T]) -> _T:
-        """Awaits an adoption of the engine, also if the session ends meanwhile.
+        """Awaits the end of the engine's adoption, even if the session ends before it.
 
         The engine must not decode with a mixture of two versions.
         """

@@ -78,7 +78,8 @@ async def run(settings: RolloutSettings) -> None:
     async with AsyncExitStack() as stack, AsyncExitStack() as serving:
         receiver = WeightReceiver(
             on_refused=lambda reason: session.report(state="loaded", activity=reason),
-            # Until the check, no controller may take these weights for the version that was ready before.
+            # Until these weights are checked, the controller must not count this rollout as ready with the
+            # previous version.
             on_adopted=lambda: session.report(state="loaded"),
         )
         member = WeightMember(
@@ -104,8 +105,8 @@ async def run(settings: RolloutSettings) -> None:
         engine, sampler, publisher = await _load(stack, session, settings, device)
         session.report(activity="starting the engine")
         tasks = await stack.enter_async_context(TaskGroup())
-        # Runs while the engine starts, but after its model was created: both create models under
-        # torch's process-wide default dtype.
+        # Reads the frozen weights while the engine starts, but after the engine's model was created: both
+        # create models under torch's process-wide default dtype.
         reading = tasks.create_task(asyncio.to_thread(_frozen, session.spec, device))
         background = [
             tasks.create_task(engine.run()),
@@ -128,7 +129,7 @@ async def run(settings: RolloutSettings) -> None:
         report_ready(settings.ready_file, {"grpc": f"{settings.advertise_host}:{port}"})
         if session.spec.has_engine:
             session.report(state="loaded", activity="")
-        else:  # no weights come, and none are waited for
+        else:  # the run has no engine that waits for weights
             session.report(state="ready", activity="", weight_version=0)
         await _serve_until_stopped(session, sampler, drain_timeout_s=settings.drain_timeout_s)
         for task in background:
@@ -150,7 +151,7 @@ async def _load(
     importing = asyncio.ensure_future(asyncio.to_thread(imports))
     tokenizer = await asyncio.to_thread(load_chat_tokenizer, spec)
     if spec.data.chat_template:
-        # Imports of the template engine happen now, in a thread. Errors are reported with each prompt.
+        # Imports the template engine now, in a thread. Errors are reported later, with each prompt.
         with suppress(ValueError):
             hello = {"role": "user", "content": "Hello"}
             await asyncio.to_thread(tokenizer.render_chat, [hello])
@@ -367,7 +368,10 @@ async def _report_failures(session: WorkerSession, failures: Sequence[Failure]) 
 async def _serve_until_stopped(
     session: WorkerSession, sampler: GroupSampler, *, drain_timeout_s: float
 ) -> None:
-    """Serves until the controller orders the end; a signal drains: unfinished groups are cached first."""
+    """Serves until the controller orders the end or a signal arrives.
+
+    After a signal, a run with partial rollout caches its unfinished groups first.
+    """
     ordered, _ = await until_first(session.stopped(), wait_for_shutdown())
     sampler.refuse()
     if ordered.cancelled():
@@ -392,7 +396,7 @@ def _device(settings: RolloutSettings) -> torch.device:
 
 
 def _peers(device: torch.device) -> list[torch.device]:
-    """Returns the engine's further GPUs; a rollout process sees only those of its engine."""
+    """Returns the engine's GPUs after the first one; a rollout process sees only its engine's GPUs."""
     if device.type == "cpu":
         return []
     return [torch.device("cuda", index) for index in range(1, torch.cuda.device_count())]
@@ -420,5 +424,6 @@ def serve_rollout(settings: RolloutSettings) -> None:
             with unwrapped(EngineDiedError):
                 asyncio.run(_run_measured(settings))
         except EngineDiedError as error:
-            # Without a traceback, the last lines of the log, which the run reports, are those of the engine.
+            # Exits without a traceback, so that the last lines of the log, which the run reports, are the
+            # engine's.
             sys.exit(f"{error}")
