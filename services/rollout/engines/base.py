@@ -81,8 +81,8 @@ class GenerationRequest:
     def is_truncated(self) -> bool:
         """True if ``top_p``, ``top_k`` or ``min_p`` excludes some tokens.
 
-        Log probabilities still refer to the full distribution, unless ``returns_mask`` is True. Responses
-        train only with it.
+        Log probabilities still refer to the full distribution, unless ``returns_mask`` is True. A truncated
+        response trains only if it is.
         """
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
@@ -146,7 +146,7 @@ class DraftTotals:
 
     @property
     def acceptance_length(self) -> float:
-        """Mean tokens of a pass with proposals: those accepted, and the one drawn after them."""
+        """Mean tokens that a pass with proposals adds to a response: accepted ones, and one drawn token."""
         return 1 + self.num_accepted / max(self.num_drafts, 1)
 
     def __add__(self, other: "DraftTotals") -> "DraftTotals":
@@ -247,7 +247,7 @@ class Engine(Protocol):
         """
 
     async def wake(self) -> None:
-        """Takes the device memory back. Idempotent.
+        """Reclaims the device memory. Idempotent.
 
         The engine decodes nothing before the next adoption. All requests then continue under the new weights,
         with a recomputed cache.
@@ -284,7 +284,7 @@ class OpenEngine(Engine, Protocol):
     ) -> "Place":
         """Stops between two steps and keeps all requests until :meth:`adopt_placed` or :meth:`close_weights`.
 
-        May be called again after buckets of a version were placed that was never adopted.
+        May be called again if buckets of a version were placed and the version was not adopted.
 
         Args:
             plan: Layout of the received data.
@@ -299,7 +299,7 @@ class OpenEngine(Engine, Protocol):
         """Adopts the placed buckets as a version; requests continue at the next :meth:`Engine.resume`."""
 
     async def close_weights(self) -> None:
-        """Continues under the old weights; no bucket was placed."""
+        """Continues under the old weights; allowed only if no bucket was placed."""
 
 
 def append_version(runs: list[VersionRun], version: int, num_tokens: int) -> None:
@@ -398,7 +398,7 @@ def check_tensors(expected: Mapping[str, Sequence[int]], tensors: "Mapping[str, 
 
 
 def _check_ids(token_ids: Sequence[int], vocab_size: int) -> None:
-    ids = np.frombuffer(array("q", token_ids), np.int64)  # a third of the time of min(token_ids)
+    ids = np.frombuffer(array("q", token_ids), np.int64)  # three times as fast as min(token_ids)
     if not 0 <= (low := ids.min()) <= (high := ids.max()) < vocab_size:
         raise ValueError(
             f"token ids must be in 0..{vocab_size - 1}, got {low}..{high}; use the model's own tokenizer"
@@ -435,7 +435,7 @@ def ends_in_stop_text(request: GenerationRequest, new: Sequence[int], decode: De
 def split_stop_texts(
     texts: Sequence[str], tokenizer: Tokenizer
 ) -> tuple[tuple[str, ...], frozenset[int]]:
-    """Separates stop texts that are special tokens, because decoded text omits those.
+    """Separates stop texts that are special tokens, which decoded text omits, from other stop texts.
 
     Returns:
         Texts to search for in decoded text, and the ids of the special tokens.

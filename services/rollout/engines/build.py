@@ -45,7 +45,7 @@ def build_engine(  # noqa: PLR0913 -- what a run says about its engine
 
     Args:
         plan: Plans the GPU's memory; None for an engine that receives no weights and has the GPU to itself.
-        is_written_in_place: True if weights are received directly into the live ones.
+        is_written_in_place: True if weights are received directly into the live weights.
         sleeps: True if the engine must release its GPU memory from time to time.
         images: Limits of images; None if prompts have none.
 
@@ -91,7 +91,7 @@ def build_engine(  # noqa: PLR0913 -- what a run says about its engine
 
 
 def make_engine(name: str, order: EngineConfig) -> Engine:
-    """Builds an engine, not started yet; on a CPU, with the settings that it needs there.
+    """Builds an engine without starting it; on a CPU, with the settings that it needs there.
 
     Raises:
         ValueError: If the engine is unknown or not installed, refuses its arguments, or cannot be
@@ -99,7 +99,7 @@ def make_engine(name: str, order: EngineConfig) -> Engine:
     """
     kind = engine_kind(name)
     if order.is_invariant and kind.package is not None and order.device.type == "cpu":
-        # Their invariant operators are Triton kernels; vLLM's CPU build fails in its first pass.
+        # External engines have invariant operators in Triton; vLLM's CPU build fails in its first pass.
         raise ValueError(
             f"rollout.reproducible is batch_invariant, which {name} supports on a GPU only; on a CPU set "
             "rollout.engine to torch, or rollout.reproducible to true"
@@ -109,7 +109,7 @@ def make_engine(name: str, order: EngineConfig) -> Engine:
         ("kv_cache_dtype", order.kv_cache_dtype),
     ):
         if value is not None and order.device.type == "cpu" and not kind.quantizes_on_cpu:
-            # Their CPU builds have no kernels that quantize, or only for processors with AMX.
+            # CPU builds of such engines have no kernels that quantize, or only for processors with AMX.
             raise ValueError(
                 f"rollout.{key} is {value!r}, which {name} supports on a GPU only; on a CPU set "
                 f"rollout.engine to torch, or remove rollout.{key}"

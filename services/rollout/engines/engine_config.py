@@ -80,7 +80,7 @@ class EngineConfig:
     is_reproducible: bool = False
     """True if the same seed must draw the same tokens."""
     is_invariant: bool = False
-    """True if they must not depend on what else is decoded."""
+    """True if a request's tokens must not depend on other requests."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments by the engine's own names."""
     decode: Decode | None = None
@@ -92,7 +92,7 @@ class EngineConfig:
     sleeps: bool = False
     """True if the engine must release its GPU memory from time to time."""
     quantization: Fp8 | None = None
-    """FP8 of weights and inputs of products; None for ``dtype``."""
+    """FP8 format of the weights and inputs of matrix products; None computes them in ``dtype``."""
     unquantized_layers: int = 0
     """Number of first decoder layers whose products stay in ``dtype``."""
     kv_cache_dtype: str | None = None

@@ -135,7 +135,7 @@ class Backend(Protocol):
         """
 
     async def wake(self) -> None:
-        """Takes the memory back."""
+        """Reclaims the memory."""
 
 
 class PausableBackend(Protocol):
@@ -480,7 +480,7 @@ class ExternalEngine:
         )
         await self._started.wait()
         self._num_scored += 1
-        # A pause does not delay scoring, and an adoption waits for it.
+        # A pause does not delay scoring, and an adoption waits until scoring has ended.
         async with self._gate.closed():
             return await self._reply(
                 "score a prompt",
@@ -533,7 +533,7 @@ class ExternalEngine:
                 await self._reply("release its memory", self.backend.sleep())
 
     async def wake(self) -> None:
-        """Makes the engine take its memory back."""
+        """Makes the engine reclaim its memory."""
         async with self._gate.closed():
             if self._is_asleep:
                 await self._reply("take its memory back", self.backend.wake())
@@ -628,7 +628,7 @@ class ExternalEngine:
         self._num_caches += not is_emptied
 
     def stats(self) -> EngineStats:
-        """Returns gauges. KV usage counts prefixes shared by several requests once for each."""
+        """Returns gauges. KV usage counts a prefix that several requests share once for each request."""
         held = sum(progress.num_tokens for progress in self._running.values())
         capacity = self.backend.kv_capacity_tokens if self._started.is_set() else 1
         return EngineStats(
@@ -671,7 +671,7 @@ class ExternalEngine:
         self._prompt_tokens_total += num_tokens
         while True:
             chunk = await stream.next()
-            # Sampled tokens come after the prefix that prefix caches share.
+            # Cached tokens are the start of the context, and sampled tokens are its end.
             self._recomputed_tokens_total += min(
                 num_sampled, max(num_tokens - chunk.cached_tokens, 0)
             )

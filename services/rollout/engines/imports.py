@@ -1,4 +1,4 @@
-"""Imports of engines, which take tens of seconds: here, and in the process that theirs is forked from."""
+"""Imports engines, which takes tens of seconds, in this process and in the fork server of the engine's."""
 
 import importlib.util
 from multiprocessing import forkserver, set_forkserver_preload
@@ -8,9 +8,9 @@ from services.common.settings import set_defaults
 
 
 def begin_imports(kind: EngineKind, *, is_cpu: bool, is_invariant: bool = False) -> None:
-    """Imports the engine, here and at the same time as in :func:`begin_process_imports`.
+    """Imports the engine in this process, and for a GPU at the same time in the fork server.
 
-    ``services.rollout.engines.build`` reports an engine that is not installed.
+    Does nothing if the engine is not installed, which ``services.rollout.engines.build`` reports.
     """
     if kind.package is not None and not is_installed(kind.package):
         return
@@ -22,9 +22,9 @@ def begin_imports(kind: EngineKind, *, is_cpu: bool, is_invariant: bool = False)
 
 
 def begin_process_imports(kind: EngineKind, *, is_invariant: bool = False) -> None:
-    """Starts the process that the engine's own process on a GPU is forked from, which imports the engine.
+    """Starts the fork server of the engine's process on a GPU, and the import of the engine there.
 
-    Does nothing if it runs already, or the engine is not installed.
+    Does nothing if the fork server runs already, or the engine is not installed.
     """
     if kind.package is not None and not is_installed(kind.package):
         return

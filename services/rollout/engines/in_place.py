@@ -45,7 +45,7 @@ async def place_in_workers(
         load: Sends a command to every worker, which passes it to :func:`handle_weight_command`.
 
     Returns:
-        Callable that places a received bucket. Call it from another thread than that of this event loop.
+        Callable that places a received bucket. Call it from a thread other than this event loop's.
 
     Raises:
         ValueError: If a tensor's position in the engine's parameters is unknown.
@@ -88,11 +88,11 @@ class BucketWriter(Protocol):
     """Worker's state between two open commands."""
 
     def write(self, slot: str, parts: Sequence[Sequence[Any]]) -> None:
-        """Takes a slot's parts: name, dtype, first byte in the tensor, begin and end byte in the slot."""
+        """Writes a slot's parts: name, dtype, first byte in the tensor, begin and end byte in the slot."""
 
 
 MakeWriter = Callable[[Mapping[str, Tensor], Mapping[str, Shape]], BucketWriter]
-"""Makes a writer of shared slots by name and of the shapes of all tensors; raises UnknownLayoutError."""
+"""Makes a writer from the shared slots and the shapes of all tensors, by name; raises UnknownLayoutError."""
 _WRITERS: "WeakKeyDictionary[nn.Module, BucketWriter]" = WeakKeyDictionary()
 
 

@@ -9,11 +9,11 @@ Engines fuse tensors that they multiply together, and split them over the ranks 
     embed_tokens, lm_head   same name     rows, padded at the end
     norms                   same name     whole
     visual ... attn.qkv     same name     rows: heads of q, of k, of v
-    experts.gate_up_proj    w13_weight    experts (expert parallel), or of each a slice of gate and of up
-    experts.down_proj       w2_weight     experts, or of each columns
+    experts.gate_up_proj    w13_weight    experts (expert parallel), or slices of gate and up of each expert
+    experts.down_proj       w2_weight     experts (expert parallel), or columns of each expert
 
-Models that see images are wrappers in engines: ``model.visual.`` is ``visual.`` there. In vLLM all other
-names begin with ``language_model.``; in SGLang the tower's ``attn.qkv`` is ``attn.qkv_proj``.
+Engines wrap models that take images: ``model.visual.`` is ``visual.`` there. In vLLM all other names begin
+with ``language_model.``; in SGLang the tower's ``attn.qkv`` is ``attn.qkv_proj``.
 
 The mapping depends only on names and shapes, so a model is supported if all its names and shapes
 fit these rules.
@@ -164,7 +164,7 @@ def _planned(
     targets: tuple[tuple[str, Shape], ...],
     place: tuple[int, int, bool],
 ) -> list[Piece]:
-    """Returns :func:`plan_pieces`, once for all versions of a model."""
+    """Returns the result of :func:`plan_pieces`, which is computed once for all versions of a model."""
     rank, ranks, has_plain_experts = place
     return plan_pieces(
         dict(sources), dict(targets), rank=rank, ranks=ranks, has_plain_experts=has_plain_experts

@@ -340,7 +340,7 @@ def plan_of(
 def engine_share(
     plan: MemoryPlan, kind: EngineKind, arguments: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Returns engine arguments that limit its memory to its share, except those already given.
+    """Returns the arguments that limit the engine's memory to its share, without those already given.
 
     An engine that measures free memory would claim what other workers are about to use. On a shared
     GPU, its KV cache is therefore set in bytes or tokens.
@@ -378,8 +378,8 @@ def _checked_share(
     excluded = _WORKING / plan.total if kind.memory_excludes_working else 0
     maximum, given = plan.engine_share - excluded, arguments.get(name)
     if given is None:
-        # This fraction is of the memory that is free at that time; the explicit KV cache size
-        # bounds the use.
+        # This fraction refers to the memory that is free when the engine starts; the explicit KV cache
+        # size bounds the use.
         is_bounded = kind.memory_excludes_working and plan.others
         own = arguments.get(kind.cache_argument or "") if kind.cache_in_bytes else None
         wanted = plan.wanted_share(plan.kv_cache if own is None else own)

@@ -130,7 +130,7 @@ class RequestProgress:
         """Returns the number of response tokens up to the first completed stop text, or None.
 
         Args:
-            first: Index of the first token that may complete one.
+            first: Index of the first token that may complete a stop text.
         """
         request, decode = self.request, self._decode
         if not request.stop_texts or decode is None:
@@ -169,7 +169,7 @@ def convert_experts(experts: RoutedExperts, routing: RoutingShape) -> RoutedExpe
 
 
 def segment_seed(seed: int, draw_offset: int) -> int:
-    """Derives a seed for the tokens after an offset, for engines that cannot enter a random stream midway."""
+    """Derives a seed for the tokens after an offset, for engines whose random streams always start at 0."""
     if draw_offset == 0:
         return seed
     digest = hashlib.sha256(json.dumps([seed, draw_offset]).encode()).digest()

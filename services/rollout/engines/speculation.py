@@ -1,4 +1,4 @@
-"""Speculative decoding: n-gram proposals, and the decision by measurement whether proposals pay.
+"""Speculative decoding: n-gram proposals, and a switch that measures whether proposals speed up decoding.
 
 Imports no engine.
 """
@@ -21,7 +21,7 @@ _TRIALS = 4
 _PERIOD = 64
 """Steps after which the slower kind is measured again."""
 _AGAIN = 2
-"""Steps of such a measurement: 3 % of all, which bounds what they cost."""
+"""Steps of such a measurement: 3 % of all steps, which bounds its cost."""
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class _Measured:
 
 
 class SpeculationSwitch:
-    """Decides by measurement whether proposals pay with the present number of running requests.
+    """Decides by measurement whether proposals speed up decoding at the present number of running requests.
 
     Steps with and without proposals are timed for each number of running requests, in classes that are at
     most a third wide. The kind with more tokens per second is used; the other one is measured again in two of
@@ -88,7 +88,7 @@ def _class_of(number: int) -> int:
 
 
 class NgramSpeculator:
-    """Proposes for each request what followed an earlier occurrence of its last tokens.
+    """Proposes for each request the tokens that followed an earlier occurrence of its last tokens.
 
     Prompt lookup decoding (Saxena 2023; Yang et al., arXiv:2304.04487).
     """
@@ -143,7 +143,7 @@ def propose_ngram(
     shortest: int,
     longest: int,
 ) -> list[int]:
-    """Returns what followed the latest of the longest earlier occurrences of a sequence's last tokens.
+    """Returns the tokens after the latest of the longest earlier occurrences of a sequence's last tokens.
 
     An occurrence that overlaps the end continues with the proposed tokens, so that a proposal always has
     ``most`` tokens, or none if nothing occurred before.

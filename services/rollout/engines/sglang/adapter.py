@@ -84,7 +84,7 @@ def memory_saver(order: EngineConfig) -> dict[str, bool]:
 
 _LOADER = "services.rollout.engines.sglang.worker.load"
 _TELLS_EXPERTS = "enable_return_routed_experts"
-# Newer releases have no dataclass, but all have a signature.
+# ServerArgs is not a dataclass in newer releases, but has a signature in all of them.
 _OPTIONS = frozenset(inspect.signature(ServerArgs).parameters)
 _SLEEPING = ["kv_cache", "weights"]
 _IDLE_TIMEOUT_S = 30.0
@@ -154,7 +154,7 @@ class SglangBackend:
 
     @property
     def drafts(self) -> None:
-        """Nothing: the rules refuse speculation."""
+        """None: the specification's rules refuse speculation with SGLang."""
 
     @property
     def kv_capacity_tokens(self) -> int:

@@ -1,6 +1,6 @@
-"""Images of requests to SGLang: the tensors that the trainer gets, at the places of the prompt's own tokens.
+"""Images of requests to SGLang: the tensors that the trainer receives, at the prompt's own placeholders.
 
-SGLang's processors are not used: they would count placeholders and scale images by themselves.
+SGLang's processors are not used, because they would count placeholders and scale images themselves.
 """
 
 import math
@@ -24,10 +24,10 @@ _QWEN2_5_PATCH = 14
 
 
 class ImageInputs:
-    """Stands for SGLang's processor of images, which its tokenizer process calls with each request.
+    """Replaces SGLang's image processor, which its tokenizer manager calls with each request.
 
     Raises:
-        ValueError: If SGLang would take the patches of this tower for features.
+        ValueError: If SGLang would mistake the patches of this vision tower for features.
     """
 
     prefer_tokenized_input = True
@@ -46,7 +46,7 @@ class ImageInputs:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Makes an engine that starts meanwhile use this object."""
+        """Makes an engine that starts while the block runs use this object."""
         with (
             patch.object(tokenizer_manager, "get_processor_wrapper", lambda: None),
             patch.object(tokenizer_manager, "get_mm_processor", lambda *_, **__: self),
@@ -67,7 +67,7 @@ class ImageInputs:
         request_obj: Any,
         **others: Any,
     ) -> MultimodalProcessorOutput:
-        """Returns a request's images and positions as SGLang's schedulers want them.
+        """Returns a request's images and positions in the form that SGLang's schedulers expect.
 
         Args:
             image_data: One dictionary with ``inputs``, the request's :class:`ModelInputs`.
@@ -97,7 +97,7 @@ class ImageInputs:
                 offsets=[(first, first + length - 1)],
                 model_specific_data={"image_grid_thw": grid[None]},
             )
-            # SGLang keeps features under this key, also those of older weights.
+            # SGLang caches features under this key. The extra key separates those of older weights.
             digest = xxhash.xxh3_64(part.contiguous().numpy())
             digest.update(f"{grid.tolist()} {request_obj.extra_key}".encode())
             item.set_hash(digest.intdigest())

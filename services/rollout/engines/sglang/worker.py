@@ -53,7 +53,7 @@ def _load_all(model: Any, tensors: Mapping[str, Tensor], *, rank: int, ranks: in
 
 
 def _derive(model: Any) -> None:
-    """Recomputes what SGLang derives from parameters at load time: Gemma's norms keep weights plus 1."""
+    """Recomputes what SGLang derives from parameters at load time: Gemma's norms store weights plus 1."""
     for module in model.modules():
         if (derived := getattr(module, "gemma_weight", None)) is not None:
             torch.add(module.weight.data, 1.0, out=derived)

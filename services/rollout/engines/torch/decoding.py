@@ -149,7 +149,8 @@ class SlotCache(Cache):
     def is_recording_past(self, layer_idx: int) -> bool:
         """Returns True if a recurrent layer must pass its inputs to :meth:`update_conv_state`.
 
-        The alternative overwrites the result of :meth:`get_conv_state`, which is a copy in a prefill pass.
+        Otherwise the layer overwrites the result of :meth:`get_conv_state`, which is a copy in a prefill
+        pass.
         """
         return self._positions is None
 
@@ -197,7 +198,7 @@ class SlotCache(Cache):
         stored[layer][self._targets] = given
 
     def _holders(self) -> Tensor:
-        """Returns ``[N]`` a slot that has each row of a prefill pass."""
+        """Returns ``[rows]`` int64: for each row of a prefill pass, a slot that stores it."""
         assert self._targets is not None
         assert self._sources is not None
         rows = torch.arange(int(self._sources[-1]) + 1, device=self._targets.device)
@@ -338,7 +339,7 @@ def draw_tokens(
     is_greedy = temperatures == 0
     scaled = logits.float() / torch.where(is_greedy, 1.0, temperatures)[:, None]
     logprobs = torch.log_softmax(scaled, dim=-1)
-    # Exponentials of a whole batch would depend on a row's place in it.
+    # Softmax, because exponentials of a whole batch would depend on a row's place in it.
     probabilities = torch.softmax(scaled, dim=-1)
     allowed = None
     if truncation is not None:
@@ -388,7 +389,7 @@ class StepInputs:
     positions: NDArray[np.int64]
     """``[N, Q]`` positions of these tokens."""
     rotary_positions: NDArray[np.int64]
-    """``[N, Q]`` their positions in the rotary embedding, which differ after images."""
+    """``[N, Q]`` positions in the rotary embedding, which differ from ``positions`` after images."""
     temperatures: NDArray[np.float32]
     """``[N]`` divisors of the logits; 0 is greedy."""
     numbers: NDArray[np.float64]
@@ -397,7 +398,7 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
-    """Outputs of a step: what was drawn to follow each input token."""
+    """Outputs of a step: the token drawn after each input token."""
 
     tokens: Tensor
     """``[N, Q]`` int64."""
@@ -606,7 +607,7 @@ class _Row:
     tokens: "array[int]"
     """Context and response."""
     offset: int = 0
-    """Difference of a token's rotary position and its place, after the prompt's images."""
+    """Rotary position minus index, for tokens after the prompt's images."""
     logprobs: list[float] = field(default_factory=list)
     version_runs: list[VersionRun] = field(default_factory=list)
     experts: list[RoutedExperts] = field(default_factory=list)
@@ -858,8 +859,8 @@ class DecodeBatch:
         """Computes each distinct context once and stores it in every slot that has it.
 
         Args:
-            notes_experts: True to record the contexts' experts. A recomputation must not, because experts of
-                tokens sampled under older weights stay as they were.
+            notes_experts: True to record the contexts' experts. A recomputation must not record them, because
+                the experts of tokens sampled under older weights stay as they were.
 
         Returns:
             Errors of contexts whose inputs besides tokens the model refuses, by slot.
@@ -912,7 +913,7 @@ class DecodeBatch:
             inputs: ``[N, L]`` int64 contexts, padded on the right, where causal attention hides the
                 padding from every real token.
             sources: Row that fills each slot.
-            model_inputs: What the model takes besides the tokens of a single context. The pass is then not
+            model_inputs: The model's inputs besides the tokens of a single context. The pass is then not
                 split, because it is not known to which tokens the inputs belong.
 
         Returns:

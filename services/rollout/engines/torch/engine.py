@@ -82,7 +82,7 @@ def use_decoding_kernels(model: PreTrainedModel, *, is_invariant: bool = False) 
 def _round_inputs(model: PreTrainedModel, kind: Fp8, *, num_exact: int) -> None:
     """Rounds the inputs of all linear layers with FP8 weights.
 
-    Inputs of experts in one tensor keep their precision.
+    Inputs of experts whose weights are in one tensor keep their precision.
     """
 
     def rounded(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -171,7 +171,7 @@ class TorchEngine:
             is_invariant: True if a request's tokens must not depend on other requests.
             quantization: Rounds weights and inputs of the decoder layers to FP8, and computes in the
                 weights' dtype; None rounds nothing.
-            unquantized_layers: Number of first decoder layers that it does not round.
+            unquantized_layers: Number of first decoder layers that are not rounded.
             speculation: Settings of proposals; None decodes one token per step.
 
         Raises:

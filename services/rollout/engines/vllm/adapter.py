@@ -60,7 +60,7 @@ from services.wire.data.model_inputs import ModelInputs
 _SCHEDULERS = "services.rollout.engines.vllm.scheduler"
 _CPU_WORKERS = "services.rollout.engines.vllm.cpu_worker"
 _CORES_FOR_TWO_PROCESSES = 4
-"""Trainer, rollout, and the engine's two processes can occupy one each."""
+"""The trainer, the rollout and the engine's two processes can occupy one core each."""
 
 
 def start(arguments: AsyncEngineArgs, *, reports_experts: bool) -> AsyncLLM:
@@ -120,7 +120,7 @@ def _separate_worker(config: VllmConfig) -> None:
     docs/one-gpu.md.
     """
     has_one = config.parallel_config.distributed_executor_backend == "uni"
-    # Both wait for each other in busy loops.
+    # The two processes wait for each other in busy loops.
     if has_one and usable_processors() >= _CORES_FOR_TWO_PROCESSES:
         config.parallel_config.distributed_executor_backend = "mp"
 
@@ -128,7 +128,7 @@ def _separate_worker(config: VllmConfig) -> None:
 _WORKER = "services.rollout.engines.vllm.worker.WeightLoader"
 _PLAIN_WORKER = "services.rollout.engines.vllm.cpu_worker.PlainWeightLoader"
 _ROUTERS = r"re:.*\.gate$"
-"""Layers that are not quantized, in vLLM's notation: a wrong choice of experts costs most."""
+"""Layers that are not quantized, in vLLM's notation: a wrong choice of experts has the largest effect."""
 _DIED = "the vLLM engine died; see its log lines above"
 _DID_NOT_START = "the vLLM engine did not start; see its log lines above"
 # Steps whose tokens are sent together: few enough that a streaming client receives several chunks a
@@ -146,7 +146,8 @@ def captured_sizes(max_running: int, per_request: int = 1) -> list[int]:
     """Returns the numbers of tokens for which vLLM captures CUDA graphs.
 
     vLLM looks for the graph of a step, with or without proposals, at the next captured number only. With
-    proposals, all numbers are therefore multiples of a request's, except that of all slots without proposals.
+    proposals, all numbers are therefore multiples of ``per_request``, except ``max_running``, the number of
+    tokens of a step of all slots without proposals.
 
     Args:
         per_request: Tokens of a request in a step with proposals.
@@ -176,7 +177,7 @@ def speculative_config(speculation: SpeculationSpec) -> dict[str, Any]:
         config["prompt_lookup_max"] = speculation.prompt_lookup_max
     if speculation.model is not None:
         config["model"] = speculation.model
-        # The policy's own weights arrive by weight sync; the head's do not.
+        # Weight sync delivers the policy's own weights, but not those of the draft head.
         config["draft_load_config"] = {"load_format": "auto"}
         if speculation.method == "eagle":
             head, _ = PretrainedConfig.get_config_dict(speculation.model)
@@ -218,8 +219,8 @@ class VllmBackend:
             stop_texts=True,
             truncation=False,
             seeds=order.is_reproducible,
-            # Versions before this parameter report all experts at the end, including recomputed
-            # tokens.
+            # Versions of vLLM without this parameter report all experts at the end, including those of
+            # recomputed tokens.
             routed_experts=hasattr(SamplingParams(), "routed_experts_prompt_start"),
             model_inputs=order.images is not None,
         )
@@ -411,8 +412,8 @@ class VllmBackend:
         if self._order.is_invariant and not missing_operators(
             self._order.config.to_dict(), self._order.dtype
         ):
-            # Kernels that Inductor makes of norms and activations round otherwise than vLLM's own, with which
-            # the trainer computes. Without Inductor, only whole passes can be captured as CUDA graphs.
+            # Kernels that Inductor generates for norms and activations round differently from vLLM's own,
+            # which the trainer uses. Without Inductor, only whole passes can be captured as CUDA graphs.
             arguments["compilation_config"] |= {
                 "mode": 0,
                 "custom_ops": ["all"],
@@ -437,7 +438,7 @@ class VllmBackend:
         arguments = {
             "limit_mm_per_prompt": {"image": limits.max_images, "video": 0},
             "hf_overrides": {**head, "text_config": head, MAX_IMAGE_TOKENS: limits.max_tokens},
-            # Images come processed and with their digests.
+            # Requests contain processed images with their digests.
             "mm_processor_cache_gb": 0,
             "mm_device_do_normalize": False,
             "skip_mm_profiling": True,

@@ -20,7 +20,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from services.rollout.engines.vllm.scheduler import BatchingScheduler
 from services.rollout.engines.vllm.worker import WeightLoader
 
-_custom_ops._supports_onednn = False  # noqa: SLF001 -- no setting of vLLM's says it
+_custom_ops._supports_onednn = False  # noqa: SLF001 -- vLLM has no setting for it
 utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
 
 

@@ -1,8 +1,8 @@
-"""Images of requests to vLLM: the tensors that the trainer gets, at the places of the prompt's own tokens.
+"""Images of requests to vLLM: the tensors that the trainer receives, at the prompt's own placeholders.
 
-vLLM's processors are not used: they would count placeholders and scale images by themselves. Importing this
-module replaces the functions of vLLM that need them, and one that drops images of requests. All processes of
-an engine import it.
+vLLM's processors are not used, because they would count placeholders and scale images themselves. Importing
+this module replaces the functions of vLLM that need processors, and one that drops images of requests. All
+processes of an engine import it.
 """
 
 import math
@@ -33,9 +33,9 @@ def _max_tokens_per_item(*arguments: Any, **named: Any) -> Mapping[str, int]:
 
 
 encoder_budget.get_mm_max_toks_per_item = _max_tokens_per_item
-# They would need one to find placeholders.
+# Processors would need a tokenizer to find placeholders.
 BaseMultiModalProcessor.requires_tokenizer = False
-BaseRenderer.warmup_mm = lambda _: None  # would warn that it failed
+BaseRenderer.warmup_mm = lambda _: None  # it would fail and warn
 
 
 def _all_features(features: list[Any], *_: Any, **__: Any) -> list[Any]:
@@ -48,7 +48,7 @@ output.strip_covered_mm_data = _all_features
 
 
 class ImageInputs:
-    """Makes vLLM's inputs of prompts with images."""
+    """Converts prompts with images to vLLM's inputs."""
 
     def __init__(self, config: Any, dtype: dtype) -> None:
         self._placeholder = int(config.image_token_id)
@@ -56,7 +56,7 @@ class ImageInputs:
         self._dtype = dtype
 
     def of(self, token_ids: Sequence[int], inputs: "ModelInputs") -> dict[str, Any]:
-        """Returns the part of an input of vLLM that differs from one without images.
+        """Returns the entries of a vLLM input that differ from those of an input without images.
 
         Args:
             token_ids: The prompt, and any tokens after it.
@@ -93,7 +93,7 @@ class ImageInputs:
             "type": "multimodal",
             "mm_kwargs": items,
             "mm_placeholders": {"image": places},
-            # Keys of the prefix cache and of the cache of features.
+            # Keys of the prefix cache and of the encoder cache.
             "mm_hashes": {
                 "image": [
                     f"{xxhash.xxh3_128_hexdigest(part.contiguous().numpy())}-{'x'.join(map(str, grid))}"

@@ -1,4 +1,4 @@
-"""Qwen3.5's language models for versions of vLLM that serve them only beside a vision tower, such as 0.26.
+"""Qwen3.5's language models for versions of vLLM that serve them only with a vision tower, such as 0.26.
 
 The methods are those of later versions. :mod:`services.rollout.engines.vllm.versions` registers the
 classes by name, so that only engines of such a model import this module.
@@ -16,17 +16,17 @@ _Wrapper = qwen3_5.Qwen3_5ForConditionalGeneration
 class _Hybrid(IsHybrid, SupportsMRoPE):  # type: ignore[misc]  # vLLM has no types
     """States of recurrent layers, and positions of texts.
 
-    It comes last among the bases: ``Protocol`` replaces ``__init__``, whose signature vLLM reads.
+    This class comes last among the bases: ``Protocol`` replaces ``__init__``, whose signature vLLM reads.
     """
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: Any) -> Any:
-        """Returns the dtypes of a layer's states of convolution and recurrence."""
+        """Returns the dtypes of a layer's convolution state and recurrent state."""
         return _Wrapper.get_mamba_state_dtype_from_config(vllm_config)
 
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: Any) -> Any:
-        """Returns the shapes of a layer's states of convolution and recurrence."""
+        """Returns the shapes of a layer's convolution state and recurrent state."""
         return _Wrapper.get_mamba_state_shape_from_config(vllm_config)
 
     @classmethod
@@ -37,7 +37,7 @@ class _Hybrid(IsHybrid, SupportsMRoPE):  # type: ignore[misc]  # vLLM has no typ
     def get_mrope_input_positions(
         self, input_tokens: list[int], mm_features: list[Any]
     ) -> tuple[torch.Tensor, int]:
-        """Returns ``[3, tokens]`` positions of a text, and how much they differ from the tokens' numbers."""
+        """Returns the ``[3, tokens]`` rotary positions of a text, and their offset from token indices, 0."""
         return torch.arange(len(input_tokens)).expand(3, -1), 0
 
 

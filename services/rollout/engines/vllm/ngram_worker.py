@@ -1,11 +1,11 @@
-"""Proposes n-grams on the GPU for vLLM's second model runner, which cannot before version 0.32.
+"""Proposes n-grams on the GPU for vLLM's second model runner, which cannot do so before version 0.32.
 
 The runner decodes requests with equal numbers of proposals by one CUDA graph, and a step is scheduled while
-the previous one runs. Therefore every request has proposals in such a step: where its last tokens did not
-occur before, its last token again, which rejection sampling treats like any other proposal. These are not
-counted.
+the previous one runs. Therefore every request has proposals in such a step. If its last tokens did not occur
+before, its last token is proposed again, which rejection sampling treats like any other proposal. Such
+proposals are not counted.
 
-Importing this module, in a worker of vLLM, replaces what makes the runner's proposer and its outputs.
+Importing this module in a vLLM worker replaces the code that creates the runner's proposer and its outputs.
 """
 
 from typing import Any
@@ -38,19 +38,20 @@ def propose(  # type: ignore[no-untyped-def]  # noqa: ANN201, PLR0913, PLR0917 -
     longest_power: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Proposes tokens for one request, and counts those proposed before that the last step verified.
+    """Proposes tokens for one request, and counts its earlier proposal, which the last step verified.
 
     Args:
         drafts: ``[requests, num_tokens]`` int64 output.
-        was_found: ``[slots]`` int32: 1 if a slot's last proposal occurred before; updated.
-        totals: ``[3]`` int64: such proposals, their tokens, accepted ones; updated.
-        slots: ``[requests]`` int32.
+        was_found: ``[slots]`` int32: 1 if the last tokens of a slot's last proposal occurred before; updated.
+        totals: ``[3]`` int64 numbers of such proposals, of their tokens and of accepted tokens; updated.
+        slots: ``[requests]`` int32 slot of each request.
         token_ids: ``[slots, stride]`` int32, in the host's memory.
         lengths: ``[slots]`` int32 numbers of tokens.
-        num_sampled: ``[requests]`` int32 tokens that the last step added; 0 if the prompt is not complete.
-        num_rejected: ``[requests]`` int32 proposals that it rejected.
+        num_sampled: ``[requests]`` int32 number of tokens that the last step added; 0 if the prompt is not
+            complete.
+        num_rejected: ``[requests]`` int32 number of proposed tokens that the last step rejected.
         tokens_power: Power of two that is not below ``num_tokens``; ``longest_power`` likewise.
-        block: Tokens that are compared at once.
+        block: Number of tokens that are compared at once.
     """
     row = tl.program_id(0)
     slot = tl.load(slots + row).to(tl.int64)
@@ -76,7 +77,7 @@ def propose(  # type: ignore[no-untyped-def]  # noqa: ANN201, PLR0913, PLR0917 -
             found = tl.load(tokens + place, mask=is_equal & (place >= 0), other=-2)
             is_equal = is_equal & (found == tl.sum(tl.where(nth == index, last, 0), axis=0))
             count += is_equal.to(tl.int64)
-        # The longest one, and of these the latest.
+        # Prefers the longest occurrence, and of equally long ones the latest.
         score = tl.where(count >= shortest, (count << 32) + ends, 0)
         best = tl.maximum(best, tl.max(score, axis=0))
 
@@ -92,14 +93,14 @@ def propose(  # type: ignore[no-untyped-def]  # noqa: ANN201, PLR0913, PLR0917 -
 
 
 class NgramProposer:
-    """Proposes for each request what :func:`~services.rollout.engines.speculation.propose_ngram` does.
+    """Proposes the tokens of :func:`~services.rollout.engines.speculation.propose_ngram` for each request.
 
     Has the interface of vLLM's speculators as far as the runner uses it.
     """
 
     supports_mm_inputs = False
     draft_logits = None
-    """No distribution: proposals are certain."""
+    """No distribution: proposals are deterministic."""
     req_states: Any
     """The runner's states of requests."""
 
@@ -112,7 +113,7 @@ class NgramProposer:
         speculation, num_slots = config.speculative_config, config.scheduler_config.max_num_seqs
         self.model = torch.nn.Module()
         self.totals = torch.zeros(3, dtype=torch.int64, device=device)
-        """Verified proposals that occurred before, their tokens, and the accepted ones of these."""
+        """``[3]`` numbers of verified proposals that occurred before, of their tokens, of accepted tokens."""
         self._num_tokens = int(speculation.num_speculative_tokens)
         self._shortest = int(speculation.prompt_lookup_min)
         self._longest = int(speculation.prompt_lookup_max)
@@ -142,8 +143,9 @@ class NgramProposer:
 
         Args:
             input_batch: The step that has just run.
-            num_sampled: ``[requests]`` int32 tokens that it added; 0 while a prompt is not complete.
-            num_rejected: ``[requests]`` int32 proposals that it rejected.
+            num_sampled: ``[requests]`` int32 number of tokens that the step added; 0 while a prompt is not
+                complete.
+            num_rejected: ``[requests]`` int32 number of proposed tokens that the step rejected.
             dummy_run: True if the requests do not exist.
         """
         num_requests = input_batch.num_reqs
@@ -170,7 +172,7 @@ class NgramProposer:
 
 
 _PROPOSERS: list[NgramProposer] = []
-"""That of this process's runner, if it has one."""
+"""The proposer of this process's runner, if it has one."""
 _init_speculator = model_runner.init_speculator
 _init_runner = model_runner.GPUModelRunner.__init__
 

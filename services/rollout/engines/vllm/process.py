@@ -1,7 +1,7 @@
 """vLLM's processes on a GPU: the engine's, forked from the server that has imported vLLM, and its workers.
 
-Each is killed when the process that started it ends. The kernel's parent-death signal does not serve here:
-the engine's process is a child of that server, which lives as long as one of the processes that it forked.
+Each is killed when the process that started it ends. The kernel's parent-death signal cannot do that: the
+engine's process is a child of the fork server, which lives as long as any process that it forked.
 """
 
 import os
@@ -21,14 +21,14 @@ class _EngineProcess(ForkServerProcess):
 
     def run(self) -> None:
         _die_with(self._parent_pid)
-        # The arguments of this process have imported it if the engine has workers.
+        # The arguments of this process have imported the executor if the engine has workers.
         if (executor := sys.modules.get(_EXECUTOR)) is not None:
             cast("Any", executor).get_mp_context = WorkerContext
         super().run()
 
 
 class EngineContext(ForkServerContext):
-    """Context whose processes are killed when the process that started them ends, however that ends."""
+    """Context whose processes are killed when the process that started them ends, in whatever way."""
 
     Process = _EngineProcess
 
@@ -42,7 +42,7 @@ class _WorkerProcess(ForkProcess):
 
 
 class WorkerContext(ForkContext):
-    """Context of an engine's workers: forked with the engine's imports, and killed with its process.
+    """Multiprocessing context of an engine's workers: forked with its imports, and killed with its process.
 
     vLLM's own workers notice that their engine's process has ended only after they have loaded the model.
     """

@@ -51,7 +51,7 @@ class _Layer:
 
 
 class QuantizedUpdate:
-    """One replacement of all weights of a model, which must not run meanwhile."""
+    """One replacement of all weights of a model, which must not run during the replacement."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class QuantizedUpdate:
         for name, value in whole.items():
             live = getattr(layer.module, name).detach()
             if not layer.is_quantizing:
-                # Vocabularies are padded.
+                # The engine pads vocabularies.
                 live = live.narrow(0, 0, len(value)) if value.dim() else live
                 value = value.to(live.dtype)
             parameter, is_alike = f"{owner}.{name}", _are_alike(live, value)
@@ -136,7 +136,7 @@ class QuantizedUpdate:
             self._received[piece.source].narrow(piece.dim, piece.start, piece.length)
             for piece in pieces
         ]
-        # Some methods change experts.
+        # Some quantization methods change the weights of experts in place, so these are copied.
         is_shared = len(blocks) == 1 and blocks[0].dim() <= 2 and blocks[0].is_contiguous()
         return blocks[0] if is_shared else torch.cat(blocks, dim=pieces[0].dim)
 
@@ -189,7 +189,7 @@ def _planned_layers(
     modules, targets = dict(model.named_modules()), {}
     for name, live in model.named_parameters():
         owner, _, leaf = name.rpartition(".")
-        # Scales are no parameters of the checkpoint's form.
+        # Skips scales, which a layer has only after it is quantized.
         before = get_layerwise_info(modules[owner]).restore_metadata[0].get(leaf)
         if before is not None or leaf in SKIP_TENSORS:
             targets[name] = tuple(live.shape if before is None else before.shape)
@@ -218,7 +218,7 @@ def _quantized(layer: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Ten
     try:
         method.process_weights_after_loading(copied)
     finally:
-        # Methods of experts keep the kernel that they prepared.
+        # Methods of experts store the kernel that they prepared for the copy.
         method.__dict__.clear()
         method.__dict__.update(state)
     return {
@@ -250,7 +250,7 @@ def _bytes(tensors: Iterable[Tensor]) -> Tensor:
 def _words(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     """Views the bits of two tensors of one shape as integers, if possible eight bytes at once."""
     if one.stride() == other.stride():
-        # Quantized weights are transposed.
+        # Quantized weights are stored transposed.
         order = sorted(range(one.dim()), key=one.stride, reverse=True)
         one, other = one.permute(order), other.permute(order)
     size = one.itemsize

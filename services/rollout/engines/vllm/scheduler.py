@@ -106,9 +106,9 @@ class TokenBatcher:
 
 
 class SpeculationMeter:
-    """Times steps, decides whether the next ones have proposals, and counts these.
+    """Times steps, decides whether the next ones have proposals, and counts proposals.
 
-    Stands for vLLM's table of the number of proposed tokens by batch size, which vLLM reads in each step.
+    Replaces vLLM's table of the number of proposed tokens by batch size, which vLLM reads in each step.
     """
 
     def __init__(self, num_tokens: int) -> None:
@@ -140,7 +140,7 @@ class SpeculationMeter:
                 max(len(tokens[index[name]]) - 1, 0) for name in drafts if name in index
             )
         num_requests = len(step.num_scheduled_tokens)
-        # Prompts take longer than tokens.
+        # Steps that prefill prompts take longer than others, so they are not compared.
         is_plain = step.total_num_scheduled_tokens == num_requests + num_drafted
         if began is not None and num_requests and is_plain:
             self._switch.record(
@@ -151,12 +151,12 @@ class SpeculationMeter:
             )
 
     def forget_time(self) -> None:
-        """Makes the next step untimed, because the engine did not work until now."""
+        """Excludes the next step from timing, because the engine has been idle."""
         self._ended_at = None
 
 
 class _Gathering:
-    """Mixin for vLLM's schedulers that batches outputs, and ends proposals where they do not pay."""
+    """Mixin for vLLM's schedulers that batches outputs, and stops proposals where they do not pay."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -1,10 +1,11 @@
-"""Adds to a version of vLLM what later ones can do. All processes of an engine import it.
+"""Adds features of later vLLM versions to the installed one. All processes of an engine import this module.
 
-Models: those that the version has but does not serve are registered.
+Models: registers those that the version implements but does not serve.
 
-N-grams: versions before 0.32 decode with n-grams in their first model runner only. They schedule no step
-while another runs, and launch most kernels of a step one by one. Importing this module makes such a version
-accept n-grams in the second one, where :mod:`services.rollout.engines.vllm.ngram_worker` proposes them.
+N-grams: versions before 0.32 decode with n-grams in their first model runner only. There they schedule no
+step while another runs, and launch most kernels of a step one by one. Importing this module makes such a
+version accept n-grams in its second runner, where :mod:`services.rollout.engines.vllm.ngram_worker` proposes
+them.
 """
 
 import inspect
@@ -33,12 +34,12 @@ def _unsupported_besides(config: VllmConfig) -> list[str]:
 
 if ADDS_NGRAMS:
     VllmConfig._get_v2_model_runner_unsupported_features = _unsupported_besides  # noqa: SLF001 -- no setting
-    # The methods whose steps are scheduled ahead.
+    # Methods that vLLM decodes with asynchronous scheduling.
     config_module.NgramGPUTypes = Literal["ngram", "ngram_gpu"]
 
 
 def prepare_speculation(config: VllmConfig) -> None:
-    """Prepares vLLM's configuration for speculative decoding whose proposals end where they do not pay."""
+    """Prepares vLLM's configuration for speculative decoding that stops proposals where they do not pay."""
     speculation = config.speculative_config
     if speculation is None:
         return
@@ -47,7 +48,7 @@ def prepare_speculation(config: VllmConfig) -> None:
             # The first model runner proposes n-grams between steps.
             config.scheduler_config.async_scheduling = False
         return
-    # CUDA graphs are captured for all numbers of proposals in this table. Our scheduler replaces it.
+    # vLLM captures CUDA graphs for all numbers of proposals in this table, which our scheduler replaces.
     most = config.scheduler_config.max_num_seqs
     speculation.num_speculative_tokens_per_batch_size = [
         (1, most, speculation.num_speculative_tokens),

@@ -39,7 +39,7 @@ _COPIED = ("w13_weight", "w2_weight", "w13_bias", "w2_bias", "sinks")
 
 
 class DeferredCopies(TorchDispatchMode):
-    """Redirects direct copies into such parameters to a loader that runs once their memory exists.
+    """Redirects direct copies into parameters without memory to a loader that runs once the memory exists.
 
     Args:
         model: vLLM's model, between the two halves of its reload.
@@ -101,13 +101,14 @@ class WeightLoader:
     _quantized_writer: QuantizedWriter | None = None
 
     def load_slipstream_weights(self, description: str) -> Loaded:
-        """Replaces all weights; returns how, and what is wrong with them.
+        """Replaces all weights; returns how they were loaded, and which parameters differ from them.
 
         Args:
             description: Describes shared tensors, or a command of :mod:`services.rollout.engines.in_place`.
         """
         model = self.model_runner.model
-        # It holds features that the old weights computed. The scheduler forgets them when decoding resumes.
+        # The encoder cache holds features that the old weights computed. The scheduler resets its own record
+        # of them when decoding resumes.
         self.model_runner.reset_encoder_cache()
         if handle_weight_command(
             description,
@@ -162,7 +163,7 @@ class WeightLoader:
             torch.cuda.synchronize(self.device)
 
     def _reload(self, model: Any, tensors: dict[str, Tensor]) -> None:
-        """Loads as vLLM loads a checkpoint, which lays out experts for its kernels."""
+        """Loads weights as vLLM loads a checkpoint, so that vLLM lays out experts for its kernels."""
         config = self.vllm_config.model_config.hf_config.to_dict()
         loaded = (
             (name, part.to(self.device))
@@ -212,7 +213,7 @@ def _place(model: Any) -> dict[str, Any]:
 
 
 def _has_plain_experts(model: Any) -> bool:
-    """Returns True if experts are stored in order, for vLLM's Triton kernels; others swap or shuffle them."""
+    """Returns True if experts are stored in order, for vLLM's Triton kernels; other kernels reorder them."""
     return all(
         getattr(getattr(method, "unquantized_backend", None), "name", None) == "TRITON"
         and not method.moe.moe_parallel_config.enable_eplb
@@ -221,7 +222,7 @@ def _has_plain_experts(model: Any) -> bool:
 
 
 def _forget_kernels(model: Any) -> None:
-    """Resets the experts' kernels so that vLLM pads and packs again; it skips that if a kernel exists."""
+    """Resets the experts' kernels, so that vLLM pads and packs again, which it skips if a kernel exists."""
     for method in _methods_of_experts(model):
         method.moe_kernel = None
 
