@@ -35,7 +35,7 @@ class Agent:
         train: Conversations that train: ``last`` (the one that was continued last), ``all``, or
             ``module:function`` / ``file.py:function`` that selects them.
         token: Token for a service; a run's specification names the secret that holds it.
-        tool_format: Format of tool calls; ``auto`` recognizes it by the chat template.
+        tool_format: Format of tool calls; ``auto`` derives it from the chat template.
         history: ``template`` to leave the reasoning of earlier replies out of a request if the chat template
             does, which starts a new conversation; ``recorded`` to keep it.
     """

@@ -58,7 +58,14 @@ def rendered_reasoning(
     tools: Sequence[Mapping[str, Any]],
     indices: Iterable[int],
 ) -> frozenset[int]:
-    """Returns those of the given messages whose reasoning the chat template renders."""
+    """Returns the indices of those messages whose reasoning the chat template renders.
+
+    Args:
+        indices: Messages with reasoning.
+
+    Raises:
+        ApiError: If the chat template refuses the messages.
+    """
     mark = secrets.token_hex(12)
     marked = [*messages]
     for index in indices:
@@ -82,7 +89,7 @@ def reply(
 
     Args:
         stop_texts: Texts that end the turn; the reply ends before them.
-        name: Prefix that makes the ids of the calls unique in the episode, and equal when it is replayed.
+        name: Prefix of call ids; makes them unique in the episode, and equal when the episode is replayed.
         has_tools: True if the reply may call tools.
         is_open: True if the prompt opened the reply's reasoning.
     """

@@ -45,8 +45,8 @@ MODEL_NAME = "policy"
 """Name of the only model that the endpoint serves."""
 
 _CHAT_PATH = "/v1/chat/completions"
-# Longer than clients keep idle connections, so that the server closes none under a request; longer
-# than most tool calls.
+# Longer than clients keep idle connections, so that the server closes none while a client sends a
+# request; longer than most tool calls.
 _KEEP_ALIVE_S = 75
 # Size of all concurrent requests: thousands of agents wait at once, each with its whole conversation.
 _MAX_REQUEST_BYTES = 1 << 30
@@ -328,7 +328,7 @@ class Endpoint:
         formatter = ResponsesFormatter(given, reply_id=reply_id, created=int(time.time()))
 
         def keep(replies: Replies) -> None:
-            # The next request has its own instructions.
+            # The instructions are not kept, because the next request has its own.
             said = chat.messages[1 if given.instructions else 0 :]
             session.responses[reply_id] = (*said, replies.choices[0].message)
 

@@ -1,8 +1,9 @@
 """Exact tokens of the conversations that an agent samples in one episode.
 
 A request that repeats a recorded conversation and adds to it continues the recorded tokens; only
-the addition is tokenized. Any other request starts a new conversation, for example a helper's, or
-one whose history the agent rewrote. The reward scores the conversation that was continued last.
+the addition is tokenized. Any other request starts a new conversation, for example a request of a
+helper, or one whose history the agent rewrote. The reward scores the conversation that was continued
+last.
 """
 
 import hashlib
@@ -46,7 +47,7 @@ class Listener(Protocol):
     """Receives replies while they are sampled."""
 
     def begin(self, *, num_prompt_tokens: int, is_open: bool) -> None:
-        """Receives the prompt's tokens, and whether it opened the replies' reasoning, before all else."""
+        """Called first, with the number of prompt tokens and True if the prompt opened the reasoning."""
 
     def add(self, index: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
         """Receives new tokens of a reply, and their logprobs."""
@@ -88,7 +89,7 @@ class Replies:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Conversation:
-    """Recorded turns and the text of them that the agent has seen."""
+    """Recorded turns, and what identifies a request that continues them."""
 
     turns: tuple[Turn, ...]
     asked: "_Hash"
@@ -277,7 +278,11 @@ class EpisodeRecord:
             raise ApiError(400, error.message, code=error.kind, param="messages") from error
 
     def _extended(self, earlier: _Conversation | None, added: Turn) -> tuple[Turn, ...]:
-        """Returns recorded turns with an addition; without tokens, the last reply is continued."""
+        """Returns the recorded turns and the added one; if it has no tokens, the last reply is continued.
+
+        Raises:
+            ApiError: If there are no tokens at all, or no room for a reply.
+        """
         turns = earlier.turns if earlier else ()
         if not turns and not added.token_ids:
             raise invalid("the prompt has no tokens; expected at least one", param="prompt")
@@ -308,7 +313,7 @@ class EpisodeRecord:
         """Samples all replies concurrently.
 
         Args:
-            asked: Hash of the tokens of those turns.
+            asked: Hash of the tokens of ``turns``.
 
         Raises:
             Interrupted: If the episode was interrupted.
@@ -397,7 +402,7 @@ def _longest(
     conversations: Iterable[_Conversation], fits: Callable[[_Conversation], bool]
 ) -> _Conversation | None:
     fitting = [conversation for conversation in conversations if fits(conversation)]
-    # One that leaves reasoning out has more messages, but maybe fewer tokens.
+    # Messages count first: a conversation without reasoning has more messages, but maybe fewer tokens.
     return max(
         fitting, key=lambda found: (len(found.meanings), num_tokens(found.turns)), default=None
     )

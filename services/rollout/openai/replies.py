@@ -16,7 +16,7 @@ class CompletionFormatter:
     """Formats the answers to one request; a :class:`~services.rollout.openai.streaming.Formatter`.
 
     Args:
-        tokenizer: The model's; decodes single tokens for logprobs.
+        tokenizer: The model's tokenizer; decodes single tokens for logprobs.
         created: Unix seconds.
     """
 

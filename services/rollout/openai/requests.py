@@ -64,8 +64,8 @@ _IGNORED = frozenset(
         "request_id",
     )
 )
-# Parameters that would change the prompt, the distribution of tokens or the reply, with the values
-# that do not.
+# Parameters that may change the prompt, the distribution of tokens or the reply, with the values that
+# change nothing.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "top_p": (1,),
     "top_k": (0, -1),
@@ -205,7 +205,7 @@ class Message(BaseModel):
             message["tool_call_id"] = self.tool_call_id
         if self.reasoning_content:
             message["reasoning_content"] = self.reasoning_content
-            if not self.text:  # the name in gpt-oss's template, which refuses it next to a content
+            if not self.text:  # gpt-oss's template reads this key, and refuses it next to content
                 message["thinking"] = self.reasoning_content
         if self.tool_calls:
             message["tool_calls"] = [
@@ -304,7 +304,7 @@ def single_reply(fields: Mapping[str, Any], extra: Mapping[str, Any]) -> ChatReq
         extra: Parameters that the protocol does not know.
 
     Raises:
-        ApiError: Naming the parameter.
+        ApiError: If a parameter is not supported; the message names it.
     """
     if foreign := sorted(extra.keys() & fields.keys()):
         raise invalid(

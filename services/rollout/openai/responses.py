@@ -36,7 +36,7 @@ _IGNORED = frozenset(
         "stream_options",
     )
 )
-# Other parameters, with the values that change nothing.
+# Other known parameters, with the values that change nothing.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
     "background": (False,),

@@ -32,7 +32,7 @@ class NewTokens(NamedTuple):
     logprobs: Sequence[float]
     """Logprob of each token."""
     begin: int
-    """Number of characters of the reply's tokens before."""
+    """Number of characters of the reply before these tokens."""
 
 
 class Formatter(Protocol):
@@ -149,7 +149,7 @@ class ReplyStream:
 
 
 class VisibleText:
-    """Text of a growing reply, as far as it is final, with its reasoning apart.
+    """Text of a growing reply as far as it is final, separated into content and reasoning.
 
     Holds back incomplete characters, text that may become a mark, and everything from a mark on.
 
@@ -206,7 +206,7 @@ class VisibleText:
         return piece
 
     def rest(self, choice: Choice) -> Piece:
-        """Returns the parts of the whole reply that were not returned before."""
+        """Returns the content and reasoning of the complete reply that were not returned before."""
         whole = Piece(choice.message.text, choice.message.reasoning_content or "")
         return Piece(
             *(
@@ -233,7 +233,7 @@ class VisibleText:
         return Piece(seen, reasoning)
 
     def _new_reasoning(self) -> str:
-        """Takes the new reasoning from the held text, and notes where reasoning begins and ends."""
+        """Removes new reasoning from the held text and returns it; tracks where reasoning begins and ends."""
         if self._reasoning is None:
             return ""
         begin, end = self._reasoning.begin, self._reasoning.end
@@ -254,7 +254,7 @@ class VisibleText:
         if found:
             self._held, self._is_reasoning = after, False
             return before.rstrip()
-        # Spaces before the end mark are no part of the reasoning.
+        # Spaces before the end mark do not belong to the reasoning.
         new = self._held[: _first_mark(self._held, (end, *self._marks))].rstrip()
         self._held = self._held[len(new) :]
         return new
