@@ -52,7 +52,7 @@ class GroupServices:
     comparison: Callable[[str], Comparison | None] = lambda _: None
     """Returns, for a split, the reward that scores members against each other; None if the split has none."""
     images: ImageReader | None = None
-    """Reads images of observations; None if the model sees none."""
+    """Reads images of observations; None if the model takes no images."""
     sandboxes: SandboxService | None = None
     """Runs the sandboxes of episodes, if the run has them."""
     curriculum: Curriculum | None = None
@@ -134,7 +134,7 @@ class RunningGroup:
             running: Partial results of the requests that the engine is decoding.
             tokens_total: Token counter of the engine. It is part of the mark of a request that
                 waits for a slot, so that a waiting member does not count as stalled while the
-                engine makes tokens.
+                engine generates tokens.
         """
         marks: dict[int, int] = {}
         for member, episode in self._episodes.items():

@@ -52,12 +52,12 @@ PARTIAL_FIELDS: Final = (
 """Fields of the ``partial`` partition, which has one row per member of a group.
 
 ``response_ids``, ``rollout_logprobs``, ``version_runs`` and ``sampling_mask`` are as for samples.
-``turns``, int32 ``[T, 7]``, has for each turn: failed scores, tokens, version runs, finish code,
-milliseconds, tokens with known experts and entries of the sampling mask. ``scores``, uint8 ``[B]``,
-has the score, if there is one, as a JSON list of its value, terms and tokens. ``routed_experts``,
-uint8 ``[B]``, has the known experts, if there are any, in NumPy's file format. ``turn_inputs`` has the model
-inputs of observed turns by the number of the turn, and ``pictures``, uint8 ``[B]``, their images for people
-as JSON.
+``turns``, int32 ``[T, 7]``, has for each turn the number of failed scores, tokens and version runs, the
+finish code, the milliseconds, and the number of tokens with known experts and of entries of the sampling
+mask. ``scores``, uint8 ``[B]``, has the score, if there is one, as a JSON list of its value, terms and
+tokens. ``routed_experts``, uint8 ``[B]``, has the known experts, if there are any, in NumPy's file format.
+``turn_inputs`` has the model inputs of observed turns by the index of the turn, and ``pictures``, uint8
+``[B]``, their images for people as JSON.
 """
 
 
@@ -226,7 +226,7 @@ class TransferQueueCache:
         """Replaces the stored progress of members.
 
         Args:
-            is_last: True if this replica gives the groups up after this call.
+            is_last: True if this replica stops working on the groups after this call.
 
         Raises:
             GroupError: If the transferqueue rejects the rows or cannot be reached.

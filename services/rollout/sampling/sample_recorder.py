@@ -1,4 +1,4 @@
-"""Records some samples for people to read: texts, turns and facts, with the columns of their tokens."""
+"""Records some samples for people to read: texts, turns and properties, with the fields of their tokens."""
 
 import asyncio
 import logging
@@ -31,7 +31,7 @@ _TIMEOUT_S = 5.0
 
 
 class SampleRecorder:
-    """Stores the records of selected samples; the name of a group decides if it is selected.
+    """Stores the records of selected groups: training groups by id, held-out groups by row.
 
     Args:
         num_heldout: Number of held-out prompts of the run.
@@ -66,10 +66,10 @@ class SampleRecorder:
         samples: Sequence[Sample],
         fields: Mapping[str, Sequence[Tensor]],
     ) -> None:
-        """Stores the records of a group; a failure is counted and logged only.
+        """Stores the records of a group; counts and logs a failure instead of raising an error.
 
         Args:
-            fields: The samples' columns, as published for training.
+            fields: The samples' fields, as published for training.
         """
         try:
             async with asyncio.timeout(_TIMEOUT_S):

@@ -119,7 +119,7 @@ class ProgressCache(Protocol):
         """Replaces stored progress. Raises GroupError if it cannot be stored.
 
         Args:
-            is_last: True if this replica gives the groups up after this call.
+            is_last: True if this replica stops working on the groups after this call.
         """
 
     async def delete_progress(self, group_id: str, members: Collection[int]) -> None:
@@ -135,7 +135,7 @@ class EpisodeWatch:
     """Detects stalled members of groups from progress marks, which the caller samples periodically.
 
     Args:
-        deadline_s: Max time in which a member makes neither a token nor a call; may be changed.
+        deadline_s: Max time in which a member generates no token and makes no call; may be changed.
     """
 
     def __init__(self, deadline_s: float) -> None:
@@ -278,7 +278,7 @@ class GroupSampler:
         await asyncio.shield(self._tasks.create_task(self._sleep()))
 
     async def wake(self) -> None:
-        """Takes the engine's GPU memory back."""
+        """Reclaims the engine's GPU memory."""
         await asyncio.shield(self._tasks.create_task(self._tools.engine.wake()))
 
     async def _sleep(self) -> None:
@@ -288,7 +288,7 @@ class GroupSampler:
         await engine.sleep()
 
     async def stop_stalled(self, watch: EpisodeWatch, *, now: float) -> None:
-        """Interrupts groups that have a member without a token or a call for longer than the deadline."""
+        """Interrupts groups with a member that generated no token and made no call within the deadline."""
         running, total = await self._tools.engine.peek(), self._tools.engine.stats().tokens_total
         marks = {name: group.marks(running, total) for name, group in self._groups.items()}
         stalled = watch.find_stalled(marks, now=now)
@@ -307,7 +307,7 @@ class GroupSampler:
             self._next_checkpoint = begin + (now() - begin) / _CHECKPOINT_SHARE
 
     def checkpoint_soon(self) -> None:
-        """Starts a checkpoint in the background, unless the last one is too recent for what it cost.
+        """Starts a checkpoint in the background, unless the last one is too recent for its duration.
 
         Does nothing without partial rollout, since responses may then not continue on another replica.
         """
@@ -360,7 +360,7 @@ class GroupSampler:
     def _load_progress(
         self, assignments: Sequence[GroupAssignment]
     ) -> "asyncio.Task[Mapping[str, GroupProgress]] | None":
-        """Starts one read of the cached progress of all these groups; returns None if none needs it."""
+        """Starts one read of the cached progress of all these groups; returns None if no group needs it."""
         if not self._spec.partial_rollout:
             return None
         # Includes groups that start over: the cache then knows the serials of the rows that it replaces.

@@ -77,13 +77,13 @@ class Sample:
     turns: tuple[Turn, ...]
     """The response; then any further conversations of the episode, each with its prompt."""
     score: Score
-    """Task reward and its terms; 0 and without meaning if the sample failed."""
+    """Task reward and its terms; 0, which has no meaning, if the sample failed."""
     finish_reason: str
     """``stop``, ``length`` or ``failed``."""
     is_greedy: bool
     """True if the sample was decoded greedily."""
     seed: int = 0
-    """Seed that the response was sampled with; 0 without meaning if it was not sampled."""
+    """Seed that the response was sampled with; 0, which has no meaning, if it was not sampled."""
     token_rewards: tuple[float, ...] = ()
     """Reward of each response token, if a reward assigns it by token; otherwise empty."""
     answer: str = ""
@@ -101,7 +101,7 @@ class Sample:
 
     @property
     def turn_inputs(self) -> Mapping[int, ModelInputs]:
-        """Tensors that the model takes besides the tokens of turns, by the place of a turn's first token."""
+        """Tensors that the model takes besides the tokens of turns, by the index of a turn's first token."""
         starts = accumulate(
             (len(turn.token_ids) for turn in self.turns), initial=len(self.prompt_ids)
         )
@@ -167,7 +167,7 @@ def placed_rewards(
 
 
 def prompt_fields(samples: Sequence[Sample]) -> list[Tensor]:
-    """Returns the prompts' tokens, ``[P]`` int32 each; a single row if all samples share the prompt."""
+    """Returns the prompts' tokens, each ``[P]`` int32; a single row if all samples share the prompt."""
     prompts = [sample.prompt_ids for sample in samples]
     rows = prompts[:1] if len(set(prompts)) == 1 else prompts
     return [torch.tensor(row, dtype=torch.int32) for row in rows]
@@ -228,7 +228,7 @@ def sample_fields(
 
 
 def _experts(sample: Sample, routing: RoutingShape) -> Tensor:
-    """Returns the experts of all tokens but the last; tokens without a report get ``routing.missing``."""
+    """Returns the experts of all tokens but the last; tokens with unknown experts get ``routing.missing``."""
     num_tokens = max(len(sample.prompt_ids) + len(sample.response_ids) - 1, 0)
     experts = np.full((num_tokens, *routing.tail), routing.missing, routing.dtype)
     start = 0
@@ -347,6 +347,7 @@ class GroupPublisher:
     Args:
         routing: Shape of the routers' choices, if the trainer replays them.
         has_token_rewards: True if a reward of the run scores turns or tokens.
+        has_masks: True if sampling is truncated, so that samples have sampling masks.
         sees_turns: True if observations may have inputs besides tokens, such as images.
         teacher: Adds fields to training samples; None if the run needs none.
         sample_recorder: Records some of the samples for people to read; None if none are recorded.

@@ -1,7 +1,7 @@
-"""Adds to samples what a distillation needs: the teacher's prompts, and a served teacher's distributions.
+"""Adds the fields for distillation to samples: teachers' prompts, and distributions of a served teacher.
 
-A vLLM or SGLang server returns, for each token of a response, its logprob and the most likely tokens in its
-place. They become fields of the samples, so that a large teacher needs no GPU of the trainer.
+A vLLM or SGLang server returns, for each token of a response, its logprob and the most likely tokens at its
+position. They become fields of the samples, so that a large teacher needs no GPU of the trainer.
 """
 
 import asyncio
@@ -34,10 +34,10 @@ _FIRST_DELAY_S, _MAX_DELAY_S = 0.2, 5.0
 
 
 class Teacher:
-    """Asks the served teachers of a run's sets, and makes the prompts that teachers see.
+    """Queries the served teachers of a run's sets, and builds the prompts that teachers see.
 
     Args:
-        tokenizer: The policy's, which is also the teacher's.
+        tokenizer: Tokenizer of the policy and of the teacher.
         max_tokens: Max tokens of a prompt and its response.
         reach: Addresses that servers may have.
         transport: Replaces the network in tests.
@@ -81,10 +81,10 @@ class Teacher:
 
         Args:
             split: Set that the prompt belongs to.
-            samples: Its samples; the demonstrations of :attr:`TeacherSpec.demonstration` are among them.
+            samples: All samples of the group; :attr:`TeacherSpec.demonstration` shows one to the teacher.
 
         Raises:
-            GroupError: If a server did not answer until the deadline; a retry may succeed.
+            GroupError: If a server fails or does not answer before the deadline; a retry may succeed.
         """
         shown = [self._prompt(prompt, sample, samples) for sample in samples]
         found: dict[str, list[Tensor]] = {}
@@ -114,7 +114,7 @@ class Teacher:
         return found | {name: rows for name, rows in columns.items() if name in self._fields}
 
     def _prompt(self, prompt: Prompt, sample: Sample, samples: Sequence[Sample]) -> Sequence[int]:
-        """Returns the tokens that the teacher sees before a response; none if it has no teacher."""
+        """Returns the tokens that the teacher sees before a response; empty if the sample has no teacher."""
         if self._spec.demonstration is None:
             return prompt.teacher_ids or sample.prompt_ids
         good = [
@@ -168,7 +168,7 @@ class Teacher:
         return logprobs, top
 
     async def _answer(self, service: ExternalService, ids: Sequence[int]) -> bytes:
-        """Asks until a retry would not change the result; the caller has a deadline."""
+        """Requests logprobs, and retries while the server is busy or down; the caller enforces a deadline."""
         if self._spec.server == "vllm":
             request: Mapping[str, Any] = {
                 "prompt": ids,
@@ -208,7 +208,7 @@ def parsed(
     Args:
         server: ``vllm`` or ``sglang``.
         response: The ``R`` tokens.
-        top_k: ``K``, the most likely tokens of each place.
+        top_k: ``K``, the number of most likely tokens at each position.
 
     Raises:
         CallError: If the answer has another form, or fewer tokens.
@@ -232,7 +232,7 @@ def parsed(
 
 
 _Row = tuple[float, list[tuple[float, float]]]
-"""Logprob of a token, and the ids of the most likely ones with their logprobs, the most likely first."""
+"""Logprob of a token, and ids and logprobs of the most likely tokens at its position, most likely first."""
 
 
 def _of_vllm(answer: Any, response: Sequence[int]) -> list[_Row]:
@@ -241,7 +241,7 @@ def _of_vllm(answer: Any, response: Sequence[int]) -> list[_Row]:
         raise ValueError(f"{len(entries)} tokens")
     rows = []
     for token, entry in zip(response, entries, strict=True):
-        # The token itself comes on top of the most likely ones if it is not among them.
+        # vLLM adds the token itself to the most likely tokens if it is not among them.
         ranked = sorted(
             (value["rank"], float(key), value["logprob"]) for key, value in entry.items()
         )
