@@ -50,11 +50,11 @@ from services.controller.store.runs import RunStore
 from services.wire.transferqueue.client import TransferQueueClient
 from slipstream.controller.v1 import membership_pb2_grpc, run_pb2_grpc
 
-# Specifications, with up to 256 KiB, are larger than anything that workers send.
+# The largest requests are specifications, of up to 256 KiB; requests of workers are smaller.
 _MAX_MESSAGE_BYTES = 4 << 20
 # Number of newest runs that metrics describe.
 _MAX_MEASURED = 200
-# Stopping the servers takes a few seconds.
+# Max seconds from the loss of the lease to the end of this process; stopping the servers takes a few.
 _END_S = 15.0
 logger = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ async def run_controller(settings: ControllerSettings) -> None:
 
 
 async def _keep_leading(leadership: Leadership) -> None:
-    """Renews the lease; if it is lost, this process ends within ``_END_S``.
+    """Renews the lease; if it is lost, this process ends within ``_END_S`` seconds.
 
     Raises:
         LeaseLostError: If the lease is lost.
@@ -121,7 +121,7 @@ async def _keep_leading(leadership: Leadership) -> None:
         await leadership.keep_renewed()
     except LeaseLostError as error:
         logger.error("this controller ends", extra={"cause": str(error)})  # noqa: TRY400
-        # Threads that wait for a frozen database would prevent the end of this process.
+        # Without this, threads that wait for a database that does not answer would keep this process alive.
         faulthandler.dump_traceback_later(_END_S, exit=True)
         raise
 
@@ -185,7 +185,7 @@ async def _serve_rest(
         Measured(app),
         certificate=settings.rest_tls_certificate,
         key=settings.rest_tls_key,
-        # The other half of the descriptors stays for gRPC, the database and other files.
+        # The other half of the descriptors is left for gRPC, the database and other files.
         connections_per_peer=min(settings.rest_connections_per_peer, raise_descriptor_limit() // 2),
     )
     async with serving as port:

@@ -22,7 +22,7 @@ from services.wire.controller import CUT_OFF_GAUGE, WorkerState
 logger = logging.getLogger(__name__)
 
 HeartbeatOutcome = Literal["continue", "register", "stop"]
-# What the workers of one run may keep in this process; its code may be hostile.
+# Limits of what the workers of one run may store in this process: the run's code may be hostile.
 MAX_WORKERS = 5000
 MAX_GAUGES = 500_000
 MAX_TEXT = 256
@@ -57,7 +57,7 @@ class Worker:
     weight_version: int = -1
     gauges: dict[str, float] = field(default_factory=dict)
     start_phases: list[tuple[str, float]] = field(default_factory=list)
-    """Activities until it has loaded, and the begin of each in monotonic seconds; the last one is the end."""
+    """``(activity, begin)`` of each phase of its start, in monotonic seconds; the last one marks the end."""
 
     def enter_phase(self, state: WorkerState, activity: str, now: float) -> None:
         """Records what it does during its start, without progress such as ``: step 20 of 100``."""
@@ -194,8 +194,8 @@ class Membership:
                     f"than {MAX_TEXT} characters",
                     run_id=run_id,
                 )
-        # Most heartbeats report no change of state, and no condition depends on the value of
-        # another gauge.
+        # Wakes waiters only for changes on which a condition may depend: most heartbeats report no
+        # change of state, and no condition depends on the value of another gauge than CUT_OFF_GAUGE.
         is_news = worker.state != state or has_new_names
         is_news |= worker.is_cut_off != (gauges.get(CUT_OFF_GAUGE, 0.0) > 0)
         worker.last_heartbeat = self._clock.monotonic()
@@ -229,8 +229,8 @@ class Membership:
         """Returns the workers without a heartbeat within the time-out. Call it at least twice in that time.
 
         A much later call means that the controller itself was stopped (by a debugger, or as a
-        frozen virtual machine) and received no heartbeats meanwhile. That is not the workers'
-        fault, so their time starts again.
+        frozen virtual machine) and received no heartbeats meanwhile. The workers did not cause this,
+        so their time-outs start again.
         """
         now = self._clock.monotonic()
         pause_s = now - self._last_checks.get(run_id, now)

@@ -24,8 +24,8 @@ from services.controller.settings import LOOPBACK
 class SameOrigin:
     """Admits requests from this server's own pages and from programs other than browsers.
 
-    A page of another origin can send requests and have its name resolve to this host (DNS
-    rebinding), but it cannot choose the headers that reveal this.
+    A page of another origin can send requests to this server, also under a name that it makes resolve
+    to this host (DNS rebinding), but it cannot set the headers that reveal this: ``Host`` and ``Origin``.
 
     Args:
         hosts: Names under which this server is reached; empty allows any, for servers with a gateway.

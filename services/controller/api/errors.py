@@ -119,7 +119,7 @@ def _add_domain_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(ClientDisconnect)
     async def disconnected(request: Request, error: ClientDisconnect) -> Response:
-        # The client has left. Without this handler, its leaving would be logged as a fault of the controller.
+        # Without this handler, the disconnection would be logged as a fault of the controller.
         return Response(status_code=HTTPStatus.BAD_REQUEST)
 
     @app.exception_handler(SpecError)
@@ -146,7 +146,7 @@ class InvalidRequestError(InvalidArgumentError):
 
 
 def describe_field_error(error: Mapping[str, Any]) -> str:
-    """Returns what is wrong with one field of a request, from an error of pydantic, and what was given."""
+    """Returns the message for one field error of pydantic, with the given value if there is one."""
     if error["type"] == "extra_forbidden":
         return "is not a field of this request; docs/openapi.json lists the fields"
     shows = error["type"] not in ("missing", "json_invalid")
@@ -205,7 +205,7 @@ class _BodyLimit:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes a request on, with at most the allowed part of its body."""
+        """Passes a request on; reading its body raises HTTPException: 413 if too large, 408 if too slow."""
         num_bytes, is_whole = 0, False
         length = Headers(scope=scope).get("content-length", "") if scope["type"] == "http" else ""
         stated = int(length) if length.isdecimal() else 0

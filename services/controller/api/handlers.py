@@ -183,7 +183,7 @@ class Call:
         return self._run
 
     def key(self, what: str, idempotency_key: str, body: str) -> RequestKey | None:
-        """Returns the identity of a request: equal ones receive the same response. None without a key."""
+        """Returns the identity by which a repeated request is recognized; None without an idempotency key."""
         return RequestKey.of(f"{self.who.project}/{self.who.name} {what}", idempotency_key, body)
 
 

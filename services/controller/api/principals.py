@@ -49,8 +49,8 @@ class Principal:
     expire_time: float | None = field(default=None, compare=False)
     """Time at which its token expires, in seconds since the epoch; None means never."""
     root_digest: str | None = field(default=None, compare=False)
-    """Digest of the API token that authenticated it, or of the one from which that was derived;
-    None for other ways to authenticate."""
+    """Digest of the API token that authenticated the principal or, if that token was derived, of its
+    parent token; None if no API token was used."""
     authorization: str = field(default="", repr=False, compare=False)
     """The ``Authorization`` header, kept to check later if it is still valid."""
 
@@ -58,7 +58,7 @@ class Principal:
         """Checks that the principal has at least a role.
 
         Raises:
-            PermissionDeniedError: If it has not.
+            PermissionDeniedError: If its role is lower.
         """
         if not covers(self.role, role):
             raise PermissionDeniedError(
@@ -142,8 +142,8 @@ class TokenStore:
     def derive(self, who: Principal, life_s: float) -> str:
         """Creates a token for a principal that expires no later than the token that authenticated it.
 
-        If that is an API token, revoking it revokes the new one, too. Expired tokens are deleted, and the
-        oldest of very many that were derived from one.
+        If an API token authenticated the principal, revoking that token also revokes the new one. Deletes
+        expired tokens, and all but the newest ``_MAX_DERIVED`` tokens derived from the same token.
         """
         token = _PREFIX + secrets.token_urlsafe(32)
         if who.expire_time is not None:
@@ -160,7 +160,7 @@ class TokenStore:
         return token
 
     def _delete_old(self, root_digest: str | None) -> None:
-        """Deletes expired tokens, and the oldest of very many that were derived from one."""
+        """Deletes expired tokens, and all but the newest ``_MAX_DERIVED`` tokens derived from one token."""
         derived = API_TOKENS.c.parent_digest == root_digest
         newest = (
             sa.select(API_TOKENS.c.digest)
@@ -210,7 +210,7 @@ class TokenStore:
             return [TokenInfo(**row) for row in connection.execute(query).mappings()]
 
     def revoke(self, name: str) -> int:
-        """Revokes all tokens of a name and those derived from them; returns the number of the former."""
+        """Revokes all tokens with a name, and all derived from them; returns how many have the name."""
         with self._database.write_unfenced() as connection:
             found = connection.execute(API_TOKENS.delete().where(API_TOKENS.c.name == name))
             connection.execute(API_TOKENS.delete().where(_IS_ORPHAN))
@@ -335,7 +335,7 @@ class OidcProvider:
             project, _, role = str(entry).rpartition(":")
             if project and role in get_args(Role):
                 found = cast("Role", role)
-                # The highest of several roles in a project counts, in any order.
+                # If the claim lists several roles in a project, the highest one applies.
                 roles[project] = max(found, roles.get(project, found), key=get_args(Role).index)
         if len(roles) != 1:
             raise PermissionDeniedError(

@@ -137,7 +137,8 @@ def peer_of(request: Request) -> str:
 class AuthRateLimit:
     """Limits lookups of tokens that are not known yet. Belongs to the event loop's thread.
 
-    Only tokens that turn out to be unknown count, so a fleet of honest callers may start at once.
+    Only tokens that turn out to be unknown count, so any number of callers with valid tokens may start
+    at once.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -166,7 +167,7 @@ class AuthRateLimit:
         self._num_waiting += 1
         try:
             async with self._lookups:
-                self._check(peer)  # others may have failed in the meantime
+                self._check(peer)  # other lookups of this peer may have failed meanwhile
                 yield
         except UnauthenticatedError:
             if peer not in self._failed and len(self._failed) >= _MAX_PEERS:

@@ -51,12 +51,13 @@ _EXTRA_RESPONSES: dict[str, dict[int | str, dict[str, Any]]] = {
 
 
 def event_stream(frames: AsyncIterator[bytes]) -> StreamingResponse:
-    """Returns a response of server-sent events, with a comment as a ping while there are none.
+    """Returns a response that streams server-sent events, and a comment as a ping while there are none.
 
     It ends with the event ``overflow`` if the reader is too slow.
 
     Args:
-        frames: Results of :func:`frame_of`, one or several per item; an empty item means no news.
+        frames: Results of :func:`frame_of`, one or several per item; an empty item means that there is
+            no event yet.
     """
     # Without these headers, proxies such as nginx would buffer events.
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -81,7 +82,7 @@ async def _with_pings(frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 async def authenticate_request(api: RunApi, request: Request) -> Principal:
-    """Returns the principal of a request; its connection no longer counts as a stranger's.
+    """Returns the principal of a request; exempts its connection from the limit on unauthenticated ones.
 
     Raises:
         UnauthenticatedError: If the token is not known.
@@ -167,7 +168,7 @@ def _endpoint(
         if call.is_repeated:
             response.status_code = HTTPStatus.OK
         if isinstance(answer, RunView):
-            # Its first part is what a change must name; the second one changes with progress, too.
+            # ``If-Match`` compares only the revision; the time also changes with the run's progress.
             response.headers["ETag"] = f'"{answer.revision}@{answer.update_time.isoformat()}"'
             if operation.location:
                 response.headers["Location"] = operation.location.format(id=answer.id)

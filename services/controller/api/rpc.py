@@ -129,8 +129,8 @@ def _method(api: RunApi, method: MethodDescriptor) -> Callable[..., Any]:
     kind = GetMessageClass(method.output_type)
 
     async def answer(self: Any, request: Any, context: _Context) -> Message:
-        # gRPC cancels the method of a caller that leaves. Between the database record of a command and its
-        # effect, the run would stay without a task that trains it, or would never pause.
+        # gRPC cancels a method when its caller disconnects. If that happened between the database record
+        # of a command and its effect, no task would train the run, or the run would never pause.
         answering = _answer(api, _user.get(), named[0], request)
         return message_of(await uninterrupted(answering), kind)
 
@@ -227,7 +227,7 @@ def run_id_of(name: str) -> str:
 
 
 def _state_name(number: int) -> str:
-    """Returns the name of a state; of an unknown one its number, which no filter accepts."""
+    """Returns the name of a state; for an unknown state, its number as text, which no filter accepts."""
     known = pb.Run.State.DESCRIPTOR.values_by_number.get(number)
     return known.name.removeprefix("STATE_") if known else str(number)
 

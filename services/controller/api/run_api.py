@@ -47,7 +47,7 @@ class RunApi:
         self._known: dict[str, tuple[Principal, float]] = {}
         self._auth_rate_limit = AuthRateLimit()
         self._lookups: dict[str, asyncio.Future[Principal]] = {}
-        # Own threads: those that read files also serve callers without credentials.
+        # Separate threads: the default threads also read files for callers without credentials.
         self._lookup_threads = ThreadPoolExecutor(_LOOKUP_THREADS, "token-lookup")
         self.limits = limits
         """Limits of the callers' requests and streams."""
@@ -62,7 +62,7 @@ class RunApi:
         """
         who = self._known_principal(authorization)
         if who is None:
-            # A known token is looked up again regardless of other requests from that address.
+            # A known token is exempt from the limit, which other requests from that address may exceed.
             is_known = authorization in self._known
             slot = nullcontext() if is_known else self._auth_rate_limit.limit_lookups(peer)
             try:

@@ -28,7 +28,7 @@ _HEADERS = {"Content-Security-Policy": _POLICY, "Cache-Control": "no-cache"}
 _CHUNK_BYTES = 16 << 10
 _CODE_LIFE_S = 3600.0
 _TOKEN_LIFE_S = 12 * 3600.0
-# Unused links of a user; one more voids the oldest.
+# Max unused links of a user; a further one invalidates the oldest.
 _MAX_LINKS = 20
 
 
@@ -160,7 +160,7 @@ class _Page(StaticFiles):
         """Returns a file with the security headers."""
         response = await super().get_response(path, scope)
         if isinstance(response, FileResponse):
-            # This much is buffered for each client that does not read.
+            # The server buffers one chunk for each client that does not read.
             response.chunk_size = _CHUNK_BYTES
         response.headers.update(_HEADERS)
         return response

@@ -23,8 +23,8 @@ from services.controller.launch.worker_process import AdoptedProcess
 
 logger = logging.getLogger(__name__)
 
-# Imports of rollouts and trainers, and of their model loading. Modules that register metrics of one
-# of them are excluded: the other would export these metrics, too.
+# Imports of rollouts, of trainers, and of their model loading. Modules that register metrics of
+# rollouts or of trainers are excluded: workers of the other kind would export these metrics, too.
 PRELOADED = (
     "torch",
     "torch.nn.attention.varlen",
@@ -46,7 +46,7 @@ PRELOADED = (
 # Imports take ten seconds on an idle machine.
 _START_TIMEOUT_S = 60.0
 _STATUS_TIMEOUT_S = 5.0
-# A second try, because the end of a server may show only after a command was sent to it.
+# Two tries, because the loss of a server may be noticed only after a command was sent to it.
 _TRIES = 2
 
 
@@ -60,7 +60,7 @@ class ForkedProcess:
         self._answer: asyncio.Future[dict[str, Any]] | None = None
 
     async def wait(self) -> int | None:
-        """Waits until it has ended; returns its exit status, or None if the server ended before."""
+        """Waits until it has ended; returns its exit status, or None if the server does not report it."""
         await self._process.wait()
         if self._answer is None:
             self._answer = self._server.request(ended=self.pid)
@@ -100,7 +100,7 @@ class ForkServer:
         self._is_disabled = False
 
     async def ensure_started(self) -> None:
-        """Starts a server unless one is running; returns before it has imported anything."""
+        """Starts a server unless one is running; does not wait for its imports."""
         async with self._starting:
             if self._is_disabled or (self._server is not None and not self._server.is_gone):
                 return
@@ -121,7 +121,7 @@ class ForkServer:
             environment: Complete environment of the process.
 
         Returns:
-            The process; None if it could not be started in this way.
+            The process; None if the fork server could not start it.
         """
         command = {"module": module, "environment": environment, "log": str(log)}
         for _ in range(_TRIES):
@@ -151,7 +151,7 @@ class ForkServer:
             return {"error": f"no answer within {self._start_timeout_s:.0f} s"}
 
     def close(self) -> None:
-        """Ends the server; the processes that it started live on."""
+        """Ends the server; the processes that it started continue."""
         self._is_disabled = True
         if self._server is not None:
             self._server.kill()
@@ -187,8 +187,8 @@ async def open_fork_server(
 
 
 def begin_imports(environment: Mapping[str, str], modules: Sequence[str] = PRELOADED) -> None:
-    """Starts the process of the first server that :func:`open_fork_server` opens, before it is opened."""
-    with suppress(OSError):  # the next try reports it
+    """Starts a fork server process in advance, which :func:`open_fork_server` then uses."""
+    with suppress(OSError):  # open_fork_server tries again and reports the error
         _begun.append(_begin(environment, modules))
 
 
@@ -199,7 +199,7 @@ def _begin(environment: Mapping[str, str], modules: Sequence[str]) -> "subproces
     fixed = {
         # A second OpenMP thread would not survive a fork; a worker sets its own number of threads.
         "OMP_NUM_THREADS": "1",
-        # Else a question for GPUs initializes CUDA, which then works in no fork.
+        # Otherwise ``torch.cuda.is_available()`` initializes CUDA, which then works in no forked process.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     }
     return subprocess.Popen(  # noqa: S603 -- a module of this project
@@ -243,7 +243,7 @@ class _Server:
         return cls(process, commands, answers)
 
     def request(self, **command: Any) -> asyncio.Future[dict[str, Any]]:
-        """Sends a command; the answer is empty if the process ends before it answers."""
+        """Sends a command; returns the future of its answer, which is empty if the process ends before."""
         answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         if self.is_gone:
             answer.set_result({})
@@ -260,7 +260,7 @@ class _Server:
             if not answer.done():
                 answer.set_result(content)
             elif "pid" in content:
-                # The caller was cancelled, and nothing else knows this process.
+                # The caller was cancelled, so no other code would end this process.
                 with suppress(ProcessLookupError):
                     os.kill(content["pid"], signal.SIGKILL)
                 self.request(ended=content["pid"])

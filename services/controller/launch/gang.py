@@ -1,15 +1,15 @@
 """Groups of pods that are placed together or not at all: pod groups of gang schedulers, and Kueue.
 
-The chart knows the gang schedulers: its templates have the pod group, and what refers to it from a pod.
-Two placeholders in them are filled in for each run.
+The Helm chart supports the gang schedulers: its templates contain the pod group and the fields of a pod
+that refer to it. Two placeholders in the templates are filled in for each run.
 
-Kueue's webhook gates each pod of a queue until its group is admitted, and keeps every pod of a
-group by a finalizer: a failed one until a replacement exists, which here has the same name and so
-could never be created. It does not count a serving group as finished when pods end, so a worker may
-be replaced at any time.
+Kueue's webhook adds a scheduling gate to each pod of a queue until the pod's group is admitted, and a
+finalizer to every pod of a group. The finalizer keeps a failed pod until its replacement exists. Here the
+replacement has the same name and could never be created, so :data:`KUEUE_LEAVE` removes the finalizer.
+Kueue does not count a serving group as finished when its pods end, so a worker may be replaced at any time.
 
-A group of Kueue cannot grow: it keeps the number of pods with which it was admitted. A pod for which it
-has no slot is an extra: it forms a group of one pod, which Kueue admits while the run continues.
+A group of Kueue cannot grow: it keeps the number of pods with which it was admitted. A pod for which the
+group has no slot is an extra: it forms a group of one pod, which Kueue admits while the run continues.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ def build_pod_group(template: Json, run_id: str, *, num_pods: int, owner: Json) 
 
 
 def filled(node: Any, run_id: str, *, num_pods: int) -> Any:
-    """Returns a manifest with the values of a run in the place of the placeholders."""
+    """Returns a copy of a manifest in which a run's values replace the placeholders."""
     if isinstance(node, Mapping):
         return {key: filled(value, run_id, num_pods=num_pods) for key, value in node.items()}
     if isinstance(node, list):
@@ -49,7 +49,8 @@ QUEUE_LABEL: Final = "kueue.x-k8s.io/queue-name"
 _GROUP_LABEL = "kueue.x-k8s.io/pod-group-name"
 _COUNT_ANNOTATION = "kueue.x-k8s.io/pod-group-total-count"
 _SERVING_ANNOTATION = "kueue.x-k8s.io/pod-group-serving"
-# Kueue treats pods with different ports as different roles, and limits the roles of a group.
+# Names a pod's role. Without it, Kueue treats pods with different ports as different roles, and it limits
+# the roles of a group.
 _ROLE_ANNOTATION = "kueue.x-k8s.io/role-hash"
 
 KUEUE_LEAVE: Final = {

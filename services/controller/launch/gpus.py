@@ -55,8 +55,8 @@ class HostGpus:
 
         Args:
             needs: Number of GPUs that each worker needs, in the order of assignment.
-            hosts: Colocated workers, each with the worker whose GPUs it shares, which must come
-                earlier in ``needs``. No other worker gets the GPUs of the latter.
+            hosts: Maps each colocated worker to the worker whose GPUs it shares, which must come earlier
+                in ``needs``. No other worker gets these GPUs.
 
         Returns:
             The GPUs of each worker; empty on a host without GPUs.

@@ -1,8 +1,8 @@
-"""Workers of several nodes as JobSets (https://jobset.sigs.k8s.io), for clusters that place or show those.
+"""Builds JobSets (https://jobset.sigs.k8s.io) for workers that span several nodes.
 
-The JobSet controller creates the pods of a set as one Indexed Job: their names have random
-suffixes, and their index identifies them. Neither restarts a pod: restarting a worker is the run's
-decision.
+They are for clusters that schedule or display JobSets. The JobSet controller creates the pods of a set as
+one Indexed Job: their names have random suffixes, and their index identifies them. Neither the JobSet nor
+the Job restarts a pod: the run decides when a worker restarts.
 """
 
 import copy
@@ -18,27 +18,27 @@ NODE_RANK: Final = "$(JOB_COMPLETION_INDEX)"
 
 _NAME_LABEL = "jobset.sigs.k8s.io/jobset-name"
 _NUMBER_ANNOTATION = "batch.kubernetes.io/job-completion-index"
-# The pods' own owner reference names their Job.
+# Uid of the set's owner: the owner references of the pods name their Job instead.
 _OWNER_ANNOTATION = "slipstream.dev/owner"
 
 Json = Mapping[str, Any]
 
 
 def join_job_set(pod: dict[str, Any], *, name: str, node: int) -> None:
-    """Changes a pod into what it will be as a member of a set.
+    """Changes a pod's manifest to that of a member of a set: adds set and index, removes what is not shared.
 
     Args:
         name: Name of the set, which is the place name of its first pod.
     """
     pod["metadata"]["labels"][_NAME_LABEL] = name
     pod["metadata"]["annotations"][_NUMBER_ANNOTATION] = str(node)
-    # Only the first pod has a ready file, and all pods of a set are equal.
+    # All pods of a set have the same spec, and only the first one has a ready file.
     pod["spec"]["containers"][0].pop("readinessProbe", None)
     del pod["spec"]["hostname"]
 
 
 def build_job_set(template: Json, pods: list[dict[str, Any]]) -> dict[str, Any]:
-    """Builds the JobSet that creates certain pods.
+    """Builds the JobSet from which the JobSet controller creates the given pods.
 
     Args:
         template: The chart's JobSet, with one replicated job.
@@ -64,7 +64,7 @@ def build_job_set(template: Json, pods: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def hostname(template: Json, name: str, node: int) -> str:
-    """Returns the hostname inside the cluster of a set's pod of an index."""
+    """Returns the hostname, inside the cluster, of the pod with index ``node`` in the set ``name``."""
     (job,) = template["spec"]["replicatedJobs"]
     return f"{name}-{job['name']}-0-{node}"
 
@@ -74,7 +74,10 @@ def name_of(pod: Json) -> str:
 
 
 def place_of(pod: Json) -> str:
-    """Returns the stable name of a pod among those of its run, for any creator and any restart."""
+    """Returns the place name of a pod, which is unique in its run and survives restarts.
+
+    It does not depend on whether the launcher or a JobSet created the pod.
+    """
     if name := name_of(pod):
         return place_name(name, int(pod["metadata"]["annotations"][_NUMBER_ANNOTATION]))
     return str(pod["metadata"]["name"])
@@ -90,5 +93,5 @@ def place_name(first: str, node: int) -> str:
 
 
 def owner_of(pod: Json) -> str:
-    """Returns the unique id of the owner of a pod's set; empty if it is in none."""
+    """Returns the uid of the owner of a pod's set; empty if the pod is in no set."""
     return str(pod["metadata"].get("annotations", {}).get(_OWNER_ANNOTATION, ""))

@@ -83,7 +83,7 @@ class KubernetesLauncher:
         self._pending_timeout_s = pending_timeout_s
         self._scales = scales
         self._runs: dict[str, dict[str, PodRecord]] = {}
-        # Kept while all pods are replaced: a queue may still have the former group.
+        # Sizes stay known while all pods of a run are replaced: a queue may still hold the former group.
         self._group_sizes: dict[str, int] = {}
         self._changed = asyncio.Condition()
         self.secrets = RunSecrets(api, owner=owner)
@@ -91,13 +91,13 @@ class KubernetesLauncher:
     async def start(self, run_id: str, spec: RunSpec, *, later: Collection[str] = ()) -> None:
         """Creates the missing pods of a run; an earlier controller may have created some.
 
-        A rollout of a later call is in the trainer's pod, and waits there.
+        The rollouts in ``later`` are containers of the trainer's pod, and wait there.
 
-        Returns after the queue, if the pods are in one, has admitted the run's group, or after one
+        If the pods are in a queue, returns after the queue has admitted the run's group, or after one
         of the pods is lost. Pods for which the group has no slot may still wait.
 
         Raises:
-            FailedPreconditionError: If Kubernetes refuses one, with its explanation.
+            FailedPreconditionError: If Kubernetes refuses an object; the message has its explanation.
         """
         templates = await asyncio.to_thread(load_templates, self._templates)
         bodies = build_pods(
@@ -141,7 +141,7 @@ class KubernetesLauncher:
         return {name for pod in pods if pod.is_gated and pod.is_extra for name in pod.workers}
 
     async def admitted(self, run_id: str, worker_ids: Collection[str]) -> set[str]:
-        """Waits until no queue holds back one of the workers; returns all of which this is true."""
+        """Waits until one of the workers is no longer in a queue; returns all that are in none."""
         names = set(worker_ids)
         async with self._changed:
             await self._changed.wait_for(lambda: names - self.queued(run_id))
@@ -211,7 +211,7 @@ class KubernetesLauncher:
         watched = frozenset(self._runs.get(run_id, ()))
         known = await self._find(run_id)
         gone = [pod.workers for pod in known.values() if pod.is_over or pod.is_ending]
-        # A JobSet creates no pod twice.
+        # A JobSet does not create a missing pod again, so the whole worker is replaced.
         gone += [
             pod_state.workers(body)
             for body in bodies
@@ -219,7 +219,7 @@ class KubernetesLauncher:
         ]
         lost = set().union(*gone)
         leftovers = [name for name, pod in known.items() if lost.intersection(pod.workers)]
-        # Their ends are not reported: a report would replace them again.
+        # Suppresses the reports of their ends, which would replace the workers again.
         for name in set(leftovers) - watched:
             known[name].reported.update(known[name].workers)
         for name in leftovers:
@@ -232,7 +232,7 @@ class KubernetesLauncher:
         members = [pod for pod in known.values() if pod.group_size and not pod.is_extra]
         missing = [body for body in bodies if body["metadata"]["name"] not in known]
         if not members:
-            # Rollouts that have not joined must not keep the quota that the group waits for.
+            # Rollouts that have not joined the run must not occupy the quota that the group needs.
             for name in [name for name, pod in known.items() if pod.is_extra and name not in names]:
                 await self._remove(run_id, name)
         sizes = (pod.group_size for pod in members)
@@ -354,7 +354,7 @@ class KubernetesLauncher:
             self._report(run_id, worker_id, 1, f"pod {name} could not start: {pod.why_not()}")
 
     def _report(self, run_id: str, worker_id: str, code: int | None, message: str) -> None:
-        """Reports the end of a worker once; all its pods end with the first."""
+        """Reports the end of a worker once, when the first of its pods ends."""
         pods = [pod for pod in self._runs[run_id].values() if worker_id in pod.workers]
         if not any(worker_id in pod.reported for pod in pods):
             self._on_exit(
@@ -374,8 +374,8 @@ class KubernetesLauncher:
         """Kills a pod and waits until it is gone."""
         pod = self._runs[run_id].get(name)
         if pod is not None and not pod.is_over:
-            # With a grace of 0, the API server forgets a pod whose processes still live, next to
-            # their replacements.
+            # With a grace period of 0, the API server removes a pod while its processes still run, and
+            # their replacements would run next to them.
             await self._delete(run_id, name, grace_s=1)
             try:
                 await self._until(lambda: pod.is_over or self._is_gone(run_id, name), _KILL_S)
@@ -408,7 +408,7 @@ class KubernetesLauncher:
 class RunSecrets:
     """Writes, renews and deletes the secret of each run that has pods: the run's token and a certificate.
 
-    After half of a certificate's time it writes another one, whose files kubelets put into the pods.
+    After half of a certificate's lifetime it writes a new one; kubelets then update the files in the pods.
 
     Args:
         api: Writes and deletes secrets, without permission to read them.
@@ -419,7 +419,7 @@ class RunSecrets:
         self._owner = owner
         self._clock = clock
         self._renew_at: dict[str, float] = {}
-        # Concurrent writes of one secret would collide, and a removed one would come back.
+        # Concurrent writes of one secret would conflict, and a renewal could restore a deleted secret.
         self._writing = asyncio.Lock()
 
     async def put(self, run_id: str) -> None:

@@ -33,17 +33,17 @@ class Launcher(Protocol):
         """Starts the workers of a run that are not running.
 
         Args:
-            later: Workers that may take their GPUs after a later call only, when the trainer has
-                loaded and sleeps. They may start before, and wait.
+            later: Workers that must not use their GPUs until a later call, which follows when the trainer
+                has loaded and sleeps. They may start at once and wait for it.
         """
 
     def queued(self, run_id: str) -> Collection[str]:
-        """Returns the workers that wait in a queue, and without which the run starts."""
+        """Returns the workers that wait in a queue, but that the run does not need in order to start."""
 
     async def admitted(self, run_id: str, worker_ids: Collection[str]) -> Collection[str]:
-        """Waits until no queue holds back one of the workers; returns all of which this is true.
+        """Waits until one of the workers is no longer in a queue; returns all that are in none.
 
-        A queue may take any time.
+        There is no time limit: a queue may hold workers back for any time.
         """
 
     async def end(self, run_id: str, worker_id: str) -> None:

@@ -26,7 +26,7 @@ from services.common.errors import FailedPreconditionError, NotFoundError, Unava
 from services.controller.launch import gang, job_set
 
 _TIMEOUT_S = 10
-# A JobSet disappears after its pods, which are ended before it.
+# A deleted JobSet disappears only after its pods, which have ended before.
 _GONE_S = 20
 _PERIOD_S = 0.5
 
@@ -37,7 +37,7 @@ _JOB_SETS = {"group": job_set.GROUP, "version": job_set.VERSION, "plural": job_s
 class PodApi:
     """Creates, lists and deletes a namespace's pods, JobSets, secrets and NetworkPolicies.
 
-    All methods raise the errors of :func:`ask`.
+    All methods raise the errors of :func:`call_kubernetes`.
 
     Args:
         has_policies: True if NetworkPolicies isolate pods; otherwise none is written.
@@ -194,7 +194,7 @@ class PodApi:
     async def put_secret(self, secret: Mapping[str, Any]) -> None:
         """Writes a secret and replaces one of the same name."""
         name = secret["metadata"]["name"]
-        # Deleting first needs no permission to read or change secrets.
+        # Deletes the former one first, because replacing it would need permission to change secrets.
         await self.delete_secret(name)
         await call_kubernetes(
             f"secret {name}",
@@ -215,8 +215,8 @@ async def call_kubernetes(
 
     Raises:
         NotFoundError: If the object does not exist.
-        FailedPreconditionError: If Kubernetes refuses, with its explanation.
-        UnavailableError: If it does not answer, or is temporarily unable to.
+        FailedPreconditionError: If Kubernetes refuses; the message has its explanation.
+        UnavailableError: If it does not answer, or answers with status 429 or 5xx.
     """
     try:
         return await asyncio.to_thread(method, *arguments, _request_timeout=_TIMEOUT_S, **options)
@@ -232,7 +232,7 @@ async def call_kubernetes(
 
 
 async def delete(what: str, method: Callable[..., Any], *arguments: Any, **options: Any) -> bool:
-    """Deletes an object; returns True if it existed. Raises the other errors of :func:`ask`."""
+    """Deletes an object; returns True if it existed. Raises the other errors of :func:`call_kubernetes`."""
     try:
         await call_kubernetes(f"deletion of {what}", method, *arguments, **options)
     except NotFoundError:
@@ -257,7 +257,7 @@ def _explanation(error: ApiException) -> str:
 
 
 def _reason(error: ApiException | HTTPError) -> str:
-    """Returns the reason of a failed list or watch, the same for each repetition."""
+    """Returns the reason of a failed list or watch; it is equal for repeated failures."""
     if isinstance(error, ApiException):
         return _explanation(error)
     return type(error).__name__
@@ -265,7 +265,7 @@ def _reason(error: ApiException | HTTPError) -> str:
 
 logger = logging.getLogger(__name__)
 
-# Each period ends with a fresh list, which corrects changes that the stream missed.
+# After each period the objects are listed again, which reports changes that the watch missed.
 _WATCH_PERIOD_S = 60
 _RETRY_S = 1.0
 _MAX_RETRY_S = 30.0
@@ -286,10 +286,10 @@ class Seen:
 async def follow(
     listing: Callable[..., Any], what: str = "pods"
 ) -> AsyncIterator["asyncio.Queue[Seen]"]:
-    """Puts every change of some objects into a queue until the block ends.
+    """Watches objects and puts every change into the yielded queue until the block ends.
 
-    If the API server refuses or does not answer, tries again for ever, less and less often. Logs
-    the reason once, until it changes.
+    If the API server refuses or does not answer, retries without limit, at growing intervals of up to
+    ``_MAX_RETRY_S``. Logs the reason again only when it changes.
 
     Args:
         listing: List method of the client, with its arguments bound.

@@ -9,13 +9,13 @@ from services.common.errors import FailedPreconditionError
 from services.controller.launch import gang, job_set
 from services.controller.launch.gang import QUEUE_LABEL
 
-# Reasons that no retry overcomes; others may pass, for example if a busy node gets its secrets
+# Reasons that do not disappear by waiting. Others may, for example if a busy node receives its secrets
 # late.
 HOPELESS = frozenset({"InvalidImageName", "ErrImageNeverPull"})
 _BLOCKED = HOPELESS | {
     "ImagePullBackOff", "ErrImagePull", "CreateContainerConfigError", "CreateContainerError"
 }  # fmt: skip
-# Reasons that only events report, and the number of events after which they are more than a delay.
+# Reasons that only events report, and the number of events from which they count as start failures.
 _REPORTED_BY_EVENTS = frozenset({"FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox"})
 _REPEATED = 3
 
@@ -59,7 +59,7 @@ def is_gated(pod: Json) -> bool:
 
 
 def is_deleted_unplaced(pod: Json) -> bool:
-    """Returns True if the pod was deleted before it had a node whose kubelet would end it."""
+    """Returns True if the pod was deleted before it was scheduled, so that no kubelet ends it."""
     return "deletionTimestamp" in pod["metadata"] and "nodeName" not in pod["spec"]
 
 
@@ -192,13 +192,14 @@ class PodRecord:
 
 
 def check_growth(bodies: Sequence[Mapping[str, Any]], known: Mapping[str, PodRecord]) -> None:
-    """Checks that existing pods have all workers that the run should have in them.
+    """Checks that no existing pod lacks a worker, because a pod cannot get more containers.
 
     Args:
-        bodies: All pods that the run should have.
+        bodies: Manifests of all pods that the run should have.
+        known: Existing pods of the run, by place name.
 
     Raises:
-        FailedPreconditionError: If they have not.
+        FailedPreconditionError: If a pod lacks a worker.
     """
     for body in bodies:
         name = body["metadata"]["name"]

@@ -59,7 +59,7 @@ class ProcessLauncher(Unqueued):
 
     A worker of several ranks has one process per rank; they meet on loopback, as under
     ``torchrun``. Each worker has its own GPUs as long as the host has enough. Workers that an
-    earlier controller process started are found by its records, and adopted.
+    earlier controller process started are found through its records and adopted.
 
     Args:
         controller_address: ``host:port`` of the controller's gRPC server.
@@ -155,7 +155,7 @@ class ProcessLauncher(Unqueued):
 
     async def end(self, run_id: str, worker_id: str) -> None:
         process = self._processes.get(run_id, {}).pop(worker_id, None)
-        # This controller may not have adopted a worker that an earlier one started.
+        # A worker that an earlier controller started may not be adopted yet.
         process = process or adopt(self._record(run_id, worker_id))
         if process is not None:
             process.send_signal(signal.SIGKILL)
@@ -207,7 +207,10 @@ class ProcessLauncher(Unqueued):
         worker_id: str,
         names: Sequence[tuple[str, str]],
     ) -> dict[str, str]:
-        """Returns the variable that names workers on the same GPUs, for an engine that plans its memory."""
+        """Returns the environment variable with the roles of other workers on the same GPUs.
+
+        The worker's engine leaves memory for them. Empty if there are no such workers.
+        """
         roles = {one: named for named, one in names}
         others = self._gpus.workers_sharing(run_id, worker_id)
         if not others:
@@ -234,7 +237,7 @@ class ProcessLauncher(Unqueued):
                 )
                 processes.append(process)
         except BaseException:
-            # A start may be cancelled while it waits, and nothing else knows these processes.
+            # A start may be cancelled while it waits, and no other code would end these processes.
             for process in processes:
                 process.send_signal(signal.SIGKILL)
             raise
@@ -317,9 +320,10 @@ async def open_process_launcher(
 
 
 def _engine_to_import(spec: RunSpec, role: str, gpus: Sequence[str]) -> dict[str, str]:
-    """Returns the variable that lets a rollout's engine begin its imports.
+    """Returns the environment variable with which a rollout imports its engine before it reads its run.
 
-    A batch-invariant engine needs other variables at its import, which follow from the specification.
+    Empty for a batch-invariant engine: its import needs other variables, which follow from the
+    specification.
     """
     if role != "rollout" or not gpus or spec.rollout.reproducible == "batch_invariant":
         return {}
@@ -327,7 +331,7 @@ def _engine_to_import(spec: RunSpec, role: str, gpus: Sequence[str]) -> dict[str
 
 
 def begin_imports() -> None:
-    """Starts the imports of workers before a launcher opens in this process."""
+    """Starts the fork server, which imports the workers' modules, before a launcher opens (Linux only)."""
     if sys.platform == "linux":
         fork_client.begin_imports(_inherited())
 
@@ -335,7 +339,7 @@ def begin_imports() -> None:
 def _inherited() -> dict[str, str]:
     """Returns this process's environment without the controller's settings.
 
-    These contain its key and its database's password.
+    The settings contain the controller's key and its database's password.
     """
     return {
         name: value
@@ -345,7 +349,7 @@ def _inherited() -> dict[str, str]:
 
 
 def _places(ranks: int) -> list[dict[str, str]]:
-    """Returns each process's rank among those of its worker, in the variables of ``torchrun``."""
+    """Returns the environment variables of ``torchrun`` for each rank of a worker; empty for a single one."""
     if ranks == 1:
         return [{}]
     meeting = {
@@ -359,9 +363,9 @@ def _places(ranks: int) -> list[dict[str, str]]:
 def _rendezvous_port() -> int:
     """Returns a free port that no other process takes by chance before rank 0 listens on it.
 
-    That takes seconds, or a minute on a busy host. Meanwhile the kernel would give a port of its
-    ephemeral range to any process that connects or binds port 0; the returned port is below that
-    range.
+    Rank 0 listens after seconds, or after a minute on a busy host. Until then, the kernel may give a port of
+    its ephemeral range to any process that connects or binds port 0. The returned port is below that range
+    if one of the tried ports is free.
     """
     for port in random.sample(_RENDEZVOUS_PORTS, _PORTS_TRIED):
         try:

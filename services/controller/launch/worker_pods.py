@@ -1,8 +1,8 @@
 """Builds the pods of a run's workers from the templates that the Helm chart wrote.
 
-rollouts        a pod each; those that take turns with the trainer are in its pod
-other workers   a pod with all ranks of a worker, or one for each node that they fill
-bundled         the containers of all in one pod
+rollouts        one pod each; colocated rollouts are in the trainer's pod
+other workers   one pod with all ranks of a worker, or one for each node that its ranks fill
+bundled         one pod with the containers of all workers
 """
 
 import copy
@@ -209,7 +209,7 @@ def _num_nodes(ranks: int, spec: RunSpec) -> int:
 
 
 def _torchrun(place: _Place, *, node_rank: str, address: str) -> list[str]:
-    """Returns the command of a worker of several ranks; several nodes meet at the first."""
+    """Returns the command of a worker of several ranks; several nodes rendezvous at the first one."""
     where = ["--standalone"]
     if place.nodes > 1:
         where = [
@@ -303,7 +303,7 @@ def _together(name: str, pods: list[Pod]) -> Pod:
             bundle["spec"][kind] = list(named.values())
     first, *others = bundle["spec"]["containers"]
     if claims := first.get("resources", {}).get("claims"):
-        for container in others:  # one without claims shares the GPUs of the trainer
+        for container in others:  # a container without claims shares the GPUs of the trainer
             container["resources"].setdefault("claims", list(claims))
     return bundle
 

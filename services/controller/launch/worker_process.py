@@ -1,6 +1,6 @@
 """Worker processes of this host: child processes, and those adopted from an earlier controller.
 
-A worker is one process, or several ranks that live and die together.
+A worker is one process, or several ranks; when one rank ends, the others are ended.
 """
 
 import asyncio
@@ -94,8 +94,8 @@ class ProcessGroup:
             ended, others = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             first = next(wait for wait in waits if wait in ended)
             code = first.result()
-            # Killed processes leave no message, and the others may block on them, so there is no
-            # waiting then.
+            # If the first one was killed, the others may block on it without a message, so this does not
+            # wait for them.
             if others and code is not None and code >= 0:
                 await asyncio.wait(others, timeout=_ENDING_TOGETHER_S)
             self.send_signal(signal.SIGKILL)
@@ -119,7 +119,7 @@ def adopt(file: Path) -> ProcessGroup | None:
     """Adopts the recorded processes if all of them still run; otherwise kills the remaining ones."""
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
-        # A process may end between the check and the call, which raises OSError.
+        # ``AdoptedProcess`` raises OSError if the process ends after the check ``is_alive``.
         alive = [AdoptedProcess(entry["pid"]) for entry in record if is_alive(entry)]
     except (OSError, ValueError):
         return None
@@ -164,7 +164,7 @@ class MetricTargets:
     def _write(self) -> None:
         if self._file is None:
             return
-        # Labels as in a cluster, for which the dashboards are made.
+        # The same labels as in a cluster, because the dashboards select by them.
         entries = [
             {"targets": [f"127.0.0.1:{port}"], "labels": {"run": run_id, "pod": worker_id}}
             for (run_id, worker_id), port in self._ports.items()
@@ -183,9 +183,9 @@ _LOG_EVERY_S = 10.0
 
 
 async def limit_log(log: Path) -> None:
-    """Empties a log, to which a worker appends, whenever it is too large; runs without end."""
+    """Empties a worker's log whenever it exceeds ``MAX_LOG_BYTES``; runs until cancelled."""
     while True:
-        # A file gives no notification when it grows.
+        # Polled, because asyncio does not report that a file grows.
         await asyncio.sleep(_LOG_EVERY_S)
         await asyncio.to_thread(_empty_if_large, log)
 
@@ -197,8 +197,8 @@ def _empty_if_large(log: Path) -> None:
 
 
 def empty_log(log: Path) -> None:
-    """Empties a log, and copies it to ``<log>.1`` before. Lines that are written meanwhile are lost."""
-    with suppress(OSError):  # the disk is full, so the log must become small all the more
+    """Copies a log to ``<log>.1`` and then empties it. Lines that are written in between are lost."""
+    with suppress(OSError):  # on a full disk, the log is emptied without a copy
         shutil.copyfile(log, log.with_name(f"{log.name}.1"))
     os.truncate(log, 0)
 
@@ -216,7 +216,7 @@ def last_lines(log: Path, count: int = _LAST_LINES, *, max_bytes: int = 1 << 16)
     with log.open("rb") as file:
         begin = file.seek(0, os.SEEK_END)
         first = max(begin - max_bytes, 0)
-        # One more line end than lines, because the text before the first one may be half a line.
+        # Reads one more line end than lines, so that the first returned line is complete.
         while begin > first and num_ends <= count:
             end, begin = begin, max(begin - _BLOCK_BYTES, first)
             file.seek(begin)

@@ -44,7 +44,7 @@ def check_usable(connection: sa.Connection, checkpoint: Checkpoint) -> None:
     Raises:
         NoCheckpointError: If it was deleted, or will be once the checkpoint that is being written is saved.
     """
-    # Deletions and events lock it, too.
+    # Deletions and events lock the run's row, too.
     parent = get_run(connection, checkpoint.run_id, lock=True)
     table = CHECKPOINTS.c
     query = sa.select(table.state).where(table.checkpoint_id == checkpoint.checkpoint_id)
@@ -64,7 +64,10 @@ def check_usable(connection: sa.Connection, checkpoint: Checkpoint) -> None:
 
 
 def check_start(connection: sa.Connection, spec: RunSpec) -> None:
-    """As :func:`check_usable` for ``trainer.checkpoint.start_from``; other folders are not checked."""
+    """Applies :func:`check_usable` to the checkpoint in ``trainer.checkpoint.start_from``.
+
+    A folder that is no READY checkpoint of a run is not checked.
+    """
     folder = spec.trainer.checkpoint.start_from
     if folder is None:
         return
@@ -199,9 +202,9 @@ class CheckpointArchive:
 
 
 def _remove(checkpoint: Checkpoint) -> None:
-    """Removes the files if they are on a disk that this controller sees, also those of a separate critic.
+    """Removes the folders of a checkpoint and of its separate critic, if this controller can access them.
 
-    A folder is renamed before, so that a partly removed one is no checkpoint and is found again.
+    Each folder is renamed first: a partly removed one is then no checkpoint, and a later call finds it.
     """
     if not checkpoint.path:
         return

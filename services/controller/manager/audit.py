@@ -84,7 +84,7 @@ class SampleReader:
             async with asyncio.timeout(_DELETE_TIMEOUT_S):
                 await self._queue.delete_sample_records(run_id)
         except (ServiceError, TimeoutError) as error:
-            # The store's size limit for all runs removes them eventually.
+            # The size limit of all sample records removes them eventually.
             logger.warning(
                 "cannot delete recorded samples", extra={"run": run_id, "reason": str(error)}
             )

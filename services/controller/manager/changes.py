@@ -77,7 +77,7 @@ def columns_of(patch: RunPatch, spec: RunSpec | None) -> dict[str, Any]:
 
 
 def new_run(spec: RunSpec, **columns: Any) -> NewRun:
-    """Builds a run with a new id; ``columns`` are those that the specification does not determine."""
+    """Builds a run with a new id; ``columns`` are the fields that do not follow from the specification."""
     return NewRun(
         run_id=new_run_id(),
         name=spec.name,
@@ -140,7 +140,7 @@ def _no_steps(spec: RunSpec, step: int) -> Iterator[str]:
 
 
 def _other_model(old: RunSpec, new: RunSpec) -> Iterator[str]:
-    """Yields overrides for which the parent's checkpoint is not one of the fork's model and optimizer.
+    """Yields a problem for each override whose model or optimizer does not fit the parent's checkpoint.
 
     The trainer also compares the model's shape and vocabulary, which the controller does not read.
     """
@@ -166,7 +166,7 @@ def _model(spec: RunSpec) -> dict[str, Any]:
     if adapters and adapters["target_modules"]:
         adapters["target_modules"] = sorted(set(adapters["target_modules"]))
     return {
-        # A copy of the model has another parent folder.
+        # Only the folder's own name counts: a copy of the model has another parent folder.
         "model.path": PurePath(spec.model.path).name,
         # Adapters continue on the frozen weights, which are not in the checkpoint.
         "model.revision": lora and spec.model.revision,

@@ -40,9 +40,10 @@ _NOT_FOUND = re.compile(rb"^rpc error: code = NotFound desc = .*find container.*
 
 
 class PodLogs:
-    """Copies the output of worker pods into log files, from which the API also serves the logs of processes.
+    """Copies the output of worker pods into log files, like those of worker processes, for the API.
 
-    The files outlive the pods. Reading a log blocks until its container ends, so each has a thread.
+    The files outlive the pods. Reading a log blocks until its container ends, so each container has a
+    thread.
 
     Args:
         state_directory: Root of the logs: each run's go to ``<state_directory>/<run_id>/logs``.
@@ -64,7 +65,10 @@ class PodLogs:
                 self._follow(change.name, change.body)
 
     def _follow(self, name: str, pod: Mapping[str, Any]) -> None:
-        """Follows started containers that are not followed yet; pods are listed again every minute."""
+        """Follows started containers that are not followed yet.
+
+        Pods are listed again every minute, which reopens failed log streams.
+        """
         run_id = pod["metadata"]["labels"][RUN_LABEL]
         for container in _started(pod):
             key = (name, container)

@@ -102,8 +102,8 @@ class EventFeed:
         """
         with _subscribe(self._by_run, run_id) as subscription:
             is_ended = (await self._database.query(self._store.get, run_id)).is_terminal
-            # A cursor may be newer than the database if that was restored from an older copy; it
-            # then continues from the newest stored event.
+            # If the database was restored from an older copy, the cursor may be newer than its events;
+            # the stream then continues from the newest stored event.
             newest = await self._database.query(self._store.newest_seq, run_id)
             after_seq = min(after_seq, newest)
             is_behind = True

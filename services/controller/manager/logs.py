@@ -13,7 +13,7 @@ from pathlib import Path
 from services.controller.launch.worker_process import last_lines
 from services.controller.models import LogLine
 
-# Polled, because a file gives no notification when it grows.
+# Logs are polled, because asyncio does not report that a file grows.
 _POLL_S = 0.5
 _MAX_READ_BYTES = 1 << 18
 _MAX_TAIL_BYTES = 4 << 20
@@ -54,8 +54,8 @@ class RunLogs:
             cursor: Cursor that an earlier call yielded last; empty at first.
 
         Yields:
-            A possibly empty batch of lines; the last one has the cursor that resumes after it, the others
-            an empty one.
+            A possibly empty batch of ``(cursor, line)``; the cursor of the last line resumes after it, the
+            other cursors are empty.
         """
         offsets = {name: int(offset) for name, offset in _OFFSET.findall(cursor)}
         is_last = False

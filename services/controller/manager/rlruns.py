@@ -2,11 +2,11 @@
 
 object is created       -> a run of the project that is named like the namespace is submitted
 its spec is edited      -> the run is changed as by PATCH, paused or resumed
-object is deleted       -> the run is cancelled; the finalizer goes when it has ended
+object is deleted       -> the run is cancelled; the finalizer is removed when it has ended
 run changes             -> status and, for a new phase, an event of the object
 
-The database stays the truth: an edit applies the object's whole spec to the run once, and changes
-over the API stay until the next edit.
+The database is the source of truth: an edit applies the object's whole spec to the run once, and
+changes through the API stay until the next edit.
 """
 
 import asyncio
@@ -51,17 +51,17 @@ FINALIZER: Final = "slipstream.dev/run"
 UID_LABEL: Final = "slipstream.dev/rlrun"
 """Label of a run with the unique id of its object, by which a later controller finds the run."""
 ACTOR: Final = "kubernetes"
-"""User in the records of runs: Kubernetes does not say who changed an object."""
+"""User that events of runs name: Kubernetes does not report who changed an object."""
 
 _MERGE = "application/merge-patch+json"
 _REQUEST_KEYS = ("suspend", "priority", "labels")
-"""Keys of ``spec`` beside those of a specification."""
+"""Keys of ``spec`` that are not keys of a run specification."""
 _EDITABLE = {
     "validation.every": "validation_every",
     "trainer.checkpoint.every": "checkpoint_every",
     "rollout.replicas": "rollout_replicas",
 }
-"""Keys of a specification that may change, and their fields in a patch; those of ``limits`` may, too."""
+"""Keys of a specification that may change, with their fields of RunPatch; ``limits`` may change, too."""
 _ENDED = frozenset(state.value.capitalize() for state in TERMINAL)
 _DELETED = "Deleted"
 _WARNINGS = frozenset({"Rejected", "Recovering", "Failed", _DELETED})
@@ -71,7 +71,7 @@ _MAX_BURST = 3
 _WRITES_PER_S = 9 / 60
 _RETRY_S = 1.0
 _MAX_RETRY_S = 10.0
-# Also without news, so that a refusal that has passed is noticed.
+# Max seconds between two comparisons, so that a submission is repeated after its refusal has passed.
 _COMPARE_S = 60.0
 
 Json = Mapping[str, Any]
@@ -93,7 +93,7 @@ class Refusal:
 class Change(IntEnum):
     """Kind of a change of a status; its value is the number of writes that the budget must have left.
 
-    So progress, which is written when the budget is full, every 7 s, never delays a phase.
+    Progress is written only when the budget is full, every 7 s, so it never delays a new phase.
     """
 
     PHASE = 1
@@ -111,7 +111,7 @@ class WriteBudget:
         self._time = now()
 
     def take(self, change: Change) -> float:
-        """Takes one write, or returns the seconds after which to ask again."""
+        """Takes one write and returns 0, or returns the seconds after which to ask again."""
         now = self._now()
         self._left = min(self._left + (now - self._time) * _WRITES_PER_S, _MAX_BURST)
         self._time = now
@@ -221,10 +221,10 @@ class _Mirror:
         self._observed: int = self._status.get("observedGeneration", 0)
         self._examined = 0
         self._refusal: Refusal | None = None
-        # The watch shows the object with its finalizer only later.
+        # True once the finalizer was added: the watch reports the changed object only later.
         self._is_held = False
         self._is_examined = False
-        """True if the run of an earlier controller, or of a failed submission, was looked for."""
+        """True if the database was searched for a run of an earlier controller or a failed submission."""
         self._budget = WriteBudget()
         self._changed = asyncio.Event()
 
@@ -267,7 +267,7 @@ class _Mirror:
         return int(self.body["metadata"]["generation"])
 
     async def _compare(self) -> bool:
-        """Applies what the object asks for; returns True if the object may be forgotten."""
+        """Applies the object's spec, or its deletion, to the run; returns True if mirroring may end."""
         run = await self._find_run()
         if "deletionTimestamp" in self.body["metadata"]:
             return await self._end(run)
@@ -314,9 +314,9 @@ class _Mirror:
         return True
 
     async def _submit(self) -> None:
-        """Submits the run, or only checks a suspended one.
+        """Submits the run of the object; only validates it if the object is suspended.
 
-        Repeats it after a refusal that may pass, such as that of a quota.
+        After a refusal that may pass, such as that of a quota, each further call tries again.
         """
         body = self.body
         is_examined = self._examined == body["metadata"]["generation"]
@@ -354,7 +354,7 @@ class _Mirror:
             if patch is not None:
                 await self._manager.patch(run.run_id, patch, revision=run.revision, actor=ACTOR)
             self._refusal = None
-        except StaleRevisionError:  # for example another state; compared again at once
+        except StaleRevisionError:  # the run has changed meanwhile; compares again at once
             self._changed.set()
             return
         except (SpecError, ServiceError) as error:
@@ -378,7 +378,7 @@ class _Mirror:
         return True
 
     async def _write_status(self) -> float:
-        """Writes a changed status; returns the seconds after which to write it, 0 if it is written."""
+        """Writes the status if it has changed; returns 0, or the seconds until the budget allows it."""
         run = await self._find_run()
         status = self._new_status(run)
         if status == self._status:
@@ -543,7 +543,7 @@ def status_of(run: Run) -> dict[str, Any]:
 
 
 def changes_of(run: Run, spec: RunSpec, asked: RunPatch, body: Json) -> RunPatch | None:
-    """Returns the changes that make a run follow an edited object; None if it does already.
+    """Returns the patch that makes a run match its edited object; None if nothing differs.
 
     Raises:
         NotEditableError: With one line for each key that may not change.
@@ -599,7 +599,7 @@ def _document(body: Json) -> dict[str, Any]:
 
 
 def _refusal_of(error: SpecError | ServiceError) -> Refusal:
-    """Returns the refusal that an error means; raises an error that is only temporary."""
+    """Converts an error into a refusal; raises it again if it is temporary."""
     if isinstance(error, SpecError):
         reason = "NOT_EDITABLE" if isinstance(error, NotEditableError) else _INVALID_SPEC
         return Refusal(reason, "; ".join(error.problems)[:_MAX_MESSAGE])
@@ -640,7 +640,7 @@ def _rejected(status: Json) -> str:
 
 
 def _without_empty(values: Json) -> dict[str, Any]:
-    """Returns values without empty ones; Kubernetes 1.20 makes an empty text in a list null."""
+    """Returns a mapping without its empty values: Kubernetes 1.20 turns an empty string in a list to null."""
     return {key: value for key, value in values.items() if value not in (None, "", {})}
 
 

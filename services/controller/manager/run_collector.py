@@ -151,5 +151,5 @@ def _add_workers(
 
 @lru_cache(maxsize=512)
 def _parsed(spec_json: str) -> RunSpec:
-    """Parses a specification, cached because each scrape needs those of all runs."""
+    """Parses a specification; cached, because each scrape needs the specifications of all runs."""
     return parse_spec(spec_json)

@@ -83,7 +83,7 @@ class RunManager:
                 self._membership.open_run(run.run_id)
 
     async def start(self) -> None:
-        """Continues what an earlier controller began: runs and deletions; admits queued runs."""
+        """Continues the runs and deletions that an earlier controller began, and admits queued runs."""
         self._is_driving = True
         for run in await self._database.run(self._store.unfinished):
             if run.state not in (RunState.QUEUED, RunState.PAUSED):
@@ -232,7 +232,7 @@ class RunManager:
 
     async def delete(self, run_id: str, *, revision: int, delete_checkpoints: bool = False) -> None:
         if delete_checkpoints:
-            # First, because without the run nothing names files that a killed controller leaves.
+            # Checkpoints first: once the run is deleted, nothing names files that a killed controller left.
             await self.checkpoints.delete_all(run_id, revision=revision)
         await self._database.run(self._store.delete, run_id, revision=revision)
         self._tasks.create_task(self.samples.delete_records(run_id))
@@ -303,8 +303,8 @@ class RunManager:
                 returns.
         """
         self._is_driving = False
-        # With the lock held, a running admission has started its drivers, so they stop with the
-        # others.
+        # Once this holds the lock, a concurrent admission has started its drivers, which stop with the
+        # other ones.
         async with self._admission:
             self._wake_at(None)
             if leave:
@@ -340,7 +340,7 @@ class RunManager:
             )
 
     def _leave_queue(self, run: Run) -> None:
-        """Deletes what a run that ended in the queue had stored before it was paused."""
+        """Deletes the sample records that a run, which has ended in the queue, stored before its pause."""
         if run.state_reason != "Submitted":
             self._tasks.create_task(delete_sample_records(self._queue, run.run_id))
 

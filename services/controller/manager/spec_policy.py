@@ -41,7 +41,7 @@ class SpecPolicy:
         """Checks that a specification names only what is allowed and contains no secret.
 
         Args:
-            known: The specification that it replaces; problems that this has already are accepted.
+            known: Specification that ``spec`` replaces; problems that it already has are accepted.
 
         Raises:
             SpecError: If it has problems, with one line for each.
@@ -63,7 +63,7 @@ class SpecPolicy:
         return [*self._allowance.problems(spec), *find_plain_secrets(spec)]
 
     async def check_for(self, project: str, spec: RunSpec, role: Role) -> None:
-        """Checks a specification as :meth:`check`, and that runs whose files it names belong to the project.
+        """Checks a specification like :meth:`check`, and that it names only files of the project's runs.
 
         Raises:
             SpecError: If it has problems, with one line for each.
@@ -90,7 +90,7 @@ class SpecPolicy:
 
 
 def admin_reasons(spec: RunSpec) -> set[str]:
-    """Returns the settings that need an admin, because they let in code that is not the installation's."""
+    """Returns the settings that need an admin, because they may run code from outside the installation."""
     harmless = engine_kind(spec.rollout.engine).harmless_arguments
     arguments = spec.rollout.engine_arguments
     reasons = {

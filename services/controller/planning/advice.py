@@ -79,19 +79,23 @@ class Advice:
 
     @property
     def error(self) -> float:
-        """Relative error of the prediction for the run as it is; 0.1 is 10 % too long, NaN is unknown."""
+        """Relative error of the predicted step time of the run as it is; NaN without a prediction.
+
+        0.1 means a prediction that is 10 % too long.
+        """
         return math.nan if self.now is None else self.now.step_s / self.measured_step_s - 1
 
     @property
     def both_waited(self) -> float:
-        """Min fraction of the time in which both sides waited, so neither waited for the other one."""
+        """Lower bound of the fraction of the time in which both sides waited, so not for each other."""
         return max(0.0, self.waited + self.idled - 1)
 
     @property
     def is_trusted(self) -> bool:
         """True if the prediction for the run as it is agrees with its measurement.
 
-        It knows no rewards, tools and environments, so it may agree by chance if both sides wait for them.
+        The prediction does not model rewards, tools and environments, so it may agree by chance if both
+        sides wait for them.
         """
         return abs(self.error) <= MAX_ERROR and self.both_waited < _LOW_WAIT
 
@@ -200,7 +204,8 @@ def advise(
     )
     changes = sorted(found_changes, key=lambda change: -change.gain)
     helpful = [change for change in changes if change.gain >= _MIN_GAIN]
-    # Workers that share GPUs, or have none, would share them in other placements, too.
+    # If the run needs more GPUs than there are, its workers share GPUs or have none, and other placements
+    # are not predicted: their workers would, too.
     gains: dict[str, float] = {
         each.placement: _gain(rates, each, now) for each in others if spare >= 0
     }
@@ -230,7 +235,7 @@ def _changes(
         "slots": [2 * setting.slots],
         "max_staleness": [bound for bound in _BOUNDS if bound > setting.max_staleness][:2],
     }
-    if setting.is_colocated:  # both sides, or none, get other GPUs
+    if setting.is_colocated:  # trainer and rollouts can only get GPUs together
         del tried["trainer_gpus"]
     if not setting.dedicated_rollouts:
         del tried["rollouts"]

@@ -20,7 +20,10 @@ SlotsOf = Callable[[int, int], int]
 
 
 def on_gpus(setting: Setting, gpus: int, *, trainer_gpus: int, is_colocated: bool) -> Setting:
-    """Returns the setting on a number of GPUs with a given trainer; if colocated, rollouts use all GPUs."""
+    """Returns the setting on ``gpus`` GPUs, of which the trainer has ``trainer_gpus``.
+
+    Rollouts have the other GPUs or, if ``is_colocated``, all GPUs.
+    """
     left = gpus if is_colocated else gpus - trainer_gpus
     return replace(
         setting,
@@ -44,7 +47,7 @@ def with_setting(spec: RunSpec, setting: Setting) -> RunSpec:
 
 
 def may_colocate(spec: RunSpec, setting: Setting) -> bool:
-    """Returns True if rollouts may share the trainer's GPUs, and no other task group has its own."""
+    """Returns True if rollouts may share the trainer's GPUs and no other task group has its own GPUs."""
     return not kinds_with_own_gpus(spec.topology) and not [*placement(with_setting(spec, setting))]
 
 
@@ -91,14 +94,17 @@ class GpuCapacity:
     """The trainer's number of GPUs is a multiple of this."""
 
     def trainer_sizes(self) -> Sequence[int]:
-        """Returns the trainer sizes that leave no GPU unused (or all, if none does), thinned out if many."""
+        """Returns numbers of trainer GPUs, at most ``_MAX_SPLITS``, that leave no GPU unused.
+
+        If each possible number leaves some unused, all are candidates.
+        """
         sizes = range(self.trainer_unit, self.gpus - self.engine_gpus + 1, self.trainer_unit)
         whole = [size for size in sizes if (self.gpus - size) % self.engine_gpus == 0]
         found = whole or [*sizes]
         return found[:: max(1, -(-len(found) // _MAX_SPLITS))]
 
     def shared_sizes(self) -> Sequence[int]:
-        """Returns the sizes of a trainer whose GPUs are shared with rollouts, while rollouts use all GPUs."""
+        """Returns the numbers of trainer GPUs if rollouts use all GPUs, the trainer's included."""
         found = [*self.trainer_sizes(), *([] if self.gpus % self.trainer_unit else [self.gpus])]
         whole = self.gpus % self.engine_gpus == 0
         return [size for size in found if whole and size % self.engine_gpus == 0]
@@ -179,8 +185,8 @@ def plan_splits(
         if not reasons[name]:
             found.append(_tried(rates, way, slots))
     if not found and reasons:
-        # The largest trainer is closest to fitting; a colocated one has engines on its GPUs as
-        # well.
+        # Names the split that is closest to fitting: the one with the largest trainer, preferably
+        # disaggregated, because engines also occupy the GPUs of a colocated trainer.
         apart = [name for name in reasons if name.isdigit()]
         name = max(apart or reasons, key=lambda name: int(name.split()[0]))
         raise ValueError(

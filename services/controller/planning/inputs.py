@@ -129,8 +129,8 @@ class Measured:
         """Creates a histogram from a run's counts by upper bound and the mean of all responses."""
         found = replace(cls.of(histogram), lowest=tuple(map(lower_bound_of, sorted(histogram))))
         least, most = (replace(found, lean=lean).mean() for lean in (0.0, 1.0))
-        # A mean outside this range describes something else: a run's sequences, if samples have
-        # several.
+        # A mean outside this range is not the mean of these lengths: if samples have several
+        # sequences, it is the mean of the sequences.
         if not least <= mean_tokens <= most or least == most:
             return found
         return replace(found, lean=(mean_tokens - least) / (most - least))
@@ -142,7 +142,7 @@ class Measured:
             low, high = buckets[bisect_right(upto, rng.random() * upto[-1])]
             width = 2 * min(self.lean, 1 - self.lean) * (high - low)
             first = low if self.lean <= 0.5 else high - width
-            # The second random number rounds: up as often as the fraction requires.
+            # The second random number rounds stochastically: up with the fraction as probability.
             yield int(first + rng.random() * width + rng.random())
 
     def mean(self) -> float:
@@ -307,8 +307,8 @@ _ENGINE_TOKENS_PER_S = 45_000.0
 _DECODE_S = 0.005
 _BYTES_PER_S = 4.8e12
 _COPY_S, _TRANSFER_S, _STALL_S = 0.01, 0.08, 0.035
-# If both sides keep their memory (``bench/results/one-gpu-colocated.json``); and if an engine with
-# a KV cache of 90 GB sleeps (``one-gpu-sleeping.json``). Both with 1.5 billion parameters.
+# Seconds if both sides keep their memory (``bench/results/one-gpu-colocated.json``), and if an engine
+# with a KV cache of 90 GB sleeps (``one-gpu-sleeping.json``). Both with 1.5 billion parameters.
 _RESIDENT_SWITCH_S, _SWITCH_S = 0.01, 0.41
 _HOST_BYTES_PER_S = 5e10
 # Mean response length as a fraction of the max.
@@ -325,7 +325,7 @@ ASSUMPTIONS = (
     "and back at 50 GB/s",
     "weight sync: copy 10 ms, transfer 80 ms, adopt 35 ms at 1.31 billion parameters",
 )
-"""Assumptions without a measurement; all for H200s (``bench/results/e2e-geometric.json``)."""
+"""Assumptions that replace measured rates; all for H200s (``bench/results/e2e-geometric.json``)."""
 _SHAPES: Mapping[str, type[Geometric] | type[Lognormal]] = {
     "geometric": Geometric,
     "lognormal": Lognormal,
@@ -335,7 +335,7 @@ _EXAMPLE = "lengths: {geometric: {mean_tokens: 280, max_tokens: 1024}}"
 
 Step = Mapping[str, float | None]
 """Metrics of a step, by name."""
-# The first steps compile, and fill the engines.
+# The first steps are not representative: they compile and fill the engines.
 _WARMUP_STEPS = 3
 MIN_STEPS = 5
 """Min number of steps from which rates are measured."""
@@ -356,8 +356,8 @@ def default_rates(
     Args:
         weights: Number of parameters of the model.
         active_weights: Number of parameters that a token passes.
-        moved_bytes: Bytes of state per trainer GPU that a switch moves to host memory, and another
-            one back; None if engines keep their memory, too.
+        moved_bytes: Bytes of state per trainer GPU that one switch moves to host memory and the other
+            one moves back; None if trainer and engines keep their memory.
     """
     size = weights / _WEIGHTS
     gpu_switch_s = _RESIDENT_SWITCH_S
@@ -380,7 +380,7 @@ def default_rates(
 
 
 def with_overrides(rates: Rates, document: Any) -> Rates:
-    """Returns the rates with those of a document in their place.
+    """Returns the rates with the values that a document overrides.
 
     Args:
         rates: Rates for keys that the document lacks.
@@ -467,7 +467,7 @@ def setting_of(spec: RunSpec) -> Setting:
 
 
 def representative_steps(steps: Sequence[Step]) -> Sequence[Step]:
-    """Returns the steps that are representative of a run's speed, from steps in order from the first.
+    """Returns the steps that are representative of a run's speed: those after the warm-up, with a time.
 
     Raises:
         TooFewStepsError: If there are too few.
@@ -523,7 +523,7 @@ def rates_of(steps: Sequence[Step], lengths: Mapping[int, int], *, setting: Sett
             _number_of(s, "trainer_sleep_s") + _number_of(s, "rollouts_wake_s") for s in found
         )
         switch = {"gpu_switch_s": median(_number_of(step, "gpu_switch_s") for step in found)}
-        prepared_ms -= 1000 * back_s  # part of the time to prepare
+        prepared_ms -= 1000 * back_s  # included in the time to prepare
     prepared_ms = max(0.0, prepared_ms)
     fixed_s, sample_s, most = (
         fmean(_number_of(step, name) for step in decoding) for name in DECODE_TIMES
@@ -557,7 +557,7 @@ def waited_fraction(steps: Sequence[Step]) -> float:
 
 
 def idle_fraction(steps: Sequence[Step]) -> float:
-    """Returns the fraction of the time in which the rollouts had nothing to generate, their mean."""
+    """Returns the fraction of the time in which a rollout had nothing to generate, averaged over them."""
     found = representative_steps(steps)
     seconds = sum(_number_of(step, "seconds") for step in found)
     return sum(_number_of(step, "rollout_idle_s") for step in found) / seconds

@@ -3,9 +3,9 @@
 The functions that decide in a real run (``services.controller.rules``) also decide here which
 groups start, which are trained and what is waited for. Nothing changes between two events, so time
 jumps from one to the next. ``bench/pace/planned.py`` compares it with a real controller: it is 1 to
-13 % off over 16 placements. No closed formula replaces it. The bottleneck (:func:`min_step_s`) is 7
-to 84 % off, and one that adds the time of the longest response, divided by the versions in flight,
-is up to 18 % off there and up to 81 % in other settings (few slots, engines that drain).
+13 % off over 16 placements. No closed formula replaces it: the bottleneck (:func:`min_step_s`) is 7 to
+84 % off. A formula that adds the time of the longest response, divided by the versions in flight, is up
+to 18 % off for these placements and up to 81 % off in other settings (few slots, engines that drain).
 
 a sample ends       -> its group may be finished; groups start in its slot
 a step ends         -> its weights are copied, transferred and adopted; the gate opens
@@ -156,7 +156,7 @@ class ParkedGroup:
     """Missing tokens of its samples."""
 
     def resume(self, engines: Sequence[SimulatedEngine[SimulatedGroup]], number: int) -> None:
-        """Continues it on an engine; settle the engine before."""
+        """Continues it on an engine; call the engine's ``advance`` before."""
         self.made.engines = tuple(number if n == self.engine else n for n in self.made.engines)
         engines[number].num_groups += 1
         for num_tokens in self.tokens:
@@ -164,7 +164,7 @@ class ParkedGroup:
 
 
 def park(engines: Sequence[SimulatedEngine[SimulatedGroup]]) -> list[ParkedGroup]:
-    """Parks all groups of some engines, oldest first; settle the engines before."""
+    """Parks all groups of some engines, oldest first; call ``advance`` of the engines before."""
     found: dict[tuple[int, int], ParkedGroup] = {}
     for number, engine in enumerate(engines):
         for made, tokens in engine.park():
@@ -205,9 +205,9 @@ class Prediction:
 
 
 def min_step_s(rates: Rates, setting: Setting) -> float:
-    """Returns the min seconds of a step: ``max(T_train, tokens / R)``.
+    """Returns the min seconds of a step: ``max(T_train, tokens / R)``, with R as the engines' tokens/s.
 
-    Colocated rollouts lose ``T_train``.
+    Colocated rollouts generate nothing during ``T_train``.
     """
     tokens = setting.samples_per_step * rates.lengths.mean()
     generated_s = tokens * rates.decode(setting.slots) / setting.slots / setting.rollouts
@@ -336,7 +336,7 @@ class Simulation:
                 self._ended(made)
 
     def _update_engine(self, number: int) -> None:
-        """Settles an engine, fills its slots, and schedules the end of its next sample."""
+        """Advances an engine, fills its slots, and schedules the end of its next sample."""
         engine = self._engines[number]
         self._advance(number)
         engine.admit()
@@ -452,7 +452,7 @@ class Simulation:
     def _switch_gpus(self, work_s: float) -> float:
         """Switches the shared GPUs to the trainer; returns the seconds that it waits for them.
 
-        The engines on them stand still until they adopt new weights.
+        The engines on them decode nothing until they adopt new weights.
         """
         rates, setting = self._rates, self._setting
         self._waits["gpu_switch"] = self._waits.get("gpu_switch", 0.0) + rates.gpu_switch_s / 2

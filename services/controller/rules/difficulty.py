@@ -1,8 +1,8 @@
 """Tracks how hard each prompt is for the policy, from the rewards of its groups. Pure.
 
-A prompt whose samples are all right, or all wrong, teaches nothing: it is skipped, and retried
-after some steps, because the policy changes. Memory is ten bytes per prompt, however long the run
-is.
+A prompt whose samples are all right, or all wrong, trains nothing, so it is skipped. It is retried
+after some steps, because the policy changes. Memory is ten bytes per prompt, regardless of the length
+of the run.
 """
 
 import math
@@ -20,7 +20,7 @@ _MAX_TRIES = 2**16 - 1
 
 
 class PromptRate(NamedTuple):
-    """Durable record of one prompt's success."""
+    """Stored success rate of one prompt."""
 
     row: int
     rate: float
@@ -28,7 +28,7 @@ class PromptRate(NamedTuple):
     tries: int
     """Number of groups in the mean."""
     until: int
-    """Step before which the prompt is skipped; 0 if it is not."""
+    """Step before which the prompt is skipped; 0 if it is not skipped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class Difficulty:
             self._skipped[_Skipped(rate.until, self._why(self._rates[row]) or SOLVED)] += 1
 
     def _why(self, rate: float) -> str | None:
-        """Returns why a prompt of this rate is skipped; None if it is not."""
+        """Returns why a prompt with this rate is skipped; None if it is not skipped."""
         spec = self._spec
         if spec.solved_from is not None and rate >= spec.solved_from:
             return SOLVED

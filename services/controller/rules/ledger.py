@@ -64,7 +64,7 @@ class Group:
     """Rollout that generates the group or, if the group is parked, that holds its cached tokens;
     empty without one."""
     oldest_version: int = -1
-    """Oldest weight version that its samples have, or may get; -1 without one."""
+    """Oldest weight version that sampled, or may sample, one of its tokens; -1 if there is none."""
     started: float = 0.0
     """Time of dispatch, in monotonic seconds."""
     reason: str = ""
@@ -329,7 +329,7 @@ class Ledger:
             self._transition(group, GroupState.TRAINING, {GroupState.READY})
 
     def put_back(self, groups: Iterable[Group]) -> None:
-        """Returns the groups of a batch that was not trained."""
+        """Moves the groups of a batch that was not trained back to READY."""
         for group in groups:
             self._transition(group, GroupState.READY, {GroupState.TRAINING})
 

@@ -1,4 +1,4 @@
-"""Decides when rollouts must not compute in another precision any longer. Pure."""
+"""Decides when quantized rollouts must return to the trainer's precision. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from services.common.runspec.rollout import RolloutSpec
 from services.common.runspec.run import RunSpec
 
 PATIENCE = 5
-"""Steps whose mean is compared with the limit."""
+"""Number of newest steps whose mean divergence is compared with the limit."""
 _FRESH = "kl_rollout_by_staleness/"
 
 
@@ -22,7 +22,7 @@ class Mismatch:
 
     @property
     def message(self) -> str:
-        """Describes the mismatch and what follows, for people."""
+        """Describes the mismatch and its consequence, for people."""
         return (
             f"in the last {PATIENCE} steps the policy that samples diverged by {self.kl:.3g} nats per token "
             f"from the one that trains, more than rollout.max_mismatch ({self.limit:g}): rollouts restart in "
@@ -31,7 +31,9 @@ class Mismatch:
 
 
 def divergence(step: Mapping[str, object]) -> float | None:
-    """Returns the divergence of a step's freshest tokens, which contains the least staleness; None without.
+    """Returns the divergence of a step's least stale tokens in nats per token; None if not measured.
+
+    The divergence of staler tokens also contains the change of the policy by training.
 
     Args:
         step: Metrics of the step by name.
@@ -45,7 +47,7 @@ def mismatch(divergences: Sequence[float], spec: RunSpec) -> Mismatch | None:
     """Returns the mismatch for which rollouts must return to the trainer's precision; None if there is none.
 
     Args:
-        divergences: Of the steps with these rollouts, in order.
+        divergences: Divergence of each step that these rollouts sampled, in order.
     """
     rollout, newest = spec.rollout, divergences[-PATIENCE:]
     if not rollout.is_quantized or rollout.max_mismatch is None or len(newest) < PATIENCE:

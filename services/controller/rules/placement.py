@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-# Newest groups in the estimate.
+# Number of newest finished groups in the estimate of :class:`SlotUsage`.
 _REMEMBERED = 256
 
 
@@ -13,8 +13,8 @@ class Placement:
     """Load of each rollout, in groups.
 
     All members of a group go to one rollout, where they share their prompt's prefix, if its slots
-    suffice. A parked group returns to its rollout while that has room: elsewhere its tokens would
-    have to be computed again. New groups even out the loads.
+    suffice. A parked group returns to its rollout while that has room: another rollout would have to
+    compute its tokens again. New groups go to the least loaded rollout.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Placement:
         self._move(worker_id, self._load[worker_id])
 
     def include(self, worker_id: str, reason: str = "") -> None:
-        """Resumes assigning groups to a rollout, unless there is another reason against it."""
+        """Resumes assigning groups to a rollout, unless it is excluded for another reason."""
         reasons = self._excluded.get(worker_id, set())
         reasons.discard(reason)
         if not reasons:
@@ -106,7 +106,7 @@ class SlotUsage:
 
     @property
     def slots_per_group(self) -> float:
-        """Mean slots that a group occupies, from 1 to its size; its size before the first one is finished."""
+        """Mean slots that a group occupies, from 1 to its size; its size until a group has finished."""
         total = sum(tokens for tokens, _ in self._finished)
         longest = sum(most for _, most in self._finished)
         return max(1.0, total / longest) if longest else float(self._group_size)

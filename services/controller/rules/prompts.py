@@ -11,7 +11,7 @@ from services.controller.rules.difficulty import Difficulty
 _MASK = (1 << 64) - 1
 _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
 _ROUNDS = 4
-# Max rows that are examined for one that is not skipped: a dispatch must not take long.
+# Max rows that a dispatch examines to find one that is not skipped, which bounds its time.
 _MAX_EXAMINED = 31
 
 
@@ -74,9 +74,12 @@ class Mixture:
         return keys.index(min(keys))
 
     def taken(self, position: int) -> list[int]:
-        """Returns how many of the first ``position`` rows each set provides, in time independent of it."""
+        """Returns how many of the first ``position`` rows each set provides.
+
+        The time that it takes does not depend on ``position``.
+        """
         total, num_sets = sum(self._weights), len(self._weights)
-        # Lower bounds: the divisor method stays this close to proportional shares.
+        # Starts at lower bounds: the divisor method deviates from proportional shares at most this far.
         taken = [max(0, int(position * weight / total) - num_sets - 1) for weight in self._weights]
         for _ in range(position - sum(taken)):
             taken[self.next_set(taken)] += 1
@@ -139,14 +142,14 @@ class PromptOrder:
     def next_row(self, *, step: int = 0) -> int | None:
         """Returns the next row; None if all rows are quarantined.
 
-        If nearly all rows are skipped, a row may be issued before its time.
+        If nearly all rows are skipped, a skipped row may be issued early.
 
         Args:
             step: Step whose weights are served.
         """
         if len(self._quarantined) == self._num_rows:
             return None
-        # One less than all rows, so that each search ends at a different row.
+        # One less than the number of rows, so that searches among skipped rows end at different rows.
         left_to_examine = max(1, min(_MAX_EXAMINED, self._num_rows - 1))
         while True:
             is_epoch_over = self._position > 0 and self._position % self._num_rows == 0
@@ -166,7 +169,11 @@ class PromptOrder:
                 return row
 
     def give_back(self, row: int) -> bool:
-        """Schedules a row for the end of the epoch; returns False if it was returned in this epoch before."""
+        """Schedules a row to be issued again at the end of its epoch.
+
+        Returns:
+            False if the row was scheduled in this epoch before; it is then not scheduled again.
+        """
         epoch = max(self._position - 1, 0) // self._num_rows
         if epoch != self.returned.epoch:
             # Rows that were not issued at the end of their epoch wait for the end of the next one.
@@ -181,7 +188,7 @@ class PromptOrder:
         self._quarantined.add(row)
 
     def _take(self) -> int:
-        """Returns the row at the current position and advances it."""
+        """Returns the row at the current position and advances the position."""
         number = self.mixture.next_set(self._taken)
         num_rows = self.mixture.sizes[number]
         epoch, index = divmod(self._taken[number], num_rows)
@@ -219,7 +226,7 @@ def sample_seed(run_seed: int, group_sequence: int, member: int, *, failures: in
     """Returns the seed of one sample, which differs between all samples of a run.
 
     An attempt after an interruption or a loss samples the same tokens. An attempt after a failure
-    samples others, because the same tokens would fail again.
+    samples other tokens, because the same ones would fail again.
 
     Args:
         failures: Failed attempts of the group.

@@ -37,7 +37,7 @@ class StalenessGate:
         return trainer_version - oldest_version > self.max_staleness
 
     def batches_left(self, oldest_version: int, *, trainer_version: int) -> int:
-        """Returns how many batches after the next one may still have a sample; 0 if the next one must."""
+        """Returns how many batches after the next one may still train a sample; 0 if the next one must."""
         return max(0, oldest_version + self.max_staleness - trainer_version)
 
     def is_at_risk(self, oldest_version: int, weight_version: int) -> bool:
@@ -69,8 +69,8 @@ def choose_batch(
     """Chooses the groups of the next batch.
 
     Groups with the oldest weight versions come first; order of completion would favor short
-    responses. Newer groups take the places of running older ones only as far as later batches have
-    room for those.
+    responses. Finished newer groups take precedence over running older ones only as far as later
+    batches have room for the older ones.
 
     Args:
         running: Groups that are started and not finished.

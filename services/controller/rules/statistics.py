@@ -20,7 +20,7 @@ def histogram(values: Iterable[int]) -> Histogram:
 
 
 def lower_bound_of(bound: int) -> int:
-    """Returns the smallest number of the bucket with an upper bound."""
+    """Returns the smallest number in the bucket with the upper bound ``bound``."""
     if bound < 3:
         return bound
     is_power = bound & (bound - 1) == 0

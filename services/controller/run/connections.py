@@ -113,8 +113,8 @@ async def create_partitions(
             logger.info(
                 "restored samples from the snapshot", extra={"run": run_id, "samples": restored}
             )
-        # Other partitions are left if the last controller died while it dropped them; another run may have
-        # filled the memory; and the file may not be readable.
+        # The restore fails if the last controller died while it dropped the partitions and some remain,
+        # if another run has filled the memory, or if the file cannot be read.
         except (
             NotFoundError,
             DataLossError,
@@ -259,7 +259,7 @@ def is_loaded(worker: Worker, spec: RunSpec) -> bool:
 
 
 def _check_one_host(trainer: Worker, colocated: Sequence[Worker]) -> None:
-    """Raises an error unless colocated workers, which users may start, are on the trainer's host."""
+    """Raises FailedPreconditionError if a colocated worker, which a user may start, is on another host."""
     if apart := [worker.worker_id for worker in colocated if worker.host_id != trainer.host_id]:
         raise FailedPreconditionError(
             f"{', '.join(apart)} must be on the host of {trainer.worker_id} to share its GPUs, but run on "

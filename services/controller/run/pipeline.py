@@ -48,7 +48,7 @@ one step after the other, and at last ``finish``; all other loops run concurrent
         unblocked by  heartbeats, which it reads each second
 
     _report_cut_off                            reports scoring workers and critics that cannot fetch samples
-        waits for     the same of these workers
+        waits for     reports of these workers that they cannot reach the transferqueue, or can again
         unblocked by  heartbeats, which it reads each second
 
     early.accumulate                           trains READY groups before their batch is full
@@ -71,7 +71,7 @@ one step after the other, and at last ``finish``; all other loops run concurrent
         waits for     samples in the ``validation`` partition of the transferqueue
         unblocked by  rollouts, which store samples
 
-    evaluator.leave_out_lost                   excludes lost held-out groups from the scores
+    evaluator.exclude_lost                     excludes lost held-out groups from the scores
         waits for     the loss of a shard of the transferqueue
         unblocked by  the transferqueue, which reports the lost keys
 
@@ -83,7 +83,7 @@ one step after the other, and at last ``finish``; all other loops run concurrent
         waits for     a committed step, or the end of its patience
         unblocked by  train
 
-    _end_of_faults                             ends the run
+    _raise_fault                               ends the run
         waits for     an error in the processing of a worker's failure report
         unblocked by  fail
 
@@ -272,7 +272,7 @@ class TrainingPipeline:
         await self._fault
 
     async def catch_up(self) -> None:
-        """Finishes or returns the step in progress and brings the newest weights to every rollout."""
+        """Finishes the step in progress or returns its groups; brings the newest weights to every rollout."""
         if self.begun is not None:
             is_untrained = self.connections.trained < self.begun
             if self.connections.scoring.needs_weights and is_untrained:
@@ -371,7 +371,7 @@ class TrainingPipeline:
         return True
 
     async def detach(self, names: Collection[str]) -> None:
-        """Moves the work of rollouts to other ones, waits for their evaluations, and disconnects them."""
+        """Moves the groups of rollouts to other rollouts, waits for their evaluations, disconnects them."""
         await self.scheduler.reclaim_from_leaving(names)
         await self.evaluator.exclude_rollouts(names)
         await self.connections.remove_rollouts(names)

@@ -54,7 +54,7 @@ class Publisher:
         return self._served < self._newest or has_to_send
 
     async def record_served(self, step: int) -> None:
-        """Records that every rollout serves the weights of ``step`` from before; opens the gate."""
+        """Records that every rollout already serves the weights of ``step``; opens the gate."""
         self._newest = self._served = step
         await self._open_gate(step)
         async with self._changed:
@@ -86,7 +86,7 @@ class Publisher:
         async with self._changed:
             self._newest = max(self._newest, step)
             self._changed.notify_all()
-        # Yields so that an idle publisher can start before the next step.
+        # Yields to the event loop, so that an idle publisher can start before the next step.
         await asyncio.sleep(0)
 
     async def wait_served(self, step: int) -> None:

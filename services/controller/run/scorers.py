@@ -29,7 +29,7 @@ class BatchScoring:
         return any(WORKERS[role].receives_weights for role in self._clients)
 
     async def open(self, stack: AsyncExitStack, workers: Sequence[Worker]) -> None:
-        """Connects to those of the workers that score batches; the stack closes the connections."""
+        """Connects to the workers that score batches; the stack closes the connections."""
         for worker in workers:
             if WORKERS[worker.role].scores == "batches":
                 channel = open_channel(worker.address, "worker", run_id=self._run_id)
@@ -43,8 +43,9 @@ class BatchScoring:
 
         Args:
             weight_version: Version that the batch will be trained from.
-            is_trained: True if the trainer has trained the batch already. Workers with the trainer's
-                weights then have later ones, and what they would add is not needed.
+            is_trained: True if the trainer has trained the batch already. Workers that receive the
+                trainer's weights then have newer ones; they are not called, because their fields are not
+                needed.
 
         Raises:
             ServiceError: If a worker or the samples are lost.

@@ -130,7 +130,7 @@ def _complete_copy(source: Path, target: Path) -> Iterator[tuple[Path, int]]:
     try:
         with closing(_connect(source)) as reading, closing(_connect(copy)) as writing:
             reading.backup(writing)
-            # Makes the copy one file without a log.
+            # Stores the copy in one file, without a write-ahead log.
             writing.execute("PRAGMA journal_mode=DELETE")
             (found,) = writing.execute("PRAGMA integrity_check(1)").fetchone()
             if found != "ok":

@@ -25,8 +25,8 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 LEADER_LEASE = "controller"
-# Without these, a lost connection is noticed after 15 minutes by the controller, and after two
-# hours by the server, which keeps the locks of a lost controller's transaction.
+# Without these options, the controller notices a lost connection after 15 minutes, and the server after
+# two hours, during which it holds the locks of a lost controller's transaction.
 _SILENCE_S = 15
 _CLIENT_OPTIONS = {
     "connect_timeout": 10,
@@ -40,7 +40,7 @@ _SERVER_OPTIONS = {
     "tcp_keepalives_interval": "5s",
     "tcp_keepalives_count": "2",
     "tcp_user_timeout": f"{_SILENCE_S}s",
-    # Includes waits for locks.
+    # The time of a statement includes waits for locks.
     "statement_timeout": "60s",
 }
 # A read of this many rows takes a few milliseconds.
@@ -139,7 +139,7 @@ class Database:
 
     @contextmanager
     def write_unfenced(self) -> Iterator[sa.Connection]:
-        """Opens a write transaction without a leadership check, which is needed to become the leader."""
+        """Opens a write transaction without a leadership check, for example to become the leader."""
         with self._mapped_errors(), self._turn, self._engine.connect() as connection:
             writing = connection.execution_options(slipstream_writes=True)
             with writing.begin():
@@ -179,12 +179,12 @@ def _make_engine(url: str) -> sa.Engine:
 
 
 def _prepare_postgresql(driver: Any, connection: Any, record: Any) -> None:
-    # As statements, because connection poolers reject options that they do not know.
+    # Sets the options by statements, because connection poolers reject options that they do not know.
     for name, value in _SERVER_OPTIONS.items():
         try:
             connection.execute(f"SET {name} = '{value}'")
             connection.commit()
-        except driver.DatabaseError:  # a server on another system than Linux lacks some
+        except driver.DatabaseError:  # a server that does not run on Linux lacks some options
             connection.rollback()
 
 

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class Leadership:
-    """Lease of this controller to lead.
+    """Lease with which this controller is the leader.
 
     Args:
         holder: Name of this controller; a controller of the same name takes its own lease back at
@@ -41,7 +41,7 @@ class Leadership:
         return epoch
 
     async def keep_renewed(self) -> None:
-        """Renews the lease without end.
+        """Renews the lease until cancelled.
 
         Raises:
             LeaseLostError: If another controller took over, or the database was unavailable for too

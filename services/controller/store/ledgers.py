@@ -205,7 +205,7 @@ def read_steps(
 def read_metrics(connection: sa.Connection, run_id: str, steps: Sequence[int]) -> list[StepMetrics]:
     """Returns the metrics of some steps, without their groups; omits uncommitted steps."""
     return [
-        # Key caching speeds this up: a chart reads hundreds of steps with dozens of metrics each.
+        # Cached keys speed up parsing: a chart reads hundreds of steps with dozens of metrics each.
         StepMetrics(step=step, time=moment, metrics=from_json(metrics_json, cache_strings="keys"))
         for begin in range(0, len(steps), _CHUNK)
         for step, moment, metrics_json in connection.execute(
@@ -245,13 +245,13 @@ def start_at(connection: sa.Connection, run_id: str, step: int) -> None:
 
 
 def read_version_offset(connection: sa.Connection, run_id: str) -> int:
-    """Returns the difference between a run's weight versions and its steps."""
+    """Returns the weight version of a run's step minus the step."""
     query = sa.select(LEDGERS.c.version_offset).where(LEDGERS.c.run_id == run_id)
     return int(connection.execute(query).scalar() or 0)
 
 
 def set_version_offset(connection: sa.Connection, run_id: str, offset: int) -> None:
-    """Sets the difference between a run's weight versions and its steps."""
+    """Sets the weight version of a run's step minus the step."""
     connection.execute(
         LEDGERS.update().where(LEDGERS.c.run_id == run_id).values(version_offset=offset)
     )
@@ -272,7 +272,7 @@ def roll_back(connection: sa.Connection, run_id: str, step: int) -> None:
             if sequence not in in_flight
         ]
     connection.execute(STEPS.delete().where(STEPS.c.run_id == run_id, STEPS.c.step > step))
-    # Otherwise they would count as saved when training reaches their steps again.
+    # Otherwise these checkpoints would count as saved when training reaches their steps again.
     connection.execute(
         CHECKPOINTS.update()
         .where(
@@ -351,8 +351,8 @@ def copy_ledger(
     """Copies a run's ledger up to ``step`` to another run, with the groups issued but not trained by then.
 
     Args:
-        has_same_prompts: True if rows mean the same prompts in both runs; otherwise the child
-            issues its data from the start after that step.
+        has_same_prompts: True if rows mean the same prompts in both runs; otherwise the child issues
+            its own data from the start.
     """
     for table in (LEDGERS, PROMPTS, PROMPT_RATES, DEAD_LETTERS, STEPS):
         others = [column for column in table.c if column.name != "run_id"]

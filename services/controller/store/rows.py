@@ -24,7 +24,7 @@ from services.controller.store.tables import CHECKPOINTS, EVENTS, IDEMPOTENCY_KE
 
 IS_UNFINISHED = RUNS.c.state.not_in([state.value for state in TERMINAL])
 """SQL condition for runs that have not ended."""
-# Resuming a run needs no older events than these.
+# Max events of a type that :func:`event_data` reads; a resumed run needs no older ones.
 _MAX_EVENTS = 10_000
 _KEY_LIFE_S = 24 * 3600.0
 # Built once, because they are used many times per second.
@@ -36,7 +36,8 @@ _ADD_EVENT = EVENTS.insert()
 _RUN_COLUMNS = tuple(
     field.name for field in fields(Run) if field.name in RUNS.c and field.name != "state"
 )
-# Steps and conditions change far too often for a user to name the newest change.
+# Columns whose changes raise the revision. Steps and conditions do not: they change far too often for a
+# user to name the newest change.
 _REVISED = frozenset({"state", "labels_json", "priority", "spec_json"})
 _NEW_COLUMNS = tuple(field.name for field in fields(NewRun) if field.name in RUNS.c)
 _EVENT_COLUMNS = tuple(field.name for field in fields(Event) if field.name in EVENTS.c)
@@ -279,7 +280,7 @@ def to_event(row: Any) -> Event:
 
 def has_forgotten(connection: sa.Connection, project: str, moment: float, *, kept: int) -> bool:
     """Returns True if events of a project after a moment were deleted; a run keeps its last ``kept``."""
-    # Only runs with more events than that can have lost any, so the others need no look.
+    # Only runs with more than ``kept`` events can have lost any.
     is_long = sa.exists().where(EVENTS.c.run_id == RUNS.c.run_id, EVENTS.c.seq > kept)
     for run_id in connection.scalars(
         sa.select(RUNS.c.run_id).where(RUNS.c.project == project, is_long)

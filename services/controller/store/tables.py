@@ -1,4 +1,4 @@
-"""Tables of the controller's database, which a new database gets; migrations change older ones to them."""
+"""Tables of the controller's database. A new database is created with them; migrations change older ones."""
 
 import sqlalchemy as sa
 

@@ -211,7 +211,8 @@ class Dispatcher:
     async def reclaim_cut_off(self) -> list[Group]:
         """Reclaims groups of rollouts that cannot reach the transferqueue, if there are other rollouts.
 
-        Otherwise the groups stay where they are: they lose nothing if the rollouts reach it again.
+        Otherwise the groups stay where they are: they lose nothing if their rollouts reach the
+        transferqueue again.
         """
         names = self._rollout_pool.cut_off
         if not self._rollout_pool.num_replicas or not self._groups_on(names):
@@ -315,8 +316,8 @@ class Dispatcher:
             gate=self.gate,
             weight_version=self._rollout_pool.newest_version(),
         )[:free]
-        # A waiting group without tokens holds no place under the gate. If it bypassed the gate, a
-        # run that rewound to a checkpoint would generate more than it may before it trains.
+        # A PENDING group does not count as admitted here, so it passes the gate again. Otherwise a run that
+        # was rewound to a checkpoint would generate more groups than the gate allows before it trains.
         waiting = ledger.count(GroupState.PENDING)
         room = self.gate.capacity(
             published=self.published_step - ledger.first_step,

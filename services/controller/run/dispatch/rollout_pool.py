@@ -64,7 +64,8 @@ class RolloutPool:
         """Stops assigning work to rollouts that cannot reach the transferqueue, until they can again.
 
         Returns:
-            Causes by rollouts that are cut off since the last call; rollouts that are not any more.
+            The causes by rollout that is cut off since the last call, and the rollouts that are no longer
+            cut off.
         """
         now = {name for name, worker in self._workers.items() if worker.is_cut_off}
         lost, back = sorted(now - self._cut_off), sorted(self._cut_off - now)
@@ -108,7 +109,7 @@ class RolloutPool:
     def present(self) -> list[str]:
         """Returns the rollouts that serve the newest weights and may receive any work.
 
-        Rollouts that are cut off belong to them only if all are.
+        Rollouts that are cut off from the transferqueue are included only if all are cut off.
         """
         others = self._reserved | self._outdated | self._leaving
         names = [name for name in self._clients if name not in others]
@@ -162,7 +163,7 @@ class RolloutPool:
         return {name: fmean(gauges[name] for gauges in known) for name in DECODE_TIMES if known}
 
     def acceptance_length(self) -> dict[str, float]:
-        """Returns the mean tokens of a pass with proposals over the rollouts; empty without speculation."""
+        """Returns the mean tokens per pass with proposals, over the rollouts; empty without speculation."""
         gauge = "acceptance_length"
         known = [w.gauges[gauge] for w in self._workers.values() if gauge in w.gauges]
         return {gauge: fmean(known)} if known else {}

@@ -74,7 +74,7 @@ class SampleIndex:
         chosen = [self._samples[group.group_id] for group in groups]
         if not chosen:
             return KVBatchMeta(partition_id=self._partition, keys=())
-        # Selects once per described batch, not once per group; then restores the order.
+        # Selects from each batch description once, not once per group, and then restores the order.
         batches = {id(samples.batch): samples.batch for samples in chosen}
         wanted: dict[int, list[int]] = {number: [] for number in batches}
         for samples in chosen:
@@ -151,7 +151,7 @@ class SampleIndex:
     async def delete_incomplete(self, attempts: Sequence[tuple[str, int]]) -> None:
         """Deletes all samples of incomplete attempts (group id, number), also those that lack a field.
 
-        Otherwise the keys of the next attempt would exist already.
+        Otherwise the next attempt could not store its samples, which have the same keys.
         """
         for group_id, _ in attempts:
             self._incomplete.pop(group_id, None)
@@ -241,7 +241,7 @@ def spread_of(
 ) -> dict[str, Histogram]:
     """Returns histograms of staleness and response length of a step; empty for an empty batch.
 
-    Tokens over the staleness bound do not train: a sample that has some counts as one at the bound.
+    Tokens over the staleness bound do not train, so a sample with such tokens counts as one at the bound.
 
     Args:
         weight_version: Version that the step is trained from.

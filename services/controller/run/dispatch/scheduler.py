@@ -40,7 +40,7 @@ _REFILLED = "equal_rewards"
 _UNREACHABLE = "the transferqueue is unreachable"
 CUT_OFF_EVERY_S = 1.0
 """Max. seconds until a worker that cannot reach the transferqueue is reported, and its groups move."""
-# Collects groups that end within this time into one dispatch: each dispatch waits for the disk.
+# Min seconds between two dispatches: groups that end meanwhile share one, because each waits for the disk.
 _DISPATCH_PAUSE_S = 0.01
 
 
@@ -50,10 +50,10 @@ def cut_off_notes(
     """Returns the events of workers that cannot reach the transferqueue any more, or can again.
 
     Args:
-        cut: Type of the first ones.
-        lost: Causes by worker; an empty one is not known.
-        reconnected: Type of the others.
-        back: Workers that can.
+        cut: Type of the events of workers in ``lost``.
+        lost: Workers that cannot reach it any more, with the cause; an empty cause is not known.
+        reconnected: Type of the events of workers in ``back``.
+        back: Workers that can reach it again.
     """
     return [
         *(Note(cut, f"{n}: {why or _UNREACHABLE}", {"workers": [n]}) for n, why in lost.items()),
@@ -65,7 +65,7 @@ def cut_off_notes(
 
 
 _OF_THE_ROW = frozenset({"prompt_too_long", "demonstration_too_long"})
-"""Reasons that a data set may have many rows for, and that say nothing about the other rows."""
+"""Reasons that concern one row only: many rows of a data set may fail so, while the others do not."""
 
 
 class GroupFailures:
@@ -105,10 +105,11 @@ class GroupFailures:
         self._consecutive.clear()
 
     def raise_if_all_fail(self) -> None:
-        """Raises a GenerationError if many more attempts than a batch has groups failed in a row.
+        """Raises GenerationError after ``(4 + max_staleness) * prompts_per_step`` consecutive failures.
 
-        All running groups may fail at once with an environment or a service that they share; they
-        are retried. Each attempt counts, so that a reward that always fails ends the run early.
+        The limit exceeds one batch, because all running groups may fail at once with an environment or a
+        service that they share; they are retried. Each attempt counts, so that a reward that always fails
+        ends the run early.
         """
         spec = self._spec.now
         limit = (4 + spec.algorithm.max_staleness) * spec.trainer.prompts_per_step
@@ -175,7 +176,7 @@ class GenerationScheduler:
         self._is_reported = False
 
     async def restore(self, lost_workers: Collection[str], *, is_queue_empty: bool) -> None:
-        """Reconciles groups in flight with stored samples and live rollouts; restarts the missing ones.
+        """Reconciles groups in flight with stored samples and live rollouts; restarts groups without either.
 
         Args:
             is_queue_empty: True if the transferqueue lost all stored samples.
@@ -186,7 +187,7 @@ class GenerationScheduler:
             self._ledger.requeue(group)
         assignments: dict[str, list[GroupAssignment]] = defaultdict(list)
         members = range(self._spec.now.samples_per_group)
-        # The assignment of shards to rollouts is not durable.
+        # The assignment of shards to rollouts is not stored in the database.
         is_shared = len(members) > self._spec.now.rollout.max_running_samples
         running = self._ledger.running()
         for group in running:
@@ -243,7 +244,7 @@ class GenerationScheduler:
             whole = {name for name, samples in found.items() if self.stored.is_whole(samples)}
             known = [self._ledger.get(group_id) for group_id in sorted(group_ids - whole)]
             groups = [group for group in known if group is not None]
-            # Their attempts may fail, or be interrupted and dispatched again, during the calls.
+            # During the calls, these attempts may fail, or be interrupted and dispatched again.
             begun = [(group.group_id, group.attempt) for group in groups if group.state in RUNNING]
             await self._rollout_pool.cancel([group_id for group_id, _ in begun])
             still = self._still_running(begun)
@@ -257,7 +258,7 @@ class GenerationScheduler:
             await self._notify()
 
     async def follow_cut_off(self) -> None:
-        """Uses other rollouts while some cannot reach the transferqueue, until it is cancelled."""
+        """Moves groups away from rollouts that cannot reach the transferqueue, until it is cancelled."""
         while True:
             await self.update_cut_off()
             await asyncio.sleep(CUT_OFF_EVERY_S)
@@ -289,7 +290,7 @@ class GenerationScheduler:
                 if failure.reason == "stalled":
                     await self._note_stall(group, failure)
                 continue
-            # The next attempt may start as soon as the ledger ends this one.
+            # Ends the shards first: the next attempt may start as soon as the ledger ends this one.
             await self._stop_shards(group)
             if self._running(failure) is not None:
                 await self._end_failed(group, failure)
@@ -347,8 +348,8 @@ class GenerationScheduler:
             self._dispatcher.num_deferred += 1
         elif failure.reason in _NOT_PROMPT_FAILURES:
             self._ledger.requeue(group)
-            # If the transferqueue has no room for a batch, all groups fail like this and none would
-            # ever be ready.
+            # Reported once per batch: if the transferqueue has no room for a batch, all groups fail with
+            # this reason and none becomes READY.
             is_reported, self._is_reported = self._is_reported, True
             if not is_reported:
                 await self._journal.record_event(failed(failure, row), self._ledger)
@@ -372,7 +373,7 @@ class GenerationScheduler:
         """Adopts groups that the transferqueue holds, and deletes samples that are not expected.
 
         Returns:
-            Running groups with all samples that still lack fields which another worker adds.
+            Ids of running groups whose samples are all stored but lack fields that another worker adds.
         """
         unwanted: list[GroupSamples] = []
         unscored: set[str] = set()

@@ -77,7 +77,7 @@ class Evaluator:
         self._answering: Request | None = None
         """Request that the current evaluation will complete; None without one.
 
-        Read when the evaluation gets its rollouts: until then, it answers any request.
+        Set when the evaluation gets its rollouts, so that it completes any request made until then.
         """
         self._num_begun = 0
         self._changed = asyncio.Condition()
@@ -146,9 +146,10 @@ class Evaluator:
         return [turn.version for turn in turns if turn is not None]
 
     async def evaluate_served(self) -> None:
-        """Evaluates the served version at a user's request, unless a queued evaluation answers that.
+        """Evaluates the served version at a user's request, unless a queued evaluation completes it.
 
-        The request stays pending. Before a version is served, this does nothing: the first one answers it.
+        The request stays pending. Before a version is served, this does nothing: the evaluation of the
+        first served version completes the request.
         """
         asked = self._request_queue.get("evaluate")
         is_answered = asked in (None, self._answering)  # by a version that was served meanwhile
@@ -164,7 +165,7 @@ class Evaluator:
             await self._changed.wait_for(lambda: self._evaluations.current is None)
 
     async def wait_leased(self) -> None:
-        """Waits until the current evaluation has its rollouts; a new version would replace its version."""
+        """Waits until the current evaluation has its rollouts; a new version could replace its own before."""
         async with self._changed:
             await self._changed.wait_for(
                 lambda: self._evaluations.current is None or self._is_leased
@@ -217,7 +218,7 @@ class Evaluator:
             return "final"
         if step == 0 and validation.begins:
             return "initial"
-        # Versions that were not published never arrive here.
+        # Steps whose weights were not published never arrive here, so this includes those since the last.
         since = range(step if self._step is None else self._step + 1, step + 1)
         is_due = any(is_periodic(passed, validation.every) for passed in since)
         return "periodic" if is_due else None
@@ -271,19 +272,19 @@ class Evaluator:
 
     @asynccontextmanager
     async def _lease(self, begun: StartedEvaluation) -> AsyncIterator[Sequence[str]]:
-        """Yields rollouts that serve the version and keep it; empty if they serve another one already.
+        """Yields rollouts that serve the version and keep it; none if they serve another version already.
 
-        The caller holds the pin, which this releases.
+        The caller holds the pin, which this method releases.
         """
         reserved: Sequence[str] = ()
         try:
-            # A version may be in service before ``published`` is called: its publication held the
-            # pin.
+            # A newer version may be in service although ``published`` was not called for it yet: its
+            # publication held the pin.
             if max(self._version, self._weights.version) != begun.version:
                 yield ()
                 return
             self._answering = self._request_queue.get("evaluate")
-            if begun.reason != "final":  # training is over, so all rollouts evaluate
+            if begun.reason != "final":  # the final one uses all rollouts, because training is over
                 reserved = self._rollout_pool.reserve(self._spec.now.validation.replicas)
             if reserved:
                 self._weights.reserve(reserved)
@@ -329,7 +330,7 @@ class Evaluator:
         """Returns one temperature per sample of a prompt of the set; the first sample is greedy."""
         validation, part = self._spec.now.validation, self._spec.now.data.heldout_sets[split]
         if not (part.rewards or self._spec.now.rollout.rewards):
-            return (0.0,)  # without rewards, the one likelihood of the row's answer is measured
+            return (0.0,)  # without rewards, one sample measures the likelihood of the row's answer
         count = validation.samples_per_prompt
         if isinstance(part, HeldoutSetSpec) and part.samples_per_prompt is not None:
             count = part.samples_per_prompt

@@ -7,7 +7,7 @@
                                                   the loops are entered again
     a worker exits, is silent or is replaced   -> the loops are left; the missing workers start; the
                                                   loops are entered again. Lost rollouts are not
-                                                  awaited while others are left: they join later.
+                                                  awaited while other rollouts remain: they join later.
     too many failures without a finished step  -> the run fails, with the last log lines of the
                                                   lost workers
 """
@@ -218,9 +218,9 @@ class RunDriver:
         known = self._services.membership.find(self._run_id, exit_.worker_id)
         had_loaded = known is not None and known.state != "loading"
         was_interrupted = exit_.code is None or exit_.code < 0 or exit_.code == OUTAGE_EXIT
-        # A worker that fails by itself before it has loaded would fail again. After the run has
-        # started once, a slow machine or an occupied port are more likely, and the number of
-        # restarts is limited.
+        # At the run's start, a worker that fails by itself before it has loaded would fail again. Later,
+        # a slow machine or an occupied port is the more likely cause, and the number of restarts is
+        # limited.
         is_first = self._state is RunState.STARTING
         self._is_hopeless |= is_first and not (had_loaded or was_interrupted)
         message = (
@@ -328,8 +328,8 @@ class RunDriver:
                 return {}
             return await self._sizing.remove_surplus()
         for each in errors:
-            # Restarting the trainer loses more than time, so only missing heartbeats count as its
-            # death.
+            # A restart of the trainer may lose trained steps, so it counts as lost only without heartbeats;
+            # a rollout also counts as lost if it does not answer.
             if isinstance(each, UnresponsiveError) and each.worker_id in self._rollouts():
                 self.worker_lost(each.worker_id, str(each))
         await self._await_exit_report()
@@ -392,7 +392,7 @@ class RunDriver:
                     await self._lost.wait()
 
     async def _watch_workers(self) -> None:
-        """Raises if a worker exits or sends no heartbeats."""
+        """Raises WorkerLostError if a worker exits or sends no heartbeats."""
         timeout_s = self._services.heartbeat_timeout_s
         self._services.membership.start_supervision(self._run_id)
         while True:

@@ -77,11 +77,11 @@ class ElasticSizing:
 
     @property
     def size(self) -> int:
-        """Number of rollouts without those that are requested but not running yet; lost ones count."""
+        """Number of rollouts, lost ones included, without those that are requested and not running yet."""
         return len(self._size)
 
     def startable_spec(self) -> RunSpec:
-        """Returns the specification without rollouts that are requested and may not start."""
+        """Returns the specification without the requested rollouts that never ran and may fail to start."""
         return with_replicas(self._spec.now, len(self._wanted() & self._size))
 
     def notify(self) -> None:
@@ -89,7 +89,7 @@ class ElasticSizing:
         self._changed.set()
 
     def handles_exit(self, exit_: WorkerExit) -> bool:
-        """Returns True if a worker that exited is one that the run does not need yet or any more."""
+        """Records the exit of a new rollout; returns True if the worker is a new or surplus rollout."""
         if exit_.worker_id in self._new():
             self._failure = f"{exit_.worker_id} exited; last log lines:\n{exit_.last_lines}"
             self._failed.set()
@@ -127,7 +127,7 @@ class ElasticSizing:
                 here -= gone
                 self._started -= gone
                 self._size -= gone
-                await self._start(pipeline)  # platforms display the number of workers
+                await self._start(pipeline)  # platforms display the new number of rollouts
             if missing := wanted - here:
                 here |= await self._add_rollouts(missing, pipeline, request)
                 continue
@@ -155,7 +155,7 @@ class ElasticSizing:
         return dict.fromkeys(gone, "was removed")
 
     def missing_rollouts(self) -> set[str]:
-        """Returns rollouts that have not loaded yet and without which the others can start."""
+        """Returns the rollouts that have not loaded and for which the run does not wait."""
         loaded, wanted = self._loaded(), self._wanted()
         missing = wanted - loaded
         # A colocated rollout has no free GPU on which to load while the trainer runs.
@@ -183,7 +183,7 @@ class ElasticSizing:
     async def _add_rollouts(
         self, missing: set[str], pipeline: asyncio.Future[TrainingPipeline], request: Request | None
     ) -> set[str]:
-        """Starts rollouts and adds those that no queue holds back to the run.
+        """Starts rollouts and adds to the run those that no queue holds back.
 
         Returns:
             The added rollouts; none if they are not wanted any more.

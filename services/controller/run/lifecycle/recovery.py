@@ -275,7 +275,7 @@ async def _rewind(
     await drop_partitions(queue, run_id)
     await create_partitions(queue, run_id, spec)
     message = f"the trainer lost its state after step {step}; training continues from that step"
-    # Rollouts may serve the newest step's version although the run's record lacks that.
+    # Rollouts may serve the newest step's version before the run's record contains it.
     newest = max(recovered.run.weight_version, recovered.step + recovered.version_offset)
     await journal.rewind(step, version=newest + 1, message=message)
     logger.warning("run rewound", extra={"run": run_id, "step": step})

@@ -13,7 +13,7 @@ from services.controller.run.dispatch.rollout_pool import RolloutPool
 from services.controller.run.weights.session import SyncReport
 from services.controller.store.ledgers import StepMetrics
 
-# Newest weight syncs in the summary's percentiles: they are sorted for each event.
+# Max newest weight syncs from which the summary computes percentiles: each event sorts them.
 _MAX_SYNCS = 1000
 # Max rollouts that the event of a step lists individually.
 _MAX_NAMED_ROLLOUTS = 32
@@ -174,7 +174,8 @@ class StepMeter:
     def measure(self, replicas: RolloutPool, seconds: float) -> StepUse:
         """Returns the activity of the rollouts in a step that took ``seconds``."""
         totals, tokens = replicas.idle_seconds(), replicas.tokens_total()
-        # A new rollout was idle before it joined, and a gauge may be some seconds old.
+        # Limits the differences: a new rollout was idle before it joined, and a gauge may be some seconds
+        # old.
         idle_s = {
             name: min(max(total - self._idle_s.get(name, total), 0.0), seconds)
             for name, total in totals.items()

@@ -93,7 +93,7 @@ class StallReporter:
 
     @property
     def patience_s(self) -> float:
-        """Seconds without a step that are not reported."""
+        """Seconds without a step after which the run is reported."""
         return max(_MIN_PATIENCE_S, _PATIENCE_STEPS * max(self._seconds, default=0.0))
 
     async def watch(self) -> None:

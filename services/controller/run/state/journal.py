@@ -193,7 +193,7 @@ class Journal:
             work(connection)
 
     def _change(self, ledger: Ledger | None, also: Work | None = None) -> Work:
-        """Returns the write of the ledger's changes, which are taken now, and of ``also``."""
+        """Takes the ledger's changes; returns the function that writes them and runs ``also``."""
         change = None if ledger is None else ledger.take_changes()
 
         def work(connection: sa.Connection) -> None:

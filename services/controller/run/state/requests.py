@@ -1,4 +1,4 @@
-"""Specification of a live run, and the requests that users make of it."""
+"""Current specification of a run, and the requests of users to the run."""
 
 import asyncio
 from dataclasses import asdict
@@ -76,7 +76,7 @@ def end_quantization(run_id: str) -> Work:
 
 
 class CurrentSpec:
-    """Mutable holder of a live run's specification.
+    """Holds the current specification of a run, which may change while the run is driven.
 
     All parts of a run share it and read settings on each use, so a change takes effect everywhere
     at once.

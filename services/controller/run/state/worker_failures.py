@@ -20,7 +20,7 @@ class WorkerLostError(RuntimeError):
     """Raised if a worker of a run is gone.
 
     Args:
-        code: Code of the run if it ends.
+        code: Error code of the run if the loss ends it.
     """
 
     def __init__(self, message: str, *, code: str = "WorkerLost") -> None:
@@ -59,7 +59,7 @@ def find_fatal(errors: Sequence[BaseException]) -> BaseException | None:
 
 
 def explain(errors: Sequence[BaseException]) -> tuple[str, str]:
-    """Returns stable code and message of a failed run."""
+    """Returns the stable code and the message with which a run fails."""
     if lost := next((e for e in errors if isinstance(e, WorkerLostError)), None):
         return lost.code, str(lost)
     error = errors[0]

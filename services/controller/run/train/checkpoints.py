@@ -131,7 +131,7 @@ class CheckpointStore:
             for row in rows
             if row["state"] == "DELETED"
             and row["path"] not in ready
-            # A run that went back may be saving later steps again.
+            # A rewound run may be saving its later steps again.
             and (not row["is_unfinished"] or row["step"] < newest.get(row["run_id"], 0))
         ]
 
@@ -211,7 +211,8 @@ class Checkpoints:
         await self._journal.record_event(
             Note("CheckpointStarted", f"saving the checkpoint of step {step}", data), ledger
         )
-        # The event refuses further forks of the replaced ones. Those before it are known here.
+        # The event prevents further forks from the checkpoints that it replaces; this read finds the forks
+        # that were created before.
         kept.update(await self._journal.read(steps_in_use))
         checkpoint = await self._save(
             trainer, critic, step=step, version=version, keep_steps=sorted(kept)
@@ -269,7 +270,9 @@ class Checkpoints:
         )
 
     async def _save_samples(self, taken: Collection[str]) -> tuple[str, str]:
-        """Returns the name of a new snapshot or, if it failed, the cause: samples are then generated again.
+        """Saves a snapshot; returns its name and an empty text or, if it failed, an empty name and the cause.
+
+        Without a snapshot, the samples are generated again.
 
         Args:
             taken: Snapshot names in use by checkpoints. The first other name is used, so that there

@@ -34,7 +34,7 @@ from services.wire.workers import RolloutClient, TrainerClient
 class GpuTimeSharing:
     """Decides which side has the shared GPUs of a run.
 
-    At first both sides sleep, or both are awake; the first switch puts them in order.
+    At first both sides sleep, or both are awake; after the first switch, one side sleeps.
     """
 
     spec: CurrentSpec
@@ -61,7 +61,7 @@ class GpuTimeSharing:
             if self._trainer_has_gpus:
                 return
             await self.evaluator.wait_leased()
-            # An evaluation that holds the pin first finishes under its weight version.
+            # Waits for an evaluation that holds the pin, which finishes under its weight version.
             await self.connections.weights.pin.acquire()
             self._trainer_has_gpus = True
             timeout_s = self.spec.now.limits.step_timeout_s
@@ -122,7 +122,7 @@ async def start_colocated(
     membership: Membership,
     num_rollouts: int,
 ) -> None:
-    """Starts the missing workers of a run; each takes the GPUs while all others leave them free.
+    """Starts the missing workers of a run; each loads while all others leave the GPUs free.
 
     Raises:
         DeadlineExceededError: If the trainer does not load in time, or a worker does not fall

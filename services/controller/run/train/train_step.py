@@ -1,4 +1,4 @@
-"""Trains steps exactly once: forms batches, trains and commits them, settles interrupted ones."""
+"""Trains steps exactly once: forms batches, trains and commits them, finishes or reverts interrupted ones."""
 
 import asyncio
 import math
@@ -147,7 +147,7 @@ async def _wait_for_any(
 class EarlyTraining:
     """Accumulates gradients of finished groups while the rest of their batch is still generated.
 
-    This is not recorded: a trainer that lost its gradients trains the whole step.
+    The accumulation is not recorded: a trainer that lost its gradients trains the whole step.
     """
 
     trainer: TrainerClient
@@ -159,8 +159,7 @@ class EarlyTraining:
     async def accumulate(self, step: int, *, weight_version: int, timeout_s: float) -> None:
         """Sends the groups of a step to the trainer as they finish, until it is cancelled.
 
-        All groups that are ready when the trainer is free go in one call, so that its batches are
-        large.
+        One call sends all groups that are READY when the trainer is free, so that its batches are large.
         """
         sent: set[tuple[str, int]] = set()
 
@@ -301,7 +300,8 @@ class TrainSteps:
                 weight_version=version,
                 max_staleness=self.spec.now.algorithm.max_staleness,
             )
-            # A publication that waits for the trainer must find the new weights under their own version.
+            # Commits while it holds the lock: a publication that waits for the lock must publish the new
+            # weights under their own version.
             await self._commit(step, batch, trained, spread=spread, begin=begin, wait_s=wait_s)
         await self._report_nothing_learned(step, samples, trained)
         await self.scheduler.release(stored)
@@ -456,7 +456,7 @@ def _within_limit(step: int, timeout_s: float) -> Iterator[None]:
 
 
 def _finite(numbers: Mapping[str, float]) -> dict[str, float]:
-    """Returns the finite numbers: JSON has no others, and a mean that includes another is meaningless."""
+    """Returns the finite numbers: JSON cannot express others, and a mean that includes one is meaningless."""
     return {name: value for name, value in numbers.items() if math.isfinite(value)}
 
 

@@ -34,8 +34,8 @@ _T = TypeVar("_T")
 
 # Interval at which a member's process is probed during a call.
 _PROBE_EVERY_S = 0.5
-# Max probes of all members per second, since probes take this process's time: with many members the
-# interval and the time-out grow.
+# Max probes per second to all members together, because each costs this process CPU time. With many
+# members, the interval and the time-out grow.
 _PROBES_PER_S = 250
 # Number of time-outs that are retried because this process itself was late.
 _MAX_LATE = 2
@@ -58,7 +58,7 @@ class WeightMembers:
         self._hosts: dict[str, str] = {}
         self._reserved: dict[str, WeightSyncClient] = {}
         self.sources: dict[str, WeightSyncClient] = {}
-        """Trainer ranks that send, in the order of their rows."""
+        """Trainer ranks that send, in the order of the rows of the weights that they hold."""
         self.rollouts: dict[str, WeightSyncClient] = {}
         """Receivers, by worker."""
         self.plan: WeightPlan
@@ -136,7 +136,7 @@ class WeightMembers:
     def peers(self, joined: Sequence[str]) -> dict[str, list[str]]:
         """Returns serving rollouts as senders, each with the rollouts of ``joined`` on its host.
 
-        Rollouts on the trainer's host are left out: the trainer is as near to them.
+        Rollouts on the trainer's host are left out: the trainer itself is on their host.
         """
         if not MODES[self._mode].lends or len(self.sources) > 1 or self.backend() == HANDLE:
             return {}

@@ -31,10 +31,10 @@ logger = logging.getLogger(__name__)
 _MIN_TIMEOUT_S = 1.5
 # A rollout that drains for this long counts as dead, in case its own stall detection failed.
 _DRAINING_S = 7 * 86_400.0
-# Deadline of a transfer over the time of the one before, or over the deadline that it missed.
+# Factor of a transfer's deadline: over the duration of the previous transfer, or over a missed deadline.
 _SLOWER = 4
-# Max attempts to publish one version while no member is lost: a busy machine misses a deadline, a
-# bit flips.
+# Max attempts to publish one version while no member is lost: a busy machine may miss a deadline, or a
+# bit may flip.
 _MAX_TRIES = 5
 
 
@@ -106,8 +106,8 @@ class WeightSession:
         run_id: Identifier of the run; names the rendezvous scopes.
         drains: True if rollouts finish running responses before they adopt, for as long as these
             make progress.
-        first_epoch: Epochs are greater than this, so that members of an earlier session take part.
-        dtypes: Dtypes that rollouts compute with; empty for those of the weights that are sent.
+        first_epoch: Epochs are greater than this, so that members of an earlier session accept them.
+        dtypes: Dtypes that rollouts compute with; empty if they compute with those of the sent weights.
     """
 
     def __init__(
@@ -240,7 +240,7 @@ class WeightSession:
         self._is_formed = False
 
     async def unreserve(self, names: Sequence[str]) -> None:
-        """Includes reserved rollouts again, which receive the next version whichever they missed."""
+        """Includes reserved rollouts again; they receive the next version, whichever they missed."""
         async with self.pin:
             self._members.unreserve(names)
             self._is_formed = False
@@ -437,7 +437,7 @@ class WeightSession:
         )
 
     async def _score(self, version: int) -> Canary:
-        """Returns the trainer's canary scores of a version, asked for once, before the trainer continues."""
+        """Returns the trainer's canary scores of a version; asks once, before the trainer continues."""
         if self._canary is None or self._canary[0] != version:
             name, trainer = next(iter(self._members.sources.items()))
             answers = await self._members.call_all(
@@ -498,7 +498,8 @@ class WeightSession:
 
         Raises:
             UnavailableError: If the trainer or all rollouts are lost.
-            ServiceError: ``error``, after the last retry, or if a retry would only wait longer.
+            ServiceError: ``error``, after the last retry, or if it is an InterruptedLinkError although all
+                members answer.
         """
         self._members.remove_rollouts(gone)
         if any(name in self._members.sources for name in gone) or not self._members.rollouts:
