@@ -72,7 +72,7 @@ class Shards:
         stored_bytes: Callable[[], int],
         free: Callable[[Sequence[int]], None],
     ) -> None:
-        """Adds the shard of this process, with functions that return its fill and delete blobs."""
+        """Adds the shard of this process, with functions that return its used bytes and delete blobs."""
         self._members[shard.shard_id] = _Member(shard, capacity_bytes, stored_bytes, free)
         self._notify_clients()
 
@@ -99,11 +99,11 @@ class Shards:
         """Keeps a shard alive; waits a while for blobs to delete.
 
         Args:
-            instance_id: Lifetime of its process.
+            instance_id: Id of the current lifetime of its process.
             num_deleted: Number of blobs that the shard has deleted so far at the index's request.
 
         Returns:
-            The blobs to delete after these.
+            Ids of the blobs to delete after these.
 
         Raises:
             NotFoundError: If the shard was given up.
@@ -266,7 +266,7 @@ class ShardRegistryServicer(pb_grpc.ShardRegistryServiceServicer):
         self, request: pb.CommitPutRequest, context: Context
     ) -> pb.CommitPutResponse:
         meta = KVBatchMeta.from_proto(request.batch)
-        # Otherwise the samples of a shard that was given up would never be reported as lost.
+        # Rejects a shard that was given up: its samples would never be reported as lost.
         member = self._member(request)
         revision = await self._index.commit(meta, put_id=request.put_id)
         member.reserved.discard(request.put_id)

@@ -46,7 +46,7 @@ class ColumnRange:
 
     @property
     def is_full(self) -> bool:
-        """True if the range takes no further put."""
+        """True if the range accepts no further put."""
         return len(self.puts) >= _FULL_ROWS
 
     def append(self, meta: KVBatchMeta) -> int:
@@ -127,13 +127,13 @@ def _extended(column: "array[int]", values: Sequence[int]) -> "array[int]":
 
 @lru_cache(maxsize=256)
 def _interned(text: str) -> str:
-    """Interns equal texts: many tags have few distinct values, and those of a group are equal."""
+    """Interns equal texts: many tags have few distinct values, and samples of a group have equal ones."""
     return text
 
 
 @lru_cache(maxsize=4096)
 def single_put(place: int) -> tuple[int, ...]:
-    """Returns the places of a row with one put; cached, as most rows share a few tuples."""
+    """Returns the ``places`` of a row with one put; cached, because most rows share a few tuples."""
     return (place,)
 
 

@@ -26,7 +26,7 @@ from services.wire.transferqueue.types import LostSamples, PartitionImage, Parti
 
 
 class Quotas:
-    """Byte accounts of runs; only the shards limit a run without a quota."""
+    """Bytes that runs use of their quotas; only the shards' capacity limits a run without a quota."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -176,7 +176,7 @@ class Index:
             self._quotas.credit(charge.run, charge.size_bytes)
 
     async def commit(self, meta: KVBatchMeta, *, put_id: str) -> int:
-        """Makes a put visible, whose bytes are stored and charged; a repeated call changes nothing.
+        """Makes a put visible after its bytes were stored and charged; a repeated call changes nothing.
 
         Returns:
             The partition's revision.
@@ -188,7 +188,7 @@ class Index:
         if put_id in self._committed:
             return partition.revision
         extensions = partition.add(meta)
-        self._charges.pop(put_id, None)  # the samples have it now
+        self._charges.pop(put_id, None)  # the stored samples are charged now
         self._committed[put_id] = None
         if len(self._committed) > _REMEMBERED_PUTS:
             self._committed.popitem(last=False)
@@ -248,7 +248,7 @@ class Index:
     def remove_shard(self, shard_id: str) -> None:
         """Deletes the samples that had a value on a dead shard, and records them as lost.
 
-        Those that a consumer acknowledged are lost too: others may still need them.
+        Samples that a consumer acknowledged are lost too: other consumers may still need them.
         """
         for name, partition in self._partitions.items():
             rows = partition.rows_on(shard_id)

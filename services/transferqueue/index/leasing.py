@@ -21,13 +21,17 @@ from services.wire.transferqueue.types import AcquireRequest
 
 
 def fifo(groups: Iterable[str], count: int) -> list[int] | None:
-    """Returns the places of the ``count`` oldest samples; None if there are fewer."""
+    """Returns the positions of the ``count`` oldest samples in ``groups``; None if there are fewer.
+
+    Args:
+        groups: Group id of each ready sample, oldest first.
+    """
     num_ready = sum(1 for _ in islice(groups, count))
     return list(range(count)) if num_ready == count else None
 
 
 def whole_groups(groups: Iterable[str], count: int, *, group_size: int) -> list[int] | None:
-    """Returns the places of the ``count`` samples whose groups were complete first; None if there are fewer.
+    """Returns the positions of ``count`` samples whose groups were complete first; None if there are fewer.
 
     Members are found by group id, never by adjacency, so a late member cannot mix two prompts.
 
@@ -92,7 +96,7 @@ class Consumer:
                 self._queue += extension.rows
 
     def remove_rows(self, rows: Iterable[Row]) -> None:
-        """Drops deleted rows from the acknowledged ones."""
+        """Removes deleted rows from the acknowledged rows."""
         self.acked.difference_update(rows)
 
     def next_expiry(self) -> float | None:

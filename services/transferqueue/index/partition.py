@@ -118,7 +118,7 @@ def _text(kind: Kind) -> str:
 
 
 class MetaBuilder:
-    """Collects columns over runs of rows that have the same column ranges."""
+    """Collects columns from sequences of rows; the rows of a sequence have the same column ranges."""
 
     def __init__(self, schema: Schema) -> None:
         self._kinds = schema.kinds
@@ -323,7 +323,7 @@ class Partition:
         )
 
     def describe_puts(self) -> tuple[KVBatchMeta, ...]:
-        """Describes all samples; in each meta, all keys came with the same puts."""
+        """Describes all samples; each description has the samples that came with the same puts."""
         by_puts: dict[tuple[tuple[ColumnRange, int], ...], list[Row]] = {}
         for row in self.rows.values():
             found = zip(row.parts, row.places, strict=True)
@@ -373,7 +373,7 @@ def find(partitions: Mapping[str, Partition], partition_id: str) -> Partition:
 
 
 def _by_part(rows: Sequence[Row]) -> Iterator[tuple[ColumnRange, list[int]]]:
-    """Yields column ranges and the rows' indexes in them, per run of rows with the same ranges."""
+    """Yields column ranges and the rows' indexes in them, for each sequence of rows with the same ranges."""
     for parts, run in groupby(rows, key=attrgetter("parts")):
         places = [row.places for row in run]
         for number, part in enumerate(parts):

@@ -58,7 +58,7 @@ class SampleRecordKeeper:
         self._shards = shards
         self._tasks = TaskGroup()
         self._runs: dict[str, _Run] = {}
-        # Own threads: searches of users take seconds, and must not delay snapshots and the recording.
+        # Separate threads: searches of users take seconds, and must not delay snapshots and recording.
         self._readers = ThreadPoolExecutor(_MAX_READS, "sample-reader")
 
     async def __aenter__(self) -> Self:
@@ -84,7 +84,8 @@ class SampleRecordKeeper:
             self._runs[run_id].max_bytes, self._runs[run_id].max_steps = max_bytes, max_steps
             return
         run = self._runs[run_id] = _Run(max_bytes, max_steps)
-        # Before the first wait: if the caller is cancelled there, samples must still leave the memory.
+        # Started before the first await: if the caller is cancelled there, samples must still leave the
+        # memory.
         run.following = self._tasks.create_task(self._follow(run_id, run), name=f"keep {run_id}")
         await asyncio.to_thread(self._delete_ended_runs, max_bytes, frozenset(self._runs))
 
@@ -122,7 +123,7 @@ class SampleRecordKeeper:
                     "storing sample records failed",
                     extra={"run": run_id, "why": type(error).__name__},
                 )
-            # Also on failure: training must not wait for their space.
+            # Releases the samples after a failure, too: training must not wait for their space.
             self._index.release(pending.partition_id, pending.keys)
 
     async def read(self, run_id: str, query: SampleRecordQuery) -> AsyncIterator[bytes]:
@@ -144,7 +145,7 @@ class SampleRecordKeeper:
         await asyncio.to_thread(remove_store, self._path(run_id))
 
     async def _follow(self, run_id: str, run: _Run) -> None:
-        with suppress(NotFoundError):  # a restore that failed dropped what it had restored
+        with suppress(NotFoundError):  # a failed restore dropped the partition
             async for _ in self._index.watch(_partition(run_id), 0):
                 await asyncio.sleep(_GATHER_S)
                 await self.flush(run_id)
@@ -156,7 +157,7 @@ class SampleRecordKeeper:
         found = []
         for path in self._folder.glob("*.db"):
             if path.stem not in kept:
-                with suppress(FileNotFoundError):  # it is deleted for another run that starts
+                with suppress(FileNotFoundError):  # the start of another run deleted it
                     about = path.stat()
                     found.append((about.st_mtime, about.st_size, path))
         surplus = sum(size for _, size, _ in found) + wanted_bytes - self._capacity_bytes

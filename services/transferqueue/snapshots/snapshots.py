@@ -247,7 +247,7 @@ class Snapshots:
         return num_keys, (await asyncio.to_thread(path.stat)).st_size
 
     async def restore(self, run_id: str, snapshot_id: str) -> int:
-        """Restores a run; returns the number of samples. If it does not end, nothing stays.
+        """Restores a run; returns the number of samples. If it fails, it drops the partitions it created.
 
         Raises:
             NotFoundError: If there is no such snapshot.
@@ -332,7 +332,10 @@ async def _save_put(meta: KVBatchMeta, blobs: BlobClient, writer: RecordWriter) 
 
 
 def _compact(column: FieldColumn) -> tuple[list[tuple[int, int]], tuple[int, ...]]:
-    """Returns the ranges of a blob that a column needs, and its offsets after these are concatenated."""
+    """Returns the ``(offset, size)`` ranges of a blob that a column uses, and new offsets of its rows.
+
+    The offsets are those after the ranges are concatenated.
+    """
     row_bytes = codec.ITEM_BYTES[column.dtype] * prod(column.tail_shape)
     ranges: list[tuple[int, int]] = []
     moved: dict[tuple[int, int], int] = {}
@@ -368,7 +371,7 @@ def _read_image(fields: Sequence[object]) -> PartitionImage:
     partition_id, required_fields, quota_bytes, acked = fields
     return PartitionImage(
         partition_id=str(partition_id),
-        required_fields=tuple(required_fields),  # type: ignore[arg-type]  # the checksum vouches
+        required_fields=tuple(required_fields),  # type: ignore[arg-type]  # the checksum was verified
         quota_bytes=int(quota_bytes),  # type: ignore[call-overload]
         puts=(),
         acked={name: (tuple(f), tuple(keys)) for name, f, keys in acked},  # type: ignore[attr-defined]

@@ -305,7 +305,7 @@ class BlobStore:
         blob.num_pins += 1
         try:
             await in_thread(partial(spill.write_file, start, data))
-            is_moved = blob.num_pins == 1  # a reader that came meanwhile reads at the former place
+            is_moved = blob.num_pins == 1  # a reader that pinned it meanwhile reads the old range
         finally:
             if is_moved:
                 blob.arena.free(blob.start, blob.size)

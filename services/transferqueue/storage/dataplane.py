@@ -99,7 +99,7 @@ class Metadata(Protocol):
         """Charges the run's quota."""
 
     def cancel(self, put_id: str) -> None:
-        """Reverts the charge of a put, if there is one, at once or soon."""
+        """Reverts the charge of a put, if there is one, at once or in the background."""
 
     async def commit(self, meta: KVBatchMeta, *, put_id: str) -> int:
         """Makes a put visible; a repeated call changes nothing."""
@@ -177,7 +177,7 @@ class Writer:
         return codec.Granted(grant.blob_ids, grant.positions)
 
     def describe(self, request: codec.Describe) -> None:
-        """Records the description of a put that has its space.
+        """Records the description of a put whose space is reserved.
 
         Raises:
             InvalidArgumentError: If it is malformed or concerns another partition.
@@ -540,7 +540,7 @@ class DataPlane:
         try:
             self._socket.send([peer, *frames], copy=copy)
         except zmq.ZMQError as error:
-            # The peer left or does not read; it notices by its own deadline.
+            # The peer has disconnected or does not read; its own deadline ends its call.
             logger.warning("sending a response failed", extra={"error": str(error)})
             metrics.REJECTED.labels("data", "peer_gone").inc()
 
@@ -645,7 +645,7 @@ def _storage(settings: TransferQueueSettings, shard: Shard, arena: Arena) -> Blo
     spill = None
     if settings.spill_bytes:
         spill = Arena(settings.spill_bytes, settings.spill_folder / f"{shard.instance_id}.spill")
-    # Greater than any id of a former lifetime of this shard, if that put fewer than 16 M blobs/s.
+    # Greater than any id of an earlier lifetime of this shard that stored fewer than 16 M blobs/s.
     first_blob_id = int(time.time()) << 24
     return BlobStore(arena, first_blob_id=first_blob_id, spill=spill)
 
