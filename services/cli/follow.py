@@ -1,6 +1,7 @@
 """Follows a run to its end: displays progress, then writes summary.json, metrics.jsonl and curves.png."""
 
 import asyncio
+import errno
 import json
 import time
 from collections import deque
@@ -81,13 +82,22 @@ class StepLog:
             yield from self._close()
 
     def append(self, path: Path) -> None:
-        """Appends new records to the file; rewrites it if steps were trained again."""
+        """Appends new records to the file; rewrites it if steps were trained again.
+
+        While the disk is full, records wait for a later call: training needs no such file.
+        """
         new = self.records[self._num_written :]
         if not new:
             return
-        with path.open("a" if self._num_written else "w", encoding="utf-8") as file:
-            file.writelines(json.dumps(record) + "\n" for record in new)
-        self._num_written = len(self.records)
+        try:
+            with path.open("a" if self._num_written else "w", encoding="utf-8") as file:
+                file.writelines(json.dumps(record) + "\n" for record in new)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            self._num_written = 0  # the last line may be incomplete
+        else:
+            self._num_written = len(self.records)
 
     def write(self, path: Path) -> None:
         """Writes all records as JSON lines, with held-out scores in the record of their step."""

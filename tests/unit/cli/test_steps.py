@@ -184,6 +184,20 @@ def test_a_record_file_grows_during_a_run_and_is_rewritten_after_a_rewind(
     assert steps == [1, 2, 3]
 
 
+def test_records_of_the_time_of_a_full_disk_are_written_once_it_has_space(tmp_path: Path) -> None:
+    log, path = StepLog(), tmp_path / "metrics.jsonl"
+    for step in (1, 2, 3, 4):
+        list(log.process(*committed(step)))
+        if step == 3:
+            path.unlink()
+            path.symlink_to("/dev/full")
+        log.append(path)
+    path.unlink()
+    log.append(path)
+    steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]
+    assert steps == [1, 2, 3]
+
+
 @pytest.mark.parametrize(
     ("states", "reason", "shown"),
     [
