@@ -110,7 +110,7 @@ def compiles_asleep(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) 
     parts.pop(SLEEPING, None)
     share = min(1.0, _COMPILED_LAYERS / config.get_text_config().num_hidden_layers)
     parts["activations"] *= share
-    gradients = parts["gradients"]
+    gradients = parts.get("gradients", 0.0)  # in host memory with ``trainer.cpu_offload``
     parts["gradients"] = min(gradients, share * gradients + _FLOAT32 * _outside(config))
     kept = SPARE * sum(parts.values())
     if not _fits_beside_engines(kept, spec, config, gpu_bytes=gpu_bytes):

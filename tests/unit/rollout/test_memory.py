@@ -247,6 +247,10 @@ def test_state_that_fits_with_a_colocated_engine_stays() -> None:
     larger = in_turns(engine_arguments={"kv_cache_memory_bytes": 60 * GB})
     assert resident_memory(larger, config, gpu_bytes=300 * GB) == "state"
     assert compiles_asleep(larger, config, gpu_bytes=300 * GB)
+    offloaded = larger.trainer.model_copy(update={"cpu_offload": True})
+    assert compiles_asleep(
+        larger.model_copy(update={"trainer": offloaded}), config, gpu_bytes=300 * GB
+    )
     plans = [plan_of(turns, config, gpu_bytes=total, roles=["trainer"]) for total in totals]
     assert [plan.stays_awake for plan in plans] == [False, False, True]
     assert {plan.kv_tokens for plan in plans} == {required_kv_tokens(turns, config)}
