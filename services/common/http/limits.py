@@ -37,6 +37,8 @@ MAX_REQUEST_BYTES = 16 << 20
 """Max. size of all requests in progress of one server, headers and bodies."""
 MAX_UNAUTHENTICATED = 256
 """Max. connections of a server whose peer has not authenticated; one more ends the oldest."""
+MAX_UNAUTHENTICATED_EPISODES = 4096
+"""The same limit for servers of episodes: many agents connect at once, and send their requests later."""
 _READ_DEADLINE_S = 30.0
 """Seconds within which a peer must read some of a waiting response."""
 _LINGER_S = 1.0
@@ -75,6 +77,7 @@ class Connections:
         max_per_peer: Max. simultaneous connections of one address; 0 for no limit.
         max_request_bytes: Max. total size of the requests of all connections.
         authenticates: False if peers need not authenticate, so that none counts as unauthenticated.
+        max_unauthenticated: Max. connections whose peer has not authenticated.
     """
 
     def __init__(
@@ -83,8 +86,10 @@ class Connections:
         max_request_bytes: int = MAX_REQUEST_BYTES,
         *,
         authenticates: bool = True,
+        max_unauthenticated: int = MAX_UNAUTHENTICATED,
     ) -> None:
         self._max_per_peer = max_per_peer
+        self._max_unauthenticated = max_unauthenticated
         self._authenticates = authenticates
         self._max_request_bytes = max_request_bytes
         self._open: Counter[str] = Counter()
@@ -119,7 +124,7 @@ class Connections:
         if not self._authenticates:
             return True
         self._unauthenticated[connection.fileno()] = connection
-        if len(self._unauthenticated) > MAX_UNAUTHENTICATED:
+        if len(self._unauthenticated) > self._max_unauthenticated:
             oldest = next(iter(self._unauthenticated.values()))
             self.admit(oldest)
             oldest.end("too many others did not authenticate either")

@@ -24,6 +24,7 @@ from services.common.admission import listen
 from services.common.http.limits import (
     HEADER_DEADLINE_S,
     MAX_REQUEST_BYTES,
+    MAX_UNAUTHENTICATED,
     Connections,
     OncePerMinute,
     admit,
@@ -52,6 +53,7 @@ async def serve_http(  # noqa: PLR0913 -- as many limits
     key: Path | None = None,
     connections_per_peer: int = 0,
     authenticates: bool = True,
+    max_unauthenticated: int = MAX_UNAUTHENTICATED,
     max_request_bytes: int = MAX_REQUEST_BYTES,
     header_deadline_s: float = HEADER_DEADLINE_S,
     keep_alive_s: int = 5,
@@ -65,6 +67,7 @@ async def serve_http(  # noqa: PLR0913 -- as many limits
         certificate: PEM file with a certificate chain, to serve HTTPS; reloaded when it changes.
         connections_per_peer: Max. simultaneous connections of one address; 0 for no limit.
         authenticates: False if peers need not authenticate, because only this user can connect.
+        max_unauthenticated: Max. connections whose peer has not authenticated.
         max_request_bytes: Max. total size of all requests in progress.
         header_deadline_s: Max. seconds until the headers of a request, and of a TLS handshake.
         keep_alive_s: Seconds after a response in which a connection may send another request.
@@ -75,7 +78,12 @@ async def serve_http(  # noqa: PLR0913 -- as many limits
     Raises:
         InvalidArgumentError: If the address cannot be bound.
     """
-    connections = Connections(connections_per_peer, max_request_bytes, authenticates=authenticates)
+    connections = Connections(
+        connections_per_peer,
+        max_request_bytes,
+        authenticates=authenticates,
+        max_unauthenticated=max_unauthenticated,
+    )
     listener = counted(listen(bind), connections)
     logging.getLogger("asyncio").addFilter(_ACCEPTS)
     config = uvicorn.Config(

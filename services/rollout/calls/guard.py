@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.common.http.limits import admit
+from services.common.http.limits import MAX_UNAUTHENTICATED_EPISODES, admit
 from services.common.http.server import serve_http
 from services.common.security.credentials import read_key
 
@@ -145,5 +145,6 @@ def serve_guarded(app: ASGIApp, given: argparse.Namespace) -> AbstractAsyncConte
         key=given.tls_key,
         connections_per_peer=0 if is_here else _CONNECTIONS_PER_PEER,
         authenticates=bool(token),
+        max_unauthenticated=MAX_UNAUTHENTICATED_EPISODES,
         max_request_bytes=MAX_REQUEST_BYTES,
     )

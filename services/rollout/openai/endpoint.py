@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from services.common.http.limits import admit
+from services.common.http.limits import MAX_UNAUTHENTICATED_EPISODES, admit
 from services.common.http.server import serve_http
 from services.common.task_group import TaskGroup, leaves
 from services.rollout.openai import anthropic
@@ -195,7 +195,11 @@ class Endpoint:
         """
         endpoint = cls("", temperature=temperature, tool_format=tool_format, history=history)
         serving = serve_http(
-            bind, endpoint.app(), max_request_bytes=_MAX_REQUEST_BYTES, keep_alive_s=_KEEP_ALIVE_S
+            bind,
+            endpoint.app(),
+            max_unauthenticated=MAX_UNAUTHENTICATED_EPISODES,
+            max_request_bytes=_MAX_REQUEST_BYTES,
+            keep_alive_s=_KEEP_ALIVE_S,
         )
         async with serving as port:
             endpoint._base_url = f"http://{host}:{port}/v1"

@@ -24,7 +24,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from services.common.http.limits import admit
+from services.common.http.limits import MAX_UNAUTHENTICATED_EPISODES, admit
 from services.common.http.server import serve_http
 from services.rollout.sandbox.base import SandboxError
 from services.rollout.sandbox.pool import EpisodeSandbox, SandboxPool
@@ -71,7 +71,11 @@ class SandboxService:
         await self._pool.prepare()
         try:
             async with serve_http(
-                bind, app, max_request_bytes=_MAX_REQUEST_BYTES, keep_alive_s=_KEEP_ALIVE_S
+                bind,
+                app,
+                max_unauthenticated=MAX_UNAUTHENTICATED_EPISODES,
+                max_request_bytes=_MAX_REQUEST_BYTES,
+                keep_alive_s=_KEEP_ALIVE_S,
             ) as port:
                 self._url = f"http://{host}:{port}/v1"
                 yield self

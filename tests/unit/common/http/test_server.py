@@ -239,16 +239,14 @@ async def test_a_refused_peer_that_never_ends_is_cut_off(monkeypatch):
                     await asyncio.sleep(0.01)
 
 
-async def test_the_oldest_connections_that_have_not_authenticated_are_ended(monkeypatch):
-    monkeypatch.setattr(limits, "MAX_UNAUTHENTICATED", 2)
-
+async def test_the_oldest_connections_that_have_not_authenticated_are_ended():
     async def app(scope, receive, send):
         if scope["path"] == "/admitted":
             limits.admit(scope)
         await PlainTextResponse("here")(scope, receive, send)
 
     async with (
-        serve_http("127.0.0.1:0", app) as port,
+        serve_http("127.0.0.1:0", app, max_unauthenticated=2) as port,
         AsyncExitStack() as stack,
         asyncio.timeout(10),
     ):
@@ -268,10 +266,9 @@ async def test_the_oldest_connections_that_have_not_authenticated_are_ended(monk
             assert await answer(reader) == b"HTTP/1.1 200 OK"
 
 
-async def test_a_server_without_authentication_ends_no_connection_for_the_lack_of_it(monkeypatch):
-    monkeypatch.setattr(limits, "MAX_UNAUTHENTICATED", 2)
+async def test_a_server_without_authentication_ends_no_connection_for_the_lack_of_it():
     async with (
-        serve_http("127.0.0.1:0", APP, authenticates=False) as port,
+        serve_http("127.0.0.1:0", APP, authenticates=False, max_unauthenticated=2) as port,
         AsyncExitStack() as stack,
         asyncio.timeout(10),
     ):
@@ -281,15 +278,12 @@ async def test_a_server_without_authentication_ends_no_connection_for_the_lack_o
             assert await answer(reader) == b"HTTP/1.1 200 OK"
 
 
-async def test_unfinished_handshakes_are_connections_that_have_not_authenticated(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr(limits, "MAX_UNAUTHENTICATED", 2)
+async def test_unfinished_handshakes_are_connections_that_have_not_authenticated(tmp_path):
     authority = make_authority(tmp_path)
     authority.issue("rest", user="rest", hosts=("localhost",))
     files = {"certificate": tmp_path / "rest.crt", "key": tmp_path / "rest.key"}
     async with (
-        serve_http("127.0.0.1:0", APP, **files) as port,
+        serve_http("127.0.0.1:0", APP, max_unauthenticated=2, **files) as port,
         AsyncExitStack() as stack,
         asyncio.timeout(10),
     ):

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
+from services.common.http.limits import MAX_UNAUTHENTICATED
 from services.rollout.engines.base import GenerationResult
 from services.rollout.openai.endpoint import Endpoint
 from services.rollout.openai.record import Choice
@@ -351,3 +352,22 @@ async def test_real_sockets_serve_on_loopback():
         body = {"model": access.model, "messages": [user("x")]}
         response = await client.post(f"{access.base_url}/chat/completions", json=body)
     assert response.json()["choices"][0]["message"]["content"] == "hi"
+
+
+async def test_agents_that_connect_before_any_sends_its_request_are_all_served():
+    async with (
+        Endpoint.serve("127.0.0.1:0", host="127.0.0.1", temperature=1.0) as endpoint,
+        endpoint.open(make_episode(Scripted([]))) as access,
+        asyncio.timeout(60),
+    ):
+        port = httpx.URL(access.base_url).port
+        peers = [
+            await asyncio.open_connection("127.0.0.1", port) for _ in range(MAX_UNAUTHENTICATED + 1)
+        ]
+        for reader, writer in peers:
+            writer.write(
+                b"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %b\r\n\r\n"
+                % access.api_key.encode()
+            )
+            assert b"200" in await reader.readline()
+            writer.close()

@@ -14,10 +14,10 @@ import httpx
 import psutil
 import pytest
 
-from services.common.http.limits import MAX_UNAUTHENTICATED
 from services.common.runspec.rollout import SandboxSpec
 from services.rollout.failures import CallError
 from services.rollout.sandbox import bubblewrap, task_limit
+from services.rollout.sandbox import service as sandbox_service
 from services.rollout.sandbox.base import SandboxError
 from services.rollout.sandbox.pool import SandboxPool
 from services.rollout.sandbox.remote import RemoteSandbox, sandbox_argument
@@ -268,7 +268,10 @@ async def test_another_process_uses_the_sandbox_with_its_key() -> None:
             await remote.run("true")
 
 
-async def test_connections_of_strangers_end_none_of_an_episode() -> None:
+async def test_connections_of_strangers_end_none_of_an_episode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sandbox_service, "MAX_UNAUTHENTICATED_EPISODES", 2)
     service = SandboxService(SandboxPool(SandboxSpec(**SMALL)))
     async with (
         service.serving("127.0.0.1:0", host="127.0.0.1"),
@@ -288,7 +291,7 @@ async def test_connections_of_strangers_end_none_of_an_episode() -> None:
             while await reader.readline() != b"\r\n":
                 pass
             await reader.readuntil(b"}")
-            for _ in range(MAX_UNAUTHENTICATED + 1):
+            for _ in range(3):
                 _, other = await asyncio.open_connection("127.0.0.1", port)
                 strangers.callback(other.close)
 
