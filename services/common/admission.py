@@ -9,11 +9,9 @@ authenticated peer.
 """
 
 import asyncio
-import errno
 import fcntl
 import logging
 import os
-import random
 import socket
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -345,10 +343,6 @@ class _Flow:
 
 
 _BACKLOG = 1024
-# Below the launcher's ports for rendezvous, and below Linux' ephemeral ports: a service that restarts at
-# its address finds its port free, as the kernel gives it to no process that connects or binds port 0.
-_PORTS = range(10_000, 20_000)
-_PORTS_TRIED = 100
 
 
 def listen(bind: str) -> socket.socket:
@@ -370,7 +364,13 @@ def listen(bind: str) -> socket.socket:
             listener.bind(port)
             listener.listen(_BACKLOG)
             return listener
-        listener = _bound(host, int(port))
+        listener = socket.create_server(
+            (host, int(port)),
+            family=socket.AF_INET6 if ":" in host else socket.AF_INET,
+            dualstack_ipv6=host == "::" and socket.has_dualstack_ipv6(),
+            backlog=_BACKLOG,
+            reuse_port=False,
+        )
     except (OSError, ValueError) as error:
         raise InvalidArgumentError(
             f"cannot listen on {bind}: {getattr(error, 'strerror', None) or error}; expected host:port "
@@ -381,21 +381,3 @@ def listen(bind: str) -> socket.socket:
     # acknowledgement of the headers.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
-
-
-def _bound(host: str, port: int) -> socket.socket:
-    """Returns a TCP listener; port 0 chooses one of ``_PORTS``, or an ephemeral one if many are in use."""
-    if port == 0:
-        for chosen in random.sample(_PORTS, _PORTS_TRIED):
-            try:
-                return _bound(host, chosen)
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE:
-                    raise
-    return socket.create_server(
-        (host, port),
-        family=socket.AF_INET6 if ":" in host else socket.AF_INET,
-        dualstack_ipv6=host == "::" and socket.has_dualstack_ipv6(),
-        backlog=_BACKLOG,
-        reuse_port=False,
-    )
