@@ -10,8 +10,10 @@ import importlib.util
 import json
 import math
 import os
+import random
 import secrets
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -35,6 +37,9 @@ _STOP_GRACE_S = 6.0
 _MIN_FREE_BYTES = 1 << 20
 # Only this user can read new files.
 _UMASK = 0o077
+# Below the launcher's ports for rendezvous and below Linux' ephemeral ports.
+_PORTS = range(10_000, 20_000)
+_PORTS_TRIED = 100
 _PR_SET_CHILD_SUBREAPER = 36
 _SERVICES = ("transferqueue", "controller")
 # Packages with the most modules.
@@ -243,6 +248,7 @@ async def local_services(
             transferqueue = service(
                 "transferqueue",
                 {
+                    "BIND": free_address(),
                     "SNAPSHOT_FOLDER": f"{folder}/snapshots",
                     "SAMPLE_FOLDER": f"{state_directory}/{SAMPLE_FOLDER}",
                     "SERVICE_KEY_FILE": str(key),
@@ -257,7 +263,8 @@ async def local_services(
                 {
                     "TRANSFERQUEUE_ADDRESS": address,
                     "STATE_DIRECTORY": str(state_directory),
-                    "REST_BIND": f"127.0.0.1:{port}",
+                    "BIND": free_address(),
+                    "REST_BIND": f"127.0.0.1:{port}" if port else free_address(),
                     "ADMIN_TOKEN_FILE": str(token),
                     "GRPC_REFLECTION": "true",
                     "SERVICE_KEY_FILE": str(key),
@@ -273,6 +280,19 @@ async def local_services(
                 yield services
         finally:
             await _stop_everything(services, strangers)
+
+
+def free_address() -> str:
+    """Returns a free address of this host for a service that must find it free when it restarts.
+
+    The kernel gives ports below its ephemeral ones to no process that connects or binds port 0. If many of
+    these ports are in use, the port is 0.
+    """
+    for port in random.sample(_PORTS, _PORTS_TRIED):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return f"127.0.0.1:{port}"
+    return "127.0.0.1:0"
 
 
 @contextmanager
