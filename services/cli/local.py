@@ -10,10 +10,8 @@ import importlib.util
 import json
 import math
 import os
-import random
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -27,6 +25,7 @@ import psutil
 
 from services.cli.output import REPEAT_EVERY_S, errors, print_line
 from services.cli.state_directory import known_token, lock_state_directory, process_folder
+from services.common.host import free_port
 from services.common.parent import module_command
 from services.common.task_group import TaskGroup
 from services.controller.launch.worker_process import AdoptedProcess, last_lines
@@ -39,7 +38,6 @@ _MIN_FREE_BYTES = 1 << 20
 _UMASK = 0o077
 # Below the launcher's ports for rendezvous and below Linux' ephemeral ports.
 _PORTS = range(10_000, 20_000)
-_PORTS_TRIED = 100
 _PR_SET_CHILD_SUBREAPER = 36
 _SERVICES = ("transferqueue", "controller")
 # Packages with the most modules.
@@ -283,16 +281,8 @@ async def local_services(
 
 
 def free_address() -> str:
-    """Returns a free address of this host for a service that must find it free when it restarts.
-
-    The kernel gives ports below its ephemeral ones to no process that connects or binds port 0. If many of
-    these ports are in use, the port is 0.
-    """
-    for port in random.sample(_PORTS, _PORTS_TRIED):
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return f"127.0.0.1:{port}"
-    return "127.0.0.1:0"
+    """Returns an address of this host that a service finds free when it restarts; see :func:`free_port`."""
+    return f"127.0.0.1:{free_port(_PORTS)}"
 
 
 @contextmanager

@@ -1,11 +1,12 @@
-"""Facts about this host: its clock, identity, processors, processes, and compilers."""
+"""Facts about this host: its clock, identity, ports, processors, processes, and compilers."""
 
 import hashlib
 import os
+import random
 import shutil
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -44,6 +45,21 @@ def write_atomically(path: Path, text: str) -> None:
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")
     unfinished.write_text(text, encoding="utf-8")
     unfinished.rename(path)
+
+
+_PORTS_TRIED = 100
+
+
+def free_port(ports: range) -> int:
+    """Returns a random free loopback port of a range; 0 if the ports that were tried are in use.
+
+    A process may listen on the port later, or again after a restart, if the range is below Linux' ephemeral
+    ports: the kernel gives those to any process that connects or binds port 0.
+    """
+    for port in random.sample(ports, _PORTS_TRIED):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    return 0
 
 
 _GROUPS = Path("/sys/fs/cgroup")

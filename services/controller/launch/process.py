@@ -4,7 +4,6 @@ import asyncio
 import json
 import logging
 import os
-import random
 import signal
 import socket
 import sys
@@ -15,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from services.common.errors import FailedPreconditionError
-from services.common.host import usable_processors
+from services.common.host import free_port, usable_processors
 from services.common.parent import module_command
 from services.common.runspec.engines import engine_kind
 from services.common.runspec.run import RunSpec
@@ -51,7 +50,6 @@ logger = logging.getLogger(__name__)
 STOP_GRACE_S = 2.5
 # Between the ports of well-known services and Linux' ephemeral ports.
 _RENDEZVOUS_PORTS = range(20_000, 32_000)
-_PORTS_TRIED = 100
 
 
 class ProcessLauncher(Unqueued):
@@ -367,11 +365,7 @@ def _rendezvous_port() -> int:
     its ephemeral range to any process that connects or binds port 0. The returned port is below that range
     if one of the tried ports is free.
     """
-    for port in random.sample(_RENDEZVOUS_PORTS, _PORTS_TRIED):
-        try:
-            with socket.create_server(("127.0.0.1", port)):
-                return port
-        except OSError:
-            continue
+    if port := free_port(_RENDEZVOUS_PORTS):
+        return port
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
