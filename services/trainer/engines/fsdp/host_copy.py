@@ -51,20 +51,21 @@ class OffloadedState:
         if self.is_offloaded:
             return
         self._is_away = True
-        self.release()
+        self._free_gathered()
         if self._stays == "nothing":
             self._move()
-            self._empty_cache()
+        self._empty_cache()
 
     def release(self) -> None:
         """Releases the device memory that holds no state, unless everything stays on the device."""
-        self._synchronize()
-        if self._stays == "all":
-            return
-        for module in self._modules:
-            free_gathered(module)
-        self._synchronize()  # also with FSDP's streams, on which layers are gathered
+        self._free_gathered()
         self._empty_cache()
+
+    def _free_gathered(self) -> None:
+        if self._stays != "all":
+            for module in self._modules:
+                free_gathered(module)
+        self._synchronize()  # also with FSDP's streams, on which layers are gathered
 
     def _move(self) -> None:
         found = {_key(tensor): tensor.untyped_storage() for tensor in self._tensors()}
@@ -121,7 +122,7 @@ class OffloadedState:
         return self._buffers[number]
 
     def _empty_cache(self) -> None:
-        if self._device.type == "cuda":
+        if self._stays != "all" and self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _synchronize(self) -> None:
