@@ -98,21 +98,24 @@ def resident_memory(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) 
     return "nothing"
 
 
-def compiles_asleep(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -> bool:
+def compiles_asleep(
+    spec: RunSpec, config: PretrainedConfig, *, stays: Stays, gpu_bytes: int
+) -> bool:
     """Returns True if a colocated trainer has memory to compile its layers while engines start.
 
     It then runs the first few of them on one micro-batch, with weights that stay on the GPU.
+
+    Args:
+        stays: Result of :func:`resident_memory`.
     """
-    stays = resident_memory(spec, config, gpu_bytes=gpu_bytes)
     if stays == "nothing":
         return False
     parts = dict(trainer_memory(spec, config, gpu_bytes=gpu_bytes).parts)
-    parts.pop(SLEEPING, None)
     share = min(1.0, _COMPILED_LAYERS / config.get_text_config().num_hidden_layers)
     parts["activations"] *= share
     gradients = parts.get("gradients", 0.0)  # in host memory with ``trainer.cpu_offload``
     parts["gradients"] = min(gradients, share * gradients + _FLOAT32 * _outside(config))
-    kept = SPARE * sum(parts.values())
+    kept = _own_bytes(parts)
     if not _fits_beside_engines(kept, spec, config, gpu_bytes=gpu_bytes):
         return False
     # vLLM fails if less memory is free after it fell asleep, which may be before the trainer has compiled.
@@ -138,11 +141,16 @@ def sleeping_memory(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) 
 def _kept(stays: Stays, spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -> float:
     if stays == "all":
         parts = trainer_memory(spec, config, gpu_bytes=gpu_bytes).parts
-        return SPARE * sum(size for name, size in parts.items() if name != SLEEPING)
+        return _own_bytes(parts)
     kept = sleeping_trainer_bytes(spec, config)
     if stays == "state":
         kept += state_memory(spec, config, gpu_bytes=gpu_bytes)
     return SPARE * kept
+
+
+def _own_bytes(parts: Mapping[str, float]) -> float:
+    """Returns the bytes that a trainer's allocator reserves, without the memory of sleeping rollouts."""
+    return SPARE * sum(size for name, size in parts.items() if name != SLEEPING)
 
 
 _GB: Final = 1e9

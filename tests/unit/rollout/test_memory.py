@@ -241,16 +241,18 @@ def test_state_that_fits_with_a_colocated_engine_stays() -> None:
     kept = [other_workers_bytes(["trainer"], turns, config, gpu_bytes=total) for total in totals]
     peak = trainer_memory(spec_of(), config, gpu_bytes=600 * GB).used
     assert kept[1:] == [pytest.approx(kept[0] + 1.05 * state), pytest.approx(1.05 * (peak + ROOM))]
-    compiles = [compiles_asleep(turns, config, gpu_bytes=total) for total in totals]
+
+    def compiles(spec: RunSpec, total: int) -> bool:
+        stays = resident_memory(spec, config, gpu_bytes=total)
+        return compiles_asleep(spec, config, stays=stays, gpu_bytes=total)
+
     # A trainer whose state stays compiles only in less memory than an engine releases.
-    assert compiles == [False, False, True]
+    assert [compiles(turns, total) for total in totals] == [False, False, True]
     larger = in_turns(engine_arguments={"kv_cache_memory_bytes": 60 * GB})
     assert resident_memory(larger, config, gpu_bytes=300 * GB) == "state"
-    assert compiles_asleep(larger, config, gpu_bytes=300 * GB)
+    assert compiles(larger, 300 * GB)
     offloaded = larger.trainer.model_copy(update={"cpu_offload": True})
-    assert compiles_asleep(
-        larger.model_copy(update={"trainer": offloaded}), config, gpu_bytes=300 * GB
-    )
+    assert compiles(larger.model_copy(update={"trainer": offloaded}), 300 * GB)
     plans = [plan_of(turns, config, gpu_bytes=total, roles=["trainer"]) for total in totals]
     assert [plan.stays_awake for plan in plans] == [False, False, True]
     assert {plan.kv_tokens for plan in plans} == {required_kv_tokens(turns, config)}

@@ -227,8 +227,10 @@ class Loader:
             return "nothing", False
         gpu_bytes = torch.cuda.get_device_properties(device).total_memory
         config = load_config(spec.model, self._tokenizer)
-        compiles = spec.trainer.compile and compiles_asleep(spec, config, gpu_bytes=gpu_bytes)
-        return resident_memory(spec, config, gpu_bytes=gpu_bytes), compiles
+        stays = resident_memory(spec, config, gpu_bytes=gpu_bytes)
+        return stays, spec.trainer.compile and compiles_asleep(
+            spec, config, stays=stays, gpu_bytes=gpu_bytes
+        )
 
     def _on_meta(self, make: Callable[[PreTrainedModel], _Module]) -> _Module:
         config = load_config(self._spec.model, self._tokenizer)
