@@ -55,8 +55,7 @@ def compile_first_layers(module: Policy | Critic, spec: RunSpec, *, device: torc
     # FSDP finds its layers in its first forward pass.
     with torch.compiler.set_stance("force_eager"):
         _score(module, _pack(_LEAST_TOKENS, device, shares_prefixes=shares_prefixes))
-    tokens = trainer.tokens_per_micro_batch * trainer.context_parallel
-    packed = _pack(tokens, device, shares_prefixes=shares_prefixes)
+    packed = _pack(_most_tokens(trainer), device, shares_prefixes=shares_prefixes)
     with _first_layers(module):
         _train(module, packed, trainer)
         if spec.needs_proximal or not _is_trained(module):
@@ -121,12 +120,17 @@ def _packs(spec: TrainerSpec, device: torch.device) -> Iterator[PackedTokens]:
 
     Sizes within a pack differ, because the compiler would use one symbol for equal sizes.
     """
-    tokens = spec.tokens_per_micro_batch * spec.context_parallel
+    tokens = _most_tokens(spec)
     while tokens >= _LEAST_TOKENS:
         yield _pack(tokens, device, shares_prefixes=False)
         if spec.share_prefixes:
             yield _pack(tokens, device, shares_prefixes=True)
         tokens //= 2
+
+
+def _most_tokens(spec: TrainerSpec) -> int:
+    """Returns the tokens of a full micro-batch."""
+    return spec.tokens_per_micro_batch * spec.context_parallel
 
 
 def _pack(tokens: int, device: torch.device, *, shares_prefixes: bool) -> PackedTokens:
