@@ -219,7 +219,9 @@ def open_source(
         row = source[0]
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from error
-    nullable = ["data.model_inputs_column", *["data.answer_column"][needs_answers:]]
+    nullable = {"data.model_inputs_column"}
+    if not needs_answers:
+        nullable.add("data.answer_column")
     missing = [
         f"{option} is {column!r}, but the rows of {key} ({spec.path!r}) have the columns "
         f"{', '.join(map(repr, row)) or 'none'}; set {option} to one of them"

@@ -126,19 +126,18 @@ class RemoteReward:
         self, given: RewardInput, episode: Mapping[str, Any] | None, *, timeout_s: float
     ) -> Any:
         """Calls the service, and calls it again while it is busy, until the deadline."""
-        reason = "it did not respond"
+        reason, waits = "it did not respond", delays(_FIRST_DELAY_S, _MAX_DELAY_S)
         try:
             async with asyncio.timeout(timeout_s):
-                for delay_s in delays(_FIRST_DELAY_S, _MAX_DELAY_S):
+                while True:
                     try:
                         return await self._service.request_score(given, episode)
                     except BusyError as error:
                         reason = str(error)
-                    await asyncio.sleep(delay_s)
+                    await asyncio.sleep(next(waits))
         except TimeoutError as error:
             message = f"{self._url} gave no score within {timeout_s:g} s: {reason}"
             raise CallError("timeout", message) from error
-        raise AssertionError  # delays() is infinite
 
 
 class HttpRewardService:
