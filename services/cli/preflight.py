@@ -462,13 +462,19 @@ def _teacher(spec: RunSpec) -> Iterator[str]:
                 tensor_parallel=spec.trainer.tensor_parallel,
                 context_parallel=spec.trainer.context_parallel,
             ):
-                yield problem.replace("model.path", "teacher.path")
+                yield _of_teacher(problem)
         else:
             load_tokenizer(spec.teacher)
     except (ValueError, OSError) as error:  # of functions that load any model
-        text = str(error).replace("model.path", "teacher.path")
-        raise ValueError(text.replace("model.tokenizer", "teacher.tokenizer")) from error
+        raise ValueError(_of_teacher(str(error))) from error
     check_teacher(spec)
+
+
+def _of_teacher(problem: str) -> str:
+    """Returns a problem of a model with the teacher's keys."""
+    for key in ("path", "tokenizer"):
+        problem = problem.replace(f"model.{key}", f"teacher.{key}")
+    return problem
 
 
 def _model(spec: RunSpec) -> Iterator[str]:
