@@ -132,7 +132,7 @@ async def test_a_failed_tracker_is_reported_once_and_recovers(tmp_path, mood_fil
                 token=ADMIN,
                 folder=tmp_path / "kept",
                 deadline_s=2.0,
-                tell=printed.append,
+                on_failure=printed.append,
             )
             following = tasks.create_task(processes.follow(run.id, []))
             async with asyncio.timeout(90):

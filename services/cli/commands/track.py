@@ -61,7 +61,7 @@ def track(
                 print_line(errors, f"{error}; it is called again for {_RETRY_S:.0f} s")
         async with Api(address, token=token, retry_s=_RETRY_S) as api:
             processes = TrackerProcesses(
-                api, url=address, token=token, folder=folder, deadline_s=deadline_s, tell=fail
+                api, url=address, token=token, folder=folder, deadline_s=deadline_s, on_failure=fail
             )
             if run:
                 one = await find_run(api, run)

@@ -89,7 +89,7 @@ class TrackerProcesses:
         token: API token, with which the processes read runs and report failures.
         folder: Folder of cursors, logs and files that trackers write.
         deadline_s: Max seconds of one call of a tracker; after that, its process ends.
-        tell: Receives failures of trackers, which are also events of their runs.
+        on_failure: Called with the message of each failure of a tracker, which is also an event of the run.
     """
 
     def __init__(
@@ -100,13 +100,13 @@ class TrackerProcesses:
         token: str,
         folder: Path,
         deadline_s: float = DEADLINE_S,
-        tell: Callable[[str], None] = lambda text: None,
+        on_failure: Callable[[str], None] = lambda message: None,
     ) -> None:
         self._api = api
         self._url = url
         self._folder = folder
         self._deadline_s = deadline_s
-        self._tell = tell
+        self._on_failure = on_failure
         self._environment = _environment(folder, token)
         self._known: set[str] = set()
 
@@ -210,7 +210,7 @@ class TrackerProcesses:
         )
 
     async def _report(self, job: TrackerJob, why: str) -> bool:
-        self._tell(f"{job.run_id}: {job.kind} failed and is retried: {why}")
+        self._on_failure(f"{job.run_id}: {job.kind} failed and is retried: {why}")
         report = ReportTracker(run_id=job.run_id, tracker=job.kind, is_writing=False, message=why)
         with suppress(ApiError):
             await self._api.call(report)

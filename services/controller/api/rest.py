@@ -56,8 +56,7 @@ def event_stream(frames: AsyncIterator[bytes]) -> StreamingResponse:
     It ends with the event ``overflow`` if the reader is too slow.
 
     Args:
-        frames: Results of :func:`frame_of`, one or several per item; an empty item means that there is
-            no event yet.
+        frames: Results of :func:`frame_of`, one or several per item; an item of no bytes has no event.
     """
     # Without these headers, proxies such as nginx would buffer events.
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}

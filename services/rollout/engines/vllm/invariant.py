@@ -5,7 +5,7 @@ Importing this module replaces them, if the mode is on:
 - The kernel that adds the residual and normalizes has fewer threads from 256 tokens on, and then adds in
   another order. A separate sum and vLLM's norm without a residual replace it.
 - FlashAttention 3 takes 192 instead of 128 keys at a time for heads of 64 elements if it expects few queries,
-  as in a pass that only decodes. The replacement tells it to expect more.
+  as in a pass that only decodes. The replacement passes a larger number of expected queries.
 - vLLM leaves the product of a float32 output head to cuBLAS, which chooses its kernel by the number of rows.
   No difference was found on an H100, but nothing rules it out; the kernel of the other products replaces it.
 """
