@@ -37,6 +37,7 @@ _TOLD = (
     "NoProgress",
     "NothingLearned",
     "StepSkipped",
+    "Rewound",
     "QuantizationEnded",
     "TrackerFailed",
     "TrackerRecovered",

@@ -94,6 +94,7 @@ import asyncio
 import logging
 from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Never
 
 import sqlalchemy as sa
@@ -126,6 +127,7 @@ from services.controller.run.state.worker_failures import RolloutsOutdatedError
 from services.controller.run.train.checkpoints import Checkpoints
 from services.controller.run.train.gpu_time_sharing import GpuTimeSharing
 from services.controller.run.train.train_step import EarlyTraining, TrainSteps, take_batch
+from services.controller.store import ledgers as ledger_store
 from services.controller.store.records import Note
 from services.controller.store.rows import Request
 from services.controller.store.runs import Work
@@ -216,9 +218,14 @@ class TrainingPipeline:
 
     @property
     def is_save_due(self) -> bool:
-        """True if a checkpoint of the last step is due; the final checkpoint is saved by :meth:`finish`."""
+        """True if a checkpoint of the last step is due; the final checkpoint is saved by :meth:`finish`.
+
+        A periodic checkpoint waits for a step that changes the weights.
+        """
         is_asked = self.request_queue.get("save") is not None
-        is_turn = self.checkpoints.is_due(self.step, self.spec.now.trainer.checkpoint)
+        is_turn = self.progress.skipped_since is None and self.checkpoints.is_due(
+            self.step, self.spec.now.trainer.checkpoint
+        )
         return (is_asked or is_turn) and not self.is_done
 
     def background(self) -> Sequence[Coroutine[None, None, None]]:
@@ -400,6 +407,7 @@ class TrainingPipeline:
                 step=self.step,
                 version=self.step + self.version_offset,
                 keep_steps=self._protected_steps(),
+                skipped_since=self.progress.skipped_since,
                 also=self.request_queue.done(self.request_queue.get("save")),
             )
 
@@ -448,11 +456,11 @@ class TrainingPipeline:
             kind, message = "Validated", f"greedy {what.greedy}, sampled {what.sampled}"
             if what.status != "ok":
                 message = f"{what.status}, {message}"
-            message += self._compare_with_best(what)
+            message += await self._compare_with_best(what)
         message = f"weight version {what.version}: {message}"
         await self.record_event(kind, message, asdict(what), also=self.request_queue.done(request))
 
-    def _compare_with_best(self, what: Evaluation) -> str:
+    async def _compare_with_best(self, what: Evaluation) -> str:
         """Compares an evaluated checkpoint with the best one; returns text for the event's message."""
         checkpoint, step = self.spec.now.trainer.checkpoint, what.version - self.version_offset
         is_saved = step > 0 and (
@@ -460,6 +468,9 @@ class TrainingPipeline:
         )
         if checkpoint.best is None or what.status != "ok" or not is_saved:
             return ""
+        evaluated = await self.journal.read(partial(ledger_store.read_metrics, steps=[step]))
+        if evaluated and evaluated[0].metrics.get("is_skipped"):
+            return "; no checkpoint has this version, because its step changed no weights"
         score = score_of(what, checkpoint.best)
         if score is None:
             return f"; cannot compare it by trainer.checkpoint.best: it has no {checkpoint.best.metric}"

@@ -109,7 +109,8 @@ class CriticClient:
             *("value_loss", "value_clip_fraction", "seconds_critic", "nonfinite_critic"),
             *("critic_loss_scale", "critic_overflow_updates"),
         )
-        return {name: trained.metrics[name] for name in names if name in trained.metrics}
+        reported = {name: trained.metrics[name] for name in names if name in trained.metrics}
+        return {**reported, "critic_skipped": float(trained.skipped)}
 
     async def save(self, step: int, *, keep_steps: Sequence[int], timeout_s: float) -> None:
         """Saves the critic's checkpoint of a step and deletes old ones except ``keep_steps``."""

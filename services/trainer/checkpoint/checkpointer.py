@@ -124,11 +124,12 @@ class Checkpointer:
             )
         return manifest.folder_of(self._root, snapshot.step)
 
-    def load(self, folder: Path | None = None) -> dict[str, Any]:
+    def load(self, folder: Path | None = None, *, before: int | None = None) -> dict[str, Any]:
         """Loads a checkpoint in place; returns its facts. All ranks must call it.
 
         Args:
             folder: The checkpoint; None selects the newest complete one of this run.
+            before: Step that the selected checkpoint must precede; None for any.
 
         Raises:
             NotFoundError: If there is none.
@@ -136,7 +137,7 @@ class Checkpointer:
             OtherCheckpointError: If the checkpoint is of another model, or lacks one.
         """
         if folder is None:
-            folder, facts = manifest.newest(self._root)
+            folder, facts = manifest.newest(self._root, before=before)
         else:
             facts = manifest.verify(folder)
         if problems := [*compatibility.mismatches(facts, self._model, parts=self._engines)]:

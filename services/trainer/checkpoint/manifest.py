@@ -87,24 +87,30 @@ def publish(
     return folder
 
 
-def newest(root: Path) -> tuple[Path, dict[str, Any]]:
+def newest(root: Path, *, before: int | None = None) -> tuple[Path, dict[str, Any]]:
     """Returns the newest complete checkpoint and the facts in its manifest.
 
     Damaged checkpoints are logged and skipped.
+
+    Args:
+        before: Step that the checkpoint must precede; None for any checkpoint.
 
     Raises:
         NotFoundError: If there is none.
     """
     refused = []
     for folder in _published(root):
+        if before is not None and folder.name >= folder_of(root, before).name:
+            continue
         try:
             return folder, verify(folder)
         except DataLossError as error:
             logger.error("checkpoint refused", extra={"reason": str(error)})  # noqa: TRY400
             refused.append(folder.name)
     damaged = f"; damaged: {', '.join(refused)}" if refused else ""
+    bound = "" if before is None else f" of a step before {before}"
     raise NotFoundError(
-        f"there is no usable checkpoint in {root}{damaged}; restore one, or start without resuming",
+        f"there is no usable checkpoint{bound} in {root}{damaged}; restore one, or start without resuming",
         folder=root,
     )
 

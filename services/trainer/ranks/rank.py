@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from services.common.errors import FailedPreconditionError
+from services.common.errors import FailedPreconditionError, NotFoundError
 from services.common.runspec.run import RunSpec
 from services.common.telemetry.metrics import PhaseTimer
 from services.trainer.batch.plan import StepPlan, plan_step, shard_of
@@ -228,8 +228,8 @@ class Rank:
         Raises:
             IncompleteBatchError: If the batch lacks what the algorithm needs.
             NotFiniteError: If too many consecutive steps were skipped, even after going back to a
-                checkpoint, or gradients overflowed in float16 at the lowest loss scale.
-            NotFoundError: If too many were skipped and there is no checkpoint to go back to.
+                checkpoint or without one to go back to, or gradients overflowed in float16 at the lowest
+                loss scale.
         """
         version = step - 1 if weight_version is None else weight_version
         if num_steps is not None:
@@ -248,7 +248,7 @@ class Rank:
             logger.error("step skipped", extra={"step": step, "keys": " ".join(meta.keys[:64])})
         # A lower loss scale ends overflows; the lowest one has its own limit.
         if not result.overflowed and self._guard.must_rewind(step, skipped=result.skipped):
-            result.metrics["rewound_to_step"] = float(self.restore())
+            result.metrics["rewound_to_step"] = float(self._rewind(step))
         if self._step_recorder is not None:
             timer = PhaseTimer()
             with timer("record"):
@@ -266,6 +266,22 @@ class Rank:
         result.metrics["seconds_total"] = seconds
         result.metrics["tokens_per_s"] = result.metrics.get("tokens", 0.0) / max(seconds, 1e-9)
         return result
+
+    def _rewind(self, step: int) -> int:
+        """Restores the last checkpoint before the consecutive skipped steps; returns its step.
+
+        Raises:
+            NotFiniteError: If there is none.
+        """
+        first = self._guard.first_skipped
+        try:
+            facts = self.checkpointer.load(before=first)
+        except NotFoundError as error:
+            since = f"step {first}, and no checkpoint is of an earlier step"
+            raise self._guard.failure(step, since=since) from error
+        self.runner.restore(facts)
+        logger.warning("checkpoint restored", extra={"step": step, "restored": int(facts["step"])})
+        return int(facts["step"])
 
     def _trained(self, step: int, meta: KVBatchMeta, weight_version: int) -> StepResult:
         """Trains a batch, or the part of it that is not accumulated yet."""
@@ -298,7 +314,8 @@ class Rank:
         """Copies the training state after a step, so that training continues while the copy is written."""
         if self._step_recorder is not None:
             self._step_recorder.wait()
-        return self.checkpointer.snapshot(step, {"step": step, **self.runner.facts()})
+        facts = {"step": step, "first_skipped_step": self._guard.first_skipped}
+        return self.checkpointer.snapshot(step, {**facts, **self.runner.facts()})
 
     def restore(self, folder: Path | None = None) -> int:
         """Restores a checkpoint, by default the run's newest complete one; returns its step.
@@ -310,6 +327,8 @@ class Rank:
         """
         facts = self.checkpointer.load(folder)
         self.runner.restore(facts)
+        if folder is None:
+            self._guard.first_skipped = int(facts.get("first_skipped_step", 0))
         return int(facts["step"])
 
     def sleep(self) -> None:

@@ -203,30 +203,40 @@ class NonFiniteGuard:
 
     max_skipped: int
     suspects: tuple[str, ...] = ()
+    first_skipped: int = 0
+    """First of the newest consecutive skipped steps; 0 if the newest step was not skipped."""
     num_skipped: int = 0
+    """Consecutive skipped steps, since the last return to a checkpoint."""
     has_rewound: bool = False
 
     def must_rewind(self, step: int, *, skipped: bool) -> bool:
         """Counts a step; returns True if too many were skipped, so that a checkpoint must be restored.
 
+        The checkpoint must be of a step before :attr:`first_skipped`: later ones hold the same weights.
+
         Raises:
-            NotFiniteError: If going back to the newest checkpoint did not help before.
+            NotFiniteError: If going back to that checkpoint did not help before.
         """
         if not skipped:
-            self.num_skipped, self.has_rewound = 0, False
+            self.first_skipped, self.num_skipped, self.has_rewound = 0, 0, False
             return False
+        self.first_skipped = self.first_skipped or step
         self.num_skipped += 1
         if self.num_skipped <= self.max_skipped:
             return False
         if self.has_rewound:
-            raise NotFiniteError(
-                f"step {step} has a number that is not finite, like all steps since the newest checkpoint "
-                "was loaded; lower trainer.optimizer.learning_rate, or check "
-                f"{' and '.join((*self.suspects, 'the rewards'))}",
-                step=step,
-            )
+            raise self.failure(step, since="the last good checkpoint was loaded")
         self.num_skipped, self.has_rewound = 0, True
         return True
+
+    def failure(self, step: int, *, since: str) -> NotFiniteError:
+        """Returns the error that ends the run at ``step``."""
+        return NotFiniteError(
+            f"step {step} has a number that is not finite, like all steps since {since}; lower "
+            "trainer.optimizer.learning_rate, or check "
+            f"{' and '.join((*self.suspects, 'the rewards'))}",
+            step=step,
+        )
 
 
 def nonfinite_inputs(samples: Samples, cohort: BatchFacts) -> tuple[str, ...]:

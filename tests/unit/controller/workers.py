@@ -93,7 +93,8 @@ class Workers:
         self.trained, self.held_from = 0, 1
         self.version = -1
         self.cancels = asyncio.Event()
-        self.step_timeouts, self.saved = [], []
+        self.step_timeouts, self.saved, self.kept_steps = [], [], []
+        self.skipped, self.reported = set(), {}
         self.takes_too_long = False
         self.may_save = asyncio.Event()
         self.may_save.set()
@@ -153,10 +154,13 @@ class Workers:
             raise DeadlineExceededError("TrainStep: Deadline Exceeded")
         self.trained = step
         left_out = self.left_out if step == 2 else {}
-        return TrainedStep(step=step, metrics={"loss": 0.5}, skipped=False, left_out=left_out)
+        numbers = {"loss": 0.5, **self.reported.get(step, {})}
+        skipped = step in self.skipped
+        return TrainedStep(step=step, metrics=numbers, skipped=skipped, left_out=left_out)
 
     async def save_checkpoint(self, step, *, keep_steps, timeout_s):
         self.saved.append(step)
+        self.kept_steps.append([*keep_steps])
         await self.may_save.wait()
         return f"/checkpoints/step-{step:08d}", 1
 

@@ -266,8 +266,39 @@ def test_too_many_skipped_steps_go_back_to_the_checkpoint_and_then_end_the_run(
     queue.fields["rewards"].values[0] = torch.inf
     assert rank.train(3, queue.meta).metrics["rewound_to_step"] == 1
     assert all(torch.equal(value, saved[name]) for name, value in policy.named_parameters())
-    with pytest.raises(NotFiniteError, match="all steps since the newest checkpoint"):
+    with pytest.raises(NotFiniteError, match="all steps since the last good checkpoint"):
         rank.train(4, queue.meta)
+
+
+def test_a_trainer_returns_to_the_last_checkpoint_before_the_skipped_steps(tmp_path: Path) -> None:
+    spec = spec_of(algorithm={"max_nonfinite_steps": 1})
+    policy = policy_of(spec)
+    queue = random_queue(policy)
+    rank = rank_of(spec, policy, queue, root=tmp_path)
+    rank.train(1, queue.meta)
+    rank.checkpointer.write(rank.snapshot(1))
+    saved = {name: value.clone() for name, value in policy.named_parameters()}
+    rank.train(2, queue.meta)
+    queue.fields["rewards"].values[0] = torch.nan
+    assert rank.train(3, queue.meta).skipped
+    rank.checkpointer.write(rank.snapshot(3))
+    assert rank.train(4, queue.meta).metrics["rewound_to_step"] == 1
+    assert all(torch.equal(value, saved[name]) for name, value in policy.named_parameters())
+    # A restarted trainer knows from its checkpoint that the steps before were skipped.
+    again = rank_of(spec, policy_of(spec), queue, root=tmp_path)
+    assert again.restore() == 3
+    assert "rewound_to_step" not in again.train(4, queue.meta).metrics
+    assert again.train(5, queue.meta).metrics["rewound_to_step"] == 1
+
+
+def test_skipped_steps_without_a_checkpoint_before_them_end_the_run(tmp_path: Path) -> None:
+    spec = spec_of(algorithm={"max_nonfinite_steps": 0})
+    policy = policy_of(spec)
+    queue = random_queue(policy)
+    rank = rank_of(spec, policy, queue, root=tmp_path)
+    queue.fields["rewards"].values[0] = torch.nan
+    with pytest.raises(NotFiniteError, match="no checkpoint is of an earlier step"):
+        rank.train(1, queue.meta)
 
 
 def test_an_exported_folder_loads_elsewhere(tmp_path: Path) -> None:

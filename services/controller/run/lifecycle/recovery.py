@@ -13,7 +13,7 @@ New runs, runs whose worker died, and runs whose controller died take the same p
 """
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -44,7 +44,7 @@ from services.controller.run.pipeline import TrainingPipeline
 from services.controller.run.publisher import Publisher
 from services.controller.run.state.journal import Journal, Recovered
 from services.controller.run.state.requests import CurrentSpec, RequestQueue
-from services.controller.run.train.checkpoints import Checkpoints, ready_checkpoints
+from services.controller.run.train.checkpoints import Checkpoint, Checkpoints, ready_checkpoints
 from services.controller.run.train.gpu_time_sharing import GpuTimeSharing
 from services.controller.run.train.train_step import EarlyTraining, TrainSteps
 from services.controller.store.rows import Request
@@ -114,6 +114,7 @@ async def restore(
         spec, run_id, connections, queue=queue, request_queue=request_queue, on_change=on_evaluation
     )
     waits = Waits()
+    ready = await journal.read(ready_checkpoints)
     gpu_time_sharing = GpuTimeSharing(spec=spec, connections=connections, evaluator=evaluator)
     steps = TrainSteps(
         run_id=run_id,
@@ -165,7 +166,8 @@ async def restore(
             journal=journal,
             queue=queue,
             clock=clock,
-            saved_at=await _saved_at(recovered, journal, now=clock.time()),
+            saved_at=_saved_at(recovered, ready, now=clock.time()),
+            saved_step=ready[0].step if ready else ledger.first_step,
         ),
         version_offset=recovered.version_offset,
         step=recovered.step,
@@ -177,9 +179,8 @@ async def restore(
     return pipeline
 
 
-async def _saved_at(recovered: Recovered, journal: Journal, *, now: float) -> float:
+def _saved_at(recovered: Recovered, ready: Sequence[Checkpoint], *, now: float) -> float:
     """Returns the time since which work is unsaved; lost rollouts do not reset it."""
-    ready = await journal.read(ready_checkpoints)
     if recovered.step == (ready[0].step if ready else 0):
         return now
     return ready[0].create_time if ready else recovered.run.start_time or now

@@ -38,6 +38,8 @@ class Progress:
         self._advice: Mapping[str, str] = {}
         self._rewards = RewardHistory()
         self._reward_drop: dict[str, Any] = {}
+        self.skipped_since: int | None = None
+        """First of the newest consecutive steps that changed no weights; None if the last one did."""
         self.nothing_learned: Mapping[str, str] = {}
         """``reason`` and ``message`` if the newest steps trained nothing."""
         self.best: Mapping[str, Any] | None = None
@@ -77,13 +79,23 @@ class Progress:
         self._heldout = dict(summary["heldout"])
         self._advice = summary.get("advice", {})
         self.nothing_learned = summary.get("nothing_learned", {})
+        since = summary.get("skipped_since")
+        self.skipped_since = since if since is not None and since <= steps else None
         best = summary.get("best")
         # Steps after a rewind's target are trained, and saved, again.
         self.best = best if best is not None and best["step"] <= steps else None
 
-    def record_step(self, metrics: Mapping[str, float]) -> None:
-        """Records a committed step."""
+    def record_step(self, metrics: Mapping[str, float], *, is_skipped: bool = False) -> None:
+        """Records a committed step.
+
+        Args:
+            is_skipped: True if the step did not change the weights of a model that trains.
+        """
         self._steps += 1
+        if not is_skipped:
+            self.skipped_since = None
+        elif self.skipped_since is None:
+            self.skipped_since = self._steps
         self._rewards.add(self._steps, metrics)
         self._update_drop()
         self._max_staleness = max(self._max_staleness, int(metrics.get("staleness_max", 0)))
@@ -138,6 +150,7 @@ class Progress:
             "weight_version": self._version,
             "advice": self._advice,
             "nothing_learned": self.nothing_learned,
+            "skipped_since": self.skipped_since,
             "reward_drop": self._reward_drop,
             "best": self.best,
             "sync_ms": {"p50": self._percentile(50), "p95": self._percentile(95)},

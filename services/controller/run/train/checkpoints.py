@@ -156,6 +156,7 @@ class Checkpoints:
 
     Args:
         saved_at: Time from which work is unsaved, in seconds since the epoch.
+        saved_step: Step from which work is unsaved.
     """
 
     def __init__(
@@ -167,6 +168,7 @@ class Checkpoints:
         queue: TransferQueueClient,
         clock: Clock,
         saved_at: float,
+        saved_step: int,
     ) -> None:
         self._run_id = run_id
         self._keep = keep
@@ -174,11 +176,15 @@ class Checkpoints:
         self._queue = queue
         self._clock = clock
         self._saved_at = saved_at
+        self._saved_step = saved_step
 
     def is_due(self, step: int, spec: CheckpointSpec) -> bool:
-        """Returns True if a step is to be saved by its number or, if ``every`` is 0, by elapsed time."""
+        """Returns True if a step is to be saved by its number or, if ``every`` is 0, by elapsed time.
+
+        A checkpoint that was due at an earlier step and was not tried is due at this one.
+        """
         if spec.every:
-            return step % spec.every == 0
+            return step // spec.every > self._saved_step // spec.every
         return spec.every_s > 0 and self._clock.time() - self._saved_at >= spec.every_s
 
     async def save(
@@ -190,6 +196,7 @@ class Checkpoints:
         step: int,
         version: int,
         keep_steps: Collection[int],
+        skipped_since: int | None,
         also: Work,
     ) -> None:
         """Saves the trainer's newest step and the samples in flight, and records both in one transaction.
@@ -201,10 +208,14 @@ class Checkpoints:
             version: Weight version of the step.
             keep_steps: Steps whose checkpoints are kept besides the newest ones and those that other runs
                 start from.
+            skipped_since: First of the newest steps that changed no weights; None if the last one did.
+                Checkpoints of earlier steps are kept, because the trainer may return to them.
             also: Further write of the same transaction.
         """
         kept = {*keep_steps, *await self._journal.read(steps_in_use)}
         ready = await self._journal.read(ready_checkpoints)
+        if skipped_since is not None:
+            kept.update(each.step for each in ready if each.step < skipped_since)
         replaced = sorted(_outdated([step, *(each.step for each in ready)], keep=self._keep) - kept)
         begin = self._clock.monotonic()
         data = {"step": step, "replaces": replaced}
@@ -217,7 +228,7 @@ class Checkpoints:
         checkpoint = await self._save(
             trainer, critic, step=step, version=version, keep_steps=sorted(kept)
         )
-        self._saved_at = checkpoint.create_time
+        self._saved_at, self._saved_step = checkpoint.create_time, step
 
         def write(connection: sa.Connection) -> None:
             self._write(connection, checkpoint, sorted(kept))

@@ -351,7 +351,8 @@ class TrainSteps:
         numbers = _finite(trained.metrics)
         self._check_staleness(step, numbers)
         self.ledger.consume(batch)
-        self.progress.record_step(numbers)
+        is_skipped = trained.skipped or bool(numbers.get("critic_skipped"))
+        self.progress.record_step(numbers, is_skipped=is_skipped)
         metrics.observe_step(self.run_id, step, self.ledger.counts())
         metrics.observe_staleness(self.run_id, spread.get("staleness", {}))
         use = self.meter.measure(self.connections.replicas, time.perf_counter() - begin)
@@ -372,6 +373,8 @@ class TrainSteps:
             data["is_skipped"] = 1.0
             text = f"step {step} did not change the weights: {_why_skipped(trained.metrics)}"
             events.append(Note("StepSkipped", text, {"step": step}, step))
+        if "rewound_to_step" in numbers:
+            events.append(_rewound(step, numbers, version=step + self.version_offset))
         if trained.left_out:
             events.append(_left_out(step, trained.left_out))
         reported = {**data, "rollouts": {"idle_s": use.idle_s}}
@@ -458,6 +461,18 @@ def _within_limit(step: int, timeout_s: float) -> Iterator[None]:
 def _finite(numbers: Mapping[str, float]) -> dict[str, float]:
     """Returns the finite numbers: JSON cannot express others, and a mean that includes one is meaningless."""
     return {name: value for name, value in numbers.items() if math.isfinite(value)}
+
+
+def _rewound(step: int, numbers: Mapping[str, float], *, version: int) -> Note:
+    """Returns the event that reports a trainer that restored the last checkpoint before skipped steps."""
+    restored = int(numbers["rewound_to_step"])
+    return Note(
+        "Rewound",
+        f"step {step}: too many steps in a row had numbers that are not finite, so the trainer restored the "
+        f"weights of step {restored}; training continues with step {step + 1}",
+        {"step": restored, "version": version, "reason": "not_finite"},
+        step,
+    )
 
 
 def _left_out(step: int, tokens: Mapping[str, int]) -> Note:

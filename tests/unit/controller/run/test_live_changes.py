@@ -9,6 +9,7 @@ from services.common.errors import FailedPreconditionError
 from services.controller.launch.launcher import ExternalLauncher
 from services.controller.models import PauseOptions, RunPatch
 from services.controller.rules.ledger import GroupState
+from services.controller.run.train.checkpoints import CheckpointStore
 from services.controller.store.records import Submission
 from services.controller.store.rows import read_requests
 from services.controller.store.runs import StaleRevisionError
@@ -154,6 +155,32 @@ async def test_a_run_that_takes_long_is_saved_by_time(database, workers, monkeyp
         run_id = await submitted(manager, trainer=trainer)
         await ended(manager, run_id)
     assert workers.saved == saved
+
+
+async def test_skipped_steps_are_not_saved_until_the_weights_change(database, workers):
+    workers.skipped = {3, 4, 5, 6}
+    workers.reported = {6: {"rewound_to_step": 2.0}}
+    trainer = {"steps": 9, "prompts_per_step": 2, "checkpoint": {"every": 2, "keep": 2}}
+    async with open_manager(database, queue=workers.queue) as manager:
+        run_id = await submitted(manager, trainer=trainer)
+        await ended(manager, run_id)
+        rewound = await events_of(manager, run_id, "Rewound")
+    assert workers.saved == [2, 7, 8, 9]
+    assert [(event.data["step"], event.data["version"]) for event in rewound] == [(2, 6)]
+
+
+async def test_a_checkpoint_of_a_skipped_step_replaces_none_from_before(database, workers):
+    workers.skipped = {5, 6}
+    trainer = {"steps": 6, "prompts_per_step": 2, "checkpoint": {"every": 2, "keep": 1}}
+    async with open_manager(database, queue=workers.queue) as manager:
+        run_id = await submitted(manager, trainer=trainer)
+        await ended(manager, run_id)
+        saved = await events_of(manager, run_id, "CheckpointSaved")
+        listed = CheckpointStore(database).list_checkpoints(run_id)
+    usable = {each.step for each in listed if each.state == "READY"}
+    assert [event.data["step"] for event in saved] == [2, 4, 6]
+    assert workers.kept_steps[-1] == [4]
+    assert usable == {4, 6}
 
 
 async def test_a_pause_saves_no_step_twice(database, workers):

@@ -53,6 +53,7 @@ def parent(database):
         queue=MemoryQueue(),
         clock=SimpleNamespace(time=lambda: 0.0, monotonic=lambda: 0.0),
         saved_at=0.0,
+        saved_step=0,
     )
 
     async def save(step):
@@ -63,6 +64,7 @@ def parent(database):
             step=step,
             version=step,
             keep_steps=(),
+            skipped_since=None,
             also=lambda connection: None,
         )
         known = [each.step for each in await journal.read(ready_checkpoints)]
