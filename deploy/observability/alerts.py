@@ -104,7 +104,7 @@ ALL = (
         summary="Run {{ $labels.run }} failed",
         meaning="A run ended in FAILED within the last 15 minutes.",
         actions=(
-            "Read its `state_reason` and `message`: the message contains the last log lines of the failed worker.",
+            "Read its `state_reason` and `message`: the message contains the first cause of the failure and names the worker's log.",
             "`WorkerLost` with OOMKilled: raise the memory limit, or lower `trainer.tokens_per_micro_batch` or `rollout.max_running_samples`.",
             "Correct the cause and submit the run again.",
         ),

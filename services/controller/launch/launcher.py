@@ -1,11 +1,15 @@
 """Protocol of launchers, which start and stop the workers of runs on one platform."""
 
+import signal
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol
 
 from services.common.runspec.run import RunSpec
 from services.common.runspec.workers import WORKERS
+from services.controller.launch.failure_cause import first_cause
+
+_NUM_LAST_LINES = 15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,13 +21,36 @@ class WorkerExit:
     code: int | None
     """Exit status; negative for a signal; None if unknown."""
     last_lines: str
-    """Last lines of its log."""
+    """End of its log: enough lines to contain the tracebacks of all its processes."""
+    log: str = ""
+    """Path of its log; empty if the log is not a file of this host."""
+
+    def report(self) -> str:
+        """Returns the exit, its first cause and the log in one line; without a cause also the last lines."""
+        where = self.log or log_command(self.run_id, self.worker_id)
+        lines = self.last_lines.strip().splitlines()[-_NUM_LAST_LINES:]
+        cause = self._cause() or (lines[0] if len(lines) == 1 else "")
+        head = f"{self.worker_id} exited {self._status}"
+        if cause or not lines:
+            return f"{head}{cause and ': '}{cause} (log: {where})"
+        return "\n".join([f"{head} (log: {where}); last log lines:", *lines])
+
+    def _cause(self) -> str:
+        # SIGKILL comes from outside, so no earlier line is its cause.
+        if self.code == -signal.SIGKILL:
+            return ""
+        return first_cause(self.last_lines, is_exit=self.code is not None)
 
     @property
-    def description(self) -> str:
+    def _status(self) -> str:
         if self.code is None:
             return "with an unknown status"
         return f"with signal {-self.code}" if self.code < 0 else f"with exit code {self.code}"
+
+
+def log_command(run_id: str, worker_id: str) -> str:
+    """Returns the command that shows the log of a worker, wherever the worker runs."""
+    return f"slipstream logs {run_id} {worker_id}"
 
 
 class Launcher(Protocol):

@@ -34,6 +34,7 @@ from services.controller.launch.launcher import (
     worker_names,
 )
 from services.controller.launch.worker_process import (
+    REPORTED_LINES,
     ChildProcess,
     MetricTargets,
     ProcessGroup,
@@ -42,6 +43,7 @@ from services.controller.launch.worker_process import (
     adopt,
     last_lines,
     limit_log,
+    log_size,
     write_record,
 )
 
@@ -108,8 +110,10 @@ class ProcessLauncher(Unqueued):
                 gate.touch()
             if worker_id in running:
                 continue
+            log_begin = 0
             process: WorkerProcess | None = adopt(self._record(run_id, worker_id))
             if process is None:
+                log_begin = log_size(self._logs(run_id) / f"{worker_id}.log")
                 environment = {
                     "OMP_NUM_THREADS": str(max(1, usable_processors() // sum(ranks.values()))),
                     **_inherited(),
@@ -125,7 +129,7 @@ class ProcessLauncher(Unqueued):
                     run_id, role, worker_id, ranks=ranks[worker_id], environment=environment
                 )
             running[worker_id] = process
-            self._tasks.create_task(self._watch(run_id, worker_id, process))
+            self._tasks.create_task(self._watch(run_id, worker_id, process, log_begin))
 
     def _assign_gpus(self, run_id: str, spec: RunSpec) -> Mapping[str, Sequence[str]]:
         """Assigns GPUs to each worker.
@@ -265,7 +269,10 @@ class ProcessLauncher(Unqueued):
             )
         return ChildProcess(process)
 
-    async def _watch(self, run_id: str, worker_id: str, process: WorkerProcess) -> None:
+    async def _watch(
+        self, run_id: str, worker_id: str, process: WorkerProcess, log_begin: int
+    ) -> None:
+        """Reports the end of a worker, whose lines begin at an offset of its log."""
         log = self._logs(run_id) / f"{worker_id}.log"
         async with TaskGroup() as tasks:
             limiting = tasks.create_task(limit_log(log))
@@ -276,7 +283,13 @@ class ProcessLauncher(Unqueued):
             return
         del running[worker_id]
         self._on_exit(
-            WorkerExit(run_id=run_id, worker_id=worker_id, code=code, last_lines=last_lines(log))
+            WorkerExit(
+                run_id=run_id,
+                worker_id=worker_id,
+                code=code,
+                last_lines=last_lines(log, REPORTED_LINES, begin=log_begin),
+                log=str(log),
+            )
         )
 
     def _logs(self, run_id: str) -> Path:

@@ -176,6 +176,8 @@ class MetricTargets:
 
 
 _LAST_LINES = 15
+REPORTED_LINES = 1000
+"""Lines of a log in which the first cause of a failure is looked for: engines print long tracebacks."""
 _BLOCK_BYTES = 1 << 16
 MAX_LOG_BYTES = 32 << 20
 """A larger log is emptied, so that no worker fills the controller's disk."""
@@ -203,19 +205,27 @@ def empty_log(log: Path) -> None:
     os.truncate(log, 0)
 
 
-def last_lines(log: Path, count: int = _LAST_LINES, *, max_bytes: int = 1 << 16) -> str:
+def log_size(log: Path) -> int:
+    """Returns the size of a log in bytes; 0 if the file does not exist."""
+    return log.stat().st_size if log.exists() else 0
+
+
+def last_lines(
+    log: Path, count: int = _LAST_LINES, *, max_bytes: int = 1 << 16, begin: int = 0
+) -> str:
     """Returns the last lines of a log file of any size; empty if the file does not exist.
 
     Args:
         max_bytes: Max. bytes to read; of a longer line only the end is returned.
+        begin: Offset of the first line; ignored if the log was emptied since and is shorter.
     """
     if not log.exists():
         return ""
     blocks: list[bytes] = []
     num_ends = 0
     with log.open("rb") as file:
-        begin = file.seek(0, os.SEEK_END)
-        first = max(begin - max_bytes, 0)
+        size = file.seek(0, os.SEEK_END)
+        first, begin = max(size - max_bytes, begin if begin <= size else 0), size
         # Reads one more line end than lines, so that the first returned line is complete.
         while begin > first and num_ends <= count:
             end, begin = begin, max(begin - _BLOCK_BYTES, first)

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,16 @@ from urllib3.exceptions import HTTPError
 from services.common.task_group import TaskGroup
 from services.controller.launch.job_set import place_of
 from services.controller.launch.kubernetes import KubernetesLauncher
+from services.controller.launch.launcher import WorkerExit
 from services.controller.launch.pod_api import PodApi, Seen, follow, service_reference
 from services.controller.launch.scale import GROUP, PLURAL, VERSION, RolloutScales
 from services.controller.launch.worker_pods import RUN_LABEL, WORKER_LABEL
-from services.controller.launch.worker_process import MAX_LOG_BYTES, empty_log
+from services.controller.launch.worker_process import (
+    MAX_LOG_BYTES,
+    REPORTED_LINES,
+    empty_log,
+    last_lines,
+)
 from services.controller.manager.rlruns import RLRuns
 from services.controller.manager.runs import RunManager
 from services.controller.models import RunPatch
@@ -126,6 +133,13 @@ def _component(run_id: str, place: str, container: str) -> str:
     return own if own.startswith(container) else container
 
 
+def with_copied_log(exit_: WorkerExit, state_directory: Path) -> WorkerExit:
+    """Adds the copied log of a pod to its exit, because Kubernetes reports at most 2 KiB of it."""
+    log = state_directory / exit_.run_id / "logs" / f"{exit_.worker_id}.log"
+    lines = [last_lines(log, REPORTED_LINES), exit_.last_lines]
+    return replace(exit_, last_lines="\n".join(filter(None, lines)))
+
+
 @asynccontextmanager
 async def open_cluster_launcher(
     settings: ControllerSettings, address: str, *, manager: RunManager
@@ -148,7 +162,9 @@ async def open_cluster_launcher(
         settings.worker_templates,
         owner=owner,
         controller_address=address,
-        on_exit=manager.drivers.worker_exited,
+        on_exit=lambda exit_: manager.drivers.worker_exited(
+            with_copied_log(exit_, settings.state_directory)
+        ),
         on_pending=manager.drivers.worker_pending,
         pending_timeout_s=settings.pending_timeout_s,
         scales=scales,

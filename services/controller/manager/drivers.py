@@ -10,7 +10,7 @@ from services.common.errors import FailedPreconditionError, UnavailableError
 from services.common.runspec.loader import SpecError, parse_spec
 from services.common.task_group import TaskGroup
 from services.controller import metrics
-from services.controller.launch.launcher import WorkerExit
+from services.controller.launch.launcher import WorkerExit, log_command
 from services.controller.rules.run_state import RunEvent, RunState
 from services.controller.run.lifecycle.driver import RunDriver
 from services.controller.run.lifecycle.loop import Services
@@ -208,7 +208,7 @@ class Drivers:
             final_code: Code with which the run ends; empty if another start may succeed.
         """
         if (driver := self.find(run_id)) is not None:
-            message = f"{worker_id} failed: {cause}"
+            message = f"{worker_id} failed: {cause} (log: {log_command(run_id, worker_id)})"
             driver.worker_lost(worker_id, message, final_code=final_code)
 
     def worker_replaced(self, run_id: str, worker_id: str) -> None:

@@ -8,8 +8,8 @@
     a worker exits, is silent or is replaced   -> the loops are left; the missing workers start; the
                                                   loops are entered again. Lost rollouts are not
                                                   awaited while other rollouts remain: they join later.
-    too many failures without a finished step  -> the run fails, with the last log lines of the
-                                                  lost workers
+    too many failures without a finished step  -> the run fails, with the first cause and the
+                                                  log of each lost worker
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from services.common.errors import ServiceError, UnavailableError
 from services.common.lifetime import OUTAGE_EXIT
 from services.common.runspec.run import RunSpec
 from services.common.task_group import TaskGroup, leaves
-from services.controller.launch.launcher import WorkerExit, worker_names
+from services.controller.launch.launcher import WorkerExit, log_command, worker_names
 from services.controller.rules.run_state import RunEvent, RunState
 from services.controller.run.connections import delete_sample_records
 from services.controller.run.lifecycle.elastic import ElasticSizing, SizeChangedError
@@ -223,10 +223,7 @@ class RunDriver:
         # limited.
         is_first = self._state is RunState.STARTING
         self._is_hopeless |= is_first and not (had_loaded or was_interrupted)
-        message = (
-            f"{exit_.worker_id} exited {exit_.description}; last log lines:\n{exit_.last_lines}"
-        )
-        self.worker_lost(exit_.worker_id, message)
+        self.worker_lost(exit_.worker_id, exit_.report())
 
     def worker_lost(
         self, worker_id: str, message: str, *, is_replaced: bool = False, final_code: str = ""
@@ -331,7 +328,7 @@ class RunDriver:
             # A restart of the trainer may lose trained steps, so it counts as lost only without heartbeats;
             # a rollout also counts as lost if it does not answer.
             if isinstance(each, UnresponsiveError) and each.worker_id in self._rollouts():
-                self.worker_lost(each.worker_id, str(each))
+                self.worker_lost(each.worker_id, self._with_log(each.worker_id, str(each)))
         await self._await_exit_report()
         self._count_loss()
         lost, self._exits = self._exits, {}
@@ -402,10 +399,12 @@ class RunDriver:
                 raise WorkerLostError("\n".join(self._exits.values()))
             except TimeoutError:
                 for worker in self._services.membership.find_silent(self._run_id):
-                    self.worker_lost(
-                        worker.worker_id,
-                        f"{worker.worker_id} sent no heartbeat for {timeout_s:.0f} s",
-                    )
+                    message = f"{worker.worker_id} sent no heartbeat for {timeout_s:.0f} s"
+                    self.worker_lost(worker.worker_id, self._with_log(worker.worker_id, message))
+
+    def _with_log(self, worker_id: str, message: str) -> str:
+        """Adds the command that shows the worker's log, which may say why it does not answer."""
+        return f"{message} (log: {log_command(self._run_id, worker_id)})"
 
     async def _clean_up(self, *, record_samples: bool) -> None:
         await self._services.membership.close_run(self._run_id)

@@ -91,7 +91,7 @@ class ElasticSizing:
     def handles_exit(self, exit_: WorkerExit) -> bool:
         """Records the exit of a new rollout; returns True if the worker is a new or surplus rollout."""
         if exit_.worker_id in self._new():
-            self._failure = f"{exit_.worker_id} exited; last log lines:\n{exit_.last_lines}"
+            self._failure = exit_.report()
             self._failed.set()
             self._exited.add(exit_.worker_id)
             return True

@@ -7,9 +7,10 @@ import threading
 import pytest
 from urllib3.exceptions import ReadTimeoutError
 
+from services.controller.launch.launcher import WorkerExit
 from services.controller.launch.pod_api import Seen
 from services.controller.manager import cluster
-from services.controller.manager.cluster import PodLogs
+from services.controller.manager.cluster import PodLogs, with_copied_log
 from services.controller.manager.logs import RunLogs
 
 
@@ -126,3 +127,14 @@ async def test_no_log_fills_the_volume(tmp_path, monkeypatch):
 def _no_thread_is_left():
     yield
     assert not [t for t in threading.enumerate() if t.name.startswith("log of")]
+
+
+def test_the_exit_of_a_pod_is_reported_with_its_copied_log(tmp_path):
+    log = tmp_path / "run_01" / "logs" / "rollout-0.log"
+    log.parent.mkdir(parents=True)
+    log.write_text(
+        "Traceback (most recent call last):\n  File\nValueError: no memory\nafterwards\n"
+    )
+    exit_ = WorkerExit(run_id="run_01", worker_id="rollout-0", code=1, last_lines="Error\nxxx")
+    assert "ValueError: no memory" in with_copied_log(exit_, tmp_path).report()
+    assert with_copied_log(exit_, tmp_path / "none").last_lines == "Error\nxxx"

@@ -137,7 +137,7 @@ async def test_the_failure_that_a_worker_reports_is_the_cause_of_its_loss(
         (lost,) = await manager.feed.page(
             run_id, after_seq=0, only=EventFilter(types=("WorkerLost",))
         )
-        assert lost.message == "rollout-1 failed: its engine stalled"
+        assert lost.message.startswith("rollout-1 failed: its engine stalled (log: ")
 
 
 async def test_a_failure_that_each_start_would_repeat_ends_the_run(database, workers, tmp_path):
@@ -147,7 +147,7 @@ async def test_a_failure_that_each_start_would_repeat_ends_the_run(database, wor
             await manager.drivers.wait()
         run = await manager.get(run_id)
         assert (run.state, run.state_reason) == ("FAILED", "CheckpointUnusable")
-        assert run.message == "rollout-1 failed: its checkpoint is damaged"
+        assert run.message.startswith("rollout-1 failed: its checkpoint is damaged (log: ")
 
 
 async def nothing(*arguments, **keywords):

@@ -1,0 +1,181 @@
+"""The first cause of a worker's failure, found in logs of engines, ranks and our own processes."""
+
+import io
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from services.common.telemetry.logging import configure
+from services.controller.launch.failure_cause import first_cause
+from services.controller.launch.launcher import WorkerExit
+from services.controller.launch.worker_process import last_lines
+
+FREE_MEMORY = (
+    "ValueError: Free memory on device cuda:0 (21.3/139.8 GiB) on startup is less than desired GPU memory "
+    "utilization (0.9, 125.83 GiB)."
+)
+
+
+def vllm_log(cause: str = FREE_MEMORY) -> str:
+    head = "(EngineCore_DP0 pid=4242) "
+    logged = f"{head}ERROR 11-29 00:11:22 [core.py:1100] "
+    frames = [f'  File "/v/core.py", line {n}, in f' for n in range(40)]
+    raised = ["Traceback (most recent call last):", *frames, cause]
+    return "\n".join(
+        [
+            "rollout rollout-0 00:10:50 INFO    loading",
+            f"{head}INFO 11-29 00:11:20 [core.py:93] Initializing a V1 LLM engine",
+            f"{logged}EngineCore failed to start.",
+            *(f"{logged}{line}" for line in raised),
+            f"{head}Process EngineCore_DP0:",
+            *(f"{head}{line}" for line in raised),
+            "Traceback (most recent call last):",
+            *frames,
+            "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}",
+            "the vLLM engine did not start; see its log lines above",
+        ]
+    )
+
+
+def test_the_cause_of_a_failed_engine_start_is_the_engines_own_exception():
+    assert first_cause(vllm_log()) == FREE_MEMORY
+
+
+def test_the_engine_of_sglang_is_read_too():
+    log = "\n".join(
+        [
+            "[2025-11-29 00:11:22] Scheduler hit an exception: Traceback (most recent call last):",
+            '  File "/s/scheduler.py", line 3, in run',
+            "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.",
+            "",
+            "rollout rollout-0 00:11:23 ERROR   the engine ended",
+            "SGLang ended; see its log lines above",
+        ]
+    )
+    assert first_cause(log).startswith("RuntimeError: Not enough memory.")
+
+
+def test_of_several_ranks_the_first_that_failed_is_named():
+    log = "\n".join(
+        [
+            "[rank1]: Traceback (most recent call last):",
+            '[rank1]:   File "t.py", line 1, in f',
+            "[rank0]: Traceback (most recent call last):",
+            '[rank0]:   File "t.py", line 2, in g',
+            "[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
+            "[rank0]: RuntimeError: [gloo] Connection closed by peer [127.0.0.1]:20001",
+        ]
+    )
+    assert (
+        first_cause(log)
+        == "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+    )
+
+
+@pytest.mark.parametrize(
+    ("program", "cause"),
+    [
+        (
+            "raise ValueError('model.path: no such folder')",
+            "ValueError: model.path: no such folder",
+        ),
+        (
+            "import sys; sys.exit('rank 1 failed: ValueError: 4 heads')",
+            "rank 1 failed: ValueError: 4 heads",
+        ),
+        ("raise ExceptionGroup('some', [KeyError('w'), OSError('x')])", "KeyError: 'w'"),
+        (
+            "try:\n 1/0\nexcept ZeroDivisionError as e:\n raise ValueError('bad') from e",
+            "ValueError: bad; caused by ZeroDivisionError: division by zero",
+        ),
+        (
+            "try:\n raise OSError('full')\nexcept OSError:\n raise BrokenPipeError('pipe')",
+            "OSError: full",
+        ),
+        (
+            "from pydantic import BaseModel\nclass A(BaseModel):\n b: int\nA()",
+            "1 validation error for A b",
+        ),
+        (
+            "import nothing_of_this_name",
+            "ModuleNotFoundError: No module named 'nothing_of_this_name'",
+        ),
+    ],
+)
+def test_the_cause_of_a_program_that_ended_is_its_exception_or_its_last_words(program, cause):
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert cause in first_cause(done.stderr)
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_an_exception_that_the_worker_logged_and_survived_is_not_the_cause(log_format, monkeypatch):
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    configure(log_format=log_format, service="rollout")
+    try:
+        try:
+            raise KeyError("survived")
+        except KeyError:
+            logging.getLogger("test").exception("request failed")
+    finally:
+        logging.basicConfig(force=True)
+    assert (
+        first_cause(f"{stream.getvalue()}the checkpoint is damaged\n")
+        == "the checkpoint is damaged"
+    )
+
+
+def test_an_exception_of_an_hour_ago_is_not_the_cause():
+    log = "\n".join(
+        [
+            "rollout rollout-0 10:00:00 INFO    loaded",
+            "Traceback (most recent call last):",
+            '  File "reward.py", line 1, in f',
+            "ValueError: printed by a reward",
+            "rollout rollout-0 11:00:00 INFO    working",
+            "a new failure",
+        ]
+    )
+    assert first_cause(log) == "a new failure"
+
+
+def test_the_report_of_an_exit_is_one_line_with_the_cause_and_the_log():
+    exit_ = WorkerExit(
+        run_id="run_01",
+        worker_id="rollout-0",
+        code=1,
+        last_lines=vllm_log(),
+        log="/s/rollout-0.log",
+    )
+    report = exit_.report()
+    assert "\n" not in report
+    assert FREE_MEMORY in report
+    assert "/s/rollout-0.log" in report
+
+
+def test_a_killed_worker_is_reported_with_its_last_lines_and_no_cause():
+    lines = "Traceback (most recent call last):\n  File\nValueError: survived\nstep 7"
+    report = WorkerExit(run_id="run_01", worker_id="rollout-0", code=-9, last_lines=lines).report()
+    first, *rest = report.splitlines()
+    assert "signal 9" in first
+    assert "slipstream logs run_01 rollout-0" in first
+    assert rest == lines.splitlines()
+
+
+def test_a_worker_without_a_line_is_reported_without_an_empty_end():
+    report = WorkerExit(run_id="run_01", worker_id="rollout-0", code=-9, last_lines="").report()
+    assert report.endswith("(log: slipstream logs run_01 rollout-0)")
+
+
+def test_lines_of_an_earlier_process_of_the_worker_are_left_out(tmp_path):
+    log = tmp_path / "rollout-0.log"
+    log.write_text("old\n")
+    begin = log.stat().st_size
+    with log.open("a") as file:
+        file.write("new\n")
+    assert last_lines(log, 100, begin=begin) == "new"
+    log.write_text("n\n")  # emptied, because it was too large
+    assert last_lines(log, 100, begin=begin) == "n"
