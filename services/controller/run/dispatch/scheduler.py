@@ -181,7 +181,7 @@ class GenerationScheduler:
         Args:
             is_queue_empty: True if the transferqueue lost all stored samples.
         """
-        unscored = await self._find_stored()
+        unscored, unwanted = await self._find_stored()
         ready = self._ledger.in_state(GroupState.READY)
         for group in (group for group in ready if group not in self.stored):
             self._ledger.requeue(group)
@@ -211,6 +211,7 @@ class GenerationScheduler:
                 self._dispatcher.record_start(group, {group.worker_id: members})
                 assignments[group.worker_id].append(self._dispatcher.assignment(group, members))
         await self._journal.save(self._ledger)
+        await self.stored.delete(unwanted)
         if is_shared:
             await self._rollout_pool.cancel([group.group_id for group in running])
         await self._rollout_pool.start(assignments)
@@ -303,22 +304,23 @@ class GenerationScheduler:
         await self._journal.save(self._ledger)
         await self._notify()
 
-    async def drop(self, groups: Mapping[str, Sequence[Group]]) -> None:
-        """Drops ready groups, by reason; the gate then admits other prompts.
+    async def drop_stale(self, groups: Sequence[Group]) -> None:
+        """Drops ready groups over the staleness bound; the gate then admits other prompts.
 
-        The prompt of a stale group is issued once more at the end of its epoch.
+        Their prompts are issued once more at the end of their epoch.
         """
-        begin_ns = time.time_ns()
-        for reason, dropped in groups.items():
-            traces = self._dispatcher.traces(dropped)
-            tracing.record("group.settle", traces, begin_ns=begin_ns, outcome=reason)
-            for group in dropped:
-                self._ledger.drop(group, reason)
-                if reason == "stale":
-                    self._order.give_back(group.row)
+        self._record_dropped(groups, "stale")
+        for group in groups:
+            self._order.give_back(group.row)
         self._ledger.returned = self._order.returned
         await self._journal.save(self._ledger)
-        await self.release([group for dropped in groups.values() for group in dropped])
+        await self.release(groups)
+
+    def _record_dropped(self, groups: Sequence[Group], reason: str) -> None:
+        traces = self._dispatcher.traces(groups)
+        tracing.record("group.settle", traces, begin_ns=time.time_ns(), outcome=reason)
+        for group in groups:
+            self._ledger.drop(group, reason)
 
     async def restart(self, groups: Sequence[Group]) -> None:
         """Deletes the samples of ready groups and generates them again."""
@@ -369,11 +371,12 @@ class GenerationScheduler:
         groups = [self._ledger.get(group_id, attempt) for group_id, attempt in attempts]
         return [group for group in groups if group is not None and group.state in RUNNING]
 
-    async def _find_stored(self) -> set[str]:
-        """Adopts groups that the transferqueue holds, and deletes samples that are not expected.
+    async def _find_stored(self) -> tuple[set[str], list[GroupSamples]]:
+        """Admits finished groups that the transferqueue holds.
 
         Returns:
-            Ids of running groups whose samples are all stored but lack fields that another worker adds.
+            Ids of running groups whose samples are all stored but lack fields that another worker adds, and
+            the samples of all groups that are not expected or may not train.
         """
         unwanted: list[GroupSamples] = []
         unscored: set[str] = set()
@@ -385,11 +388,11 @@ class GenerationScheduler:
             if not self.stored.is_scored(samples):
                 unscored.add(group_id)
                 continue
-            if group.state in RUNNING:
-                self._complete(group, samples)
-            self.stored.add_group(group, samples)
-        await self.stored.delete(unwanted)
-        return unscored
+            if group.state not in RUNNING:
+                self.stored.add_group(group, samples)
+            elif not self._admit(group, samples):
+                unwanted.append(samples)
+        return unscored, unwanted
 
     def _park(self, group: Group, failure: GroupFailure) -> None:
         """Records that a rollout parked its shard of a group with its tokens stored."""
@@ -422,7 +425,7 @@ class GenerationScheduler:
 
     async def _process_arrived(self, groups: Sequence[tuple[str, GroupSamples]]) -> None:
         late: list[GroupSamples] = []
-        unfit: dict[str, list[Group]] = defaultdict(list)
+        unfit: list[GroupSamples] = []
         for group_id, samples in groups:
             group = self._ledger.get(group_id, attempt_of(samples))
             if group is not None and group in self.stored:
@@ -443,25 +446,32 @@ class GenerationScheduler:
                 continue
             self._dispatcher.record_end(group)
             self._dispatcher.slot_usage.finished(whole.numbers("response_tokens"))
-            self._complete(group, whole)
-            self.stored.add_group(group, whole)
-            reason = self._why_unfit(whole, num_unfit=len(unfit[_REFILLED]))
-            if reason is not None:
-                unfit[reason].append(group)
-        await self.stored.delete(late)
-        if any(unfit.values()):
-            await self.drop(unfit)
+            if not self._admit(group, whole):
+                unfit.append(whole)
+        if unfit:
+            await self._journal.save(self._ledger)
+        await self.stored.delete([*late, *unfit])
         await self._notify()
 
-    def _complete(self, group: Group, samples: GroupSamples) -> None:
-        self._ledger.complete(group, oldest_version=oldest_version(samples))
+    def _admit(self, group: Group, samples: GroupSamples) -> bool:
+        """Moves a finished group to READY, or drops it if it may not train; returns False if it was dropped.
+
+        The only way into READY: of groups that arrive, and of those that a recovery finds stored.
+        """
         self._dispatcher.num_deferred = 0
         if (difficulty := self._order.difficulty) is not None:
             difficulty.observe(group.row, rewards_of(samples), step=self._dispatcher.published_step)
+        reason = self._why_unfit(samples)
+        if reason is not None:
+            self._record_dropped([group], reason)
+            return False
+        self._ledger.complete(group, oldest_version=oldest_version(samples))
+        self.stored.add_group(group, samples)
+        return True
 
-    def _why_unfit(self, samples: GroupSamples, *, num_unfit: int) -> str | None:
+    def _why_unfit(self, samples: GroupSamples) -> str | None:
         algorithm = self._spec.now.algorithm
-        refilled = self._ledger.num_ended(_REFILLED) - self._refilled + num_unfit
+        refilled = self._ledger.num_ended(_REFILLED) - self._refilled
         maximum = (algorithm.max_refill_factor - 1) * self._spec.now.trainer.prompts_per_step
         return unfit_reason(samples, algorithm, may_refill=refilled < maximum)
 

@@ -125,7 +125,7 @@ async def _take_batch(
         if choice.stale and algorithm.on_stale == "restart":
             await scheduler.restart(choice.stale)
         elif choice.stale:
-            await scheduler.drop({"stale": choice.stale})
+            await scheduler.drop_stale(choice.stale)
         elif choice.awaited:
             with waits("barrier"):
                 await _wait_for_any(choice.awaited, scheduler, deadline - clock.monotonic())

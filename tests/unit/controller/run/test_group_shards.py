@@ -95,7 +95,7 @@ class Rollouts(RolloutPool):
 class Run:
     """Run with one group."""
 
-    def __init__(self, ledger=None):
+    def __init__(self, ledger=None, spec=SPEC):
         self.queue, self.rollouts, self.journal = Queue(), Rollouts(), Recorder()
         self.ledger, self.now = ledger or Ledger(max_attempts=3), 1.0
         order = PromptOrder(Mixture({"train": 10}), seed=0, shuffle=False)
@@ -108,7 +108,7 @@ class Run:
             "stored": stored,
         }
         clock = SimpleNamespace(monotonic=lambda: self.now)
-        self.spec = CurrentSpec(SPEC)
+        self.spec = CurrentSpec(spec)
         self.dispatcher = Dispatcher(self.spec, "run_1", clock=clock, **shared)
         self.dispatcher.published_step = 0
         self.generation = GenerationScheduler(self.spec, dispatcher=self.dispatcher, **shared)
@@ -130,16 +130,20 @@ class Run:
         self.store(*members, attempt=attempt)
         await self.generation.collect()
 
-    def store(self, *members, attempt):
-        """Stores samples without a report to the scheduler."""
+    def store(self, *members, attempt, reward=float, finish_reason="stop"):
+        """Stores samples without a report to the scheduler.
+
+        Args:
+            reward: Returns the reward of a member.
+        """
         name = self.group.group_id
         tags = {
             "group_id": (name,) * len(members),
             "member": members,
             "attempt": (attempt,) * len(members),
             "v_min": (0,) * len(members),
-            "reward": tuple(float(member) for member in members),
-            "finish_reason": ("stop",) * len(members),
+            "reward": tuple(reward(member) for member in members),
+            "finish_reason": (finish_reason,) * len(members),
             "response_tokens": (4,) * len(members),
             "terms": ("{}",) * len(members),
             "greedy": (0,) * len(members),
@@ -284,6 +288,45 @@ async def test_shared_groups_begin_again_when_the_controller_does():
     assert again.group.state is GroupState.PENDING
     assert again.rollouts.cancelled == [again.group.group_id]
     assert not again.rollouts.started
+
+
+UNFIT = {
+    "equal_rewards": ({"dynamic_sampling": True}, {"reward": lambda member: 1.0}),
+    "too_few_members": ({"min_group_size": 2}, {"finish_reason": "failed"}),
+}
+
+
+@pytest.mark.parametrize("is_found", [True, False], ids=["found at recovery", "collected"])
+@pytest.mark.parametrize("reason", UNFIT)
+async def test_an_unfit_group_is_never_ready_however_it_arrives(reason, is_found):
+    algorithm, samples = UNFIT[reason]
+    spec = spec_with(
+        rollout={"group_size": 5, "max_running_samples": 5, "replicas": 3},
+        trainer={"prompts_per_step": 1},
+        algorithm={"max_staleness": 0, **algorithm},
+    )
+    run = Run(spec=spec)
+    await run.dispatch()
+    name, seen = run.group.group_id, []
+    again = Run(run.ledger, spec) if is_found else run
+    again.queue.held = KVBatchMeta(partition_id="run_1/train", keys=())
+    again.store(*range(5), attempt=1, **samples)
+    release = again.queue.release
+
+    async def released(*arguments):
+        seen.append(again.ledger.count(GroupState.READY))
+        await release(*arguments)
+
+    again.queue.release = released
+    if is_found:
+        await again.generation.restore((), is_queue_empty=False)
+    else:
+        await again.generation.collect()
+    assert again.ledger.reasons() == {reason: 1}
+    assert again.ledger.count(GroupState.READY) == 0
+    assert set(seen) == {0}
+    assert again.queue.released == [f"{name}.{member}" for member in range(5)]
+    assert not again.ledger.take_changes().ended, "the drop was not recorded"
 
 
 def test_shares_are_equal_as_far_as_that_goes():

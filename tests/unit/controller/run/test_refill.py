@@ -36,7 +36,7 @@ def test_as_many_groups_are_replaced_for_each_batch_as_for_the_first() -> None:
 
     def num_replaced() -> int:
         count = 0
-        while generation._why_unfit(EQUAL, num_unfit=0) is not None:
+        while generation._why_unfit(EQUAL) is not None:
             ledger.drop(ledger.issue(count, position=count + 1), "equal_rewards")
             count += 1
             assert count < 10
