@@ -8,6 +8,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from services.common.runspec.base import NameIn
 from services.common.runspec.keys import parts_of
 from services.common.runspec.run import RunSpec
 
@@ -73,6 +74,9 @@ def _type(info: FieldInfo) -> str:
     items = get_args(annotation)
     if get_origin(annotation) is tuple and get_origin(items[0]) is Annotated:
         return f"tuple[{_type(FieldInfo.from_annotation(items[0]))}, ...]"
+    doors = [item for item in info.metadata if isinstance(item, NameIn)]
+    if doors:
+        return f"one of {[*doors[0].also, *doors[0].door.own_names()]}, or of [a package](adding.md)"
     name = annotation.__name__ if isinstance(annotation, type) else str(annotation)
     name = name.replace("typing.", "").replace("Literal", "one of").replace("NoneType", "null")
     limits = ", ".join(_limit(item) for item in info.metadata if _limit(item))

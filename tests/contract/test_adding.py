@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from services.common.runspec import engines
 from services.common.runspec.loader import parse_spec
 from services.rollout.engines.base import Engine
 from services.rollout.engines.build import make_engine
@@ -18,6 +17,7 @@ from services.rollout.engines.engine_config import EngineConfig
 from tests.contract import test_engine_contract, test_engine_weights
 from tests.contract.engines import decode, model_config
 from tests.helpers.engines import running
+from tests.helpers.packages import install_from
 from tests.helpers.pages import example
 from tests.helpers.specs import changed
 
@@ -41,12 +41,10 @@ CONTRACT = _contract(test_engine_contract) | _contract(test_engine_weights)
 def open_plain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., AbstractAsyncContextManager[Engine]]:
-    """Adds the engine to the table of engines as the page does; returns a function that opens it."""
-    module = example("adding.md", "plain.py", tmp_path)
-    entry = example("adding.md", "engines.py", tmp_path).read_text()
-    entry = entry.replace("services.rollout.engines.plain", str(module))
-    for name, kind in eval(f"{{{entry}}}", vars(engines)).items():
-        monkeypatch.setitem(engines.ENGINES, name, kind)
+    """Installs the engine as the page does; returns a function that opens it."""
+    for name in ("plain.py", "plain_kind.py"):
+        example("adding.md", name, tmp_path)
+    install_from(example("adding.md", "plain.toml", tmp_path), monkeypatch)
 
     @asynccontextmanager
     async def opened(*, tied: bool = True) -> AsyncIterator[Engine]:

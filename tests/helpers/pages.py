@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 def example(page: str, name: str, folder: Path) -> Path:
     """Writes the block that begins with the comment ``# name`` to a file with that name."""
     text = (ROOT / "docs" / page).read_text()
-    blocks = map(dedent, re.findall(r"```(?:python|py|yaml)\n(.*?)```", text, re.DOTALL))
+    blocks = map(dedent, re.findall(r"```(?:python|py|yaml|toml)\n(.*?)```", text, re.DOTALL))
     (found,) = (block for block in blocks if block.startswith(f"# {name}\n"))
     file = folder / name
     file.write_text(found)

@@ -4,10 +4,22 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Annotated, Any, Final, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic_core import core_schema
+
+from services.common.doors import Door, References
 
 MAX_SECONDS: Final = 365 * 86_400.0
 """Max of every time in seconds. A much larger one overflows in timers and in deadlines of gRPC."""
@@ -66,18 +78,49 @@ def _not_json(value: Any) -> Iterator[str]:
 _Entry = TypeVar("_Entry")
 
 
-def look_up(table: Mapping[str, _Entry], name: str, *, key: str) -> _Entry:
+def look_up(
+    table: Mapping[str, _Entry], name: str, *, key: str, also: Sequence[str] = ()
+) -> _Entry:
     """Returns the entry of a table that the value of a key names.
+
+    Args:
+        also: Further values of the key, which the message lists.
 
     Raises:
         ValueError: If there is no such entry; the message has the key, the known names and the value.
     """
     if name not in table:
+        names = (*also, *table)
         raise ValueError(
-            f"{key} must be one of {', '.join(map(repr, table))}, got {name!r}."
-            + did_you_mean(name, tuple(table))
+            f"{key} must be one of {', '.join(map(repr, names))}, got {name!r}."
+            + did_you_mean(name, names)
         )
     return table[name]
+
+
+@dataclass(frozen=True, slots=True)
+class NameIn:
+    """Annotation of a key whose value is a name of a door, as in ``Annotated[str, NameIn(ENGINES, KEY)]``."""
+
+    door: Door[Any] | References
+    key: str
+    also: tuple[str, ...] = ()
+    """Further values."""
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> core_schema.CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return {**handler(schema), "examples": [*self.also, *self.door.own_names()]}
+
+    def _check(self, name: str) -> str:
+        if name not in self.also:
+            look_up(self.door, name, key=self.key, also=self.also)
+        return name
 
 
 def in_yaml(value: Any) -> str:

@@ -1,6 +1,7 @@
 """Properties of the rollout engines that are needed before an engine starts. Imports no engine.
 
-A new engine needs an adapter and an entry in ``ENGINES``.
+An engine is an adapter and an entry point in the group ``slipstream.rollout_engines`` that names its
+``EngineKind``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -8,6 +9,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Final, Literal
 
+from services.common.doors import Door
 from services.common.runspec.base import look_up
 
 InvariantEngine = Literal["torch", "vllm"]
@@ -157,190 +159,9 @@ def _size(name: str, arguments: Mapping[str, Any]) -> int:
     return size
 
 
-# Threads of the engine's processes and of torch would compete for the cores.
-_FEW_THREADS: Final = {"OMP_NUM_THREADS": "1"}
-
-ENGINES: Final[Mapping[str, EngineKind]] = {
-    "torch": EngineKind(
-        adapter="services.rollout.engines.torch.engine:build",
-        arguments=frozenset({"max_kv_tokens"}),
-        harmless_arguments=frozenset({"max_kv_tokens"}),
-        cache_argument="max_kv_tokens",
-        length_argument="max_kv_tokens",
-        most_running=256,
-        is_writable=True,
-        reports_masks=True,
-        sleeps=True,
-        quantizations={"fp8": None, "fp8_block": None},
-        quantizes_on_cpu=True,
-        speculation=("ngram",),
-        speculates_on_cpu=True,
-        speculates_with_seeds=True,
-        invariant_environment={},
-    ),
-    "vllm": EngineKind(
-        adapter="services.rollout.engines.vllm.adapter:build",
-        package="vllm",
-        harmless_arguments=frozenset(
-            {
-                *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
-                *("prefill_context_parallel_size", "decode_context_parallel_size"),
-                *("enable_expert_parallel", "enable_eplb", "disable_custom_all_reduce"),
-                *("max_model_len", "max_num_batched_tokens", "max_num_partial_prefills"),
-                *("gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override"),
-                *("block_size", "cpu_offload_gb", "seed"),
-                *("enforce_eager", "enable_prefix_caching", "enable_chunked_prefill"),
-                *(
-                    "async_scheduling",
-                    "disable_cascade_attn",
-                    "scheduling_policy",
-                    "attention_backend",
-                ),
-            }
-        ),
-        given={
-            "model": "model.path",
-            "dtype": "trainer.dtype",
-            "max_num_seqs": "rollout.max_running_samples",
-            "load_format": "",
-            "skip_tokenizer_init": "",
-            "worker_extension_cls": "",
-            "logprobs_mode": "",
-            "scheduler_cls": "",
-            "limit_mm_per_prompt": "data.max_images",
-            "enable_sleep_mode": "topology.placement",
-            "quantization": "rollout.quantization",
-            "quantization_config": "rollout.quantization",
-            "kv_cache_dtype": "rollout.kv_cache_dtype",
-            "speculative_config": "rollout.speculation",
-        },
-        # Its layerwise reload quantizes each layer again.
-        quantizations={"fp8": "fp8_per_tensor", "fp8_block": "fp8_per_block"},
-        cache_dtypes={"fp8": "fp8"},
-        sleeps=True,
-        speculation=("ngram", "suffix", "mtp", "eagle"),
-        gpu_arguments=(
-            "tensor_parallel_size",
-            "pipeline_parallel_size",
-            "data_parallel_size",
-            "prefill_context_parallel_size",
-        ),
-        replica_argument="data_parallel_size",
-        stage_argument="pipeline_parallel_size",
-        heads_argument="tensor_parallel_size",
-        memory_argument="gpu_memory_utilization",
-        cache_argument="kv_cache_memory_bytes",
-        cache_in_bytes=True,
-        unplanned={"num_gpu_blocks_override": "kv_cache_memory_bytes"},
-        length_argument="max_model_len",
-        is_writable=True,
-        environment={
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_LOGGING_LEVEL": "WARNING",
-            # This process has initialized the GPU driver, after which a forked child cannot use
-            # its GPUs.
-            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        },
-        invariant_environment={"VLLM_BATCH_INVARIANT": "1"},
-        process_modules=(
-            "vllm.v1.engine.core",
-            "vllm.v1.worker.gpu_worker",
-            "vllm.model_executor.models.qwen2",
-            "services.rollout.engines.vllm.scheduler",
-            "services.rollout.engines.vllm.worker",
-        ),
-        environment_without={"flashinfer": {"VLLM_USE_FLASHINFER_SAMPLER": "0"}},
-        cpu_environment=_FEW_THREADS
-        | {
-            # One child process instead of two.
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            # Otherwise the first request for logprobs compiles a C++ kernel, for a minute.
-            "TORCH_COMPILE_DISABLE": "1",
-        },
-        cpu_arguments={
-            "distributed_executor_backend": "uni",
-            "enforce_eager": True,
-            "block_size": 32,
-            "kv_cache_memory_bytes": 256 << 20,
-        },
-    ),
-    "sglang": EngineKind(
-        adapter="services.rollout.engines.sglang.adapter:build",
-        package="sglang",
-        harmless_arguments=frozenset(
-            {
-                *("tp_size", "pp_size", "dp_size", "ep_size", "enable_dp_attention"),
-                *(
-                    "context_length",
-                    "max_total_tokens",
-                    "max_prefill_tokens",
-                    "chunked_prefill_size",
-                ),
-                *(
-                    "mem_fraction_static",
-                    "cpu_offload_gb",
-                    "page_size",
-                ),
-                *("attention_backend", "prefill_attention_backend", "decode_attention_backend"),
-                *(
-                    "sampling_backend",
-                    "schedule_policy",
-                    "schedule_conservativeness",
-                    "random_seed",
-                ),
-                *("disable_cuda_graph", "cuda_graph_max_bs", "disable_radix_cache"),
-                *("disable_overlap_schedule", "enable_mixed_chunk", "disable_custom_all_reduce"),
-            }
-        ),
-        given={
-            "model_path": "model.path",
-            "dtype": "trainer.dtype",
-            "device": "",
-            "max_running_requests": "rollout.max_running_samples",
-            "load_format": "",
-            "skip_tokenizer_init": "",
-            "custom_weight_loader": "",
-            "enable_memory_saver": "topology.placement",
-            "quantization": "rollout.quantization",
-            "kv_cache_dtype": "rollout.kv_cache_dtype",
-        },
-        cache_dtypes={"fp8": "fp8_e4m3"},
-        why_unquantized="its quantized parameters do not accept new weights",
-        sleeps=True,
-        gpu_arguments=("tp_size", "pp_size", "dp_size"),
-        shared_gpu_arguments={"dp_size": "enable_dp_attention"},
-        replica_argument="dp_size",
-        stage_argument="pp_size",
-        heads_argument="tp_size",
-        memory_argument="mem_fraction_static",
-        memory_excludes_working=True,
-        cache_argument="max_total_tokens",
-        length_argument="context_length",
-        is_writable=True,
-        # Its deterministic mode is an argument, which the adapter sets.
-        invariant_environment={},
-        cpu_environment=_FEW_THREADS | {"SGLANG_USE_CPU_ENGINE": "1"},
-        cpu_arguments={
-            "attention_backend": "torch_native",
-            "sampling_backend": "pytorch",
-            "disable_cuda_graph": True,
-            "disable_overlap_schedule": True,
-            "max_total_tokens": 32768,
-            # Other processes use this memory too; max_total_tokens bounds what the engine takes.
-            "mem_fraction_static": 0.3,
-        },
-    ),
-    "fake": EngineKind(
-        adapter="services.rollout.engines.fake:build",
-        arguments=frozenset({"token_seconds", "median_tokens", "sigma"}),
-        harmless_arguments=frozenset({"token_seconds", "median_tokens", "sigma"}),
-        has_model=False,
-        sleeps=True,
-    ),
-    "none": EngineKind(
-        adapter="services.rollout.engines.fake:build_none", arguments=frozenset(), has_model=False
-    ),
-}
+FEW_THREADS: Final = {"OMP_NUM_THREADS": "1"}
+"""Environment of engines on a CPU: threads of their processes and of torch would compete for the cores."""
+ENGINES: Final = Door("rollout_engines", EngineKind)
 """The engines by the value of ``rollout.engine``."""
 
 

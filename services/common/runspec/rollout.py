@@ -1,25 +1,15 @@
 """Generation and scoring of responses, with the built-in rewards, workflows and agents by name."""
 
 import re
-from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, field_validator
 
-from services.common.runspec.base import MAX_SECONDS, SpecPart
-from services.common.runspec.engines import ENGINES, engine_kind
+from services.common.doors import References
+from services.common.runspec.base import MAX_SECONDS, NameIn, SpecPart
+from services.common.runspec.engines import ENGINES
 
-# The tables hold import paths because a process loads only what its run names: the import of math-verify
-# alone takes seconds.
-_REWARDS: Final = "services.rollout.rewards"
-_WORKFLOWS: Final = "services.rollout.workflows"
-
-REWARDS: Final[Mapping[str, str]] = {
-    "exact_match": f"{_REWARDS}.answers:exact_match",
-    "math_verify": f"{_REWARDS}.math_answer:math_answer",
-    "reasoning_gym": f"{_REWARDS}.answers:gym_answer",
-    "code_tests": f"{_REWARDS}.answers:code_tests",
-}
+REWARDS: Final = References("rewards")
 """The rewards by the value of ``rollout.rewards.N.name``."""
 
 EARNED: Final = "environment"
@@ -28,16 +18,14 @@ EARNED: Final = "environment"
 NEED_ANSWERS: Final = frozenset({"exact_match", "math_verify", "code_tests"})
 """Rewards that compare with the expected answer."""
 
-WORKFLOWS: Final[Mapping[str, str]] = {
-    "single_turn": f"{_WORKFLOWS}.base:SingleTurn",
-    "multi_turn": f"{_WORKFLOWS}.multi_turn:MultiTurn",
-    "agent": "services.rollout.openai.agent:Agent",
-    "environment": "services.rollout.environments.workflow:Environments",
-}
+WORKFLOWS: Final = References("workflows")
 """The workflows by the value of ``rollout.workflow``."""
 
-AGENTS: Final[Mapping[str, str]] = {"verifiers": "services.rollout.environments.verifiers:play"}
+AGENTS: Final = References("agents")
 """The agents by the value of ``rollout.workflow_arguments.agent``."""
+
+SANDBOXES: Final = References("sandboxes")
+"""The sandboxes by the value of ``rollout.sandbox.kind``."""
 
 SERVICES: Final = ("http://", "https://", "grpc://", "grpcs://")
 """Prefixes of the addresses of reward services."""
@@ -127,7 +115,7 @@ _FOLDER = r"^(/[A-Za-z0-9_-][A-Za-z0-9._-]*)+$"
 class SandboxSpec(SpecPart):
     """Sandbox of each episode, in which its agent, environment or workflow runs commands."""
 
-    kind: Literal["bubblewrap", "docker", "podman", "kubernetes", "e2b"] = "bubblewrap"
+    kind: Annotated[str, NameIn(SANDBOXES, "rollout.sandbox.kind")] = "bubblewrap"
     """``bubblewrap``: namespaces on the rollout's host, without a daemon. ``docker``, ``podman``: a
     container, by the command line on the rollout's host. ``kubernetes``: a pod in the installation's
     namespace for sandboxes. ``e2b``: a sandbox hosted by E2B."""
@@ -184,7 +172,7 @@ class SpeculationSpec(SpecPart):
 class RolloutSpec(SpecPart):
     """Engine, sampling, workflow and rewards of rollouts."""
 
-    engine: str = Field("torch", json_schema_extra={"enum": [*ENGINES]})
+    engine: Annotated[str, NameIn(ENGINES, "rollout.engine")] = "torch"
     """Generation engine. ``vllm`` and ``sglang`` must be installed. ``fake`` has no model. ``none``
     has no model and generates nothing: it is for rows that contain their answers
     (``algorithm.loss: sft`` or ``dpo``), and the default for them if there are no held-out
@@ -279,12 +267,6 @@ class RolloutSpec(SpecPart):
     def is_quantized(self) -> bool:
         """True if the engine computes, or keeps its KV cache, in another precision than the trainer."""
         return self.quantization is not None or self.kv_cache_dtype is not None
-
-    @field_validator("engine")
-    @classmethod
-    def _is_an_engine(cls, engine: str) -> str:
-        engine_kind(engine)
-        return engine
 
     @field_validator("answer_pattern")
     @classmethod

@@ -3,13 +3,13 @@
 import hashlib
 import math
 from collections.abc import Mapping
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from services.common.fields import TEACHER_PROMPT, TEACHER_TOP_K
 from services.common.runspec.algorithm import AlgorithmSpec
-from services.common.runspec.base import MAX_SECONDS, SpecPart
+from services.common.runspec.base import MAX_SECONDS, NameIn, SpecPart
 from services.common.runspec.data import DataSpec
 from services.common.runspec.engines import ENGINES, InvariantEngine, engine_kind
 from services.common.runspec.formulas import LOSSES, DistillArguments
@@ -17,6 +17,7 @@ from services.common.runspec.rollout import NEED_ANSWERS, RewardSpec, RolloutSpe
 from services.common.runspec.topology import TopologySpec
 from services.common.runspec.trackers import TrackerSpec
 from services.common.runspec.trainer import CriticSpec, TrainerSpec
+from services.common.runspec.weight_modes import MODES, TRANSPORTS
 from services.common.runspec.workers import needs_whole_weights
 
 
@@ -121,12 +122,12 @@ def _is_drawn(name: str, fraction: float) -> bool:
 class WeightSyncSpec(SpecPart):
     """Transport, bucket size and deadlines of weight transfers."""
 
-    backend: Literal["auto", "nccl", "gloo", "handle"] = "auto"
+    backend: Annotated[str, NameIn(TRANSPORTS, "weight_sync.backend", ("auto",))] = "auto"
     """Transport of the weights. ``nccl`` and ``gloo`` use the collectives of these libraries.
     ``handle`` uses memory that the trainer shares: memory of the GPU that all members share, or
     host memory if weights are sent from there. ``auto`` selects ``handle`` if all members share
     one GPU, NCCL if every member has its own GPU, and Gloo if no member has a GPU."""
-    mode: Literal["shadow", "inplace", "cpu_async", "delta"] = "shadow"
+    mode: Annotated[str, NameIn(MODES, "weight_sync.mode")] = "shadow"
     """Mode of the transfer. ``shadow``: rollouts receive into a second copy of the weights while
     generation continues. ``inplace``: rollouts pause and receive into the live weights, for GPUs
     without memory for a second copy. ``cpu_async``: weights travel through host memory and Gloo,

@@ -3,13 +3,13 @@
 The address and the credentials of a tracker are settings of the installation, never of a run.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Annotated, Final
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from services.common.runspec.base import SpecPart
+from services.common.doors import Door
+from services.common.runspec.base import NameIn, SpecPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +23,7 @@ class TrackerKind:
     """Reference ``module:function`` of a :class:`~services.cli.trackers.tracker.OpenTracker`."""
 
 
-_WRITERS: Final = "services.cli.trackers"
-
-TRACKERS: Final[Mapping[str, TrackerKind]] = {
-    "wandb": TrackerKind("wandb", f"{_WRITERS}.wandb_runs:open_run"),
-    "tensorboard": TrackerKind("tensorboard", f"{_WRITERS}.tensorboard_files:open_run"),
-    "mlflow": TrackerKind("mlflow", f"{_WRITERS}.mlflow_runs:open_run"),
-    "trackio": TrackerKind("trackio", f"{_WRITERS}.trackio_runs:open_run"),
-}
+TRACKERS: Final = Door("trackers", TrackerKind)
 """The trackers by the value of ``trackers.N.kind``."""
 
 _NAME: Final = "[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
@@ -39,7 +32,7 @@ _NAME: Final = "[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 class TrackerSpec(SpecPart):
     """A tracker that receives the run's configuration, metrics, evaluations and some samples."""
 
-    kind: Literal["wandb", "tensorboard", "mlflow", "trackio"]
+    kind: Annotated[str, NameIn(TRACKERS, "trackers.kind")]
     """The tracker; its package must be installed where ``slipstream track`` runs
     (docs/trackers.md)."""
     project: str = Field("slipstream", pattern=f"^{_NAME}(/{_NAME})?$")

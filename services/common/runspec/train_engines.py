@@ -1,6 +1,7 @@
 """Training engines that a run can name, and the settings that each supports. Imports no engine.
 
-A new engine needs a package in ``services/trainer/engines/`` and an entry in ``ENGINES`` (docs/adding.md).
+An engine is a module and an entry point in the group ``slipstream.train_engines`` that names its
+``TrainEngineKind`` (docs/adding.md).
 """
 
 from collections.abc import Iterator, Mapping
@@ -8,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+from services.common.doors import Door
 from services.common.runspec.base import in_yaml, look_up
 from services.common.runspec.topology import TaskGroupError
 from services.common.runspec.workers import kinds_with_own_gpus
@@ -57,26 +59,7 @@ class TrainEngineKind:
                 )
 
 
-ENGINES: Final[Mapping[str, TrainEngineKind]] = {
-    "fsdp": TrainEngineKind(build="services.trainer.engines.fsdp.build:build"),
-    "reference": TrainEngineKind(
-        build="services.trainer.engines.reference:build",
-        supported={
-            "trainer.world_size": (1,),
-            "trainer.dtype": ("float32",),
-            "trainer.lora": (None,),
-            "trainer.optimizer.kind": ("adamw",),
-            "trainer.compile": (False,),
-            "trainer.cpu_offload": (False,),
-            "trainer.activation_offloading": (False,),
-            "trainer.activation_checkpointing": ("auto", False),
-            "trainer.balancing.kind": ("none",),
-            "rollout.routing_replay": ("off",),
-            "topology.placement": ("disaggregated",),
-        },
-        serves_own_gpus=False,
-    ),
-}
+ENGINES: Final = Door("train_engines", TrainEngineKind)
 """The engines by the value of ``trainer.engine``."""
 
 

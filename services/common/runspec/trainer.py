@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from services.common.runspec.base import MAX_SECONDS, SpecPart
-from services.common.runspec.train_engines import ENGINES, train_engine_kind
+from services.common.runspec.base import MAX_SECONDS, NameIn, SpecPart
+from services.common.runspec.train_engines import ENGINES
 
 OF_EXPERTS = "experts."
 """Substring of the names of a layer's fused expert matrices."""
@@ -149,7 +149,7 @@ class TrainerSpec(SpecPart):
     length."""
     prompts_per_step: int = Field(ge=1)
     """Number of groups in one batch."""
-    engine: str = Field("fsdp", json_schema_extra={"enum": [*ENGINES]})
+    engine: Annotated[str, NameIn(ENGINES, "trainer.engine")] = "fsdp"
     """Training engine. ``fsdp``: FSDP2 with all settings below. ``reference``: plain transformers in
     one process, one sequence at a time, to compare numerics with; it supports few of the settings
     below."""
@@ -223,12 +223,6 @@ class TrainerSpec(SpecPart):
     """Steps of which each trainer process writes a profile for Perfetto or chrome://tracing to
     ``profiles/step-<step>-rank-<rank>.json.gz`` in the run's folder. Profiled steps take longer;
     the profile of the first step includes one-time work."""
-
-    @field_validator("engine")
-    @classmethod
-    def _is_an_engine(cls, engine: str) -> str:
-        train_engine_kind(engine)
-        return engine
 
     @property
     def offloads_weights(self) -> bool:

@@ -1,13 +1,15 @@
 """Properties of weight modes and transports that are needed before a transfer starts. Imports no torch.
 
-A new mode needs a module in ``services/weightsync/modes`` and an entry in ``MODES``; a new
-transport needs a function like those in ``services/weightsync/group.py`` and an entry in
-``TRANSPORTS``.
+A mode is a module like those in ``services/weightsync/modes``, and a transport a function like those in
+``services/weightsync/group.py``; each has an entry point in the group ``slipstream.weight_modes`` or
+``slipstream.weight_transports``.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
+
+from services.common.doors import Door
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,24 +31,7 @@ BUCKET_BYTES: Final[Mapping[str, int]] = {"cuda": 512 << 20, "cpu": 64 << 20}
 """Default bytes of one collective, by the device type that sends the weights."""
 HANDLE: Final = "handle"
 """Transport between processes that share a device, which NCCL does not support."""
-TRANSPORTS: Final[Mapping[str, Transport]] = {
-    "nccl": Transport(
-        opener="services.weightsync.group:open_nccl",
-        device="cuda",
-        least_rate=5e9,
-        ends_at_abort=True,
-    ),
-    "gloo": Transport(
-        opener="services.weightsync.group:open_gloo",
-        device="cpu",
-        least_rate=100e6,
-    ),
-    HANDLE: Transport(
-        opener="services.weightsync.handle:open_handle",
-        least_rate=1e9,
-        ends_at_abort=True,
-    ),
-}
+TRANSPORTS: Final = Door("weight_transports", Transport)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,23 +62,7 @@ class WeightMode:
 
 HOST_MODE: Final = "cpu_async"
 """Mode for members that no other mode connects."""
-MODES: Final[Mapping[str, WeightMode]] = {
-    "shadow": WeightMode(receiver="services.weightsync.modes.shadow:shadow_receiver", lends=True),
-    "inplace": WeightMode(
-        receiver="services.weightsync.modes.inplace:InplaceReceiver", is_in_place=True
-    ),
-    HOST_MODE: WeightMode(
-        sender="services.weightsync.modes.cpu_async:HostSender",
-        receiver="services.weightsync.modes.cpu_async:HostReceiver",
-        through_host=True,
-    ),
-    "delta": WeightMode(
-        sender="services.weightsync.modes.delta:DeltaSender",
-        receiver="services.weightsync.modes.delta:DeltaReceiver",
-        lends=True,
-        keeps_rows=True,
-    ),
-}
+MODES: Final = Door("weight_modes", WeightMode)
 
 
 def transport_of(device: str) -> str:

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from services.common.callables import load_callable
-from services.common.runspec.rollout import SandboxSpec
+from services.common.runspec.rollout import SANDBOXES, SandboxSpec
 from services.rollout import metrics
 from services.rollout.failures import CallError
 from services.rollout.sandbox import base
@@ -23,15 +23,6 @@ from services.rollout.sandbox.base import (
 
 logger = logging.getLogger(__name__)
 
-_HERE = "services.rollout.sandbox"
-# Import paths, because a process loads only the client of its kind.
-_KINDS = {
-    "bubblewrap": f"{_HERE}.bubblewrap:Bubblewrap",
-    "docker": f"{_HERE}.containers:Containers",
-    "e2b": f"{_HERE}.e2b:E2B",
-    "kubernetes": f"{_HERE}.kubernetes:Pods",
-    "podman": f"{_HERE}.containers:Containers",
-}
 _MAX_SNAPSHOTS = 16
 
 
@@ -203,7 +194,7 @@ class SandboxPool:
 
 def _made(spec: SandboxSpec, cluster: Cluster) -> SandboxKind:
     try:
-        made: Any = load_callable(_KINDS[spec.kind])
+        made: Any = load_callable(SANDBOXES[spec.kind])
     except ImportError as error:
         raise ValueError(
             f"rollout.sandbox.kind {spec.kind!r} needs a package that is not installed ({error.name}): pip "

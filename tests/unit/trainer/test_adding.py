@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import distributed
 
-from services.common.runspec import train_engines
 from services.common.runspec.loader import SpecError, parse_spec
 from services.common.runspec.run import RunSpec
 from services.common.security.confinement import CodePolicy
@@ -22,6 +21,7 @@ from services.trainer.steps.credit import CreditAssigner
 from services.trainer.steps.objective import Objective
 from services.trainer.steps.updates import NotFiniteError
 from tests.helpers.batches import policy_of, random_queue, rank_of, spec_of
+from tests.helpers.packages import install_from
 from tests.helpers.pages import example
 from tests.unit.trainer import test_engines
 
@@ -267,13 +267,10 @@ def test_code_outside_of_the_allowed_folders_is_refused(key: str) -> None:
 
 @pytest.fixture
 def sgd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Registers the engine of docs/adding.md and returns its class."""
-    example("adding.md", "sgd.py", tmp_path)
-    entry = example("adding.md", "train_engines.py", tmp_path).read_text()
-    monkeypatch.syspath_prepend(tmp_path)
-    entry = entry.replace("services.trainer.engines.sgd", "sgd")
-    for name, kind in eval(f"{{{entry}}}", vars(train_engines)).items():
-        monkeypatch.setitem(train_engines.ENGINES, name, kind)
+    """Installs the engine of docs/adding.md and returns its class."""
+    for name in ("sgd.py", "sgd_kind.py"):
+        example("adding.md", name, tmp_path)
+    install_from(example("adding.md", "sgd.toml", tmp_path), monkeypatch)
     made = resolve_name("sgd:SgdEngine")
     monkeypatch.setitem(
         test_engines.BUILD, "sgd", lambda model, role, spec: made(model, spec, role=role)

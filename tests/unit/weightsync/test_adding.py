@@ -3,18 +3,17 @@
 import pytest
 
 from services.common.runspec import weight_modes
+from tests.helpers.packages import install_from
 from tests.helpers.pages import example
 from tests.helpers.weight_members import Cluster
 
 
 @pytest.fixture(autouse=True)
 def _added(tmp_path, monkeypatch):
-    """Registers the transport of docs/adding.md."""
-    module = example("adding.md", "pulled.py", tmp_path)
-    entry = example("adding.md", "weight_modes.py", tmp_path).read_text()
-    entry = entry.replace("services.weightsync.pulled", str(module))
-    for name, transport in eval(f"{{{entry}}}", vars(weight_modes)).items():
-        monkeypatch.setitem(weight_modes.TRANSPORTS, name, transport)
+    """Installs the transport of docs/adding.md."""
+    for name in ("pulled.py", "pulled_kind.py"):
+        example("adding.md", name, tmp_path)
+    install_from(example("adding.md", "pulled.toml", tmp_path), monkeypatch)
 
 
 @pytest.mark.parametrize("num_sources", [1, 2])

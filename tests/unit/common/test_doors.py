@@ -1,0 +1,167 @@
+"""Tests of doors, with packages that are installed in the test."""
+
+from pathlib import Path
+
+import pytest
+
+from services.common import doors
+from services.common.doors import OWN_PACKAGE, DoorError
+from services.common.runspec import engines, trackers, train_engines, weight_modes
+from services.common.runspec.engines import EngineKind
+from services.common.runspec.loader import parse_spec
+from services.common.runspec.rollout import AGENTS, REWARDS, SANDBOXES, WORKFLOWS
+from tests.helpers.packages import install, install_from
+from tests.helpers.pages import example
+from tests.helpers.specs import changed
+
+KINDS = """
+from services.common.runspec.engines import EngineKind
+from services.common.runspec.trackers import TrackerKind
+from services.common.runspec.train_engines import TrainEngineKind
+from services.common.runspec.weight_modes import Transport, WeightMode
+
+ENGINE = EngineKind(adapter="theirs:build", arguments=frozenset())
+TRAIN_ENGINE = TrainEngineKind(build="theirs:build")
+TRANSPORT = Transport(opener="theirs:open", least_rate=1e6)
+MODE = WeightMode(receiver="theirs:receive")
+TRACKER = TrackerKind("json", "theirs:open_run")
+"""
+DOORS = {
+    "rollout_engines": (engines.ENGINES, "ENGINE", {"rollout": {"engine": "theirs"}}),
+    "train_engines": (train_engines.ENGINES, "TRAIN_ENGINE", {"trainer": {"engine": "theirs"}}),
+    "weight_transports": (
+        weight_modes.TRANSPORTS,
+        "TRANSPORT",
+        {"weight_sync": {"backend": "theirs"}},
+    ),
+    "weight_modes": (weight_modes.MODES, "MODE", {"weight_sync": {"mode": "theirs"}}),
+    "trackers": (trackers.TRACKERS, "TRACKER", {"trackers": [{"kind": "theirs"}]}),
+}
+REFERENCES = {
+    "rewards": (REWARDS, {"rollout": {"rewards": [{"name": "theirs"}]}}),
+    "workflows": (WORKFLOWS, {"rollout": {"workflow": "theirs"}}),
+    "agents": (AGENTS, {}),
+    "sandboxes": (
+        SANDBOXES,
+        {
+            "rollout": {
+                "workflow": "agent",
+                "workflow_arguments": {"agent": "task:play"},
+                "sandbox": {"kind": "theirs", "image": "debian"},
+            }
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("group", DOORS)
+def test_a_package_adds_a_kind_to_every_door(
+    group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    door, attribute, keys = DOORS[group]
+    assert "theirs" not in door
+    (tmp_path / f"kinds_{group}.py").write_text(KINDS)
+    reference = f"kinds_{group}:{attribute}"
+    install(tmp_path, monkeypatch, entry_points={f"slipstream.{group}": {"theirs": reference}})
+    assert list(door)[-1] == "theirs"
+    assert door.provider("theirs").package == "slipstream-test-package"
+    parse_spec(changed(**keys))
+
+
+@pytest.mark.parametrize("group", REFERENCES)
+def test_a_package_adds_a_reference_to_every_door(
+    group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    door, keys = REFERENCES[group]
+    install(tmp_path, monkeypatch, entry_points={f"slipstream.{group}": {"theirs": "theirs:make"}})
+    assert door["theirs"] == "theirs:make"  # module ``theirs`` does not exist: it was not imported
+    parse_spec(changed(**keys))
+
+
+def test_the_reward_of_the_page_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    example("adding.md", "brevity.py", tmp_path)
+    install_from(example("adding.md", "brevity.toml", tmp_path), monkeypatch)
+    assert REWARDS["brevity"] == "brevity:brevity"
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("raise RuntimeError('no driver')", "RuntimeError: no driver"),
+        ("import torch_that_is_not_there", "ModuleNotFoundError"),
+        ("KIND = 'text'", "is str"),
+        ("", "AttributeError"),
+    ],
+)
+def test_a_broken_package_is_named_and_stops_no_other_run(
+    text: str, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = f"broken_{abs(hash(text))}"
+    (tmp_path / f"{module}.py").write_text(text)
+    install(
+        tmp_path,
+        monkeypatch,
+        entry_points={"slipstream.rollout_engines": {"broken": f"{module}:KIND"}},
+    )
+    assert "broken" not in list(engines.ENGINES)
+    assert engines.ENGINES["torch"].reports_masks
+    with pytest.raises(DoorError) as error:
+        engines.engine_kind("broken")
+    for words in ("'broken'", "slipstream-test-package 1.2", cause):
+        assert words in str(error.value)
+    with pytest.raises(Exception, match="slipstream-test-package"):
+        parse_spec(changed(rollout={"engine": "broken"}))
+
+
+def test_a_name_of_slipstream_cannot_be_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(
+        tmp_path,
+        monkeypatch,
+        entry_points={"slipstream.rewards": {"exact_match": "theirs:always_one"}},
+    )
+    assert REWARDS["exact_match"].startswith("services.")
+    assert REWARDS.provider("exact_match").package == OWN_PACKAGE
+
+
+def test_two_packages_with_one_name_are_both_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("first-package", "second-package"):
+        (tmp_path / name).mkdir()
+        install(
+            tmp_path / name,
+            monkeypatch,
+            name=name,
+            entry_points={"slipstream.rewards": {"theirs": f"{name[:5]}:reward"}},
+        )
+    with pytest.raises(DoorError, match=r"first-package 1\.2.*second-package 1\.2"):
+        REWARDS["theirs"]
+
+
+def test_what_slipstream_offers_can_be_loaded() -> None:
+    for door in (
+        engines.ENGINES,
+        train_engines.ENGINES,
+        weight_modes.TRANSPORTS,
+        weight_modes.MODES,
+        trackers.TRACKERS,
+    ):
+        assert [name for name in door if door[name]] == door.own_names()
+    assert isinstance(engines.ENGINES["vllm"], EngineKind)
+
+
+def test_an_installation_without_a_checkout_reads_its_own_metadata(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doors, "_CHECKOUT", tmp_path / "pyproject.toml")
+    install(
+        tmp_path,
+        monkeypatch,
+        name=OWN_PACKAGE,
+        entry_points={"slipstream.rewards": {"exact_match": "services.somewhere:else_"}},
+    )
+    assert REWARDS["exact_match"] == "services.somewhere:else_"
