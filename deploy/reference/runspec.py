@@ -76,7 +76,9 @@ def _type(info: FieldInfo) -> str:
         return f"tuple[{_type(FieldInfo.from_annotation(items[0]))}, ...]"
     doors = [item for item in info.metadata if isinstance(item, NameIn)]
     if doors:
-        return f"one of {[*doors[0].also, *doors[0].door.own_names()]}, or of [a package](adding.md)"
+        return (
+            f"one of {[*doors[0].also, *doors[0].door.own_names()]}, or of [a package](adding.md)"
+        )
     name = annotation.__name__ if isinstance(annotation, type) else str(annotation)
     name = name.replace("typing.", "").replace("Literal", "one of").replace("NoneType", "null")
     limits = ", ".join(_limit(item) for item in info.metadata if _limit(item))

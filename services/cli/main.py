@@ -28,6 +28,10 @@ _COMMANDS = {
             "init:init",
             "Write a commented specification for a model and a data set.",
         ),
+        "doctor": (
+            "doctor:doctor",
+            "List the engines, rewards, sandboxes and other parts that are installed, and what is broken.",
+        ),
         "up": (
             "local:up",
             "Start the controller and the transferqueue, and keep them running for submitted runs.",

@@ -17,7 +17,7 @@ from pydantic import (
     ValidationInfo,
     field_validator,
 )
-from pydantic_core import core_schema
+from pydantic_core import PydanticKnownError, core_schema
 
 from services.common.doors import Door, References
 
@@ -78,32 +78,25 @@ def _not_json(value: Any) -> Iterator[str]:
 _Entry = TypeVar("_Entry")
 
 
-def look_up(
-    table: Mapping[str, _Entry], name: str, *, key: str, also: Sequence[str] = ()
-) -> _Entry:
+def look_up(table: Mapping[str, _Entry], name: str, *, key: str) -> _Entry:
     """Returns the entry of a table that the value of a key names.
-
-    Args:
-        also: Further values of the key, which the message lists.
 
     Raises:
         ValueError: If there is no such entry; the message has the key, the known names and the value.
     """
     if name not in table:
-        names = (*also, *table)
         raise ValueError(
-            f"{key} must be one of {', '.join(map(repr, names))}, got {name!r}."
-            + did_you_mean(name, names)
+            f"{key} must be one of {', '.join(map(repr, table))}, got {name!r}."
+            + did_you_mean(name, tuple(table))
         )
     return table[name]
 
 
 @dataclass(frozen=True, slots=True)
 class NameIn:
-    """Annotation of a key whose value is a name of a door, as in ``Annotated[str, NameIn(ENGINES, KEY)]``."""
+    """Annotation of a key whose value is a name of a door, as in ``Annotated[str, NameIn(ENGINES)]``."""
 
     door: Door[Any] | References
-    key: str
     also: tuple[str, ...] = ()
     """Further values."""
 
@@ -118,8 +111,13 @@ class NameIn:
         return {**handler(schema), "examples": [*self.also, *self.door.own_names()]}
 
     def _check(self, name: str) -> str:
-        if name not in self.also:
-            look_up(self.door, name, key=self.key, also=self.also)
+        """Raises the error of a ``Literal`` for an unknown name, and ``DoorError`` for an unusable one."""
+        if name in self.also:
+            return name
+        if name not in self.door:
+            *names, last = map(repr, (*self.also, *self.door))
+            raise PydanticKnownError("literal_error", {"expected": f"{', '.join(names)} or {last}"})
+        self.door[name]
         return name
 
 

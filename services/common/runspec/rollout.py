@@ -115,7 +115,7 @@ _FOLDER = r"^(/[A-Za-z0-9_-][A-Za-z0-9._-]*)+$"
 class SandboxSpec(SpecPart):
     """Sandbox of each episode, in which its agent, environment or workflow runs commands."""
 
-    kind: Annotated[str, NameIn(SANDBOXES, "rollout.sandbox.kind")] = "bubblewrap"
+    kind: Annotated[str, NameIn(SANDBOXES)] = "bubblewrap"
     """``bubblewrap``: namespaces on the rollout's host, without a daemon. ``docker``, ``podman``: a
     container, by the command line on the rollout's host. ``kubernetes``: a pod in the installation's
     namespace for sandboxes. ``e2b``: a sandbox hosted by E2B."""
@@ -172,7 +172,7 @@ class SpeculationSpec(SpecPart):
 class RolloutSpec(SpecPart):
     """Engine, sampling, workflow and rewards of rollouts."""
 
-    engine: Annotated[str, NameIn(ENGINES, "rollout.engine")] = "torch"
+    engine: Annotated[str, NameIn(ENGINES)] = "torch"
     """Generation engine. ``vllm`` and ``sglang`` must be installed. ``fake`` has no model. ``none``
     has no model and generates nothing: it is for rows that contain their answers
     (``algorithm.loss: sft`` or ``dpo``), and the default for them if there are no held-out

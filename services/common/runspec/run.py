@@ -122,12 +122,12 @@ def _is_drawn(name: str, fraction: float) -> bool:
 class WeightSyncSpec(SpecPart):
     """Transport, bucket size and deadlines of weight transfers."""
 
-    backend: Annotated[str, NameIn(TRANSPORTS, "weight_sync.backend", ("auto",))] = "auto"
+    backend: Annotated[str, NameIn(TRANSPORTS, ("auto",))] = "auto"
     """Transport of the weights. ``nccl`` and ``gloo`` use the collectives of these libraries.
     ``handle`` uses memory that the trainer shares: memory of the GPU that all members share, or
     host memory if weights are sent from there. ``auto`` selects ``handle`` if all members share
     one GPU, NCCL if every member has its own GPU, and Gloo if no member has a GPU."""
-    mode: Annotated[str, NameIn(MODES, "weight_sync.mode")] = "shadow"
+    mode: Annotated[str, NameIn(MODES)] = "shadow"
     """Mode of the transfer. ``shadow``: rollouts receive into a second copy of the weights while
     generation continues. ``inplace``: rollouts pause and receive into the live weights, for GPUs
     without memory for a second copy. ``cpu_async``: weights travel through host memory and Gloo,

@@ -32,7 +32,7 @@ _NAME: Final = "[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 class TrackerSpec(SpecPart):
     """A tracker that receives the run's configuration, metrics, evaluations and some samples."""
 
-    kind: Annotated[str, NameIn(TRACKERS, "trackers.kind")]
+    kind: Annotated[str, NameIn(TRACKERS)]
     """The tracker; its package must be installed where ``slipstream track`` runs
     (docs/trackers.md)."""
     project: str = Field("slipstream", pattern=f"^{_NAME}(/{_NAME})?$")

@@ -149,7 +149,7 @@ class TrainerSpec(SpecPart):
     length."""
     prompts_per_step: int = Field(ge=1)
     """Number of groups in one batch."""
-    engine: Annotated[str, NameIn(ENGINES, "trainer.engine")] = "fsdp"
+    engine: Annotated[str, NameIn(ENGINES)] = "fsdp"
     """Training engine. ``fsdp``: FSDP2 with all settings below. ``reference``: plain transformers in
     one process, one sequence at a time, to compare numerics with; it supports few of the settings
     below."""

@@ -97,6 +97,7 @@ KINDS: Final[Mapping[str, Kind]] = {
     "rollout.workflow": "code",
     "rollout.workflow_arguments": "workflow arguments",
     **{f"rollout.rewards.N.{key}": kind for key, kind in _REWARDS.items()},
+    "rollout.sandbox.kind": "free",
     "rollout.sandbox.image": "image",
     "rollout.sandbox.image_column": "free",
     "rollout.sandbox.folders": "free",
@@ -114,6 +115,9 @@ KINDS: Final[Mapping[str, Kind]] = {
     "trainer.checkpoint.directory": "path",
     "trainer.checkpoint.start_from": "path",
     "topology.task_groups": "text",
+    "weight_sync.backend": "free",
+    "weight_sync.mode": "free",
+    "trackers.N.kind": "free",
     "trackers.N.project": "text",
     "trackers.N.tags": "free",
 }
