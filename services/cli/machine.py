@@ -1,7 +1,6 @@
 """Checks of this machine for a run: GPUs, packages, memory and the connection to Hugging Face."""
 
 import importlib.util
-import subprocess
 import threading
 import time
 import urllib.error
@@ -13,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from services.cli.settings import num_gpus
+from services.cli.settings import gpu_names, num_gpus
+from services.common.gpus import gpu_memory, visible_gpus
 from services.common.host import missing_compiler, usable_processors
 from services.common.models.configs import is_folder
 from services.common.models.made_tokenizers import is_builtin_tokenizer, tokenizer_name
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 _PROCESSES_A_CORE = 4
 _MIN_PROCESSES = 8
 _REACH_TIMEOUT_S = 2.0
-_GPU_TIMEOUT_S = 10.0
 _MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _MEASURED_SIZE, _MEASURED_TIMES = 256, 5
 _NOTABLE_SLOWDOWN = 1.5
@@ -95,14 +94,23 @@ def has_gpus() -> bool:
 
 def gpu_bytes_here() -> int | None:
     """Returns the memory of this machine's smallest GPU in bytes; None if nvidia-smi does not report it."""
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(  # noqa: S603 -- no argument comes from a user
-            command, capture_output=True, text=True, timeout=_GPU_TIMEOUT_S, check=True
-        )
-        return min(int(line) for line in done.stdout.split()) << 20
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return None
+    return min((gpu.total for gpu in gpu_memory()), default=None)
+
+
+def gpu_shortages(spec: RunSpec, config: "PretrainedConfig") -> Iterator[str]:
+    """Yields the GPUs whose free memory does not suffice for a run now, and who holds the rest."""
+    from services.cli.run_memory import needed_by_gpu  # imports torch
+
+    gpus = visible_gpus(gpu_names(), gpu_memory())
+    if not gpus or not spec.has_engine:
+        return
+    smallest = min(gpu.total for gpu in gpus.values())
+    needed = needed_by_gpu(spec, config, gpu_bytes=smallest, gpus=[*gpus])
+    share = engine_kind(spec.rollout.engine).memory_argument
+    lower = f", or lower rollout.engine_arguments.{share}" if share is not None else ""
+    for name, gpu in gpus.items():
+        if shortage := gpu.shortage(needed[name]):
+            yield f"{shortage}; end it, choose other GPUs with CUDA_VISIBLE_DEVICES{lower}"
 
 
 def host_bytes_here() -> int:

@@ -5,7 +5,7 @@ The trainer and the rollouts check the same numbers when they load (``fitted_to_
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, combinations
@@ -25,6 +25,7 @@ from services.common.models.training_memory import (
     weight_bytes,
 )
 from services.common.runspec.base import in_yaml
+from services.common.runspec.engines import engine_kind
 from services.common.runspec.loader import SpecError
 from services.common.runspec.rules import parallelism, placement
 from services.common.runspec.run import RunSpec
@@ -32,7 +33,7 @@ from services.common.runspec.topology import TopologySpec
 from services.common.runspec.trainer import LoraSpec
 from services.controller.launch.gpus import HostGpus
 from services.controller.launch.launcher import gpu_hosts, gpu_needs, total_gpus, worker_names
-from services.rollout.engines.memory import MemoryPlan, plan_of
+from services.rollout.engines.memory import MemoryPlan, needed_bytes, plan_of
 
 _UNITS = {"": 1e9, "GB": 1e9, "G": 1e9, "GIB": 2.0**30, "MB": 1e6, "TB": 1e12}
 _H200 = 141e9
@@ -275,6 +276,31 @@ def _planned(
     except ValueError as error:
         why = str(error)
     return RunMemory(trainer, spec.trainer.world_size, rollout, chosen, why)
+
+
+def needed_by_gpu(
+    spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int, gpus: Sequence[str]
+) -> dict[str, float]:
+    """Returns the bytes that a run's trainer and rollouts need of each of this machine's GPUs.
+
+    Args:
+        gpus: Names of the GPUs.
+    """
+    memory = _planned(spec, config, gpu_bytes=gpu_bytes, gpus=len(gpus))
+    kind, arguments = engine_kind(spec.rollout.engine), spec.rollout.engine_arguments
+    sizes = {
+        "trainer": memory.trainer.used,
+        "rollout": needed_bytes(memory.rollout, kind, arguments),
+    }
+    assigned = HostGpus(gpus).assign(spec.name, gpu_needs(spec), hosts=gpu_hosts(spec))
+    needed = dict.fromkeys(gpus, 0.0)
+    for role, worker_id in worker_names(spec):
+        size = sizes.get(role, 0.0)
+        for gpu in assigned[worker_id]:
+            # Colocated workers use their GPU by turns.
+            is_turn = spec.is_colocated(worker_id)
+            needed[gpu] = max(needed[gpu], size) if is_turn else needed[gpu] + size
+    return needed
 
 
 def _neighbours(spec: RunSpec, *, gpus: int) -> tuple[list[str], list[str]]:

@@ -28,6 +28,11 @@ class MachineSettings(BaseSettings):
     """Additional disk space of that transferqueue."""
 
 
+def gpu_names() -> tuple[str, ...]:
+    """Returns this machine's GPUs that may be used, as ``CUDA_VISIBLE_DEVICES`` names them."""
+    return host_gpus(MachineSettings().visible_gpus)
+
+
 def num_gpus() -> int:
     """Returns the number of this machine's GPUs that may be used."""
-    return len(host_gpus(MachineSettings().visible_gpus))
+    return len(gpu_names())

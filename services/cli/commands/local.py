@@ -231,7 +231,7 @@ def run(
     start.record_imports()
     with prepared_services() as prepared:
         with describe(f"checking {spec}", console), start.measured("checks"):
-            loaded = load_checked(spec, overrides)
+            loaded = load_checked(spec, overrides, is_start=True)
         folder = state_directory.resolve()
         work = _run(loaded, folder, port, resume=resume, prepared=prepared, start=start)
         ended = run_until_signal(work, needs_reader=False)

@@ -6,10 +6,17 @@ from typing import Annotated
 import typer
 
 from services.cli.api_calls import Url, call_api
-from services.cli.machine import gpu_bytes_here, has_gpus, shared_gpus, slow_settings
+from services.cli.machine import (
+    gpu_bytes_here,
+    gpu_shortages,
+    has_gpus,
+    shared_gpus,
+    slow_settings,
+)
 from services.cli.output import console, errors, fail, print_line, write
 from services.cli.preflight import read_checked, record_note
 from services.cli.settings import num_gpus
+from services.common.models.configs import full_config
 from services.common.runspec.loader import SpecError
 from services.common.runspec.run import RunSpec
 
@@ -35,12 +42,14 @@ def load_checked(
     gpus: int | None = None,
     is_here: bool = True,
     checks_memory: bool = False,
+    is_start: bool = False,
 ) -> RunSpec:
     """Reads a specification and checks it and all resources that it names; problems end the command.
 
     Args:
         is_here: True if the run will be on this machine.
         checks_memory: True if the run must fit on this machine's GPUs, if ``gpu_gb`` is not given.
+        is_start: True if the run starts now, so that the GPUs must have enough free memory.
     """
     try:
         draft = read_checked(path, overrides or (), is_here=is_here)
@@ -51,6 +60,7 @@ def load_checked(
         for note in (record_note(spec), shared_gpus(spec), slow_settings(spec)) if is_here else ():
             if note:
                 print_line(errors, f"note: {note}")
+        _check_free_memory(spec, is_here=is_here, is_start=is_start)
         gpu_bytes = int(gpu_gb * 1e9) if gpu_gb is not None else None
         if gpu_bytes is None and checks_memory and is_here and has_gpus():
             gpu_bytes = gpu_bytes_here()
@@ -66,6 +76,17 @@ def load_checked(
             fail(problem)
         raise typer.Exit(2) from error
     return spec
+
+
+def _check_free_memory(spec: RunSpec, *, is_here: bool, is_start: bool) -> None:
+    """Prints a note about GPUs that other programs use too much; raises SpecError if the run starts now."""
+    if not (is_here and has_gpus()) or spec.model.is_tiny:
+        return
+    shortages = [*gpu_shortages(spec, full_config(spec.model))]
+    if shortages and is_start:
+        raise SpecError(shortages)
+    for shortage in shortages:
+        print_line(errors, f"note: {shortage}")
 
 
 def validate(

@@ -9,6 +9,7 @@ from transformers import PretrainedConfig
 
 from services.common.callables import load_callable
 from services.common.host import missing_compiler
+from services.common.models.gpu_memory import check_free_memory
 from services.common.models.loading import load_config
 from services.common.models.tokenizer import Tokenizer
 from services.common.runspec.engines import engine_kind
@@ -17,7 +18,7 @@ from services.common.runspec.run import ModelSpec
 from services.rollout.engines.base import Engine, split_stop_texts
 from services.rollout.engines.engine_config import EngineConfig, ImageLimits
 from services.rollout.engines.imports import is_installed, prepare_environment
-from services.rollout.engines.memory import MemoryPlan, engine_share
+from services.rollout.engines.memory import MemoryPlan, engine_share, needed_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,8 @@ def build_engine(  # noqa: PLR0913 -- what a run says about its engine
         memory = plan(config, gpu_bytes=torch.cuda.get_device_properties(device).total_memory)
         logger.info("memory planned", extra={"table": memory.table()})
         arguments |= engine_share(memory, engine_kind(spec.engine), arguments)
+        if not memory.others:
+            check_free_memory(needed_bytes(memory, engine_kind(spec.engine), arguments), device)
         sleeps = sleeps and not memory.stays_awake
     speculation = spec.speculation
     if speculation is not None and speculation.method == "mtp" and speculation.model is None:

@@ -361,6 +361,14 @@ def engine_share(
     return share
 
 
+def needed_bytes(plan: MemoryPlan, kind: EngineKind, arguments: Mapping[str, Any]) -> float:
+    """Returns the bytes of a GPU that an engine with these arguments and its weight sync need."""
+    share = arguments.get(kind.memory_argument) if kind.memory_argument is not None else None
+    if share is None:
+        return plan.used
+    return float(share) * plan.total + plan.plane + kind.memory_excludes_working * _WORKING
+
+
 def _check_cache(plan: MemoryPlan, name: str, num_bytes: float) -> None:
     if num_bytes > plan.max_kv_cache:
         raise ValueError(

@@ -1,7 +1,10 @@
 """Comparison of a run's requirements with this machine before the start."""
 
 import json
+import os
+import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ from transformers import Qwen2Config
 
 from services.cli import machine
 from services.cli.machine import (
+    gpu_shortages,
     half_slowdown,
     machine_defaults,
     memory_problems,
@@ -21,6 +25,20 @@ from services.cli.preflight import read_checked
 from services.cli.run_memory import run_memory
 from services.common.runspec.run import RunSpec, default_slots
 from tests.helpers.specs import spec_with
+
+
+def write_nvidia_smi(
+    tool: Path, sizes: Sequence[tuple[int, int]], processes: Sequence[str] = ()
+) -> None:
+    """Writes a program that reports GPUs, given their total and free memory in MiB, and their processes."""
+    gpus = [f"{n}, GPU-{n}, {total}, {free}" for n, (total, free) in enumerate(sizes)]
+    lines = {"--query-gpu*": gpus, "--query-compute-apps*": processes}
+    cases = "".join(
+        f"{option}) {'; '.join(f'echo {shlex.quote(row)}' for row in rows) or ':'};;\n"
+        for option, rows in lines.items()
+    )
+    tool.write_text(f"#!/bin/sh\ncase $1 in\n{cases}esac\n")
+    tool.chmod(0o755)
 
 
 def spec(**topology: str) -> RunSpec:
@@ -181,6 +199,59 @@ def test_a_model_that_its_gpu_cannot_hold_is_rejected(
     assert not [*memory_problems(run, config)], "its size is unknown"
     for mebibytes, is_refused in ((16384, True), (81559, False)):
         tool = tmp_path / "nvidia-smi"
-        tool.write_text(f"#!/bin/sh\necho {mebibytes}\necho {mebibytes}\n")
-        tool.chmod(0o755)
+        write_nvidia_smi(tool, [(mebibytes, mebibytes)] * 2)
         assert bool([*memory_problems(run, config)]) is is_refused
+
+
+@pytest.mark.parametrize(
+    ("free", "settings", "is_refused"),
+    [
+        ((81_000, 81_000), {}, False),
+        ((81_000, 20_000), {}, True),
+        ((20_000, 81_000), {}, True),
+        ((81_000, 60_000), {"engine_arguments": {"gpu_memory_utilization": 0.5}}, False),
+        ((81_000, 30_000), {"engine_arguments": {"gpu_memory_utilization": 0.5}}, True),
+    ],
+    ids=[
+        "free",
+        "rollout's held",
+        "trainer's held",
+        "a smaller engine",
+        "held beside a smaller engine",
+    ],
+)
+def test_a_run_is_refused_if_another_program_holds_its_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    free: Sequence[int],
+    settings: dict[str, Any],
+    is_refused: bool,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    held = [f"GPU-{n}, {os.getpid()}, /usr/bin/other, 61000" for n in range(2) if free[n] < 81_000]
+    write_nvidia_smi(tmp_path / "nvidia-smi", [(81_559, size) for size in free], held)
+    run = spec_with(
+        model={"path": "org/model"}, rollout={"engine": "vllm", "replicas": 1, **settings}
+    )
+    config = Qwen2Config(
+        vocab_size=1000, hidden_size=2048, num_hidden_layers=20, num_attention_heads=16,
+        num_key_value_heads=16,
+    )  # fmt: skip
+    problems = [*gpu_shortages(run, config)]
+    assert bool(problems) == is_refused
+    if is_refused:
+        assert f"other (pid {os.getpid()} of " in problems[0]
+        assert f"GPU {[*free].index(min(free))} " in problems[0]
+
+
+def test_gpus_without_a_report_of_their_memory_are_not_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert not [*gpu_shortages(spec_with(model={"path": "org/model"}), Qwen2Config())]
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'No devices were found'\nexit 6\n")
+    tool.chmod(0o755)
+    assert not [*gpu_shortages(spec_with(model={"path": "org/model"}), Qwen2Config())]

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from services.common.models.gpu_memory import check_free_memory
 from services.common.models.loading import (
     build_model,
     compute_frequencies,
@@ -281,6 +282,9 @@ def fitted_to_gpu(spec: RunSpec, settings: TrainerSettings, *, device: torch.dev
         },
     )
     memory.check(spec.trainer.world_size)
+    # Workers on the same GPUs may hold memory that they release before the first step.
+    if spec.topology.placement == "disaggregated" and not settings.gpu_neighbours:
+        check_free_memory(memory.used, device)
     return chosen
 
 
