@@ -34,9 +34,9 @@ from services.controller.api.request_limits import RequestLimits
 from services.controller.api.rpc import RUN_SERVICE, run_servicer, run_users
 from services.controller.api.run_api import RunApi
 from services.controller.api.run_page import PageLinks, add_page_links, with_run_page
-from services.controller.launch.launcher import ExternalLauncher, Launcher
-from services.controller.launch.process import begin_imports, open_process_launcher
+from services.controller.launch.process import begin_imports
 from services.controller.manager.audit import RunAudit
+from services.controller.manager.launchers import LauncherArgs, open_launcher
 from services.controller.manager.logs import RunLogs
 from services.controller.manager.run_collector import RunCollector
 from services.controller.manager.runs import RunManager
@@ -95,7 +95,9 @@ async def run_controller(settings: ControllerSettings) -> None:
         manager.drivers.services = Services(
             membership=membership,
             launcher=await stack.enter_async_context(
-                _open_launcher(settings, address, manager=manager, tasks=tasks)
+                open_launcher(
+                    LauncherArgs(settings=settings, address=address, manager=manager, tasks=tasks)
+                )
             ),
             queue=queue,
             clock=time,
@@ -191,31 +193,6 @@ async def _serve_rest(
     async with serving as port:
         scheme = "https" if settings.rest_tls_certificate else "http"
         yield f"{scheme}://{settings.advertise_host}:{port}"
-
-
-@asynccontextmanager
-async def _open_launcher(
-    settings: ControllerSettings, address: str, *, manager: RunManager, tasks: TaskGroup
-) -> AsyncIterator[Launcher]:
-    """Opens the launcher that the settings select, until the block ends."""
-    if settings.launcher == "process":
-        async with open_process_launcher(
-            controller_address=address,
-            state_directory=settings.state_directory,
-            on_exit=manager.drivers.worker_exited,
-            tasks=tasks,
-            allowance=settings.allowance,
-            metric_targets=settings.metric_targets,
-        ) as processes:
-            yield processes
-    elif settings.launcher == "kubernetes":
-        # Imported here: the client takes a second to import, and only a cluster needs it.
-        from services.controller.manager.cluster import open_cluster_launcher
-
-        async with open_cluster_launcher(settings, address, manager=manager) as launcher:
-            yield launcher
-    else:
-        yield ExternalLauncher()
 
 
 @asynccontextmanager

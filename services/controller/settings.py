@@ -4,12 +4,14 @@ import os
 import socket
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Final
 
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
+from services.common.doors import References
 from services.common.errors import InvalidArgumentError
+from services.common.runspec.base import NameIn
 from services.common.security.tls import Peer
 from services.common.settings import KeySettings, SpecSettings, is_loopback
 
@@ -35,6 +37,8 @@ class Limits:
 
 DATABASE_FILE = "slipstream.db"
 """Name of the SQLite database file in the state directory."""
+LAUNCHERS: Final = References("launchers")
+"""The launchers by the value of ``SLIPSTREAM_CONTROLLER_LAUNCHER``."""
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
@@ -50,9 +54,9 @@ class ControllerSettings(KeySettings, SpecSettings):
     """``host:port`` of the transferqueue's gRPC server, as workers reach it."""
     state_directory: Path
     """Folder of the database and of each run's logs and checkpoints."""
-    launcher: Literal["process", "kubernetes", "none"] = "process"
-    """Launcher of a run's workers: processes of this host, pods through the Kubernetes API, or none if
-    another system starts them."""
+    launcher: Annotated[str, NameIn(LAUNCHERS)] = "process"
+    """Launcher of a run's workers: ``process`` starts processes of this host, ``kubernetes`` pods; ``none``
+    if another system starts them; or the launcher of an installed package."""
     namespace: str = ""
     """Namespace of worker pods; only with the Kubernetes launcher."""
     workers_service: str = ""

@@ -30,6 +30,7 @@ from services.controller.launch.worker_process import (
     empty_log,
     last_lines,
 )
+from services.controller.manager.launchers import LauncherArgs
 from services.controller.manager.rlruns import RLRuns
 from services.controller.manager.runs import RunManager
 from services.controller.models import RunPatch
@@ -141,15 +142,14 @@ def with_copied_log(exit_: WorkerExit, state_directory: Path) -> WorkerExit:
 
 
 @asynccontextmanager
-async def open_cluster_launcher(
-    settings: ControllerSettings, address: str, *, manager: RunManager
-) -> AsyncIterator[KubernetesLauncher]:
-    """Opens a launcher that watches its pods until the block ends.
+async def open_pods(args: LauncherArgs) -> AsyncIterator[KubernetesLauncher]:
+    """Opens the launcher ``kubernetes``, which watches its pods until the block ends.
 
     The service account of the controller's pod authorizes it.
     """
     config.load_incluster_config()
     core, own = CoreV1Api(), CustomObjectsApi()
+    settings, manager = args.settings, args.manager
     namespace = settings.namespace
     owner = await service_reference(core, namespace, settings.workers_service)
     scales = (
@@ -161,7 +161,7 @@ async def open_cluster_launcher(
         PodApi(core, namespace, has_policies=settings.network_policies),
         settings.worker_templates,
         owner=owner,
-        controller_address=address,
+        controller_address=args.address,
         on_exit=lambda exit_: manager.drivers.worker_exited(
             with_copied_log(exit_, settings.state_directory)
         ),
