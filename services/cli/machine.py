@@ -21,7 +21,7 @@ from services.common.runspec.engines import engine_kind
 from services.common.runspec.run import RunSpec
 from services.common.runspec.topology import TaskGroupError
 from services.common.runspec.trackers import TRACKERS
-from services.controller.launch.launcher import gpu_needs, total_gpus, worker_names
+from services.common.runspec.workers import gpu_needs, total_gpus, worker_names
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -285,13 +285,14 @@ def _too_many(spec: RunSpec, gpus: int) -> Iterator[str]:
                 f"topology.placement is 'mixed': with {spec.rollout.replicas - spec.colocated_rollouts} "
                 f"rollout(s) outside the trainer's {spec.trainer.world_size} GPU(s) the run needs "
                 f"{total_gpus(spec)} GPUs, but this machine has {gpus}; lower trainer.world_size or "
-                "rollout.replicas, set topology.placement to 'colocated', or pass --elsewhere"
+                "rollout.replicas, set topology.placement to 'colocated', or submit it to other machines "
+                "(SLIPSTREAM_URL)"
             )
         elif count > gpus or spec.topology.gpus > gpus:
             yield (
                 f"{key}: the run needs {max(count, spec.topology.gpus)} GPUs ({worker_id} alone {count}), "
                 f"but this machine has {gpus}; lower trainer.world_size, topology.gpus or "
-                "rollout.engine_arguments, or pass --elsewhere"
+                "rollout.engine_arguments, or submit it to other machines (SLIPSTREAM_URL)"
             )
         return
     cores = usable_processors()
@@ -300,5 +301,5 @@ def _too_many(spec: RunSpec, gpus: int) -> Iterator[str]:
         yield (
             f"{key}: the run starts {total} worker processes, but this machine has no GPU, and its {cores} "
             f"cores can run at most {most_processes}; lower trainer.world_size, "
-            "rollout.replicas or topology.gpus, or pass --elsewhere"
+            "rollout.replicas or topology.gpus, or submit it to other machines (SLIPSTREAM_URL)"
         )

@@ -31,8 +31,8 @@ from services.common.runspec.rules import parallelism, placement
 from services.common.runspec.run import RunSpec
 from services.common.runspec.topology import TopologySpec
 from services.common.runspec.trainer import LoraSpec
+from services.common.runspec.workers import gpu_hosts, gpu_needs, total_gpus, worker_names
 from services.controller.launch.gpus import HostGpus
-from services.controller.launch.launcher import gpu_hosts, gpu_needs, total_gpus, worker_names
 from services.rollout.engines.memory import MemoryPlan, needed_bytes, plan_of
 
 _UNITS = {"": 1e9, "GB": 1e9, "G": 1e9, "GIB": 2.0**30, "MB": 1e6, "TB": 1e12}
@@ -254,7 +254,7 @@ def host_problem(spec: RunSpec, config: PretrainedConfig, *, host_bytes: int) ->
             f"model.path: the run does not fit into this machine's memory of {host_bytes / 1e9:.1f} GB: "
             f"weights, gradients and optimizer of the trainer take {state / 1e9:.1f} GB, and the "
             f"engines of rollout.replicas ({spec.rollout.replicas}) take {engines / 1e9:.1f} GB; use a "
-            "smaller model, or pass --elsewhere"
+            "smaller model, or submit it to other machines (SLIPSTREAM_URL)"
         )
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from services.common.runspec.run import RunSpec
-from services.common.runspec.workers import WORKERS
 from services.controller.launch.failure_cause import first_cause
 
 _NUM_LAST_LINES = 15
@@ -84,31 +83,6 @@ class Launcher(Protocol):
 
 
 ExitHandler = Callable[[WorkerExit], None]
-
-
-def worker_names(spec: RunSpec) -> list[tuple[str, str]]:
-    return [
-        (role, f"{role.replace('_', '-')}-{index}")
-        for role, kind in WORKERS.items()
-        for index in range(kind.num_workers(spec))
-    ]
-
-
-def gpu_needs(spec: RunSpec) -> dict[str, int]:
-    """Returns the number of GPUs of each worker of a run, by name."""
-    return {worker_id: WORKERS[role].num_gpus(spec) for role, worker_id in worker_names(spec)}
-
-
-def gpu_hosts(spec: RunSpec) -> dict[str, str]:
-    """Maps each colocated worker to the worker whose GPUs it uses."""
-    names = [worker_id for _, worker_id in worker_names(spec)]
-    return {worker_id: "trainer-0" for worker_id in names if spec.is_colocated(worker_id)}
-
-
-def total_gpus(spec: RunSpec) -> int:
-    """Returns the number of GPUs of all workers of a run; shared ones count once."""
-    hosts = gpu_hosts(spec)
-    return sum(count for name, count in gpu_needs(spec).items() if name not in hosts)
 
 
 class Unqueued:

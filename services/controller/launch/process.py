@@ -18,21 +18,14 @@ from services.common.host import free_port, usable_processors
 from services.common.parent import module_command
 from services.common.runspec.engines import engine_kind
 from services.common.runspec.run import RunSpec
-from services.common.runspec.workers import WORKERS
+from services.common.runspec.workers import WORKERS, gpu_hosts, gpu_needs, worker_names
 from services.common.security.confinement import CodePolicy
 from services.common.security.credentials import current_identity
 from services.common.task_group import TaskGroup
 from services.controller.launch import fork_client
 from services.controller.launch.fork_client import ForkServer, open_fork_server
 from services.controller.launch.gpus import HostGpus, host_gpus
-from services.controller.launch.launcher import (
-    ExitHandler,
-    Unqueued,
-    WorkerExit,
-    gpu_hosts,
-    gpu_needs,
-    worker_names,
-)
+from services.controller.launch.launcher import ExitHandler, Unqueued, WorkerExit
 from services.controller.launch.worker_process import (
     REPORTED_LINES,
     ChildProcess,

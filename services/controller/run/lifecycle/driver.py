@@ -20,8 +20,9 @@ from contextlib import suppress
 from services.common.errors import ServiceError, UnavailableError
 from services.common.lifetime import OUTAGE_EXIT
 from services.common.runspec.run import RunSpec
+from services.common.runspec.workers import worker_names
 from services.common.task_group import TaskGroup, leaves
-from services.controller.launch.launcher import WorkerExit, log_command, worker_names
+from services.controller.launch.launcher import WorkerExit, log_command
 from services.controller.rules.run_state import RunEvent, RunState
 from services.controller.run.connections import delete_sample_records
 from services.controller.run.lifecycle.elastic import ElasticSizing, SizeChangedError

@@ -19,8 +19,9 @@ import sqlalchemy as sa
 
 from services.common.errors import ServiceError
 from services.common.runspec.run import RunSpec
+from services.common.runspec.workers import worker_names
 from services.common.task_group import leaves, until_first
-from services.controller.launch.launcher import Launcher, WorkerExit, worker_names
+from services.controller.launch.launcher import Launcher, WorkerExit
 from services.controller.membership import Membership
 from services.controller.run.connections import is_loaded
 from services.controller.run.pipeline import TrainingPipeline

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from services.common.host import Clock
-from services.controller.launch.launcher import total_gpus
+from services.common.runspec.workers import total_gpus
 from services.controller.planning.advice import Advice, advise
 from services.controller.planning.gpu_splits import allows, other_placements
 from services.controller.planning.inputs import (

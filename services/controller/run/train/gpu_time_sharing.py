@@ -20,8 +20,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from services.common.rpc.client import open_channel
+from services.common.runspec.workers import gpu_hosts
 from services.common.task_group import TaskGroup
-from services.controller.launch.launcher import Launcher, gpu_hosts
+from services.controller.launch.launcher import Launcher
 from services.controller.membership import Membership, Worker
 from services.controller.run.connections import RunConnections
 from services.controller.run.evaluate.evaluator import Evaluator

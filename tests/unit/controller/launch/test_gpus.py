@@ -4,8 +4,8 @@ import pytest
 
 from services.common.errors import FailedPreconditionError
 from services.common.runspec.loader import parse_spec
+from services.common.runspec.workers import gpu_needs, total_gpus
 from services.controller.launch.gpus import HostGpus, host_gpus
-from services.controller.launch.launcher import gpu_needs, total_gpus
 
 
 def test_every_worker_gets_separate_gpus_while_available():
