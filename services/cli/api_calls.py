@@ -240,6 +240,12 @@ async def _at(url: str, work: Callable[[Api], Awaitable[_T]]) -> _T:
             raise unreachable(url, error) from error
 
 
+def is_controller_here(url: str | None) -> bool:
+    """Returns True if no controller is named, or if the named one was started on this machine."""
+    named = url or CliSettings().url
+    return not named or named.rstrip("/") in running_controllers()
+
+
 def find_controller(url: str | None) -> tuple[str, str]:
     """Returns the address and token of the controller that a command addresses.
 

@@ -10,6 +10,7 @@ import typer
 import yaml
 from rich.table import Table
 
+from services.checks.pods import pod_problems
 from services.cli.api_calls import Url, call_operation
 from services.cli.commands.spec import Overrides, SpecPath, load_checked
 from services.cli.output import console, errors, fail, print_line, write
@@ -171,7 +172,9 @@ def _planned(
         return max(1, min(base.slots if has_own else follows(max_staleness, rollouts), maximum))
 
     def refused(setting: Setting) -> str:
-        return memory.like(with_setting(spec, setting)).refused(setting.trainer_gpus)
+        changed = with_setting(spec, setting)
+        unplaced = next(pod_problems(changed), "")
+        return unplaced or memory.like(changed).refused(setting.trainer_gpus)
 
     count = gpus or base.gpus
     return plan_splits(
@@ -181,6 +184,7 @@ def _planned(
             gpus=count,
             engine_gpus=spec.engine_gpus,
             trainer_unit=trainer_unit(spec),
+            gpus_per_node=spec.topology.gpus_per_node,
         ),
         bounds={
             bound

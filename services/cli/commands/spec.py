@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from services.cli.api_calls import Url, call_api
+from services.checks.pods import PodTopology, pod_problems
+from services.cli.api_calls import Url, call_api, call_operation, is_controller_here
 from services.cli.machine import (
     gpu_bytes_here,
     gpu_shortages,
@@ -19,6 +20,7 @@ from services.cli.settings import num_gpus
 from services.common.models.configs import full_config
 from services.common.runspec.loader import SpecError
 from services.common.runspec.run import RunSpec
+from services.controller.api.operations import CreateRun
 
 SpecPath = Annotated[Path, typer.Argument(help="Specification of the run: YAML or JSON.")]
 Elsewhere = Annotated[
@@ -110,11 +112,37 @@ def validate(
             min=1,
         ),
     ] = None,
+    pods: Annotated[
+        PodTopology | None,
+        typer.Option(
+            help=(
+                "Check for Kubernetes pods, as workers.topology of the chart, in place of this machine."
+            )
+        ),
+    ] = None,
+    url: Url = None,
 ) -> None:
-    """Check a specification and everything that it refers to, without starting anything."""
+    """Check a specification and everything that it refers to, without starting anything.
+
+    If --url or SLIPSTREAM_URL names a controller of other machines, it checks the specification for its
+    launcher, and this machine is not checked.
+    """
+    is_here = is_controller_here(url)
     loaded = load_checked(
-        spec, overrides, gpu_gb=gpu_gb, gpus=gpus, is_here=not elsewhere, checks_memory=True
+        spec,
+        overrides,
+        gpu_gb=gpu_gb,
+        gpus=gpus,
+        is_here=is_here and not elsewhere and pods is None,
+        checks_memory=True,
     )
+    if pods is not None and (problems := [*pod_problems(loaded, pods)]):
+        for problem in problems:
+            fail(problem)
+        raise typer.Exit(2)
+    if not is_here:
+        document = loaded.model_dump(mode="json")
+        call_operation(url, CreateRun, spec=document, validate_only=True)
     console.print(f"{spec}: run {loaded.name!r} is valid", highlight=False)
 
 
@@ -131,9 +159,13 @@ def submit(
     ] = 0,
     url: Url = None,
 ) -> None:
-    """Submit a run and print its id."""
+    """Submit a run and print its id.
+
+    If --url or SLIPSTREAM_URL names a controller of other machines, this machine is not checked.
+    """
     labels = _labels(label or [])
-    loaded = load_checked(spec, overrides, is_here=not elsewhere)
+    is_here = is_controller_here(url) and not elsewhere
+    loaded = load_checked(spec, overrides, is_here=is_here)
     created = call_api(
         url,
         lambda api: api.submit(loaded.model_dump(mode="json"), priority=priority, labels=labels),

@@ -10,16 +10,24 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any
 
 import yaml
 
+from services.checks.pods import PodTopology, nodes_of, pod_problems, pod_topology
 from services.common.errors import FailedPreconditionError
 from services.common.runspec.run import RunSpec
-from services.common.runspec.workers import WORKERS, WorkerKind, programs
+from services.common.runspec.workers import (
+    WORKERS,
+    WorkerKind,
+    gpu_hosts,
+    gpu_needs,
+    programs,
+    total_gpus,
+    worker_names,
+)
 from services.controller.launch import gang, job_set
 from services.controller.launch.gpus import HostGpus
-from services.controller.launch.launcher import gpu_hosts, gpu_needs, total_gpus, worker_names
 
 RUN_LABEL = "slipstream.dev/run"
 WORKER_LABEL = "slipstream.dev/worker"
@@ -42,8 +50,7 @@ Pod = dict[str, Any]
 class WorkerTemplates:
     """Templates of worker pods."""
 
-    topology: Literal["separate", "bundled"]
-    """A pod per worker, or all workers of a run in one pod."""
+    topology: PodTopology
     pods: Mapping[str, Pod]
     """Pod template of one worker, by its program."""
     job_set: Mapping[str, Any] | None = None
@@ -110,7 +117,7 @@ def load_templates(folder: Path) -> WorkerTemplates:
         FailedPreconditionError: If the folder does not contain them.
     """
     try:
-        topology = (folder / "topology").read_text(encoding="utf-8").strip()
+        topology = pod_topology(folder)
         pods: dict[str, Pod] = {
             program: yaml.safe_load((folder / f"{program}.yaml").read_text(encoding="utf-8"))
             for program in programs()
@@ -121,7 +128,7 @@ def load_templates(folder: Path) -> WorkerTemplates:
             f"cannot read worker templates in {folder}: {error.strerror}; mount the chart's ConfigMap there"
         ) from error
     return WorkerTemplates(
-        topology=cast("Literal['separate', 'bundled']", topology),
+        topology=topology,
         pods=pods,
         job_set=sets,
         pod_group=group,
@@ -142,14 +149,17 @@ def build_pods(
 ) -> list[Pod]:
     """Builds all pods of a run, named by their places. Each container is named like its worker.
 
+    No pod has more GPUs than a node.
+
     Args:
         controller_address: ``host:port`` at which workers reach the controller.
         owner: Owner reference; the pods are deleted with the owner.
 
     Raises:
-        FailedPreconditionError: If the trainer's ranks cannot be spread evenly over nodes, or share
-            GPUs with rollouts on several nodes.
+        FailedPreconditionError: If no node has room for a pod; with one line per problem.
     """
+    if problems := [*pod_problems(spec, templates.topology)]:
+        raise FailedPreconditionError("\n".join(problems))
     pods = []
     for place in _places(templates, spec):
         pod = copy.deepcopy(templates.pods[place.kind.program])
@@ -190,22 +200,12 @@ def build_pods(
 def _places(templates: WorkerTemplates, spec: RunSpec) -> Iterator[_Place]:
     for index, (role, worker_id) in enumerate(worker_names(spec)):
         ranks = WORKERS[role].ranks(spec)
-        nodes = 1 if templates.topology == "bundled" else _num_nodes(ranks, spec)
+        nodes = 1 if templates.topology == "bundled" else nodes_of(ranks, spec)
+        assert nodes is not None
         for node in range(nodes):
             yield _Place(
                 role=role, worker_id=worker_id, index=index, ranks=ranks, node=node, nodes=nodes
             )
-
-
-def _num_nodes(ranks: int, spec: RunSpec) -> int:
-    """Returns the number of nodes that the ranks of a worker fill."""
-    room = spec.topology.gpus_per_node
-    if ranks > room and ranks % room:
-        raise FailedPreconditionError(
-            f"the ranks of a worker must be a multiple of topology.gpus_per_node ({room}), got {ranks}; "
-            "change trainer.world_size, the GPUs of critic or topology.scoring_ranks"
-        )
-    return max(1, ranks // room)
 
 
 def _torchrun(place: _Place, *, node_rank: str, address: str) -> list[str]:
@@ -311,18 +311,7 @@ def _together(name: str, pods: list[Pod]) -> Pod:
 def join_trainer_pod(
     container: dict[str, Any], worker_id: str, spec: RunSpec, *, ready_file: str
 ) -> None:
-    """Changes the container of a rollout so that it starts after the trainer, on the trainer's GPUs.
-
-    Raises:
-        FailedPreconditionError: If the trainer spans several nodes.
-    """
-    ranks, room = spec.trainer.world_size, spec.topology.gpus_per_node
-    if ranks > room:
-        raise FailedPreconditionError(
-            f"with topology.placement {spec.topology.placement!r} one pod runs trainer and rollouts, so "
-            f"trainer.world_size must be at most topology.gpus_per_node ({room}), got {ranks}; lower "
-            "trainer.world_size, or set topology.placement to 'disaggregated'"
-        )
+    """Changes the container of a rollout so that it starts after the trainer, on the trainer's GPUs."""
     host = HostGpus([str(number) for number in range(total_gpus(spec))])
     gpus = host.assign("", gpu_needs(spec), hosts=gpu_hosts(spec))[worker_id]
     timeout_s = f"{spec.limits.start_timeout_s:.0f}"

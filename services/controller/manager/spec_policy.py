@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from pathlib import Path
 
 from services.common.errors import NotFoundError, PermissionDeniedError
@@ -18,12 +18,21 @@ from services.controller.store.records import Run
 logger = logging.getLogger(__name__)
 
 
+LauncherProblems = Callable[[RunSpec], Iterable[str]]
+
+
+def no_launcher_problems(spec: RunSpec) -> Iterable[str]:
+    """Returns nothing: the launcher has no rules of its own."""
+    return ()
+
+
 class SpecPolicy:
     """Checks specifications that users submit, after they are resolved.
 
     Args:
         allowance: Code and paths that specifications may name.
         saved_at: Returns the runs that have checkpoints at some paths.
+        launcher_problems: Returns the problems that a specification has with this installation's launcher.
     """
 
     def __init__(
@@ -31,10 +40,12 @@ class SpecPolicy:
         allowance: CodePolicy,
         find: Callable[[str], Awaitable[Run]],
         saved_at: Callable[[Collection[Path]], Awaitable[Collection[str]]],
+        launcher_problems: LauncherProblems = no_launcher_problems,
     ) -> None:
         self._allowance = allowance
         self._find = find
         self._saved_at = saved_at
+        self._launcher_problems = launcher_problems
         self._refusals = RareLog(logger)
 
     def check(self, spec: RunSpec, role: Role, *, known: RunSpec | None = None) -> None:
@@ -60,7 +71,11 @@ class SpecPolicy:
             )
 
     def _problems(self, spec: RunSpec) -> list[str]:
-        return [*self._allowance.problems(spec), *find_plain_secrets(spec)]
+        return [
+            *self._allowance.problems(spec),
+            *find_plain_secrets(spec),
+            *self._launcher_problems(spec),
+        ]
 
     async def check_for(self, project: str, spec: RunSpec, role: Role) -> None:
         """Checks a specification like :meth:`check`, and that it names only files of the project's runs.

@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import lcm
 
+from services.checks.pods import pod_problems
 from services.common.runspec.rules import placement, problems
 from services.common.runspec.run import RunSpec
 from services.common.runspec.topology import TopologySpec
@@ -55,8 +56,9 @@ def allows(spec: RunSpec, setting: Setting) -> bool:
     """Returns False if a run with another setting would break a rule that it keeps now."""
     # Task groups follow from the numbers of GPUs; a user who changes these changes the groups, too.
     plain = spec.model_copy(update={"topology": TopologySpec(placement=spec.topology.placement)})
-    kept = {*problems(with_setting(plain, setting_of(spec)))}
-    return kept.issuperset(problems(with_setting(plain, setting)))
+    now, then = with_setting(plain, setting_of(spec)), with_setting(plain, setting)
+    kept = {*problems(now), *pod_problems(now)}
+    return kept.issuperset((*problems(then), *pod_problems(then)))
 
 
 def trainer_unit(spec: RunSpec) -> int:
@@ -92,22 +94,35 @@ class GpuCapacity:
     """GPUs of one rollout."""
     trainer_unit: int = 1
     """The trainer's number of GPUs is a multiple of this."""
+    gpus_per_node: int
+    """GPUs of a node; the trainer has at most one node, or fills whole nodes."""
 
     def trainer_sizes(self) -> Sequence[int]:
         """Returns numbers of trainer GPUs, at most ``_MAX_SPLITS``, that leave no GPU unused.
 
         If each possible number leaves some unused, all are candidates.
         """
-        sizes = range(self.trainer_unit, self.gpus - self.engine_gpus + 1, self.trainer_unit)
+        most = self.gpus - self.engine_gpus
+        sizes = [
+            size
+            for size in range(self.trainer_unit, most + 1, self.trainer_unit)
+            if size <= self.gpus_per_node or size % self.gpus_per_node == 0
+        ]
         whole = [size for size in sizes if (self.gpus - size) % self.engine_gpus == 0]
         found = whole or [*sizes]
         return found[:: max(1, -(-len(found) // _MAX_SPLITS))]
 
     def shared_sizes(self) -> Sequence[int]:
-        """Returns the numbers of trainer GPUs if rollouts use all GPUs, the trainer's included."""
+        """Returns the numbers of trainer GPUs if rollouts use all GPUs, the trainer's included.
+
+        All ranks of a trainer that takes turns with rollouts are on one node.
+        """
         found = [*self.trainer_sizes(), *([] if self.gpus % self.trainer_unit else [self.gpus])]
-        whole = self.gpus % self.engine_gpus == 0
-        return [size for size in found if whole and size % self.engine_gpus == 0]
+        if self.gpus % self.engine_gpus:
+            return []
+        return [
+            size for size in found if size % self.engine_gpus == 0 and size <= self.gpus_per_node
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

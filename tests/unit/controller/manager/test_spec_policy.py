@@ -1,10 +1,13 @@
 """Tests of the check of which runs' files a specification may name."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from services.checks.pods import installed_pod_problems
 from services.common.errors import NotFoundError
+from services.common.runspec.loader import SpecError
 from services.common.security.confinement import CodePolicy
 from services.controller.manager.spec_policy import SpecPolicy
 from tests.helpers.specs import spec_with
@@ -44,3 +47,17 @@ async def test_a_link_does_not_hide_the_run_whose_folder_it_names(tmp_path: Path
     policy = SpecPolicy(CodePolicy(roots=(tmp_path,)), find, saved_at)
     with pytest.raises(NotFoundError):
         await policy.check_for("default", linked, "admin")
+
+
+async def test_what_the_launcher_cannot_place_is_refused_with_its_key(tmp_path: Path) -> None:
+    (tmp_path / "topology").write_text("bundled")
+    launcher_problems = partial(installed_pod_problems, tmp_path)
+    policy = SpecPolicy(CodePolicy(), find, saved_at, launcher_problems)
+    large = spec_with(trainer={"world_size": 8})  # and two rollouts, in one pod
+    with pytest.raises(SpecError) as refused:
+        await policy.check_for("default", large, "operator")
+    (problem,) = refused.value.problems
+    assert problem.startswith("trainer.world_size")
+    policy.check(large, "operator", known=large)  # a change of other keys
+    (tmp_path / "topology").write_text("separate")
+    await policy.check_for("default", large, "operator")

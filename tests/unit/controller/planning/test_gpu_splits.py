@@ -23,6 +23,7 @@ def _in_turns(way):
 
 def planned(rates=RATES, *, gpus=4, bounds=(0, 1, 4), **changes):
     room = GpuCapacity(
+        gpus_per_node=changes.pop("gpus_per_node", 8),
         gpus=gpus,
         **{k: changes.pop(k) for k in ("engine_gpus",) if k in changes} or {"engine_gpus": 1},
     )
@@ -86,7 +87,7 @@ def test_a_plan_without_a_fitting_split_gives_the_reason():
 
 
 def test_many_gpus_are_not_tried_one_by_one():
-    assert len(GpuCapacity(gpus=512, engine_gpus=1).trainer_sizes()) <= 8
+    assert len(GpuCapacity(gpus=512, engine_gpus=1, gpus_per_node=8).trainer_sizes()) <= 8
 
 
 def test_turns_on_all_gpus_are_tried_where_they_may_be():
@@ -115,3 +116,14 @@ def test_turns_are_recommended_if_gpu_switches_cost_little():
     slow = replace(RATES, gpu_switch_s=60.0)
     assert planned(quick, gpus=2, bounds=(0,), may_colocate=_in_turns).best.setting.is_colocated
     assert not planned(slow, gpus=2, bounds=(0,), may_colocate=_in_turns).best.setting.is_colocated
+
+
+def test_a_trainer_has_one_node_at_most_or_whole_nodes():
+    room = GpuCapacity(gpus=40, engine_gpus=1, gpus_per_node=8)
+    sizes = {size for size in range(1, 40) if size <= 8 or size % 8 == 0}
+    assert sizes.issuperset(room.trainer_sizes())
+    assert any(size > 8 for size in room.trainer_sizes())
+    found = planned(gpus=12, gpus_per_node=4, may_colocate=lambda way: True)
+    assert {split.setting.trainer_gpus for split in found.splits} <= {1, 2, 3, 4, 8}
+    turns = {split.setting.trainer_gpus for split in found.splits if split.setting.is_colocated}
+    assert max(turns) <= 4, "a trainer of several nodes takes no turns with rollouts"
