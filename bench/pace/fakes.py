@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from bench.controller.peers import FakeQueue, FakeRollouts, FakeTrainer, FakeWeights, MadeGroup
 from services.common.telemetry.metrics import IdleClock
-from services.controller.planning.inputs import DecodeTime, Geometric, Lengths, Lognormal, Rates
+from services.extras.planner.inputs import DecodeTime, Geometric, Lengths, Lognormal, Rates
 from services.rollout.engines.base import GenerationRequest
 from services.rollout.engines.fake import FakeEngine
 from services.rollout.monitor import DecodeTimes

@@ -19,8 +19,8 @@ from bench.pace.__main__ import GROUP_SIZE, GROUPS, STEPS, measure
 from bench.pace.fakes import Pace
 from bench.report import read_json, write_json
 from bench.whole_run import REPOSITORY
-from services.controller.planning.inputs import Rates, Setting, rates_of, trainer_speedup
-from services.controller.planning.simulation import predict
+from services.extras.planner.inputs import Rates, Setting, rates_of, trainer_speedup
+from services.extras.planner.simulation import predict
 
 RESULTS = REPOSITORY / "bench" / "results" / "plan.json"
 _STEPS = 12

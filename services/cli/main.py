@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from services.cli.command import COMMANDS
 from services.cli.output import print_traceback
 
 _COMMANDS = {
@@ -19,10 +20,6 @@ _COMMANDS = {
         "validate": (
             "spec:validate",
             "Check a specification and everything that it refers to, without starting anything.",
-        ),
-        "plan": (
-            "plan:plan",
-            "Predict step time, idle shares, staleness and memory for splits of the GPUs, and recommend one.",
         ),
         "init": (
             "init:init",
@@ -140,6 +137,10 @@ class _Commands(TyperGroup):
             for panel, commands in _COMMANDS.items()
             for name, (_, summary) in commands.items()
         }
+        for name, command in COMMANDS.items():
+            self.commands.setdefault(
+                name, TyperCommand(name, help=command.summary, rich_help_panel=command.panel)
+            )
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Loads the command that the arguments name."""
@@ -149,10 +150,14 @@ class _Commands(TyperGroup):
 
 def load(name: str) -> Any:
     references = {name: where for panel in _COMMANDS.values() for name, (where, _) in panel.items()}
-    module, _, function = references[name].partition(":")
-    part = typer.Typer(add_completion=False, rich_markup_mode="markdown")
-    part.command(name)(getattr(import_module(f"services.cli.commands.{module}"), function))
-    return typer.main.get_command(part)
+    if name in references:
+        module, _, function = references[name].partition(":")
+        called = getattr(import_module(f"services.cli.commands.{module}"), function)
+    else:
+        called = COMMANDS[name].load()
+    application = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+    application.command(name)(called)
+    return typer.main.get_command(application)
 
 
 app = typer.Typer(cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False)

@@ -13,6 +13,7 @@ import pytest
 import typer
 import yaml
 
+from services.cli.command import COMMANDS
 from services.cli.main import _COMMANDS, load
 from services.common.runspec.loader import parse_spec
 from tests.helpers.commands import Command, blocks, commands
@@ -29,7 +30,7 @@ SHOWN = [
     for page in PAGES
     for command in commands(page, {"slipstream", "make", "helm", "python"})
 ]
-NAMES = {name for panel in _COMMANDS.values() for name in panel}
+NAMES = {name for panel in _COMMANDS.values() for name in panel} | {*COMMANDS}
 _MAKE_FILES = [ROOT / "Makefile", *(ROOT / "bench").glob("*.mk"), *(ROOT / "deploy").glob("*.mk")]
 MAKE = "".join(path.read_text() for path in [*_MAKE_FILES, ROOT / "tests/engines/engines.mk"])
 RUNSPEC = (ROOT / "docs" / "runspec.md").read_text()

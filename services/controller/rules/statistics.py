@@ -9,6 +9,8 @@ Histogram = dict[str, int]
 
 PREFIX = "reward/"
 """Prefix of reward terms among a step's metrics."""
+DECODE_TIMES = ("decode_fixed_s", "decode_sample_s", "decode_max_samples")
+"""Metrics of decode times, which rollouts report and steps record: see ``services/rollout/monitor.py``."""
 
 
 def histogram(values: Iterable[int]) -> Histogram:

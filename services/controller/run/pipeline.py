@@ -75,7 +75,7 @@ one step after the other, and at last ``finish``; all other loops run concurrent
         waits for     the loss of a shard of the transferqueue
         unblocked by  the transferqueue, which reports the lost keys
 
-    steps.advisor.watch                        advises which side is the bottleneck
+    steps.observers.watch                      runs installed observers, such as live advice
         waits for     a committed step
         unblocked by  train
 
@@ -241,7 +241,7 @@ class TrainingPipeline:
             self.publisher.run(),
             self._raise_fault(),
             self._stall_reporter.watch(),
-            self.steps.advisor.watch(),
+            self.steps.observers.watch(),
         )
 
     async def fail(self, failures: Sequence[GroupFailure]) -> None:
@@ -374,7 +374,7 @@ class TrainingPipeline:
         """Lets loaded rollouts join; returns False if the current weight transport does not reach them."""
         if not await self.publisher.admit(rollouts):
             return False
-        self.steps.advisor.reset()
+        self.steps.observers.reset()
         return True
 
     async def detach(self, names: Collection[str]) -> None:
@@ -382,7 +382,7 @@ class TrainingPipeline:
         await self.scheduler.reclaim_from_leaving(names)
         await self.evaluator.exclude_rollouts(names)
         await self.connections.remove_rollouts(names)
-        self.steps.advisor.reset()
+        self.steps.observers.reset()
 
     async def offer(self) -> None:
         """Offers the weights of the last step to the publisher, without waiting for the rollouts."""

@@ -10,6 +10,7 @@ import yaml
 from transformers import Qwen2Config
 from typer.testing import CliRunner
 
+from services.cli.command import COMMANDS
 from services.cli.commands import init
 from services.cli.main import _COMMANDS, app, load
 from services.cli.run_memory import run_memory
@@ -17,7 +18,10 @@ from services.common.models.configs import preset_names
 from services.common.models.tokenizer import load_tokenizer
 from services.common.runspec.run import ModelSpec, RunSpec
 
-SUMMARIES = {name: summary for panel in _COMMANDS.values() for name, (_, summary) in panel.items()}
+SUMMARIES = {
+    **{name: summary for panel in _COMMANDS.values() for name, (_, summary) in panel.items()},
+    **{name: command.summary for name, command in COMMANDS.items()},
+}
 
 
 @pytest.mark.parametrize("name", SUMMARIES)

@@ -37,7 +37,7 @@ from services.controller.run.dispatch.dispatcher import Dispatcher
 from services.controller.run.dispatch.sample_index import SampleIndex
 from services.controller.run.dispatch.scheduler import GenerationScheduler
 from services.controller.run.evaluate.evaluator import Evaluator
-from services.controller.run.observe.advisor import Advisor
+from services.controller.run.observe.observers import ObserverArgs, Observers
 from services.controller.run.observe.progress import Progress
 from services.controller.run.observe.waits import Waits
 from services.controller.run.pipeline import TrainingPipeline
@@ -127,8 +127,10 @@ async def restore(
         scheduler=scheduler,
         progress=progress,
         gpu_time_sharing=gpu_time_sharing,
-        advisor=Advisor(
-            spec=spec, journal=journal, progress=progress, ledger=ledger, clock=clock, gpus=gpus
+        observers=Observers(
+            ObserverArgs(
+                spec=spec, journal=journal, progress=progress, ledger=ledger, clock=clock, gpus=gpus
+            )
         ),
         version_offset=recovered.version_offset,
     )

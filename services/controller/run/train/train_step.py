@@ -35,7 +35,7 @@ from services.controller.run.dispatch.sample_index import (
     spread_of,
 )
 from services.controller.run.dispatch.scheduler import GenerationScheduler
-from services.controller.run.observe.advisor import Advisor
+from services.controller.run.observe.observers import Observers
 from services.controller.run.observe.progress import Progress, StepMeter
 from services.controller.run.observe.waits import Waits
 from services.controller.run.state.journal import Journal
@@ -214,7 +214,7 @@ class TrainSteps:
     scheduler: GenerationScheduler
     progress: Progress
     gpu_time_sharing: GpuTimeSharing
-    advisor: Advisor
+    observers: Observers
     """Receives the metrics of each step."""
     version_offset: int
     """Weight version of a step minus the step."""
@@ -382,7 +382,7 @@ class TrainSteps:
         await self.journal.commit_step(step, self.ledger, note=note, metrics=data)
         for event in events:
             await self.journal.record_event(event)
-        self.advisor.record_step(data)
+        self.observers.record_step(data)
         if not trained.skipped and (found := mismatch.divergence(numbers)) is not None:
             self.divergences.append(found)
         tracing.record(

@@ -77,7 +77,7 @@ def steps_of(ledger, *, staleness_max=0.0, skipped=False, **reported):
         scheduler=SimpleNamespace(stored=Samples(), release=nothing),
         progress=Progress(BOUND),
         gpu_time_sharing=SimpleNamespace(begin_training=nothing, take_seconds=dict),
-        advisor=SimpleNamespace(record_step=lambda data: None),
+        observers=SimpleNamespace(record_step=lambda data: None),
         version_offset=0,
     )
 

@@ -22,10 +22,10 @@ from random import Random
 from statistics import fmean
 from typing import Generic, TypeVar
 
-from services.controller.planning.inputs import DecodeTime, Rates, Setting, trainer_speedup
 from services.controller.rules.ledger import Group
 from services.controller.rules.placement import SlotUsage
 from services.controller.rules.staleness import StalenessGate, choose_batch
+from services.extras.planner.inputs import DecodeTime, Rates, Setting, trainer_speedup
 
 _Owner = TypeVar("_Owner")
 # Ends that differ by less than a thousandth of a token count as simultaneous.

@@ -10,7 +10,7 @@ from statistics import NormalDist, fmean, median
 from typing import Any, Literal, Protocol
 
 from services.common.runspec.run import RunSpec
-from services.controller.rules.statistics import lower_bound_of
+from services.controller.rules.statistics import DECODE_TIMES, lower_bound_of
 
 _MAX_SIGMA = 5.0
 
@@ -339,8 +339,6 @@ Step = Mapping[str, float | None]
 _WARMUP_STEPS = 3
 MIN_STEPS = 5
 """Min number of steps from which rates are measured."""
-DECODE_TIMES = ("decode_fixed_s", "decode_sample_s", "decode_max_samples")
-"""Decode times that rollouts report and steps record: see ``services/rollout/monitor.py``."""
 
 
 def default_rates(

@@ -4,9 +4,10 @@ import asyncio
 
 from services.common.runspec.run import RunSpec
 from services.controller.rules.ledger import Ledger
-from services.controller.run.observe.advisor import Advisor
+from services.controller.run.observe.observers import ObserverArgs
 from services.controller.run.observe.progress import Progress
 from services.controller.run.state.requests import CurrentSpec
+from services.extras.planner.advisor import Advisor
 from tests.helpers.specs import spec_with
 
 SPEC = spec_with(
@@ -56,12 +57,14 @@ def advised(*batches, pause_s=4000.0, spec=SPEC, gpus=3):
 
     async def run():
         advisor = Advisor(
-            spec=CurrentSpec(spec),
-            journal=journal,
-            progress=progress,
-            ledger=Ledger(3),
-            clock=clock,
-            gpus=lambda: gpus,
+            ObserverArgs(
+                spec=CurrentSpec(spec),
+                journal=journal,
+                progress=progress,
+                ledger=Ledger(3),
+                clock=clock,
+                gpus=lambda: gpus,
+            )
         )
         for batch in batches:
             for one in batch:

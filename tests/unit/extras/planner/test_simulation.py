@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from services.controller.planning.inputs import (
+from services.extras.planner.inputs import (
     DecodeTime,
     Geometric,
     Lognormal,
@@ -14,7 +14,7 @@ from services.controller.planning.inputs import (
     Rates,
     Setting,
 )
-from services.controller.planning.simulation import min_step_s, predict
+from services.extras.planner.simulation import min_step_s, predict
 
 RATES = Rates(
     train_tokens_per_s=5_000.0,

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from services.controller.planning.gpu_splits import GpuCapacity, plan_splits
-from services.controller.planning.inputs import DecodeTime, Geometric, Rates, Setting
+from services.extras.planner.gpu_splits import GpuCapacity, plan_splits
+from services.extras.planner.inputs import DecodeTime, Geometric, Rates, Setting
 
 RATES = Rates(
     train_tokens_per_s=10_000.0,

@@ -19,7 +19,7 @@ from services.common.runspec.engines import engine_kind
 from services.common.runspec.run import RunSpec, default_slots
 from services.controller.api.operations import GetRun, ListMetrics
 from services.controller.models import MetricPage
-from services.controller.planning.gpu_splits import (
+from services.extras.planner.gpu_splits import (
     GpuCapacity,
     Split,
     SplitPlan,
@@ -28,7 +28,7 @@ from services.controller.planning.gpu_splits import (
     trainer_unit,
     with_setting,
 )
-from services.controller.planning.inputs import (
+from services.extras.planner.inputs import (
     ASSUMPTIONS,
     Rates,
     Setting,
@@ -40,7 +40,7 @@ from services.controller.planning.inputs import (
     setting_of,
     with_overrides,
 )
-from services.controller.planning.simulation import predict
+from services.extras.planner.simulation import predict
 
 _BOUNDS = (0, 1, 2, 4)
 _NEWEST = 40

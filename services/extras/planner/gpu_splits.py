@@ -9,8 +9,8 @@ from services.common.runspec.rules import placement, problems
 from services.common.runspec.run import RunSpec
 from services.common.runspec.topology import TopologySpec
 from services.common.runspec.workers import kinds_with_own_gpus
-from services.controller.planning.inputs import Rates, Setting, setting_of
-from services.controller.planning.simulation import Prediction, predict
+from services.extras.planner.inputs import Rates, Setting, setting_of
+from services.extras.planner.simulation import Prediction, predict
 
 _MAX_SPLITS = 8
 _SWEEP_SAMPLES = 4_000

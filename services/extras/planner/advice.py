@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from services.controller.planning.inputs import (
+from services.extras.planner.inputs import (
     Rates,
     Setting,
     Step,
@@ -17,7 +17,7 @@ from services.controller.planning.inputs import (
     representative_steps,
     waited_fraction,
 )
-from services.controller.planning.simulation import Prediction, predict
+from services.extras.planner.simulation import Prediction, predict
 
 MAX_ERROR = 0.15
 """Max relative error of the prediction for the run as it is."""

@@ -3,28 +3,24 @@
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-from services.common.host import Clock
 from services.common.runspec.workers import total_gpus
-from services.controller.planning.advice import Advice, advise
-from services.controller.planning.gpu_splits import allows, other_placements
-from services.controller.planning.inputs import (
+from services.controller.run.observe.observers import ObserverArgs
+from services.controller.store.records import Note
+from services.extras.planner.advice import Advice, advise
+from services.extras.planner.gpu_splits import allows, other_placements
+from services.extras.planner.inputs import (
     Step,
     TooFewStepsError,
     rates_of,
     setting_of,
     waited_fraction,
 )
-from services.controller.rules.ledger import Ledger
-from services.controller.run.observe.progress import Progress
-from services.controller.run.state.journal import Journal
-from services.controller.run.state.requests import CurrentSpec
-from services.controller.store.records import Note
 
 logger = logging.getLogger(__name__)
 _REMEMBERED = 40
@@ -35,17 +31,11 @@ _MIN_PAUSE_S, _MAX_PAUSE_S = 600.0, 3600.0
 _MOVED = 0.1
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Advisor:
     """Predicts the bottleneck of one run from the metrics of its newest steps."""
 
-    spec: CurrentSpec
-    journal: Journal
-    progress: Progress
-    ledger: Ledger
-    clock: Clock
-    gpus: Callable[[], int | None]
-    """Returns the number of GPUs that the run may use; None if only its current GPUs are known."""
+    args: ObserverArgs
     _steps: deque[Mapping[str, Any]] = field(
         default_factory=lambda: deque(maxlen=_REMEMBERED), init=False
     )
@@ -58,7 +48,7 @@ class Advisor:
 
     def reset(self) -> None:
         """Discards steps and advice after the run's workers changed."""
-        self.progress.record_advice({})
+        self.args.progress.record_advice({})
         self._steps.clear()
         self._num_steps, self._advised_at = 0, None
 
@@ -85,14 +75,14 @@ class Advisor:
             return False
         if self._advised_at is None:
             return True
-        passed_s = self.clock.monotonic() - self._advised_at
+        passed_s = self.args.clock.monotonic() - self._advised_at
         has_moved = abs(waited_fraction(self._numbers()) - self._waited) >= _MOVED
         is_soon = has_moved or not self._is_predicted
         return passed_s >= (_MIN_PAUSE_S if is_soon else _MAX_PAUSE_S)
 
     async def _advise(self) -> None:
-        steps, spec, setting = self._numbers(), self.spec.now, setting_of(self.spec.now)
-        lengths, gpus = self._lengths(), self.gpus()
+        steps, spec, setting = self._numbers(), self.args.spec.now, setting_of(self.args.spec.now)
+        lengths, gpus = self._lengths(), self.args.gpus()
         if gpus is not None:
             # The GPUs of other task groups, such as a critic's, are not free.
             gpus -= total_gpus(spec) - setting.gpus
@@ -118,12 +108,12 @@ class Advisor:
         except Exception:  # a failed prediction must not end the run
             logger.exception("cannot predict the bottleneck")
             advice = None
-        self._advised_at, self._waited = self.clock.monotonic(), waited_fraction(steps)
+        self._advised_at, self._waited = self.args.clock.monotonic(), waited_fraction(steps)
         self._is_predicted = advice is not None and advice.now is not None
         if advice is None:
             return
         texts = {"message": advice.message(), "remedy": advice.remedy()}
-        self.progress.record_advice({"bottleneck": advice.bottleneck, **texts})
+        self.args.progress.record_advice({"bottleneck": advice.bottleneck, **texts})
         if advice.first != self._reported:
             self._reported = advice.first
             await self._report(advice)
@@ -139,9 +129,9 @@ class Advisor:
             "placement": advice.placement,
             "placements": dict(advice.others),
         }
-        summary = self.progress.summary(self.ledger)
-        await self.journal.record_event(
-            Note("Advice", advice.message(), data, None, None, summary), self.ledger
+        summary = self.args.progress.summary(self.args.ledger)
+        await self.args.journal.record_event(
+            Note("Advice", advice.message(), data, None, None, summary), self.args.ledger
         )
 
     def _numbers(self) -> list[Step]:
@@ -157,3 +147,8 @@ class Advisor:
             for bound, count in step.get("histograms", {}).get("response_tokens", {}).items():
                 found[int(bound)] = found.get(int(bound), 0) + count
         return found
+
+
+def advisor(args: ObserverArgs) -> Advisor:
+    """Returns the advisor of one run."""
+    return Advisor(args)

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from services.controller.planning.advice import advise
-from services.controller.planning.inputs import (
+from services.extras.planner.advice import advise
+from services.extras.planner.inputs import (
     Geometric,
     Measured,
     Setting,
@@ -14,7 +14,7 @@ from services.controller.planning.inputs import (
     waited_fraction,
     with_overrides,
 )
-from services.controller.planning.simulation import predict
+from services.extras.planner.simulation import predict
 
 SETTING = Setting(
     trainer_gpus=1, rollouts=1, slots=64, max_staleness=1, groups_per_step=8, group_size=8
