@@ -38,6 +38,10 @@ def parse_config(text: str) -> Any:
     return json.loads(text, object_hook=_plain_float)
 
 
+class EvaluationStoppedError(ValueError):
+    """Reports that an evaluation exceeded the deadline or the memory limit."""
+
+
 def _plain_float(found: dict[str, Any]) -> Any:
     tag = found.get("__float__")
     is_float = len(found) == 1 and tag in ("NaN", "Infinity", "-Infinity")
@@ -75,12 +79,12 @@ class Evaluator:
             arguments: Arguments of transformers' ``render_jinja_template``.
 
         Raises:
-            ValueError: If it fails, exceeds the deadline, or exceeds the memory limit; the message
-                has the reason.
+            ValueError: If it fails; the message has the reason.
+            EvaluationStoppedError: If it exceeds the deadline or the memory limit.
         """
         with self._lock:
             if self._stops[source] >= _MAX_STOPS:
-                raise ValueError(
+                raise EvaluationStoppedError(
                     f"its evaluation was stopped {_MAX_STOPS} times and is not tried again"
                 )
             try:
@@ -88,7 +92,7 @@ class Evaluator:
             except (TimeoutError, EOFError, OSError) as error:
                 self._stops[source] += 1
                 self._stop()
-                raise ValueError(str(error)) from error
+                raise EvaluationStoppedError(str(error)) from error
         if "error" in answer:
             raise ValueError(answer["error"])
         return answer["value"]

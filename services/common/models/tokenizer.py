@@ -2,12 +2,15 @@
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from services.common.models.chat_layout import ChatLayout, chat_layout
 from services.common.models.configs import check_evaluates, find_file
+from services.common.models.control_tokens import ControlTokens, Piece
 from services.common.models.evaluator import CHATS, render
 from services.common.models.made_tokenizers import (
     CHARS_PREFIX,
@@ -16,15 +19,13 @@ from services.common.models.made_tokenizers import (
     make_builtin_tokenizer,
     tokenizer_name,
 )
+from services.common.models.text_starts import without_first_space
 from services.common.runspec.run import ModelSpec, RunSpec
 
 # Marks of the assistant's text in a template.
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# Roles whose text comes from outside, and the marks around the number of an escaped special token in it.
-# A text that itself contains a number between such marks does no harm: it becomes that token's text.
-_OUTSIDE_ROLES = frozenset(("user", "tool", "function", "ipython"))
-_PLAIN_BEGIN, _PLAIN_END = "\uf8f0", "\uf8f1"
-_PLAIN = re.compile(f"{_PLAIN_BEGIN}(\\d+){_PLAIN_END}")
+# An added token that is not flagged special and looks like this may still be a control token.
+_MARK = re.compile(r"[<\[]\S+[>\]]")
 _CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: "
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
@@ -41,7 +42,7 @@ class Tokenizer:
     Args:
         stop_ids: Further tokens that end a response.
         template_arguments: Arguments of the chat template besides messages and tools.
-        escapes_special: True to encode special tokens in texts of users and tools as text.
+        escapes_special: True to encode control tokens in the texts of a chat as text.
     """
 
     def __init__(
@@ -69,12 +70,11 @@ class Tokenizer:
             },
             **dict(zip(inner.all_special_tokens, inner.all_special_ids, strict=True)),
         }
+        self._added_tokens = {
+            str(token): int(id_) for id_, token in inner.added_tokens_decoder.items()
+        }
         self._template_arguments = dict(template_arguments or {})
-        # A token of one character cannot be encoded as text.
-        self._escaped = sorted((each for each in self._special_tokens if len(each) > 1), key=len)
-        longest_first = "|".join(map(re.escape, reversed(self._escaped)))
-        is_escaping = escapes_special and bool(self._escaped)
-        self._special = re.compile(longest_first) if is_escaping else None
+        self._escapes_special = escapes_special
         first = inner.encode("", add_special_tokens=True)[:1]
         self._backend = _plain_backend(inner)
         self._first_ids = first if first == [inner.bos_token_id] else []
@@ -84,10 +84,30 @@ class Tokenizer:
         """Token that ends a response."""
         return int(self._inner.eos_token_id)
 
-    @property
+    @cached_property
     def stop_ids(self) -> frozenset[int]:
-        """All tokens that end a response: the end token, and those of the model's ``generation_config``."""
-        return self._stop_ids
+        """All tokens that end a response.
+
+        These are the end token, those of the model's ``generation_config``, and the one that the chat
+        template writes after an assistant's message, which a base model's configuration does not list.
+        """
+        stop = self._layout.stop
+        return self._stop_ids if stop is None else self._stop_ids | {self._token_id(stop)}
+
+    @cached_property
+    def turn_end_ids(self) -> frozenset[int]:
+        """Tokens that end an assistant's message: :attr:`stop_ids`, and the template's own in a chat."""
+        closing = self.closing_id
+        return self.stop_ids if closing is None else self.stop_ids | {closing}
+
+    @property
+    def closing_id(self) -> int | None:
+        """Token with which the chat template closes an assistant's message before another message.
+
+        None if the first token of the next message does, as in GLM's templates.
+        """
+        closing = self._layout.closing
+        return None if closing is None else self._token_id(closing)
 
     @property
     def pad_id(self) -> int:
@@ -112,8 +132,13 @@ class Tokenizer:
 
     @property
     def special_tokens(self) -> Mapping[str, int]:
-        """Tokens that :meth:`decode` skips, with their ids."""
+        """Tokens that are flagged special, with their ids."""
         return self._special_tokens
+
+    @cached_property
+    def added_ids(self) -> frozenset[int]:
+        """Tokens that are found in a text before the rest of it is divided into tokens."""
+        return frozenset((*self._special_tokens.values(), *self._added_tokens.values()))
 
     @property
     def has_chat_template(self) -> bool:
@@ -128,20 +153,33 @@ class Tokenizer:
             template = template.get("tool_use") or template.get("default")
         return template or ""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, continues: bool = False) -> list[int]:
         """Returns the token ids of a text, without special tokens around it.
 
-        The text may be that of :meth:`render_chat`, in which special tokens of users and tools are escaped.
+        The text may be that of :meth:`render_chat`, in which control tokens in messages are escaped.
+
+        Args:
+            continues: True if other tokens precede the text. Tokenizers such as Llama 2's mark the start of
+                every other text with a space.
 
         Raises:
             ValueError: If a ``chars:`` tokenizer has no token for one of the characters, or the
                 text has a lone surrogate.
         """
-        if _PLAIN_BEGIN in text:
-            return [id_ for _, part in self._unescaped(text) for id_ in self._encode(part)]
-        return self._encode(text)
+        if not self._escapes_special:
+            return self._encode(text, continues=continues)
+        return [
+            id_
+            for number, piece in enumerate(self._control.pieces(text))
+            for id_ in self._encode(piece.text, continues=continues or number > 0)
+        ]
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text: str, *, continues: bool = False) -> list[int]:
+        if continues and self._inside is not None:
+            match = self._added.search(text)
+            start = match.start() if match else len(text)
+            inside = self._inside.encode(text[:start], add_special_tokens=False).ids
+            return [*inside, *(self._encode(text[start:]) if match else ())]
         if self._name.startswith(CHARS_PREFIX):
             unknown = sorted(set(text) - set(self._inner.get_vocab()))
             if unknown:
@@ -163,17 +201,22 @@ class Tokenizer:
     def encode_prompt(self, text: str) -> list[int]:
         """Returns the ids of a text that begins a context, after the beginning-of-sequence token, if any.
 
-        For example, Llama's base models never saw a context without this token.
+        For example, Llama's base models never saw a context without this token. A text that begins with the
+        token gets no second one.
         """
-        return [*self._first_ids, *self.encode(text)]
+        token_ids = self.encode(text)
+        is_begun = token_ids[: len(self._first_ids)] == self._first_ids
+        return token_ids if is_begun else [*self._first_ids, *token_ids]
 
     def decode(self, ids: Sequence[int], *, keeps_special: bool = False) -> str:
         """Returns the text of token ids.
 
         Args:
-            keeps_special: True to include the texts of special tokens.
+            keeps_special: True to include the texts of special tokens and of tokens that end a response.
         """
         skips = not keeps_special
+        if skips and (unflagged := self._unflagged_stop_ids):
+            ids = [id_ for id_ in ids if id_ not in unflagged]
         if self._backend is not None:
             return str(self._backend.decode(list(ids), skip_special_tokens=skips))
         return str(
@@ -199,7 +242,8 @@ class Tokenizer:
     ) -> str:
         """Returns the text of a chat, including special tokens, for :meth:`encode`.
 
-        Special tokens in the texts of users and tools are escaped, so that they are encoded as text.
+        Control tokens in the messages and tools are escaped, so that they are encoded as text. Content that
+        is a list of texts is rendered as one text, unless the template reads lists only.
 
         Args:
             messages: ``role``, ``content`` and further keys that the template reads, such as
@@ -225,61 +269,99 @@ class Tokenizer:
         """
         if _GENERATION.search(str(self._inner.chat_template or "")) is None:
             return None
-        text, places = self._rendered(messages, tools, return_assistant_tokens_mask=True)
+        text, spans = self._rendered(messages, tools, return_assistant_tokens_mask=True)
         ids, marks = list[int](), list[bool]()
-        for start, part in self._unescaped(text):
-            encoded = self._inner(part, add_special_tokens=False)
-            spans = [encoded.token_to_chars(0, place) for place in range(len(encoded["input_ids"]))]
-            ids += encoded["input_ids"]
+        pieces = self._control.pieces(text) if self._escapes_special else [Piece(0, text)]
+        for number, piece in enumerate(pieces):
+            token_ids, offsets = self._encode_with_offsets(piece.text, continues=number > 0)
+            ids += token_ids
             marks += [
-                span is not None
+                begin < end
                 and any(
-                    begin < start + span.end and start + span.start < end for begin, end in places
+                    start < piece.start + end and piece.start + begin < stop
+                    for start, stop in spans
                 )
-                for span in spans
+                for begin, end in offsets
             ]
         return ids, marks
 
-    def _escape(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Escapes the special tokens in a message from outside."""
-        # As in transformers: many templates print None for a key with that value.
-        found = {key: each for key, each in message.items() if each is not None}
-        if self._special is None or found.get("role") not in _OUTSIDE_ROLES:
-            return found
-        content = found.get("content")
-        if isinstance(content, str):
-            found["content"] = self._escape_text(content)
-        elif isinstance(content, Sequence):
-            found["content"] = [
-                {**part, "text": self._escape_text(part["text"])}
-                if isinstance(part, Mapping) and isinstance(part.get("text"), str)
-                else part
-                for part in content
+    def escape(self, text: str) -> str:
+        """Returns a text whose control tokens :meth:`encode` encodes as text."""
+        return str(self._control.escape(text)) if self._escapes_special else text
+
+    def _encode_with_offsets(
+        self, text: str, *, continues: bool
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Returns token ids, and the characters of the text that each of them covers."""
+        if continues and self._inside is not None:
+            match = self._added.search(text)
+            start = match.start() if match else len(text)
+            inside = self._inside.encode(text[:start], add_special_tokens=False)
+            ids, offsets = self._encode_with_offsets(text[start:], continues=False)
+            return [*inside.ids, *ids], [
+                *inside.offsets,
+                *((begin + start, end + start) for begin, end in offsets),
             ]
-        return found
+        encoded = self._inner(text, add_special_tokens=False, return_offsets_mapping=True)
+        return list(encoded["input_ids"]), list(encoded["offset_mapping"])
 
-    def _escape_text(self, text: str) -> str:
-        assert self._special is not None
-        return self._special.sub(
-            lambda found: f"{_PLAIN_BEGIN}{self._escaped.index(found[0])}{_PLAIN_END}", text
-        )
+    @cached_property
+    def _layout(self) -> ChatLayout:
+        template = self.chat_template
+        if not template or template == _CHAT_TEMPLATE:
+            return ChatLayout()
+        added = [
+            token
+            for token in (*self._special_tokens, *self._added_tokens)
+            if token in self._special_tokens or _MARK.fullmatch(token)
+        ]
+        return chat_layout(template, added, self._render_plainly)
 
-    def _unescaped(self, text: str) -> Iterator[tuple[int, str]]:
-        """Yields the place and the text of each part of a rendered chat that is encoded by itself.
+    def _render_plainly(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        arguments = {**self._inner.special_tokens_map, **self._template_arguments}
+        try:
+            return _evaluated(self.chat_template, arguments, messages)[0]
+        except TypeError as error:  # the template's arguments clash
+            raise ValueError(str(error)) from error
 
-        An escaped token becomes two parts that are not special tokens.
-        """
-        end = 0
-        for found in _PLAIN.finditer(text):
-            number = int(found[1])
-            if number >= len(self._escaped):  # the user wrote it
-                continue
-            token = self._escaped[number]
-            yield end, text[end : found.start()]
-            yield found.start(), token[: len(token) // 2]
-            yield found.start(), token[len(token) // 2 :]
-            end = found.end()
-        yield end, text[end:]
+    @cached_property
+    def _control(self) -> ControlTokens:
+        tokens = {*self._special_tokens, *self._layout.control_tokens}
+        tokens |= {token for token, id_ in self._added_tokens.items() if id_ in self._stop_ids}
+        normalizer = None if self._backend is None else self._backend.normalizer
+        return ControlTokens(tokens, None if normalizer is None else normalizer.normalize_str)
+
+    @cached_property
+    def _unflagged_stop_ids(self) -> frozenset[int]:
+        return self.stop_ids - frozenset(self._special_tokens.values())
+
+    @cached_property
+    def _added(self) -> re.Pattern[str]:
+        tokens = sorted({*self._special_tokens, *self._added_tokens}, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, tokens)) or r"(?!)")
+
+    @cached_property
+    def _inside(self) -> Any:
+        """Backend that marks no start of a text; None if the tokenizer's own marks none."""
+        return None if self._backend is None else without_first_space(self._backend)
+
+    def _token_id(self, token: str) -> int:
+        id_ = self._special_tokens.get(token)
+        return self._added_tokens[token] if id_ is None else id_
+
+    def _prepared(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a message as the template reads it, with all its texts escaped."""
+        # As in transformers: many templates print None for a key with that value.
+        fields = {key: value for key, value in message.items() if value is not None}
+        content = fields.get("content")
+        if self._layout.needs_parts and isinstance(content, str):
+            fields["content"] = [{"type": "text", "text": content}]
+        elif not self._layout.needs_parts and (texts := _texts_of(content)):
+            fields["content"] = "".join(texts)
+        return fields
+
+    def _escaped(self, value: Any) -> Any:
+        return self._control.escape(value) if self._escapes_special else value
 
     def _rendered(
         self,
@@ -293,14 +375,15 @@ class Tokenizer:
                 f"tokenizer {self._name!r} has no chat template; set data.chat_template to false, "
                 "or use the tokenizer of a chat model"
             )
-        offered = [dict(tool) for tool in tools] or None
+        offered = [self._escaped(dict(tool)) for tool in tools] or None
         if offered and self.chat_template != _CHAT_TEMPLATE and "tools" not in self.chat_template:
             raise ValueError(
                 f"the chat template of tokenizer {self._name!r} does not show tools; offer none, or use "
                 "a model that calls tools"
             )
-        escaped = [self._escape(one) for one in messages]
-        parsed = [_with_parsed_calls(one) for one in escaped]
+        prepared = [self._prepared(message) for message in messages]
+        # Parsed first: JSON text may spell a control token with escapes.
+        parsed = self._escaped([_with_parsed_calls(message) for message in prepared])
         arguments = {
             "tools": offered,
             **options,
@@ -312,9 +395,10 @@ class Tokenizer:
             try:
                 return _evaluated(template, arguments, parsed)
             except ValueError:  # a few templates print the arguments of calls, which must be text
-                if parsed == escaped:
+                unparsed = self._escaped(prepared)
+                if parsed == unparsed:
                     raise
-                return _evaluated(template, arguments, escaped)
+                return _evaluated(template, arguments, unparsed)
         except ValueError as error:
             raise ValueError(
                 f"the chat template of tokenizer {self._name!r} rejects the messages: {error}"
@@ -333,6 +417,20 @@ def _evaluated(
         render(template, **given) if template == _CHAT_TEMPLATE else CHATS.evaluate(template, given)
     )
     return text, places
+
+
+def _texts_of(content: Any) -> list[str]:
+    """Returns the texts of a message's content that is a list of texts only; empty if it is not."""
+    if not isinstance(content, Sequence) or isinstance(content, str):
+        return []
+    texts = [
+        part["text"]
+        for part in content
+        if isinstance(part, Mapping)
+        and part.get("type") == "text"
+        and isinstance(part.get("text"), str)
+    ]
+    return texts if len(texts) == len(content) else []
 
 
 def _with_parsed_calls(message: dict[str, Any]) -> dict[str, Any]:
@@ -388,7 +486,7 @@ def load_tokenizer(
 
     Args:
         template_arguments: Arguments of the chat template besides messages and tools.
-        escapes_special: True to encode special tokens in texts of users and tools as text.
+        escapes_special: True to encode control tokens in the texts of a chat as text.
 
     Raises:
         ValueError: If there is no such tokenizer; the message has the key and the fix.

@@ -230,9 +230,9 @@ class DataSpec(SpecPart):
     """Variables of the chat template besides messages and tools, for example ``enable_thinking:
     false``."""
     special_tokens_in_text: Literal["text", "control"] = "text"
-    """Encoding of a special token, such as ``<|im_end|>``, in the text of a message of a user or a
-    tool. ``text``: as text, so that a text cannot end a turn or open another one. ``control``: as
-    the token, for rows that contain tokens on purpose."""
+    """Encoding of a control token, such as ``<|im_end|>``, in the text of a message or a tool.
+    ``text``: as text, so that a text cannot end a turn or open another one. ``control``: as the
+    token, for rows that contain tokens on purpose."""
     max_prompt_tokens: int = Field(1024, ge=1)
     """Max tokens of a prompt. A longer prompt is quarantined and counted; it is never truncated."""
     shuffle: bool = True

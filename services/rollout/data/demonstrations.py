@@ -3,7 +3,7 @@
 The prompt is encoded as for sampling. Each later turn is encoded separately, as an engine would continue
 after it. In a chat, the text that the template writes between the opening of an assistant's turn and the
 end of its message counts as the assistant's. If the template marks the assistant's text itself
-(``{% generation %}``), its marks count instead.
+(``{% generation %}``), its marks count instead. The token that ends an answer belongs to it in any case.
 """
 
 import json
@@ -56,7 +56,7 @@ class Demonstration:
 
 def of_text(prompt: str, answer: str, tokenizer: Tokenizer) -> Demonstration:
     """Returns the demonstration of a prompt and its answer, with an end-of-sequence token."""
-    answer_ids = (*tokenizer.encode(answer), tokenizer.eos_id)
+    answer_ids = (*tokenizer.encode(answer, continues=True), tokenizer.eos_id)
     return Demonstration(
         prompt_ids=tuple(tokenizer.encode_prompt(prompt)),
         stretches=(DemonstrationTurn(answer_ids, is_answer=True),),
@@ -81,7 +81,8 @@ def of_chat(
     if marked is None:
         stretches = [*_rendered(messages, tools, tokenizer, turns)]
     else:
-        stretches = _of_marks(*marked, turns)
+        count = sum(message["role"] == "assistant" for message in messages)
+        stretches = _of_marks(*_with_ends(*marked, tokenizer, num_answers=count), turns)
     answers = [index for index, stretch in enumerate(stretches) if stretch.is_answer]
     if not answers or answers[0] == 0:
         raise ValueError(
@@ -159,43 +160,108 @@ def _rendered(
     messages: Messages, tools: Messages, tokenizer: Tokenizer, turns: Turns
 ) -> Iterator[DemonstrationTurn]:
     """Yields the turns between renderings of successive prefixes of the conversation."""
-    places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    text, left = "", list[int]()
-    for place in places if turns == "all" else places[-1:]:
-        before = tokenizer.render_chat(messages[:place], tools)
-        after = tokenizer.render_chat(messages[: place + 1], tools, opens_answer=False)
-        if not before.startswith(text):
-            raise ValueError(
-                "the chat template renders an earlier answer differently if messages follow it, for example "
-                "without its reasoning, so that answer cannot be trained; set "
-                "data.demonstration.turns to 'last', or add {% generation %} marks to the template"
-            )
-        if not after.startswith(before):
-            raise ValueError(
-                "the chat template's generation prompt differs from the start of a rendered answer, so the "
-                "start of the answer is unknown; check data.chat_template_arguments, or add {% generation %} "
-                "marks to the template"
-            )
-        yield DemonstrationTurn((*left, *tokenizer.encode(before[len(text) :])), is_answer=False)
-        is_last = place == places[-1]
-        answer, left = _ended(after[len(before) :], tokenizer, is_last=is_last)
-        yield DemonstrationTurn(tuple(answer), is_answer=True)
-        text = after
+    indices = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    seen = answer = ""
+    for index in indices if turns == "all" else indices[-1:]:
+        before, after = _around_answer(messages, tools, tokenizer, index=index, seen=seen)
+        prompt_ids: Sequence[int] = tokenizer.encode(before[len(seen) :], continues=bool(seen))
+        if seen:
+            answer_ids, prompt_ids = _ended(answer, prompt_ids, tokenizer)
+            yield DemonstrationTurn(tuple(answer_ids), is_answer=True)
+        yield DemonstrationTurn(tuple(prompt_ids), is_answer=False)
+        seen, answer = after, after[len(before) :]
+    answer_ids, _ = _ended(answer, [], tokenizer)
+    yield DemonstrationTurn(tuple(answer_ids), is_answer=True)
 
 
-def _ended(text: str, tokenizer: Tokenizer, *, is_last: bool) -> tuple[list[int], list[int]]:
-    """Splits an answer's tokens after the token that ends it; returns the answer and the remaining tokens.
+def _around_answer(
+    messages: Messages, tools: Messages, tokenizer: Tokenizer, *, index: int, seen: str
+) -> tuple[str, str]:
+    """Returns the rendered conversation up to the start, and up to the end, of one answer.
 
-    If the template does not end the last answer with a stop token, the end-of-sequence token is
-    added: the policy has to learn when to stop.
+    Args:
+        index: Index of the answer's message.
+        seen: The rendered conversation up to the end of the answer before.
     """
-    token_ids = tokenizer.encode(text)
-    ends = [i for i, token in enumerate(token_ids) if token in tokenizer.stop_ids]
+    before = tokenizer.render_chat(messages[:index], tools)
+    after = tokenizer.render_chat(messages[: index + 1], tools, opens_answer=False)
+    if not before.startswith(seen):
+        raise ValueError(
+            "the chat template renders an earlier answer differently if messages follow it, for example "
+            "without its reasoning, so that answer cannot be trained; set "
+            "data.demonstration.turns to 'last', or add {% generation %} marks to the template"
+        )
+    if not after.startswith(before):
+        raise ValueError(
+            "the chat template's generation prompt differs from the start of a rendered answer, so the "
+            "start of the answer is unknown; check data.chat_template_arguments, or add {% generation %} "
+            "marks to the template"
+        )
+    return before, after
+
+
+def _ended(
+    text: str, following: Sequence[int], tokenizer: Tokenizer
+) -> tuple[list[int], Sequence[int]]:
+    """Returns an answer's tokens through the token that ends it, and the tokens after that.
+
+    The answer ends with the last such token in its text, or with the one that follows it, as in GLM's
+    templates. Otherwise the end-of-sequence token is added: the policy has to learn when to stop.
+
+    Args:
+        text: Text of the answer.
+        following: Tokens between the answer and the next one.
+    """
+    token_ids = tokenizer.encode(text, continues=True)
+    ends = [i for i, token in enumerate(token_ids) if token in tokenizer.turn_end_ids]
     if ends:
-        return token_ids[: ends[-1] + 1], token_ids[ends[-1] + 1 :]
-    if is_last:
-        return [*tokenizer.encode(text.rstrip()), tokenizer.eos_id], []
-    return token_ids, []
+        return token_ids[: ends[-1] + 1], [*token_ids[ends[-1] + 1 :], *following]
+    if count := _num_ending(following, tokenizer):
+        return [*token_ids, *following[:count]], following[count:]
+    stripped = text.rstrip()
+    space = tokenizer.encode(text[len(stripped) :], continues=True) if following else []
+    token_ids = [*tokenizer.encode(stripped, continues=True), tokenizer.eos_id]
+    return token_ids, [*space, *following]
+
+
+def _num_ending(token_ids: Sequence[int], tokenizer: Tokenizer) -> int:
+    """Returns the number of tokens through a token that ends a turn, if only white space precedes it."""
+    first = next((i for i, token in enumerate(token_ids) if token in tokenizer.added_ids), None)
+    if first is None or token_ids[first] not in tokenizer.turn_end_ids:
+        return 0
+    return 0 if tokenizer.decode(token_ids[:first]).strip() else first + 1
+
+
+def _with_ends(
+    token_ids: Sequence[int], is_answer: Sequence[bool], tokenizer: Tokenizer, *, num_answers: int
+) -> tuple[list[int], list[bool]]:
+    """Extends the marked answers by the tokens that end them, which the template's marks may leave out."""
+    runs = [
+        (marked, [token for token, _ in run])
+        for marked, run in groupby(zip(token_ids, is_answer, strict=True), key=lambda pair: pair[1])
+    ]
+    # A message may have several marked runs, of which only the last one ends it.
+    is_whole = sum(marked for marked, _ in runs) == num_answers
+    last = max((index for index, (marked, _) in enumerate(runs) if marked), default=-1)
+    for index, (marked, run) in enumerate(runs):
+        if not marked or _is_ended(run, tokenizer):
+            continue
+        following = runs[index + 1][1] if index + 1 < len(runs) else []
+        if count := _num_ending(following, tokenizer):
+            run += following[:count]
+            del following[:count]
+        elif is_whole or index == last:
+            run.append(tokenizer.eos_id)
+    return (
+        [token for _, run in runs for token in run],
+        [marked for marked, run in runs for _ in run],
+    )
+
+
+def _is_ended(answer: Sequence[int], tokenizer: Tokenizer) -> bool:
+    """Returns True if nothing but white space follows a token that ends a turn."""
+    ends = [i for i, token in enumerate(answer) if token in tokenizer.turn_end_ids]
+    return bool(ends) and not tokenizer.decode(answer[ends[-1] + 1 :]).strip()
 
 
 def _of_marks(

@@ -49,7 +49,8 @@ def following_ids(
             has the mark as the content of the reply, or as the name of its last call.
         tools: Tools that the assistant may call.
         mark: Placeholder of the reply.
-        last_id: Last token of the reply. If it ends a turn, the template's own end token is left out.
+        last_id: Last token of the reply. If it ends a turn, the template's own end token is left out. If the
+            template has none, as GLM's, only a role token that the policy itself sampled is.
 
     Raises:
         ValueError: If the template accepts none of the forms.
@@ -61,15 +62,15 @@ def following_ids(
         except ValueError as error:
             problem = problem or str(error)
             continue
-        ids = tokenizer.encode(rest)
+        ids = tokenizer.encode(rest, continues=True)
         if not any(message.get("content") == mark for message in chat):
             # Skip the rest of the call, which the policy has already written in its own format.
-            ends = [place for place, each in enumerate(ids) if each in tokenizer.stop_ids]
+            ends = [place for place, each in enumerate(ids) if each in tokenizer.turn_end_ids]
             if not ends:
                 problem = problem or "no token of the template ends an assistant's turn"
                 continue
             ids = ids[ends[0] :]
-        return ids[1:] if _is_ended(tokenizer, ids, last_id) else ids
+        return ids[_num_ended(tokenizer, ids, last_id) :]
     raise ValueError(problem)
 
 
@@ -180,9 +181,11 @@ def _after_mark(text: str, mark: str) -> str:
     return rest
 
 
-def _is_ended(tokenizer: Tokenizer, ids: Sequence[int], last_id: int | None) -> bool:
-    """Returns True if the reply's last token already ends the turn, as the template's first token would."""
-    if not ids or last_id is None:
-        return False
-    is_special = ids[0] in tokenizer.special_tokens.values()
-    return ids[0] == last_id or (last_id in tokenizer.stop_ids and is_special)
+def _num_ended(tokenizer: Tokenizer, ids: Sequence[int], last_id: int | None) -> int:
+    """Returns how many of the template's tokens after a reply the policy's last token replaces."""
+    first = next((n for n, id_ in enumerate(ids) if id_ in tokenizer.added_ids), None)
+    if first is None or last_id is None or tokenizer.decode(ids[:first]).strip():
+        return 0
+    # Without a closing token, the first one opens the next message.
+    closes = tokenizer.closing_id is not None and last_id in tokenizer.turn_end_ids
+    return first + 1 if ids[first] == last_id or closes else 0

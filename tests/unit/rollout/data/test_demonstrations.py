@@ -8,9 +8,10 @@ import pytest
 from services.common.models.tokenizer import Tokenizer, load_tokenizer
 from services.common.runspec.data import DataSpec
 from services.common.runspec.run import ModelSpec
-from services.rollout.data.demonstrations import Demonstration, of_chat
+from services.rollout.data.demonstrations import Demonstration, of_chat, of_text
 from services.rollout.data.prompts import PromptStore
 from services.rollout.failures import GroupError
+from tests.helpers.chat_families import FAMILIES, family_tokenizer, spaced_backend
 
 # PLAIN and MARKED render the same text; MARKED marks the assistant's tokens with {% generation %}.
 PLAIN = (
@@ -214,3 +215,72 @@ def test_a_pair_that_cannot_be_compared_is_rejected_alone(row: Any, key: str) ->
     with pytest.raises(GroupError, match=key):
         pairs.prompt("train", 0)
     assert len(pairs.prompt("train", 1).demonstrations) == 2
+
+
+UNENDED = (  # marks the content, but not the token that ends it
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+UNMARKED = [
+    {"role": "user", "content": "one"},
+    {"role": "assistant", "content": "three"},
+    {"role": "user", "content": "two"},
+    {"role": "assistant", "content": "six"},
+]
+
+
+def answers_of(shown: Demonstration, chats: Tokenizer) -> list[str]:
+    return [chats.decode(s.token_ids, keeps_special=True) for s in shown.stretches if s.is_answer]
+
+
+def test_marks_that_leave_out_the_end_token_train_it_nevertheless() -> None:
+    chats = family_tokenizer("smollm2", template=UNENDED)
+    assert answers_of(of_chat(UNMARKED, (), chats, turns="all"), chats) == [
+        "three<|im_end|>",
+        "six<|im_end|>",
+    ]
+
+
+def test_marks_of_a_template_without_end_tokens_train_the_end_of_sequence_token() -> None:
+    template = UNENDED.replace("<|im_end|>", "").replace("<|im_start|>", "")
+    chats = family_tokenizer("smollm2", template=template)
+    assert answers_of(of_chat(UNMARKED, (), chats, turns="all"), chats) == [
+        "three<|im_end|>",
+        "six<|im_end|>",
+    ]
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES.keys() - {"gpt_oss", "deepseek"}))
+def test_each_answer_trains_a_token_at_which_sampling_stops(name: str) -> None:
+    chats = family_tokenizer(name)
+    shown = of_chat(UNMARKED, (), chats, turns="last" if name == "qwen3" else "all")
+    answers = [s.token_ids for s in shown.stretches if s.is_answer]
+    assert all(answer[-1] in chats.stop_ids for answer in answers)
+    assert all(chats.decode(answer).endswith(("three", "six")) for answer in answers)
+
+
+def test_an_intermediate_answer_of_glm_ends_with_the_role_token_of_the_next_message() -> None:
+    chats = family_tokenizer("glm4")
+    function = {"name": "f", "arguments": {"x": 1}}
+    talk = [
+        *UNMARKED[:1],
+        {"role": "assistant", "content": "", "tool_calls": [{"function": function}]},
+        {"role": "tool", "content": "5"},
+        {"role": "assistant", "content": "three"},
+        *UNMARKED[2:],
+    ]
+    ends = [answer[-20:] for answer in answers_of(of_chat(talk, (), chats, turns="all"), chats)]
+    assert [end.partition("<|")[1] + end.partition("<|")[2] for end in ends] == [
+        "<|observation|>",
+        "<|user|>",
+        "<|endoftext|>",
+    ]
+
+
+@pytest.mark.parametrize("scheme", ["first", "always", "normalizer"])
+def test_an_answer_has_no_mark_of_a_start(scheme: str) -> None:
+    family = FAMILIES["mistral"]
+    chats = family_tokenizer("mistral", spaced_backend(family.special, scheme=scheme))
+    shown = of_text("1 + 1 =", "three", chats)
+    assert chats.decode([*shown.prompt_ids, *shown.stretches[0].token_ids]) == "1 + 1 =three"

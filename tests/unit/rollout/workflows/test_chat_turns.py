@@ -13,8 +13,10 @@ from services.rollout.workflows.chat_turns import (
     ToolCallAndResult,
     ToolRound,
     check_tool_results,
+    following_ids,
     tool_result_ids,
 )
+from tests.helpers.chat_families import FAMILIES, family_tokenizer
 
 CHATML = """\
 {%- for message in messages %}
@@ -179,3 +181,48 @@ def test_results_are_rendered_and_the_next_turn_opened_as_the_template_does(
 def test_a_template_that_cannot_render_results_is_rejected(template: str, lack: str) -> None:
     with pytest.raises(ValueError, match=lack):
         check_tool_results(made(template, ends=["<e>"]))
+
+
+ROUND = [ToolRound(reply="c", calls=(ToolCallAndResult(name="f", result="three"),))]
+ASK = [{"role": "user", "content": "how many"}]
+
+
+@pytest.mark.parametrize("last", ["<|observation|>", "<|user|>", "<|endoftext|>", None])
+def test_the_next_message_keeps_its_role_whatever_token_ended_a_reply_without_its_own_end(
+    last: str | None,
+) -> None:
+    tokenizer = family_tokenizer("glm4")
+    last_id = None if last is None else tokenizer.vocabulary[last]
+    after = (last or "") + tokenizer.decode(
+        tool_result_ids(tokenizer, ASK, ROUND, last_id=last_id), keeps_special=True
+    )
+    assert after.count("<|observation|>") == 1
+    assert "<|observation|>\n<tool_response>\nthree" in after
+    chat = [*ASK, {"role": "assistant", "content": "MARK"}, {"role": "user", "content": "and now"}]
+    after = (last or "") + tokenizer.decode(
+        following_ids(tokenizer, [chat], mark="MARK", last_id=last_id), keeps_special=True
+    )
+    assert after.count("<|user|>") == 1
+    assert "<|user|>\nand now" in after
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES.keys() - {"glm4"}))
+def test_a_reply_that_ended_by_itself_gets_no_second_end_token(name: str) -> None:
+    family, tokenizer = FAMILIES[name], family_tokenizer(name)
+    chat = [*ASK, {"role": "assistant", "content": "MARK"}, {"role": "user", "content": "and now"}]
+    unended = following_ids(tokenizer, [chat], mark="MARK", last_id=None)
+    assert unended[0] == tokenizer.closing_id
+    for token in (family.eos, *family.stops):
+        last_id = tokenizer.vocabulary[token]
+        assert following_ids(tokenizer, [chat], mark="MARK", last_id=last_id) == unended[1:]
+
+
+def test_white_space_before_the_template_s_end_token_is_left_out_with_it() -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ '<s>[INST] ' + m.content + ' [/INST]' }}"
+        "{% else %}{{ ' ' + m.content + ' ' + eos_token }}{% endif %}{% endfor %}"
+    )
+    tokenizer = family_tokenizer("mistral", template=template)
+    chat = [*ASK, {"role": "assistant", "content": "MARK"}, {"role": "user", "content": "and now"}]
+    ids = following_ids(tokenizer, [chat], mark="MARK", last_id=tokenizer.eos_id)
+    assert tokenizer.decode(ids, keeps_special=True) == "<s>[INST] and now [/INST]"

@@ -1,0 +1,111 @@
+"""Control tokens that a chat template writes around messages, learned from rendered chats."""
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from services.common.models.evaluator import EvaluationStoppedError
+
+_SYSTEM, _QUESTION, _REPLY, _NEXT = "qsys7u1x", "qask7u2x", "qrep7u3x", "qnxt7u4x"
+# Marks inside a turn, which the texts of messages may contain as tokens: <think> and </think>, <tool_call>.
+_INNER: Final = re.compile(r"<(/?)([a-z_]+)>")
+_REASONING: Final = re.compile("think|reason", re.IGNORECASE)
+Render = Callable[[Sequence[Mapping[str, Any]]], str]
+"""Renders messages without the start of an answer. Raises ValueError if the template refuses them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatLayout:
+    """What a chat template writes around messages."""
+
+    control_tokens: frozenset[str] = frozenset()
+    """Added tokens that open and close messages, or are written by the template and never occur in a text."""
+    closing: str | None = None
+    """Token that closes an assistant's message before another one; None if the next message's first token
+    does.
+    """
+    stop: str | None = None
+    """Token after an assistant's message, at which sampling stops; None if the template writes none."""
+    needs_parts: bool = False
+    """True if the template ignores content that is text instead of a list of parts."""
+
+
+def chat_layout(template: str, added: Collection[str], render: Render) -> ChatLayout:
+    """Renders chats whose contents are marks, and returns what the template wrote around them.
+
+    Args:
+        template: Source of the template.
+        added: Texts of the tokens that may be control tokens.
+        render: Renders a chat.
+    """
+    try:
+        return _learned(_written(template, added), added, render)
+    except EvaluationStoppedError:  # whoever renders a chat gets the reason
+        return ChatLayout(control_tokens=frozenset(_written(template, added)))
+
+
+def _learned(tokens: set[str], added: Collection[str], render: Render) -> ChatLayout:
+    pattern = re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True))) or r"(?!)")
+    question, reply, next_question = (
+        {"role": "user", "content": _QUESTION},
+        {"role": "assistant", "content": _REPLY},
+        {"role": "user", "content": _NEXT},
+    )
+    chat = [question, reply, next_question]
+    needs_parts = _QUESTION not in _rendered(render, chat) and _QUESTION in _rendered(
+        render, [_in_parts(message) for message in chat]
+    )
+    if needs_parts:
+        chat = [_in_parts(message) for message in chat]
+    text = _rendered(render, chat)
+    with_system = _rendered(render, [{**chat[0], "role": "system"}, *chat])
+    last = _rendered(render, chat[:2])
+    opening = _last(pattern.findall(text.partition(_QUESTION)[0]))
+    between = _leading(pattern, text.partition(_REPLY)[2])
+    closing = between if between != opening else None
+    stop = _leading(pattern, last.partition(_REPLY)[2]) or between
+    # A generation prompt or an assistant's message may begin with a mark of its reasoning.
+    before = pattern.findall((with_system or text).partition(_REPLY)[0])
+    tokens |= {token for token in before if not _REASONING.search(token)}
+    tokens |= set(pattern.findall(text.partition(_REPLY)[2])) | {stop or ""}
+    return ChatLayout(
+        control_tokens=frozenset(tokens - {""}),
+        closing=closing,
+        stop=stop,
+        needs_parts=needs_parts,
+    )
+
+
+def _written(template: str, added: Collection[str]) -> set[str]:
+    """Returns the added tokens in a template's source, without pairs of marks such as ``<think>``."""
+    tokens = {token for token in added if token in template}
+    pairs = {
+        token
+        for token in tokens
+        if (match := _INNER.fullmatch(token)) and {f"<{match[2]}>", f"</{match[2]}>"} <= set(added)
+    }
+    return tokens - pairs - {token for token in tokens if _REASONING.search(token)}
+
+
+def _rendered(render: Render, chat: Sequence[Mapping[str, Any]]) -> str:
+    try:
+        return render(chat)
+    except EvaluationStoppedError:
+        raise
+    except ValueError:  # it refuses these roles or parts
+        return ""
+
+
+def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
+
+
+def _leading(pattern: re.Pattern[str], text: str) -> str | None:
+    """Returns the token with which a text begins after white space; None if there is none."""
+    match = pattern.search(text)
+    return match[0] if match and not text[: match.start()].strip() else None
+
+
+def _last(tokens: Sequence[str]) -> str | None:
+    return tokens[-1] if tokens else None
