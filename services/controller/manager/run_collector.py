@@ -14,6 +14,7 @@ from services.common.runspec.loader import SpecError, parse_spec
 from services.common.runspec.run import RunSpec
 from services.controller.membership import Worker
 from services.controller.metrics import KEPT_S
+from services.controller.rules.evaluation import EvaluationState
 from services.controller.rules.run_state import RunState
 from services.controller.store.records import Run
 
@@ -96,6 +97,11 @@ def _families() -> dict[str, GaugeMetricFamily]:
             ["run", "set", "score"],
         ),
         (
+            "slipstream_run_evaluation_state",
+            "1 for the state of the run's newest evaluation, 0 for all others.",
+            ["run", "state"],
+        ),
+        (
             "slipstream_run_workers",
             "Registered workers by role and state.",
             ["run", "role", "state"],
@@ -115,6 +121,11 @@ def _add_run(families: dict[str, GaugeMetricFamily], run: Run) -> None:
         _add_spec(families, run, _parsed(run.spec_json))
     _add_numbers(families, run, "slipstream_run_staleness_versions", "staleness", ("max", "mean"))
     _add_numbers(families, run, "slipstream_run_heldout_score", "heldout", ("greedy", "sampled"))
+    if evaluation := run.summary.get("evaluation"):
+        for evaluation_state in EvaluationState:
+            labels = [run.run_id, evaluation_state.value]
+            is_current = evaluation["state"] == evaluation_state
+            families["slipstream_run_evaluation_state"].add_metric(labels, is_current)
     for set_name, scores in (run.summary.get("heldout") or {}).get("sets", {}).items():
         for score, value in scores.items():
             families["slipstream_run_heldout_set_score"].add_metric(

@@ -1,16 +1,62 @@
-"""Scores of an evaluation: means over prompts, by set and by data source. Pure."""
+"""States of evaluations, and their scores: means over prompts, by set and by data source. Pure."""
 
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Literal
 
 from services.common.runspec.trainer import BestSpec
 from services.controller.rules.statistics import term_means
 
 Reason = Literal["initial", "periodic", "final", "manual"]
-Status = Literal["ok", "timeout", "missed"]
+
+
+class EvaluationState(StrEnum):
+    """State of an evaluation.
+
+    ::
+
+        QUEUED -> RUNNING -> OK or TIMEOUT
+          |          | ^
+          |          v |  the run continues and still serves the version
+          |     INTERRUPTED
+          v          |
+        MISSED <-----+    another version replaced the weights; RUNNING ends so, too, if that happens before
+                          the evaluation has its rollouts
+    """
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    INTERRUPTED = "interrupted"
+    OK = "ok"
+    TIMEOUT = "timeout"
+    MISSED = "missed"
+
+
+TRANSITIONS: Mapping[EvaluationState, frozenset[EvaluationState]] = {
+    EvaluationState.QUEUED: frozenset(
+        {EvaluationState.RUNNING, EvaluationState.INTERRUPTED, EvaluationState.MISSED}
+    ),
+    EvaluationState.RUNNING: frozenset(
+        {
+            EvaluationState.OK,
+            EvaluationState.TIMEOUT,
+            EvaluationState.MISSED,
+            EvaluationState.INTERRUPTED,
+        }
+    ),
+    EvaluationState.INTERRUPTED: frozenset({EvaluationState.QUEUED, EvaluationState.MISSED}),
+    EvaluationState.OK: frozenset(),
+    EvaluationState.TIMEOUT: frozenset(),
+    EvaluationState.MISSED: frozenset(),
+}
+"""States that may follow each state."""
+
+
+class EvaluationStateError(RuntimeError):
+    """Raised for a transition that an evaluation does not allow, which is a bug."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +82,10 @@ class Evaluation:
     """Scores of one weight version."""
 
     version: int
+    step: int
+    """Step whose weights these are."""
     reason: str
-    status: str
+    status: EvaluationState
     num_samples: int
     greedy: float | None
     """Mean reward of greedy responses; None without any."""
@@ -89,10 +137,9 @@ class _Part:
 
 def evaluate(
     samples: Iterable[Scored],
+    begun: "StartedEvaluation",
     *,
-    version: int,
-    reason: str,
-    status: str,
+    status: EvaluationState,
     seconds: float,
     solved_from: float = 1.0,
 ) -> Evaluation:
@@ -100,7 +147,7 @@ def evaluate(
 
     Args:
         samples: All samples that have a reward.
-        reason: Why the version was evaluated.
+        status: How the evaluation ended.
         solved_from: Min reward of a right response.
     """
     sources: dict[str, _Part] = defaultdict(_Part)
@@ -111,8 +158,9 @@ def evaluate(
     greedy = [sample.reward for source in sources.values() for sample in source.greedy]
     prompts = [samples for source in sources.values() for samples in source.sampled.values()]
     return Evaluation(
-        version=version,
-        reason=reason,
+        version=begun.version,
+        step=begun.step,
+        reason=begun.reason,
         status=status,
         num_samples=len(greedy) + sum(map(len, prompts)),
         greedy=_mean(greedy),
@@ -182,7 +230,21 @@ class StartedEvaluation:
     """Evaluation of one weight version, which stays pinned until the evaluation is reported."""
 
     version: int
+    step: int
+    """Step whose weights these are."""
     reason: Reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationRecord:
+    """Evaluations of a run according to its events."""
+
+    versions: frozenset[int] = frozenset()
+    """Weight versions whose evaluation ended."""
+    settled_step: int = -1
+    """Newest step up to which every due evaluation ended, or was reported as missed; -1 without one."""
+    begun: StartedEvaluation | None = None
+    """Evaluation that began and did not end; None without one."""
 
 
 def is_periodic(version: int, every: int) -> bool:
@@ -191,22 +253,48 @@ def is_periodic(version: int, every: int) -> bool:
 
 
 class EvaluationQueue:
-    """The running evaluation and the next one."""
+    """The current evaluation, with its state, and the next one."""
 
     def __init__(self) -> None:
         self.current: StartedEvaluation | None = None
         self.next: StartedEvaluation | None = None
+        self.state = EvaluationState.QUEUED
+        """State of the current evaluation."""
 
-    def enqueue(self, evaluation: StartedEvaluation) -> None:
-        """Starts an evaluation, or queues it after the current one.
+    def enqueue(self, evaluation: StartedEvaluation) -> StartedEvaluation | None:
+        """Queues an evaluation behind the current one; returns the evaluation that it replaces.
 
-        A queued evaluation is replaced, unless it is the final one.
+        A queued evaluation is replaced, unless it is the final one, whose weights are the last.
         """
+        replaced = None
         if self.current is None:
-            self.current = evaluation
+            self.current, self.state = evaluation, EvaluationState.QUEUED
         elif self.next is None or self.next.reason != "final":
-            self.next = evaluation
+            replaced, self.next = self.next, evaluation
+        return replaced
+
+    def move(self, state: EvaluationState) -> None:
+        """Records the new state of the current evaluation.
+
+        Raises:
+            EvaluationStateError: If the state cannot follow the current one.
+        """
+        self.state = checked(self.state, state)
 
     def finish_current(self) -> None:
-        """Ends the current evaluation and starts the next one."""
+        """Removes the current evaluation, which ended, and makes the next one the current one."""
+        if TRANSITIONS[self.state]:
+            raise EvaluationStateError(f"an evaluation ended in the state {self.state}")
         self.current, self.next = self.next, None
+        self.state = EvaluationState.QUEUED
+
+
+def checked(before: EvaluationState, after: EvaluationState) -> EvaluationState:
+    """Returns a state that follows another one.
+
+    Raises:
+        EvaluationStateError: If an evaluation cannot change from ``before`` to ``after``.
+    """
+    if after not in TRANSITIONS[before]:
+        raise EvaluationStateError(f"an evaluation cannot change from {before} to {after}")
+    return after

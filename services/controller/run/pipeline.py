@@ -23,9 +23,9 @@ one step after the other, and at last ``finish``; all other loops run concurrent
 
 ::
 
-    take_batch, train, offer, publish, save    trains one step after the other
+    take_batch, train, settle                  trains one step after the other
         waits for     take_batch: enough READY groups for a batch; train: the trainer's turn on
-                      shared GPUs, and weights that are not being copied; publish: served weights
+                      shared GPUs, and weights that are not being copied; settle: served weights
         unblocked by  scheduler.collect, scheduler.fail (groups finish or end), publisher.run
                       (weights are copied, served); a pause request ends the wait for a batch
 
@@ -59,7 +59,7 @@ one step after the other, and at last ``finish``; all other loops run concurrent
         waits for     a version newer than the served one, or a rollout that joined without
                       weights; then the pin on the weights, and their turn lock; with
                       ``validation.mode: barrier`` also the end of a due evaluation
-        unblocked by  offer, publish (a step is trained), admit (a rollout joins); evaluator.run
+        unblocked by  settle (a step is trained), admit (a rollout joins); evaluator.run
                       releases the pin and ends evaluations, train releases the lock
 
     evaluator.run                              evaluates one weight version at a time
@@ -222,11 +222,14 @@ class TrainingPipeline:
 
         A periodic checkpoint waits for a step that changes the weights.
         """
-        is_asked = self.request_queue.get("save") is not None
         is_turn = self.progress.skipped_since is None and self.checkpoints.is_due(
             self.step, self.spec.now.trainer.checkpoint
         )
-        return (is_asked or is_turn) and not self.is_done
+        return (self._is_save_requested or is_turn) and not self.is_done
+
+    @property
+    def _is_save_requested(self) -> bool:
+        return self.request_queue.get("save") is not None
 
     def background(self) -> Sequence[Coroutine[None, None, None]]:
         """Returns the loops that run concurrently with the steps until they are cancelled."""
@@ -279,7 +282,10 @@ class TrainingPipeline:
         await self._fault
 
     async def catch_up(self) -> None:
-        """Finishes the step in progress or returns its groups; brings the newest weights to every rollout."""
+        """Finishes the step in progress or returns its groups; brings the newest weights to every rollout.
+
+        At last does what is due after the last committed step, which an earlier attempt may have left undone.
+        """
         if self.begun is not None:
             is_untrained = self.connections.trained < self.begun
             if self.connections.scoring.needs_weights and is_untrained:
@@ -304,6 +310,19 @@ class TrainingPipeline:
                 await self.connections.weights.retain_copy(self.published)
             await self.publisher.record_served(served_step)
         self._open_gate()
+        await self.settle()
+
+    async def settle(self) -> None:
+        """Does what is due after the last committed step: publishes and evaluates it, saves a checkpoint.
+
+        The committed step and the records decide what is due, so that repetitions do nothing.
+        """
+        if self.is_published:
+            await self.offer()
+        if self.is_barrier:
+            await self.publish()
+        if self.is_save_due:
+            await self.save()
 
     async def take_batch(self) -> list[Group] | None:
         """Waits for the groups of the next step; returns None if a pause was requested first."""
@@ -430,7 +449,8 @@ class TrainingPipeline:
             # The last weights are served already, so they are evaluated while the checkpoint is
             # written.
             async with TaskGroup() as tasks:
-                tasks.create_task(self.save())
+                if self.step != self.checkpoints.saved_step or self._is_save_requested:
+                    tasks.create_task(self.save())
                 tasks.create_task(self.evaluator.wait_idle())
             self.activity = "FINALIZING"
             return
@@ -438,21 +458,18 @@ class TrainingPipeline:
         # they restart.
         if self.spec.now.rollout.partial_rollout:
             await self.connections.replicas.interrupt()
-        pause, is_asked = (
-            self.request_queue.get("pause"),
-            self.request_queue.get("save") is not None,
-        )
-        if is_asked or pause is None or pause.options["checkpoint"]:
+        pause = self.request_queue.get("pause")
+        if self._is_save_requested or pause is None or pause.options["checkpoint"]:
             await self.save()
 
     async def record_evaluation(
         self, what: StartedEvaluation | Evaluation, request: Request | None = None
     ) -> None:
         """Records the start or the end of an evaluation, and completes the request that asked for it."""
+        self.progress.record_evaluation(what)
         if isinstance(what, StartedEvaluation):
             kind, message = "ValidationStarted", f"evaluation started ({what.reason})"
         else:
-            self.progress.record_evaluation(what)
             kind, message = "Validated", f"greedy {what.greedy}, sampled {what.sampled}"
             if what.status != "ok":
                 message = f"{what.status}, {message}"
@@ -462,7 +479,7 @@ class TrainingPipeline:
 
     async def _compare_with_best(self, what: Evaluation) -> str:
         """Compares an evaluated checkpoint with the best one; returns text for the event's message."""
-        checkpoint, step = self.spec.now.trainer.checkpoint, what.version - self.version_offset
+        checkpoint, step = self.spec.now.trainer.checkpoint, what.step
         is_saved = step > 0 and (
             step == self.spec.num_steps or (checkpoint.every and step % checkpoint.every == 0)
         )

@@ -119,10 +119,10 @@ class Publisher:
         message = f"weight version {version} is served by every rollout"
         if not self.connections.serving:
             message = f"weight version {version} has no receivers: the run samples nothing"
-        summary = self.progress.summary(self.ledger)
-        note = Note("WeightsPublished", message, sync_facts(report), None, version, summary)
+        summary, step = self.progress.summary(self.ledger), version - self.version_offset
+        data = {**sync_facts(report), "step": step}
+        note = Note("WeightsPublished", message, data, None, version, summary)
         await self.journal.record_event(note, self.ledger)
-        step = version - self.version_offset
         if step > self._served:
             await self._open_gate(step)
         else:

@@ -193,13 +193,32 @@ def forget_events(connection: sa.Connection, run_id: str, *, until: int) -> None
 
 def event_data(connection: sa.Connection, run_id: str, type_: str) -> list[dict[str, Any]]:
     """Returns the data of the newest events of a type, oldest first."""
+    return [data for _, data in typed_event_data(connection, run_id, (type_,))]
+
+
+def typed_event_data(
+    connection: sa.Connection, run_id: str, types: Sequence[str]
+) -> list[tuple[str, dict[str, Any]]]:
+    """Returns type and data of the newest events of several types, oldest first."""
     query = (
-        sa.select(EVENTS.c.data_json)
-        .where(EVENTS.c.run_id == run_id, EVENTS.c.type == type_)
+        sa.select(EVENTS.c.type, EVENTS.c.data_json)
+        .where(EVENTS.c.run_id == run_id, EVENTS.c.type.in_(types))
         .order_by(EVENTS.c.seq.desc())
         .limit(_MAX_EVENTS)
     )
-    return [json.loads(text) for text in connection.execute(query).scalars()][::-1]
+    return [(type_, json.loads(text)) for type_, text in connection.execute(query)][::-1]
+
+
+def first_event(connection: sa.Connection, run_id: str, type_: str) -> Event | None:
+    """Returns the oldest event of a type; None without one."""
+    query = (
+        sa.select(EVENTS)
+        .where(EVENTS.c.run_id == run_id, EVENTS.c.type == type_)
+        .order_by(EVENTS.c.seq)
+        .limit(1)
+    )
+    row = connection.execute(query).first()
+    return None if row is None else to_event(row)
 
 
 def newest_event(connection: sa.Connection, run_id: str, types: Sequence[str]) -> Event | None:

@@ -17,10 +17,12 @@ from services.common.runspec.data import HeldoutSetSpec, set_name
 from services.controller.rules.evaluation import (
     Evaluation,
     EvaluationQueue,
+    EvaluationRecord,
+    EvaluationState,
     Reason,
     Scored,
     StartedEvaluation,
-    Status,
+    checked,
     evaluate,
     is_periodic,
 )
@@ -67,10 +69,11 @@ class Evaluator:
         self._weights = connections.weights
         self._request_queue = request_queue
         self._on_change = on_change
-        self._evaluated: Collection[int] = ()
-        self._begun: StartedEvaluation | None = None
-        self._version = -1
-        self._step: int | None = None
+        self._record = EvaluationRecord()
+        self._interrupted: list[StartedEvaluation] = []
+        self._version = self._step = -1
+        self._settled_step = -1
+        """Newest step up to which every due evaluation is queued, ended or reported as missed."""
         self._evaluations = EvaluationQueue()
         self._is_leased = False
         """True once the current evaluation has its rollouts, or was refused any."""
@@ -86,15 +89,25 @@ class Evaluator:
         self._samples: dict[str, KVBatchMeta] = {}
         self._failed: set[str] = set()
 
-    async def restore(self, evaluated: Collection[int], begun: StartedEvaluation | None) -> None:
-        """Restores the state of an earlier attempt and deletes its leftover samples.
+    async def restore(
+        self, record: EvaluationRecord, *, version: int, step: int, is_last: bool
+    ) -> None:
+        """Restores the evaluations that an earlier attempt left, and deletes its leftover samples.
+
+        An evaluation that it began, and one that was due of the version that it served last, are repeated
+        if the rollouts serve their weights again, and reported as missed otherwise.
 
         Args:
-            evaluated: Versions that were evaluated.
-            begun: Evaluation that a pause or failure interrupted; it is repeated under the first
-                served weights.
+            version: Version that the rollouts served last; -1 before the first.
+            step: Step whose weights these are.
+            is_last: True if this is the last step of the run.
         """
-        self._evaluated, self._begun = evaluated, begun
+        self._record, self._settled_step = record, record.settled_step
+        self._interrupted = [] if record.begun is None else [record.begun]
+        reason = self._reason(step, is_last=is_last)
+        is_known = version in record.versions or version == self.interrupted
+        if self._rows and version >= 0 and reason is not None and not is_known:
+            self._interrupted.append(StartedEvaluation(version, step, reason))
         left = await self._queue.get_batch(self._partition)
         if left.num_keys:
             await self._queue.release(self._partition, list(left.keys))
@@ -106,29 +119,31 @@ class Evaluator:
             step: Step whose weights these are.
             is_last: True if this is the last step of the run.
         """
-        self._version = version
+        self._version, self._step = version, step
         reason = self._reason(step, is_last=is_last)
-        self._step = step
-        if version in self._evaluated:
+        self._settled_step = max(self._settled_step, step)
+        if version in self._record.versions:
             reason = None
-        begun, self._begun = self._begun, None
-        if begun is not None:
+        interrupted, self._interrupted = self._interrupted, []
+        for begun in interrupted:
             reason = _repeated(begun, version=version, due=reason)
+            if begun.version != version:
+                await self._report_missed(begun, EvaluationState.INTERRUPTED)
         # The current evaluation answers its own request, which stays pending until it is recorded.
         asked = self._request_queue.get("evaluate")
         if reason is None and asked is not None and asked != self._answering:
             reason = "manual"
         current = self._evaluations.current
         if reason is not None and (current is None or current.version != version):
-            self._enqueue(version, reason)
+            await self._enqueue(StartedEvaluation(version, step, reason))
         await self._notify()
         if self.is_busy and self._spec.now.validation.mode == "barrier":
             await self.wait_idle()
 
     @property
     def interrupted(self) -> int | None:
-        """Version whose evaluation was interrupted and not repeated yet; None without one."""
-        return None if self._begun is None else self._begun.version
+        """Newest version whose evaluation was interrupted and not repeated yet; None without one."""
+        return self._interrupted[-1].version if self._interrupted else None
 
     @property
     def is_busy(self) -> bool:
@@ -157,7 +172,7 @@ class Evaluator:
         waiting = (next_,) if self._is_leased else (current, next_)
         is_queued = any(each is not None and each.version == self._version for each in waiting)
         if self._version >= 0 and not is_answered and not is_queued:
-            self._enqueue(self._version, "manual")
+            await self._enqueue(StartedEvaluation(self._version, self._step, "manual"))
             await self._notify()
 
     async def wait_idle(self) -> None:
@@ -219,35 +234,43 @@ class Evaluator:
         if step == 0 and validation.begins:
             return "initial"
         # Steps whose weights were not published never arrive here, so this includes those since the last.
-        since = range(step if self._step is None else self._step + 1, step + 1)
+        since = range(self._settled_step + 1, step + 1)
         is_due = any(is_periodic(passed, validation.every) for passed in since)
         return "periodic" if is_due else None
 
-    def _enqueue(self, version: int, reason: Reason) -> None:
-        if self._rows:
-            self._evaluations.enqueue(StartedEvaluation(version, reason))
+    async def _enqueue(self, evaluation: StartedEvaluation) -> None:
+        """Queues an evaluation, and reports the one that it replaces."""
+        if not self._rows:
+            return
+        replaced = self._evaluations.enqueue(evaluation)
+        if replaced is not None:
+            await self._report_missed(replaced, EvaluationState.QUEUED)
+
+    async def _report_missed(self, begun: StartedEvaluation, state: EvaluationState) -> None:
+        """Reports an evaluation that ends without its weights; it completes no request."""
+        status = checked(state, EvaluationState.MISSED)
+        await self._on_change(evaluate((), begun, status=status, seconds=0.0), None)
 
     async def _evaluate(self, begun: StartedEvaluation) -> None:
         clock = asyncio.get_running_loop().time
         start = clock()
-        status: Status = "missed"
+        status = EvaluationState.MISSED
         if begun.version == self._version:
+            self._evaluations.move(EvaluationState.RUNNING)
             await self._on_change(begun, None)
             status = await self._generate(begun)
+        self._evaluations.move(status)
         await self._mark_leased()
         scored = evaluate(
             (self._scored(meta) for meta in self._samples.values() if _has_reward(meta)),
-            version=begun.version,
-            reason=begun.reason,
+            begun,
             status=status,
             seconds=clock() - start,
             solved_from=self._spec.now.validation.solved_from,
         )
-        await self._on_change(
-            scored,
-            # A missed evaluation completes no request.
-            None if status == "missed" else self._answering,
-        )
+        # A missed evaluation completes no request.
+        is_missed = status is EvaluationState.MISSED
+        await self._on_change(scored, None if is_missed else self._answering)
         self._answering = None
         collected = list(self._samples)
         self._split_of_group.clear()
@@ -255,17 +278,17 @@ class Evaluator:
         self._failed.clear()
         await self._queue.release(self._partition, collected)
 
-    async def _generate(self, begun: StartedEvaluation) -> Status:
+    async def _generate(self, begun: StartedEvaluation) -> EvaluationState:
         """Generates responses to the held-out prompts under the version; returns how that ended."""
         try:
             async with asyncio.timeout(self._spec.now.validation.timeout_s):
                 await self._weights.pin.acquire()
         except TimeoutError:
             self._answering = self._request_queue.get("evaluate")
-            return "timeout"
+            return EvaluationState.TIMEOUT
         async with self._lease(begun) as workers:
             if not workers:
-                return "missed"
+                return EvaluationState.MISSED
             groups = self._groups(begun.version)
             await self._start(groups, workers)
             return await self._await_samples(groups)
@@ -343,7 +366,7 @@ class Evaluator:
             by_worker[worker_id].append(group)
         await self._rollout_pool.start(by_worker)
 
-    async def _await_samples(self, groups: Sequence[GroupAssignment]) -> Status:
+    async def _await_samples(self, groups: Sequence[GroupAssignment]) -> EvaluationState:
         sizes = {group.group_id: len(group.members) for group in groups}
         expected = sum(sizes.values())
 
@@ -356,8 +379,8 @@ class Evaluator:
                 await self._changed.wait_for(lambda: num_done() >= expected)
         except TimeoutError:
             await self._rollout_pool.cancel([group.group_id for group in groups])
-            return "timeout"
-        return "ok"
+            return EvaluationState.TIMEOUT
+        return EvaluationState.OK
 
     async def _notify(self) -> None:
         async with self._changed:

@@ -115,9 +115,4 @@ async def _train_steps(pipeline: TrainingPipeline) -> None:
         if batch is None:
             return
         await pipeline.train(batch, begin=begin)
-        if pipeline.is_published:
-            await pipeline.offer()
-        if pipeline.is_barrier:
-            await pipeline.publish()
-        if pipeline.is_save_due:
-            await pipeline.save()
+        await pipeline.settle()

@@ -13,6 +13,7 @@ New runs, runs whose worker died, and runs whose controller died take the same p
 """
 
 import logging
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -168,24 +169,37 @@ async def restore(
             journal=journal,
             queue=queue,
             clock=clock,
-            saved_at=_saved_at(recovered, ready, now=clock.time()),
-            saved_step=ready[0].step if ready else ledger.first_step,
+            unsaved_s=_unsaved_s(recovered, ready, now=clock.time()),
+            saved_step=ready[0].step if ready else recovered.start_step,
         ),
         version_offset=recovered.version_offset,
         step=recovered.step,
         begun=recovered.begun.step if recovered.begun is not None else None,
         published=recovered.run.weight_version,
     )
-    await evaluator.restore(recovered.evaluated, recovered.begun_evaluation)
+    served_step = recovered.run.weight_version - recovered.version_offset
+    await evaluator.restore(
+        recovered.evaluations,
+        version=recovered.run.weight_version,
+        step=served_step,
+        is_last=served_step == spec.num_steps,
+    )
     await scheduler.restore(lost_workers, is_queue_empty=connections.is_queue_empty)
     return pipeline
 
 
-def _saved_at(recovered: Recovered, ready: Sequence[Checkpoint], *, now: float) -> float:
-    """Returns the time since which work is unsaved; lost rollouts do not reset it."""
-    if recovered.step == (ready[0].step if ready else 0):
-        return now
-    return ready[0].create_time if ready else recovered.run.start_time or now
+def _unsaved_s(recovered: Recovered, ready: Sequence[Checkpoint], *, now: float) -> float:
+    """Returns how long work is unsaved, in seconds; lost rollouts do not reset it.
+
+    It is infinite if the clock was set back before the newest checkpoint: how much time passed is unknown.
+
+    Args:
+        now: Seconds since the epoch.
+    """
+    if recovered.step == (ready[0].step if ready else recovered.start_step):
+        return 0.0
+    since = ready[0].create_time if ready else recovered.run.start_time or now
+    return now - since if now >= since else math.inf
 
 
 def _order(spec: CurrentSpec, connections: RunConnections, recovered: Recovered) -> PromptOrder:

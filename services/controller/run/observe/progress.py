@@ -6,7 +6,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from services.controller.rules.evaluation import Evaluation
+from services.controller.rules.evaluation import (
+    Evaluation,
+    EvaluationState,
+    StartedEvaluation,
+)
 from services.controller.rules.learning import RewardHistory
 from services.controller.rules.ledger import Ledger
 from services.controller.run.dispatch.rollout_pool import RolloutPool
@@ -35,6 +39,7 @@ class Progress:
         self._sync: dict[str, float | str] = {}
         self._version = -1
         self._heldout: dict[str, Any] = {"greedy": None, "sampled": None, "weight_version": None}
+        self._evaluation: dict[str, Any] = {}
         self._advice: Mapping[str, str] = {}
         self._rewards = RewardHistory()
         self._reward_drop: dict[str, Any] = {}
@@ -77,6 +82,9 @@ class Progress:
         self._max_staleness = summary["staleness"]["max"]
         self._staleness_sum = summary["staleness"]["mean"] * (steps - self._first_step)
         self._heldout = dict(summary["heldout"])
+        self._evaluation = dict(summary.get("evaluation", {}))
+        if self._evaluation.get("state") == EvaluationState.RUNNING:
+            self._evaluation["state"] = EvaluationState.INTERRUPTED
         self._advice = summary.get("advice", {})
         self.nothing_learned = summary.get("nothing_learned", {})
         since = summary.get("skipped_since")
@@ -111,8 +119,16 @@ class Progress:
         sync, self._sync = self._sync, {}
         return sync
 
-    def record_evaluation(self, evaluation: Evaluation) -> None:
-        if evaluation.status in ("ok", "timeout"):
+    def record_evaluation(self, evaluation: StartedEvaluation | Evaluation) -> None:
+        """Records the start or the end of an evaluation."""
+        state = evaluation.status if isinstance(evaluation, Evaluation) else EvaluationState.RUNNING
+        self._evaluation = {
+            "weight_version": evaluation.version,
+            "step": evaluation.step,
+            "reason": evaluation.reason,
+            "state": state,
+        }
+        if isinstance(evaluation, Evaluation) and state is not EvaluationState.MISSED:
             self._heldout = {
                 "greedy": evaluation.greedy,
                 "sampled": evaluation.sampled,
@@ -136,6 +152,7 @@ class Progress:
         return {
             "steps": self._steps,
             "heldout": self._heldout,
+            "evaluation": self._evaluation,
             "staleness": {
                 "max": self._max_staleness,
                 "mean": self._staleness_sum / max(self._steps - self._first_step, 1),

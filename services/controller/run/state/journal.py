@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 
 from services.controller.rules.difficulty import PromptRate
-from services.controller.rules.evaluation import StartedEvaluation
+from services.controller.rules.evaluation import EvaluationRecord, StartedEvaluation
 from services.controller.rules.learning import RewardHistory
 from services.controller.rules.ledger import Group, Ledger, LedgerState
 from services.controller.store import ledgers as ledger_store
@@ -21,10 +21,12 @@ from services.controller.store.ledgers import StepMetrics, StepRecord
 from services.controller.store.records import Event, Note, Run
 from services.controller.store.rows import (
     event_data,
+    first_event,
     get_run,
     newest_event,
     newest_snapshot,
     set_target_steps,
+    typed_event_data,
 )
 from services.controller.store.runs import RunStore, Work
 
@@ -50,10 +52,9 @@ class Recovered:
     """Latencies of the weight syncs so far, in milliseconds."""
     step_metrics: Sequence[StepMetrics]
     """Metrics of the steps in :meth:`RewardHistory.sampled_steps`."""
-    evaluated: frozenset[int]
-    """Weight versions that were evaluated."""
-    begun_evaluation: StartedEvaluation | None
-    """Evaluation that was running; None without one."""
+    evaluations: EvaluationRecord
+    start_step: int
+    """Step from which the run started: that of its first published weights."""
 
     @property
     def is_new(self) -> bool:
@@ -208,6 +209,8 @@ class Journal:
         with self._database.read() as connection:
             step = ledger_store.newest_step(connection, self.run_id)
             begun = ledger_store.read_steps(connection, self.run_id, after=step, limit=1)
+            offset = ledger_store.read_version_offset(connection, self.run_id)
+            start = _read_start_step(connection, self.run_id, step)
             return Recovered(
                 run=get_run(connection, self.run_id),
                 ledger=ledger_store.read_ledger(connection, self.run_id),
@@ -216,7 +219,7 @@ class Journal:
                 ),
                 rates=ledger_store.read_rates(connection, self.run_id),
                 step=step,
-                version_offset=ledger_store.read_version_offset(connection, self.run_id),
+                version_offset=offset,
                 begun=begun[0] if begun else None,
                 syncs_ms=tuple(
                     float(data["sync_ms"])
@@ -225,16 +228,52 @@ class Journal:
                 step_metrics=ledger_store.read_metrics(
                     connection, self.run_id, RewardHistory.sampled_steps(step)
                 ),
-                evaluated=frozenset(
-                    int(data["version"])
-                    for data in event_data(connection, self.run_id, "Validated")
-                ),
-                begun_evaluation=_begun_evaluation(connection, self.run_id),
+                evaluations=_read_evaluations(connection, self.run_id, start=start, offset=offset),
+                start_step=start,
             )
 
 
-def _begun_evaluation(connection: sa.Connection, run_id: str) -> StartedEvaluation | None:
-    newest = newest_event(connection, run_id, ("ValidationStarted", "Validated"))
-    if newest is None or newest.type == "Validated":
-        return None
-    return StartedEvaluation(int(newest.data["version"]), newest.data["reason"])
+def _read_start_step(connection: sa.Connection, run_id: str, step: int) -> int:
+    """Reads the step from which a run started.
+
+    Args:
+        step: Last committed step, which is the result before the first publication.
+    """
+    first = first_event(connection, run_id, "WeightsPublished")
+    if first is None:
+        return step
+    # Events of earlier releases lack the step.
+    return int(first.data.get("step", ledger_store.read_first_step(connection, run_id)))
+
+
+def _read_evaluations(
+    connection: sa.Connection, run_id: str, *, start: int, offset: int
+) -> EvaluationRecord:
+    """Reads which evaluations of a run ended, and which one began without an end.
+
+    Args:
+        start: Step from which the run started; no evaluation of an earlier step is due.
+        offset: Weight version of a step minus the step.
+    """
+    settled = start - 1
+    versions: set[int] = set()
+    begun: StartedEvaluation | None = None
+    for type_, data in typed_event_data(
+        connection, run_id, ("ValidationStarted", "Validated", "Rewound")
+    ):
+        if type_ == "Rewound":
+            if "reason" not in data:  # otherwise only the weights went back, and the steps continue
+                settled = min(settled, int(data["step"]))
+            continue
+        version = int(data["version"])
+        evaluation = StartedEvaluation(
+            version, int(data.get("step", version - offset)), data["reason"]
+        )
+        if type_ == "ValidationStarted":
+            begun = evaluation
+            continue
+        versions.add(version)
+        settled = max(settled, evaluation.step)
+        if begun == evaluation:
+            begun = None
+    return EvaluationRecord(versions=frozenset(versions), settled_step=settled, begun=begun)

@@ -167,7 +167,7 @@ class Checkpoints:
         journal: Journal,
         queue: TransferQueueClient,
         clock: Clock,
-        saved_at: float,
+        unsaved_s: float,
         saved_step: int,
     ) -> None:
         self._run_id = run_id
@@ -175,8 +175,10 @@ class Checkpoints:
         self._journal = journal
         self._queue = queue
         self._clock = clock
-        self._saved_at = saved_at
-        self._saved_step = saved_step
+        # The monotonic clock: nobody sets it back.
+        self._saved_at = clock.monotonic() - unsaved_s
+        self.saved_step = saved_step
+        """Newest step that was saved, or whose save failed since the last recovery."""
 
     def is_due(self, step: int, spec: CheckpointSpec) -> bool:
         """Returns True if a step is to be saved by its number or, if ``every`` is 0, by elapsed time.
@@ -184,8 +186,9 @@ class Checkpoints:
         A checkpoint that was due at an earlier step and was not tried is due at this one.
         """
         if spec.every:
-            return step // spec.every > self._saved_step // spec.every
-        return spec.every_s > 0 and self._clock.time() - self._saved_at >= spec.every_s
+            return step // spec.every > self.saved_step // spec.every
+        is_unsaved = spec.every_s > 0 and step > self.saved_step
+        return is_unsaved and self._clock.monotonic() - self._saved_at >= spec.every_s
 
     async def save(
         self,
@@ -228,7 +231,7 @@ class Checkpoints:
         checkpoint = await self._save(
             trainer, critic, step=step, version=version, keep_steps=sorted(kept)
         )
-        self._saved_at, self._saved_step = checkpoint.create_time, step
+        self._saved_at, self.saved_step = self._clock.monotonic(), step
 
         def write(connection: sa.Connection) -> None:
             self._write(connection, checkpoint, sorted(kept))

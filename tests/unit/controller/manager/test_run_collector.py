@@ -9,6 +9,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from services.common.runspec.loader import canonical_json
 from services.controller import metrics
 from services.controller.manager.run_collector import RunCollector
+from services.controller.rules.evaluation import EvaluationState
 from services.controller.rules.run_state import RunState
 from tests.helpers import rest
 from tests.helpers.specs import spec_with
@@ -37,6 +38,7 @@ def run(run_id: str, state: RunState, *, updated: float = NOW) -> SimpleNamespac
         summary={
             "staleness": {"max": 1, "mean": 0.5},
             "heldout": {"greedy": 0.7, "sampled": None, "sets": {"math": {"pass@2": 0.25}}},
+            "evaluation": {"weight_version": 4, "step": 4, "reason": "final", "state": "running"},
         },
     )
 
@@ -73,6 +75,14 @@ def test_a_score_that_is_not_known_is_not_shown() -> None:
     assert 'slipstream_run_heldout_score{decoding="greedy",run="r1"} 0.7' in text
     assert 'slipstream_run_heldout_set_score{run="r1",score="pass@2",set="math"} 0.25' in text
     assert 'decoding="sampled"' not in text
+
+
+def test_the_newest_evaluation_has_one_state() -> None:
+    text = exposed(run("r1", RunState.RUNNING))
+    assert 'slipstream_run_evaluation_state{run="r1",state="running"} 1.0' in text
+    others = set(EvaluationState) - {EvaluationState.RUNNING}
+    for state in others:
+        assert f'slipstream_run_evaluation_state{{run="r1",state="{state}"}} 0.0' in text
 
 
 def test_an_ended_run_stays_for_a_while_without_workers_then_goes() -> None:

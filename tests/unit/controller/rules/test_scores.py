@@ -6,7 +6,15 @@ from dataclasses import replace
 import pytest
 
 from services.common.runspec.trainer import BestSpec
-from services.controller.rules.evaluation import Scored, evaluate, majority, pass_at_k, score_of
+from services.controller.rules.evaluation import (
+    EvaluationState,
+    Scored,
+    StartedEvaluation,
+    evaluate,
+    majority,
+    pass_at_k,
+    score_of,
+)
 
 
 def sampled(prompt, *rewards, answers="", source="math"):
@@ -18,7 +26,12 @@ def sampled(prompt, *rewards, answers="", source="math"):
 
 
 def evaluation(samples):
-    return evaluate(samples, version=3, reason="periodic", status="ok", seconds=1.0)
+    return evaluate(
+        samples,
+        StartedEvaluation(3, 3, "periodic"),
+        status=EvaluationState.OK,
+        seconds=1.0,
+    )
 
 
 def test_scores_are_means_over_prompts_of_each_source():
@@ -95,7 +108,13 @@ def test_pass_at_k_is_the_chance_of_a_right_one_among_k_drawn():
 
 def test_a_response_is_right_from_a_reward_on():
     samples = sampled("v0", 0.9, 0.4)
-    result = evaluate(samples, version=1, reason="final", status="ok", seconds=1.0, solved_from=0.5)
+    result = evaluate(
+        samples,
+        StartedEvaluation(1, 1, "final"),
+        status=EvaluationState.OK,
+        seconds=1.0,
+        solved_from=0.5,
+    )
     assert result.by_set["heldout"]["pass@1"] == 0.5
     assert evaluation(samples).by_set["heldout"]["pass@1"] == 0.0
 

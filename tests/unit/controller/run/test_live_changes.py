@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from services.common.errors import FailedPreconditionError
+from services.common.errors import FailedPreconditionError, UnavailableError
 from services.controller.launch.launcher import ExternalLauncher
 from services.controller.models import PauseOptions, RunPatch
 from services.controller.rules.ledger import GroupState
@@ -155,6 +155,35 @@ async def test_a_run_that_takes_long_is_saved_by_time(database, workers, monkeyp
         run_id = await submitted(manager, trainer=trainer)
         await ended(manager, run_id)
     assert workers.saved == saved
+
+
+@pytest.mark.parametrize("is_lost", [False, True], ids=["at once", "before a loss"])
+async def test_a_clock_that_is_set_back_delays_no_checkpoint(
+    database, workers, monkeypatch, is_lost
+):
+    clock, set_back_s = Hours(), 0.0
+    monkeypatch.setattr(clock, "time", lambda: clock.now - set_back_s)
+    monkeypatch.setattr("services.controller.run.lifecycle.driver._EXIT_REPORT_S", 0.0)
+    train_step = workers.train_step
+
+    async def train_for_minutes(step, samples, **kwargs):
+        nonlocal set_back_s
+        clock.now += 100.0
+        if step == 5 and not set_back_s:
+            set_back_s = 7200.0
+            if is_lost:
+                workers.trained = 5
+                raise UnavailableError("the trainer does not answer")
+        return await train_step(step, samples, **kwargs)
+
+    monkeypatch.setattr(workers, "train_step", train_for_minutes)
+    trainer = {"steps": 7, "prompts_per_step": 2, "checkpoint": {"every_s": 300.0}}
+    async with open_manager(database, queue=workers.queue) as manager:
+        manager.drivers.services = replace(manager.drivers.services, clock=clock)
+        run_id = await submitted(manager, trainer=trainer)
+        await ended(manager, run_id)
+    # After a loss nobody knows how much time passed, so the checkpoint is due.
+    assert workers.saved == ([3, 5, 7] if is_lost else [3, 6, 7])
 
 
 async def test_skipped_steps_are_not_saved_until_the_weights_change(database, workers):

@@ -6,7 +6,11 @@ from types import SimpleNamespace
 import pytest
 
 from services.common.runspec.loader import parse_spec
-from services.controller.rules.evaluation import Evaluation, StartedEvaluation
+from services.controller.rules.evaluation import (
+    Evaluation,
+    EvaluationRecord,
+    StartedEvaluation,
+)
 from services.controller.run.evaluate.evaluator import Evaluator
 from services.controller.run.state.requests import CurrentSpec
 from services.wire.batch import KVBatchMeta
@@ -171,7 +175,7 @@ async def test_shared_rollouts_all_answer_while_the_weights_wait():
         stage.answer()
         await stage.evaluator.wait_idle()
         assert not stage.weights.pin.locked()
-        assert stage.notes[0] == StartedEvaluation(4, "periodic")
+        assert stage.notes[0] == StartedEvaluation(4, 4, "periodic")
         assert stage.results == [(4, "ok", 6)]
         assert len(stage.queue.released) == 6
         stage.end()
@@ -300,24 +304,75 @@ async def test_a_version_that_is_evaluated_again_is_answered_again():
 @pytest.mark.parametrize(
     ("begun", "served", "reason"),
     [
-        (StartedEvaluation(4, "manual"), 4, "manual"),
-        (StartedEvaluation(4, "manual"), 5, "manual"),
-        (StartedEvaluation(2, "periodic"), 4, "periodic"),
-        (StartedEvaluation(0, "initial"), 5, "periodic"),
+        (StartedEvaluation(4, 4, "manual"), 4, "manual"),
+        (StartedEvaluation(4, 4, "manual"), 5, "manual"),
+        (StartedEvaluation(2, 2, "periodic"), 4, "periodic"),
+        (StartedEvaluation(0, 0, "initial"), 5, "periodic"),
     ],
 )
-async def test_an_interrupted_evaluation_is_repeated_under_what_is_served(begun, served, reason):
+async def test_an_interrupted_evaluation_is_repeated_under_its_weights_or_reported_as_missed(
+    begun, served, reason
+):
     async with asyncio.TaskGroup() as tasks:
         stage = Stage(tasks)
-        await stage.evaluator.restore((), begun)
+        record = EvaluationRecord(settled_step=begun.step, begun=begun)
+        await stage.evaluator.restore(record, version=begun.version, step=begun.step, is_last=False)
         assert stage.evaluator.interrupted == begun.version
         await stage.evaluator.published(served, step=served)
         await stage.rollouts.has_started.wait()
         stage.answer()
         await stage.evaluator.wait_idle()
         assert stage.evaluator.interrupted is None
-        assert stage.notes[0] == StartedEvaluation(served, reason)
-        assert stage.results == [(served, "ok", 6)]
+        missed = [] if served == begun.version else [(begun.version, "missed", 0)]
+        assert stage.results == [*missed, (served, "ok", 6)]
+        assert StartedEvaluation(served, served, reason) in stage.notes
+        stage.end()
+
+
+@pytest.mark.parametrize(("served", "missed"), [(4, []), (5, [(4, "missed", 0)])])
+async def test_an_evaluation_that_was_due_before_a_loss_is_not_forgotten(served, missed):
+    async with asyncio.TaskGroup() as tasks:
+        stage = Stage(tasks)
+        # Version 4 was served, and the run was lost before its evaluation began.
+        record = EvaluationRecord(versions=frozenset({2}), settled_step=2)
+        await stage.evaluator.restore(record, version=4, step=4, is_last=False)
+        assert stage.evaluator.interrupted == 4
+        await stage.evaluator.published(served, step=served)
+        await stage.rollouts.has_started.wait()
+        stage.answer()
+        await stage.evaluator.wait_idle()
+        assert stage.results == [*missed, (served, "ok", 6)]
+        stage.end()
+
+
+async def test_steps_before_a_loss_whose_weights_were_never_served_are_evaluated_with_the_next():
+    async with asyncio.TaskGroup() as tasks:
+        stage = Stage(tasks)
+        record = EvaluationRecord(versions=frozenset({2}), settled_step=2)
+        await stage.evaluator.restore(record, version=3, step=3, is_last=False)
+        assert stage.evaluator.interrupted is None
+        await stage.evaluator.published(5, step=5)
+        await stage.rollouts.has_started.wait()
+        assert stage.notes == [StartedEvaluation(5, 5, "periodic")]
+        stage.answer()
+        await stage.evaluator.wait_idle()
+        stage.end()
+
+
+async def test_a_queued_evaluation_that_is_replaced_is_reported_as_missed():
+    async with asyncio.TaskGroup() as tasks:
+        stage = Stage(tasks, replicas=1)
+        await stage.evaluator.published(2, step=2)
+        await stage.rollouts.has_started.wait()
+        await stage.evaluator.published(4, step=4)
+        await stage.evaluator.published(6, step=6)
+        assert stage.results == [(4, "missed", 0)]
+        stage.rollouts.has_started.clear()
+        stage.answer()
+        await stage.rollouts.has_started.wait()
+        stage.answer()
+        await stage.evaluator.wait_idle()
+        assert stage.results == [(4, "missed", 0), (2, "ok", 6), (6, "ok", 6)]
         stage.end()
 
 
@@ -416,6 +471,9 @@ async def test_initial_weights_are_evaluated_if_later_ones_are_or_somebody_asks(
 async def test_versions_between_the_periodic_ones_are_not_evaluated():
     async with asyncio.TaskGroup() as tasks:
         stage = Stage(tasks)
+        await stage.evaluator.restore(
+            EvaluationRecord(settled_step=2), version=-1, step=-1, is_last=False
+        )
         await stage.evaluator.published(3, step=3)
         assert not stage.evaluator.is_busy
         stage.end()

@@ -52,7 +52,7 @@ def parent(database):
         journal=journal,
         queue=MemoryQueue(),
         clock=SimpleNamespace(time=lambda: 0.0, monotonic=lambda: 0.0),
-        saved_at=0.0,
+        unsaved_s=0.0,
         saved_step=0,
     )
 
