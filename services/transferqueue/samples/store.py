@@ -82,7 +82,10 @@ _RANKS = {
     "best": "coalesce(-reward, 9e999)",
     "worst": "coalesce(reward, 9e999)",
 }
+# Step that trained a sample, or the next one after the weights that sampled it.
+_AGE = "coalesce(step, newest_version + 1)"
 _SCHEMA = f"""
+PRAGMA auto_vacuum = INCREMENTAL;
 PRAGMA journal_mode = TRUNCATE;
 CREATE TABLE IF NOT EXISTS samples (
   seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, size INTEGER NOT NULL,
@@ -91,6 +94,7 @@ CREATE TABLE IF NOT EXISTS samples (
   facts TEXT NOT NULL
 );
 CREATE INDEX IF NOT EXISTS by_step ON samples (step);
+CREATE INDEX IF NOT EXISTS by_age ON samples ({_AGE});
 CREATE INDEX IF NOT EXISTS by_group ON samples (group_id);
 CREATE INDEX IF NOT EXISTS from_best ON samples ({_RANKS["best"]}, seq DESC);
 CREATE INDEX IF NOT EXISTS from_worst ON samples ({_RANKS["worst"]}, seq DESC);
@@ -102,6 +106,7 @@ CREATE TABLE IF NOT EXISTS training (
   id TEXT PRIMARY KEY, step INTEGER NOT NULL, facts TEXT NOT NULL,
   advantages BLOB NOT NULL, trained_logprobs BLOB NOT NULL, loss_mask BLOB NOT NULL
 );
+CREATE INDEX IF NOT EXISTS training_by_step ON training (step);
 """
 _MADE = ("response_ids", "rollout_logprobs", "version_runs")
 _TRAINED = ("advantages", "trained_logprobs", "loss_mask")
@@ -144,13 +149,19 @@ class SampleStore:
     def write(self, records: Sequence[SampleRecord], *, max_bytes: int, max_steps: int) -> None:
         """Writes new records and deletes the oldest samples beyond the limits.
 
+        The time that it takes depends on the new and the deleted records, not on those that stay.
+
         Args:
+            max_bytes: Max size of the file.
             max_steps: Number of newest steps whose samples stay; 0 for all.
         """
         with _opened(self._path, is_new=True) as database:
             for each in records:
                 (_insert_made if each.is_from_rollout else _insert_trained)(database, each)
-            _prune(database, max_bytes=max_bytes, max_steps=max_steps)
+            _delete_untold(database, records)
+            if max_steps:
+                _delete_old_steps(database, max_steps)
+            _shrink(database, max_bytes)
 
     def read(
         self, query: SampleRecordQuery, behind: Position | None = None
@@ -263,26 +274,67 @@ def _insert_trained(database: sqlite3.Connection, sample: SampleRecord) -> None:
     )
 
 
-def _prune(database: sqlite3.Connection, *, max_bytes: int, max_steps: int) -> None:
-    newest = "SELECT max(coalesce(step, newest_version + 1)) FROM samples"
-    gone: list[str] = []
-    if max_steps:
-        old = f"SELECT id FROM samples WHERE coalesce(step, newest_version + 1) <= ({newest}) - ?"
-        gone += [row["id"] for row in database.execute(old, (max_steps,))]
-    surplus = database.execute("SELECT sum(size) FROM samples").fetchone()[0] or 0
-    surplus -= max_bytes
-    if surplus > 0:
+def _newest_step(database: sqlite3.Connection) -> int:
+    row = database.execute(f"SELECT {_AGE} FROM samples ORDER BY {_AGE} DESC LIMIT 1").fetchone()
+    return 0 if row is None else int(row[0])
+
+
+def _delete(database: sqlite3.Connection, ids: Sequence[str]) -> None:
+    for table in ("samples", "contents", "training"):
+        database.executemany(f"DELETE FROM {table} WHERE id = ?", [(name,) for name in ids])
+
+
+def _delete_old_steps(database: sqlite3.Connection, max_steps: int) -> None:
+    oldest = _newest_step(database) - max_steps
+    rows = database.execute(f"SELECT id FROM samples WHERE {_AGE} <= ?", (oldest,))
+    _delete(database, [row["id"] for row in rows])
+
+
+def _delete_untold(database: sqlite3.Connection, records: Sequence[SampleRecord]) -> None:
+    """Deletes the trainer's records of samples whose records from a rollout are no longer expected.
+
+    The file's ``user_version`` is the newest step whose records were examined, so that each is examined once.
+    """
+    examined: int = database.execute("PRAGMA user_version").fetchone()[0]
+    steps = [each.record["step"] for each in records if not each.is_from_rollout]
+    examined = min([examined, *(step - 1 for step in steps)])
+    last = max(_newest_step(database) - _UNTOLD_STEPS - 1, examined)
+    database.execute(
+        "DELETE FROM training WHERE step > ? AND step <= ?"
+        " AND NOT EXISTS (SELECT 1 FROM samples WHERE samples.id = training.id)",
+        (examined, last),
+    )
+    database.execute(f"PRAGMA user_version = {last:d}")
+
+
+def _shrink(database: sqlite3.Connection, max_bytes: int) -> None:
+    """Deletes the oldest samples until the file has at most ``max_bytes``."""
+    while True:
+        page_bytes, num_pages, num_free = _pages(database)
+        surplus = page_bytes * (num_pages - num_free) - max_bytes
+        if surplus <= 0:
+            break
+        oldest: list[str] = []
         for row in database.execute("SELECT id, size FROM samples ORDER BY seq"):
-            gone.append(row["id"])
+            oldest.append(row["id"])
             surplus -= row["size"]
             if surplus <= 0:
                 break
-    for table in ("samples", "contents", "training"):
-        database.executemany(f"DELETE FROM {table} WHERE id = ?", [(name,) for name in gone])
-    database.execute(
-        f"DELETE FROM training WHERE step < ({newest}) - ? AND id NOT IN (SELECT id FROM samples)",
-        (_UNTOLD_STEPS,),
-    )
+        if not oldest:
+            break
+        _delete(database, oldest)
+    page_bytes, num_pages, _ = _pages(database)
+    for _ in range(num_pages - max_bytes // page_bytes):
+        database.execute(
+            "PRAGMA incremental_vacuum(1)"
+        )  # one call removes one page, whatever the number
+
+
+def _pages(database: sqlite3.Connection) -> tuple[int, int, int]:
+    """Returns the size of a page in bytes, the number of the file's pages, and how many of them are free."""
+    names = ("page_size", "page_count", "freelist_count")
+    size, count, num_free = (database.execute(f"PRAGMA {name}").fetchone()[0] for name in names)
+    return size, count, num_free
 
 
 _WHERE = {

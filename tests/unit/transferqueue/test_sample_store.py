@@ -1,7 +1,9 @@
 """Tests of queries and limits of the store of sample records."""
 
 import json
+import sqlite3
 from array import array
+from contextlib import closing
 
 import pytest
 
@@ -120,11 +122,77 @@ def test_a_page_after_a_deleted_sample_is_rejected(store):
 
 
 def test_the_oldest_go_when_bytes_or_steps_are_used_up(store):
-    store.write([made(n) for n in range(6)], max_bytes=2_000, max_steps=0)
-    assert ids(store) == ["g5.0", "g4.0", "g3.0"][: len(ids(store))]
+    big = "x" * 20_000
+    store.write([made(n, response=big) for n in range(6)], max_bytes=200_000, max_steps=0)
+    assert ids(store) == ["g5.0", "g4.0", "g3.0", "g2.0"][: len(ids(store))]
     assert 1 <= len(ids(store)) < 6
     store.write([trained(5, step=10), made(6, version=4)], max_bytes=1 << 30, max_steps=3)
     assert ids(store) == ["g5.0"]
+
+
+def test_the_file_never_exceeds_its_bytes_and_uses_most_of_them(store, tmp_path):
+    path, max_bytes = tmp_path / "folder" / "run_1.db", 1 << 20
+    for number in range(60):
+        # Sizes that no estimate by the number of samples would meet.
+        response = "x" * (17 if number % 3 else 50_000)
+        store.write(
+            [made(number, member=m, response=response) for m in range(4)]
+            + [trained(number, number, member=m) for m in range(4)],
+            max_bytes=max_bytes,
+            max_steps=0,
+        )
+        assert path.stat().st_size <= max_bytes
+    assert path.stat().st_size > max_bytes / 2
+    kept = ids(store)
+    assert kept[:4] == [f"g59.{m}" for m in (3, 2, 1, 0)]
+    with closing(sqlite3.connect(path)) as database:
+        for table in ("contents", "training"):
+            count = database.execute(f"SELECT count(*) FROM {table}").fetchone()[0]
+            assert count == len(kept)
+
+
+def test_trained_records_without_a_sample_go_after_a_while(store, tmp_path):
+    def num_trained():
+        with closing(sqlite3.connect(tmp_path / "folder" / "run_1.db")) as database:
+            return database.execute("SELECT count(*) FROM training").fetchone()[0]
+
+    store.write([trained(number, step=number) for number in range(10)], **NO_BOUND)
+    store.write([made(50, version=100)], **NO_BOUND)
+    assert num_trained() == 9, "only the record of step 0 is old enough"
+    store.write([made(51, version=400)], **NO_BOUND)
+    assert num_trained() == 0
+    # A run that was rewound trains old steps again.
+    store.write([trained(3, step=3)], **NO_BOUND)
+    assert num_trained() == 0
+
+
+def test_a_write_takes_no_longer_if_more_samples_are_kept(store, monkeypatch):
+    connect, instructions = sqlite3.connect, 0
+
+    def count():
+        nonlocal instructions
+        instructions += 10
+
+    def counted(*arguments, **options):
+        database = connect(*arguments, **options)
+        database.set_progress_handler(count, 10)
+        return database
+
+    def records(numbers):
+        return [made(n, version=n) for n in numbers] + [trained(n, step=n) for n in numbers]
+
+    def cost(begin, end):
+        """Stores samples; returns the database's instructions of a further write of ten."""
+        nonlocal instructions
+        store.write(records(range(begin, end)), **NO_BOUND)
+        instructions = 0
+        store.write(records(range(end, end + 10)), max_bytes=1 << 30, max_steps=10_000)
+        return instructions
+
+    store.write([made(0)], **NO_BOUND)
+    monkeypatch.setattr(sqlite3, "connect", counted)
+    few = cost(1, 200)
+    assert cost(300, 3_000) < 1.5 * few
 
 
 def test_a_list_shows_the_beginnings_of_texts_and_no_tokens(store):
