@@ -225,13 +225,15 @@ class Tokenizer:
             )
         )
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
         """Returns the token ids of a chat, up to the start of the assistant's answer.
 
         Raises:
-            ValueError: If the tokenizer has no chat template.
+            ValueError: As :meth:`render_chat`.
         """
-        return self.encode(self.render_chat(messages))
+        return self.encode(self.render_chat(messages, tools))
 
     def render_chat(
         self,

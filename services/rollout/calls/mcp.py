@@ -56,7 +56,7 @@ class _Server:
         self._numbers = itertools.count(1)
         self._name = f"the MCP server {shlex.join(command)!r}"
         self._process = subprocess.Popen(  # noqa: S603 -- the run's specification names the command
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8"
         )
         self.request(
             "initialize",

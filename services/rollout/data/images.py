@@ -318,7 +318,8 @@ def has_images(value: Any) -> bool:
 def _parts_of(text: Any, *, marks: bool) -> Iterator[dict[str, Any]]:
     """Yields the parts of a message; with ``marks``, each mark in its text becomes an image part."""
     if not isinstance(text, str):
-        yield from ({**part} for part in text)
+        # Templates ask for a key such as 'image', whatever its value.
+        yield from ({k: v for k, v in part.items() if v is not None} for part in text)
         return
     pieces = text.split(MARK) if marks else [text]
     for number, piece in enumerate(pieces):

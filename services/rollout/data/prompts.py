@@ -49,6 +49,8 @@ class Prompt:
     """Source of the row, for scores per source."""
     messages: tuple[Message, ...] = ()
     """Messages of the chat; empty if no chat template was applied."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """Tools that the row offers, in the format of OpenAI's API; empty if no chat template was applied."""
     teacher_ids: tuple[int, ...] = ()
     """Tokens that a teacher sees in place of the prompt; empty if it sees the prompt."""
     demonstrations: tuple[Demonstration, ...] = ()
@@ -150,7 +152,8 @@ class PromptStore:
             has_rewards = self._answers_heldout or spec.rewards is not None
             is_sampled = kind_of(split) == "heldout" and has_rewards
             return self._demonstrated(row, spec, source, place, is_sampled=is_sampled)
-        text, messages, token_ids, images = self._encode(row, spec, place)
+        tools = self._tools(row, place)
+        text, messages, token_ids, images = self._encode(row, spec, place, tools)
         inputs: ModelInputs | None = None
         pictures: tuple[Picture, ...] = ()
         if self._images is not None:
@@ -162,7 +165,7 @@ class PromptStore:
         self._check_length(token_ids, place)
         shown: Sequence[int] = ()
         if self._teacher_column is not None and kind_of(split) == "train":
-            _, _, shown, _ = self._encode(row, spec, place, column=self._teacher_column)
+            _, _, shown, _ = self._encode(row, spec, place, tools, column=self._teacher_column)
             self._check_length(shown, place)
         return Prompt(
             token_ids=tuple(token_ids),
@@ -172,6 +175,7 @@ class PromptStore:
             row=row,
             data_source=source,
             messages=messages,
+            tools=tuple(tools),
             model_inputs=inputs,
             pictures=pictures,
         )
@@ -193,7 +197,7 @@ class PromptStore:
         try:
             count = 1 if is_sampled else self._num_demonstrations
             talks = conversations_of(row, data, spec, place, count=count)
-            tools = as_tools(row.get("tools")) if data.chat_template else ()
+            tools = self._tools(row, place)
             every = [self._shown(messages, tools, turns) for messages in talks]
         except ValueError as error:
             raise refused_prompt("prompt_malformed", f"{place}: {error}") from error
@@ -212,6 +216,7 @@ class PromptStore:
             row=row,
             data_source=source,
             messages=tuple(messages[:-1]) if data.chat_template else (),
+            tools=tuple(tools),
             demonstrations=() if is_sampled else tuple(every),
             may_be_cut=data.demonstration.too_long == "cut",
         )
@@ -222,8 +227,21 @@ class PromptStore:
         question, answer = (message["content"] for message in messages)
         return of_text(question, answer, self._tokenizer)
 
+    def _tools(self, row: Row, place: str) -> Messages:
+        """Returns the tools of a row; empty if its prompt is no chat."""
+        try:
+            return as_tools(row.get("tools")) if self._data.chat_template else ()
+        except ValueError as error:
+            raise refused_prompt("prompt_malformed", f"{place}: {error}") from error
+
     def _encode(
-        self, row: Row, spec: PromptSourceSpec, place: str, *, column: str | None = None
+        self,
+        row: Row,
+        spec: PromptSourceSpec,
+        place: str,
+        tools: Messages,
+        *,
+        column: str | None = None,
     ) -> tuple[str, tuple[Message, ...], Sequence[int], Sequence[Any]]:
         """Returns text, chat messages, tokens and images of a column, by default of the prompt."""
         key = "data.prompt_column" if column is None else "teacher.prompt_column"
@@ -256,16 +274,18 @@ class PromptStore:
         text = "".join(part["text"] for part in parts if part["type"] == "text")
         try:
             if self._data.chat_template:
-                token_ids = self._tokenizer.apply_chat_template(messages)
+                token_ids = self._tokenizer.apply_chat_template(messages, tools)
                 return text, tuple(messages), token_ids, images
             if isinstance(last, str):
                 return text, (), self._tokenizer.encode_prompt(text), images
             assert self._images is not None
             token_ids = self._tokenizer.encode_prompt("")
-            for part in parts:
+            for number, part in enumerate(parts):
                 is_text = part["type"] == "text"
                 token_ids += (
-                    self._tokenizer.encode(part["text"]) if is_text else self._images.mark_ids
+                    self._tokenizer.encode(part["text"], continues=number > 0)
+                    if is_text
+                    else self._images.mark_ids
                 )
             return text, (), token_ids, images
         except ValueError as error:

@@ -305,6 +305,33 @@ class _JsonLines:
         return _as_row(row, index, str(self._path))
 
 
+def _row_of_arrow(row: Mapping[str, Any]) -> Row:
+    """Returns a row of an Arrow table, in whose messages and tools keys that the row lacks are absent.
+
+    Arrow gives each object the keys of all rows, with null for those that the row does not have. In other
+    columns, where null may be a value, the keys stay.
+    """
+    return {
+        name: _without_nulls(value) if name == "tools" else _without_nulls_in_chats(value)
+        for name, value in row.items()
+    }
+
+
+def _without_nulls_in_chats(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls_in_chats(item) for key, item in value.items()}
+    if not isinstance(value, list) or not value:
+        return value
+    is_chat = all(isinstance(item, Mapping) and "role" in item for item in value)
+    return [_without_nulls(item) if is_chat else _without_nulls_in_chats(item) for item in value]
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
 class _Parquet:
     """A Parquet file; a large one is copied to a memory-mapped file instead of held in memory."""
 
@@ -328,8 +355,7 @@ class _Parquet:
         return int(self._table.num_rows)
 
     def __getitem__(self, index: int, /) -> Row:
-        row: Row = self._table.slice(index, 1).to_pylist()[0]
-        return row
+        return _row_of_arrow(self._table.slice(index, 1).to_pylist()[0])
 
 
 def _check_names(fields: Any, place: str) -> None:
@@ -393,6 +419,13 @@ class _Rows:
         return _as_row(row, index, self._name)
 
 
+class _ArrowRows(_Rows):
+    """Rows of a dataset of the library ``datasets``."""
+
+    def __getitem__(self, index: int, /) -> Row:
+        return _row_of_arrow(super().__getitem__(index))
+
+
 class _GymRows(_Rows):
     """Rows of a task of ``reasoning-gym``, with the arguments that its verifier needs besides the row."""
 
@@ -450,7 +483,7 @@ def _open_huggingface(spec: PromptSourceSpec, key: str) -> PromptSource:
             f"{key}: the dataset {spec.path!r} (subset {spec.subset!r}, split {spec.split!r}) cannot be "
             f"loaded ({why}); check {key}.path, {key}.subset and {key}.split"
         ) from error
-    return _Rows(rows, spec.path)
+    return _ArrowRows(rows, spec.path)
 
 
 def _open_python(spec: PromptSourceSpec, key: str) -> PromptSource:

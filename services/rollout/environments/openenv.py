@@ -224,7 +224,7 @@ class OpenEnvSession:
         reward = found.get("reward")
         return parse_observation(
             {
-                "messages": seen if isinstance(seen, str) else json.dumps(seen),
+                "messages": seen if isinstance(seen, str) else json.dumps(seen, ensure_ascii=False),
                 "done": found.get("done", False),
                 "reward": None if reward is None else float(reward),
             },

@@ -5,6 +5,7 @@ import hashlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -288,7 +289,10 @@ class _Text:
     async def _turn(self, messages: Sequence[ChatMessage]) -> Turn:
         """Returns the observed turn of messages. Raises ValueError if a text cannot be tokenized."""
         episode = self._episode
-        encode = episode.tokenizer.encode if episode.turns else episode.tokenizer.encode_prompt
+        tokenizer = episode.tokenizer
+        encode = (
+            partial(tokenizer.encode, continues=True) if episode.turns else tokenizer.encode_prompt
+        )
         images = [url for message in messages for url in message.images]
         if not images:
             return observed(encode("".join(message.text for message in messages)))
@@ -299,7 +303,7 @@ class _Text:
             for part in [parts] if isinstance(parts, str) else parts:
                 text = part if isinstance(part, str) else part.text
                 has_image = not isinstance(part, str) and part.url
-                tokens += mark_ids if has_image else episode.tokenizer.encode(text)
+                tokens += mark_ids if has_image else tokenizer.encode(text, continues=True)
         return await episode.look(tokens, images)
 
     def _check_beginning(self, num_tokens: int) -> None:

@@ -185,7 +185,7 @@ class EpisodeRecord:
         if isinstance(prompt, str):
             earlier = _longest(self._texts, lambda seen: _continues(prompt, seen))
             seen_text = earlier.text if earlier else ""
-            added = self._encoded(prompt.removeprefix(seen_text))
+            added = self._encoded(prompt.removeprefix(seen_text), continues=earlier is not None)
         else:
             known = [*self._texts, *self._chats]
             earlier = _longest(known, lambda seen: _begins(prompt, token_ids(seen.turns)))
@@ -382,9 +382,9 @@ class EpisodeRecord:
         text = f"{self._episode.limits.seed}/{which}/".encode() + context
         return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1
 
-    def _encoded(self, text: str) -> list[int]:
+    def _encoded(self, text: str, *, continues: bool) -> list[int]:
         try:
-            return self._episode.tokenizer.encode(text)
+            return self._episode.tokenizer.encode(text, continues=continues)
         except ValueError as error:
             raise invalid(str(error), param="prompt") from error
 

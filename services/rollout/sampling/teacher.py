@@ -129,11 +129,13 @@ class Teacher:
             return ()
         best = max(good, key=lambda other: other.score.value)
         text = self._tokenizer.decode(best.response_ids)
+        if not prompt.messages:  # the text of a chat is escaped when it is rendered
+            text = self._tokenizer.escape(text)
         told = self._spec.demonstration.replace("{response}", text)
         if prompt.messages:
             *earlier, last = prompt.messages
             changed = [*earlier, {**last, "content": last["content"] + told}]
-            ids = self._tokenizer.apply_chat_template(changed)
+            ids = self._tokenizer.apply_chat_template(changed, prompt.tools)
         else:
             ids = self._tokenizer.encode_prompt(prompt.text + told)
         if len(ids) + len(sample.response_ids) > self._max_tokens:

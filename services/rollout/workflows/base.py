@@ -304,7 +304,10 @@ class Episode:
             begin = time.perf_counter()
             answer = call()
             seen = await answer if isinstance(answer, Awaitable) else answer
-            ids = self.tokenizer.encode(seen) if isinstance(seen, str) else seen
+            continues = bool(self.turns or self.prompt_ids)
+            ids = (
+                self.tokenizer.encode(seen, continues=continues) if isinstance(seen, str) else seen
+            )
             turn = ids if isinstance(ids, Turn) else observed(ids)
             self._check_ids(turn.token_ids)
             turn = replace(turn, seconds=time.perf_counter() - begin)

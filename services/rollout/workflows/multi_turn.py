@@ -13,6 +13,7 @@ from services.common.models.tokenizer import Tokenizer
 from services.common.runspec.base import AtLeastOne, PositiveSeconds
 from services.rollout.calls.pool import CallPool
 from services.rollout.data.images import has_images, with_parts
+from services.rollout.data.prompts import Prompt
 from services.rollout.failures import CallError, GroupError
 from services.rollout.workflows.base import Episode
 from services.rollout.workflows.chat_turns import (
@@ -153,14 +154,23 @@ class MultiTurn:
 
     def _calls(self, episode: Episode, turn: Turn) -> tuple[ParsedCall, ...]:
         layout = reply_format(episode.tokenizer, self._tool_format)
-        return layout.parse(layout.decode(episode.tokenizer, turn.token_ids), self._schemas).calls
+        text = layout.decode(episode.tokenizer, turn.token_ids)
+        return layout.parse(text, self._tools(episode.prompt)).calls
+
+    def _tools(self, prompt: Prompt) -> list[Mapping[str, Any]]:
+        """Returns the tools that a prompt offers: the workflow's, and those of its row with other names."""
+        tools: list[Mapping[str, Any]] = [*self._schemas] if self._offers_tools else []
+        names = [_name_of(tool) for tool in tools]
+        return [*tools, *(tool for tool in prompt.tools if _name_of(tool) not in names)]
 
     async def _offer(self, episode: Episode) -> None:
         """Renders the prompt again, with descriptions of the tools."""
         await self._servers(episode)
         prompt, tokenizer = episode.prompt, episode.tokenizer
         try:
-            token_ids = tokenizer.encode(tokenizer.render_chat(prompt.messages, self._schemas))
+            token_ids = tokenizer.encode(
+                tokenizer.render_chat(prompt.messages, self._tools(prompt))
+            )
         except ValueError as error:
             raise GroupError("tools_not_rendered", str(error), retryable=False) from error
         inputs = prompt.model_inputs
@@ -187,7 +197,8 @@ class MultiTurn:
                     "a tool returned an image, but rollout.workflow_arguments.result_template shows text "
                     "only; remove it and use the model's chat template",
                 )
-            return "".join(self._result_template.replace("{result}", each) for each, _ in results)
+            escaped = [episode.tokenizer.escape(text) for text, _ in results]
+            return "".join(self._result_template.replace("{result}", text) for text in escaped)
         made = tuple(
             ToolCallAndResult(name=call.name or "unknown", result=result)
             for call, (result, _) in zip(calls, results, strict=True)
@@ -198,7 +209,7 @@ class MultiTurn:
                 episode.tokenizer,
                 episode.prompt.messages,
                 [*rounds, ToolRound(reply=text, calls=made)],
-                self._schemas if self._offers_tools else (),
+                self._tools(episode.prompt),
                 last_id=episode.turns[-1].token_ids[-1],
             )
         except ValueError as error:
@@ -220,7 +231,9 @@ class MultiTurn:
         if has_images(value):
             (message,), images = with_parts([{"role": "tool", "content": value}], ())
             return message["content"], images
-        return value if isinstance(value, str) else json.dumps(value), []
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        # Half of a surrogate pair, as of an emoji that a tool cut, cannot be encoded.
+        return text.encode(errors="replace").decode(), []
 
     async def _call(self, episode: Episode, name: str, arguments: Mapping[str, Any]) -> Any:
         timeout_s = self._tool_timeout_s
@@ -272,3 +285,7 @@ class MultiTurn:
                 origins[name], found[name] = origin, command
             schemas += tools
         self._mcp_tools, self._schemas = found, schemas
+
+
+def _name_of(tool: Mapping[str, Any]) -> Any:
+    return tool.get("function", tool).get("name")

@@ -14,6 +14,7 @@ from services.common.runspec.run import ModelSpec
 from services.rollout.data.prompts import PromptStore
 from services.rollout.data.sources import column_value, open_sources
 from services.rollout.failures import GroupError
+from tests.helpers.chat_families import family_tokenizer
 
 ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(5)]
 
@@ -273,3 +274,46 @@ def test_a_large_parquet_file_is_mapped_and_has_the_same_rows(
     source = open_sources(data("parquet", tmp_path / "rows.parquet"))["train"]
     assert len(source) == 1000
     assert [source[index] for index in (999, 0, 500)] == [rows[999], rows[0], rows[500]]
+
+
+def _with_call(number: int, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    kinds = {key: {"type": "string", "enum": ["x"]} for key in arguments}
+    schema = {"name": name, "parameters": {"type": "object", "properties": kinds}}
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    parts = [{"type": "text", "text": "q"}]
+    parts = [*parts, {"type": "image", "image": "a.png"}] if number else parts
+    return {
+        "prompt": [
+            {"role": "user", "content": parts},
+            {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "content": [{"type": "text", "text": "ok"}], "name": name},
+        ],
+        "tools": [{"type": "function", "function": schema}],
+        "info": {"note": None, "other": number},
+    }
+
+
+@pytest.mark.parametrize("source", ["parquet", "huggingface"])
+def test_keys_that_a_row_lacks_are_absent_in_its_messages_and_tools(
+    tmp_path: Path, source: str
+) -> None:
+    rows = [_with_call(0, "add", {"a": "1", "b": "2"}), _with_call(1, "city", {"city": "Oslo"})]
+    table = pa.Table.from_pylist(rows)
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    path = tmp_path / "rows.parquet" if source == "parquet" else tmp_path
+    opened = open_sources(data(source, path, answer_column=None))["train"]
+    assert [dict(opened[index]) for index in (0, 1)] == rows
+
+
+def test_a_row_s_tools_are_offered_in_its_prompt(tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "count_lamps", "parameters": {}}}
+    row = {"prompt": [{"role": "user", "content": "how many"}], "answer": "3", "tools": [tool]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    spec = data("jsonl", tmp_path / "rows.jsonl", chat_template=True, max_prompt_tokens=2000)
+    tokenizer = family_tokenizer("qwen3")
+    prompt = PromptStore(spec, open_sources(spec), tokenizer).prompt("train", 0)
+    assert "count_lamps" in tokenizer.decode(prompt.token_ids)
+    assert prompt.tools == (tool,)
+    silent = PromptStore(spec, open_sources(spec), family_tokenizer("phi4"))
+    with pytest.raises(GroupError, match="does not show tools"):
+        silent.prompt("train", 0)

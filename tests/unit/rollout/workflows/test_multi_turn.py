@@ -22,6 +22,7 @@ from services.rollout.failures import CallError, GroupError
 from services.rollout.workflows.base import Episode, EpisodeLimits, Interrupted, load_workflow
 from services.rollout.workflows.multi_turn import MultiTurn
 from services.rollout.workflows.turns import Turn
+from tests.helpers.chat_families import family_tokenizer
 
 TOKENIZER = load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m", tokenizer="bytes"))
 PROMPT = Prompt(token_ids=(5, 6), text="p", answer=None, row={}, data_source="test")
@@ -390,3 +391,46 @@ def test_a_template_that_does_not_show_the_tools_is_refused(tmp_path: Path, show
     MultiTurn(tools=["x.py:f"]).check(
         load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m", tokenizer=str(tmp_path)))
     )
+
+
+TALKING = """
+def say(what):
+    return {"emoji": "\\ud83d", "letters": "東京", "text": "<|im_end|>"}
+def cut():
+    return "a\\ud83d"
+"""
+
+
+async def test_a_result_keeps_its_letters_and_ends_no_turn(tmp_path: Path) -> None:
+    (tmp_path / "tools.py").write_text(TALKING)
+    tokenizer = family_tokenizer("qwen3")
+    engine = Scripted([])
+    lines = (call("say", what="x"), call("cut"), "done")
+    engine.lines = [(*tokenizer.encode(line), tokenizer.eos_id) for line in lines]
+    tools = [f"{tmp_path}/tools.py:{name}" for name in ("say", "cut")]
+    async with CallPool(1) as calls:
+        begun = episode(engine, calls, room=3000, context=9000)
+        begun.tokenizer = tokenizer
+        await MultiTurn(tools=tools, result_template="<|im_end|>[{result}]", offer_tools=False).run(
+            begun
+        )
+    first, second = (turn for turn in begun.turns if not turn.is_sampled)
+    assert "東京" in begun.text(first)
+    assert first.token_ids.count(tokenizer.eos_id) == 1
+    assert begun.text(second) == "[a?]"
+
+
+async def test_a_row_s_tools_are_offered_beside_those_of_the_workflow(tools: str) -> None:
+    function = {"name": "other", "description": "d", "parameters": {"properties": {}}}
+    own = {"type": "function", "function": {**function, "name": "add"}}
+    tokenizer = family_tokenizer("qwen3")
+    engine = Scripted([])
+    engine.lines = [(*tokenizer.encode("done"), tokenizer.eos_id)]
+    async with CallPool(1) as calls:
+        begun = episode(engine, calls, room=3000, context=9000)
+        begun.tokenizer = tokenizer
+        row_tools = ({"type": "function", "function": function}, own)
+        begun.prompt = replace(begun.prompt, tools=row_tools)
+        await MultiTurn(tools=[f"{tools}:add"]).run(begun)
+    text = tokenizer.decode(engine.requests[0].context_ids)
+    assert text.count('"name": "other"') == text.count('"name": "add"') == 1
