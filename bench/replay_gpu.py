@@ -25,7 +25,7 @@ from bench.real_model.setting import Setting, smoke
 from bench.real_model.smollm2 import make_folder
 from bench.report import device_name, read_json, write_json
 from bench.whole_run import REPOSITORY, output_of, run_folder, running, steps_in
-from services.trainer.record.recorder import start_digests
+from services.extras.replay.recorder import start_digests
 
 RESULTS = REPOSITORY / "bench" / "results" / "replay-gpu.json"
 _RECORDED = ("record=full", "validation.every=0")

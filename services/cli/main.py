@@ -66,14 +66,6 @@ _COMMANDS = {
             "inspect:compare",
             "Compare two runs: results, and keys of their specifications that differ.",
         ),
-        "replay": (
-            "replay:replay",
-            "Repeat the training of a recorded run bit by bit, or with other settings and compare curves.",
-        ),
-        "diff": (
-            "replay:diff",
-            "Show the first step at which two recorded runs part, and why.",
-        ),
         "page": (
             "control:page",
             "Print a link to the run page that signs in one browser, once.",

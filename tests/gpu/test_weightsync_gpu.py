@@ -8,7 +8,7 @@ from torch import Tensor
 
 from services.common.models.loading import build_model, load_config, load_folder
 from services.common.models.tokenizer import load_tokenizer
-from services.trainer.record.recorder import start_digests
+from services.extras.replay.recorder import start_digests
 from services.weightsync.checksum import WORDS_PER_ROW, write_checksum, write_tensor_checksums
 from tests.helpers.batches import spec_of
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from services.common.models.loading import build_model, load_config
 from services.common.models.tokenizer import load_tokenizer
 from services.common.runspec.run import ModelSpec, RunSpec
+from services.extras.replay.recorder import StepRecorder
 from services.trainer.batch.packing import pack
 from services.trainer.batch.prefixes import InputSpan
 from services.trainer.checkpoint.checkpointer import Checkpointer
@@ -23,7 +24,6 @@ from services.trainer.engines.fsdp.oom import OomLimits
 from services.trainer.engines.fsdp.parallel import RankTopology
 from services.trainer.model.policy import Critic, Policy, freeze
 from services.trainer.ranks.rank import NO_PROFILES, Rank, StepProfiler
-from services.trainer.record.recorder import StepRecorder
 from services.trainer.steps.critic import CriticRunner
 from services.trainer.steps.step import StepRunner
 from services.wire.batch import BlobRef, FieldColumn, KVBatchMeta

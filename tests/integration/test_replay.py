@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from services.trainer.record import files
+from services.extras.replay import files
 from tests.helpers.cli import Finished, ranks_of, slipstream, started
 
 pytestmark = pytest.mark.timeout(600)

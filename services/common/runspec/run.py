@@ -7,6 +7,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
+from services.common.doors import References
 from services.common.fields import TEACHER_PROMPT, TEACHER_TOP_K
 from services.common.runspec.algorithm import AlgorithmSpec
 from services.common.runspec.base import MAX_SECONDS, NameIn, SpecPart
@@ -19,6 +20,9 @@ from services.common.runspec.trackers import TrackerSpec
 from services.common.runspec.trainer import CriticSpec, TrainerSpec
 from services.common.runspec.weight_modes import MODES, TRANSPORTS
 from services.common.runspec.workers import needs_whole_weights
+
+RECORDERS: Final = References("step_recorders")
+"""The recorders of steps by the value of ``record``."""
 
 
 class LimitsSpec(SpecPart):
@@ -287,7 +291,7 @@ class RunSpec(SpecPart):
     """Storage of samples between rollouts and the trainer."""
     samples: SamplesSpec = SamplesSpec()
     """Samples that are kept for people to read."""
-    record: Literal["off", "full"] = "off"
+    record: Annotated[str, NameIn(RECORDERS, ("off",))] = "off"
     """``full``: the trainer writes for each step everything that its outcome depended on, and a digest
     of the new weights, to ``record`` in the folder of the checkpoints, and computes with deterministic
     operators. ``slipstream replay`` repeats the training from it bit by bit, or with other

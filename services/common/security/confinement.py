@@ -117,6 +117,7 @@ KINDS: Final[Mapping[str, Kind]] = {
     "topology.task_groups": "text",
     "weight_sync.backend": "free",
     "weight_sync.mode": "free",
+    "record": "free",
     "trackers.N.kind": "free",
     "trackers.N.project": "text",
     "trackers.N.tags": "free",

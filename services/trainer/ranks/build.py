@@ -15,9 +15,8 @@ from services.trainer.checkpoint.compatibility import CRITIC, critic_folder, mod
 from services.trainer.checkpoint.manifest import STEP_PREFIX, UnusableCheckpointError
 from services.trainer.engines.base import EngineArgs, ModelRole, Progress, build_engines
 from services.trainer.ranks.rank import Rank, Runner, StepProfiler
+from services.trainer.ranks.step_recording import StepRecorder, prepare_recorder
 from services.trainer.ranks.training_recorder import TrainingRecorder
-from services.trainer.record.files import FOLDER
-from services.trainer.record.recorder import StepRecorder, compute_deterministically
 from services.trainer.settings import TrainerSettings
 from services.trainer.steps.critic import CriticRunner
 from services.trainer.steps.fields import FieldScoring
@@ -59,8 +58,7 @@ def build_rank(
         ValueError: If the model does not load or cannot be trained.
         UnusableCheckpointError: If the checkpoint to start from is damaged or gone.
     """
-    if spec.record == "full":
-        compute_deterministically()
+    make_recorder = prepare_recorder(spec)
     roles: list[ModelRole] = ["policy"]
     if spec.needs_reference and not spec.topology.own_gpus("ref_logp"):
         check_teacher(spec)
@@ -81,14 +79,7 @@ def build_rank(
         runner.on_trained = recorder.collect
     root = checkpoint_root(spec.trainer.checkpoint.directory, settings.state_directory)
     start_from = spec.trainer.checkpoint.start_from
-    step_recorder = None
-    if spec.record == "full":
-        step_recorder = StepRecorder(
-            root / FOLDER,
-            settings.rank,
-            keeps_samples=policy.ranks.is_first_of_peers,
-            trains_adapters=spec.trainer.lora is not None,
-        )
+    step_recorder = make_recorder and make_recorder(root, settings.rank, policy)
     rank = _rank(
         runner,
         spec,

@@ -23,8 +23,8 @@ from services.trainer.batch.samples import (
 )
 from services.trainer.checkpoint.checkpointer import Checkpointer, Snapshot
 from services.trainer.engines.base import OomLimitError, TrainEngine, score_text
+from services.trainer.ranks.step_recording import StepRecorder
 from services.trainer.ranks.training_recorder import TrainingRecorder
-from services.trainer.record.recorder import StepRecorder
 from services.trainer.steps.step import StepResult
 from services.trainer.steps.updates import NonFiniteGuard, nonfinite_inputs
 from services.trainer.transfers import Fetch, fetch_model_inputs

@@ -31,8 +31,8 @@ from services.common.runspec.trainer import checkpoint_root
 from services.controller.models import RunView
 
 if TYPE_CHECKING:  # they import torch
-    from services.cli.regenerate import Regeneration
-    from services.trainer.record.planning import ReplayPlan
+    from services.extras.replay.planning import ReplayPlan
+    from services.extras.replay.regenerate import Regeneration
 
 _CURVES = ("loss", "grad_norm", "entropy", "kl_ref", "kl_rollout", "clip_fraction", "ratio_mean")
 """Metrics that an experiment compares; those that a run does not have are left out."""
@@ -41,7 +41,7 @@ _DIFFERS, _FAILED = 1, 2
 
 def record_folder(run: RunView, state_directory: Path) -> Path:
     """Returns the folder of a run's record."""
-    from services.trainer.record.files import FOLDER  # imports torch
+    from services.extras.replay.files import FOLDER  # imports torch
 
     directory = run.spec["trainer"]["checkpoint"]["directory"]
     return checkpoint_root(directory, state_directory / run.id) / FOLDER
@@ -69,8 +69,8 @@ def replay(
 ) -> None:
     """Repeat the training of a recorded run bit by bit, or with other settings and compare curves."""
     run = of_run(url, run_id, Api.get, state_directory=state_directory)
-    from services.cli.regenerate import wanted_responses
-    from services.trainer.record.planning import plan_replay
+    from services.extras.replay.planning import plan_replay
+    from services.extras.replay.regenerate import wanted_responses
 
     folder, regeneration = record_folder(run, state_directory), None
     try:
@@ -158,7 +158,7 @@ def replayed(plan: "ReplayPlan") -> Iterator[dict[str, Any]]:
         document = {**asdict(plan), "spec": canonical_json(plan.spec), "folder": str(plan.folder)}
         file.write_text(json.dumps(document), encoding="utf-8")
         ranks = plan.spec.trainer.world_size
-        module = ["-m", "services.trainer.replay", str(file)]
+        module = ["-m", "services.extras.replay.training", str(file)]
         if ranks > 1:
             module = [
                 *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
@@ -230,7 +230,7 @@ def diff(
         return [await api.get(await find_run(api, text)) for text in (run_id, other)]
 
     one, two = call_api(url, work, state_directory=state_directory)
-    from services.trainer.record.comparing import compare_records
+    from services.extras.replay.comparing import compare_records
 
     try:
         difference, keys = compare_records(

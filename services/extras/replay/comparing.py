@@ -10,8 +10,8 @@ from torch import Tensor
 
 from services.common.fields import group_of
 from services.common.runspec.keys import flat
-from services.trainer.record import files
-from services.trainer.record.files import RecordedStep
+from services.extras.replay import files
+from services.extras.replay.files import RecordedStep
 
 Cause = Literal[
     "none", "initial weights", "batch", "order", "seed", "version", "tokens", "logprobs", "reward",

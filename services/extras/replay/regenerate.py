@@ -14,10 +14,10 @@ from services.common.fields import group_of
 from services.common.models.loading import build_model, load_config, stored_tensors
 from services.common.models.tokenizer import load_tokenizer
 from services.common.runspec.run import RunSpec
+from services.extras.replay import files
 from services.rollout.engines.base import GenerationRequest
 from services.rollout.engines.torch.decoding import DecodeBatch
 from services.rollout.engines.torch.engine import use_decoding_kernels
-from services.trainer.record import files
 
 
 @dataclass(slots=True)

@@ -10,10 +10,10 @@ import torch
 from services.common.errors import DataLossError, FailedPreconditionError, InvalidArgumentError
 from services.common.runspec.loader import draft_of
 from services.common.runspec.run import RunSpec
+from services.extras.replay import files
+from services.extras.replay.files import StepNumbers
+from services.extras.replay.recorder import code_digests, hardware, packages
 from services.trainer.checkpoint import manifest
-from services.trainer.record import files
-from services.trainer.record.files import StepNumbers
-from services.trainer.record.recorder import code_digests, hardware, packages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,12 +17,12 @@ from services.common.errors import (
 )
 from services.common.fields import MODEL_INPUTS
 from services.common.runspec.run import RunSpec
+from services.extras.replay import files
+from services.extras.replay.comparing import compare_records
+from services.extras.replay.planning import plan_replay
+from services.extras.replay.recorder import StepRecorder, start_digests
+from services.extras.replay.training import RecordedBatches
 from services.trainer.ranks.rank import Rank
-from services.trainer.record import files
-from services.trainer.record.comparing import compare_records
-from services.trainer.record.planning import plan_replay
-from services.trainer.record.recorder import StepRecorder, start_digests
-from services.trainer.replay import RecordedBatches
 from services.wire.data.jagged import Jagged
 from tests.helpers.batches import Queue, policy_of, random_queue, rank_of, spec_of
 

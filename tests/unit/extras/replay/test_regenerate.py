@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.regenerate import wanted_responses
 from services.common.errors import DataLossError, FailedPreconditionError, InvalidArgumentError
+from services.extras.replay.regenerate import wanted_responses
 from tests.helpers.specs import spec_with
 
 REWARDS = [{"name": "exact_match"}]

@@ -1,6 +1,6 @@
 """Replays recorded steps on all ranks of a trainer, without rollouts.
 
-torchrun --standalone --nproc-per-node RANKS -m services.trainer.replay PLAN
+torchrun --standalone --nproc-per-node RANKS -m services.extras.replay.training PLAN
 
 ``slipstream replay`` starts it. Each rank trains with the code of a run, from recorded batches instead of the
 transferqueue, and compares its weights with the recorded digests. Rank 0 writes a line of JSON per step.
@@ -22,12 +22,12 @@ from services.common.errors import ServiceError
 from services.common.runspec.loader import parse_spec
 from services.common.settings import set_defaults
 from services.common.telemetry.logging import configure
+from services.extras.replay import files
+from services.extras.replay.files import RecordedStep
+from services.extras.replay.recorder import comparable, compute_deterministically, start_digests
 from services.trainer.collectives import join_processes
 from services.trainer.ranks.build import build_rank, device_of
 from services.trainer.ranks.rank import Rank
-from services.trainer.record import files
-from services.trainer.record.files import RecordedStep
-from services.trainer.record.recorder import comparable, compute_deterministically, start_digests
 from services.trainer.settings import TrainerSettings
 from services.wire.batch import KVBatchMeta
 from services.wire.data.jagged import Jagged

@@ -22,9 +22,10 @@ from services.common.runspec.keys import flat
 from services.common.runspec.loader import canonical_json
 from services.common.runspec.run import RunSpec
 from services.common.settings import set_defaults
+from services.extras.replay import files
+from services.extras.replay.files import Columns, StepNumbers
 from services.trainer.engines.base import TrainEngine
-from services.trainer.record import files
-from services.trainer.record.files import Columns, StepNumbers
+from services.trainer.ranks.step_recording import RecorderMaker
 from services.trainer.steps.step import StepResult
 from services.trainer.transfers import Fetch
 from services.weightsync.checksum import write_tensor_checksums
@@ -180,6 +181,21 @@ class StepRecorder:
         numbers = replace(numbers, weights=weights())
         files.write_step(self._folder, self._rank, numbers, metas=own, columns=columns)
         self.written_s = time.thread_time() - began
+
+
+def record_fully(spec: RunSpec) -> RecorderMaker:
+    """Makes this process compute deterministically; returns what makes its recorder (``record: full``)."""
+    compute_deterministically()
+
+    def make(root: Path, rank: int, engine: TrainEngine) -> StepRecorder:
+        return StepRecorder(
+            root / files.FOLDER,
+            rank,
+            keeps_samples=engine.ranks.is_first_of_peers,
+            trains_adapters=spec.trainer.lora is not None,
+        )
+
+    return make
 
 
 def comparable(metrics: Mapping[str, float]) -> dict[str, float]:
