@@ -135,9 +135,14 @@ class Objective:
             values = values * compared.weights
         values = torch.where(compared.accepted, values, 0.0)
         if kl_coefficient > 0:
-            penalty = self._penalty(logprobs, samples, compared)
-            values = values + kl_coefficient * penalty
+            penalty = loss.kl_penalty(
+                logprobs, samples.tokens["ref_logprobs"], estimator=spec.kl.estimator
+            )
+            # Not weighted: bounded weights would change the divergence that the coefficient follows.
             tally.mean("kl_ref", penalty, mask)
+            if spec.kl.importance_weighted and compared.weights is not None:
+                penalty = penalty * compared.weights
+            values = values + kl_coefficient * penalty
         if self.entropy_coefficient > 0:
             values = values - self.entropy_coefficient * entropy
         for name, indicator in policy.indicators.items():
@@ -247,15 +252,6 @@ class Objective:
                 f"{len(logprobs)} tokens, but returned {result!r}"
             )
         return result
-
-    def _penalty(self, logprobs: Tensor, samples: Samples, compared: _Comparison) -> Tensor:
-        """Returns the ``[R]`` KL penalty to the reference, weighted if ``kl.importance_weighted`` is set."""
-        penalty = loss.kl_penalty(
-            logprobs, samples.tokens["ref_logprobs"], estimator=self._spec.kl.estimator
-        )
-        if compared.weights is None or not self._spec.kl.importance_weighted:
-            return penalty
-        return penalty * compared.weights
 
     def _report(
         self,

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from services.common.errors import NotFoundError
 from services.common.runspec.trainer import CriticSpec
 from services.trainer.batch.samples import IncompleteBatchError
 from services.trainer.ranks.rank import StepProfiler
+from services.trainer.steps.updates import NotFiniteError
 from services.wire.data.jagged import Jagged
 from tests.helpers.batches import policy_of, random_queue, rank_of, spec_of
 
@@ -68,7 +68,7 @@ def test_a_nonfinite_reward_skips_the_step_and_too_many_need_a_checkpoint() -> N
     rank = rank_of(spec, policy, bad)
     assert rank.train(1, bad.meta).skipped
     assert all(torch.equal(value, before[key]) for key, value in policy.state_dict().items())
-    with pytest.raises(NotFoundError, match="no usable checkpoint"):
+    with pytest.raises(NotFiniteError, match="no checkpoint"):
         rank.train(2, bad.meta)
 
 
