@@ -3,10 +3,11 @@
 One rank needs no process group.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Final
 
 import torch
 from torch import Tensor, distributed
@@ -23,6 +24,9 @@ from services.common.errors import (
 _SHARED = (NotFoundError, UnavailableError, DeadlineExceededError)
 """Failures that mean the same on every rank: samples were released, or the transferqueue is unreachable."""
 
+
+DEVIATIONS: Final[Mapping[str, str]] = {"reward_mean": "reward_std"}
+"""Names of standard deviations, by the mean of the same values."""
 
 _MAX_PAUSE = timedelta(hours=24)
 """Max time between two commands of rank 0, after which the other ranks give up."""
@@ -130,17 +134,29 @@ class Ranks:
 
 
 class MetricTotals:
-    """Accumulates means and maxima over micro-batches, then reduces them over ranks."""
+    """Accumulates means, standard deviations and maxima over micro-batches, then reduces them over ranks.
+
+    Standard deviations come from squared distances from the mean: the difference of a mean of squares and a
+    squared mean would be mere rounding if all values are large and nearly equal.
+    """
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[Tensor, Tensor]] = {}
+        self._squares: dict[str, Tensor] = {}
         self._maxima: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def mean(self, name: str, values: Tensor, mask: Tensor) -> None:
-        """Adds the elements of ``values`` (any shape) that ``mask`` selects to the mean ``name``."""
+        """Adds the elements of ``values`` (any shape) that ``mask`` selects to the mean ``name``.
+
+        The mean ``reward_mean`` also gives a standard deviation, ``reward_std`` (:data:`DEVIATIONS`).
+        """
         total = torch.where(mask, values.detach(), 0.0).sum(dtype=torch.float64)
         count = mask.sum(dtype=torch.float64)
+        if name in DEVIATIONS:
+            distance = torch.where(mask, values.detach().double() - total / count.clamp(min=1), 0.0)
+            squares = distance.square().sum()
+            self._add_squares(name, total, count, squares)
         if name in self._sums:
             known_total, known_count = self._sums[name]
             total, count = known_total + total, known_count + count
@@ -157,25 +173,55 @@ class MetricTotals:
 
     def merge(self, other: "MetricTotals") -> None:
         """Adds the totals of another instance."""
-        for name, (total, count) in other._sums.items():  # noqa: SLF001 -- of the same class
+        for name, squares in other._squares.items():  # noqa: SLF001 -- of the same class
+            self._add_squares(name, *other._sums[name], squares)  # noqa: SLF001
+        for name, (total, count) in other._sums.items():  # noqa: SLF001
             known_total, known_count = self._sums.get(name, (0.0, 0.0))
             self._sums[name] = known_total + total, known_count + count
         for name, highest in other._maxima.items():  # noqa: SLF001
             known = self._maxima.get(name, highest)
             self._maxima[name] = torch.maximum(known, highest)
 
+    def _add_squares(self, name: str, total: Tensor, count: Tensor, squares: Tensor) -> None:
+        """Adds squared distances from the mean of further values, before their sum is added."""
+        if name in self._squares:
+            known_total, known_count = self._sums[name]
+            apart = total / count.clamp(min=1) - known_total / known_count.clamp(min=1)
+            between = apart.square() * count * known_count / (count + known_count).clamp(min=1)
+            squares = self._squares[name] + squares + between
+        self._squares[name] = squares
+
     def reduce(self, ranks: Ranks) -> dict[str, float]:
-        """Returns every mean and maximum over all ranks. All ranks must have accumulated the same names."""
+        """Returns all values over all ranks. All ranks must have accumulated the same names."""
         names, tops = sorted(self._sums), sorted(self._maxima)
-        means: list[float] = []
+        means: dict[str, float] = {}
         maxima: list[float] = []
         if names:
             pairs = torch.stack([torch.stack(self._sums[name]).cpu() for name in names])
             totals, counts = ranks.sum(pairs).unbind(1)
-            means = (totals / counts.clamp(min=1)).tolist()
+            averages = totals / counts.clamp(min=1)
+            means = dict(zip(names, averages.tolist(), strict=True))
+            means |= self._deviations(names, averages, counts, ranks)
         if tops:
             maxima = ranks.max(torch.stack([self._maxima[name].cpu() for name in tops])).tolist()
-        return dict(zip([*names, *tops], [*means, *maxima], strict=True))
+        return {**means, **dict(zip(tops, maxima, strict=True))}
+
+    def _deviations(
+        self, names: Sequence[str], averages: Tensor, counts: Tensor, ranks: Ranks
+    ) -> dict[str, float]:
+        """Returns the standard deviations over all ranks, of the values as a whole population."""
+        spread = [name for name in names if name in self._squares]
+        if not spread:
+            return {}
+        places = [names.index(name) for name in spread]
+        totals, own = torch.stack([torch.stack(self._sums[name]).cpu() for name in spread]).unbind(
+            1
+        )
+        squares = torch.stack([self._squares[name].cpu() for name in spread])
+        squares = squares + own * (totals / own.clamp(min=1) - averages[places]).square()
+        variances = ranks.sum(squares) / counts[places].clamp(min=1)
+        deviations = [DEVIATIONS[name] for name in spread]
+        return dict(zip(deviations, variances.sqrt().tolist(), strict=True))
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -14,6 +14,8 @@ from services.trainer.batch.segments import Segments
 
 _STD_EPSILON = 1e-6
 _WHITEN_EPSILON = 1e-8
+_ROUNDING = 64 * torch.finfo(torch.float64).eps
+"""Relative distance from the mean that counts as rounding."""
 
 
 def _group_mean(values: Tensor, groups: Tensor) -> Tensor:
@@ -31,12 +33,20 @@ def _group_size(values: Tensor, groups: Tensor) -> Tensor:
     return _group_sum(torch.ones_like(values), groups)
 
 
-def _centred(values: Tensor, groups: Tensor) -> Tensor:
-    """Subtracts the group's mean from ``[N]`` values; exactly 0 if all of a group are equal."""
+def _above_lowest(values: Tensor, groups: Tensor) -> Tensor:
+    """Subtracts the group's lowest value from ``[N]`` values.
+
+    Means of the result are exact if all of a group are equal: sums of equal numbers may be rounded, but sums
+    of zeros are not.
+    """
     num_groups = int(groups.max()) + 1 if len(groups) else 0
     lowest = values.new_full((num_groups,), torch.inf)
-    # Subtract the minimum first: sums of equal numbers may be rounded, but sums of zeros are exact.
-    above = values - lowest.scatter_reduce(0, groups, values, reduce="amin")[groups]
+    return values - lowest.scatter_reduce(0, groups, values, reduce="amin")[groups]
+
+
+def _centred(values: Tensor, groups: Tensor) -> Tensor:
+    """Subtracts the group's mean from ``[N]`` values; exactly 0 if all of a group are equal."""
+    above = _above_lowest(values, groups)
     return above - _group_mean(above, groups)
 
 
@@ -112,10 +122,10 @@ def gdpo(terms: Mapping[str, Tensor], groups: Tensor, *, weights: Mapping[str, f
         ``[N]`` advantages.
     """
     parts = [weight * grpo(terms[name], groups) for name, weight in weights.items()]
+    # The mean over the batch is 0, because each group's is; to subtract it would only add its rounding.
     total = torch.stack(parts).sum(0)
-    centred = total - total.mean() if len(total) else total
-    deviation = centred.square().sum().div(max(len(total) - 1, 1)).sqrt()
-    return centred / (deviation + _STD_EPSILON)
+    deviation = total.square().sum().div(max(len(total) - 1, 1)).sqrt()
+    return total / (deviation + _STD_EPSILON)
 
 
 def opo(scores: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
@@ -131,10 +141,10 @@ def opo(scores: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
     Returns:
         ``[N]`` advantages.
     """
-    weights = lengths.to(scores.dtype)
+    weights, above = lengths.to(scores.dtype), _above_lowest(scores, groups)
     total = _group_sum(weights, groups).clamp(min=1)
-    baseline = _group_sum(weights * scores, groups) / total
-    return scores - torch.where(_group_size(scores, groups) > 1, baseline, 0.0)
+    centred = above - _group_sum(weights * above, groups) / total
+    return torch.where(_group_size(scores, groups) > 1, centred, scores)
 
 
 def pass_at_k(scores: Tensor, groups: Tensor) -> Tensor:
@@ -243,6 +253,8 @@ def whiten(
 ) -> Tensor:
     """Normalizes to zero mean and unit variance over all tokens of the batch, 0 outside ``mask``.
 
+    Equal values become exactly 0.
+
     Args:
         values: ``[T]`` float, this part of the batch.
         mask: ``[T]`` bool.
@@ -254,7 +266,10 @@ def whiten(
     kept = torch.where(mask, values, 0.0).to(torch.float64)
     count, total = sum_over_ranks(torch.stack([mask.sum().to(kept.dtype), kept.sum()])).unbind()
     # Center first: as a difference of two large sums, the variance could be mere rounding error.
-    centred = torch.where(mask, kept - total / count.clamp(min=1), 0.0)
+    mean = total / count.clamp(min=1)
+    centred = torch.where(mask, kept - mean, 0.0)
+    # The mean of equal values may differ from them by its rounding.
+    centred = torch.where(centred.abs() > _ROUNDING * mean.abs(), centred, 0.0)
     variance = sum_over_ranks(centred.square().sum()) / (count - 1).clamp(min=1)
     return (centred * torch.rsqrt(variance + _WHITEN_EPSILON)).to(values.dtype)
 

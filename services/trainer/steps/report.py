@@ -170,7 +170,6 @@ def describe_batch(
     first = samples.is_first
     member = cohort.is_member[samples.rows] & first
     tally.mean("reward_mean", samples.rewards, member)
-    tally.mean("reward_square", samples.rewards.square(), member)
     tally.mean("scored_fraction", member.float(), first)
     tally.mean("failed_fraction", cohort.is_failed[samples.rows].float(), first)
     counts = samples.by_sample
@@ -199,20 +198,16 @@ def describe_batch(
 
 
 def derive(means: Mapping[str, float], spec: RunSpec) -> dict[str, float]:
-    """Derives metrics that are not means: standard deviation of rewards and effective sample size.
+    """Derives metrics that are ratios of means: the effective sample size; removes unknown rewards.
 
     Args:
-        means: Means over all ranks.
+        means: Reduced metrics of all ranks.
         spec: The run, which may have no rewards.
     """
     metrics = dict(means)
-    square = metrics.pop("reward_square")
-    if metrics.pop("scored_fraction") > 0 and spec.is_rewarded:
-        variance = square - metrics["reward_mean"] ** 2
-        metrics["reward_std"] = math.sqrt(max(variance, 0.0))
-    else:
+    if metrics.pop("scored_fraction") == 0 or not spec.is_rewarded:
         # Failed samples do not have reward 0: their reward is unknown.
-        del metrics["reward_mean"], metrics["score_mean"]
+        del metrics["reward_mean"], metrics["reward_std"], metrics["score_mean"]
     square = metrics.pop("is_weight_square")
     metrics["ess"] = metrics["is_weight_mean"] ** 2 / square if square > 0 else 1.0
     metrics.setdefault("staleness_mean", 0.0)

@@ -29,8 +29,24 @@ def test_equal_scores_give_exactly_nothing(dtype: torch.dtype) -> None:
         advantages.grpo(scores, groups),
         advantages.rloo(scores, groups),
         advantages.group_baseline(scores, groups),
+        advantages.maxrl(scores, groups),
+        advantages.pass_at_k(scores, groups),
+        advantages.opo(scores, groups, torch.arange(2, 12)),
+        advantages.gdpo({"right": scores}, groups, weights={"right": 0.7}),
+        advantages.whiten(scores[:7], torch.ones(7, dtype=torch.bool)),
     ):
         assert not result.any()
+
+
+def test_a_group_of_equal_terms_gets_exactly_nothing_beside_others() -> None:
+    terms = {
+        "right": torch.tensor([0.1] * 7 + [0.3, 0.9, 0.7], dtype=torch.float64),
+        "brief": torch.tensor([0.7] * 7 + [0.2, 0.1, 0.4], dtype=torch.float64),
+    }
+    groups = torch.tensor([0] * 7 + [1] * 3)
+    result = advantages.gdpo(terms, groups, weights={"right": 1.0, "brief": 0.3})
+    assert not result[:7].any()
+    assert bool((result[7:] != 0).all())
 
 
 def test_rloo_matches() -> None:
