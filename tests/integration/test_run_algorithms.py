@@ -18,12 +18,13 @@ SAMPLING_LOSSES = [
     name for name, kind in LOSSES.items() if not (kind.num_demonstrations or kind.distills)
 ]
 OTHERS = (
+    # With the first and the seventh advantage, whose groups decide.
+    ("algorithm.dynamic_sampling=true", "algorithm.entropy_coefficient=0.01"),
     ("algorithm.kl={coefficient: 0.1, placement: reward, estimator: k1}",),
     ("algorithm.kl={coefficient: 0.1, estimator: k3+, target: 0.1}", "trainer.updates_per_step=2"),
     ("algorithm.overlong={buffer_tokens: 2, mask_truncated: true}",),
     ("algorithm.rejection=[{level: seq_mean, lower: 0.5, upper: 2.0}]",),
     ("algorithm.correction=decoupled", "algorithm.correction_level=sequence"),
-    ("algorithm.dynamic_sampling=true", "algorithm.entropy_coefficient=0.01"),
 )
 # Every commit runs cpu_async and delta of these; shadow is the default of all other runs.
 MODES = ("delta", "shadow", "inplace", "cpu_async")

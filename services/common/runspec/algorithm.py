@@ -174,7 +174,8 @@ class AlgorithmSpec(SpecPart):
     overlong: OverlongSpec = OverlongSpec()
     """Treatment of responses at the length limit."""
     dynamic_sampling: bool = False
-    """If true, groups whose rewards are all equal are replaced by new ones (DAPO)."""
+    """If true, groups whose advantages are all 0, such as those of equal rewards, are replaced by new
+    ones (DAPO)."""
     max_refill_factor: float = Field(4.0, ge=1)
     """Max number of groups generated for one batch under dynamic sampling, as a multiple of the
     batch. When it is reached, the step trains with the groups that exist."""
@@ -200,7 +201,8 @@ class AlgorithmSpec(SpecPart):
     second."""
     max_nonfinite_steps: int = Field(3, ge=0)
     """Max consecutive steps that are skipped because a value was not finite. After one more, the
-    run returns to the newest checkpoint; it ends if there is none or if that did not help."""
+    run returns to the last checkpoint before them; it ends if there is none or if that did not
+    help."""
 
     @property
     def loss_kind(self) -> LossKind:

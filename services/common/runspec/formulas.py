@@ -16,6 +16,11 @@ _LOSSES: Final = "services.trainer.algorithm.loss"
 _ESTIMATORS: Final = "services.trainer.algorithm.estimators"
 
 
+IdleGroups = Literal["equal_scores", "no_single_best", "no_success", "equal_terms"]
+"""Groups without advantages: of equal scores; without one best score; of equal scores or with a mean of 0 or
+less; of equal terms."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Formula:
     """A loss or advantage function that a run names."""
@@ -73,6 +78,9 @@ class AdvantageKind(Formula):
     """True if each group has one additional greedy response."""
     compares_members: bool = False
     """True if the advantage of a response without others in its group is 0."""
+    idle_groups: IdleGroups | None = None
+    """Groups of several members whose advantages are all 0, which dynamic sampling replaces. None if this
+    does not follow from a group's scores."""
 
 
 class DppoArguments(SpecPart):
@@ -253,20 +261,44 @@ LOSSES: Final[Mapping[str, LossKind]] = {
 }
 
 ADVANTAGES: Final[Mapping[str, AdvantageKind]] = {
-    "grpo": AdvantageKind(function=f"{_ESTIMATORS}:grpo", is_per_group=True, compares_members=True),
-    "dr_grpo": AdvantageKind(
-        function=f"{_ESTIMATORS}:dr_grpo", is_per_group=True, compares_members=True
+    "grpo": AdvantageKind(
+        function=f"{_ESTIMATORS}:grpo",
+        is_per_group=True,
+        compares_members=True,
+        idle_groups="equal_scores",
     ),
-    "rloo": AdvantageKind(function=f"{_ESTIMATORS}:rloo", is_per_group=True, compares_members=True),
+    "dr_grpo": AdvantageKind(
+        function=f"{_ESTIMATORS}:dr_grpo",
+        is_per_group=True,
+        compares_members=True,
+        idle_groups="equal_scores",
+    ),
+    "rloo": AdvantageKind(
+        function=f"{_ESTIMATORS}:rloo",
+        is_per_group=True,
+        compares_members=True,
+        idle_groups="equal_scores",
+    ),
     "maxrl": AdvantageKind(
-        function=f"{_ESTIMATORS}:maxrl", is_per_group=True, compares_members=True
+        function=f"{_ESTIMATORS}:maxrl",
+        is_per_group=True,
+        compares_members=True,
+        idle_groups="no_success",
     ),
     "gdpo": AdvantageKind(
-        function=f"{_ESTIMATORS}:gdpo", arguments=GdpoArguments, compares_members=True
+        function=f"{_ESTIMATORS}:gdpo",
+        arguments=GdpoArguments,
+        compares_members=True,
+        idle_groups="equal_terms",
     ),
-    "opo": AdvantageKind(function=f"{_ESTIMATORS}:opo", is_per_group=True),
+    "opo": AdvantageKind(
+        function=f"{_ESTIMATORS}:opo", is_per_group=True, idle_groups="equal_scores"
+    ),
     "pass_at_k": AdvantageKind(
-        function=f"{_ESTIMATORS}:pass_at_k", is_per_group=True, compares_members=True
+        function=f"{_ESTIMATORS}:pass_at_k",
+        is_per_group=True,
+        compares_members=True,
+        idle_groups="no_single_best",
     ),
     "none": AdvantageKind(function=f"{_ESTIMATORS}:none", is_per_group=True),
     "uniform": AdvantageKind(function=f"{_ESTIMATORS}:uniform", is_per_group=True),

@@ -1301,16 +1301,36 @@ def _groups(spec: RunSpec) -> Iterator[str]:
             f"rollout.group_size ({size}) is below algorithm.min_group_size ({least}), so no "
             "group could ever be trained; raise the first or lower the second"
         )
-    if algorithm.dynamic_sampling and (size == 1 or not spec.is_rewarded):
+    yield from _dynamic_sampling(spec)
+    if size == 1 and spec.teacher is not None and spec.teacher.demonstration is not None:
+        yield (
+            "teacher.demonstration shows the best other response of a group, but rollout.group_size is 1, "
+            "so no response would train; raise rollout.group_size"
+        )
+
+
+def _dynamic_sampling(spec: RunSpec) -> Iterator[str]:
+    """Yields reasons why dynamic sampling cannot tell the groups that train from others."""
+    algorithm, size = spec.algorithm, spec.rollout.group_size
+    if not algorithm.dynamic_sampling:
+        return
+    if size == 1 or not spec.is_rewarded:
         cause = "rollout.group_size is 1" if size == 1 else "no sample that trains has a reward"
         yield (
             f"algorithm.dynamic_sampling replaces groups whose rewards are all equal, but {cause}, so it "
             "would replace every group; remove it"
         )
-    if size == 1 and spec.teacher is not None and spec.teacher.demonstration is not None:
+    begins = "algorithm.dynamic_sampling replaces groups whose advantages are all 0"
+    if algorithm.advantage_kind.idle_groups is None:
+        others = [name for name, kind in ADVANTAGES.items() if kind.idle_groups]
         yield (
-            "teacher.demonstration shows the best other response of a group, but rollout.group_size is 1, "
-            "so no response would train; raise rollout.group_size"
+            f"{begins}, which does not follow from the rewards of a group with algorithm.advantage "
+            f"{algorithm.advantage!r}; remove it, or set algorithm.advantage to one of {', '.join(others)}"
+        )
+    if algorithm.kl.coefficient > 0 and algorithm.kl.placement == "reward":
+        yield (
+            f"{begins}, but with algorithm.kl.placement 'reward' groups of equal rewards train too; remove "
+            "it, or set algorithm.kl.placement to 'loss'"
         )
 
 

@@ -1,5 +1,6 @@
 """Index of a run's samples in the transferqueue, by group; statistics of batches."""
 
+import json
 from collections import defaultdict
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from typing import cast
 
 from services.common.fields import group_of, sample_key
 from services.common.runspec.algorithm import AlgorithmSpec
+from services.controller.rules.dynamic_sampling import Member, trains_nothing
 from services.controller.rules.ledger import Group
 from services.controller.rules.statistics import Histogram, histogram, term_means
 from services.wire.batch import MISSING, KVBatchMeta, TagValues, pick
@@ -185,20 +187,53 @@ def rewards_of(samples: GroupSamples) -> list[float]:
 
 
 def unfit_reason(
-    samples: GroupSamples, algorithm: AlgorithmSpec, *, may_refill: bool
+    samples: GroupSamples,
+    algorithm: AlgorithmSpec,
+    *,
+    may_refill: bool,
+    max_response_tokens: int = 0,
 ) -> str | None:
     """Returns why a finished group is not trained; None if it is.
 
     Args:
         algorithm: Min group size, and whether sampling is dynamic.
         may_refill: True if dynamic sampling may still replace groups.
+        max_response_tokens: Limit of the length, from which long responses are penalized.
     """
-    rewards = rewards_of(samples)
-    if len(rewards) < algorithm.min_group_size:
+    members = _members_of(samples, algorithm)
+    if len(members) < algorithm.min_group_size:
         return "too_few_members"
-    if algorithm.dynamic_sampling and may_refill and max(rewards) - min(rewards) <= 1e-9:
+    if (
+        algorithm.dynamic_sampling
+        and may_refill
+        and trains_nothing(members, algorithm, max_response_tokens=max_response_tokens)
+    ):
         return "equal_rewards"
     return None
+
+
+def _members_of(samples: GroupSamples, algorithm: AlgorithmSpec) -> list[Member]:
+    """Returns the members of a group that are neither greedy nor failed."""
+    rewards = cast("Sequence[float]", samples.tag("reward"))
+    lengths: Sequence[int] = [0] * len(rewards)
+    terms: Sequence[str] = ["{}"] * len(rewards)
+    if algorithm.overlong.buffer_tokens:
+        lengths = samples.numbers("response_tokens")
+    if algorithm.advantage_kind.idle_groups == "equal_terms":
+        terms = cast("Sequence[str]", samples.tag("terms"))
+    ends = zip(samples.tag("finish_reason"), samples.tag("greedy"), strict=True)
+    return [
+        Member(
+            reward=reward,
+            num_tokens=length,
+            is_truncated=finish == "length",
+            terms=json.loads(named),
+        )
+        for reward, length, named, (finish, greedy) in zip(
+            rewards, lengths, terms, ends, strict=True
+        )
+        if finish != "failed" and not greedy
+    ]
 
 
 def reward_terms(samples: KVBatchMeta) -> dict[str, float]:

@@ -473,7 +473,12 @@ class GenerationScheduler:
         algorithm = self._spec.now.algorithm
         refilled = self._ledger.num_ended(_REFILLED) - self._refilled
         maximum = (algorithm.max_refill_factor - 1) * self._spec.now.trainer.prompts_per_step
-        return unfit_reason(samples, algorithm, may_refill=refilled < maximum)
+        return unfit_reason(
+            samples,
+            algorithm,
+            may_refill=refilled < maximum,
+            max_response_tokens=self._spec.now.rollout.max_response_tokens,
+        )
 
     async def _notify(self) -> None:
         self._wake()
