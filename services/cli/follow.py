@@ -34,6 +34,7 @@ _TOLD = (
     "WorkerReconnected",
     "GroupFailed",
     "CheckpointFailed",
+    "CheckpointsVolatile",
     "NoProgress",
     "NothingLearned",
     "StepSkipped",

@@ -7,13 +7,11 @@ import logging
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import REGISTRY
 
-from services.checks.pods import installed_pod_problems
 from services.common.errors import FailedPreconditionError, InvalidArgumentError
 from services.common.http.limits import raise_descriptor_limit
 from services.common.http.server import serve_http
@@ -42,7 +40,6 @@ from services.controller.manager.launchers import LauncherArgs, open_launcher
 from services.controller.manager.logs import RunLogs
 from services.controller.manager.run_collector import RunCollector
 from services.controller.manager.runs import RunManager
-from services.controller.manager.spec_policy import LauncherProblems, no_launcher_problems
 from services.controller.membership import Membership
 from services.controller.run.lifecycle.loop import Services
 from services.controller.settings import DATABASE_FILE, ControllerSettings
@@ -87,7 +84,6 @@ async def run_controller(settings: ControllerSettings) -> None:
             tasks=tasks,
             defaults=settings.limits(),
             allowance=settings.allowance,
-            launcher_problems=_launcher_problems(settings),
         )
         logs = RunLogs(settings.state_directory, manager.is_ended)
         limits = RequestLimits(manager.limits)
@@ -197,12 +193,6 @@ async def _serve_rest(
     async with serving as port:
         scheme = "https" if settings.rest_tls_certificate else "http"
         yield f"{scheme}://{settings.advertise_host}:{port}"
-
-
-def _launcher_problems(settings: ControllerSettings) -> LauncherProblems:
-    if settings.launcher != "kubernetes":
-        return no_launcher_problems
-    return partial(installed_pod_problems, settings.worker_templates)
 
 
 @asynccontextmanager

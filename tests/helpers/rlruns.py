@@ -33,6 +33,8 @@ class FakeRLRuns:
     def __init__(self) -> None:
         self.events: list[tuple[str, str, str]] = []
         """Object, reason and message of each event."""
+        self.warnings: list[str] = []
+        """Reasons of the events of type Warning."""
         self.status_writes: dict[str, int] = {}
         self.error: ApiException | None = None
         """Error that every call raises, if set."""
@@ -128,6 +130,8 @@ class FakeRLRuns:
     def create_namespaced_event(self, _namespace: str, body: dict[str, Any], **_: Any) -> None:
         with self._lock:
             self.events.append((body["involvedObject"]["name"], body["reason"], body["message"]))
+            if body["type"] == "Warning":
+                self.warnings.append(body["reason"])
 
     def _find(self, namespace: str, name: str) -> dict[str, Any]:
         if self.error is not None:

@@ -9,13 +9,15 @@ stop    deletes them and waits until they are gone
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from services.common.errors import ServiceError
+from services.checks.pods import installed_pod_problems
+from services.common.errors import FailedPreconditionError, ServiceError
 from services.common.host import Clock
 from services.common.runspec.run import RunSpec
+from services.common.runspec.workers import WORKERS
 from services.common.security.credentials import current_identity
 from services.common.security.tls import Certificate
 from services.common.task_group import TaskGroup
@@ -26,6 +28,7 @@ from services.controller.launch.pod_state import PodRecord, check_growth
 from services.controller.launch.scale import RolloutScales
 from services.controller.launch.worker_pods import (
     RUN_LABEL,
+    RUNS_FOLDER,
     TLS_FILES,
     TOKEN_KEY,
     Pod,
@@ -36,6 +39,7 @@ from services.controller.launch.worker_pods import (
     run_metadata,
     run_policy,
     secret_name,
+    why_volatile,
 )
 
 logger = logging.getLogger(__name__)
@@ -87,6 +91,18 @@ class KubernetesLauncher:
         self._group_sizes: dict[str, int] = {}
         self._changed = asyncio.Condition()
         self.secrets = RunSecrets(api, owner=owner)
+
+    def problems(self, spec: RunSpec) -> Iterable[str]:
+        """Yields reasons why no node has room for a pod of a run."""
+        return installed_pod_problems(self._templates, spec)
+
+    async def why_volatile(self, folder: str | None) -> str:
+        """Returns why files in a folder of the trainer are lost with its pod; empty if a claim keeps them."""
+        try:
+            templates = await asyncio.to_thread(load_templates, self._templates)
+        except FailedPreconditionError:  # the start of the run reports it
+            return ""
+        return why_volatile(templates.pods[WORKERS["trainer"].program], folder or RUNS_FOLDER)
 
     async def start(self, run_id: str, spec: RunSpec, *, later: Collection[str] = ()) -> None:
         """Creates the missing pods of a run; an earlier controller may have created some.

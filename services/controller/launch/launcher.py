@@ -1,7 +1,7 @@
 """Protocol of launchers, which start and stop the workers of runs on one platform."""
 
 import signal
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -55,6 +55,16 @@ def log_command(run_id: str, worker_id: str) -> str:
 class Launcher(Protocol):
     """Starts and stops workers."""
 
+    def problems(self, spec: RunSpec) -> Iterable[str]:
+        """Yields reasons why the launcher can never start a run, each with its key and a fix."""
+
+    async def why_volatile(self, folder: str | None) -> str:
+        """Returns why files in a folder of the trainer are lost with it; empty if they are not.
+
+        Args:
+            folder: Absolute path; None for the folder that the trainer uses by default.
+        """
+
     async def start(self, run_id: str, spec: RunSpec, *, later: Collection[str] = ()) -> None:
         """Starts the workers of a run that are not running.
 
@@ -85,8 +95,16 @@ class Launcher(Protocol):
 ExitHandler = Callable[[WorkerExit], None]
 
 
-class Unqueued:
-    """Part of a launcher whose workers are in no queue."""
+class LauncherDefaults:
+    """Answers of a launcher without rules of its own, without queues, and whose files outlive its workers."""
+
+    def problems(self, spec: RunSpec) -> Iterable[str]:
+        """Returns nothing: any run may be started."""
+        return ()
+
+    async def why_volatile(self, folder: str | None) -> str:
+        """Returns an empty text: files outlive workers."""
+        return ""
 
     def queued(self, run_id: str) -> Collection[str]:
         """Returns nothing: no worker waits in a queue."""
@@ -97,7 +115,7 @@ class Unqueued:
         return worker_ids
 
 
-class ExternalLauncher(Unqueued):
+class ExternalLauncher(LauncherDefaults):
     """Launcher for workers that another system starts; it only waits for them."""
 
     async def start(self, run_id: str, spec: RunSpec, *, later: Collection[str] = ()) -> None:

@@ -25,7 +25,7 @@ from services.common.task_group import TaskGroup
 from services.controller.launch import fork_client
 from services.controller.launch.fork_client import ForkServer, open_fork_server
 from services.controller.launch.gpus import HostGpus, host_gpus
-from services.controller.launch.launcher import ExitHandler, Unqueued, WorkerExit
+from services.controller.launch.launcher import ExitHandler, LauncherDefaults, WorkerExit
 from services.controller.launch.worker_process import (
     REPORTED_LINES,
     ChildProcess,
@@ -47,7 +47,7 @@ STOP_GRACE_S = 2.5
 _RENDEZVOUS_PORTS = range(20_000, 32_000)
 
 
-class ProcessLauncher(Unqueued):
+class ProcessLauncher(LauncherDefaults):
     """Starts each worker as ``python -m services.<program>`` in its own session, or as an equivalent fork.
 
     A worker of several ranks has one process per rank; they meet on loopback, as under

@@ -9,7 +9,7 @@ import copy
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import yaml
@@ -37,11 +37,15 @@ _GPU_CLAIM_ANNOTATION = "slipstream.dev/gpu-claim-template"
 _GRPC_PORT = 50051
 _METRICS_PORT = 9090
 _MEETING_PORT = 29500
-_RUNS = "/var/lib/slipstream"
+RUNS_FOLDER = "/var/lib/slipstream"
+"""Folder of workers for the state of runs, such as checkpoints."""
 TOKEN_KEY = "token"  # noqa: S105 -- its name inside the secret
 TLS_FILES = ("tls.crt", "tls.key", "ca.crt")
 """File names, inside the secret, of a run's certificate, its key and the authority's certificate."""
 _TLS_VOLUME = "tls"
+
+_SCRATCH_VOLUMES = frozenset({"emptyDir", "ephemeral"})
+"""Kinds of volumes that are deleted with their pod."""
 
 Pod = dict[str, Any]
 
@@ -137,6 +141,23 @@ def load_templates(folder: Path) -> WorkerTemplates:
 
 def _read_optional(file: Path) -> Pod | None:
     return yaml.safe_load(file.read_text(encoding="utf-8")) if file.exists() else None
+
+
+def why_volatile(template: Pod, folder: str) -> str:
+    """Returns why files in a folder are lost with the pod; empty if a volume that outlives it holds them."""
+    (container,) = template["spec"]["containers"]
+    path = PurePosixPath(folder)
+    mounts = [
+        (PurePosixPath(mount["mountPath"]), mount["name"])
+        for mount in container.get("volumeMounts", ())
+    ]
+    holders = [(place, name) for place, name in mounts if path.is_relative_to(place)]
+    if not holders:
+        return f"{folder} is in the container's own file system"
+    place, name = max(holders, key=lambda holder: len(holder[0].parts))
+    volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
+    kinds = sorted(_SCRATCH_VOLUMES & volumes[name].keys())
+    return f"{place} is a volume of the pod ({kinds[0]})" if kinds else ""
 
 
 def build_pods(
@@ -244,7 +265,7 @@ def _name_worker(container: Pod, place: _Place, run_id: str, controller_address:
         "RUN_ID": run_id,
         "WORKER_ID": place.worker_id,
         "ROLE": place.role,
-        "STATE_DIRECTORY": f"{_RUNS}/{run_id}",
+        "STATE_DIRECTORY": f"{RUNS_FOLDER}/{run_id}",
     }
     container["env"] += [
         {"name": f"{prefix}{name}", "value": value} for name, value in values.items()

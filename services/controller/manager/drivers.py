@@ -10,7 +10,7 @@ from services.common.errors import FailedPreconditionError, UnavailableError
 from services.common.runspec.loader import SpecError, parse_spec
 from services.common.task_group import TaskGroup
 from services.controller import metrics
-from services.controller.launch.launcher import WorkerExit, log_command
+from services.controller.launch.launcher import Launcher, WorkerExit, log_command
 from services.controller.rules.run_state import RunEvent, RunState
 from services.controller.run.lifecycle.driver import RunDriver
 from services.controller.run.lifecycle.loop import Services
@@ -61,6 +61,11 @@ class Drivers:
         self._drivers: dict[str, RunDriver] = {}
         self.services: Services
         """Services that every run needs; set before the first run is driven."""
+
+    @property
+    def launcher(self) -> Launcher | None:
+        """Launcher of all runs; None if no run can be driven."""
+        return self.services.launcher if hasattr(self, "services") else None
 
     def drive(self, run: Run) -> None:
         """Drives a run to its end; pauses a run whose specification this release does not accept."""

@@ -13,6 +13,7 @@ import asyncio
 import json
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -40,7 +41,7 @@ from services.controller.launch.pod_api import Seen, call_kubernetes, follow
 from services.controller.manager.runs import RunManager
 from services.controller.models import RunPatch
 from services.controller.rules.run_state import TERMINAL, RunState, desired_state
-from services.controller.store.records import Run, RunFilter, Submission
+from services.controller.store.records import Event, Run, RunFilter, Submission
 from services.controller.store.runs import InvalidTransitionError, StaleRevisionError
 
 logger = logging.getLogger(__name__)
@@ -65,9 +66,13 @@ _EDITABLE = {
 _ENDED = frozenset(state.value.capitalize() for state in TERMINAL)
 _DELETED = "Deleted"
 _WARNINGS = frozenset({"Rejected", "Recovering", "Failed", _DELETED})
+_WARNED_OF = frozenset({"Rewound", "CheckpointsVolatile", "CheckpointFailed"})
+"""Events of a run that are also warning events of its object."""
 _INVALID_SPEC = "INVALID_SPEC"
 _MAX_MESSAGE = 4000
 _MAX_BURST = 3
+_MAX_WARNINGS = 8
+_FIRST_EVENTS = 16
 _WRITES_PER_S = 9 / 60
 _RETRY_S = 1.0
 _MAX_RETRY_S = 10.0
@@ -187,9 +192,9 @@ class RLRuns:
         while True:
             try:
                 async for events in self._manager.feed.watch_project(self._namespace, None):
-                    for run_id in {event.run_id for event in events}:
-                        if (mirror := self._by_run.get(run_id)) is not None:
-                            mirror.wake()
+                    for event in events:
+                        if (mirror := self._by_run.get(event.run_id)) is not None:
+                            mirror.process(event)
             except ResourceExhaustedError:  # too many events at once: any run may have changed
                 for mirror in self._mirrors.values():
                     mirror.wake()
@@ -227,10 +232,21 @@ class _Mirror:
         """True if the database was searched for a run of an earlier controller or a failed submission."""
         self._budget = WriteBudget()
         self._changed = asyncio.Event()
+        self._last_seq = 0
+        """Number of the newest event of the run that was processed."""
+        self._warnings = deque[tuple[str, str]](maxlen=_MAX_WARNINGS)
+        """Warnings of the run, with their reasons, that are not yet events of the object."""
 
     def wake(self) -> None:
         """Compares object and run again."""
         self._changed.set()
+
+    def process(self, event: Event) -> None:
+        """Processes an event of the run."""
+        if event.type in _WARNED_OF and event.seq > self._last_seq:
+            self._warnings.append((event.type, event.message))
+        self._last_seq = max(self._last_seq, event.seq)
+        self.wake()
 
     async def serve(self) -> None:
         """Mirrors until nothing can change any more."""
@@ -242,6 +258,7 @@ class _Mirror:
                 if await self._compare():
                     return
                 wait_s = await self._write_status() or wait_s
+                await self._write_warnings()
                 failures = 0
                 if _is_settled({**self.body, "status": self._status}):
                     return
@@ -339,6 +356,11 @@ class _Mirror:
                 self._is_examined = False
                 run, _ = await self._manager.create(submission)
                 self._adopt(run.run_id)
+                # Events before the adoption did not reach this object.
+                for event in await self._manager.feed.page(
+                    run.run_id, after_seq=0, limit=_FIRST_EVENTS
+                ):
+                    self.process(event)
             self._refusal = None
         except (SpecError, ServiceError) as error:
             self._refusal = _refusal_of(error)
@@ -398,6 +420,13 @@ class _Mirror:
             message = status.get("message") or f"the run is {phase}"
             await self._api.record_event(self.body, phase, message)
         return 0.0
+
+    async def _write_warnings(self) -> None:
+        """Creates events of the object for warnings of its run."""
+        while self._warnings and not self.is_gone:
+            reason, message = self._warnings[0]
+            await self._api.record_event(self.body, reason, message)
+            self._warnings.popleft()
 
     def _new_status(self, run: Run | None) -> dict[str, Any]:
         if run is not None:
@@ -499,7 +528,7 @@ class RLRunApi:
                 },
                 "reason": reason,
                 "message": message[:1000],
-                "type": "Warning" if reason in _WARNINGS else "Normal",
+                "type": "Warning" if reason in _WARNINGS | _WARNED_OF else "Normal",
                 "source": {"component": "slipstream-controller"},
                 "firstTimestamp": now,
                 "lastTimestamp": now,

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Iterable
 
 import sqlalchemy as sa
 
@@ -16,11 +17,7 @@ from services.controller.manager.changes import columns_of, fork_of, new_run, pa
 from services.controller.manager.drivers import Drivers
 from services.controller.manager.event_feed import EventFeed
 from services.controller.manager.quotas import Quota, admit
-from services.controller.manager.spec_policy import (
-    LauncherProblems,
-    SpecPolicy,
-    no_launcher_problems,
-)
+from services.controller.manager.spec_policy import SpecPolicy
 from services.controller.membership import Membership, Worker
 from services.controller.models import CancelOptions, ForkRequest, PauseOptions, Role, RunPatch
 from services.controller.rules.run_state import RunEvent, RunState
@@ -47,7 +44,6 @@ class RunManager:
     Args:
         defaults: Limits of projects without their own quota.
         allowance: Code and paths that specifications may name.
-        launcher_problems: Returns the problems that a specification has with this installation's launcher.
     """
 
     def __init__(
@@ -59,7 +55,6 @@ class RunManager:
         tasks: TaskGroup,
         defaults: Limits,
         allowance: CodePolicy,
-        launcher_problems: LauncherProblems = no_launcher_problems,
     ) -> None:
         self._database = database
         self._store = RunStore(database)
@@ -75,7 +70,7 @@ class RunManager:
         self.checkpoints = CheckpointArchive(database, self._checkpoint_deleted)
         """Checkpoints of all runs."""
         self._policy = SpecPolicy(
-            allowance, self.get, self.checkpoints.runs_saved_at, launcher_problems
+            allowance, self.get, self.checkpoints.runs_saved_at, self._launcher_problems
         )
         self.samples = SampleReader(queue)
         """Recorded samples of all runs, for people to read."""
@@ -320,6 +315,10 @@ class RunManager:
             else:
                 self.drivers.suspend()
         await self.drivers.wait()
+
+    def _launcher_problems(self, spec: RunSpec) -> Iterable[str]:
+        launcher = self.drivers.launcher
+        return () if launcher is None else launcher.problems(spec)
 
     async def _admit(self) -> None:
         """Starts queued runs that fit into their projects' quotas."""

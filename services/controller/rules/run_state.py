@@ -122,6 +122,9 @@ class _Change:
     message: str = ""
 
 
+VOLATILE: Final = "Volatile"
+"""Reason of an event ``CheckpointSaved`` whose files are lost with the trainer."""
+
 _FALSE_UNTIL_STARTED: Final[tuple[ConditionType, ...]] = (
     "Admitted",
     "Placed",
@@ -177,6 +180,8 @@ def _changes(
 ) -> Iterable[_Change]:
     if event in _CONDITION_OF_EVENT:
         type_, status = _CONDITION_OF_EVENT[event]
+        if data.get("reason") == VOLATILE:
+            status = "False"
         yield _Change(type_, status, data.get("reason", event), message)
     elif event == "Submitted":
         yield from _submitted()

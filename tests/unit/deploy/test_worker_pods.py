@@ -9,8 +9,8 @@ import pytest
 from services.common.errors import FailedPreconditionError
 from services.common.runspec.workers import WORKERS, WorkerKind
 from services.controller.launch import gang, job_set
-from services.controller.launch.worker_pods import Pod, build_pods, load_templates
-from tests.helpers.chart import one, render
+from services.controller.launch.worker_pods import Pod, build_pods, load_templates, why_volatile
+from tests.helpers.chart import one, render, worker_templates
 from tests.helpers.specs import spec_with
 
 SMALL = {
@@ -287,6 +287,23 @@ def test_workers_of_one_node_are_plain_pods(tmp_path: Path) -> None:
 def test_ranks_that_do_not_fill_their_nodes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FailedPreconditionError, match=r"trainer\.world_size.*gpus_per_node \(8\)"):
         build(tmp_path, profiles=("multi-node",), trainer={"world_size": 12})
+
+
+@pytest.mark.parametrize(
+    ("folder", "is_kept"),
+    [
+        ("/var/lib/slipstream/run_01/checkpoints", True),
+        ("/var/lib/slipstream", True),
+        ("/var/lib/slipstream-other", False),  # of the container's own file system
+        ("/tmp/checkpoints", False),
+    ],
+)
+def test_a_folder_outlives_its_pod_if_a_claim_holds_it(folder: str, is_kept: bool) -> None:
+    scratch = worker_templates(render())["trainer"]
+    assert why_volatile(scratch, folder)
+    claim = "workers.checkpoints.existingClaim=checkpoints"
+    kept = worker_templates(render("--set", claim))["trainer"]
+    assert (why_volatile(kept, folder) == "") == is_kept
 
 
 def test_missing_templates_are_named(tmp_path: Path) -> None:

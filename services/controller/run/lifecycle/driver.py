@@ -23,7 +23,7 @@ from services.common.runspec.run import RunSpec
 from services.common.runspec.workers import worker_names
 from services.common.task_group import TaskGroup, leaves
 from services.controller.launch.launcher import WorkerExit, log_command
-from services.controller.rules.run_state import RunEvent, RunState
+from services.controller.rules.run_state import VOLATILE, RunEvent, RunState
 from services.controller.run.connections import delete_sample_records
 from services.controller.run.lifecycle.elastic import ElasticSizing, SizeChangedError
 from services.controller.run.lifecycle.loop import Services, connected, train
@@ -248,6 +248,7 @@ class RunDriver:
         """Enters the loops, again after each failure; returns how the run ended."""
         lost: dict[str, str] = {}
         await self._request_queue.open()
+        await self._warn_of_volatile_checkpoints()
         self._sizing.resume_request()
         if self._state is RunState.PAUSING and not self._request_queue.pausing.is_set():
             await self._request_queue.put("pause", checkpoint=True)
@@ -270,6 +271,21 @@ class RunDriver:
             if is_finished:
                 return RunEvent.FINISH, "Completed"
             return RunEvent.DRAINED, "PausedByUser"
+
+    async def _warn_of_volatile_checkpoints(self) -> None:
+        """Records, when the run starts, that its checkpoints are lost with the trainer."""
+        checkpoint = self.spec.trainer.checkpoint
+        if self._state is not RunState.STARTING or self.spec.validation.only:
+            return
+        if why := await self._services.launcher.why_volatile(checkpoint.directory):
+            message = (
+                f"checkpoints are lost with the trainer, and the run then starts again from step 0: {why}; "
+                "keep them on a claim (workers.checkpoints.existingClaim of the chart), or set "
+                "trainer.checkpoint.directory to a folder of one"
+            )
+            await self._journal.record_event(
+                Note("CheckpointsVolatile", message, {"reason": VOLATILE})
+            )
 
     async def _run_loops(self, lost: Collection[str]) -> bool:
         pipeline: asyncio.Future[TrainingPipeline] = asyncio.get_running_loop().create_future()

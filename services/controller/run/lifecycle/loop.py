@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncIterator, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 
 from services.common.host import Clock
 from services.common.task_group import TaskGroup
@@ -87,7 +86,7 @@ async def connected(
             clock=services.clock,
             request_queue=request_queue,
             lost_workers=lost_workers,
-            gpus=partial(services.launcher.gpus_for, journal.run_id),
+            launcher=services.launcher,
         )
 
 

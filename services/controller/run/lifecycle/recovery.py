@@ -24,6 +24,7 @@ from services.common.host import Clock
 from services.common.runspec.data import WeightedSetSpec
 from services.common.runspec.rules import critic_warmup
 from services.common.runspec.run import RunSpec
+from services.controller.launch.launcher import Launcher
 from services.controller.rules.difficulty import Difficulty
 from services.controller.rules.evaluation import Evaluation, StartedEvaluation
 from services.controller.rules.ledger import Ledger
@@ -63,13 +64,13 @@ async def restore(
     clock: Clock,
     request_queue: RequestQueue,
     lost_workers: Collection[str],
-    gpus: Callable[[], int | None],
+    launcher: Launcher,
 ) -> TrainingPipeline:
     """Restores the pipeline of a run.
 
     Args:
         lost_workers: Rollouts that died since the previous attempt.
-        gpus: Returns how many GPUs the run may use; None if that is unknown.
+        launcher: Knows how many GPUs the run may use, and which folders are lost with the trainer.
 
     Raises:
         FailedPreconditionError: If the trainer's checkpoints and the database are of different
@@ -130,7 +131,12 @@ async def restore(
         gpu_time_sharing=gpu_time_sharing,
         observers=Observers(
             ObserverArgs(
-                spec=spec, journal=journal, progress=progress, ledger=ledger, clock=clock, gpus=gpus
+                spec=spec,
+                journal=journal,
+                progress=progress,
+                ledger=ledger,
+                clock=clock,
+                gpus=partial(launcher.gpus_for, run_id),
             )
         ),
         version_offset=recovered.version_offset,
@@ -171,6 +177,7 @@ async def restore(
             clock=clock,
             unsaved_s=_unsaved_s(recovered, ready, now=clock.time()),
             saved_step=ready[0].step if ready else recovered.start_step,
+            why_volatile=launcher.why_volatile,
         ),
         version_offset=recovered.version_offset,
         step=recovered.step,

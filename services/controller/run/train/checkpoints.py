@@ -9,7 +9,7 @@ that resumes from a checkpoint trains exactly what an uninterrupted run would.
 import asyncio
 import itertools
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -28,6 +28,7 @@ from services.common.fields import new_id
 from services.common.host import Clock
 from services.common.runspec.trainer import CheckpointSpec
 from services.controller.rules.ledger import Ledger
+from services.controller.rules.run_state import VOLATILE
 from services.controller.run.scorers import CriticClient
 from services.controller.run.state.journal import Journal
 from services.controller.store.database import Database
@@ -157,6 +158,7 @@ class Checkpoints:
     Args:
         saved_at: Time from which work is unsaved, in seconds since the epoch.
         saved_step: Step from which work is unsaved.
+        why_volatile: Returns why a folder of the trainer is lost with it; empty if it is not.
     """
 
     def __init__(
@@ -169,6 +171,7 @@ class Checkpoints:
         clock: Clock,
         unsaved_s: float,
         saved_step: int,
+        why_volatile: Callable[[str], Awaitable[str]],
     ) -> None:
         self._run_id = run_id
         self._keep = keep
@@ -179,6 +182,7 @@ class Checkpoints:
         self._saved_at = clock.monotonic() - unsaved_s
         self.saved_step = saved_step
         """Newest step that was saved, or whose save failed since the last recovery."""
+        self._why_volatile = why_volatile
 
     def is_due(self, step: int, spec: CheckpointSpec) -> bool:
         """Returns True if a step is to be saved by its number or, if ``every`` is 0, by elapsed time.
@@ -237,7 +241,9 @@ class Checkpoints:
             self._write(connection, checkpoint, sorted(kept))
             also(connection)
 
-        note = _ended(checkpoint, seconds=self._clock.monotonic() - begin)
+        why_volatile = await self._why_volatile(checkpoint.path) if checkpoint.path else ""
+        seconds = self._clock.monotonic() - begin
+        note = _ended(checkpoint, seconds=seconds, why_volatile=why_volatile)
         await self._journal.record_event(note, ledger, also=write)
 
     async def _save(
@@ -331,7 +337,7 @@ def _outdated(steps: Collection[int], *, keep: int) -> set[int]:
     return set(steps) - set(sorted(set(steps), reverse=True)[:keep])
 
 
-def _ended(checkpoint: Checkpoint, *, seconds: float) -> Note:
+def _ended(checkpoint: Checkpoint, *, seconds: float, why_volatile: str) -> Note:
     """Returns the event that reports a saved or failed checkpoint."""
     size_gb = checkpoint.size_bytes / 1e9
     kind, text = "CheckpointSaved", f"saved {size_gb:.1f} GB in {seconds:.1f} s"
@@ -344,4 +350,7 @@ def _ended(checkpoint: Checkpoint, *, seconds: float) -> Note:
         "size_bytes": checkpoint.size_bytes,
         "seconds": seconds,
     }
+    if why_volatile and checkpoint.state == "READY":
+        text += f", but it is lost with the trainer: {why_volatile}"
+        data["reason"] = VOLATILE
     return Note(kind, f"step {checkpoint.step}: {text}", data)

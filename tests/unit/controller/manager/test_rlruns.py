@@ -122,6 +122,15 @@ async def test_progress_of_the_run_is_the_status_of_the_object(manager, api) -> 
     assert (status["weightVersion"], status["syncSeconds"]) == (1, 0.12)
 
 
+async def test_a_return_to_an_older_checkpoint_is_a_warning_of_the_object(manager, api) -> None:
+    api.apply(BLUE, "one", changed())
+    run_id = (await reached(api, "one", "Starting"))["runId"]
+    run = await manager.get(run_id)
+    await manager.add_event(run, Note("Rewound", "back to step 0", {"step": 0}, 0))
+    await until(lambda: ("one", "Rewound", "back to step 0") in api.events)
+    assert api.warnings == ["Rewound"]
+
+
 async def test_an_invalid_spec_is_a_condition_until_it_is_corrected(manager, api) -> None:
     api.apply(BLUE, "one", changed(trainer={"stepz": 3}))
     status = await reached(api, "one", "Rejected")

@@ -62,6 +62,12 @@ def test_a_status_that_stays_keeps_its_time_and_gets_the_newest_reason():
     assert after(moved("STARTING"))["Admitted"].last_transition_time == 1.0
 
 
+def test_a_checkpoint_that_is_lost_with_the_trainer_is_not_current():
+    saved = after(("CheckpointSaved", "step 3", {"reason": "Volatile"}))["CheckpointCurrent"]
+    assert (saved.status, saved.reason) == ("False", "Volatile")
+    assert after(("CheckpointSaved", "step 3", {}))["CheckpointCurrent"].status == "True"
+
+
 def test_a_failed_run_keeps_the_obstacle_to_its_start():
     placed = after(moved("STARTING"), PENDING, moved("FAILED", "WorkerLost", "gave up"))["Placed"]
     assert (placed.reason, placed.message) == ("Unschedulable", PENDING[1])

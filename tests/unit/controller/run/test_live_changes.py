@@ -259,6 +259,28 @@ class FullHost(ExternalLauncher):
             raise FailedPreconditionError("no room")
 
 
+class ScratchVolume(ExternalLauncher):
+    """Fake launcher of pods that have no claim for checkpoints."""
+
+    async def why_volatile(self, folder):
+        return f"{folder or 'the default folder'} is a volume of the pod"
+
+
+async def test_checkpoints_that_are_lost_with_the_trainer_are_reported_as_such(database, workers):
+    trainer = {"steps": 2, "prompts_per_step": 2, "checkpoint": {"every": 2}}
+    async with open_manager(database, queue=workers.queue) as manager:
+        manager.drivers.services = replace(manager.drivers.services, launcher=ScratchVolume())
+        run_id = await submitted(manager, trainer=trainer)
+        await ended(manager, run_id)
+        (warning,) = await events_of(manager, run_id, "CheckpointsVolatile")
+        (saved,) = await events_of(manager, run_id, "CheckpointSaved")
+        run = await manager.get(run_id)
+    assert warning.seq < saved.seq
+    assert saved.data["reason"] == "Volatile"
+    (current,) = [each for each in run.conditions if each.type == "CheckpointCurrent"]
+    assert (current.status, current.reason) == ("False", "Volatile")
+
+
 class FullQueue(ExternalLauncher):
     """Fake launcher whose queue has quota for two rollouts."""
 

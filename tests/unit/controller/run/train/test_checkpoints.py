@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from services.common.runspec.loader import canonical_json, parse_spec
+from services.controller.launch.launcher import ExternalLauncher
 from services.controller.manager.archive import NoCheckpointError, check_usable
 from services.controller.rules.ledger import Ledger
 from services.controller.rules.run_state import RunEvent
@@ -54,6 +55,7 @@ def parent(database):
         clock=SimpleNamespace(time=lambda: 0.0, monotonic=lambda: 0.0),
         unsaved_s=0.0,
         saved_step=0,
+        why_volatile=ExternalLauncher().why_volatile,
     )
 
     async def save(step):
