@@ -98,7 +98,7 @@ def of_trackio(folder: Path) -> list[Point]:
 
 def of_wandb(folder: Path) -> list[Point]:
     """Returns all numbers that wandb would send, of all sessions of a run."""
-    from services.cli.trackers.wandb_runs import rows_of
+    from services.extras.trackers.wandb_runs import rows_of
 
     points = []
     for record in rows_of(folder, "*"):

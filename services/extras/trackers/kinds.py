@@ -4,7 +4,7 @@ from typing import Final
 
 from services.common.runspec.trackers import TrackerKind
 
-_HERE: Final = "services.cli.trackers"
+_HERE: Final = "services.extras.trackers"
 
 WANDB: Final = TrackerKind("wandb", f"{_HERE}.wandb_runs:open_run")
 TENSORBOARD: Final = TrackerKind("tensorboard", f"{_HERE}.tensorboard_files:open_run")

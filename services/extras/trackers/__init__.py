@@ -1,0 +1,1 @@
+"""Trackers that receive a run's metrics: wandb, tensorboard, mlflow and trackio."""
