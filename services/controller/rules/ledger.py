@@ -21,7 +21,7 @@ from operator import attrgetter
 from typing import NamedTuple, Self
 
 from services.controller.rules.difficulty import Difficulty, PromptRate
-from services.controller.rules.prompts import ReturnedRows
+from services.controller.rules.prompts import ReturnedRows, ReturnedRowsChange
 
 
 class GroupState(StrEnum):
@@ -122,6 +122,8 @@ class LedgerState:
     """Number of dropped and quarantined groups by reason."""
     returned: ReturnedRows = field(default_factory=ReturnedRows)
     """Rows that are issued once more at the end of their epoch."""
+    refilled_before: int = 0
+    """Groups that dynamic sampling had replaced when the newest batch was formed."""
     first_step: int = 0
     """Step of the checkpoint that the run starts from; groups of steps up to it are not counted."""
 
@@ -140,7 +142,9 @@ class LedgerChange:
     """Number of ended groups by state."""
     reasons: Mapping[str, int]
     """Number of dropped and quarantined groups by reason."""
-    returned: ReturnedRows
+    refilled_before: int
+    """Groups that dynamic sampling had replaced when the newest batch was formed."""
+    returned: ReturnedRowsChange
     """Rows that are issued once more at the end of their epoch."""
     rates: tuple[PromptRate, ...] = ()
     """Prompts whose success rate changed."""
@@ -175,6 +179,7 @@ class Ledger:
         self.num_issued = 0
         self.position = 0
         self.first_step = 0
+        self.refilled_before = 0
         self.returned = ReturnedRows()
         self.difficulty: Difficulty | None = None
 
@@ -190,6 +195,7 @@ class Ledger:
         ledger.num_issued = state.num_issued
         ledger.position = state.position
         ledger.first_step = state.first_step
+        ledger.refilled_before = state.refilled_before
         ledger.returned = state.returned
         return ledger
 
@@ -203,7 +209,8 @@ class Ledger:
             position=self.position,
             counts=dict(self._ended),
             reasons=dict(self._reasons),
-            returned=self.returned,
+            refilled_before=self.refilled_before,
+            returned=self.returned.take_changes(),
             rates=() if self.difficulty is None else self.difficulty.take_changes(),
         )
         self._changed.clear()

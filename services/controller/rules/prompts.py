@@ -2,9 +2,11 @@
 
 import math
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 from services.controller.rules.difficulty import Difficulty
 
@@ -86,15 +88,86 @@ class Mixture:
         return taken
 
 
-@dataclass(frozen=True, slots=True)
-class ReturnedRows:
-    """Rows that are issued once more at the end of their epoch, because their samples were dropped."""
+class ReturnedRow(NamedTuple):
+    """Row that was returned in this epoch, or before and is not issued again yet."""
 
-    epoch: int = 0
-    waiting: tuple[int, ...] = ()
-    """Rows that are not issued again yet."""
-    known: tuple[int, ...] = ()
-    """All rows that were returned in this epoch; none is returned twice."""
+    row: int
+    number: int
+    """Order of the return, from 0."""
+    epoch: int
+    """Epoch in which it was returned."""
+    is_waiting: bool
+    """True until it is issued again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReturnedRowsChange:
+    """Changes of returned rows since the previous one: first the deletions, then the new and changed rows."""
+
+    is_new_epoch: bool
+    """True if an epoch began: all stored rows that do not wait are deleted."""
+    deleted: tuple[int, ...]
+    """Further rows to delete."""
+    rows: tuple[ReturnedRow, ...]
+    """New and changed rows."""
+
+
+class ReturnedRows:
+    """Rows that are issued once more at the end of their epoch, because their samples were dropped.
+
+    Args:
+        rows: Stored rows, in order of their return.
+    """
+
+    def __init__(self, rows: Iterable[ReturnedRow] = ()) -> None:
+        self._rows = {each.row: each for each in rows}
+        self._waiting = deque(each.row for each in self._rows.values() if each.is_waiting)
+        self._epoch = max((each.epoch for each in self._rows.values()), default=0)
+        self._num_returned = max((each.number for each in self._rows.values()), default=-1) + 1
+        self._changed: dict[int, None] = {}
+        self._deleted: list[int] = []
+        self._is_new_epoch = False
+
+    @property
+    def has_waiting(self) -> bool:
+        """True if a row waits to be issued again."""
+        return bool(self._waiting)
+
+    def add(self, row: int, *, epoch: int) -> bool:
+        """Adds a row; returns False if it was returned in this epoch before."""
+        if epoch != self._epoch:
+            self._begin_epoch(epoch)
+        if row in self._rows:
+            return False
+        self._rows[row] = ReturnedRow(row, self._num_returned, epoch, is_waiting=True)
+        self._num_returned += 1
+        self._waiting.append(row)
+        self._changed[row] = None
+        return True
+
+    def take(self) -> int:
+        """Removes the first waiting row and returns it."""
+        row = self._waiting.popleft()
+        self._rows[row] = self._rows[row]._replace(is_waiting=False)
+        self._changed[row] = None
+        return row
+
+    def take_changes(self) -> ReturnedRowsChange:
+        """Returns the changes since the last call."""
+        change = ReturnedRowsChange(
+            is_new_epoch=self._is_new_epoch,
+            deleted=tuple(self._deleted),
+            rows=tuple(self._rows[row] for row in self._changed),
+        )
+        self._changed, self._deleted, self._is_new_epoch = {}, [], False
+        return change
+
+    def _begin_epoch(self, epoch: int) -> None:
+        # Rows that were not issued at the end of their epoch wait for the end of this one.
+        self._epoch, self._is_new_epoch = epoch, True
+        self._deleted += [row for row in self._changed if not self._rows[row].is_waiting]
+        self._rows = {row: each for row, each in self._rows.items() if each.is_waiting}
+        self._changed = {row: None for row in self._changed if row in self._rows}
 
 
 class PromptOrder:
@@ -131,7 +204,7 @@ class PromptOrder:
         self._shuffle = shuffle
         self._position = position
         self._quarantined = set(quarantined)
-        self.returned = returned or ReturnedRows()
+        self.returned = ReturnedRows() if returned is None else returned
         """Rows that are issued once more."""
 
     @property
@@ -153,9 +226,8 @@ class PromptOrder:
         left_to_examine = max(1, min(_MAX_EXAMINED, self._num_rows - 1))
         while True:
             is_epoch_over = self._position > 0 and self._position % self._num_rows == 0
-            if is_epoch_over and self.returned.waiting:
-                row, *rest = self.returned.waiting
-                self.returned = replace(self.returned, waiting=tuple(rest))
+            if is_epoch_over and self.returned.has_waiting:
+                row = self.returned.take()
                 if row not in self._quarantined:
                     return row
                 continue
@@ -175,14 +247,7 @@ class PromptOrder:
             False if the row was scheduled in this epoch before; it is then not scheduled again.
         """
         epoch = max(self._position - 1, 0) // self._num_rows
-        if epoch != self.returned.epoch:
-            # Rows that were not issued at the end of their epoch wait for the end of the next one.
-            self.returned = ReturnedRows(epoch, self.returned.waiting, self.returned.waiting)
-        if row in self.returned.known:
-            return False
-        waiting, known = self.returned.waiting, self.returned.known
-        self.returned = ReturnedRows(epoch, (*waiting, row), (*known, row))
-        return True
+        return self.returned.add(row, epoch=epoch)
 
     def quarantine(self, row: int) -> None:
         self._quarantined.add(row)

@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
@@ -17,13 +17,14 @@ from services.controller.rules.ledger import (
     LedgerChange,
     LedgerState,
 )
-from services.controller.rules.prompts import ReturnedRows
+from services.controller.rules.prompts import ReturnedRow, ReturnedRows, ReturnedRowsChange
 from services.controller.store.tables import (
     CHECKPOINTS,
     DEAD_LETTERS,
     LEDGERS,
     PROMPT_RATES,
     PROMPTS,
+    RETURNED_ROWS,
     STEPS,
 )
 
@@ -43,6 +44,11 @@ _PUT_RATES = (
     "INSERT INTO prompt_rates (run_id, row, rate, tries, until) VALUES (?, ?, ?, ?, ?) "
     "ON CONFLICT (run_id, row) DO UPDATE SET "
     "rate = excluded.rate, tries = excluded.tries, until = excluded.until"
+)
+_PUT_RETURNED = (
+    "INSERT INTO returned_rows (run_id, row, number, epoch, is_waiting) VALUES (?, ?, ?, ?, ?) "
+    "ON CONFLICT (run_id, row) DO UPDATE SET "
+    "number = excluded.number, epoch = excluded.epoch, is_waiting = excluded.is_waiting"
 )
 _METRICS = (
     sa.select(STEPS.c.step, STEPS.c.time, STEPS.c.metrics_json)
@@ -94,6 +100,7 @@ def write_change(connection: sa.Connection, run_id: str, change: LedgerChange) -
         connection.execute(_FORGET_PROMPTS, {"run": run_id, "ended": some})
     _put_many(connection, _PUT_PROMPTS, run_id, change.groups)
     _put_many(connection, _PUT_RATES, run_id, change.rates)
+    _write_returned(connection, run_id, change.returned)
     now = time.time()
     dead = [group for group in change.ended if group.state is not GroupState.CONSUMED]
     if dead:
@@ -105,8 +112,25 @@ def write_change(connection: sa.Connection, run_id: str, change: LedgerChange) -
         position=change.position,
         ended_json=json.dumps({state.value: count for state, count in change.counts.items()}),
         reasons_json=json.dumps(dict(change.reasons)),
-        returned_json=json.dumps(asdict(change.returned)),
+        refilled_before=change.refilled_before,
     )
+
+
+def _write_returned(connection: sa.Connection, run_id: str, change: ReturnedRowsChange) -> None:
+    of_run = RETURNED_ROWS.c.run_id == run_id
+    if change.is_new_epoch:
+        connection.execute(RETURNED_ROWS.delete().where(of_run, ~RETURNED_ROWS.c.is_waiting))
+    for begin in range(0, len(change.deleted), _CHUNK):
+        some = change.deleted[begin : begin + _CHUNK]
+        connection.execute(RETURNED_ROWS.delete().where(of_run, RETURNED_ROWS.c.row.in_(some)))
+    _put_many(connection, _PUT_RETURNED, run_id, change.rows)
+
+
+def _read_returned(connection: sa.Connection, run_id: str) -> ReturnedRows:
+    columns = [RETURNED_ROWS.c[name] for name in ReturnedRow._fields]
+    query = sa.select(*columns).where(RETURNED_ROWS.c.run_id == run_id)
+    rows = connection.execute(query.order_by(RETURNED_ROWS.c.number))
+    return ReturnedRows(ReturnedRow._make(row) for row in rows)
 
 
 def read_ledger(connection: sa.Connection, run_id: str) -> LedgerState:
@@ -121,7 +145,8 @@ def read_ledger(connection: sa.Connection, run_id: str) -> LedgerState:
         position=frontier.position,
         ended={GroupState(name): count for name, count in json.loads(frontier.ended_json).items()},
         reasons=json.loads(frontier.reasons_json),
-        returned=_returned(json.loads(frontier.returned_json)),
+        refilled_before=frontier.refilled_before,
+        returned=_read_returned(connection, run_id),
         first_step=frontier.first_step,
     )
 
@@ -305,12 +330,6 @@ def _again(group: Group) -> Group:
     )
 
 
-def _returned(stored: Mapping[str, Any]) -> ReturnedRows:
-    if not stored:
-        return ReturnedRows()
-    return ReturnedRows(stored["epoch"], tuple(stored["waiting"]), tuple(stored["known"]))
-
-
 def _write_frontier(connection: sa.Connection, run_id: str, **values: Any) -> None:
     updated = connection.execute(_MOVE_FRONTIER, {"run": run_id, **values})
     if updated.rowcount == 0:
@@ -354,7 +373,7 @@ def copy_ledger(
         has_same_prompts: True if rows mean the same prompts in both runs; otherwise the child issues
             its own data from the start.
     """
-    for table in (LEDGERS, PROMPTS, PROMPT_RATES, DEAD_LETTERS, STEPS):
+    for table in (LEDGERS, PROMPTS, PROMPT_RATES, RETURNED_ROWS, DEAD_LETTERS, STEPS):
         others = [column for column in table.c if column.name != "run_id"]
         query = sa.select(sa.literal(child), *others).where(table.c.run_id == parent)
         if table is STEPS:
@@ -372,6 +391,7 @@ def _forget_prompts(connection: sa.Connection, run_id: str) -> None:
     rows = connection.execute(sa.select(PROMPTS).where(PROMPTS.c.run_id == run_id)).all()
     connection.execute(PROMPTS.delete().where(PROMPTS.c.run_id == run_id))
     connection.execute(PROMPT_RATES.delete().where(PROMPT_RATES.c.run_id == run_id))
+    connection.execute(RETURNED_ROWS.delete().where(RETURNED_ROWS.c.run_id == run_id))
     dropped = GroupState.DROPPED.value
     of_run = DEAD_LETTERS.c.run_id == run_id
     connection.execute(DEAD_LETTERS.update().where(of_run).values(state=dropped))
@@ -398,5 +418,5 @@ def _forget_prompts(connection: sa.Connection, run_id: str) -> None:
     connection.execute(
         LEDGERS.update()
         .where(LEDGERS.c.run_id == run_id)
-        .values(position=0, returned_json="{}", ended_json=json.dumps(ended))
+        .values(position=0, ended_json=json.dumps(ended))
     )

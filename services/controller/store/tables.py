@@ -87,13 +87,26 @@ LEDGERS = sa.Table(
     sa.Column("first_step", sa.BigInteger, nullable=False, server_default="0"),
     sa.Column("ended_json", sa.Text, nullable=False),
     sa.Column("reasons_json", sa.Text, nullable=False),
-    sa.Column("returned_json", sa.Text, nullable=False, server_default="{}"),
+    sa.Column("refilled_before", sa.BigInteger, nullable=False, server_default="0"),
 )
 """Frontier of each run's ledger: the first ``num_issued`` groups were issued, from the first
 ``position`` rows of the prompt order. Groups in neither ``prompts`` nor ``dead_letters`` were
 trained by a row of ``steps``. The weight versions of a rewound run are ``version_offset`` above its
 steps. ``first_step`` is the step of the checkpoint from which the run starts
-(``trainer.checkpoint.start_from``); the run has no earlier steps."""
+(``trainer.checkpoint.start_from``); the run has no earlier steps. ``refilled_before`` counts the groups
+that dynamic sampling had replaced when the newest batch was formed."""
+
+RETURNED_ROWS = sa.Table(
+    "returned_rows",
+    METADATA,
+    _run_id(),
+    sa.Column("row", sa.BigInteger, primary_key=True),
+    sa.Column("number", sa.BigInteger, nullable=False),
+    sa.Column("epoch", sa.BigInteger, nullable=False),
+    sa.Column("is_waiting", sa.Boolean, nullable=False),
+)
+"""Rows whose samples were dropped in an epoch of the data and that are, or were, issued once more at its
+end; ``number`` orders them."""
 
 PROMPTS = sa.Table(
     "prompts",

@@ -336,5 +336,4 @@ class Dispatcher:
                 "every prompt of data.train is quarantined; first failure: "
                 f"{self.first_failure or 'in an earlier attempt, see the GroupFailed events'}"
             )
-        self._ledger.returned = self._order.returned
         return self._ledger.issue(row, position=self._order.position)

@@ -157,7 +157,6 @@ class GenerationScheduler:
         self._rollout_pool = replicas
         self._dispatcher = dispatcher
         self._summary = summary
-        self._refilled = ledger.num_ended(_REFILLED)
         self._is_reported = False
         self._failures = GroupFailures(spec, ledger=ledger, order=order, dispatcher=dispatcher)
         self._work = asyncio.Event()
@@ -172,7 +171,7 @@ class GenerationScheduler:
 
     def batch_taken(self) -> None:
         """Resets the number of groups that dynamic sampling may replace, for the next batch."""
-        self._refilled = self._ledger.num_ended(_REFILLED)
+        self._ledger.refilled_before = self._ledger.num_ended(_REFILLED)
         self._is_reported = False
 
     async def restore(self, lost_workers: Collection[str], *, is_queue_empty: bool) -> None:
@@ -312,7 +311,6 @@ class GenerationScheduler:
         self._record_dropped(groups, "stale")
         for group in groups:
             self._order.give_back(group.row)
-        self._ledger.returned = self._order.returned
         await self._journal.save(self._ledger)
         await self.release(groups)
 
@@ -471,7 +469,7 @@ class GenerationScheduler:
 
     def _why_unfit(self, samples: GroupSamples) -> str | None:
         algorithm = self._spec.now.algorithm
-        refilled = self._ledger.num_ended(_REFILLED) - self._refilled
+        refilled = self._ledger.num_ended(_REFILLED) - self._ledger.refilled_before
         maximum = (algorithm.max_refill_factor - 1) * self._spec.now.trainer.prompts_per_step
         return unfit_reason(
             samples,

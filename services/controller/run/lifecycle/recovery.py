@@ -96,7 +96,7 @@ async def restore(
         syncs_ms=recovered.syncs_ms,
         step_metrics=recovered.step_metrics,
     )
-    order = _order(spec, connections, recovered)
+    order = _order(spec, connections, recovered, ledger=ledger)
     ledger.difficulty = order.difficulty
     scheduler = _scheduler(
         spec,
@@ -209,7 +209,9 @@ def _unsaved_s(recovered: Recovered, ready: Sequence[Checkpoint], *, now: float)
     return now - since if now >= since else math.inf
 
 
-def _order(spec: CurrentSpec, connections: RunConnections, recovered: Recovered) -> PromptOrder:
+def _order(
+    spec: CurrentSpec, connections: RunConnections, recovered: Recovered, *, ledger: Ledger
+) -> PromptOrder:
     sets = spec.now.data.train_sets
     weights = {
         split: part.weight
@@ -227,7 +229,7 @@ def _order(spec: CurrentSpec, connections: RunConnections, recovered: Recovered)
         shuffle=spec.now.data.shuffle,
         position=recovered.ledger.position,
         quarantined=recovered.quarantined_rows,
-        returned=recovered.ledger.returned,
+        returned=ledger.returned,
     )
 
 

@@ -45,3 +45,8 @@ def test_as_many_groups_are_replaced_for_each_batch_as_for_the_first() -> None:
     assert num_replaced() == 2
     generation.batch_taken()
     assert num_replaced() == 2
+    # A recovery within a batch builds another scheduler with the same ledger.
+    restored = GenerationScheduler(
+        CurrentSpec(SPEC), ledger=ledger, dispatcher=anything, **connections
+    )
+    assert restored._why_unfit(EQUAL) is None

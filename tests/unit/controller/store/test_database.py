@@ -12,7 +12,10 @@ from services.common.errors import FailedPreconditionError
 from services.controller.store import database as database_module
 from services.controller.store.database import Database, DatabaseError, LeaseLostError
 from services.controller.store.lease import Leadership
-from services.controller.store.tables import METADATA
+from services.controller.store.ledgers import read_ledger
+from services.controller.store.records import NewRun
+from services.controller.store.runs import RunStore
+from services.controller.store.tables import METADATA, RETURNED_ROWS
 
 pytestmark = pytest.mark.postgresql
 
@@ -21,6 +24,38 @@ def test_migrations_make_the_tables(database):
     with database.read() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True})
         assert compare_metadata(context, METADATA) == []
+
+
+def test_an_older_database_is_migrated(database, database_url):
+    with database.write() as connection:
+        RETURNED_ROWS.drop(connection)
+        for change in (
+            "DROP COLUMN refilled_before",
+            "ADD COLUMN returned_json TEXT NOT NULL DEFAULT '{}'",
+        ):
+            connection.execute(sa.text(f"ALTER TABLE ledgers {change}"))
+        connection.execute(sa.text("UPDATE alembic_version SET version_num = '0001'"))
+        run = NewRun(run_id="run_1", name="one", spec_json="{}", spec_digest="d")
+    RunStore(database).create(run)
+    with database.write() as connection:
+        connection.execute(
+            sa.text(
+                "INSERT INTO ledgers (run_id, num_issued, position, ended_json, reasons_json, returned_json)"
+                " VALUES ('run_1', 0, 0, '{}', :reasons, :returned)"
+            ),
+            {
+                "reasons": '{"equal_rewards": 3}',
+                "returned": '{"epoch": 2, "waiting": [5], "known": [8, 5]}',
+            },
+        )
+    migrated = Database(database_url)
+    with migrated.read() as connection:
+        assert compare_metadata(MigrationContext.configure(connection), METADATA) == []
+        state = read_ledger(connection, "run_1")
+    migrated.close()
+    assert state.refilled_before == 3
+    assert not state.returned.add(8, epoch=2)
+    assert state.returned.take() == 5
 
 
 def test_a_database_opens_again(database, database_url):

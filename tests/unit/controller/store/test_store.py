@@ -5,6 +5,7 @@ import pytest
 from services.common.runspec.data import CurriculumSpec
 from services.controller.rules.difficulty import Difficulty, PromptRate
 from services.controller.rules.ledger import GroupState, Ledger
+from services.controller.rules.prompts import Mixture, PromptOrder
 from services.controller.rules.run_state import RunEvent, RunState
 from services.controller.run.state.journal import Journal
 from services.controller.run.train.checkpoints import ready_checkpoints
@@ -79,6 +80,51 @@ async def test_a_ledger_is_read_back_as_it_was_written(journal):
     assert found.quarantined_rows == {1}
     restored = Ledger.restore(found.ledger, max_attempts=3, now=0.0)
     assert restored.counts() == ledger.counts()
+
+
+def order_of(ledger, position=0):
+    return PromptOrder(
+        Mixture({"train": 3}), seed=0, shuffle=False, position=position, returned=ledger.returned
+    )
+
+
+@pytest.mark.parametrize("is_stored_each_time", [True, False])
+async def test_returned_rows_are_read_back(journal, is_stored_each_time):
+    kept = Ledger(max_attempts=3)
+    order, issued = order_of(kept), []
+    # A run that restarts after each row, beside one that never does.
+    ledger, position, again = Ledger(max_attempts=3), 0, []
+    for number in range(24):
+        issued.append(order.next_row())
+        restarted = order_of(ledger, position)
+        again.append(restarted.next_row())
+        if number % 4 != 3:
+            assert order.give_back(issued[-1]) == restarted.give_back(again[-1])
+        position = restarted.position
+        if is_stored_each_time or number % 5 == 0:
+            await journal.save(ledger)
+            ledger = Ledger.restore((await journal.load()).ledger, max_attempts=3, now=0.0)
+    assert again == issued
+
+
+async def test_a_write_names_no_returned_row_that_did_not_change(journal, database):
+    ledger = Ledger(max_attempts=3)
+    order = PromptOrder(Mixture({"train": 1000}), seed=0, shuffle=False, returned=ledger.returned)
+    for _ in range(500):
+        order.give_back(order.next_row())
+    await journal.save(ledger)
+    order.give_back(order.next_row())
+    change = ledger.returned.take_changes()
+    assert [each.row for each in change.rows] == [500]
+    assert not ledger.returned.take_changes().rows
+
+
+async def test_a_restart_does_not_reset_how_many_groups_are_replaced(journal):
+    ledger = Ledger(max_attempts=3)
+    ledger.refilled_before = 7
+    await journal.save(ledger)
+    found = await journal.load()
+    assert Ledger.restore(found.ledger, max_attempts=3, now=0.0).refilled_before == 7
 
 
 async def test_a_rewound_run_repeats_later_steps(journal):

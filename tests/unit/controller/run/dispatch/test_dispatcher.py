@@ -8,7 +8,7 @@ import pytest
 from services.common.runspec.data import CurriculumSpec
 from services.controller.rules.difficulty import Difficulty
 from services.controller.rules.ledger import GroupState, Ledger, LedgerState
-from services.controller.rules.prompts import Mixture, PromptOrder, ReturnedRows
+from services.controller.rules.prompts import Mixture, PromptOrder
 from services.controller.run.dispatch.dispatcher import Dispatcher, GenerationError
 from services.controller.run.dispatch.sample_index import SampleIndex
 from services.controller.run.dispatch.scheduler import GenerationScheduler
@@ -246,23 +246,6 @@ def test_a_row_that_is_given_back_comes_once_more_at_the_end_of_its_epoch():
     assert not order.give_back(0)
     assert [order.next_row() for _ in range(5)] == [2, 0, 0, 1, 2]
     assert order.position == 6
-
-
-def test_returned_rows_survive_a_restart():
-    order = PromptOrder(Mixture({"train": 3}), seed=0, shuffle=False, position=2)
-    order.give_back(1)
-    again = PromptOrder(
-        Mixture({"train": 3}),
-        seed=0,
-        shuffle=False,
-        position=2,
-        returned=ReturnedRows(**vars_of(order.returned)),
-    )
-    assert [again.next_row() for _ in range(3)] == [2, 1, 0]
-
-
-def vars_of(returned):
-    return {"epoch": returned.epoch, "waiting": returned.waiting, "known": returned.known}
 
 
 async def test_a_rollout_that_is_slow_to_take_a_group_keeps_no_other_waiting():
