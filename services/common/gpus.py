@@ -1,5 +1,6 @@
 """Memory of this host's GPUs and the processes that hold it, as nvidia-smi reports them."""
 
+import os
 import pwd
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -89,7 +90,7 @@ def visible_gpus(names: Sequence[str], gpus: Sequence[GpuMemory]) -> dict[str, G
 
 def _processes(uuid: str, users: Sequence[Sequence[str]]) -> Iterator[GpuProcess]:
     for gpu, pid, name, mebibytes in users:
-        if gpu == uuid and pid.isdecimal():
+        if gpu == uuid and pid.isdecimal() and int(pid) != os.getpid():
             size = int(mebibytes) << 20 if mebibytes.isdecimal() else None
             yield GpuProcess(int(pid), name.rpartition("/")[2], size)
 

@@ -229,7 +229,7 @@ def test_a_run_is_refused_if_another_program_holds_its_gpus(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setenv("PATH", str(tmp_path))
-    held = [f"GPU-{n}, {os.getpid()}, /usr/bin/other, 61000" for n in range(2) if free[n] < 81_000]
+    held = [f"GPU-{n}, {os.getppid()}, /usr/bin/other, 61000" for n in range(2) if free[n] < 81_000]
     write_nvidia_smi(tmp_path / "nvidia-smi", [(81_559, size) for size in free], held)
     run = spec_with(
         model={"path": "org/model"}, rollout={"engine": "vllm", "replicas": 1, **settings}
@@ -241,7 +241,7 @@ def test_a_run_is_refused_if_another_program_holds_its_gpus(
     problems = [*gpu_shortages(run, config)]
     assert bool(problems) == is_refused
     if is_refused:
-        assert f"other (pid {os.getpid()} of " in problems[0]
+        assert f"other (pid {os.getppid()} of " in problems[0]
         assert f"GPU {[*free].index(min(free))} " in problems[0]
 
 
