@@ -31,6 +31,8 @@ _SYNC = {
 }
 
 _Schema = Mapping[str, Any]
+_SPEC: _Schema = {"type": "object"}
+"""Schema of a body that is a specification."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +189,7 @@ def _method(schemas: Mapping[str, _Schema], operation: _Operation) -> Iterator[s
         )
     is_document = False
     for name, schema in _body(schemas, operation.described):
-        is_document = name == "spec"
+        is_document = schema is _SPEC
         places["body"][name] = name
         (first if is_document else others).append(
             _argument(schemas, name, schema, {"required": is_document})
@@ -244,7 +246,7 @@ def _body(schemas: Mapping[str, _Schema], described: _Schema) -> Iterator[tuple[
     schema = described["requestBody"]["content"][_JSON]["schema"]
     name = _type(schema).removesuffix(" | None")
     if name == "RunSpec":
-        yield "spec", {"type": "object"}
+        yield "spec", _SPEC
     else:
         yield from schemas[name]["properties"].items()
 

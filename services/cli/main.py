@@ -86,6 +86,10 @@ _COMMANDS = {
             "control:evaluate",
             "Evaluate the current weights, and show the result.",
         ),
+        "set": (
+            "control:set_keys",
+            "Change keys of a run while it trains: limits, intervals, rollouts, priority, labels.",
+        ),
         "fork": (
             "control:fork",
             "Start a new run from a checkpoint of another one, and print its id.",

@@ -319,6 +319,9 @@ class RunPatch(Body):
 
     labels: Labels | None = None
     priority: Annotated[Priority, Strict()] | None = None
+    spec: Document | None = None
+    """New values of keys of the specification that can change during a run, nested as in it, such as
+    ``{"trainer": {"checkpoint": {"every": 20}}}``."""
     limits: Document | None = None
     """Keys of the specification's ``limits``."""
     validation_every: StrictInt | None = Field(None, ge=0, le=1 << 31)
@@ -363,7 +366,7 @@ class ForkRequest(Body):
     checkpoint_id: str = Field("", max_length=40)
     """Checkpoint to continue from; empty means the newest one."""
     name: str = Field("", pattern="^([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)?$")
-    """Name of the new run; empty keeps the parent's name."""
+    """Name of the new run; empty keeps the parent's name, with ``-fork`` while an active run has it."""
     overrides: Document = Field(default_factory=dict)
     """Keys of the specification to change, such as ``{"trainer": {"steps": 200}}``."""
 

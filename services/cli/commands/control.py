@@ -35,6 +35,7 @@ from services.controller.api.operations import (
     PauseRun,
     ResumeRun,
     SaveRun,
+    UpdateRun,
 )
 from services.controller.models import RunView
 from services.controller.settings import DATABASE_FILE
@@ -125,13 +126,47 @@ def evaluate(
     console.print(of_run(url, run_id, work), highlight=False)
 
 
+def set_keys(
+    run_id: RunId,
+    assignments: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="KEY=VALUE...",
+            help="New values, such as trainer.checkpoint.every=20, priority=5 or labels.team=blue.",
+        ),
+    ],
+    url: Url = None,
+) -> None:
+    """Change keys of a run while it trains: limits, intervals, rollouts, priority, labels."""
+    changes = _nested(assignments)
+    own = {name: changes.pop(name) for name in ("priority", "labels") if name in changes}
+
+    async def work(api: Api, found: str) -> RunView:
+        run = await api.get(found)
+        if isinstance(labels := own.get("labels"), dict):
+            own["labels"] = {**run.labels, **labels}
+        return await api.call(
+            UpdateRun(
+                **{"run_id": found, "if_match": f'"{run.revision}"', "spec": changes or None, **own}
+            )
+        )
+
+    changed = of_run(url, run_id, work)
+    console.print(f"{changed.id}: changed {', '.join(assignments)}", highlight=False)
+
+
 def fork(
     run_id: RunId,
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", help="Overrides, such as trainer.steps=200. May be repeated."),
     ] = None,
-    name: Annotated[str, typer.Option(help="Name of the new run.")] = "",
+    name: Annotated[
+        str,
+        typer.Option(
+            help="Name of the new run. Default: that of the run, with -fork while that name is in use."
+        ),
+    ] = "",
     checkpoint_id: Annotated[
         str, typer.Option(help="Checkpoint to continue from. Default: the newest one.")
     ] = "",

@@ -303,7 +303,8 @@ async def _up(state_directory: Path, port: int) -> None:
             console,
             f"controller at {services.url}, API documentation at {services.url}/docs, gRPC at "
             f"{services.grpc_address}; Ctrl-C pauses runs and stops the services\n"
-            f"run page (link for one browser): {await api.page_link()}",
+            f"run page (link for one browser): {await api.page_link()}\n"
+            f"for other programs: export SLIPSTREAM_URL={services.url} SLIPSTREAM_TOKEN={services.token}",
         )
         interrupts = SignalHandler()
         tracked = tracking(_trackers(services, api, state_directory), console)

@@ -286,10 +286,39 @@ class AsyncRun:
             self.id, grace_seconds=grace_seconds, save_checkpoint=save_checkpoint
         )
 
+    async def set(
+        self,
+        changes: Mapping[str, Any],
+        *,
+        priority: int | None = None,
+        labels: Mapping[str, str] | None = None,
+    ) -> None:
+        """Changes keys of the specification while the run trains.
+
+        Args:
+            changes: Keys with new values, nested as in the specification.
+            priority: New position in the queue.
+            labels: All labels of the run from now on.
+
+        Raises:
+            ApiError: If a key cannot change during a run, with the keys that can.
+        """
+        revision = (await self.refresh()).revision
+        self.view = await self._client.update_run(
+            self.id,
+            if_match=f'"{revision}"',
+            spec=dict(changes),
+            priority=priority,
+            labels=None if labels is None else dict(labels),
+        )
+
     async def fork(
         self, overrides: Mapping[str, Any], *, checkpoint_id: str = "", name: str = ""
     ) -> "AsyncRun":
-        """Starts a new run from a checkpoint of this run, by default its newest one."""
+        """Starts a new run from a checkpoint of this run, by default its newest one.
+
+        Without a name, the new run has that of this run, or a similar one while this run has not ended.
+        """
         forked = await self._client.fork_run(
             self.id, checkpoint_id=checkpoint_id, name=name, overrides=dict(overrides)
         )

@@ -140,6 +140,7 @@ class AsyncOperations:
         limits: Mapping[str, Any] | None = None,
         priority: int | None = None,
         rollout_replicas: int | None = None,
+        spec: Mapping[str, Any] | None = None,
         validation_every: int | None = None,
     ) -> RunView:
         """Changes a run; ``If-Match`` names the revision that the caller has read."""
@@ -155,6 +156,7 @@ class AsyncOperations:
                     "limits": limits,
                     "priority": priority,
                     "rollout_replicas": rollout_replicas,
+                    "spec": spec,
                     "validation_every": validation_every,
                 }
             ),

@@ -77,6 +77,15 @@ def flat(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield f"{prefix}{key}", value
 
 
+def nested(key: str, value: Any) -> dict[str, Any]:
+    """Returns a document with the value of one dotted key."""
+    *groups, name = key.split(".")
+    document = {name: value}
+    for group in reversed(groups):
+        document = {group: document}
+    return document
+
+
 def did_you_mean_key(key: str) -> str:
     """Returns a suggestion for an unknown key: a sibling with a similar name, or the same name elsewhere."""
     known = _keys()

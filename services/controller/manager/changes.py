@@ -1,15 +1,16 @@
 """Changes of existing runs: patches (labels, priority, limits, intervals, rollouts) and forks."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import PurePath
-from typing import Any
+from typing import Any, Final
 
 import sqlalchemy as sa
 
 from services.common.fields import new_run_id
 from services.common.runspec.aliases import remove_contradictions, without_aliases
-from services.common.runspec.keys import flat
+from services.common.runspec.keys import flat, nested
+from services.common.runspec.live_keys import fixed_key_problems
 from services.common.runspec.loader import SpecError, canonical_json, parse_spec, spec_digest
 from services.common.runspec.run import RunSpec
 from services.controller.manager.archive import check_usable
@@ -19,6 +20,8 @@ from services.controller.run.train.checkpoints import Checkpoint
 from services.controller.store import ledgers
 from services.controller.store.records import NewRun, Run
 from services.controller.store.rows import queue_deadline
+
+_MAX_NAME: Final = 63
 
 
 def merged(document: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -35,28 +38,37 @@ def merged(document: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+_SHORT_NAMES: Final = {
+    "limits": "limits",
+    "validation_every": "validation.every",
+    "checkpoint_every": "trainer.checkpoint.every",
+    "rollout_replicas": "rollout.replicas",
+}
+"""Fields of a patch that stand for keys of the specification."""
+
+
 def patched_spec(run: Run, patch: RunPatch) -> RunSpec | None:
     """Returns the specification with a patch applied; None if the patch does not change it.
 
     Raises:
         SpecError: If the changed specification breaks a rule.
     """
-    changes: dict[str, Any] = {}
-    if patch.limits is not None:
-        changes["limits"] = patch.limits
-    if patch.validation_every is not None:
-        changes["validation"] = {"every": patch.validation_every}
-    if patch.checkpoint_every is not None:
-        changes["trainer"] = {"checkpoint": {"every": patch.checkpoint_every}}
-    if patch.rollout_replicas is not None:
-        changes["rollout"] = {"replicas": patch.rollout_replicas}
+    renamed = without_aliases(patch.spec or {})
+    if problems := [*renamed.problems, *fixed_key_problems(renamed.document)]:
+        raise SpecError(problems)
+    changes = renamed.document
+    for field, key in _SHORT_NAMES.items():
+        if (value := getattr(patch, field)) is not None:
+            changes = merged(changes, nested(key, value))
     if not changes:
         return None
-    spec = parse_spec(merged(json.loads(run.spec_json), changes))
-    if patch.rollout_replicas is not None and spec.topology.placement == "colocated":
+    document = json.loads(run.spec_json)
+    spec = parse_spec(merged(document, changes))
+    is_resized = spec.rollout.replicas != document["rollout"]["replicas"]
+    if is_resized and spec.topology.placement == "colocated":
         raise SpecError(
             [
-                "rollout_replicas: the number of rollouts cannot change with topology.placement 'colocated', "
+                "rollout.replicas: the number of rollouts cannot change with topology.placement 'colocated', "
                 "because they share the trainer's GPUs; submit a new run, or fork this one"
             ]
         )
@@ -71,7 +83,8 @@ def columns_of(patch: RunPatch, spec: RunSpec | None) -> dict[str, Any]:
         values["priority"] = patch.priority
     if spec is not None:
         values |= spec_columns(spec)
-        if "queue_timeout_s" in (patch.limits or {}):
+        named = {key for key, _ in (*flat(patch.spec or {}), *flat({"limits": patch.limits or {}}))}
+        if "limits.queue_timeout_s" in named:
             values["queue_deadline"] = queue_deadline(values["spec_json"])
     return values
 
@@ -86,6 +99,15 @@ def new_run(spec: RunSpec, **columns: Any) -> NewRun:
         needs=resource_needs(spec),
         **columns,
     )
+
+
+def fork_name(parent: str, taken: Collection[str]) -> str:
+    """Returns a fork's default name: that of its parent, or a similar one if an active run has it."""
+    if parent not in taken:
+        return parent
+    suffixes = ("-fork", *(f"-fork-{number}" for number in range(2, len(taken) + 2)))
+    names = (f"{parent[: _MAX_NAME - len(suffix)]}{suffix}" for suffix in suffixes)
+    return next(name for name in names if name not in taken)
 
 
 def fork_of(

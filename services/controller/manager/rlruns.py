@@ -32,12 +32,14 @@ from services.common.errors import (
     UnavailableError,
 )
 from services.common.runspec.aliases import without_aliases
-from services.common.runspec.keys import flat
+from services.common.runspec.keys import flat, nested
+from services.common.runspec.live_keys import is_live
 from services.common.runspec.loader import SpecError, canonical_json, parse_spec
 from services.common.runspec.run import RunSpec
 from services.common.task_group import TaskGroup
 from services.common.telemetry.logging import RareLog
 from services.controller.launch.pod_api import Seen, call_kubernetes, follow
+from services.controller.manager.changes import merged
 from services.controller.manager.runs import RunManager
 from services.controller.models import RunPatch
 from services.controller.rules.run_state import TERMINAL, RunState, desired_state
@@ -57,12 +59,6 @@ ACTOR: Final = "kubernetes"
 _MERGE = "application/merge-patch+json"
 _REQUEST_KEYS = ("suspend", "priority", "labels")
 """Keys of ``spec`` that are not keys of a run specification."""
-_EDITABLE = {
-    "validation.every": "validation_every",
-    "trainer.checkpoint.every": "checkpoint_every",
-    "rollout.replicas": "rollout_replicas",
-}
-"""Keys of a specification that may change, with their fields of RunPatch; ``limits`` may change, too."""
 _ENDED = frozenset(state.value.capitalize() for state in TERMINAL)
 _DELETED = "Deleted"
 _WARNINGS = frozenset({"Rejected", "Recovering", "Failed", _DELETED})
@@ -586,10 +582,8 @@ def changes_of(run: Run, spec: RunSpec, asked: RunPatch, body: Json) -> RunPatch
     for key, value in new.items():
         if value == old.get(key):
             continue
-        if key.startswith("limits."):
-            patch.setdefault("limits", {})[key.removeprefix("limits.")] = value
-        elif key in _EDITABLE:
-            patch[_EDITABLE[key]] = value
+        if is_live(key):
+            patch["spec"] = merged(patch.get("spec", {}), nested(key, value))
         elif key in given:
             problems.append(
                 f"{key}: cannot change after the submission; the run has {old.get(key)!r}, got {value!r}; "

@@ -13,7 +13,13 @@ from services.common.task_group import TaskGroup
 from services.controller.manager import quotas
 from services.controller.manager.archive import CheckpointArchive, check_start
 from services.controller.manager.audit import SampleReader
-from services.controller.manager.changes import columns_of, fork_of, new_run, patched_spec
+from services.controller.manager.changes import (
+    columns_of,
+    fork_name,
+    fork_of,
+    new_run,
+    patched_spec,
+)
 from services.controller.manager.drivers import Drivers
 from services.controller.manager.event_feed import EventFeed
 from services.controller.manager.quotas import Quota, admit
@@ -34,6 +40,7 @@ from services.controller.store.records import (
     RunFilter,
     Submission,
 )
+from services.controller.store.rows import NameTakenError
 from services.controller.store.runs import RunStore, Work
 from services.wire.transferqueue.client import TransferQueueClient
 
@@ -148,13 +155,23 @@ class RunManager:
         Raises:
             NoCheckpointError: If no usable checkpoint exists.
             SpecError: If the overrides break a rule.
+            NameTakenError: If an active run of the project has the name that the request gives.
             QuotaExceededError: If the project has too many queued runs.
         """
         checkpoint = await self.checkpoints.usable(parent.run_id, fork.checkpoint_id)
         # Users write specifications, and a large one takes long to parse; a thread keeps the event
         # loop free.
-        new, write = await asyncio.to_thread(fork_of, parent, checkpoint, fork, actor=actor)
-        return (await self._create(new, request, role=role, also=write))[0]
+        has_name = bool(fork.name or "name" in fork.overrides)
+        while True:
+            if not has_name:
+                taken = await self._database.query(self._store.active_names, parent.project)
+                fork = fork.model_copy(update={"name": fork_name(parent.name, taken)})
+            new, write = await asyncio.to_thread(fork_of, parent, checkpoint, fork, actor=actor)
+            try:
+                return (await self._create(new, request, role=role, also=write))[0]
+            except NameTakenError:
+                if has_name:
+                    raise
 
     async def _create(
         self, new: NewRun, request: RequestKey | None, *, role: Role, also: Work | None = None

@@ -167,6 +167,12 @@ class RunStore:
         with self.database.read() as connection:
             return [to_run(row) for row in connection.execute(query)]
 
+    def active_names(self, project: str) -> set[str]:
+        """Returns the names of a project's runs that have not ended."""
+        query = sa.select(RUNS.c.name).where(IS_UNFINISHED, RUNS.c.project == project)
+        with self.database.read() as connection:
+            return {row.name for row in connection.execute(query)}
+
     def apply(
         self, run_id: str, event: RunEvent, *, reason: str, message: str = "", actor: str = ""
     ) -> tuple[Run, Event]:

@@ -41,6 +41,7 @@ async def test_a_rejection_lists_each_problem(pointer, message, said):
         (["get", "Sort 4"], "'Sort 4'"),
         (["fork", f"run_{'0' * 32}", "--name", "Bad_Name"], "name"),
         (["fork", f"run_{'0' * 32}", "--set", "trainer.steps"], "trainer.steps"),
+        (["set", f"run_{'0' * 32}", "validation.every"], "validation.every"),
         (["cancel", f"run_{'0' * 32}", "--grace-seconds", "-1"], "--grace-seconds"),
         (["list", "--label", "blue"], "--label blue"),
         (["submit", "no.yaml", "--label", "blue"], "--label blue"),

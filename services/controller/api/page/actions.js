@@ -35,7 +35,7 @@ const ACTIONS = [
     text: "Fork", role: "operator", when: (run) => run.step > 0,
     about: "A new run continues from a checkpoint and does not repeat trained prompts.",
     inputs: (run) => [
-      ["name", "name of the new run", "text", run.name], ["checkpoint_id", "checkpoint (empty: the newest)", "text", ""],
+      ["name", "name of the new run (empty: similar)", "text", ""], ["checkpoint_id", "checkpoint (empty: the newest)", "text", ""],
       ["overrides", "changed keys, as JSON", "text", run.spec.trainer.steps ? `{"trainer": {"steps": ${run.spec.trainer.steps * 2}}}` : `{"data": {"epochs": ${run.spec.data.epochs * 2}}}`],
     ],
     send: async (run, values) => {

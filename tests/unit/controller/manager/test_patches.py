@@ -21,7 +21,7 @@ def spec_of(placement):
 def test_rollouts_on_the_trainers_gpus_stay_as_many():
     patch = RunPatch(rollout_replicas=4)
     run = SimpleNamespace(spec_json=canonical_json(spec_of("colocated")))
-    with pytest.raises(SpecError, match=r"^rollout_replicas: "):
+    with pytest.raises(SpecError, match=r"^rollout\.replicas: "):
         patched_spec(run, patch)
     run = SimpleNamespace(spec_json=canonical_json(spec_of("mixed")))
     with pytest.raises(SpecError, match="3 or more"):

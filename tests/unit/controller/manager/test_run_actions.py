@@ -6,9 +6,13 @@ import json
 
 import pytest
 
+from services.common.runspec.keys import fields_of, flat, nested
+from services.common.runspec.live_keys import LIVE_KEYS
+from services.common.runspec.run import RunSpec
 from services.common.telemetry import tracing
 from services.controller.api.principals import TokenStore
 from services.controller.manager import archive
+from services.controller.manager.changes import fork_name
 from services.controller.manager.spec_policy import SpecPolicy
 from services.controller.rules.ledger import Ledger
 from services.controller.rules.run_state import RunEvent
@@ -583,3 +587,58 @@ async def test_a_cursor_before_the_oldest_event_is_refused(api, database):
         refused = await api.get(f"/v1/runs/{run_id}/{path}")
         assert (refused.status_code, refused.json()["code"]) == (410, "cursor_expired"), path
     assert (await api.get(f"/v1/runs/{run_id}/events")).json()["items"][0]["seq"] == 3
+
+
+async def test_forks_of_an_active_run_get_names_of_their_own(api, database):
+    run_id = await submitted(api)
+    name = (await api.get(f"/v1/runs/{run_id}")).json()["name"]
+    train(database, run_id, steps=2)
+    save(database, run_id, step=1, path="/checkpoints/step-00000001")
+    path = f"/v1/runs/{run_id}/fork"
+    forks = [await api.post(path, json={}) for _ in range(2)]
+    names = [forked.json().get("name", forked.text) for forked in forks]
+    assert names == [f"{name}-fork", f"{name}-fork-2"]
+    refused = await api.post(path, json={"name": name})
+    assert (refused.status_code, refused.json()["code"]) == (409, "name_taken")
+    await ended(api, run_id)
+    assert (await api.post(path, json={})).json()["name"] == name
+
+
+def test_the_default_name_of_a_fork_has_the_length_of_a_name():
+    taken = {"a" * 63, f"{'a' * 58}-fork"}
+    assert fork_name("a" * 63, taken) == f"{'a' * 56}-fork-2"
+
+
+async def test_live_keys_change_under_the_names_of_the_specification(api):
+    run_id = await submitted(api)
+    path = f"/v1/runs/{run_id}"
+    spec = {
+        "limits": {"max_restarts": 9},
+        "trainer": {"checkpoint": {"every": 3, "every_s": 50}},
+        "validation": {"every": 2, "timeout_s": 40},
+        "rollout": {"replicas": 3},
+    }
+    headers = {"If-Match": (await api.get(path)).headers["ETag"]}
+    changed = await api.patch(path, json={"spec": spec, "priority": 4}, headers=headers)
+    assert changed.status_code == 200, changed.text
+    run = changed.json()
+    assert run["priority"] == 4
+    now = dict(flat(run["spec"]))
+    assert {key: now[key] for key, _ in flat(spec)} == dict(flat(spec))
+
+
+@pytest.mark.parametrize(
+    "key", ["trainer.steps", "algorithm.max_staleness", "rollout.engine", "nothing.of.this", "name"]
+)
+async def test_a_key_that_is_fixed_during_a_run_is_refused_by_name(api, key):
+    run_id = await submitted(api)
+    path = f"/v1/runs/{run_id}"
+    headers = {"If-Match": (await api.get(path)).headers["ETag"]}
+    refused = await api.patch(path, json={"spec": nested(key, 4)}, headers=headers)
+    assert refused.status_code == 422
+    assert refused.json()["errors"][0]["pointer"] == f"/{key.replace('.', '/')}"
+
+
+def test_every_live_key_is_a_key_of_the_specification():
+    keys = {key for key, _ in fields_of(RunSpec)}
+    assert keys >= LIVE_KEYS.keys()
