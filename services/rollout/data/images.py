@@ -9,13 +9,15 @@ import base64
 import binascii
 import io
 import math
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import httpx
-from PIL import Image, ImageOps
+import numpy as np
+from PIL import ExifTags, Image, ImageOps
 
 from services.common.models.configs import PRESET_PATCH, read_config
 from services.common.models.tokenizer import Tokenizer
@@ -33,8 +35,12 @@ MARK: Final = "<image>"
 _FORMATS: Final = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
 _MAX_DECODED_PIXELS: Final = 64 << 20
 """Max pixels of an image before it is scaled down: a few bytes may decode to gigabytes."""
+_MAX_BYTE: Final = 255
+# Held while an image is in memory at its full size, because many prompts are read at once.
+_DECODING: Final = threading.Lock()
 _FETCH_TIMEOUT_S: Final = 30.0
 _THUMBNAIL: Final = (192, 192)
+_SIZE: Final = "size_in_data"
 _PLACES: Final = "image_places"
 _URLS: Final = ("http://", "https://")
 
@@ -133,12 +139,9 @@ class ImageReader:
             return list(token_ids), ModelInputs.from_values(None), ()
         named = [(f"image {n} of {place}", source) for n, source in enumerate(sources)]
         images = [self._read(source, folder, name) for name, source in named]
-        pictures = tuple(
-            _picture(image, source) for image, source in zip(images, sources, strict=True)
-        )
-        smaller = [_scaled_down(image, self._data.max_image_pixels) for image in images]
+        pictures = [_picture(image, source) for image, source in zip(images, sources, strict=True)]
         try:
-            made = self._processor(images=smaller, return_tensors="pt")
+            made = self._processor(images=images, return_tensors="pt")
         except ValueError as error:
             raise refused_prompt(
                 "image_invalid", f"{place}: the model's processor refuses an image: {error}"
@@ -147,7 +150,7 @@ class ImageReader:
         expanded, inputs = self.with_places(
             token_ids, values, num_tokens=num_tokens, num_earlier=num_earlier
         )
-        return expanded, inputs, pictures
+        return expanded, inputs, tuple(pictures)
 
     def with_places(
         self,
@@ -179,21 +182,23 @@ class ImageReader:
         return expanded, ModelInputs.from_values({**tensors, _PLACES: places})
 
     def _read(self, source: Any, folder: Path | None, name: str) -> Image.Image:
-        content = self._content(source, folder, name)
-        limit = self._data.max_image_bytes
-        if len(content) > limit:
-            raise _too_large(name, len(content), limit)
+        """Returns an image as viewers show it, in RGB, with at most ``data.max_image_pixels``.
+
+        Its ``info`` has the size of the image in the data.
+        """
         try:
-            image = Image.open(io.BytesIO(content), formats=_FORMATS)
+            image = self._opened(source, folder, name)
             if image.width * image.height > _MAX_DECODED_PIXELS:
                 raise refused_prompt(
                     "image_too_large",
                     f"{name} has {image.width} x {image.height} pixels, more than {_MAX_DECODED_PIXELS:,}; "
                     "scale it down",
                 )
-            image.load()
-            turned = ImageOps.exif_transpose(image) or image
-            return turned.convert("RGB")
+            with _DECODING:
+                shown = _as_shown(image)
+                smaller = _scaled_down(shown, self._data.max_image_pixels)
+                smaller.info = {_SIZE: shown.size}
+                return smaller
         except Image.DecompressionBombError as error:
             raise refused_prompt("image_too_large", f"{name}: {error}") from error
         except (OSError, ValueError, SyntaxError) as error:
@@ -202,12 +207,18 @@ class ImageReader:
                 f"{name} cannot be decoded ({error}); expected {', '.join(_FORMATS)}",
             ) from error
 
+    def _opened(self, source: Any, folder: Path | None, name: str) -> Image.Image:
+        """Returns an image whose size is known and whose pixels may not be decoded yet."""
+        if isinstance(source, Image.Image):  # of a data set with decoded images
+            return source
+        content = self._content(source, folder, name)
+        limit = self._data.max_image_bytes
+        if len(content) > limit:
+            raise _too_large(name, len(content), limit)
+        return Image.open(io.BytesIO(content), formats=_FORMATS)
+
     def _content(self, source: Any, folder: Path | None, name: str) -> bytes:
         """Returns the encoded image."""
-        if isinstance(source, Image.Image):  # of a data set with decoded images
-            buffer = io.BytesIO()
-            source.convert("RGB").save(buffer, "PNG")
-            return buffer.getvalue()
         if isinstance(source, Mapping):
             inner = next((source[key] for key in ("bytes", "path", "url") if source.get(key)), None)
             if inner is not None:
@@ -362,17 +373,37 @@ def _processor(model: ModelSpec) -> Any:
         ) from error
 
 
+def _as_shown(image: Image.Image) -> Image.Image:
+    """Returns an image in RGB: turned upright, all levels of 16-bit grey, transparent pixels on white.
+
+    Each copy of a large image takes hundreds of megabytes, so there is none that is not needed.
+    """
+    image.load()
+    if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
+        image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I"):
+        levels = np.asarray(image)
+        is_16_bit = image.mode != "I" or levels.max() > _MAX_BYTE
+        levels = levels >> 8 if is_16_bit else levels
+        return Image.fromarray(levels.clip(0, _MAX_BYTE).astype(np.uint8)).convert("RGB")
+    if not image.has_transparency_data:
+        return image if image.mode == "RGB" else image.convert("RGB")
+    image = image if image.mode == "RGBA" else image.convert("RGBA")
+    shown = Image.new("RGB", image.size, "white")
+    shown.paste(image, mask=image.getchannel("A"))
+    return shown
+
+
 def _scaled_down(image: Image.Image, max_pixels: int) -> Image.Image:
     factor = math.sqrt(max_pixels / (image.width * image.height))
     if factor >= 1:
         return image
-    width, height = (max(1, int(side * factor)) for side in image.size)
-    return image.resize((width, height), Image.Resampling.BICUBIC)
+    return image.resize(_sides(image, factor), Image.Resampling.BICUBIC)
 
 
 def _picture(image: Image.Image, source: Any) -> Picture:
-    small = image.copy()
-    small.thumbnail(_THUMBNAIL)
+    factor = min(1.0, *(most / side for most, side in zip(_THUMBNAIL, image.size, strict=True)))
+    small = image if factor == 1 else image.resize(_sides(image, factor))
     buffer = io.BytesIO()
     small.save(buffer, "PNG" if small.width * small.height <= 64 * 64 else "JPEG")
     kind = "png" if buffer.getvalue()[1:4] == b"PNG" else "jpeg"
@@ -380,7 +411,11 @@ def _picture(image: Image.Image, source: Any) -> Picture:
     if isinstance(source, Mapping):
         source = source.get("path") or source.get("url") or ""
     name = source if isinstance(source, str) and not source.startswith("data:") else ""
-    return Picture(name[:200], image.size, f"data:image/{kind};base64,{data}")
+    return Picture(name[:200], image.info[_SIZE], f"data:image/{kind};base64,{data}")
+
+
+def _sides(image: Image.Image, factor: float) -> tuple[int, int]:
+    return max(1, int(image.width * factor)), max(1, int(image.height * factor))
 
 
 def _decoded(url: str, name: str, max_bytes: int) -> bytes:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -48,10 +49,10 @@ def png(width: int = 16, height: int = 16, color: str = "red") -> bytes:
     return buffer.getvalue()
 
 
-def bomb() -> bytes:
-    """Returns a PNG of a few bytes whose header declares 10 gigapixels."""
+def bomb(side: int = 100_000) -> bytes:
+    """Returns a PNG of a few bytes whose header declares a large image, by default of 10 gigapixels."""
     content = png()
-    header = content[12:16] + (100_000).to_bytes(4, "big") * 2 + content[24:29]
+    header = content[12:16] + side.to_bytes(4, "big") * 2 + content[24:29]
     return content[:12] + header + zlib.crc32(header).to_bytes(4, "big") + content[33:]
 
 
@@ -280,3 +281,79 @@ def test_engines_that_are_not_compared_with_images_are_refused(
     spec_with(**{**parts, "rollout": {"engine": "vllm"}})
     with pytest.raises(SpecError, match=f"model.images is true and {key} is set"):
         spec_with(**parts)
+
+
+class _Reader(ImageReader):
+    """Reads images without a model."""
+
+    def __init__(self, **limits: Any) -> None:
+        self._data = DataSpec(train={"source": "jsonl", "path": "x"}, **limits)  # type: ignore[arg-type]
+
+    def pixels(self, source: Any) -> Any:
+        return np.asarray(self._read(source, None, "an image")).astype(int)
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def _inked() -> dict[str, Any]:
+    """Returns images of a black square on a transparent ground."""
+    ink = Image.new("RGBA", (32, 32), (0, 0, 0, 0))
+    ink.paste((0, 0, 0, 255), (4, 4, 12, 12))
+    palette = Image.new("P", (32, 32), 0)
+    palette.putpalette([0] * 768)
+    palette.paste(1, (4, 4, 12, 12))
+    grey = Image.new("L", (32, 32), 7)
+    grey.paste(0, (4, 4, 12, 12))
+    return {
+        "RGBA": encoded(ink),
+        "LA": encoded(ink.convert("LA")),
+        "WEBP": encoded(ink, "WEBP", lossless=True),
+        "palette": encoded(palette, transparency=0),
+        "one transparent level": encoded(grey, transparency=7),
+        "Pillow": ink,
+    }
+
+
+@pytest.mark.parametrize("kind", _inked())
+def test_transparent_pixels_are_white(kind: str) -> None:
+    pixels = _Reader().pixels(_inked()[kind])
+    assert pixels[8, 8].tolist() == [0, 0, 0]
+    assert pixels[25, 25].tolist() == [255, 255, 255]
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_16_bit_grey_keeps_its_levels(is_file: bool) -> None:
+    ramp = np.tile(np.linspace(0, 65535, 64).astype(np.uint16), (8, 1))
+    image = Image.fromarray(ramp)
+    pixels = _Reader().pixels(encoded(image) if is_file else image)
+    assert pixels[0, :, 0].tolist() == (ramp[0] >> 8).tolist()
+    small = Image.fromarray(np.full((4, 4), 200, np.int32))
+    assert _Reader().pixels(small)[0, 0].tolist() == [200] * 3
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+def test_an_image_is_turned_upright(kind: str, is_file: bool) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    content = encoded(Image.new("RGB", (30, 10), "red"), kind, exif=exif.tobytes())
+    source = content if is_file else Image.open(io.BytesIO(content))
+    assert _Reader().pixels(source).shape == (30, 10, 3)
+
+
+def test_a_large_image_of_a_dataset_is_refused_before_it_is_decoded() -> None:
+    image = Image.open(io.BytesIO(bomb(9000)))
+    with pytest.raises(GroupError) as error:
+        _Reader().pixels(image)
+    assert error.value.reason == "image_too_large"
+
+
+def test_an_image_is_scaled_down_as_soon_as_it_is_decoded() -> None:
+    reader = _Reader(max_image_pixels=100)
+    first = reader._read(encoded(Image.new("RGB", (40, 20))), None, "an image")
+    assert first.width * first.height <= 100
+    assert first.info["size_in_data"] == (40, 20)
