@@ -3,19 +3,17 @@
 import functools
 import json
 import math
-import re
-import secrets
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
+import textwrap
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from services.rollout.sandbox.programs import Limits, run_python
+from services.rollout.rewards.code_answers import OutputTests, read_tests
+from services.rollout.rewards.code_blocks import compiles, find_program
+from services.rollout.rewards.code_verdicts import judged, prints
+from services.rollout.sandbox.programs import Limits
 
 # Tasks whose verifiers compare boards as tuples, which JSON converts to lists.
 _BOARD_TASKS: Final = frozenset(("arc_agi", "rearc"))
-# Linear time: the end of a fence is searched only once, because no other fence begins before it.
-_FENCE = re.compile(r"```(?:python|py)?[^\S\n]*\n(.*?)```", re.DOTALL)
 
 
 def answer_text(answer: Any, *, reward: str) -> str:
@@ -108,12 +106,12 @@ def code_tests(
     partial_credit: bool = False,
     reads_files: bool = False,
 ) -> float:
-    """Runs the last fenced block of the response, or all of it, in a sandbox.
+    """Runs the Python program of the response in a sandbox, and its tests outside of its reach.
 
     Args:
-        response: Text with a Python program.
-        answer: Python code that raises if the program is wrong, for example ``assert`` lines; or
-            ``{"inputs": [...], "outputs": [...]}``, standard input and expected output of each test.
+        response: Text with a program; see :func:`services.rollout.rewards.code_blocks.find_program`.
+        answer: Tests; see :func:`services.rollout.rewards.code_answers.read_tests`.
+        row: Row of the data, whose ``entry_point`` and code of the prompt the tests may need.
         seconds: CPU and wall time of one test; a program that takes longer fails the test.
         memory_bytes: Address space of one test; a program that needs more fails the test.
         partial_credit: True to return the fraction of passed tests.
@@ -121,47 +119,15 @@ def code_tests(
             Landlock.
 
     Raises:
-        ValueError: If the answer has neither form.
+        ValueError: If the answer is no test of a program.
     """
-    blocks = _FENCE.findall(response)
-    program = blocks[-1] if blocks else response
-    limits = Limits(
-        seconds=seconds,
-        memory_bytes=memory_bytes,
-        reads_files=reads_files,
-    )
-    passed = [_passes(test, limits) for test in _tests(program, answer)]
-    return sum(passed) / len(passed) if partial_credit else float(all(passed))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Test:
-    parts: tuple[str, ...]
-    given: str
-    accepts: Callable[[str], bool]
-
-
-def _passes(test: _Test, limits: Limits) -> bool:
-    output = run_python(test.parts, test.given, limits)
-    return output is not None and test.accepts(output)
-
-
-def _tests(program: str, answer: Any) -> Iterator[_Test]:
-    if isinstance(answer, str) and answer.strip():
-        # Only a program that reaches the end prints the mark; one that exits early fails.
-        mark = secrets.token_hex(16)
-        parts = (program, answer, f"print('\\n{mark}')")
-        yield _Test(parts=parts, given="", accepts=lambda output: output.split()[-1:] == [mark])
-    elif isinstance(answer, Mapping) and answer.get("inputs"):
-        for given, wanted in zip(answer["inputs"], answer["outputs"], strict=True):
-            yield _Test(parts=(program,), given=str(given), accepts=partial(_equal, str(wanted)))
-    else:
-        raise ValueError(
-            "code_tests needs an answer: Python code with asserts, or {'inputs': [...], 'outputs': "
-            f"[...]}}, got {type(answer).__name__}"
-        )
-
-
-def _equal(wanted: str, output: str) -> bool:
-    """Compares outputs, ignoring white space."""
-    return output.split() == wanted.split()
+    tests = read_tests(answer, row)
+    program = find_program(response)
+    limits = Limits(seconds=seconds, memory_bytes=memory_bytes, reads_files=reads_files)
+    if isinstance(tests, OutputTests):
+        passed = (prints(program, *pair, limits) for pair in tests.pairs)
+        return sum(passed) / len(tests.pairs) if partial_credit else float(all(passed))
+    completed = f"{row.get('prompt', '')}\n{textwrap.indent(program, '    ')}"
+    if not compiles(program) and compiles(completed):  # the body of the prompt's function
+        program = completed
+    return judged(program, tests, limits, partial_credit=partial_credit)

@@ -14,6 +14,7 @@ Guarantees, regardless of the program (docs/rollouts.md explains them to users):
 
 import fcntl
 import functools
+import json
 import logging
 import os
 import shutil
@@ -22,13 +23,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from services.rollout.sandbox import bubblewrap, confine, seccomp
+from services.rollout.sandbox.judging.source import LAST_LINE
 
 logger = logging.getLogger(__name__)
 
@@ -72,12 +74,9 @@ class Limits:
     """
 
 
-# The launcher reads each part only before it runs it, so that no frame, constant or source of an
-# earlier part contains it.
-_LAUNCHER = """\
+_LIMITED = """\
 import os, resource, sys
-from services.rollout.sandbox import confine
-seconds, memory_bytes, reads_files, parts = map(int, sys.argv[1:])
+seconds, memory_bytes = map(int, sys.argv[1:3])
 # The soft limit sends a distinct signal; the hard limit sends SIGKILL, which has many other causes.
 resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 60))
 for limit, value in (
@@ -87,11 +86,47 @@ for limit, value in (
     (resource.RLIMIT_CORE, 0),
 ):
     resource.setrlimit(limit, (value, value))
+"""
+# The launcher reads each part only before it runs it, so that no frame, constant or source of an
+# earlier part contains it.
+_LAUNCHER = f"""\
+{_LIMITED}
+from services.rollout.sandbox import confine
+reads_files, parts = map(int, sys.argv[3:])
 confine.confine(os.getcwd(), reads_files=bool(reads_files))
 sys.argv = ["program.py"]
-names = {"__name__": "__main__"}
+names = {{"__name__": "__main__"}}
 while size := int.from_bytes(os.read(parts, 8), "big"):
     exec(compile(os.read(parts, size), "program.py", "exec"), names)
+"""
+
+
+# The program is the first process, so that the judge ends with it. Neither has what the other one reads.
+_JUDGED_LAUNCHER = f"""\
+{_LIMITED}
+import json
+from services.rollout.sandbox import confine
+from services.rollout.sandbox.judging import judge, program
+reads_files, parts, tests = map(int, sys.argv[3:])
+from_judge, to_program = os.pipe()
+from_program, to_judge = os.pipe()
+first = os.getpid()
+is_judge = os.fork() == 0
+verdicts = os.dup(1)
+os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+for end in (from_judge, to_judge, parts) if is_judge else (from_program, to_program, tests, verdicts):
+    os.close(end)
+confine.confine(os.getcwd(), reads_files=bool(reads_files))
+if is_judge and os.getppid() != first:
+    os._exit(1)
+content = b"".join(iter(lambda: os.read(tests if is_judge else parts, 1 << 20), b""))
+os.close(tests if is_judge else parts)
+sys.argv = ["program.py"]
+if is_judge:
+    judge.judge(json.loads(content), reader=from_program, writer=to_program, verdicts=verdicts)
+else:
+    program.serve(json.loads(content), reader=from_judge, writer=to_judge)
+os._exit(0)
 """
 
 
@@ -109,6 +144,46 @@ def run_python(parts: Sequence[str], given: str, limits: Limits) -> str | None:
         SandboxKilledError: If the program was killed, but not by its limits.
         RuntimeError: If this host cannot deny the program access to the network or to files.
     """
+    contents = [part.encode() for part in parts]
+    program = b"".join(len(each).to_bytes(8, "big") + each for each in contents)
+    status, output = _run(_LAUNCHER, [program], given, limits)
+    return output if status == 0 else None
+
+
+def run_judged(
+    parts: Sequence[str], request: Mapping[str, Any], limits: Limits
+) -> list[dict[str, Any]]:
+    """Runs a Python program, and its tests in a second process that the program cannot see.
+
+    Args:
+        parts: Code of the prompt, and the program.
+        request: Tests; see :func:`services.rollout.sandbox.judging.judge.judge`.
+
+    Returns:
+        The verdicts of the tests that ran.
+
+    Raises:
+        SandboxKilledError: If the program was killed, but not by its limits.
+        RuntimeError: If this host cannot deny the program access to the network or to files.
+    """
+    contents = [json.dumps(each).encode() for each in ([*parts], dict(request))]
+    _, output = _run(_JUDGED_LAUNCHER, contents, "", limits, last_line=LAST_LINE)
+    # The last line is incomplete if the judge was killed while it wrote it.
+    lines = output.removesuffix(LAST_LINE).split("\n")[:-1]
+    return [json.loads(line) for line in lines]
+
+
+def _run(
+    launcher: str, contents: Sequence[bytes], given: str, limits: Limits, *, last_line: str = ""
+) -> tuple[int | None, str]:
+    """Runs a launcher with the descriptors of files with contents.
+
+    Args:
+        last_line: Output after which it is killed, unless empty.
+
+    Returns:
+        Its exit status, None if it exceeded a limit, and its standard output.
+    """
     is_usable = bubblewrap.is_usable()
     _check_host(limits, is_wrapped=is_usable)
     is_wrapped = is_usable and not limits.reads_files
@@ -116,12 +191,15 @@ def run_python(parts: Sequence[str], given: str, limits: Limits) -> str | None:
         nullcontext("/") if is_wrapped else _folder() as folder,
         tempfile.TemporaryFile(buffering=0) as output,
         tempfile.TemporaryFile() as given_file,
-        tempfile.TemporaryFile() as given_parts,
+        ExitStack() as stack,
         _pipe() as (info, info_writer),
     ):
         _write(given_file, given.encode())
-        contents = [part.encode() for part in parts]
-        _write(given_parts, b"".join(len(each).to_bytes(8, "big") + each for each in contents))
+        descriptors = []
+        for content in contents:
+            file = stack.enter_context(tempfile.TemporaryFile())
+            _write(file, content)
+            descriptors.append(file.fileno())
         wrapper = bubblewrap.prefix(
             [_INNER_FOLDER],
             disk_bytes=limits.disk_bytes,
@@ -132,31 +210,31 @@ def run_python(parts: Sequence[str], given: str, limits: Limits) -> str | None:
         process = subprocess.Popen(  # noqa: S603 -- running what the model wrote is the purpose
             [
                 *(wrapper if is_wrapped else ()),
-                *(sys.executable, "-c", _LAUNCHER, str(seconds), str(limits.memory_bytes)),
-                *(str(int(limits.reads_files)), str(given_parts.fileno())),
+                *(sys.executable, "-c", launcher, str(seconds), str(limits.memory_bytes)),
+                *(str(int(limits.reads_files)), *map(str, descriptors)),
             ],
             stdin=given_file,
             stdout=output,
             stderr=subprocess.DEVNULL,
             cwd=folder,
             env={"PYTHONPATH": ":".join(sys.path), "OMP_NUM_THREADS": "1"},
-            pass_fds=(given_parts.fileno(), *((info_writer,) if is_wrapped else ())),
+            pass_fds=(*descriptors, *((info_writer,) if is_wrapped else ())),
             start_new_session=True,
         )
         try:
-            is_in_limits = _wait(process, None if is_wrapped else folder, limits)
+            ending = (output.fileno(), last_line.encode()) if last_line else None
+            is_in_limits = _wait(process, None if is_wrapped else folder, limits, ending=ending)
         finally:
             _end(process, info)
-        if not is_in_limits:
-            return None
-        if process.returncode in _KILLED:
+        is_ended = ending is not None and _ends_with(*ending)
+        if is_in_limits and process.returncode in _KILLED and not is_ended:
             raise SandboxKilledError(
                 f"the program was killed (status {process.returncode}), but not by its limits; check the "
                 "host's free memory"
             )
         output.seek(0)
         text = output.read(_MAX_OUTPUT_BYTES).decode(errors="replace")
-        return text if process.returncode == 0 else None
+        return process.returncode if is_in_limits else None, text
 
 
 def _write(file: IO[bytes], content: bytes) -> None:
@@ -165,13 +243,31 @@ def _write(file: IO[bytes], content: bytes) -> None:
     file.seek(0)
 
 
-def _wait(process: subprocess.Popen[bytes], folder: str | None, limits: Limits) -> bool:
-    """Waits until a program ends; returns False if it takes too long, or writes too much to the folder."""
+def _ends_with(descriptor: int, line: bytes) -> bool:
+    """Returns True if a file ends with a line."""
+    size = os.fstat(descriptor).st_size
+    return os.pread(descriptor, len(line), max(0, size - len(line))) == line
+
+
+def _wait(
+    process: subprocess.Popen[bytes],
+    folder: str | None,
+    limits: Limits,
+    *,
+    ending: tuple[int, bytes] | None,
+) -> bool:
+    """Waits until a program ends; returns False if it takes too long, or writes too much to the folder.
+
+    Args:
+        ending: File and its last line, after which there is nothing to wait for.
+    """
     deadline = time.monotonic() + limits.seconds
     while (left := deadline - time.monotonic()) > 0:
         try:
             process.wait(min(left, _CHECK_S))
         except subprocess.TimeoutExpired:
+            if ending is not None and _ends_with(*ending):
+                return True
             if folder is not None and _has_more(folder, limits.disk_bytes):
                 return False
         else:

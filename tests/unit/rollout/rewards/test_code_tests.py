@@ -28,7 +28,9 @@ def isolation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 PAIRS = {"inputs": ["2", "3"], "outputs": ["4", "7"]}
 
 
-def score(response: str, answer: object = "assert True", **changes: object) -> float:
+def score(response: str, answer: object = "assert begun", **changes: object) -> float:
+    if answer == "assert begun":
+        response = f"begun = True\n{response}"
     return code_tests("", response, answer, {}, **changes)  # type: ignore[arg-type]
 
 
@@ -59,7 +61,7 @@ def test_asserts_decide_over_the_last_fenced_block() -> None:
     text = "Wrong:\n```python\nf = None\n```\nRight:\n```python\ndef f(x):\n    return x + 1\n```\n"
     assert score(text, "assert f(1) == 2") == 1.0
     assert score(text, "assert f(1) == 3") == 0.0
-    assert score("no code at all", "assert True") == 0.0
+    assert score("no code at all", "assert f(1) == 2") == 0.0
 
 
 def test_standard_input_and_output_decide_test_by_test() -> None:
@@ -171,7 +173,7 @@ for call in (
 
 
 def test_an_answer_without_tests_is_a_failure_not_a_zero() -> None:
-    with pytest.raises(ValueError, match="code_tests needs an answer"):
+    with pytest.raises(ValueError, match="code_tests needs tests"):
         score("x = 1", None)
 
 
@@ -303,22 +305,6 @@ def properties_of(pid: int) -> list[object]:
     return [*limits, os.sched_getaffinity(pid), os.getpriority(os.PRIO_PROCESS, pid)]
 
 
-def test_neither_the_answer_nor_the_mark_is_in_a_frame_of_the_program() -> None:
-    program = """\
-import re, sys
-seen = []
-def solve():
-    frame = sys._getframe(1)
-    while frame is not None:
-        for thing in (*frame.f_code.co_consts, *frame.f_locals.values(), *frame.f_globals.values()):
-            seen.extend(re.findall("[0-9a-f]{32}|the_" + "answer", str(thing)))
-        frame = frame.f_back
-"""
-    early = f"{program}\nsolve()\nassert seen == []\ndel solve\ndef solve(): pass\n"
-    assert score(early, "the_answer = 1") == 1.0
-    assert score(program, "solve()\nassert not [text for text in seen if len(text) == 32]") == 1.0
-
-
 @pytest.mark.parametrize("status", [137, 143])
 def test_a_program_cannot_pass_for_one_that_was_killed_from_outside(status: int) -> None:
     for way in (f"sys.exit({status})", f"os._exit({status})"):
@@ -332,7 +318,7 @@ def test_bubblewrap_shows_no_other_process_and_no_file_of_the_user(
         pytest.skip("only with bubblewrap")
     monkeypatch.setattr(confine, "has_landlock", lambda: False)
     (tmp_path / "secret").write_text("secret")
-    program = "import os"
-    assert score(program, f"assert not os.path.exists({str(tmp_path)!r})") == 1.0
-    assert score(program, "assert os.getpid() < 10 and not os.path.exists('/proc/1')") == 1.0
-    assert score(program, "assert not os.path.exists('/etc/passwd')") == 1.0
+    program = "import os\nexists, pid = os.path.exists, os.getpid()"
+    assert score(program, f"assert exists({str(tmp_path)!r}) is False") == 1.0
+    assert score(program, "assert pid < 10 and exists('/proc/1') is False") == 1.0
+    assert score(program, "assert exists('/etc/passwd') is False") == 1.0
