@@ -1,8 +1,9 @@
 """The ``init`` command: writes a commented specification for a model and a data set."""
 
 import re
+import shlex
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -10,14 +11,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
 
+from services.cli.commented_yaml import Comments, commented_yaml
 from services.cli.machine import gpu_bytes_here, has_gpus
 from services.cli.output import console, fail
 from services.cli.settings import num_gpus
 from services.common.models.configs import preset_config, preset_names
 from services.common.models.families import image_kind
-from services.common.runspec.base import in_yaml
+from services.common.runspec.base import SpecPart
 from services.common.runspec.data import DataSpec, PromptSourceSpec
 from services.common.runspec.run import TINY_PREFIX, RunSpec
 from services.rollout.data.sources import Row, open_source
@@ -32,49 +33,33 @@ _PROMPTS_PER_STEP = 32
 _MAX_ROWS = 16
 _KINDS = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 
-_TEMPLATE = """\
-# {name}: `slipstream validate {file}` checks it, `slipstream run {file}` trains here.
-# All keys, with types and defaults, are in docs/runspec.md.
-name: {name}
-seed: 0
-
-model:
-  path: {model}                 # a folder, a Hugging Face id, or a preset such as tiny:qwen2-0.4m
-{images}
-data:
-  train: {{source: {source}, path: {path}}}
-  # heldout: {{source: {source}, path: ..., limit: 200}}   # prompts that are only evaluated
-  prompt_column: {prompt}
-  answer_column: {answer}       # what the reward compares with; null if it needs none
-{template}  chat_template: {chat}         # whether prompts go through the tokenizer's chat template
-  max_prompt_tokens: 1024       # a longer prompt is quarantined and counted
-
-rollout:
-  engine: {engine:<21} # vllm or sglang for real models on GPUs, once installed
-  replicas: {replicas}          # rollout processes
-  group_size: 8                 # responses per prompt
-  max_response_tokens: {response}
-  rewards:
-    - name: {reward}            # exact_match, math_verify, code_tests, a URL, or file.py:function
-      # Your own function is called with (prompt, response, answer, row) and returns a number.
-
-algorithm:
-  advantage: grpo
-  loss: ppo
-  max_staleness: 1              # max weight versions that a sample may lag behind; 0 trains synchronously
-
-trainer:
-  steps: 100
-  prompts_per_step: {prompts:<11} # groups per batch
-  dtype: {dtype:<22} # bfloat16 for GPUs; CPUs are faster in float32
-  compile: {compiled:<20} # torch.compile: faster and less memory on GPUs, slower start
-{fitted}  optimizer:
-    learning_rate: {rate}
-  checkpoint: {{every: 20, keep: 2}}
-
-validation:
-  every: 10                     # versions between evaluations of data.heldout
-"""
+_COMMENTS: Comments = {
+    "model.path": ("a folder, a Hugging Face id, or a preset such as tiny:qwen2-0.4m",),
+    "model.images": ("the model sees images",),
+    "data.train": (
+        "",
+        "heldout: {source: ..., path: ..., limit: 200}   # prompts that are only evaluated",
+    ),
+    "data.answer_column": ("what the reward compares with; null if it needs none",),
+    "data.chat_template": ("whether prompts go through the tokenizer's chat template",),
+    "data.max_prompt_tokens": ("a longer prompt is quarantined and counted",),
+    "rollout.engine": ("vllm or sglang for real models on GPUs, once installed",),
+    "rollout.replicas": ("rollout processes",),
+    "rollout.group_size": ("responses per prompt",),
+    "rollout.rewards": (
+        "",
+        "name: exact_match, math_verify, code_tests, a URL, or file.py:function. Your own function",
+        "is called with (prompt, response, answer, row) and returns a number.",
+    ),
+    "algorithm.max_staleness": (
+        "max weight versions that a sample may lag behind; 0 trains synchronously",
+    ),
+    "trainer.prompts_per_step": ("groups per batch",),
+    "trainer.dtype": ("bfloat16 for GPUs; CPUs are faster in float32",),
+    "trainer.compile": ("torch.compile: faster and less memory on GPUs, slower start",),
+    "validation.every": ("versions between evaluations of data.heldout",),
+}
+_UNFIT_COMMENT = ("else it does not fit on this GPU",)
 
 
 def init(
@@ -117,70 +102,95 @@ def init(
         raise typer.Exit(2) from None
     row, is_tiny, uses_gpus = rows.first[0], model.startswith(TINY_PREFIX), has_gpus()
     prompt, answer = _column(row, _PROMPTS), _column(row, _ANSWERS)
-    images = "  images: true                  # the model sees images\n"
     form = _answer_form([str(each.get(answer) or "") for each in rows.first])
-    values = {
-        "file": file,
+    is_large = uses_gpus and not is_tiny
+    document = {
         "name": _name(file),
-        "model": model,
-        "images": images if is_tiny and _sees_images(model) else "",
-        "source": source.source,
-        "path": _path(data, source.source, file),
-        "prompt": prompt or f"prompt   # TODO: one of {', '.join(row)}",
-        "answer": answer or "null",
-        "template": form.template,
-        "prompts": min(_PROMPTS_PER_STEP, rows.count),
-        "reward": form.reward if answer else "task.py:reward",
-        "chat": "false" if is_tiny else "true",
-        "replicas": 2 if is_tiny else 1,
-        "response": 64 if is_tiny else 1024,
-        "dtype": "bfloat16" if uses_gpus and not is_tiny else "float32",
-        "compiled": "true" if uses_gpus and not is_tiny else "false",
-        "rate": "3.0e-4" if is_tiny else "1.0e-6",
-        "engine": "vllm" if uses_gpus and not is_tiny and find_spec("vllm") else "torch",
+        "seed": 0,
+        "model": {"path": model, **({"images": True} if is_tiny and _sees_images(model) else {})},
+        "data": {
+            "train": {"source": source.source, "path": _path(data, source.source, file)},
+            "prompt_column": prompt or "prompt",
+            "answer_column": answer or None,
+            **({"prompt_template": form.template} if form.template else {}),
+            "chat_template": not is_tiny,
+            "max_prompt_tokens": 1024,
+        },
+        "rollout": {
+            "engine": "vllm" if is_large and find_spec("vllm") else "torch",
+            "replicas": 2 if is_tiny else 1,
+            "group_size": 8,
+            "max_response_tokens": 64 if is_tiny else 1024,
+            "rewards": [{"name": form.reward if answer else "task.py:reward"}],
+        },
+        "algorithm": {"advantage": "grpo", "loss": "ppo", "max_staleness": 1},
+        "trainer": {
+            "steps": 100,
+            "prompts_per_step": min(_PROMPTS_PER_STEP, rows.count),
+            "dtype": "bfloat16" if is_large else "float32",
+            "compile": is_large,
+            "optimizer": {"learning_rate": 3e-4 if is_tiny else 1e-6},
+            "checkpoint": {"every": 20, "keep": 2},
+        },
+        "validation": {"every": 10},
     }
-    text = _TEMPLATE.format(**values, fitted="")
+    comments = {**_COMMENTS, "": _header(file)}
+    if not prompt:
+        comments["data.prompt_column"] = (f"TODO: one of {', '.join(row)}",)
     if uses_gpus and Path(model).is_dir():
-        text = _fitted(text, values)
+        comments |= _fit(document)
+    text = commented_yaml(document, comments)
     with _writing(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
-    console.print(f"wrote {file}; 'slipstream validate {file}' checks it", highlight=False)
+    console.print(
+        f"wrote {file}; `slipstream validate {shlex.quote(str(file))}` checks it", highlight=False
+    )
 
 
 def _sees_images(preset: str) -> bool:
     return image_kind(preset_config(preset, vocab_size=256, eos_id=0, pad_id=0)) is not None
 
 
-def _fitted(text: str, values: Mapping[str, Any]) -> str:
-    """Returns the text with the settings with which the run fits on this machine's GPUs."""
+def _header(file: Path) -> tuple[str, str]:
+    name = shlex.quote(str(file))
+    return (
+        f"`slipstream validate {name}` checks this specification, `slipstream run {name}` trains it here.",
+        "All keys, with types and defaults, are in docs/runspec.md.",
+    )
+
+
+def _fit(document: dict[str, Any]) -> Comments:
+    """Changes a specification so that it fits on this machine's GPUs; returns comments of the changes."""
     # These import torch.
     from services.cli.preflight import model_config
     from services.cli.run_memory import run_memory, smallest_change
 
     gpu_bytes = gpu_bytes_here()
     if gpu_bytes is None:
-        return text
+        return {}
     gpus = num_gpus()
     try:
-        spec = RunSpec.model_validate(yaml.safe_load(text))
+        spec = RunSpec.model_validate(document)
         config = model_config(spec)
         if not run_memory(spec, config, gpu_bytes=gpu_bytes, gpus=gpus).why_not:
-            return text
+            return {}
         changes = smallest_change(spec, config, gpu_bytes=gpu_bytes, gpus=gpus)
     except ValueError as error:
         console.print(f"the memory is not planned: {error}", highlight=False)
-        return text
-    lines = [
-        f"  {key.removeprefix('trainer.')}: {in_yaml(value)}   # else it does not fit on this GPU\n"
-        for key, value in changes.items()
-        if key.startswith("trainer.")
-    ]
-    rate = {"rate": "1.0e-4"} if "trainer.lora" in changes else {}
-    text = _TEMPLATE.format(**{**values, **rate, "fitted": "".join(lines)})
-    if "topology.placement" in changes:
-        text += "\ntopology:\n  placement: colocated         # rollouts and trainer take turns on the GPU\n"
-    return text
+        return {}
+    comments: dict[str, Sequence[str]] = {}
+    for key, value in changes.items():
+        part, _, name = key.partition(".")
+        document.setdefault(part, {})[name] = (
+            value.model_dump(mode="json", exclude_defaults=True)
+            if isinstance(value, SpecPart)
+            else value
+        )
+        comments[key] = _UNFIT_COMMENT
+    if "trainer.lora" in changes:
+        document["trainer"]["optimizer"]["learning_rate"] = 1e-4
+    return comments
 
 
 @contextmanager
@@ -250,14 +260,12 @@ class _AnswerForm:
     template: str
 
 
-_ASK = (
-    '  prompt_template: "{{prompt}}\\nReason step by step and put the final answer {place}.\\n"\n'
-)
+_ASK = "{{prompt}}\nReason step by step and put the final answer {place}.\n"
 _FORMS = (
     # GSM8K: a worked solution, then "#### 72".
     _AnswerForm(re.compile(r"####\s*\S"), "math_verify", _ASK.format(place="after ####")),
-    # MATH and similar sets: a worked solution with "\boxed{72}", which YAML's quotes escape.
-    _AnswerForm(re.compile(r"\\boxed\s*\{"), "math_verify", _ASK.format(place="in \\\\boxed{}")),
+    # MATH and similar sets: a worked solution with "\boxed{72}".
+    _AnswerForm(re.compile(r"\\boxed\s*\{"), "math_verify", _ASK.format(place="in \\boxed{}")),
 )
 _PLAIN = _AnswerForm(re.compile(""), "exact_match", "")
 

@@ -131,6 +131,62 @@ def test_a_first_specification_fits_the_gpu_of_this_machine(tmp_path, monkeypatc
     assert trainer.optimizer.learning_rate == 1e-4
 
 
+_INJECTION = 'question\n  curriculum: {function: "evil:f"}\n  # '
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        _INJECTION,
+        *(_INJECTION.replace("\n", line_break) for line_break in "\r\x85\u2028\u2029"),
+        "a, curriculum: {function: evil}",
+        "x: &a [*a]",
+        "'\"#{}[]",
+        "yes",
+        "1e-3",
+        "1:30",
+        "null",
+        " !!python/object/apply:os.system ['true']",
+    ],
+)
+def test_a_name_in_data_or_a_path_is_a_value_and_nothing_else(tmp_path, text):
+    usual = _document_made(tmp_path, "question", "rows")
+    columns = (f"{text} answer", text)
+    for column, other in (("question", columns[0]), (columns[1], "question")):
+        document = _document_made(tmp_path, column, "rows", other)
+        assert _keys(document) == _keys(usual)
+    name = text.replace("/", "-")
+    document = _document_made(tmp_path, "question", name)
+    assert _keys(document) == _keys(usual)
+    assert document["data"]["train"]["path"] == f"{name}.jsonl"
+
+
+def test_a_model_or_a_hub_id_is_a_value_and_nothing_else(tmp_path):
+    file = tmp_path / f"run{_INJECTION.replace('/', '-')}.yaml"
+    made = CliRunner().invoke(app, ["init", _INJECTION, f"ds{_INJECTION}", "--file", str(file)])
+    assert made.exit_code == 0, made.output
+    document = yaml.safe_load(file.read_text())
+    assert document["model"] == {"path": _INJECTION}
+    assert document["data"]["train"]["path"] == f"ds{_INJECTION}"
+    assert "curriculum" not in document["data"]
+
+
+def _document_made(folder, column, name, *others):
+    """Returns the specification that ``init`` writes for rows with these columns."""
+    rows, file = folder / f"{name}.jsonl", folder / f"{name}.yaml"
+    rows.write_text(json.dumps({column: "1+1", **dict.fromkeys(others, "2"), "answer": "2"}))
+    arguments = ["tiny:qwen2-0.4m", str(rows), "--file", str(file), "--force"]
+    made = CliRunner().invoke(app, ["init", *arguments])
+    assert made.exit_code == 0, made.output
+    return yaml.safe_load(file.read_text())
+
+
+def _keys(value, prefix=""):
+    if not isinstance(value, dict):
+        return {prefix}
+    return {name for key, inner in value.items() for name in _keys(inner, f"{prefix}.{key}")}
+
+
 def test_a_closed_pipe_ends_the_command_quietly():
     command = f"{sys.executable} -m services.cli.main --help | head -1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
