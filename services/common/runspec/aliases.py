@@ -1,27 +1,82 @@
 """Replaces aliases of keys by canonical names and removes keys that an override contradicts."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
+
+from pydantic import ValidationError
 
 from services.common.runspec.engines import engine_kind
-from services.common.runspec.topology import TopologySpec
+from services.common.runspec.run import RunSpec
+from services.common.runspec.topology import TaskGroupError, TopologySpec
+from services.common.runspec.workers import kinds_with_own_gpus
 
 _STALENESS = "algorithm.max_staleness"
 _TASK_GROUPS = "topology.task_groups"
 _RATIOS = "topology.ratios"
 
-_ALIASES = {
-    "algorithm.generate_ahead_steps": _STALENESS,
-    "trainer.generate_ahead_steps": _STALENESS,
+_GRANULARITY = "topology.granularity"
+_SAVE_EVERY, _SAVE_EVERY_S = "trainer.checkpoint.every", "trainer.checkpoint.every_s"
+
+
+@dataclass(frozen=True, slots=True)
+class _Alias:
+    """Key of another system with the key that it stands for."""
+
+    key: str
+    values: Callable[[str, Any], Mapping[str, Any]] = lambda key, value: {key: value}
+    """Returns the keys to set, from the canonical key and the value."""
+    note: str = ""
+    """What the note says about the value, with ``{value}``."""
+
+
+def _bytes(key: str, megabytes: Any) -> Mapping[str, Any]:
+    is_number = isinstance(megabytes, int | float) and not isinstance(megabytes, bool)
+    return {key: round(megabytes * 2**20) if is_number else megabytes}
+
+
+def _never_if_negative(key: str, value: Any) -> Mapping[str, Any]:
+    """Returns 0 for a negative frequency, by which verl means never."""
+    is_never = isinstance(value, int) and value < 0
+    if is_never and key == _SAVE_EVERY:
+        return {key: 0, _SAVE_EVERY_S: 0}
+    return {key: 0 if is_never else value}
+
+
+_AHEAD: Final = _Alias(
+    _STALENESS,
+    note=(
+        ": tokens are trained at most {value} weight versions after they were sampled (0 is on-policy, 1 one "
+        "step off); dots.rl's code counts like this, one of its texts calls 2 one step off"
+    ),
+)
+_ALIASES: Final[Mapping[str, _Alias]] = {
+    "algorithm.generate_ahead_steps": _AHEAD,
+    "trainer.generate_ahead_steps": _AHEAD,
     # Names of dots.rl, including its misspelled ones.
     **{
-        f"{part}.{spelling}_node_{what}": key
+        f"{part}.{spelling}_node_{what}": _Alias(key)
         for part in ("topology", "trainer")
         for spelling in ("separated", "sperated")
         for what, key in (("tasks", _TASK_GROUPS), ("ratios", _RATIOS))
     },
+    **{
+        f"{part}.param_update_{side}_bucket_size_mb": _Alias(key, _bytes)
+        for part in ("rollout", "weight_sync")
+        for side, key in (
+            ("preduce", "weight_sync.bucket_bytes"),
+            ("consume", "weight_sync.staging_bytes"),
+        )
+    },
+    # Names of verl.
+    "trainer.test_freq": _Alias("validation.every", _never_if_negative),
+    "trainer.val_before_train": _Alias("validation.before_train"),
+    "trainer.val_only": _Alias("validation.only"),
+    "trainer.save_freq": _Alias(_SAVE_EVERY, _never_if_negative),
+    "trainer.max_actor_ckpt_to_keep": _Alias("trainer.checkpoint.keep"),
+    "trainer.default_local_dir": _Alias("trainer.checkpoint.directory"),
+    "trainer.resume_from_path": _Alias("trainer.checkpoint.start_from"),
 }
 
 # Keys for the length of a run; exactly one of them is set.
@@ -48,26 +103,31 @@ def without_aliases(document: Mapping[str, Any]) -> Renamed:
     if isinstance(loss := result.document.get("algorithm"), str):
         result.document["algorithm"] = {"loss": loss}
         result.notes.append(f"algorithm: {loss} is short for algorithm.loss: {loss}")
-    uses_task_groups = False
-    for alias, key in _ALIASES.items():
-        part, _, name = alias.partition(".")
+    _resume_mode(result)
+    split_aliases = set[str]()
+    for name, alias in _ALIASES.items():
+        part, _, leaf = name.partition(".")
         group = result.document.get(part)
-        if isinstance(group, dict) and name in group:
-            uses_task_groups |= part == "trainer" and key != _STALENESS
-            _rename(result, alias, group.pop(name), key)
-    if uses_task_groups:
+        if isinstance(group, dict) and leaf in group:
+            _rename(result, name, group.pop(leaf), alias)
+            if alias.key in (_TASK_GROUPS, _RATIOS):
+                split_aliases.add(part)
+    if "trainer" in split_aliases:
         _count_gpus(result)
+    if split_aliases:
+        _split_nodes(result)
+        _merge_unused_groups(result)
     return result
 
 
 def canonical_key(key: str) -> str:
-    return _ALIASES.get(key, key)
+    return _ALIASES[key].key if key in _ALIASES else key
 
 
 def prepare_override(document: dict[str, Any], key: str) -> None:
     """Prepares a document for an override: removes aliases of the key and expands a short form above it."""
     own = canonical_key(key)
-    for name in {own, *(alias for alias, meant in _ALIASES.items() if meant == own)} - {key}:
+    for name in {own, *(name for name, alias in _ALIASES.items() if alias.key == own)} - {key}:
         _remove(document, name)
     loss = document.get("algorithm")
     if isinstance(loss, str) and key.startswith("algorithm."):
@@ -132,23 +192,96 @@ def _is_set(key: str, document: Mapping[str, Any], given: Collection[str]) -> bo
 
 
 def _remove(document: dict[str, Any], key: str) -> None:
-    part, _, name = key.partition(".")
-    group = document.get(part)
+    *parents, name = key.split(".")
+    group: Any = document
+    for part in parents:
+        group = group.get(part) if isinstance(group, dict) else None
     if isinstance(group, dict):
         group.pop(name, None)
 
 
-def _rename(result: Renamed, alias: str, value: Any, key: str) -> None:
-    part, _, name = key.partition(".")
-    target = result.document.setdefault(part, {})
-    result.notes.append(f"{alias} is an alias of {key}")
-    if not isinstance(target, dict):
-        return  # its type is reported
-    if target.setdefault(name, value) != value:
-        result.problems.append(
-            f"{alias} is an alias of {key}, but their values differ ({value!r} and {target[name]!r}); remove "
-            "one"
-        )
+def _rename(result: Renamed, name: str, value: Any, alias: _Alias) -> None:
+    shown = alias.note.format(value=value)
+    result.notes.append(f"{name} is an alias of {alias.key}{shown}")
+    for key, meant in alias.values(alias.key, value).items():
+        *parents, leaf = key.split(".")
+        target: Any = result.document
+        for part in parents:
+            target = target.setdefault(part, {}) if isinstance(target, dict) else None
+        if not isinstance(target, dict):
+            continue  # its type is reported
+        if target.setdefault(leaf, meant) != meant and key == alias.key:
+            result.problems.append(
+                f"{name} is an alias of {key}, but their values differ ({meant!r} and {target[leaf]!r}); "
+                "remove one"
+            )
+
+
+def _resume_mode(result: Renamed) -> None:
+    """Removes verl's ``trainer.resume_mode``, which ``start_from`` and the automatic resume replace."""
+    trainer = result.document.get("trainer")
+    if not isinstance(trainer, dict) or "resume_mode" not in trainer:
+        return
+    mode = trainer.pop("resume_mode")
+    if mode != "resume_path":  # verl ignores the path
+        trainer.pop("resume_from_path", None)
+    result.notes.append(
+        f"trainer.resume_mode {mode!r} has no key of its own: an interrupted run resumes by itself, a new "
+        "run starts at step 0, and trainer.checkpoint.start_from names a checkpoint to start from"
+    )
+
+
+def _split_nodes(result: Renamed) -> None:
+    """Sets the granularity that dots.rl's task groups have: whole nodes, if there is one for each group."""
+    topology = result.document["topology"]
+    if not isinstance(topology, dict) or "granularity" in topology:
+        return
+    gpus, node_gpus = topology.get("gpus"), topology.get("gpus_per_node", 8)
+    groups = topology.get("task_groups")
+    if not (
+        isinstance(gpus, int) and isinstance(node_gpus, int) and isinstance(groups, list | tuple)
+    ):
+        return  # reported with its key
+    has_nodes = node_gpus > 0 and gpus % node_gpus == 0 and gpus // node_gpus >= len(groups)
+    topology["granularity"] = "node" if has_nodes else "gpu"
+    why = "" if has_nodes else ", because there are fewer whole nodes than groups"
+    result.notes.append(f"{_GRANULARITY} is {topology['granularity']}, from the node ratios{why}")
+
+
+def _merge_unused_groups(result: Renamed) -> None:
+    """Merges groups of dots.rl's task groups that would have nothing to do into the group of ``train``."""
+    try:
+        spec = RunSpec.model_validate(result.document)
+        roles = kinds_with_own_gpus(spec.topology)
+    except (ValidationError, TaskGroupError):
+        return  # reported with its key
+    is_used = {
+        "logp": spec.needs_proximal,
+        "ref_logp": spec.needs_reference,
+        "critic": spec.algorithm.advantage_kind.needs_critic,
+    }
+    unused = [kind.task for role, kind in roles.items() if not is_used.get(role, True)]
+    groups, ratios = spec.topology.task_groups, spec.topology.ratios
+    if not unused:
+        return
+    share, merged = 0.0, list[tuple[list[str], float]]()
+    for group, ratio in zip(groups, ratios, strict=True):
+        working = [task for task in group if task not in unused]
+        if working:
+            merged.append((working, ratio))
+        else:
+            share += ratio
+    for working, _ in merged:
+        if "train" in working:
+            working.extend(unused)
+    topology = result.document["topology"]
+    topology["task_groups"] = [group for group, _ in merged]
+    topology["ratios"] = [ratio + share * ("train" in group) for group, ratio in merged]
+    result.notes.append(
+        f"{_TASK_GROUPS}: {' and '.join(unused)} would have GPUs and no work, so train has them "
+        f"({share:g} of all GPUs); logp works with trainer.updates_per_step above 1, ref_logp with "
+        "algorithm.kl.coefficient above 0, critic with algorithm.advantage 'gae'"
+    )
 
 
 def _count_gpus(result: Renamed) -> None:

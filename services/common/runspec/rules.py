@@ -31,7 +31,13 @@ from services.common.runspec.rollout import (
 from services.common.runspec.run import TINY_PREFIX, RunSpec, TeacherSpec
 from services.common.runspec.train_engines import train_engine_kind
 from services.common.runspec.trainer import CriticSpec, LoraSpec
-from services.common.runspec.weight_modes import HANDLE, MODES, transport_of
+from services.common.runspec.weight_modes import (
+    HANDLE,
+    MIN_BUCKET_BYTES,
+    MODES,
+    STAGING_SLOTS,
+    transport_of,
+)
 from services.common.runspec.workers import WORKERS, kinds_with_own_gpus, scoring_ranks
 
 
@@ -646,6 +652,14 @@ def weight_sync(spec: RunSpec) -> Iterator[str]:
         yield (
             f"weight_sync.mode {sync.mode} transfers weights through host memory, which {sync.backend} does "
             "not support; set weight_sync.backend to auto"
+        )
+    num_senders = 1 if sync.senders == "leader" else spec.trainer.world_size
+    least_staging = STAGING_SLOTS * MIN_BUCKET_BYTES * num_senders
+    if sync.staging_bytes is not None and sync.staging_bytes < least_staging:
+        yield (
+            f"weight_sync.staging_bytes is {sync.staging_bytes}, but a receiver stages {STAGING_SLOTS} "
+            f"buckets of at least {MIN_BUCKET_BYTES} bytes for each of {num_senders} senders "
+            f"(trainer.world_size); set it to {least_staging} or more, or weight_sync.senders to 'leader'"
         )
     if lora is not None and lora.sync == "adapter":
         yield from _alone(spec, lora)

@@ -18,7 +18,7 @@ from services.common.runspec.rollout import NEED_ANSWERS, RewardSpec, RolloutSpe
 from services.common.runspec.topology import TopologySpec
 from services.common.runspec.trackers import TrackerSpec
 from services.common.runspec.trainer import CriticSpec, TrainerSpec
-from services.common.runspec.weight_modes import MODES, TRANSPORTS
+from services.common.runspec.weight_modes import MIN_BUCKET_BYTES, MODES, STAGING_SLOTS, TRANSPORTS
 from services.common.runspec.workers import needs_whole_weights
 
 RECORDERS: Final = References("step_recorders")
@@ -140,9 +140,12 @@ class WeightSyncSpec(SpecPart):
     """Senders. ``ranks``: every trainer rank sends its own rows. ``leader``: rank 0 gathers all
     weights and sends them. A model with merged adapters, or with tensors that are sharded by
     columns, is always sent by rank 0."""
-    bucket_bytes: int | None = Field(None, ge=1 << 16)
+    bucket_bytes: int | None = Field(None, ge=MIN_BUCKET_BYTES)
     """Bytes of one collective. Default: 512 MiB over NCCL, and 64 MiB over Gloo, which detects a
     stopped member once per bucket."""
+    staging_bytes: int | None = Field(None, ge=1 << 18)
+    """Max bytes of the buffers through which a receiver places buckets: two for each sender. Larger buckets
+    become smaller. null sets no limit besides ``bucket_bytes``."""
     publish_every: int = Field(1, ge=1)
     """Trainer steps between two published weight versions."""
     form_timeout_s: float = Field(60.0, gt=0, le=MAX_SECONDS)
@@ -159,6 +162,18 @@ class WeightSyncSpec(SpecPart):
     """Max seconds until a rollout has adopted a received version; after that it is replaced.
     Without ``rollout.partial_rollout``, a rollout first finishes its running responses, however
     long they take."""
+
+    def staged_bucket_bytes(self, default: int, *, num_sources: int) -> int:
+        """Returns the bytes of a bucket whose staging buffers are within ``staging_bytes``.
+
+        Args:
+            default: Bytes of a bucket if ``bucket_bytes`` is not set.
+            num_sources: Number of senders.
+        """
+        size = self.bucket_bytes or default
+        if self.staging_bytes is not None:
+            size = min(size, self.staging_bytes // (STAGING_SLOTS * num_sources))
+        return max(size, MIN_BUCKET_BYTES)
 
 
 TINY_PREFIX = "tiny:"

@@ -112,10 +112,13 @@ class CheckpointSpec(SpecPart):
     """Frequency and retention of checkpoints."""
 
     every: int = Field(0, ge=0)
-    """Steps between checkpoints. 0 saves by time (``every_s``). The last step is always saved."""
+    """Steps between checkpoints. 0 saves by time (``every_s``)."""
     every_s: float = Field(600.0, ge=0, le=MAX_SECONDS)
     """Seconds between checkpoints if ``every`` is 0: the first step that ends after them is saved.
-    0 saves only at the end."""
+    0 saves only at the end (``at_end``)."""
+    at_end: bool = True
+    """If true, the last step is saved. If false, it is saved only if ``every`` or ``every_s`` is due; then
+    nothing can export the final weights or start from them."""
     keep: int = Field(2, ge=1)
     """Number of newest checkpoints that are kept."""
     best: BestSpec | None = None

@@ -11,6 +11,10 @@ from typing import Final
 
 from services.common.doors import Door
 
+STAGING_SLOTS: Final = 2
+"""Buffers of a bucket's size for each sender, through which a receiver places buckets."""
+MIN_BUCKET_BYTES: Final = 1 << 16
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transport:

@@ -228,6 +228,14 @@ class TrainingPipeline:
         return (self._is_save_requested or is_turn) and not self.is_done
 
     @property
+    def _is_final_save_due(self) -> bool:
+        """True if the last step of the run is to be saved."""
+        spec = self.spec.now.trainer.checkpoint
+        is_due = self.checkpoints.is_due(self.step, spec)
+        is_unsaved = self.step != self.checkpoints.saved_step
+        return self._is_save_requested or (is_unsaved and (spec.at_end or is_due))
+
+    @property
     def _is_save_requested(self) -> bool:
         return self.request_queue.get("save") is not None
 
@@ -449,7 +457,7 @@ class TrainingPipeline:
             # The last weights are served already, so they are evaluated while the checkpoint is
             # written.
             async with TaskGroup() as tasks:
-                if self.step != self.checkpoints.saved_step or self._is_save_requested:
+                if self._is_final_save_due:
                     tasks.create_task(self.save())
                 tasks.create_task(self.evaluator.wait_idle())
             self.activity = "FINALIZING"

@@ -29,7 +29,7 @@ from services.common.models.training_memory import (
 )
 from services.common.runspec.engines import EngineKind, engine_kind
 from services.common.runspec.run import RunSpec
-from services.common.runspec.weight_modes import HOST_MODE, MODES
+from services.common.runspec.weight_modes import HOST_MODE, MODES, STAGING_SLOTS
 from services.common.runspec.workers import WORKERS
 from services.rollout.frozen_weights import BUCKET_BYTES
 
@@ -40,7 +40,6 @@ _CONTEXTS: Final = 2.0e9
 _WORKING: Final = 4.0e9
 _LARGEST_SHARE: Final = 0.9
 _BUCKET_BYTES: Final = 512 << 20
-_SLOTS: Final = 2
 _ADAPTER_BYTES: Final = 4
 # Bytes per element of the weight being merged: old and new in its dtype, and both in float32.
 _MERGED_BYTES: Final = 12
@@ -117,14 +116,14 @@ class WeightPlane:
         return cls(
             num_copies=0 if weight_copies(spec) == 1 else copies,
             num_sources=num_sources,
-            bucket_bytes=sync.bucket_bytes or _BUCKET_BYTES,
+            bucket_bytes=sync.staged_bucket_bytes(_BUCKET_BYTES, num_sources=num_sources),
         )
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of the staging slots for buckets that are not received in their final position."""
         is_staged = self.num_copies == 0 or self.num_sources > 1
-        return _SLOTS * self.num_sources * self.bucket_bytes if is_staged else 0
+        return STAGING_SLOTS * self.num_sources * self.bucket_bytes if is_staged else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

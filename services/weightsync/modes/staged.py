@@ -7,6 +7,7 @@ while bucket i is on the wire                   while bucket i is on the wire
 import torch
 from torch import Tensor
 
+from services.common.runspec.weight_modes import STAGING_SLOTS
 from services.weightsync.arena import WeightArena, source_digest
 from services.weightsync.checksum import write_checksum
 from services.weightsync.endpoints import Place
@@ -19,8 +20,6 @@ from services.weightsync.transfer import (
     make_statement,
     no_statement,
 )
-
-_SLOTS = 2
 
 
 class Slots:
@@ -42,7 +41,7 @@ class Slots:
                     device=device,
                     pin_memory=pinned,
                 )
-                for _ in range(_SLOTS)
+                for _ in range(STAGING_SLOTS)
             ]
             for source in plan.sources
         ]
@@ -54,7 +53,7 @@ class Slots:
     def slot(self, source: int, index: int) -> Tensor:
         """Returns the slot of a source's bucket during its transfer."""
         bucket = self.plan.sources[source].buckets[index]
-        return self.buffers[source][index % _SLOTS][: bucket.stop - bucket.start]
+        return self.buffers[source][index % STAGING_SLOTS][: bucket.stop - bucket.start]
 
 
 def send_staged(
@@ -68,8 +67,8 @@ def send_staged(
     count = len(plan.sources[source].buckets)
     stated = torch.zeros(count, 2, dtype=torch.int64, device=slots.device)
     for index in range(count):
-        if index >= _SLOTS:
-            works[index - _SLOTS].wait()
+        if index >= STAGING_SLOTS:
+            works[index - STAGING_SLOTS].wait()
         slot = slots.slot(source, index)
         slot.copy_(arena.bucket(source, index))
         write_checksum(slot, stated[index])
@@ -120,7 +119,7 @@ class _Arriving:
         self._computed = torch.zeros(self._num_buckets, 2, dtype=torch.int64, device=slots.device)
         self._stated = no_statement(self._computed)
         self._works: list[Work] = []
-        for index in range(_SLOTS):
+        for index in range(STAGING_SLOTS):
             self._start(index)
 
     def place_bucket(self, index: int) -> None:
@@ -131,7 +130,7 @@ class _Arriving:
         slot = self._slots.slot(self._source, index)
         write_checksum(slot, self._computed[index])
         self._place(self._source, index, slot)
-        self._start(index + _SLOTS)
+        self._start(index + STAGING_SLOTS)
 
     def finish(self) -> None:
         """Receives the source's statement."""

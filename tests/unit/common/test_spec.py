@@ -7,9 +7,11 @@ import pytest
 import yaml
 
 from services.common.runspec.base import in_yaml
+from services.common.runspec.keys import flat
 from services.common.runspec.loader import (
     SpecError,
     canonical_json,
+    draft_of,
     load_spec,
     parse_spec,
     spec_digest,
@@ -285,6 +287,83 @@ def test_generate_ahead_steps_is_an_alias_of_max_staleness():
     assert parse_spec(changed(algorithm={"generate_ahead_steps": 3})).algorithm.max_staleness == 3
     with pytest.raises(SpecError, match=r"algorithm\.generate_ahead_steps"):
         parse_spec(changed(algorithm={"generate_ahead_steps": 3, "max_staleness": 1}))
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ({"trainer": {"test_freq": 5}}, {"validation.every": 5}),
+        ({"trainer": {"test_freq": -1}}, {"validation.every": 0}),
+        ({"trainer": {"val_before_train": False}}, {"validation.before_train": False}),
+        (
+            {
+                "trainer": {"val_only": True},
+                "data": {"heldout": {"source": "jsonl", "path": "heldout.jsonl"}},
+            },
+            {"validation.only": True},
+        ),
+        ({"trainer": {"save_freq": 20}}, {"trainer.checkpoint.every": 20}),
+        (
+            {"trainer": {"save_freq": -1}},
+            {"trainer.checkpoint.every": 0, "trainer.checkpoint.every_s": 0.0},
+        ),
+        ({"trainer": {"max_actor_ckpt_to_keep": 5}}, {"trainer.checkpoint.keep": 5}),
+        ({"trainer": {"default_local_dir": "/c"}}, {"trainer.checkpoint.directory": "/c"}),
+        (
+            {"trainer": {"resume_mode": "resume_path", "resume_from_path": "/c/step-3"}},
+            {"trainer.checkpoint.start_from": "/c/step-3"},
+        ),
+        (
+            {"trainer": {"resume_mode": "auto", "resume_from_path": "/c/step-3"}},
+            {"trainer.checkpoint.start_from": None},
+        ),
+        (
+            {"rollout": {"param_update_preduce_bucket_size_mb": 256}},
+            {"weight_sync.bucket_bytes": 256 << 20},
+        ),
+        (
+            {"weight_sync": {"param_update_consume_bucket_size_mb": 128}},
+            {"weight_sync.staging_bytes": 128 << 20},
+        ),
+    ],
+)
+def test_keys_of_other_systems_are_aliases(parts, expected):
+    values = dict(flat(parse_spec(changed(**parts)).model_dump()))
+    assert {key: values[key] for key in expected} == expected
+
+
+def test_an_override_wins_over_the_alias_of_its_key():
+    document = changed(trainer={"save_freq": 20})
+    draft = draft_of(document, ["trainer.checkpoint.every=5"], folder=Path())
+    assert not draft.examined.problems
+    assert draft.examined.spec.trainer.checkpoint.every == 5
+    document = changed(trainer={"checkpoint": {"every": 20}})
+    draft = draft_of(document, ["trainer.save_freq=5"], folder=Path())
+    assert not draft.examined.problems
+    assert draft.examined.spec.trainer.checkpoint.every == 5
+
+
+def test_a_wrong_value_of_an_alias_is_reported_under_its_key():
+    with pytest.raises(SpecError) as caught:
+        parse_spec(changed(rollout={"param_update_preduce_bucket_size_mb": "large"}))
+    (problem,) = caught.value.problems
+    assert problem.startswith("weight_sync.bucket_bytes:")
+
+
+def test_the_lag_of_generate_ahead_steps_is_noted():
+    draft = draft_of(changed(trainer={"generate_ahead_steps": 2}), [], folder=Path())
+    (note,) = draft.notes
+    assert "at most 2 weight versions" in note
+
+
+def test_buckets_fit_into_the_staging_buffers_of_a_receiver():
+    sync = parse_spec(changed(weight_sync={"staging_bytes": 64 << 20})).weight_sync
+    assert sync.staged_bucket_bytes(512 << 20, num_sources=4) == 8 << 20
+    assert sync.staged_bucket_bytes(1 << 20, num_sources=4) == 1 << 20
+    plain = parse_spec(SMALLEST).weight_sync
+    assert plain.staged_bucket_bytes(512 << 20, num_sources=64) == 512 << 20
+    with pytest.raises(SpecError, match=r"^weight_sync\.staging_bytes"):
+        parse_spec(changed(weight_sync={"staging_bytes": 1 << 18}, trainer={"world_size": 8}))
 
 
 def test_equal_specifications_have_equal_digests():

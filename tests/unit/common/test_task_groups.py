@@ -2,12 +2,15 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from services.common.runspec.loader import SpecError, canonical_json, parse_spec
+from services.checks.pods import pod_problems
+from services.common.runspec.loader import SpecError, canonical_json, draft_of, parse_spec
+from services.common.runspec.run import RunSpec
 from services.common.runspec.topology import TaskGroupError, TaskGroupFault, place_groups
-from tests.helpers.specs import spec_with
+from tests.helpers.specs import changed, spec_with
 
 CASES = json.loads((Path(__file__).parents[2] / "vectors" / "task_groups.json").read_text())
 
@@ -188,8 +191,82 @@ def test_task_groups_among_the_trainers_options_are_those_of_dots_rl():
     trainer = {
         "sperated_node_tasks": [["logp", "actor-train"], "generate"],
         "sperated_node_ratios": [0.75, 0.25],
-        "nnodes": 2,
+        "nnodes": 4,
         "n_gpus_per_node": 8,
     }
     spec = spec_with(trainer=trainer)
-    assert (spec.trainer.world_size, spec.rollout.replicas) == (12, 4)
+    assert (spec.trainer.world_size, spec.rollout.replicas) == (24, 8)
+
+
+def noted(**parts: Any) -> tuple[RunSpec, str]:
+    """Returns a specification with keys changed, and its notes."""
+    draft = draft_of(changed(**parts), [], folder=Path())
+    assert not draft.examined.problems
+    assert draft.examined.spec is not None
+    return draft.examined.spec, "\n".join(draft.notes)
+
+
+@pytest.mark.parametrize("part", ["trainer", "topology"])
+def test_node_ratios_split_nodes(part: str) -> None:
+    split = {
+        "sperated_node_tasks": [["logp", "actor-train"], "ref_logp", "generate"],
+        "sperated_node_ratios": [0.5, 0.25, 0.25],
+    }
+    sizes = {"trainer": {"nnodes": 3, "n_gpus_per_node": 8}, "topology": {"gpus": 24}}[part]
+    spec, notes = noted(**{part: split | sizes}, algorithm={"kl": {"coefficient": 0.1}})
+    assert [group.gpus for group in spec.topology.place().groups] == [8, 8, 8]
+    assert not [*pod_problems(spec)]
+    assert "topology.granularity" in notes
+    chosen, _ = noted(
+        topology={**split, "gpus": 24, "granularity": "gpu"},
+        algorithm={"kl": {"coefficient": 0.1}},
+    )
+    assert chosen.trainer.world_size == 12
+
+
+def test_node_ratios_of_one_node_split_its_gpus() -> None:
+    split = {
+        "sperated_node_tasks": ["actor-train", "generate"],
+        "sperated_node_ratios": [0.5, 0.5],
+        "nnodes": 1,
+        "n_gpus_per_node": 8,
+    }
+    spec, notes = noted(trainer=split)
+    assert (spec.trainer.world_size, spec.rollout.replicas) == (4, 4)
+    assert "fewer whole nodes" in notes
+
+
+FIRST_EXAMPLE = {
+    "sperated_node_tasks": ["logp", "ref_logp", "actor-train", "generate"],
+    "sperated_node_ratios": [0.25, 0.25, 0.25, 0.25],
+    "nnodes": 4,
+    "n_gpus_per_node": 8,
+}
+
+
+@pytest.mark.parametrize(
+    ("parts", "groups", "num_ranks"),
+    [
+        ({}, [("train", "logp", "ref_logp"), ("generate",)], 24),
+        (
+            {"algorithm": {"kl": {"coefficient": 0.1}}},
+            [("ref_logp",), ("train", "logp"), ("generate",)],
+            16,
+        ),
+        (
+            {"trainer": {"updates_per_step": 2}, "algorithm": {"kl": {"coefficient": 0.1}}},
+            [("logp",), ("ref_logp",), ("train",), ("generate",)],
+            8,
+        ),
+    ],
+)
+def test_the_first_example_of_dots_rl_runs_and_a_note_names_groups_without_work(
+    parts: dict[str, Any], groups: list[tuple[str, ...]], num_ranks: int
+) -> None:
+    trainer = {**FIRST_EXAMPLE, **parts.get("trainer", {})}
+    spec, notes = noted(**{**parts, "trainer": trainer})
+    assert list(spec.topology.task_groups) == groups
+    assert spec.trainer.world_size == num_ranks
+    for task in ("logp", "ref_logp"):
+        is_merged = (task,) not in groups
+        assert (f"{task} would have GPUs" in notes or f"{task} and" in notes) == is_merged

@@ -241,8 +241,10 @@ class WeightMembers:
 
     def _make_plan(self, device: str) -> None:
         wire = MODES[self._mode].wire_device(device)
-        self._bucket_bytes = self._spec.bucket_bytes or BUCKET_BYTES[wire]
         shards = fsdp_shards(self._tensors, len(self.sources))
+        self._bucket_bytes = self._spec.staged_bucket_bytes(
+            BUCKET_BYTES[wire], num_sources=len(self.sources)
+        )
         self.plan = make_plan(self._tensors, self._bucket_bytes, shards)
 
     def _shared_gpu_fallbacks(self) -> list[tuple[str, str]]:

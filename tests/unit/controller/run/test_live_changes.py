@@ -212,6 +212,25 @@ async def test_a_checkpoint_of_a_skipped_step_replaces_none_from_before(database
     assert usable == {4, 6}
 
 
+@pytest.mark.parametrize(
+    ("checkpoint", "saved"),
+    [
+        ({"every_s": 0, "at_end": False}, []),
+        ({"every": 3, "at_end": False}, [3]),
+        ({"every": 2, "at_end": False}, [2, 4]),
+        ({"every": 3}, [3, 4]),
+    ],
+)
+async def test_the_last_step_is_saved_unless_the_run_asks_otherwise(
+    database, workers, checkpoint, saved
+):
+    trainer = {"steps": 4, "prompts_per_step": 2, "checkpoint": checkpoint}
+    async with open_manager(database, queue=workers.queue) as manager:
+        run_id = await submitted(manager, trainer=trainer)
+        await ended(manager, run_id)
+    assert workers.saved == saved
+
+
 async def test_a_pause_saves_no_step_twice(database, workers):
     workers.may_train.clear()
     workers.held_from = 2
