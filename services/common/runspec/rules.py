@@ -1357,6 +1357,11 @@ def _early_groups(spec: RunSpec) -> Iterator[str]:
         yield f"{begins} algorithm.max_staleness is {algorithm.max_staleness}; set it to 0"
     if updates > 1:
         yield f"{begins} trainer.updates_per_step is {updates}; set it to 1"
+    if algorithm.correction_normalize:
+        yield (
+            f"{begins} algorithm.correction_normalize divides weights by their mean over the batch, which is "
+            "known only at its end; set it to false"
+        )
     if not algorithm.advantage_kind.is_per_group:
         yield (
             f"{begins} algorithm.advantage {algorithm.advantage!r} may compare samples of different groups; "

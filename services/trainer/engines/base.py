@@ -76,9 +76,11 @@ class UpdateLoss(Protocol):
     tally: MetricTotals
     """Receives the metrics."""
 
-    @property
-    def num_trained(self) -> Tensor:
-        """Scalar: number of tokens that the loss is divided by, over all ranks."""
+    def weight(self, part: Samples) -> Tensor:
+        """Returns the scalar weight of a micro-batch in a further loss, which is a mean over micro-batches.
+
+        The weights of all micro-batches of an update sum to 1 once its gradients have their final scale.
+        """
 
     def __call__(
         self,

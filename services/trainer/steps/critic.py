@@ -25,10 +25,9 @@ class ValueLoss:
         self.totals = totals
         self._spec = spec
 
-    @property
-    def num_trained(self) -> Tensor:
-        """Scalar: number of tokens that train in the update, over all ranks."""
-        return self.totals[0]
+    def weight(self, part: Samples) -> Tensor:
+        """Returns the micro-batch's share of the tokens that train."""
+        return part.tokens["loss_mask"].sum() / self.totals[0].clamp(min=1)
 
     def __call__(
         self,
@@ -100,7 +99,7 @@ class CriticRunner:
         passes = self.engine.forward_backward(
             samples, work, make_loss, loss_scale=self.updates.loss_scale
         )
-        if not passes.loss_of.num_trained:  # nothing fitted into memory
+        if not passes.loss_of.totals[0]:  # nothing fitted into memory
             self.engine.optimizer_step(None)
             return "applied"
         tally.merge(passes.loss_of.tally)

@@ -99,6 +99,22 @@ class Objective:
         )
         return before / now
 
+    def early_weight(self, counts: Tensor, unit: Tensor, *, sample_share: float) -> Tensor | float:
+        """Returns the weight of some groups of an update in a mean over its micro-batches.
+
+        :meth:`rescaling` later turns it into these groups' share of the update.
+
+        Args:
+            counts: ``[2]`` tokens and sequences of these groups.
+            unit: ``[2]`` counts that the loss is divided by meanwhile.
+            sample_share: Share of the update's samples that are in these groups.
+        """
+        mode = self._spec.aggregation
+        if mode == "token-sum":  # is not rescaled
+            return sample_share
+        place = 0 if mode == "token-mean" else 1
+        return counts[place] / unit[place].clamp(min=1)
+
     def __call__(
         self,
         logprobs: Tensor,
@@ -301,6 +317,8 @@ class PolicyLoss:
     Args:
         counts: ``[2]`` tokens and sequences that train in the update so far, over all ranks.
         unit: ``[2]`` counts that the loss is divided by.
+        num_tokens: Scalar: the tokens among ``counts`` that are of this loss's micro-batches.
+        total_weight: Sum of the weights of this loss's micro-batches.
         keeps_logprobs: True if each micro-batch's logprobs are kept in :attr:`trained`.
     """
 
@@ -310,22 +328,26 @@ class PolicyLoss:
         *,
         counts: Tensor,
         unit: Tensor,
+        num_tokens: Tensor,
+        total_weight: Tensor | float,
         kl_coefficient: float,
         keeps_logprobs: bool,
     ) -> None:
         self.counts = counts
         self.unit = unit
+        self.total_weight = total_weight
         self.tally = MetricTotals()
         self.trained: list[tuple[Samples, Tensor]] = []
         """Micro-batches with their logprobs ``[R]`` under the weights before the update."""
+        self._num_tokens = num_tokens
         self._denominators: loss.Denominators | None = None
         self._objective = objective
         self._kl_coefficient = kl_coefficient
         self._keeps_logprobs = keeps_logprobs
 
-    @property
-    def num_trained(self) -> Tensor:
-        return self.unit[0]
+    def weight(self, part: Samples) -> Tensor:
+        """Returns the micro-batch's part of the total weight, by its tokens."""
+        return part.counted.sum() / self._num_tokens.clamp(min=1) * self.total_weight
 
     def __call__(
         self,

@@ -67,6 +67,8 @@ class StepAccumulator:
     """
     counts: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.int64))
     """``[2]`` tokens and sequences that train, over all ranks."""
+    weight: Tensor | float = 0.0
+    """Weight of the groups in means over micro-batches, before the gradients are rescaled."""
     loss: Tensor | float = 0.0
     """This rank's share of the loss."""
     sizes: Tensor = field(default_factory=lambda: torch.zeros(4, dtype=torch.int64))

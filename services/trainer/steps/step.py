@@ -94,6 +94,7 @@ class StepRunner:
         self.kl_coefficient = kl.coefficient
         self.entropy_weight = spec.algorithm.entropy_coefficient
         self.num_steps = spec.trainer.steps or 1
+        self._samples_per_step = spec.trainer.prompts_per_step * spec.samples_per_group
         self._early = StepAccumulator()
 
     def accumulate(
@@ -113,8 +114,10 @@ class StepRunner:
         begin, early = time.perf_counter(), self._early
         samples, plan = self._prepared(weight_version, samples, cohort, plan)
         (work,) = plan.updates
-        passes = self._add(samples, work, early, may_repeat=False)
+        share = len(cohort.lengths) / self._samples_per_step
+        passes = self._add(samples, work, early, may_repeat=False, sample_share=share)
         early.unit, early.counts = passes.loss_of.unit, passes.loss_of.counts
+        early.weight += passes.loss_of.total_weight
         early.loss += passes.loss
         early.add(samples, cohort, seconds=time.perf_counter() - begin)
         early.left_out += left_out_of(plan.left_out, samples, cohort, self._ranks)
@@ -312,16 +315,34 @@ class StepRunner:
         return update, passes
 
     def _add(
-        self, samples: Samples, work: Micros, early: StepAccumulator, *, may_repeat: bool
+        self,
+        samples: Samples,
+        work: Micros,
+        early: StepAccumulator,
+        *,
+        may_repeat: bool,
+        sample_share: float | None = None,
     ) -> Passes[PolicyLoss]:
-        """Adds the gradients of an update or a part of it."""
+        """Adds the gradients of an update or a part of it.
+
+        Args:
+            sample_share: Share of the update's samples that are in this part; None if it is the last.
+        """
 
         def make_loss(micros: Micros) -> PolicyLoss:
-            counts = early.counts + num_counted(samples.counted, samples, micros, self._ranks)
+            added = num_counted(samples.counted, samples, micros, self._ranks)
+            counts = early.counts + added
+            unit = counts if early.unit is None else early.unit
+            if sample_share is None:
+                weight = 1.0 / self._objective.rescaling(unit, counts) - early.weight
+            else:
+                weight = self._objective.early_weight(added, unit, sample_share=sample_share)
             return PolicyLoss(
                 self._objective,
                 counts=counts,
-                unit=counts if early.unit is None else early.unit,
+                unit=unit,
+                num_tokens=added[0],
+                total_weight=weight,
                 kl_coefficient=self.kl_coefficient if self._kl_in_loss else 0.0,
                 keeps_logprobs=self.on_trained is not None,
             )

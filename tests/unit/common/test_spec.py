@@ -236,6 +236,13 @@ def test_a_value_in_a_message_can_be_copied_into_a_specification(value: object) 
             ),
             ["accumulate_early", "reinforce_pp", "grpo", "rloo"],
         ),
+        (
+            changed(
+                trainer={"accumulate_early": True},
+                algorithm={"max_staleness": 0, "correction_normalize": True},
+            ),
+            ["accumulate_early", "correction_normalize"],
+        ),
         (changed(trainer={"world_size": 3, "tensor_parallel": 2}), ["world_size", "multiple"]),
         (
             changed(trainer={"world_size": 4, "tensor_parallel": 2, "context_parallel": 4}),

@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from services.common.models.experts import checkpoint_names
 from services.common.models.families import FAMILIES
 from services.common.models.loading import build_model, stored_tensors
+from services.common.runspec.algorithm import AlgorithmSpec
 from services.common.runspec.trainer import LoraSpec
 from services.trainer.batch.packing import pack
 from services.trainer.checkpoint.export import export_checkpoint
@@ -22,6 +24,7 @@ from services.trainer.engines.fsdp.lora import (
 )
 from services.trainer.model.flops import active_weights
 from services.trainer.model.policy import Policy
+from services.trainer.model.routing import Routing
 from services.wire.data.jagged import Jagged
 from tests.helpers.batches import CPU, policy_of, random_queue, rank_of, spec_of
 from tests.helpers.mixtures import tiny_config
@@ -126,3 +129,34 @@ def test_of_the_experts_those_count_that_a_token_passes() -> None:
     attention = 2 * 32 * 8 * (4 + 2)
     others = 2 * 32 + 8 * 32
     assert active_weights(model, config) == 2 * (attention + others + 3 * 3 * 32 * 48)
+
+
+@pytest.mark.parametrize(
+    "aggregation", get_args(AlgorithmSpec.model_fields["aggregation"].annotation)
+)
+@pytest.mark.parametrize("early", [(), (4,), (1, 3, 8)])
+def test_the_balance_loss_weighs_the_same_however_a_step_is_divided(
+    monkeypatch: pytest.MonkeyPatch, aggregation: str, early: tuple[int, ...]
+) -> None:
+    losses = []
+    for balancing in ({"kind": "loss", "coefficient": 3.0}, {"kind": "none"}):
+        spec = spec_of(
+            model={"path": "tiny:qwen3_moe-0.7m"},
+            algorithm={"max_staleness": 0, "aggregation": aggregation},
+            trainer={
+                "accumulate_early": bool(early),
+                "balancing": balancing,
+                "tokens_per_micro_batch": 48,
+            },
+        )
+        monkeypatch.setattr(Routing, "balance_loss", lambda routing: torch.ones(()))
+        policy = policy_of(spec)
+        queue = random_queue(policy_of(spec, seed=1), num_groups=4)
+        rank = rank_of(spec, policy, queue)
+        # The shortest groups first: their counts are no estimate of those of the others.
+        lengths = torch.tensor(queue.fields["response_ids"].lengths.tolist()).view(4, 4).sum(1)
+        rows = [4 * group + i for group in lengths.argsort().tolist() for i in range(4)]
+        for count in early:
+            rank.accumulate(queue.meta.select(rows[:count]), weight_version=0)
+        losses.append(rank.train(1, queue.meta).metrics["loss"])
+    assert losses[0] - losses[1] == pytest.approx(3.0, rel=1e-5)

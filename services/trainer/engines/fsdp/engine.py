@@ -23,7 +23,7 @@ from services.common.runspec.run import RunSpec
 from services.trainer.batch.packing import PackedTokens, Work
 from services.trainer.batch.plan import Bounds, StepPlan, bounds_of, num_tokens
 from services.trainer.batch.samples import Samples, idle_samples, pack_samples
-from services.trainer.collectives import MetricTotals, Ranks
+from services.trainer.collectives import Ranks
 from services.trainer.engines.base import (
     UNSCORED,
     LossT,
@@ -33,6 +33,7 @@ from services.trainer.engines.base import (
     OptimizerStep,
     Passes,
     PendingSave,
+    UpdateLoss,
     WeightLayout,
 )
 from services.trainer.engines.fsdp import optim
@@ -178,7 +179,7 @@ class FsdpEngine:
                 packed = pack_samples(part, self.device, shares_prefixes=self._spec.shares_prefixes)
                 loss = loss_of(part, *parts_of(self.module(packed)))
                 if self._balancer is not None:
-                    loss += self._balancer.loss(part, loss_of.num_trained, loss_of.tally)
+                    loss += self._balancer.loss(part, loss_of)
                 # Data parallelism averages gradients over ranks, but the loss is a sum over them.
                 (loss * (self.ranks.size * loss_scale)).backward()
             passes.loss += loss.detach()
@@ -263,11 +264,11 @@ class Balancer:
         """Clears the counts before an update's first micro-batch, also if the update is repeated."""
         self._update = None
 
-    def loss(self, part: Samples, num_trained: Tensor, tally: MetricTotals) -> Tensor | float:
+    def loss(self, part: Samples, loss_of: UpdateLoss) -> Tensor | float:
         """Returns a micro-batch's share of the balancing loss, after its forward pass.
 
         Args:
-            num_trained: Tokens that train in the update, over all ranks; at least 1.
+            loss_of: Weighs the micro-batch and receives the metrics.
         """
         if self._routing is None:
             return 0.0
@@ -276,14 +277,14 @@ class Balancer:
         if self._compares:
             nothing = torch.zeros(0), torch.zeros(0, dtype=torch.bool)
             differs, known = self._routing.differences() or nothing
-            tally.mean("routing_differs", differs.float(), known)
+            loss_of.tally.mean("routing_differs", differs.float(), known)
         if self._spec.kind != "loss":
             return 0.0
         loss = self._routing.balance_loss()
         trained = part.tokens["loss_mask"]
-        tally.mean("balance_loss", loss.detach().expand(len(trained)), trained.to(loss.device))
-        share = part.counted.sum() / num_trained.clamp(min=1)
-        return self._coefficient * loss * share.to(loss.device)
+        value = loss.detach().expand(len(trained))
+        loss_of.tally.mean("balance_loss", value, trained.to(loss.device))
+        return self._coefficient * loss * loss_of.weight(part).to(loss.device)
 
     def updated(self, *, moved: bool) -> Tensor | None:
         """Moves the routers' biases; returns the counts of an update. All ranks must call it.
