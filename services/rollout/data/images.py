@@ -90,6 +90,11 @@ class ImageReader:
         """Tokens of one image in a text without chat template."""
         self._processor: Any = _processor(model)
 
+    @property
+    def max_request_bytes(self) -> int:
+        """Max size of the images of a conversation as base64."""
+        return self._data.max_images * self._data.max_image_bytes * 4 // 3
+
     def inputs_of(
         self,
         token_ids: Sequence[int],

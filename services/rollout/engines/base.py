@@ -399,7 +399,8 @@ def check_tensors(expected: Mapping[str, Sequence[int]], tensors: "Mapping[str, 
 
 def _check_ids(token_ids: Sequence[int], vocab_size: int) -> None:
     ids = np.frombuffer(array("q", token_ids), np.int64)  # three times as fast as min(token_ids)
-    if not 0 <= (low := ids.min()) <= (high := ids.max()) < vocab_size:
+    low, high = ids.min(), ids.max()
+    if low < 0 or high >= vocab_size:
         raise ValueError(
             f"token ids must be in 0..{vocab_size - 1}, got {low}..{high}; use the model's own tokenizer"
         )

@@ -36,6 +36,7 @@ from services.rollout.openai.requests import (
     invalid,
     parse_chat,
     parse_completion,
+    too_long,
 )
 from services.rollout.openai.responses import ResponsesFormatter, parse_responses
 from services.rollout.openai.streaming import Formatter, ReplyStream
@@ -50,6 +51,10 @@ _CHAT_PATH = "/v1/chat/completions"
 _KEEP_ALIVE_S = 75
 # Size of all concurrent requests: thousands of agents wait at once, each with its whole conversation.
 _MAX_REQUEST_BYTES = 1 << 30
+# A request may be this large: several times what its conversation can have as tokens. A larger one would
+# stop all episodes of the process while it is read, only to be refused.
+_MIN_REQUEST_BYTES = 1 << 20
+_BYTES_PER_TOKEN = 64
 _Answer = asyncio.Task[Replies | ApiError]
 
 
@@ -292,10 +297,10 @@ class Endpoint:
         return JSONResponse(model)
 
     async def _chat(self, request: Request, session: _Session) -> Response:
-        return await self._reply(parse_chat(await request.body()), session)
+        return await self._reply(parse_chat(await _body(request, session)), session)
 
     async def _complete(self, request: Request, session: _Session) -> Response:
-        return await self._reply(parse_completion(await request.body()), session)
+        return await self._reply(parse_completion(await _body(request, session)), session)
 
     async def _reply(self, request: ChatRequest | CompletionRequest, session: _Session) -> Response:
         prefix = "chatcmpl" if isinstance(request, ChatRequest) else "cmpl"
@@ -308,16 +313,16 @@ class Endpoint:
         return await _answer(request, formatter, session)
 
     async def _messages(self, request: Request, session: _Session) -> Response:
-        given = anthropic.parse_messages(await request.body())
+        given = anthropic.parse_messages(await _body(request, session))
         formatter = anthropic.MessagesFormatter(given, reply_id=f"msg_{next(self._numbers)}")
         return await _answer(given.as_chat(), formatter, session)
 
     async def _count(self, request: Request, session: _Session) -> Response:
-        chat = anthropic.parse_count(await request.body())
+        chat = anthropic.parse_count(await _body(request, session))
         return JSONResponse({"input_tokens": await session.record.count(chat)})
 
     async def _responses(self, request: Request, session: _Session) -> Response:
-        given = parse_responses(await request.body())
+        given = parse_responses(await _body(request, session))
         earlier: tuple[Message, ...] | None = ()
         if given.previous_response_id is not None:
             earlier = session.responses.get(given.previous_response_id)
@@ -337,6 +342,24 @@ class Endpoint:
             session.responses[reply_id] = (*said, replies.choices[0].message)
 
         return await _answer(chat, formatter, session, on_answer=keep)
+
+
+async def _body(request: Request, session: _Session) -> bytes:
+    """Returns the body of a request. Raises ApiError if the model's context cannot hold it."""
+    episode = session.episode
+    limit = _MIN_REQUEST_BYTES + _BYTES_PER_TOKEN * episode.limits.max_tokens
+    if episode.images is not None:
+        limit += episode.images.max_request_bytes
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > limit:
+            episode.is_full = True
+            raise too_long(
+                f"the request has more than {limit:,} bytes, so it has more tokens than the model's context "
+                f"({episode.limits.max_tokens}); send a shorter conversation"
+            )
+    return bytes(body)
 
 
 async def _answer(

@@ -6,13 +6,14 @@ helper, or one whose history the agent rewrote. The reward scores the conversati
 last.
 """
 
+import asyncio
 import hashlib
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args
 
 from services.common.task_group import gather_in_group
 from services.rollout.engines.base import split_stop_texts
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
 
 
 History = Literal["template", "recorded"]
+_Result = TypeVar("_Result")
+# Their tokens take a few milliseconds; those of longer texts would delay all episodes of the process.
+_LONG_CHARACTERS = 20_000
 
 
 class Listener(Protocol):
@@ -133,7 +137,8 @@ class EpisodeRecord:
         earlier = _longest(self._chats, lambda seen: _begins(meanings[:-1], seen.meanings))
         reasoning = earlier.reasoning if earlier else ()
         added = request.messages[len(reasoning) :]
-        request, kept = self._with_reasoning(request, reasoning)
+        with_reasoning = partial(self._with_reasoning, request, reasoning)
+        request, kept = await _computed(with_reasoning, request)
         is_rewritten = any(message.role == "assistant" for message in added)
         if earlier is not None and kept != earlier.kept:
             earlier, is_rewritten = None, True
@@ -185,7 +190,8 @@ class EpisodeRecord:
         if isinstance(prompt, str):
             earlier = _longest(self._texts, lambda seen: _continues(prompt, seen))
             seen_text = earlier.text if earlier else ""
-            added = self._encoded(prompt.removeprefix(seen_text), continues=earlier is not None)
+            rest, continues = prompt.removeprefix(seen_text), earlier is not None
+            added = await _computed(partial(self._encoded, rest, continues=continues), request)
         else:
             known = [*self._texts, *self._chats]
             earlier = _longest(known, lambda seen: _begins(prompt, token_ids(seen.turns)))
@@ -243,7 +249,9 @@ class EpisodeRecord:
 
     async def count(self, request: ChatRequest) -> int:
         """Returns the number of tokens of a chat, up to the start of the reply."""
-        tokens = first_tokens(self._episode.tokenizer, request.messages, request.tools)
+        tokenizer = self._episode.tokenizer
+        first = partial(first_tokens, tokenizer, request.messages, request.tools)
+        tokens = await _computed(first, request)
         return len((await self._observed(tokens, request.messages, ())).token_ids)
 
     async def _chat_turns(
@@ -251,17 +259,20 @@ class EpisodeRecord:
     ) -> tuple[Turn, ...]:
         tokenizer = self._episode.tokenizer
         if earlier is None:
-            tokens = first_tokens(tokenizer, request.messages, request.tools)
+            first = partial(first_tokens, tokenizer, request.messages, request.tools)
+            tokens = await _computed(first, request)
             return self._extended(None, await self._observed(tokens, request.messages, ()))
         # The first digest is the tools', the last one the reply's.
         reply_index = len(earlier.meanings) - 2
-        added = following_tokens(
+        following = partial(
+            following_tokens,
             tokenizer,
             request.messages,
             request.tools,
             reply_index=reply_index,
             last_id=next(iter(earlier.turns[-1].token_ids[-1:]), None),
         )
+        added = await _computed(following, request)
         new = request.messages[reply_index + 1 :]
         return self._extended(earlier, await self._observed(added, new, earlier.turns))
 
@@ -387,6 +398,14 @@ class EpisodeRecord:
             return self._episode.tokenizer.encode(text, continues=continues)
         except ValueError as error:
             raise invalid(str(error), param="prompt") from error
+
+
+async def _computed(
+    compute: Callable[[], _Result], request: ChatRequest | CompletionRequest
+) -> _Result:
+    """Returns the result of a computation over a request's texts, in a thread if they are long."""
+    is_long = request.num_characters > _LONG_CHARACTERS
+    return await asyncio.to_thread(compute) if is_long else compute()
 
 
 def check_history(history: str) -> None:

@@ -169,6 +169,14 @@ class Message(BaseModel):
         return "".join(part.text for part in self.content)
 
     @property
+    def num_characters(self) -> int:
+        """Characters of the message, without those of its images."""
+        calls = sum(
+            len(call.function.name) + len(call.function.arguments) for call in self.tool_calls or ()
+        )
+        return len(self.text) + len(self.reasoning_content or "") + calls
+
+    @property
     def images(self) -> tuple[str, ...]:
         """URLs of the images."""
         if self.content is None or isinstance(self.content, str):
@@ -270,6 +278,13 @@ class ChatRequest(GenerateRequest):
     tools: tuple[dict[str, Any], ...] = ()
 
     @property
+    def num_characters(self) -> int:
+        """Characters of all messages and tools, approximately."""
+        return sum(message.num_characters for message in self.messages) + sum(
+            len(str(tool)) for tool in self.tools
+        )
+
+    @property
     def has_tools(self) -> bool:
         """True if replies may call tools."""
         return bool(self.tools) and (self.model_extra or {}).get("tool_choice") != "none"
@@ -284,6 +299,11 @@ class CompletionRequest(GenerateRequest):
 
     prompt: str | tuple[int, ...]
     logprobs: int | None = Field(None, ge=0, le=0)
+
+    @property
+    def num_characters(self) -> int:
+        """Characters of the prompt, or its tokens."""
+        return len(self.prompt)
 
 
 def parse_chat(body: bytes) -> ChatRequest:

@@ -2,13 +2,14 @@
 
 import asyncio
 import json
+import threading
 from contextlib import asynccontextmanager
 
 import httpx
 import pytest
 
 from services.common.http.limits import MAX_UNAUTHENTICATED
-from services.rollout.engines.base import GenerationResult
+from services.rollout.engines.base import GenerationRequest, GenerationResult, check_request
 from services.rollout.openai.endpoint import Endpoint
 from services.rollout.openai.record import Choice
 from services.rollout.openai.requests import Message
@@ -371,3 +372,54 @@ async def test_agents_that_connect_before_any_sends_its_request_are_all_served()
             )
             assert b"200" in await reader.readline()
             writer.close()
+
+
+async def test_a_request_that_cannot_fit_into_the_context_is_refused_before_it_is_read() -> None:
+    engine = Scripted(["ok"])
+    episode = make_episode(engine)
+    body = {"model": "policy", "messages": [user("x" * (20 << 20))]}
+    async with client_of(episode) as client:
+        for path in ("/chat/completions", "/completions", "/messages", "/responses"):
+            response = await client.post(path, json=body)
+            assert response.status_code == 400
+            assert "context_length_exceeded" in response.text
+    assert episode.is_full
+    assert not engine.requests
+
+
+@pytest.mark.parametrize("num_characters", [10, 200_000])
+async def test_a_long_conversation_is_tokenized_outside_the_event_loop(
+    num_characters: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+
+    def encode(text: str, *, continues: bool = False) -> list[int]:
+        threads.append(threading.current_thread())
+        return [1, 2, 3]
+
+    episode = make_episode(Scripted(["one", "two", "three"]))
+    monkeypatch.setattr(TOKENIZER, "encode", encode)
+    long = user("x" * num_characters)
+    async with client_of(episode) as client:
+        reply = (await chat(client, long))["choices"][0]["message"]
+        await chat(client, long, reply, user("next"))
+        body = {"model": "policy", "prompt": long["content"]}
+        assert (await client.post("/completions", json=body)).status_code == 200
+    is_outside = [thread is not threading.main_thread() for thread in threads]
+    assert is_outside == [num_characters > 10] * 3
+
+
+@pytest.mark.parametrize("ids", [[-1, 2], [2, -1], [10**6], [2**31 - 1], [2**40], [2**70], []])
+async def test_token_ids_outside_the_vocabulary_are_a_bad_request(ids: list[int]) -> None:
+    engine = Checking([])
+    async with client_of(make_episode(engine)) as client:
+        response = await client.post("/completions", json={"model": "policy", "prompt": ids})
+    assert response.status_code == 400
+
+
+class Checking(Scripted):
+    """Fake engine that checks its requests as all engines do."""
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        check_request(request, vocab_size=TOKENIZER.vocab_size, max_model_tokens=10_000)
+        return await super().generate(request)
