@@ -43,8 +43,12 @@ class Display(Protocol):
     def set_num_steps(self, num_steps: int) -> None:
         """Sets the number of steps; with ``data.epochs`` it is known only after the data is opened."""
 
-    def step(self, record: Mapping[str, Any], heldout: Sequence[Mapping[str, Any]]) -> None:
-        """Shows a completed step."""
+    def step(self, record: Mapping[str, Any], newest: Mapping[str, Any] | None) -> None:
+        """Shows a completed step.
+
+        Args:
+            newest: Newest evaluation, with ``greedy`` and ``sampled``; None before the first.
+        """
 
     def print_message(self, text: str) -> None:
         """Shows any other event."""
@@ -59,9 +63,8 @@ def make_display(title: str, total_steps: int, console: Console) -> Display:
     return _PlainLines(total_steps, console)
 
 
-def row_of(record: Mapping[str, Any], heldout: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+def row_of(record: Mapping[str, Any], newest: Mapping[str, Any] | None) -> tuple[str, ...]:
     """Returns the cells of one step, in the order of the columns."""
-    newest = heldout[-1] if heldout else None
     return (
         f"{record['step']}",
         _score(record, "reward_mean") if "reward_mean" in record else _loss(record),
@@ -166,8 +169,8 @@ class _PlainLines:
     def set_num_steps(self, num_steps: int) -> None:
         self._pace.total = num_steps
 
-    def step(self, record: Mapping[str, Any], heldout: Sequence[Mapping[str, Any]]) -> None:
-        step, reward, scores, staleness, sync, tokens, queue, idle = row_of(record, heldout)
+    def step(self, record: Mapping[str, Any], newest: Mapping[str, Any] | None) -> None:
+        step, reward, scores, staleness, sync, tokens, queue, idle = row_of(record, newest)
         self._line(
             f"step {step:>4}/{self._pace.total}  reward {reward}  held-out {scores}  staleness {staleness}  "
             f"sync {sync} ms  {tokens} tokens/s  queue {queue}  idle: {idle}  "
@@ -211,8 +214,8 @@ class _LiveTable:
     def set_num_steps(self, num_steps: int) -> None:
         self._pace.total = num_steps
 
-    def step(self, record: Mapping[str, Any], heldout: Sequence[Mapping[str, Any]]) -> None:
-        self._rows.append(row_of(record, heldout))
+    def step(self, record: Mapping[str, Any], newest: Mapping[str, Any] | None) -> None:
+        self._rows.append(row_of(record, newest))
         self._done = record["step"]
         self._status = f"{self._done}/{self._pace.total}, {self._pace.rest(record)} left"
         self._live.update(self._render())

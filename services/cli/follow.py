@@ -1,13 +1,12 @@
 """Follows a run to its end: displays progress, then writes summary.json, metrics.jsonl and curves.png."""
 
 import asyncio
-import errno
 import json
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from datetime import datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,14 @@ from services.cli.api import Api, ApiError
 from services.cli.display import Display, duration, heldout_line, make_display, set_line
 from services.cli.output import TELL_EVERY_S
 from services.cli.start_report import StartReport
+from services.cli.step_log import JsonLines, StepLog
 from services.common.task_group import TaskGroup
 from services.controller.api.operations import GetTopology
 
 _STYLES = ("-", "--", ":", "-.")
-METRICS = "metrics.jsonl"
+_STALENESS = ("staleness_mean", "staleness_max")
+_MAX_POINTS = 2_000
+"""Max steps that a curve shows; of more, it shows every n-th."""
 _TOLD = (
     "StateChanged",
     "DataChanged",
@@ -46,83 +48,6 @@ _TOLD = (
 )
 
 
-@dataclass(slots=True)
-class StepLog:
-    """Collects the events of a run; a step's record is complete when its weights are published.
-
-    ``metrics.jsonl`` has one line per step. Step 0 is the initial model.
-    """
-
-    records: list[dict[str, Any]] = field(default_factory=list)
-    """Complete records, in order."""
-    heldout: list[dict[str, Any]] = field(default_factory=list)
-    """Evaluations: ``version``, ``greedy``, ``sampled``, and ``sets`` with the scores of each."""
-    _open: dict[str, Any] | None = None
-    _num_written: int = 0
-
-    def process(self, kind: str, event: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Processes an event; yields the records that it completes."""
-        data = event.get("data", {})
-        if kind == "StepCommitted":
-            yield from self._close()
-            # After the loss of a trainer, the run resumes from its checkpoint and trains later
-            # steps again.
-            kept = [record for record in self.records if record["step"] < data["step"]]
-            if len(kept) < len(self.records):
-                self.records, self._num_written = kept, 0
-            self._open = {"time": event["time"], **data}
-        elif kind == "WeightsPublished" and self._open is not None:
-            self._open.update(
-                {name: value for name, value in data.items() if name.endswith("_ms")},
-                weight_version=data["version"],
-            )
-            yield from self._close()
-        elif kind == "Validated" and data["num_samples"]:
-            scores = {name: data[name] for name in ("version", "greedy", "sampled")}
-            self.heldout.append({**scores, "sets": data.get("by_set", {})})
-        elif kind == "end":
-            yield from self._close()
-
-    def append(self, path: Path) -> None:
-        """Appends new records to the file; rewrites it if steps were trained again.
-
-        While the disk is full, records wait for a later call: training needs no such file.
-        """
-        new = self.records[self._num_written :]
-        if not new:
-            return
-        try:
-            with path.open("a" if self._num_written else "w", encoding="utf-8") as file:
-                file.writelines(json.dumps(record) + "\n" for record in new)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            self._num_written = 0  # the last line may be incomplete
-        else:
-            self._num_written = len(self.records)
-
-    def write(self, path: Path) -> None:
-        """Writes all records as JSON lines, with held-out scores in the record of their step."""
-        scores = {score["version"]: score for score in self.heldout}
-        with path.open("w", encoding="utf-8") as file:
-            for record in self.records:
-                score = scores.get(record["step"])
-                if score is not None:
-                    record = {
-                        **record,
-                        "heldout_greedy": score["greedy"],
-                        "heldout_sampled": score["sampled"],
-                        "heldout_sets": score["sets"],
-                    }
-                file.write(json.dumps(record) + "\n")
-
-    def _close(self) -> Iterator[dict[str, Any]]:
-        if self._open is not None:
-            self.records.append(self._open)
-            yield self._open
-            self._open = None
-
-
 def draw(path: Path, run: Mapping[str, Any], log: StepLog) -> None:
     """Draws the curves of a run into a PNG file."""
     # Imported here: it takes a second, and every command that follows a run imports this module.
@@ -132,31 +57,40 @@ def draw(path: Path, run: Mapping[str, Any], log: StepLog) -> None:
     mpl.use("Agg")
     figure = Figure(figsize=(11, 7), layout="constrained")
     (reward, accuracy), (staleness, sync) = figure.subplots(2, 2)
-    steps = [record["step"] for record in log.records]
-    versions = [score["version"] for score in log.heldout]
+    records = _thinned(log.records, ("step", "reward_mean", *_STALENESS, "sync_ms"))
+    heldout = _thinned(log.heldout, ("version", "greedy", "sampled", "sets"))
+    steps = [record["step"] for record in records]
+    versions = [score["version"] for score in heldout]
 
-    _line(reward, steps, [record.get("reward_mean") for record in log.records], "reward")
+    _line(reward, steps, [record["reward_mean"] for record in records], "reward")
     _decorate(reward, "Training reward", "mean reward of the batch")
 
     for kind in ("greedy", "sampled"):
-        _line(accuracy, versions, [score[kind] for score in log.heldout], kind, marker="o")
-    sets = dict.fromkeys(name for score in log.heldout for name in score["sets"])
+        _line(accuracy, versions, [score[kind] for score in heldout], kind, marker="o")
+    sets = dict.fromkeys(name for score in heldout for name in score["sets"])
     for name in sets if len(sets) > 1 else ():
-        of_set = [score["sets"].get(name, {}).get("greedy") for score in log.heldout]
+        of_set = [score["sets"].get(name, {}).get("greedy") for score in heldout]
         _line(accuracy, versions, of_set, f"{name}, greedy", marker=".")
     _decorate(accuracy, "Held-out accuracy", "mean reward")
 
-    for kind in ("mean", "max"):
-        _line(staleness, steps, [record.get(f"staleness_{kind}") for record in log.records], kind)
+    for name in _STALENESS:
+        kind = name.removeprefix("staleness_")
+        _line(staleness, steps, [record[name] for record in records], kind)
     bound = run["summary"]["staleness"]["bound"]
     staleness.axhline(bound, linestyle="--", color="grey", label=f"bound {bound}")
     _decorate(staleness, "Staleness of trained samples", "weight versions")
 
-    _line(sync, steps, [record.get("sync_ms") for record in log.records], "total")
+    _line(sync, steps, [record["sync_ms"] for record in records], "total")
     _decorate(sync, "Weight sync", "milliseconds")
 
     figure.suptitle(f"{run['name']}  ({run['id']})")
     figure.savefig(path, dpi=110)
+
+
+def _thinned(lines: JsonLines, names: Sequence[str]) -> list[dict[str, Any]]:
+    """Returns some values of at most ``_MAX_POINTS`` lines; a missing value is None."""
+    stride = -(-len(lines) // _MAX_POINTS) or 1
+    return [{name: line.get(name) for name in names} for line in islice(lines, 0, None, stride)]
 
 
 def _line(
@@ -183,8 +117,8 @@ def write_report(
 ) -> Path:
     """Writes all report files; returns the path of ``summary.json``."""
     folder.mkdir(parents=True, exist_ok=True)
-    log.write(folder / METRICS)
-    if log.records:
+    log.finish()
+    if len(log.records):
         draw(folder / "curves.png", run, log)
     summary = {
         "run_id": run["id"],
@@ -251,9 +185,9 @@ async def follow(
         The ended run, with ``summary_path`` added.
     """
     run = (await api.get(run_id)).model_dump(mode="json")
-    log, start = StepLog(), start or StartReport()
     folder = state_directory / run_id
     folder.mkdir(parents=True, exist_ok=True)
+    log, start = StepLog(folder), start or StartReport()
     with make_display(f"{run['name']}  {run_id}", run["target_steps"], console) as display:
         async with TaskGroup() as tasks:
             reasons: deque[str] = deque([""], maxlen=1)
@@ -263,7 +197,7 @@ async def follow(
             async for kind, event in api.watch(run_id):
                 _show(kind, event, log, display)
                 _show_report(start, kind, event, display, folder)
-                log.append(folder / METRICS)
+                log.write()
                 if kind in ("StepCommitted", "end"):
                     starting.cancel()
                 if kind == "NoProgress":
@@ -288,7 +222,7 @@ async def follow(
 
 def _show(kind: str, event: Mapping[str, Any], log: StepLog, display: Display) -> None:
     for record in log.process(kind, event):
-        display.step(record, log.heldout)
+        display.step(record, log.newest_score)
     if kind == "DataOpened":
         display.set_num_steps(event["data"]["steps"])
     if kind == "Validated":

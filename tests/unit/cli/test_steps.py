@@ -2,13 +2,15 @@
 
 import io
 import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from services.cli.display import make_display, row_of
-from services.cli.follow import StepLog, summary_lines, write_report
+from services.cli.follow import summary_lines, write_report
+from services.cli.step_log import StepLog
 
 RUN = {
     "id": "run_1",
@@ -55,37 +57,42 @@ def validated(version):
     return "Validated", {"message": "", "data": data}
 
 
-def test_a_record_is_complete_once_its_weights_are_published():
-    log = StepLog()
+def test_a_record_is_complete_once_its_weights_are_published(tmp_path):
+    log = StepLog(tmp_path)
     assert list(log.process(*committed(1))) == []
     (record,) = log.process(*published(1))
     assert (record["step"], record["sync_ms"], record["weight_version"]) == (1, 7.0, 1)
 
 
-def test_steps_without_a_publication_are_kept():
-    log = StepLog()
+def test_steps_without_a_publication_are_kept(tmp_path):
+    log = StepLog(tmp_path)
     list(log.process(*committed(1)))
     (first,) = log.process(*committed(2))
     (second,) = log.process("end", RUN)
     assert (first["step"], second["step"]) == (1, 2)
 
 
-def test_a_step_that_is_trained_again_replaces_the_lost_one():
-    log = StepLog()
+@pytest.mark.parametrize("is_written", [False, True])
+def test_a_step_that_is_trained_again_replaces_the_lost_one(tmp_path, is_written):
+    log = StepLog(tmp_path)
     for step in (1, 2, 3, 2, 3):
         for event in (committed(step), published(step)):
             list(log.process(*event))
+        if is_written:
+            log.write()
+    assert len(log.records) == 3
     assert [record["step"] for record in log.records] == [1, 2, 3]
 
 
-def test_the_initial_publication_is_no_step():
-    log = StepLog()
+def test_the_initial_publication_is_no_step(tmp_path):
+    log = StepLog(tmp_path)
     assert list(log.process(*published(0))) == []
-    assert log.records == []
+    assert list(log.records) == []
 
 
 def test_files_have_one_line_a_step_and_the_summary(tmp_path):
-    log = StepLog()
+    (tmp_path / "run_1").mkdir()
+    log = StepLog(tmp_path / "run_1")
     for step in (1, 2):
         for event in (committed(step), published(step), validated(step)):
             list(log.process(*event))
@@ -99,9 +106,7 @@ def test_files_have_one_line_a_step_and_the_summary(tmp_path):
 
 def test_a_row_shows_the_idle_side():
     _, event = committed(1)
-    row = row_of(
-        {**event["data"], "sync_ms": 7.4}, [{"version": 1, "greedy": 0.5, "sampled": None}]
-    )
+    row = row_of({**event["data"], "sync_ms": 7.4}, {"version": 1, "greedy": 0.5, "sampled": None})
     assert row == (
         *("1", "0.250", "0.500/-", "1.0/1", "7", "200"),
         *("3+1", "trainer 0.2s"),
@@ -115,14 +120,14 @@ def test_a_row_shows_the_idle_side():
 def test_the_idle_side_is_both_if_neither_waits_for_the_other(trainer_s, rollouts_s, side):
     _, event = committed(1)
     numbers = {"seconds": 8.0, "trainer_wait_s": trainer_s, "rollout_idle_s": rollouts_s}
-    assert row_of({**event["data"], **numbers, "sync_ms": 7.4}, [])[-1] == side
+    assert row_of({**event["data"], **numbers, "sync_ms": 7.4}, None)[-1] == side
 
 
 def test_without_a_terminal_progress_is_plain_lines():
     out = io.StringIO()
     _, event = committed(1)
     with make_display("task", 2, Console(file=out, width=40)) as display:
-        display.step({**event["data"], "sync_ms": 7.4}, [])
+        display.step({**event["data"], "sync_ms": 7.4}, None)
     (line,) = out.getvalue().splitlines()
     assert line.startswith("step    1/2  reward 0.250")
 
@@ -147,7 +152,7 @@ def test_a_terminal_of_80_columns_shows_every_number_and_the_time_that_is_left()
     wide = {"step": 9999, "response_tokens": 49_382.5, "ready_groups": 512, "running_groups": 512}
     console = Console(file=out, width=80, force_terminal=True, color_system=None)
     with make_display("task", 20_000, console) as display:
-        display.step({**event["data"], **wide, "sync_ms": 1234.5}, [])
+        display.step({**event["data"], **wide, "sync_ms": 1234.5}, None)
     shown = out.getvalue()
     row = next(line for line in shown.splitlines() if line.strip().startswith("9999"))
     assert row.split() == [
@@ -164,7 +169,7 @@ def test_a_failed_run_shows_its_message_first(tmp_path):
         "message": "trainer-0 ended",
         "summary": {},
     }
-    assert summary_lines(run, tmp_path, StepLog(), wall_seconds=3.0) == [
+    assert summary_lines(run, tmp_path, StepLog(tmp_path), wall_seconds=3.0) == [
         "task FAILED after 3 s (WorkerLost)",
         "trainer-0 ended",
     ]
@@ -173,29 +178,65 @@ def test_a_failed_run_shows_its_message_first(tmp_path):
 def test_a_record_file_grows_during_a_run_and_is_rewritten_after_a_rewind(
     tmp_path: Path,
 ) -> None:
-    log, path = StepLog(), tmp_path / "metrics.jsonl"
+    log, path = StepLog(tmp_path), tmp_path / "metrics.jsonl"
     for step in (1, 2, 3, 2, 3):
         list(log.process(*committed(step)))
-        log.append(path)
+        log.write()
     list(log.process("end", {}))
-    log.append(path)
-    log.append(path)
+    log.write()
+    log.write()
     steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]
     assert steps == [1, 2, 3]
+
+
+def test_a_record_file_of_an_earlier_command_is_replaced(tmp_path: Path) -> None:
+    for _ in range(2):
+        log = StepLog(tmp_path)
+        for step in (1, 2):
+            for event in (committed(step), published(step)):
+                list(log.process(*event))
+            log.write()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
 def test_records_of_the_time_of_a_full_disk_are_written_once_it_has_space(tmp_path: Path) -> None:
-    log, path = StepLog(), tmp_path / "metrics.jsonl"
+    log, path, good = StepLog(tmp_path), tmp_path / "metrics.jsonl", tmp_path / "good"
     for step in (1, 2, 3, 4):
         list(log.process(*committed(step)))
         if step == 3:
-            path.unlink()
+            path.rename(good)
             path.symlink_to("/dev/full")
-        log.append(path)
+        log.write()
     path.unlink()
-    log.append(path)
+    good.rename(path)
+    with path.open("a") as file:
+        file.write('{"step": 3, "half a li')  # as much as the disk had space for
+    list(log.process("end", {}))
+    log.write()
     steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]
-    assert steps == [1, 2, 3]
+    assert steps == [1, 2, 3, 4]
+
+
+def test_the_log_of_a_long_run_needs_no_more_memory_than_that_of_a_short_one(
+    tmp_path: Path,
+) -> None:
+    log = StepLog(tmp_path)
+
+    def held(begin: int, end: int) -> int:
+        """Returns the bytes that are in use after further steps."""
+        for step in range(begin, end):
+            for event in (committed(step), published(step), validated(step)):
+                list(log.process(*event))
+            log.write()
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        first = held(1, 200)
+        assert held(200, 2_200) - first < 20_000
+    finally:
+        tracemalloc.stop()
+    assert len(log.records) == len(log.heldout) == 2_199
 
 
 @pytest.mark.parametrize(
