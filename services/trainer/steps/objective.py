@@ -99,7 +99,7 @@ class Objective:
         )
         return before / now
 
-    def early_weight(self, counts: Tensor, unit: Tensor, *, sample_share: float) -> Tensor | float:
+    def early_weight(self, counts: Tensor, unit: Tensor, *, sample_share: float) -> Tensor:
         """Returns the weight of some groups of an update in a mean over its micro-batches.
 
         :meth:`rescaling` later turns it into these groups' share of the update.
@@ -111,7 +111,7 @@ class Objective:
         """
         mode = self._spec.aggregation
         if mode == "token-sum":  # is not rescaled
-            return sample_share
+            return torch.tensor(sample_share)
         place = 0 if mode == "token-mean" else 1
         return counts[place] / unit[place].clamp(min=1)
 

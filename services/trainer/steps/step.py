@@ -333,9 +333,8 @@ class StepRunner:
             added = num_counted(samples.counted, samples, micros, self._ranks)
             counts = early.counts + added
             unit = counts if early.unit is None else early.unit
-            if sample_share is None:
-                weight = 1.0 / self._objective.rescaling(unit, counts) - early.weight
-            else:
+            weight = 1.0 / self._objective.rescaling(unit, counts) - early.weight
+            if sample_share is not None:
                 weight = self._objective.early_weight(added, unit, sample_share=sample_share)
             return PolicyLoss(
                 self._objective,

@@ -101,6 +101,8 @@ def _accumulate(
             objective,
             counts=counts,
             unit=counts if unit is None else unit,
+            num_tokens=counts[0],
+            total_weight=1.0,
             kl_coefficient=0.0,
             keeps_logprobs=True,
         )
