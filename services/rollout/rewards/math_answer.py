@@ -25,6 +25,7 @@ from sympy import Abs, Add, Eq, Expr, I, Interval, MatrixBase, Symbol, Tuple, Un
 
 from services.rollout.rewards import math_spelling as spelling
 from services.rollout.rewards.answers import answer_text
+from services.rollout.rewards.math_numbers import relative_comparison
 
 _MARK = "####"
 _BOX = "\\boxed{"
@@ -78,9 +79,10 @@ def math_answer(prompt: str, response: str, answer: Any, row: Mapping[str, Any])
 def _is_answered(expected: str, response: str, answer: Any) -> bool:
     if not spelling.as_text(expected):
         raise ValueError(f"math_verify finds no expression in the answer {str(answer)[-80:]!r}")
+    response, expected = spelling.without_emphasis(response), spelling.without_emphasis(expected)
     given = _marked(response)
     if given is not None:
-        given = _single_spaced(given)
+        given = spelling.without_emphasis(_single_spaced(given))
         return len(given) <= _MAX_EXPRESSION_CHARACTERS and _same(expected, given)
     lines = (_single_spaced(line) for line in response.splitlines())
     response = "\n".join(line for line in lines if line)[-_MAX_PROSE_CHARACTERS:]
@@ -91,6 +93,8 @@ def _is_answered(expected: str, response: str, answer: Any) -> bool:
     said = _SAID.search(given)
     if spelling.same_text(expected, given) or (said and spelling.same_text(expected, said[1])):
         return True
+    if said and not spelling.has_words(said[1]):
+        return _same(expected, said[1])
     gold = [] if spelling.is_text(expected) else _read(expected)
     return any(_verify(gold, _parse(given, wanted)) for wanted in (_SEARCH, _SEARCH_UNITS))
 
@@ -173,6 +177,10 @@ def _same(expected: str, given: str) -> bool:
 
 
 def _same_value(expected: str, given: str) -> bool:
+    plain = spelling.plain_number(expected), spelling.plain_number(given)
+    is_scaled = spelling.has_magnitude(expected) or spelling.has_magnitude(given)
+    if None not in plain and not is_scaled:
+        return plain[0] == plain[1]
     bases = {base for each in (expected, given) if (base := spelling.base(each))}
     if len(bases) > 1:
         return False
@@ -215,7 +223,8 @@ def _solutions(*found: Any) -> list[Any]:
 
 
 def _is_equal(gold: Any, found: Any, **options: Any) -> bool:
-    return bool(math_verify.verify(gold, found, timeout_seconds=_LIBRARY_TIMEOUT_S, **options))
+    with relative_comparison():
+        return bool(math_verify.verify(gold, found, timeout_seconds=_LIBRARY_TIMEOUT_S, **options))
 
 
 def _verify(gold: list[Any], found: list[Any]) -> bool:

@@ -7,6 +7,7 @@ variable of ``2t`` and ``\pi r^2 h``. In ``math_answers.json`` of the tests, ``m
 """
 
 import re
+from fractions import Fraction
 
 _FONT = re.compile(r"\\(?:text\w*|math(?:bf|rm|it|sf)|mbox|boldsymbol|operatorname)\s*\{([^{}]*)\}")
 _LAYOUT = re.compile(r"\\(?:left|right|displaystyle)(?![a-zA-Z])|\\[,;:! ]|[$*~\s]|\\q?quad\b")
@@ -18,6 +19,16 @@ _RATIO_OR_TIME = re.compile(r"\d+(?::\d+)+|\d+[ap]\.?m")
 _RATIO = re.compile(r"([^:]*\d\}?\s*):([^:]*\d[^:]*)")
 _WORDS = re.compile(
     r"\\text\w*\s*\{[^{}]*[A-Za-z]{2}|(?<![\\A-Za-z{])(?:[A-Z][a-z]{2,}|[a-z]{4,})(?![A-Za-z}])"
+)
+_EMPHASIS = re.compile(
+    r"(?<![\w*])(\*{1,3})(?=[^\s*])(.*?[^\s*\\])\1(?![\w*])"
+    r"|(?<![\w`])(`{1,3})([^`]+)\3(?![\w`])|(?<!\w)(__)(?=\S)(.*?\S)\5(?!\w)"
+)
+_APPROXIMATELY = re.compile(
+    r"(?:\\(?:approx|simeq|thickapprox|cong)(?![A-Za-z])|\N{ALMOST EQUAL TO})\s*(?=[-+.\d\\$])"
+)
+_PLAIN_NUMBER = re.compile(
+    r"([-+]?(?:\d+\.?\d*|\.\d+))(?:\s*(?:\\times|\\cdot|\*)\s*10\s*\^\s*\{?\s*([-+]?\d{1,4})\s*\}?)?"
 )
 _LETTERS = re.compile(r"\s*[A-Z]{2,}\s*")
 _DELIMITER = re.compile(r"\\?\$|\\[()\[\]]")
@@ -143,6 +154,20 @@ def as_text(answer: str) -> str:
     return _NUMBER_WORDS.get(text, text)
 
 
+def without_emphasis(text: str) -> str:
+    """Removes the asterisks, underscores and backticks of Markdown around words and numbers."""
+    previous = None
+    while previous != text:
+        previous, text = text, _EMPHASIS.sub(r"\2\4\6", text)
+    return text
+
+
+def plain_number(answer: str) -> Fraction | None:
+    r"""Returns the exact value of a decimal, also with ``\times 10^{n}``; None for any other answer."""
+    found = _PLAIN_NUMBER.fullmatch(as_latex(answer).strip())
+    return found and Fraction(found[1]) * Fraction(10) ** int(found[2] or 0)
+
+
 def is_text(answer: str) -> bool:
     """Returns True if an answer is words, letters, a ratio or a time, which have no value."""
     if _RATIO_OR_TIME.match(as_text(answer)) or _LETTERS.fullmatch(_without_fonts(answer)):
@@ -220,6 +245,7 @@ def as_latex(answer: str) -> str:
     tidy = _DOTTED_DIGITS.sub(r"\\overline{\1\2\3}", answer.translate(_UNICODE))
     tidy = _REPEATING.sub(_as_fraction, _ELLIPSIS.sub(r"\1\\overline{\2}", tidy))
     tidy = _THOUSANDS.sub(",", " ".join(_DELIMITER.sub(" ", tidy).split()))
+    tidy = _APPROXIMATELY.sub("=", tidy).strip().removeprefix("=").strip()
     tidy = _NUMBER_SET.sub(r"\\mathbb{\1}", _LETTER.sub(r" \1\2\3", tidy))
     tidy = _SPELLED_OTHERWISE.sub(lambda found: _SAME_SIGN[found[0]], tidy)
     tidy = _POWER_OF_TEN.sub(r"\1\\times 10^{\2}", _ORDINAL.sub("", tidy))
