@@ -19,10 +19,10 @@ from services.rollout.environments.local import local_environments
 from services.rollout.environments.openenv import SCHEMES, OpenEnv
 from services.rollout.environments.protocol import MAX_ANSWER_BYTES, Message, Observation
 from services.rollout.failures import CallError, refuse_images
-from services.rollout.openai.endpoint import MODEL_NAME
 from services.rollout.openai.record import EpisodeRecord, History, check_history
 from services.rollout.openai.requests import ApiError, ChatRequest
 from services.rollout.openai.requests import Message as ChatMessage
+from services.rollout.openai.session import MODEL_NAME
 from services.rollout.workflows.base import Episode
 from services.rollout.workflows.training import TrainedConversations
 from services.rollout.workflows.turns import Turn, observed

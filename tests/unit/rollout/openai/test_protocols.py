@@ -3,12 +3,15 @@
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from services.rollout.openai.endpoint import Access, Endpoint
 from services.rollout.workflows.base import Episode
+from tests.helpers.packages import install
 from tests.helpers.served_episode import TOKENIZER, Scripted, client_of, make_episode, user
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
@@ -45,6 +48,53 @@ def _is_whole(engine: Scripted, episode: Any) -> bool:
     turns = episode.turns[: 1 + max(at for at, turn in enumerate(episode.turns) if turn.is_sampled)]
     tokens = [token for turn in turns[:-1] for token in turn.token_ids]
     return list(engine.requests[-1].context_ids)[-len(tokens) :] == tokens
+
+
+THEIRS = """
+import json
+
+from starlette.responses import JSONResponse
+
+from services.rollout.openai.protocols import AgentProtocol
+from services.rollout.openai.replies import CompletionFormatter
+from services.rollout.openai.requests import parse_chat
+from services.rollout.openai.session import new_id
+
+
+async def ask(request, session):
+    text = json.loads(await session.body(request))["ask"]
+    body = {"model": "policy", "messages": [{"role": "user", "content": text}]}
+    chat = parse_chat(json.dumps(body).encode())
+    formatter = CompletionFormatter(
+        chat, tokenizer=session.episode.tokenizer, reply_id=new_id("theirs-"), created=0
+    )
+    return await session.answer(chat, formatter)
+
+
+PROTOCOL = AgentProtocol(
+    paths={"/v1/theirs": ask}, error_body=lambda error: {"theirs": error.status}
+)
+"""
+
+
+async def test_a_package_adds_a_protocol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "their_protocol.py").write_text(THEIRS)
+    install(
+        tmp_path,
+        monkeypatch,
+        entry_points={"slipstream.protocols": {"theirs": "their_protocol:PROTOCOL"}},
+    )
+    engine = Scripted(["It is 3."])
+    episode = make_episode(engine)
+    async with _served(episode) as access, httpx.AsyncClient(base_url=access.base_url) as client:
+        key = {"authorization": f"Bearer {access.api_key}"}
+        reply = await client.post("/theirs", json={"ask": "1 + 2?"}, headers=key)
+        refused = await client.post("/theirs", json={"ask": "1 + 2?"})
+        absent = await client.post("/nobodys", json={}, headers=key)
+    assert reply.json()["choices"][0]["message"]["content"] == "It is 3."
+    assert _sampled(episode) == ["It is 3."]
+    assert (refused.status_code, refused.json()) == (401, {"theirs": 401})
+    assert absent.status_code == 404
 
 
 @pytest.mark.parametrize("streams", [False, True])

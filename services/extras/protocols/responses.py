@@ -4,11 +4,15 @@ https://platform.openai.com/docs/api-reference/responses
 """
 
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import Request
+from starlette.responses import Response
 
+from services.rollout.openai.protocols import AgentProtocol
 from services.rollout.openai.record import Choice, Replies
 from services.rollout.openai.requests import (
     ApiError,
@@ -20,6 +24,7 @@ from services.rollout.openai.requests import (
     parse_body,
     single_reply,
 )
+from services.rollout.openai.session import Session, new_id
 from services.rollout.openai.streaming import NewTokens, Piece
 
 # Parameters that affect neither sampling nor rendering.
@@ -394,3 +399,30 @@ def _tool(tool: Mapping[str, Any], place: int) -> dict[str, Any]:
         )
     function = {key: tool[key] for key in ("name", "description", "parameters") if tool.get(key)}
     return {"type": "function", "function": function}
+
+
+async def _reply(request: Request, session: Session) -> Response:
+    parsed = parse_responses(await session.body(request))
+    conversations: dict[str, tuple[Message, ...]] = session.notes.setdefault("responses", {})
+    earlier: tuple[Message, ...] | None = ()
+    if parsed.previous_response_id is not None:
+        earlier = conversations.get(parsed.previous_response_id)
+    if earlier is None:
+        raise ApiError(
+            404,
+            f"this episode has no response {parsed.previous_response_id!r}; send the whole input",
+            param="previous_response_id",
+        )
+    chat = parsed.as_chat(earlier)
+    reply_id = new_id("resp_")
+
+    def keep(replies: Replies) -> None:
+        # The instructions are not kept, because the next request has its own.
+        messages = chat.messages[1 if parsed.instructions else 0 :]
+        conversations[reply_id] = (*messages, replies.choices[0].message)
+
+    formatter = ResponsesFormatter(parsed, reply_id=reply_id, created=int(time.time()))
+    return await session.answer(chat, formatter, on_answer=keep)
+
+
+PROTOCOL: Final = AgentProtocol(paths={"/v1/responses": _reply})

@@ -5,10 +5,13 @@ https://docs.anthropic.com/en/api/messages
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
+from services.rollout.openai.protocols import AgentProtocol
 from services.rollout.openai.record import Choice, Replies
 from services.rollout.openai.requests import (
     ApiError,
@@ -20,6 +23,7 @@ from services.rollout.openai.requests import (
     parse_body,
     single_reply,
 )
+from services.rollout.openai.session import Session, new_id
 from services.rollout.openai.streaming import NewTokens, Piece
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -355,3 +359,20 @@ def _not_applied(key: str, value: object, fix: str) -> ApiError:
 
 def _event(kind: str, **fields: Any) -> str:
     return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n"
+
+
+async def _reply(request: Request, session: Session) -> Response:
+    messages = parse_messages(await session.body(request))
+    return await session.answer(
+        messages.as_chat(), MessagesFormatter(messages, reply_id=new_id("msg_"))
+    )
+
+
+async def _count(request: Request, session: Session) -> Response:
+    chat = parse_count(await session.body(request))
+    return JSONResponse({"input_tokens": await session.record.count(chat)})
+
+
+PROTOCOL: Final = AgentProtocol(
+    paths={"/v1/messages": _reply, "/v1/messages/count_tokens": _count}, error_body=error_body
+)

@@ -1,0 +1,1 @@
+"""Protocols of agents: OpenAI's responses and Anthropic's messages."""
