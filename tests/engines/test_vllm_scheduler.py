@@ -94,3 +94,10 @@ def test_graphs_are_captured_for_all_steps_with_and_without_proposals(
         if count * per_request <= sizes[-1]:
             assert next(s for s in sizes if s >= count * per_request) % per_request == 0
     assert sizes[-1] >= min(max_running * per_request, 1024)
+
+
+@pytest.mark.parametrize(("one", "other"), [(128, 256), (257, 640), (1, 64)])
+def test_numbers_of_slots_in_one_range_capture_the_same_graphs(one: int, other: int) -> None:
+    # vLLM compiles the model again if the list differs.
+    assert captured_sizes(one) == captured_sizes(other)
+    assert captured_sizes(other)[-1] >= 2 * other or captured_sizes(other)[-1] == 2048

@@ -136,6 +136,8 @@ _DID_NOT_START = "the vLLM engine did not start; see its log lines above"
 _STREAM_INTERVAL = 16
 # Numbers of tokens for which vLLM captures CUDA graphs: few, because each takes time at the start,
 # and up to twice the slots, because a step without a graph launches each layer's kernels one by one.
+# Slots are rounded up to a few numbers: vLLM compiles a model again if the list differs.
+_SLOTS = (64, 256, 1024)
 _CAPTURED = (
     *(1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512),
     *(640, 768, 896, 1024, 1280, 1536, 1792, 2048),
@@ -152,7 +154,8 @@ def captured_sizes(max_running: int, per_request: int = 1) -> list[int]:
     Args:
         per_request: Tokens of a request in a step with proposals.
     """
-    plain = [n for n in _CAPTURED if n <= 2 * max_running]
+    slots = next((n for n in _SLOTS if n >= max_running), _SLOTS[-1])
+    plain = [n for n in _CAPTURED if n <= 2 * slots]
     if per_request == 1:
         return plain
     counts = [*(n for n in _CAPTURED if n < max_running), max_running]
