@@ -39,6 +39,8 @@ _CONTEXTS: Final = 2.0e9
 # Engine memory besides weights and KV cache: activations, CUDA graphs, allocator fragmentation.
 _WORKING: Final = 4.0e9
 _LARGEST_SHARE: Final = 0.9
+# Fraction of a shared GPU that no plan uses: contexts and allocators of several processes take more.
+_FREE_SHARE: Final = 0.03
 _BUCKET_BYTES: Final = 512 << 20
 _ADAPTER_BYTES: Final = 4
 # Bytes per element of the weight being merged: old and new in its dtype, and both in float32.
@@ -145,7 +147,7 @@ class MemoryPlan:
     others: float = 0.0
     """Memory of other workers on the same GPU."""
     kv_token_limit: float = inf
-    """Max useful KV cache in tokens: on a time-shared GPU, a larger cache only takes longer to map."""
+    """Max useful KV cache in tokens: beside a trainer, more only takes memory, and longer to map."""
     stays_awake: bool = False
     """True if the engine keeps its memory during the other side's turns, because all fits at once."""
 
@@ -162,7 +164,9 @@ class MemoryPlan:
     @property
     def engine_share(self) -> float:
         """Max fraction of the GPU for the engine, including weights and KV cache, in steps of 0.01."""
-        return min(_LARGEST_SHARE, floor(100 * (1 - (self.plane + self.others) / self.total)) / 100)
+        free = _FREE_SHARE if self.others else 0.0
+        left = 1 - free - (self.plane + self.others) / self.total
+        return min(_LARGEST_SHARE, floor(100 * left) / 100)
 
     @property
     def max_kv_cache(self) -> float:
@@ -317,7 +321,8 @@ def plan_of(
             f"rollout.engine_arguments.{name} is {arguments[name]}, whose GPU memory is not planned, "
             f"so weight sync may lack memory; remove it, or set {kind.unplanned[name]} instead"
         )
-    is_in_turns = spec.topology.is_colocated and "trainer" in roles
+    is_shared = "trainer" in roles
+    is_in_turns = spec.topology.is_colocated and is_shared
     plan = plan_memory(
         ModelSize.of(config, spec),
         WeightPlane.of(spec, config),
@@ -325,7 +330,7 @@ def plan_of(
         kind=kind,
         arguments=arguments,
         others=other_workers_bytes(roles, spec, config, gpu_bytes=gpu_bytes),
-        kv_token_limit=required_kv_tokens(spec, config) if is_in_turns else inf,
+        kv_token_limit=required_kv_tokens(spec, config) if is_shared else inf,
         stays_awake=is_in_turns and resident_memory(spec, config, gpu_bytes=gpu_bytes) == "all",
     )
     if not checks:
