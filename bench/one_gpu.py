@@ -23,33 +23,23 @@ each setting's entry goes to ``bench/results/one-gpu-duel.json``.
 
 import argparse
 import json
-import os
-import subprocess
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import psutil
-import torch
-from transformers import AutoConfig
-
 from bench.e2e.shapes import DENSE, DUEL, HYBRID, QWEN_7B, QWEN_14B, SHAPES, Shape, smoke
 from bench.e2e.timeline import facts, time_line
+from bench.gpu_memory import planned_gb, watched_memory
 from bench.report import device_name, read_json, write_json
 from bench.switches import switches
 from bench.whole_run import REPOSITORY, run_folder, run_for
-from services.common.models.training_memory import SLEEPING, trainer_memory
 from services.common.runspec.run import RunSpec
-from services.rollout.engines.memory import plan_of
 
 RESULTS = REPOSITORY / "bench" / "results"
 HYBRIDS = RESULTS / "hybrid-gpu.json"
 _TASKS = REPOSITORY / "bench" / "e2e" / "tasks.py"
-_POLL_S = 0.25
 _FIRST = 3
 # A vocabulary of real size: lengths are given, because a random model would not end its responses.
 _SHAPE = replace(
@@ -85,7 +75,7 @@ def main() -> None:
         "colocated" if is_colocated else "",
     )
     name = f"{'-'.join(filter(None, names))}.json"
-    with run_folder(arguments.folder) as folder, _watched() as peaks:
+    with run_folder(arguments.folder) as folder, watched_memory() as peaks:
         model, spec = folder / "model", folder / "spec.json"
         if not model.exists():
             shape.save_model(model)
@@ -106,8 +96,8 @@ def main() -> None:
                 step.get("gpu_memory_peak_bytes", 0.0) for step in run.steps
             )
             / 1e9,
-            "peak_gb": {name: round(size / 1e9, 2) for name, size in peaks.items()},
-            "planned_gb": _planned(RunSpec.model_validate(document), model) if peaks else {},
+            "peak_gb": peaks,
+            "planned_gb": planned_gb(RunSpec.model_validate(document), model) if peaks else {},
         }
     print(json.dumps(found, indent=1))
     if arguments.smoke:
@@ -143,71 +133,6 @@ def _median_of(steps: Sequence[Mapping[str, float]], name: str) -> float | None:
     """Returns the median of a metric over the steady steps; None if no step has it."""
     values = [step[name] for step in steps[_FIRST - 1 :] if name in step]
     return median(values) if values else None
-
-
-def _planned(spec: RunSpec, model: Path) -> dict[str, float]:
-    """Returns the planned GB of the trainer, and of the engine with its weight transfer."""
-    config = AutoConfig.from_pretrained(model)
-    total = int(_query("memory.total")[0]) << 20
-    engines = 0 if spec.topology.is_colocated else 1
-    parts = trainer_memory(spec, config, gpu_bytes=total, engines=engines).parts
-    planned = {
-        "trainer": sum(size for name, size in parts.items() if name != SLEEPING),
-        "rollout": plan_of(spec, config, gpu_bytes=total, roles=["trainer"]).used,
-    }
-    return {name: round(size / 1e9, 2) for name, size in planned.items()}
-
-
-@contextmanager
-def _watched() -> Iterator[dict[str, float]]:
-    """Yields the max GPU bytes of each service's processes on this run's GPU, updated during the block."""
-    peaks: dict[str, float] = {}
-    done = threading.Event()
-
-    def look() -> None:
-        while not done.wait(_POLL_S):
-            now: dict[str, float] = {}
-            for line in _query("pid,used_memory", of="compute-apps"):
-                pid, used = line.split(", ")
-                if name := _service(int(pid)):
-                    now[name] = now.get(name, 0.0) + float(used) * 2**20
-            for name, size in now.items():
-                peaks[name] = max(peaks.get(name, 0.0), size)
-
-    if not torch.cuda.is_available():
-        yield peaks
-        return
-    thread = threading.Thread(target=look)
-    thread.start()
-    try:
-        yield peaks
-    finally:
-        done.set()
-        thread.join()
-
-
-def _service(pid: int) -> str:
-    """Returns the service of a process or of its parent; empty if it is gone."""
-    with suppress(psutil.Error):
-        process = psutil.Process(pid)
-        for one in (process, *process.parents()):
-            command = " ".join(one.cmdline())
-            for name in ("trainer", "rollout"):
-                if f"services.{name}" in command:
-                    return name
-    return ""
-
-
-def _query(names: str, *, of: str = "gpu") -> list[str]:
-    gpu = os.environ.get("CUDA_VISIBLE_DEVICES") or "0"  # noqa: TID251 -- the run inherits it
-    command = [
-        "nvidia-smi",
-        f"--id={gpu}",
-        f"--query-{of}={names}",
-        "--format=csv,noheader,nounits",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return done.stdout.splitlines()
 
 
 if __name__ == "__main__":

@@ -106,19 +106,26 @@ def main() -> None:
         keep(entries, out)
 
 
-def train(folder: Path, settings: list[str], spec: Path) -> dict[str, Any]:
+def train(
+    folder: Path, settings: list[str], spec: Path, *, until: int | None = None
+) -> dict[str, Any]:
     """Trains once; returns the held-out curve and the rates of the steady steps.
+
+    Args:
+        until: Version from which an evaluation ends a longer run; a run that ends by itself would also save.
 
     Raises:
         SystemExit: If the run fails, with its output.
     """
-    began = time.time()
+    began, is_over, evaluated = time.time(), False, list[int]()
     with watched() as processors, running(folder, settings, spec=spec) as process:
-        while process.poll() is None:
+        while process.poll() is None and not is_over:
             time.sleep(_POLL_S)
+            evaluated = [int(found[1]) for found in _SCORES.finditer(output_of(folder))]
+            is_over = until is not None and evaluated[-1:] >= [until]
     ended = time.time()
-    steps = steps_in(folder)
-    if process.returncode != 0 or not steps:
+    steps = steps_in(folder)[: evaluated[-1] if is_over else None]
+    if not (steps and (is_over or process.returncode == 0)):
         raise SystemExit(f"{' '.join(settings)} failed:\n{output_of(folder)}{_logs(folder)}")
     run = WholeRun({}, steps, began=began)
     seconds = dict(enumerate(run.committed(), start=1))
@@ -126,6 +133,7 @@ def train(folder: Path, settings: list[str], spec: Path) -> dict[str, Any]:
         int(version): {"greedy": float(greedy)}
         | ({} if sampled == _NOT_SAMPLED else {"sampled": float(sampled)})
         for version, greedy, sampled in _SCORES.findall(output_of(folder))
+        if int(version) <= len(steps)
     }
     is_steady = len(steps) > _STEADY and "generated_tokens_per_s" in steps[-1]
     times = facts(run, first=_STEADY) if is_steady else {}

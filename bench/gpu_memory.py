@@ -1,0 +1,86 @@
+"""Memory of a run's services on one GPU, and the plan for it."""
+
+import os
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import torch
+from transformers import AutoConfig
+
+from services.common.models.training_memory import SLEEPING, trainer_memory
+from services.common.runspec.run import RunSpec
+from services.rollout.engines.memory import plan_of
+
+_POLL_S = 0.25
+
+
+def planned_gb(spec: RunSpec, model: Path) -> dict[str, float]:
+    """Returns the planned GB of the trainer, and of the engine with its weight transfer."""
+    config = AutoConfig.from_pretrained(model)
+    total = int(_query("memory.total")[0]) << 20
+    engines = 0 if spec.topology.is_colocated else 1
+    parts = trainer_memory(spec, config, gpu_bytes=total, engines=engines).parts
+    planned = {
+        "trainer": sum(size for name, size in parts.items() if name != SLEEPING),
+        "rollout": plan_of(spec, config, gpu_bytes=total, roles=["trainer"]).used,
+    }
+    return {name: round(size / 1e9, 2) for name, size in planned.items()}
+
+
+@contextmanager
+def watched_memory() -> Iterator[dict[str, float]]:
+    """Yields the max GB of each service's processes on this run's GPU, as the driver counts them.
+
+    The dictionary is updated during the block; it stays empty without a GPU.
+    """
+    peaks: dict[str, float] = {}
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.wait(_POLL_S):
+            now: dict[str, float] = {}
+            for line in _query("pid,used_memory", of="compute-apps"):
+                pid, used = line.split(", ")
+                if name := _service(int(pid)):
+                    now[name] = now.get(name, 0.0) + float(used) * 2**20 / 1e9
+            for name, size in now.items():
+                peaks[name] = max(peaks.get(name, 0.0), round(size, 2))
+
+    if not torch.cuda.is_available():
+        yield peaks
+        return
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield peaks
+    finally:
+        done.set()
+        thread.join()
+
+
+def _service(pid: int) -> str:
+    """Returns the service of a process or of its parent; empty if it is gone."""
+    with suppress(psutil.Error):
+        process = psutil.Process(pid)
+        for one in (process, *process.parents()):
+            command = " ".join(one.cmdline())
+            for name in ("trainer", "rollout"):
+                if f"services.{name}" in command:
+                    return name
+    return ""
+
+
+def _query(names: str, *, of: str = "gpu") -> list[str]:
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES") or "0"  # noqa: TID251 -- the run inherits it
+    command = [
+        "nvidia-smi",
+        f"--id={gpu}",
+        f"--query-{of}={names}",
+        "--format=csv,noheader,nounits",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
