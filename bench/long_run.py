@@ -44,9 +44,9 @@ _MAX_POINTS = 200
 _MAX_SLOPES = 20_000
 _FILES: Mapping[str, Sequence[str]] = {
     "database": ("slipstream.db*",),
-    "samples": ("samples/*.db*",),
+    "samples": ("samples/*.db",),
     "checkpoints": ("run_*/checkpoints/**/*", "snapshots/**/*"),
-    "metrics": ("run_*/metrics.jsonl",),
+    "metrics": ("run_*/metrics.jsonl", "run_*/evaluations.jsonl"),
     "logs": ("logs/**/*", "run_*/logs/**/*"),
 }
 """Files below the state directory, by kind."""

@@ -106,6 +106,21 @@ OVERVIEW = Dashboard(
             unit="percentunit",
         ),
         Panel(
+            "Tokens by rank",
+            "Tokens that a trainer rank computes in a step: if they differ, the other ranks wait for the one "
+            "with the most.",
+            newest("slipstream_train_rank_tokens", "stat"),
+        ),
+        Panel(
+            "Balance over ranks",
+            "Tokens of the most loaded rank relative to the mean, 1 if all are equal, and tokens of a "
+            "micro-batch relative to `trainer.tokens_per_micro_batch`.",
+            each(
+                most_to_mean="slipstream_train_rank_tokens_ratio",
+                fill_of_packs="slipstream_train_pack_fill_ratio",
+            ),
+        ),
+        Panel(
             "Step time by phase",
             "Time of each phase of a step.",
             mean_seconds("slipstream_trainer_step_duration_seconds"),

@@ -92,11 +92,23 @@ _GAUGES = {
         ("rejected_fraction", "rejected_ratio", "Fraction of tokens that a rejection mask removed."),
         ("zero_advantage_fraction", "zero_advantage_ratio", "Fraction of tokens with advantage 0."),
         ("shared_token_fraction", "shared_token_ratio", "Fraction of tokens shared by several samples."),
+        ("rank_tokens_ratio", "rank_tokens_ratio", "Tokens of the most loaded rank relative to the mean."),
+        ("pack_fill", "pack_fill_ratio", "Tokens of a micro-batch relative to its limit."),
         ("rollout_logprob_abs_diff_max", "logprob_abs_diff", "Max logprob gap of rollout and trainer."),
     )
 }  # fmt: skip
+RANK_TOKENS = Gauge(
+    "slipstream_train_rank_tokens",
+    "Tokens that a rank computed in the newest step.",
+    ["run", "stat"],
+)
 _NONFINITE = ("reward", "logprob", "loss", "grad", "critic")
-_KL_PAIRS = {"kl_rollout": "policy_rollout", "kl_ref": "policy_ref"}
+_LABELLED = {
+    "kl_rollout": (KL, "policy_rollout"),
+    "kl_ref": (KL, "policy_ref"),
+    "rank_tokens_min": (RANK_TOKENS, "min"),
+    "rank_tokens_max": (RANK_TOKENS, "max"),
+}
 
 
 def observe_step(run: str, step: int, result: "StepResult") -> None:
@@ -113,8 +125,9 @@ def observe_step(run: str, step: int, result: "StepResult") -> None:
             IDLE_SECONDS.labels(run, name.removeprefix("idle_seconds_")).inc(value)
         elif name in _GAUGES:
             _GAUGES[name].labels(run).set(value)
-        elif name in _KL_PAIRS:
-            KL.labels(run, _KL_PAIRS[name]).set(value)
+        elif name in _LABELLED:
+            gauge, label = _LABELLED[name]
+            gauge.labels(run, label).set(value)
     for what in _NONFINITE:
         NONFINITE.labels(run, what).inc(metrics.get(f"nonfinite_{what}", 0.0))
     LEFT_OUT.labels(run).inc(metrics.get("left_out_sequences", 0.0))

@@ -260,6 +260,11 @@ def test_any_number_of_ranks_gives_the_same_gradient(
     tolerance = 3e-6 if "tensor_parallel" in options else 1e-6
     actual = on_ranks(spec_for(model=model, **options), tmp_path)
     assert_same(actual, expected, tolerance=tolerance)
+    metrics = actual["metrics"]
+    fewest, most = metrics["rank_tokens_min"], metrics["rank_tokens_max"]
+    assert 0 < fewest <= most < expected["metrics"]["rank_tokens_max"]
+    assert metrics["rank_tokens_ratio"] >= 1.0
+    assert 0 < metrics["pack_fill"] <= 1.0
 
 
 @pytest.mark.timeout(300)

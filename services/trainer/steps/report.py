@@ -77,6 +77,8 @@ class StepAccumulator:
     """Samples of all ranks."""
     work: Work = field(default_factory=Work)
     """Work of this rank's forward and backward passes."""
+    num_packs: int = 0
+    """Micro-batches of these passes."""
     left_out: LeftOut = field(default_factory=LeftOut)
     """Sequences that did not fit into memory, on all ranks."""
     num_divided: int = 0
@@ -231,7 +233,7 @@ def _by_staleness(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def utilization(early: StepAccumulator, engine: TrainEngine, *, num_gpus: int) -> dict[str, float]:
-    """Returns the shared token fraction, compilations and, on GPUs, peak memory and MFU.
+    """Returns the shared token fraction, the ranks' balance, compilations and, on GPUs, peak memory and MFU.
 
     All ranks must call it.
     """
@@ -239,6 +241,7 @@ def utilization(early: StepAccumulator, engine: TrainEngine, *, num_gpus: int) -
     sequence_tokens, tokens, squares, predictions = engine.ranks.sum(work).tolist()
     used = {
         "shared_token_fraction": 1.0 - tokens / max(sequence_tokens, 1.0),
+        **_balance(early, engine, num_tokens=tokens),
         "compilations": float(num_compiled() - early.compiled_before),
     }
     device = engine.device
@@ -256,3 +259,25 @@ def utilization(early: StepAccumulator, engine: TrainEngine, *, num_gpus: int) -
         )
         used["mfu"] = flops / early.seconds / peak / num_gpus
     return used
+
+
+def _balance(early: StepAccumulator, engine: TrainEngine, *, num_tokens: float) -> dict[str, float]:
+    """Returns how evenly the ranks' forward passes are loaded, and how full they are.
+
+    ``rank_tokens_ratio`` is the largest number of tokens of a rank relative to the mean: the other ranks wait
+    for that one. ``pack_fill`` is the mean number of tokens of a micro-batch relative to
+    ``trainer.tokens_per_micro_batch``; a longer single sequence exceeds it.
+
+    Args:
+        num_tokens: Tokens that all ranks computed.
+    """
+    ranks, mine = engine.ranks, float(early.work.tokens)
+    most, fewest = ranks.max(torch.tensor([mine, -mine], dtype=torch.float64)).tolist()
+    num_packs = float(ranks.sum(torch.tensor(early.num_packs)))
+    capacity = num_packs * engine.bounds.max_tokens
+    return {
+        "rank_tokens_min": -fewest,
+        "rank_tokens_max": most,
+        "rank_tokens_ratio": most / (num_tokens / ranks.size) if num_tokens else 1.0,
+        "pack_fill": num_tokens / capacity if capacity else 0.0,
+    }

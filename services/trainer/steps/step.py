@@ -359,6 +359,7 @@ class StepRunner:
                 self.on_trained(part, logprobs)
         early.tally.merge(passes.loss_of.tally)
         early.work += passes.work
+        early.num_packs += len(passes.micros)
         early.num_divided += passes.num_divided
         return passes
 

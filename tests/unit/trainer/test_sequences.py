@@ -145,6 +145,12 @@ def test_a_step_counts_samples_and_sequences(tmp_path: Path) -> None:
     assert metrics["sequences_mean"] == 2.0
     assert metrics["reward_mean"] == pytest.approx(float(queue.fields["rewards"].values.mean()))
     assert metrics["shared_token_fraction"] > 0
+    # One rank computes all tokens, in one micro-batch.
+    computed = metrics["rank_tokens_max"]
+    assert 0 < computed < metrics["tokens"]
+    assert metrics["rank_tokens_min"] == computed
+    assert metrics["rank_tokens_ratio"] == 1.0
+    assert metrics["pack_fill"] == pytest.approx(computed / spec.trainer.tokens_per_micro_batch)
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "reinforce_pp", "gae"])

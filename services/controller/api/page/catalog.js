@@ -39,6 +39,8 @@ export const CATALOG = [
     ["Weight sync", "ms", [
       ["total", "sync_ms"], ["prepare", "prepare_ms"], ["transfer", "transfer_ms"], ["adopt", "adopt_ms"],
     ]],
+    ["Tokens of a trainer rank", "tokens", [["most", "rank_tokens_max"], ["fewest", "rank_tokens_min"]]],
+    ["Balance of the trainer", "", [["most to mean", "rank_tokens_ratio"], ["fill of packs", "pack_fill"]]],
     ["Groups", "", [["finished, waiting", "ready_groups"], ["running", "running_groups"]]],
     ["Generated tokens", "per s", [["tokens", "generated_tokens_per_s"]]],
     ["Tokens of a pass with proposals", "", [["for each sample", "acceptance_length"]]],
