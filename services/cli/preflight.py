@@ -49,7 +49,7 @@ from services.common.runspec.weight_modes import MODES
 from services.common.security.secrets import find_plain_secrets
 from services.rollout.data.prompts import check_prompt
 from services.rollout.data.sources import PromptSource, open_source
-from services.rollout.engines.base import split_stop_texts
+from services.rollout.engines.base import split_stop_texts, unspelled_stop_texts
 from services.rollout.workflows.base import load_workflow
 from services.rollout.workflows.multi_turn import MultiTurn
 from services.trainer.checkpoint import compatibility, manifest
@@ -218,11 +218,8 @@ def token_problems(
             f"rollout.sampling.stop_token_ids has {', '.join(map(str, unknown))}, but model.path has "
             f"{most} tokens; use ids from 0 to {most - 1}"
         )
-    if isinstance(tokenizer, Tokenizer):
-        try:
-            split_stop_texts(spec.rollout.sampling.stop, tokenizer)
-        except ValueError as error:
-            yield f"rollout.sampling.stop: {error}"
+    if all(spec.rollout.sampling.stop):  # the rules report an empty text
+        yield from _stop_text_problems(spec)
     if spec.data.chat_template and not tokenizer.has_chat_template:
         yield (
             "data.chat_template is true, but the tokenizer has no chat template; set it to false, or use the "
@@ -236,6 +233,25 @@ def token_problems(
             return
     if spec.rollout.workflow == "multi_turn":
         yield from _tool_result_problems(spec, tokenizer)
+
+
+def _stop_text_problems(spec: RunSpec) -> Iterator[str]:
+    """Yields problems of stop texts that can never end a response."""
+    if not spec.rollout.sampling.stop:
+        return
+    # This imports transformers, which takes a second.
+    from services.common.models.tokenizer import load_chat_tokenizer
+
+    tokenizer, texts = load_chat_tokenizer(spec), spec.rollout.sampling.stop
+    try:
+        split_stop_texts(texts, tokenizer)
+    except ValueError as error:
+        yield f"rollout.sampling.stop: {error}"
+    if unspelled := unspelled_stop_texts(texts, tokenizer):
+        yield (
+            f"rollout.sampling.stop has {unspelled[0]!r}, but no tokens of model.tokenizer spell it, so it "
+            "would never end a response; remove it, or use text that the model can write"
+        )
 
 
 def _tool_result_problems(spec: RunSpec, tokenizer: Vocabulary) -> Iterator[str]:

@@ -136,6 +136,20 @@ class Tokenizer:
         return self._special_tokens
 
     @cached_property
+    def textless_tokens(self) -> Mapping[str, int]:
+        """Tokens that :meth:`decode` leaves out, with their ids: special ones, and ends of responses."""
+        stops = {text: id_ for text, id_ in self._added_tokens.items() if id_ in self.stop_ids}
+        return {**self._special_tokens, **stops}
+
+    def can_spell(self, text: str) -> bool:
+        """Returns True if some sequence of tokens has this text."""
+        try:
+            ids = self.encode(text)
+        except ValueError:
+            return False
+        return self._inner.unk_token_id is None or self._inner.unk_token_id not in ids
+
+    @cached_property
     def added_ids(self) -> frozenset[int]:
         """Tokens that are found in a text before the rest of it is divided into tokens."""
         return frozenset((*self._special_tokens.values(), *self._added_tokens.values()))

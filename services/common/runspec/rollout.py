@@ -44,9 +44,10 @@ class SamplingSpec(SpecPart):
     that could be drawn, up to ``top_k`` for each token of a response, and the trainer computes
     logprobs and entropies relative to them (DeepSeek-V3.2, arXiv:2512.02556)."""
     stop: tuple[str, ...] = ()
-    """Texts that end a response, in addition to the model's end-of-sequence tokens. If a text is a
-    special token of the tokenizer, that token ends the response; a text that combines a special
-    token with other characters is rejected."""
+    """Texts that end a response, in addition to the model's end-of-sequence tokens. They are matched
+    in the text without special tokens, as rewards see it. If a text is a special token of the
+    tokenizer, that token ends the response; a text that combines a special token with other
+    characters, or that no tokens spell, is rejected."""
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """Token ids that end a response, in addition to the model's end-of-sequence tokens."""
 

@@ -413,6 +413,9 @@ def _some(names: Iterable[str]) -> str:
     return ", ".join(ordered[:3]) + more or "none"
 
 
+# Characters at the start of a decoded text that may differ from those inside it: up to three bytes of a
+# character that began before, and a space that SentencePiece's decoder leaves out.
+_BROKEN_CHARACTERS = 4
 Decode = Callable[[Sequence[int]], str]
 """Converts token ids to text."""
 
@@ -420,17 +423,24 @@ Decode = Callable[[Sequence[int]], str]
 def ends_in_stop_text(request: GenerationRequest, new: Sequence[int], decode: Decode) -> bool:
     """Returns True if the last token completed one of the request's stop texts.
 
+    Stop texts are matched in the text that rewards see: special tokens, also between the characters of a stop
+    text, are left out.
+
     Args:
         request: Request whose stop texts are matched over the entire turn, which may begin in the context.
         new: Tokens of the response so far; at least one.
     """
-    # Each token contributes at least one byte of text.
-    num_tokens = max(len(text.encode()) for text in request.stop_texts) + 1
-    tail = [*new[-num_tokens:]]
-    if num_earlier := min(num_tokens - len(tail), request.turn_tokens):
-        tail = [*request.context_ids[-num_earlier:], *tail]
-    text = decode(tail)
-    return any(stop in text for stop in request.stop_texts)
+    num_characters = max(map(len, request.stop_texts)) + _BROKEN_CHARACTERS
+    num_tokens, num_all = num_characters, len(new) + request.turn_tokens
+    while True:
+        tail = [*new[-num_tokens:]]
+        if num_earlier := min(num_tokens - len(tail), request.turn_tokens):
+            tail = [*request.context_ids[-num_earlier:], *tail]
+        text = decode(tail)
+        # Special tokens have no text, and several tokens may spell one character.
+        if len(text) >= num_characters or num_tokens >= num_all:
+            return any(stop in text for stop in request.stop_texts)
+        num_tokens *= 2
 
 
 def split_stop_texts(
@@ -444,7 +454,7 @@ def split_stop_texts(
     Raises:
         ValueError: If a text is empty, or mixes a special token with other text and so could never match.
     """
-    special = tokenizer.special_tokens
+    special = tokenizer.textless_tokens
     plain = tuple(text for text in texts if text not in special)
     for text in plain:
         if not text:
@@ -455,3 +465,8 @@ def split_stop_texts(
                 "special token, or contain none"
             )
     return plain, frozenset(special[text] for text in texts if text in special)
+
+
+def unspelled_stop_texts(texts: Sequence[str], tokenizer: Tokenizer) -> list[str]:
+    """Returns the stop texts that no sequence of tokens spells, so that they can never end a response."""
+    return [text for text in texts if not tokenizer.can_spell(text)]

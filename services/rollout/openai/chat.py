@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -93,7 +94,8 @@ def reply(
         has_tools: True if the reply may call tools.
         is_open: True if the prompt opened the reply's reasoning.
     """
-    text = text_before(layout.decode(tokenizer, turn.token_ids), stop_texts)
+    special = tokenizer.textless_tokens if layout.has_special_marks else ()
+    text = text_before(layout.decode(tokenizer, turn.token_ids), stop_texts, skipped=special)
     parsed = layout.parse(text, tools, has_tools=has_tools, is_open=is_open)
     calls = [call for call in parsed.calls if call.is_reported]
     return Message(
@@ -114,10 +116,17 @@ def reply(
     )
 
 
-def text_before(text: str, stop_texts: Sequence[str]) -> str:
-    """Returns the part of a reply before the first stop text."""
-    ends = [place for stop in stop_texts if (place := text.find(stop)) >= 0]
-    return text[: min(ends)] if ends else text
+def text_before(text: str, stop_texts: Sequence[str], *, skipped: Iterable[str] = ()) -> str:
+    """Returns the part of a reply before the first stop text.
+
+    Args:
+        skipped: Special tokens that the text shows; a stop text may have them between its characters.
+    """
+    tokens = sorted(map(re.escape, skipped), key=len, reverse=True)
+    between = f"(?:{'|'.join(tokens)})*" if tokens else ""
+    patterns = (between.join(map(re.escape, stop)) for stop in stop_texts)
+    starts = [match.start() for pattern in patterns if (match := re.search(pattern, text))]
+    return text[: min(starts)] if starts else text
 
 
 def _call_id(name: str) -> str:

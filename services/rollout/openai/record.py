@@ -365,9 +365,11 @@ class EpisodeRecord:
     def _stop_text(self, turn: Turn, stop_texts: Sequence[str]) -> str | None:
         if not stop_texts or turn.finish_reason != "stop":
             return None
-        text = self._episode.tokenizer.decode(turn.token_ids, keeps_special=True)
-        found = {stop: place for stop in stop_texts if (place := text.find(stop)) >= 0}
-        return min(found, key=found.__getitem__, default=None)
+        tokenizer = self._episode.tokenizer
+        text = tokenizer.decode(turn.token_ids)
+        places = {stop: place for stop in stop_texts if (place := text.find(stop)) >= 0}
+        last = tokenizer.decode(turn.token_ids[-1:], keeps_special=True)
+        return min(places, key=places.__getitem__, default=last if last in stop_texts else None)
 
     def _stops(
         self, request: ChatRequest | CompletionRequest

@@ -300,6 +300,10 @@ WRONG = [
     ({"rollout.sampling.temperature": float("nan")}, "rollout.sampling.temperature"),
     ({"rollout.sampling.stop": "x"}, "rollout.sampling.stop"),
     ({"rollout.sampling.stop": [""]}, "rollout.sampling.stop"),
+    (
+        {"model.tokenizer": "chars:0123456789=+ab", "rollout.sampling.stop": ["<|nonsense|>"]},
+        "rollout.sampling.stop",
+    ),
     ({"rollout.sampling.stop_token_ids": [-1]}, "rollout.sampling.stop_token_ids.0"),
     ({"rollout.sampling.stop_token_ids": [999]}, "rollout.sampling.stop_token_ids"),
     ({"rollout.group_size": 2000}, "rollout.group_size"),

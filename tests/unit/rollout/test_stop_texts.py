@@ -1,12 +1,19 @@
 """Tests of plain stop texts and of special tokens as stop texts."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from services.common.models.tokenizer import load_tokenizer
 from services.common.runspec.run import ModelSpec
-from services.rollout.engines.base import GenerationRequest, ends_in_stop_text, split_stop_texts
+from services.rollout.engines.base import (
+    GenerationRequest,
+    ends_in_stop_text,
+    split_stop_texts,
+    unspelled_stop_texts,
+)
+from services.rollout.openai.chat import text_before
 
 TOKENIZER = load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m", tokenizer="bytes"))
 
@@ -33,3 +40,36 @@ def test_special_tokens_stop_as_tokens() -> None:
 def test_stop_texts_that_no_response_shows_are_rejected(text: str) -> None:
     with pytest.raises(ValueError, match="stop text"):
         split_stop_texts([text], TOKENIZER)
+
+
+@pytest.mark.parametrize("turn_tokens", [0, 3])
+@pytest.mark.parametrize("num_special", [1, 3, 40])
+def test_special_tokens_inside_a_stop_text_do_not_hide_it(
+    num_special: int, turn_tokens: int
+) -> None:
+    special = [TOKENIZER.pad_id] * num_special
+    letters = [TOKENIZER.encode(letter)[0] for letter in "xEND"]
+    tokens = [token for letter in letters for token in (letter, *special)][:-num_special]
+    context, new = tokens[:turn_tokens], tokens[turn_tokens:]
+    asked = replace(
+        request("", turn_tokens=len(context), stop_texts=("END", "#")), context_ids=tuple(context)
+    )
+    assert ends_in_stop_text(asked, new, TOKENIZER.decode)
+    assert not ends_in_stop_text(asked, new[:-1], TOKENIZER.decode)
+
+
+def test_letters_of_several_tokens_do_not_hide_a_stop_text() -> None:
+    tokens = TOKENIZER.encode("東" * 50 + "END")
+    asked = request("", stop_texts=("東END",))
+    assert ends_in_stop_text(asked, tokens, TOKENIZER.decode)
+
+
+def test_stop_texts_that_no_tokens_spell_are_named() -> None:
+    digits = load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m", tokenizer="chars:0123456789="))
+    assert unspelled_stop_texts(["<|nonsense|>", "12"], digits) == ["<|nonsense|>"]
+    assert not unspelled_stop_texts(["<|nonsense|>", "東"], TOKENIZER)
+
+
+def test_a_reply_ends_before_a_stop_text_with_special_tokens_inside() -> None:
+    assert text_before("a E<p>N<p><p>D b", ["END"], skipped=["<p>"]) == "a "
+    assert text_before("a E<p>ND b", ["END"]) == "a E<p>ND b"
