@@ -29,6 +29,13 @@ _OWN: dict[str, dict[str, Any]] = {
         "maximum": 1000,
         "description": "Runs of the project with a higher priority start first. Default: 0.",
     },
+    "ttlSecondsAfterFinished": {
+        "type": "integer",
+        "format": "int64",
+        "minimum": 0,
+        "description": "Seconds after the end of the run at which the object is deleted; the run stays in "
+        "the controller's database. No value keeps the object.",
+    },
     "labels": {
         "type": "object",
         "maxProperties": 31,
@@ -54,7 +61,7 @@ def schema() -> dict[str, Any]:
     # The object's name is the default.
     result["required"].remove("name")
     assert not _OWN.keys() & result["properties"].keys()
-    assert _OWN.keys() - {"suspend"} <= RunPatch.model_fields.keys()
+    assert _OWN.keys() - {"suspend", "ttlSecondsAfterFinished"} <= RunPatch.model_fields.keys()
     result["properties"] = {**_OWN, **result["properties"]}
     result["description"] = "The run specification."
     return result

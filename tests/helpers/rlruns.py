@@ -127,6 +127,18 @@ class FakeRLRuns:
             self.status_writes[name] = self.status_writes.get(name, 0) + 1
             self._store(body, "MODIFIED")
 
+    def delete_namespaced_custom_object(self, *place: Any, body: Any, **_: Any) -> None:
+        _, _, namespace, _, name = place
+        assert body["preconditions"]["uid"] == self._find(namespace, name)["metadata"]["uid"]
+        self.delete(namespace, name)
+
+    def annotate(self, namespace: str, name: str, key: str, value: str) -> None:
+        """Sets an annotation, as a user does."""
+        with self._lock:
+            body = self._objects[namespace, name]
+            body["metadata"].setdefault("annotations", {})[key] = value
+            self._store(body, "MODIFIED")
+
     def create_namespaced_event(self, _namespace: str, body: dict[str, Any], **_: Any) -> None:
         with self._lock:
             self.events.append((body["involvedObject"]["name"], body["reason"], body["message"]))

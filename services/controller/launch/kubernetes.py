@@ -91,6 +91,8 @@ class KubernetesLauncher:
         self._group_sizes: dict[str, int] = {}
         self._changed = asyncio.Condition()
         self.secrets = RunSecrets(api, owner=owner)
+        # A run that starts must not lose what is deleted for its earlier pods.
+        self._creating = asyncio.Lock()
 
     def problems(self, spec: RunSpec) -> Iterable[str]:
         """Yields reasons why no node has room for a pod of a run."""
@@ -126,7 +128,8 @@ class KubernetesLauncher:
         known = await self._remove_leftovers(run_id, bodies)
         check_growth(bodies, known)
         await self._join_group(run_id, bodies)
-        await self._api.put_policy(run_policy(run_id, owner=self._owner))
+        async with self._creating:
+            await self._api.put_policy(run_policy(run_id, owner=self._owner))
         if templates.pod_group is not None:
             await self._api.put_pod_group(
                 gang.build_pod_group(
@@ -321,8 +324,22 @@ class KubernetesLauncher:
         if seen.body is None or not pod_state.is_over(seen.body):
             return
         owners = [owner["uid"] for owner in seen.body["metadata"].get("ownerReferences", [])]
-        if self._owner["uid"] in (*owners, job_set.owner_of(seen.body)):
-            await self._clear(seen.body)
+        if self._owner["uid"] not in (*owners, job_set.owner_of(seen.body)):
+            return
+        await self._clear(seen.body)
+        await self._forget(seen.body["metadata"]["labels"][RUN_LABEL])
+
+    async def _forget(self, run_id: str) -> None:
+        """Deletes secret and policy of a run that nobody drives, once its last pod has ended."""
+        try:
+            async with self._creating:
+                pods = await self._api.list(f"{RUN_LABEL}={run_id}")
+                if run_id in self._runs or not all(map(pod_state.is_over, pods)):
+                    return
+                await self.secrets.remove(run_id)
+                await self._api.delete_policy(policy_name(run_id))
+        except ServiceError as error:
+            logger.warning("cannot delete", extra={"run": run_id, "error": str(error)})
 
     async def _clear(self, body: Mapping[str, Any]) -> None:
         """Deletes the remains of a pod."""

@@ -3,6 +3,8 @@
 object is created       -> a run of the project that is named like the namespace is submitted
 its spec is edited      -> the run is changed as by PATCH, paused or resumed
 object is deleted       -> the run is cancelled; the finalizer is removed when it has ended
+its time to live ends   -> the object of an ended run is deleted
+it names its run again  -> an ended or lost run is submitted again (annotation slipstream.dev/resubmit)
 run changes             -> status and, for a new phase, an event of the object
 
 The database is the source of truth: an edit applies the object's whole spec to the run once, and
@@ -15,6 +17,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import IntEnum
@@ -53,15 +56,19 @@ GROUP, VERSION, PLURAL, KIND = "slipstream.dev", "v1alpha1", "rlruns", "RLRun"
 FINALIZER: Final = "slipstream.dev/run"
 UID_LABEL: Final = "slipstream.dev/rlrun"
 """Label of a run with the unique id of its object, by which a later controller finds the run."""
+RESUBMIT: Final = "slipstream.dev/resubmit"
+"""Annotation whose value is the id of the run that a new one replaces."""
 ACTOR: Final = "kubernetes"
 """User that events of runs name: Kubernetes does not report who changed an object."""
 
 _MERGE = "application/merge-patch+json"
-_REQUEST_KEYS = ("suspend", "priority", "labels")
+_TTL = "ttlSecondsAfterFinished"
+_REQUEST_KEYS = ("suspend", "priority", "labels", _TTL)
 """Keys of ``spec`` that are not keys of a run specification."""
 _ENDED = frozenset(state.value.capitalize() for state in TERMINAL)
 _DELETED = "Deleted"
-_WARNINGS = frozenset({"Rejected", "Recovering", "Failed", _DELETED})
+_LOST = "Lost"
+_WARNINGS = frozenset({"Rejected", "Recovering", "Failed", _DELETED, _LOST})
 _WARNED_OF = frozenset({"Rewound", "CheckpointsVolatile", "CheckpointFailed"})
 """Events of a run that are also warning events of its object."""
 _INVALID_SPEC = "INVALID_SPEC"
@@ -228,6 +235,8 @@ class _Mirror:
         """True if the database was searched for a run of an earlier controller or a failed submission."""
         self._budget = WriteBudget()
         self._changed = asyncio.Event()
+        self._released = ""
+        """Lost run whose workers were ended."""
         self._last_seq = 0
         """Number of the newest event of the run that was processed."""
         self._warnings = deque[tuple[str, str]](maxlen=_MAX_WARNINGS)
@@ -253,7 +262,7 @@ class _Mirror:
             try:
                 if await self._compare():
                     return
-                wait_s = await self._write_status() or wait_s
+                wait_s = await self._write_status() or self._wait_s()
                 await self._write_warnings()
                 failures = 0
                 if _is_settled({**self.body, "status": self._status}):
@@ -271,6 +280,15 @@ class _Mirror:
             except TimeoutError:
                 continue
 
+    def _wait_s(self) -> float:
+        """Returns the seconds until object and run are compared again without a change."""
+        finish = self._status.get("finishTime")
+        ttl_s = self.body["spec"].get(_TTL)
+        if finish is None or ttl_s is None:
+            return _COMPARE_S
+        end: float = datetime.fromisoformat(finish).timestamp() + ttl_s
+        return min(_COMPARE_S, max(end - time.time(), 0.0) + 0.01)
+
     @property
     def _name(self) -> str:
         return str(self.body["metadata"]["name"])
@@ -284,6 +302,13 @@ class _Mirror:
         run = await self._find_run()
         if "deletionTimestamp" in self.body["metadata"]:
             return await self._end(run)
+        if run is None and self.run_id and not await self._manager.was_deleted(self.run_id):
+            await self._release()
+        if run is not None and run.is_terminal and _remaining_s(self.body, run) == 0:
+            await self._api.delete(self.body)
+            return False
+        if self.run_id and (run is None or run.is_terminal) and _asks_again(self.body, self.run_id):
+            self.run_id, self._examined, run = "", 0, None
         if FINALIZER not in self.body["metadata"].get("finalizers", ()) and not self._is_held:
             await self._api.set_finalizer(self.body, is_set=True)
             self._is_held = True
@@ -325,6 +350,12 @@ class _Mirror:
         if self._is_held or FINALIZER in self.body["metadata"].get("finalizers", ()):
             await self._api.set_finalizer(self.body, is_set=False)
         return True
+
+    async def _release(self) -> None:
+        """Ends the workers of a lost run, once."""
+        if self._released != self.run_id:
+            await self._manager.release(self.run_id)
+            self._released = self.run_id
 
     async def _submit(self) -> None:
         """Submits the run of the object; only validates it if the object is suspended.
@@ -398,7 +429,9 @@ class _Mirror:
     async def _write_status(self) -> float:
         """Writes the status if it has changed; returns 0, or the seconds until the budget allows it."""
         run = await self._find_run()
-        status = self._new_status(run)
+        is_lost = run is None and bool(self.run_id)
+        is_lost = is_lost and not await self._manager.was_deleted(self.run_id)
+        status = self._new_status(run, is_lost=is_lost)
         if status == self._status:
             return 0.0
         if wait_s := self._budget.take(_change(self._status, status)):
@@ -424,9 +457,11 @@ class _Mirror:
             await self._api.record_event(self.body, reason, message)
             self._warnings.popleft()
 
-    def _new_status(self, run: Run | None) -> dict[str, Any]:
+    def _new_status(self, run: Run | None, *, is_lost: bool) -> dict[str, Any]:
         if run is not None:
             status = status_of(run)
+        elif is_lost:
+            status = self._lost_status()
         elif self.run_id:
             status = {
                 **self._status,
@@ -441,6 +476,29 @@ class _Mirror:
         status["conditions"] = [*others, self._rejection()]
         status["observedGeneration"] = self._observed
         return status
+
+    def _lost_status(self) -> dict[str, Any]:
+        message = (
+            f"the database has no run {self.run_id}: it was lost, or restored from before the run; restore a "
+            f"newer copy, or submit the run again: kubectl annotate {PLURAL} {self._name} "
+            f"{RESUBMIT}={self.run_id} --overwrite"
+        )
+        known = _condition(self._status, "Failed")
+        is_told = known.get("reason") == _LOST
+        since = known["lastTransitionTime"] if is_told else _time(time.time())
+        others = [
+            each
+            for each in self._status.get("conditions", ())
+            if each["type"] not in ("Complete", "Failed")
+        ]
+        failed = _outcome("Failed", _LOST, message, since)
+        return {
+            **self._status,
+            "runId": self.run_id,
+            "phase": _LOST,
+            "message": message,
+            "conditions": [*others, failed],
+        }
 
     def _rejection(self) -> dict[str, Any]:
         refusal = self._refusal
@@ -507,6 +565,18 @@ class RLRunApi:
             _content_type=_MERGE,
         )
 
+    async def delete(self, body: Json) -> None:
+        """Deletes an object, unless another one has its name now."""
+        metadata = body["metadata"]
+        with suppress(NotFoundError):
+            await call_kubernetes(
+                f"{KIND} {metadata['name']}",
+                self._custom.delete_namespaced_custom_object,
+                *self._place,
+                metadata["name"],
+                body={"preconditions": {"uid": metadata["uid"]}},
+            )
+
     async def record_event(self, body: Json, reason: str, message: str) -> None:
         """Creates an event of an object."""
         now, metadata = _time(time.time()), body["metadata"]
@@ -539,7 +609,7 @@ def status_of(run: Run) -> dict[str, Any]:
     heldout, sync_ms = summary.get("heldout") or {}, summary.get("sync_ms", {}).get("p50")
     best = (summary.get("best") or {}).get("score")
     scores = {"greedy": heldout.get("greedy"), "sampled": heldout.get("sampled"), "best": best}
-    status = {
+    status: dict[str, Any] = {
         "runId": run.run_id,
         "phase": run.state.value.capitalize(),
         "message": run.message[:_MAX_MESSAGE],
@@ -564,7 +634,25 @@ def status_of(run: Run) -> dict[str, Any]:
             for condition in run.conditions
         ],
     }
+    if run.is_terminal:
+        end = "Complete" if run.state is RunState.SUCCEEDED else "Failed"
+        since = _time(run.finish_time or run.update_time)
+        reason = run.state_reason or run.state.value.capitalize()
+        status["conditions"].append(_outcome(end, reason, run.message, since))
     return _without_empty(status)
+
+
+def _outcome(type_: str, reason: str, message: str, since: str) -> dict[str, Any]:
+    """Returns the condition ``Complete`` or ``Failed`` of a run that has ended, as Jobs have it."""
+    return _without_empty(
+        {
+            "type": type_,
+            "status": "True",
+            "reason": reason,
+            "message": message[:_MAX_MESSAGE],
+            "lastTransitionTime": since,
+        }
+    )
 
 
 def changes_of(run: Run, spec: RunSpec, asked: RunPatch, body: Json) -> RunPatch | None:
@@ -635,9 +723,24 @@ def _is_suspended(body: Json) -> bool:
     return bool(body["spec"].get("suspend"))
 
 
+def _asks_again(body: Json, run_id: str) -> bool:
+    """Returns True if an object asks for a new run in place of its current one."""
+    return bool(body["metadata"].get("annotations", {}).get(RESUBMIT) == run_id)
+
+
+def _remaining_s(body: Json, run: Run) -> float | None:
+    """Returns the seconds until the object of an ended run is deleted; None if it is kept."""
+    ttl_s: float | None = body["spec"].get(_TTL)
+    if ttl_s is None or run.finish_time is None:
+        return None
+    return max(run.finish_time + ttl_s - time.time(), 0.0)
+
+
 def _is_settled(body: Json) -> bool:
     """Returns True if nothing about an object can change without an edit."""
     status, metadata = body.get("status", {}), body["metadata"]
+    if body["spec"].get(_TTL) is not None or _asks_again(body, status.get("runId", "")):
+        return False
     return (
         status.get("phase") in (*_ENDED, _DELETED)
         and status.get("observedGeneration") == metadata["generation"]

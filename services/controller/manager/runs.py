@@ -258,6 +258,16 @@ class RunManager:
         self._tasks.create_task(self.samples.delete_records(run_id))
         await self._admit()
 
+    async def was_deleted(self, run_id: str) -> bool:
+        """Returns True if a user deleted a run that does not exist; False if a database lost it."""
+        return await self._database.query(self._store.was_deleted, run_id)
+
+    async def release(self, run_id: str) -> None:
+        """Ends the workers of a run that the database lost, and deletes what they needed."""
+        launcher = self.drivers.launcher
+        if launcher is not None and self.drivers.find(run_id) is None:
+            await launcher.stop(run_id)
+
     async def cancel(
         self, run_id: str, options: CancelOptions | None = None, *, actor: str = ""
     ) -> Run:

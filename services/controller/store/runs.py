@@ -42,7 +42,7 @@ from services.controller.store.rows import (
     to_event,
     to_run,
 )
-from services.controller.store.tables import EVENTS, IDEMPOTENCY_KEYS, RUNS
+from services.controller.store.tables import DELETED_RUNS, EVENTS, IDEMPOTENCY_KEYS, RUNS
 
 Work = Callable[[sa.Connection], None]
 """Additional writes of a transaction."""
@@ -291,6 +291,13 @@ class RunStore:
             check_deletable(get_run(connection, run_id, lock=True), revision)
             connection.execute(IDEMPOTENCY_KEYS.delete().where(IDEMPOTENCY_KEYS.c.run_id == run_id))
             connection.execute(RUNS.delete().where(RUNS.c.run_id == run_id))
+            connection.execute(DELETED_RUNS.insert().values(run_id=run_id, delete_time=time.time()))
+
+    def was_deleted(self, run_id: str) -> bool:
+        """Returns True if a user deleted the run."""
+        query = sa.select(DELETED_RUNS.c.run_id).where(DELETED_RUNS.c.run_id == run_id)
+        with self.database.read() as connection:
+            return connection.execute(query).first() is not None
 
     def begin_attempt(self, run_id: str) -> int:
         """Counts a new attempt to drive the run; returns its number, from 1."""

@@ -193,6 +193,14 @@ REQUESTS = sa.Table(
 """Pending requests of users to runs; a request is deleted in the transaction of the event that
 reports its end."""
 
+DELETED_RUNS = sa.Table(
+    "deleted_runs",
+    METADATA,
+    sa.Column("run_id", sa.String(40), primary_key=True),
+    sa.Column("delete_time", sa.Float(53), nullable=False),
+)
+"""Runs that a user deleted. An unknown run that is not among them was lost with a database."""
+
 IDEMPOTENCY_KEYS = sa.Table(
     "idempotency_keys",
     METADATA,

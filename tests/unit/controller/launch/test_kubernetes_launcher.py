@@ -242,6 +242,21 @@ async def test_only_workers_of_the_same_run_reach_each_other(tmp_path: Path) -> 
         assert cluster.policies == {}
 
 
+async def test_the_last_pod_of_a_run_that_nobody_drives_takes_secret_and_policy_with_it(
+    tmp_path: Path,
+) -> None:
+    cluster, templates = FakeCluster(), write_templates(tmp_path)
+    async with launching(cluster, templates) as (launcher, _):
+        await launcher.start(RUN, SPEC)
+    async with launching(cluster, templates):  # of a controller whose database lost the run
+        cluster.terminated(TRAINER, "trainer-0", exitCode=1)
+        await cluster.settle()
+        assert cluster.secrets, "the other pod may still read it"
+        cluster.terminated(ROLLOUT, "rollout-0", exitCode=1)
+        await cluster.settle()
+        assert (cluster.pods, cluster.secrets, cluster.policies) == ({}, {}, {})
+
+
 async def test_bundled_workers_share_one_pod_and_differ_in_ports(tmp_path: Path) -> None:
     cluster = FakeCluster()
     async with launching(cluster, write_templates(tmp_path, "bundled")) as (launcher, _):

@@ -4,17 +4,28 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from kubernetes.client import ApiException
 
 from services.common.errors import UnavailableError
-from services.controller.manager.rlruns import ACTOR, FINALIZER, Change, RLRuns, WriteBudget
+from services.controller.launch.launcher import ExternalLauncher
+from services.controller.manager.rlruns import (
+    ACTOR,
+    FINALIZER,
+    RESUBMIT,
+    Change,
+    RLRuns,
+    WriteBudget,
+    status_of,
+)
 from services.controller.manager.runs import RunManager
 from services.controller.models import RunPatch
 from services.controller.rules.run_state import RunState
 from services.controller.store.records import Note, Run, RunFilter
+from services.controller.store.tables import RUNS
 from tests.helpers.rest import SPEC, open_manager
 from tests.helpers.rlruns import FakeRLRuns
 
@@ -28,6 +39,16 @@ def changed(**sections: Any) -> dict[str, Any]:
     for name, value in sections.items():
         spec[name] = {**spec.get(name, {}), **value} if isinstance(value, dict) else value
     return spec
+
+
+class Stopping(ExternalLauncher):
+    """Launcher that stores which runs it stopped."""
+
+    def __init__(self) -> None:
+        self.stopped: list[str] = []
+
+    async def stop(self, run_id: str) -> None:
+        self.stopped.append(run_id)
 
 
 @pytest.fixture
@@ -279,6 +300,85 @@ async def test_a_run_that_is_deleted_over_the_api_is_not_submitted_again(databas
             assert await runs_of(manager) == []
             api.delete(BLUE, "one")
             await until(lambda: api.get(BLUE, "one") is None)
+
+
+def outcome(status: dict[str, Any]) -> dict[str, str]:
+    """Returns the conditions with which Jobs report their end, by type, with their reasons."""
+    ends = [each for each in status["conditions"] if each["type"] in ("Complete", "Failed")]
+    assert all(each["status"] == "True" for each in ends)
+    return {each["type"]: each["reason"] for each in ends}
+
+
+async def test_a_run_of_a_lost_database_is_lost_until_it_is_submitted_again(database, api) -> None:
+    async with open_manager(database) as manager:
+        async with serving(manager, api):
+            api.apply(BLUE, "one", changed())
+            run_id = (await reached(api, "one", "Starting"))["runId"]
+        await manager.cancel(run_id)
+        await until(lambda: manager.drivers.find(run_id) is None)
+        with database.write() as connection:  # a copy of the database from before the run
+            connection.execute(RUNS.delete())
+        launcher = Stopping()
+        manager.drivers.services = replace(manager.drivers.services, launcher=launcher)
+        async with serving(manager, api):
+            status = await reached(api, "one", "Lost")
+            assert outcome(status) == {"Failed": "Lost"}
+            assert f"{RESUBMIT}={run_id}" in status["message"]
+            assert launcher.stopped == [run_id], "its pods, secret and network policy go"
+            await until(lambda: "Lost" in api.warnings)
+            api.annotate(BLUE, "one", RESUBMIT, run_id)
+            again = await reached(api, "one", "Starting")
+            assert again["runId"] != run_id
+            assert outcome(again) == {}
+            assert len(await runs_of(manager)) == 1, "the annotation of an earlier run does nothing"
+
+
+async def test_a_database_that_is_restored_brings_its_run_back(database, api) -> None:
+    async with open_manager(database) as manager:
+        async with serving(manager, api):
+            api.apply(BLUE, "one", changed())
+            run_id = (await reached(api, "one", "Starting"))["runId"]
+        await manager.cancel(run_id)
+        await until(lambda: manager.drivers.find(run_id) is None)
+        with database.write() as connection:
+            row = connection.execute(RUNS.select()).mappings().one()
+            connection.execute(RUNS.delete())
+        async with serving(manager, api):
+            await reached(api, "one", "Lost")
+        with database.write() as connection:
+            connection.execute(RUNS.insert().values(**row))
+        async with serving(manager, api):
+            assert outcome(await reached(api, "one", "Cancelled")) == {"Failed": "CancelledByUser"}
+
+
+async def test_an_ended_run_is_submitted_again_if_its_object_says_so(manager, api) -> None:
+    api.apply(BLUE, "one", changed())
+    run_id = (await reached(api, "one", "Starting"))["runId"]
+    await manager.cancel(run_id)
+    assert outcome(await reached(api, "one", "Cancelled")) == {"Failed": "CancelledByUser"}
+    api.annotate(BLUE, "one", RESUBMIT, run_id)
+    assert (await reached(api, "one", "Starting"))["runId"] != run_id
+    assert len(await runs_of(manager)) == 2
+
+
+async def test_an_object_goes_after_its_time_to_live_and_its_run_stays(manager, api) -> None:
+    api.apply(BLUE, "one", {**changed(), "ttlSecondsAfterFinished": 1})
+    run_id = (await reached(api, "one", "Starting"))["runId"]
+    await manager.cancel(run_id)
+    await reached(api, "one", "Cancelled")
+    await until(lambda: api.get(BLUE, "one") is None)
+    assert (await manager.get(run_id)).state is RunState.CANCELLED
+
+
+async def test_a_run_that_succeeded_is_complete(manager, api) -> None:
+    api.apply(BLUE, "one", changed())
+    started = await manager.get((await reached(api, "one", "Starting"))["runId"])
+    run = replace(started, state=RunState.SUCCEEDED, state_reason="Completed")
+    assert outcome(status_of(run)) == {"Complete": "Completed"}
+    assert outcome(status_of(replace(run, state=RunState.FAILED, state_reason="WorkerLost"))) == {
+        "Failed": "WorkerLost"
+    }
+    assert outcome(status_of(replace(run, state=RunState.RUNNING))) == {}
 
 
 async def test_a_later_controller_finds_the_runs_and_what_changed_meanwhile(database, api) -> None:

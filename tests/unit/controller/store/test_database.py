@@ -15,7 +15,7 @@ from services.controller.store.lease import Leadership
 from services.controller.store.ledgers import read_ledger
 from services.controller.store.records import NewRun
 from services.controller.store.runs import RunStore
-from services.controller.store.tables import METADATA, RETURNED_ROWS
+from services.controller.store.tables import DELETED_RUNS, METADATA, RETURNED_ROWS
 
 pytestmark = pytest.mark.postgresql
 
@@ -29,6 +29,7 @@ def test_migrations_make_the_tables(database):
 def test_an_older_database_is_migrated(database, database_url):
     with database.write() as connection:
         RETURNED_ROWS.drop(connection)
+        DELETED_RUNS.drop(connection)
         for change in (
             "DROP COLUMN refilled_before",
             "ADD COLUMN returned_json TEXT NOT NULL DEFAULT '{}'",
