@@ -245,6 +245,8 @@ class EvaluationRecord:
     """Newest step up to which every due evaluation ended, or was reported as missed; -1 without one."""
     begun: StartedEvaluation | None = None
     """Evaluation that began and did not end; None without one."""
+    served: tuple[tuple[int, int], ...] = ()
+    """Versions that were served after ``settled_step``, oldest first, each with its step."""
 
 
 def is_periodic(version: int, every: int) -> bool:

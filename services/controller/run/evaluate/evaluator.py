@@ -89,25 +89,22 @@ class Evaluator:
         self._samples: dict[str, KVBatchMeta] = {}
         self._failed: set[str] = set()
 
-    async def restore(
-        self, record: EvaluationRecord, *, version: int, step: int, is_last: bool
-    ) -> None:
+    async def restore(self, record: EvaluationRecord, *, num_steps: int) -> None:
         """Restores the evaluations that an earlier attempt left, and deletes its leftover samples.
 
-        An evaluation that it began, and one that was due of the version that it served last, are repeated
-        if the rollouts serve their weights again, and reported as missed otherwise.
+        The evaluation that it began, and those that were due of versions that it served, are repeated if
+        the rollouts serve their weights again, and reported as missed otherwise.
 
         Args:
-            version: Version that the rollouts served last; -1 before the first.
-            step: Step whose weights these are.
-            is_last: True if this is the last step of the run.
+            num_steps: Steps of the run.
         """
         self._record, self._settled_step = record, record.settled_step
         self._interrupted = [] if record.begun is None else [record.begun]
-        reason = self._reason(step, is_last=is_last)
-        is_known = version in record.versions or version == self.interrupted
-        if self._rows and version >= 0 and reason is not None and not is_known:
-            self._interrupted.append(StartedEvaluation(version, step, reason))
+        for version, step in record.served if self._rows else ():
+            reason = self._reason(step, is_last=step == num_steps)
+            self._settled_step = step
+            if reason is not None and version not in (*record.versions, self.interrupted):
+                self._interrupted.append(StartedEvaluation(version, step, reason))
         left = await self._queue.get_batch(self._partition)
         if left.num_keys:
             await self._queue.release(self._partition, list(left.keys))

@@ -184,13 +184,7 @@ async def restore(
         begun=recovered.begun.step if recovered.begun is not None else None,
         published=recovered.run.weight_version,
     )
-    served_step = recovered.run.weight_version - recovered.version_offset
-    await evaluator.restore(
-        recovered.evaluations,
-        version=recovered.run.weight_version,
-        step=served_step,
-        is_last=served_step == spec.num_steps,
-    )
+    await evaluator.restore(recovered.evaluations, num_steps=spec.num_steps)
     await scheduler.restore(lost_workers, is_queue_empty=connections.is_queue_empty)
     return pipeline
 

@@ -249,7 +249,7 @@ def _read_start_step(connection: sa.Connection, run_id: str, step: int) -> int:
 def _read_evaluations(
     connection: sa.Connection, run_id: str, *, start: int, offset: int
 ) -> EvaluationRecord:
-    """Reads which evaluations of a run ended, and which one began without an end.
+    """Reads which evaluations of a run ended, which one began, and which versions were served since.
 
     Args:
         start: Step from which the run started; no evaluation of an earlier step is due.
@@ -257,23 +257,31 @@ def _read_evaluations(
     """
     settled = start - 1
     versions: set[int] = set()
+    served: dict[int, int] = {}
     begun: StartedEvaluation | None = None
-    for type_, data in typed_event_data(
-        connection, run_id, ("ValidationStarted", "Validated", "Rewound")
-    ):
+    types = ("WeightsPublished", "ValidationStarted", "Validated", "Rewound")
+    for type_, data in typed_event_data(connection, run_id, types):
         if type_ == "Rewound":
             if "reason" not in data:  # otherwise only the weights went back, and the steps continue
                 settled = min(settled, int(data["step"]))
+                served.clear()
             continue
         version = int(data["version"])
-        evaluation = StartedEvaluation(
-            version, int(data.get("step", version - offset)), data["reason"]
-        )
+        step = int(data.get("step", version - offset))
+        if type_ == "WeightsPublished":
+            served[version] = step
+            continue
+        evaluation = StartedEvaluation(version, step, data["reason"])
         if type_ == "ValidationStarted":
             begun = evaluation
             continue
         versions.add(version)
-        settled = max(settled, evaluation.step)
+        settled = max(settled, step)
         if begun == evaluation:
             begun = None
-    return EvaluationRecord(versions=frozenset(versions), settled_step=settled, begun=begun)
+    return EvaluationRecord(
+        versions=frozenset(versions),
+        settled_step=settled,
+        begun=begun,
+        served=tuple((version, step) for version, step in served.items() if step > settled),
+    )

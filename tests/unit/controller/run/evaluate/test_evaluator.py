@@ -316,7 +316,7 @@ async def test_an_interrupted_evaluation_is_repeated_under_its_weights_or_report
     async with asyncio.TaskGroup() as tasks:
         stage = Stage(tasks)
         record = EvaluationRecord(settled_step=begun.step, begun=begun)
-        await stage.evaluator.restore(record, version=begun.version, step=begun.step, is_last=False)
+        await stage.evaluator.restore(record, num_steps=9)
         assert stage.evaluator.interrupted == begun.version
         await stage.evaluator.published(served, step=served)
         await stage.rollouts.has_started.wait()
@@ -334,8 +334,8 @@ async def test_an_evaluation_that_was_due_before_a_loss_is_not_forgotten(served,
     async with asyncio.TaskGroup() as tasks:
         stage = Stage(tasks)
         # Version 4 was served, and the run was lost before its evaluation began.
-        record = EvaluationRecord(versions=frozenset({2}), settled_step=2)
-        await stage.evaluator.restore(record, version=4, step=4, is_last=False)
+        record = EvaluationRecord(versions=frozenset({2}), settled_step=2, served=((3, 3), (4, 4)))
+        await stage.evaluator.restore(record, num_steps=9)
         assert stage.evaluator.interrupted == 4
         await stage.evaluator.published(served, step=served)
         await stage.rollouts.has_started.wait()
@@ -345,11 +345,28 @@ async def test_an_evaluation_that_was_due_before_a_loss_is_not_forgotten(served,
         stage.end()
 
 
+async def test_each_evaluation_that_was_due_before_a_loss_is_reported():
+    async with asyncio.TaskGroup() as tasks:
+        stage = Stage(tasks)
+        # Versions 4 and 6 waited for the evaluation of version 2.
+        begun = StartedEvaluation(2, 2, "periodic")
+        served = ((2, 2), (4, 4), (5, 5), (6, 6), (7, 7))
+        record = EvaluationRecord(settled_step=1, begun=begun, served=served)
+        await stage.evaluator.restore(record, num_steps=9)
+        await stage.evaluator.published(7, step=7)
+        await stage.rollouts.has_started.wait()
+        stage.answer()
+        await stage.evaluator.wait_idle()
+        missed = [(version, "missed", 0) for version in (2, 4, 6)]
+        assert stage.results == [*missed, (7, "ok", 6)]
+        stage.end()
+
+
 async def test_steps_before_a_loss_whose_weights_were_never_served_are_evaluated_with_the_next():
     async with asyncio.TaskGroup() as tasks:
         stage = Stage(tasks)
-        record = EvaluationRecord(versions=frozenset({2}), settled_step=2)
-        await stage.evaluator.restore(record, version=3, step=3, is_last=False)
+        record = EvaluationRecord(versions=frozenset({2}), settled_step=2, served=((3, 3),))
+        await stage.evaluator.restore(record, num_steps=9)
         assert stage.evaluator.interrupted is None
         await stage.evaluator.published(5, step=5)
         await stage.rollouts.has_started.wait()
@@ -471,9 +488,7 @@ async def test_initial_weights_are_evaluated_if_later_ones_are_or_somebody_asks(
 async def test_versions_between_the_periodic_ones_are_not_evaluated():
     async with asyncio.TaskGroup() as tasks:
         stage = Stage(tasks)
-        await stage.evaluator.restore(
-            EvaluationRecord(settled_step=2), version=-1, step=-1, is_last=False
-        )
+        await stage.evaluator.restore(EvaluationRecord(settled_step=2), num_steps=9)
         await stage.evaluator.published(3, step=3)
         assert not stage.evaluator.is_busy
         stage.end()
