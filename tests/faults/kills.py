@@ -1,7 +1,8 @@
 """Training runs of every kind whose processes are killed at random.
 
 Each kind tests other rules: the staleness bound, responses that several rollouts continue, GPU time sharing,
-adapters, a trainer of two ranks. Batches wait without a limit for groups that would be stale, so no group may
+adapters, a trainer of two ranks, groups that dynamic sampling replaces, evaluations, checkpoints that are due
+by steps and by time. Batches wait without a limit for groups that would be stale, so no group may
 exceed the bound. In runs that mask stale tokens instead, no token over the bound may train.
 """
 
@@ -32,6 +33,14 @@ _SEGMENTS = (
     "rollout.segment_tokens=8",
     "rollout.max_response_tokens=120",
 )
+_HELDOUT = ("data.heldout={source: jsonl, path: prompts.jsonl, limit: 6}",)
+_REFILLS = (
+    # Half of the groups have equal rewards.
+    "rollout.group_size=2",
+    "rollout.rewards=[{name: 'reward.py:odd'}]",
+    "algorithm.dynamic_sampling=true",
+    "algorithm.max_refill_factor=1000",
+)
 KINDS: Mapping[str, tuple[str, ...]] = {
     "lag 0": ("algorithm.max_staleness=0",),
     "lag 1": ("algorithm.max_staleness=1",),
@@ -39,6 +48,33 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "lag 4": ("algorithm.max_staleness=4", "rollout.max_response_tokens=60"),
     "segments": ("algorithm.max_staleness=2", *_SEGMENTS),
     "segments, masked": ("algorithm.max_staleness=2", "algorithm.on_stale=mask", *_SEGMENTS),
+    "refills": (
+        "algorithm.max_staleness=1",
+        "trainer.checkpoint.every=2",
+        "validation.every=2",
+        *_REFILLS,
+        *_HELDOUT,
+    ),
+    "refills, lag 4, by time": (
+        "algorithm.max_staleness=4",
+        "trainer.checkpoint={every: 0, every_s: 4.0}",
+        "validation={every: 3, replicas: 1}",
+        *_REFILLS,
+        *_HELDOUT,
+    ),
+    "evaluations with a barrier": (
+        "algorithm.max_staleness=2",
+        "algorithm.min_group_size=3",
+        "trainer.checkpoint={every: 0, every_s: 2.0}",
+        "validation={every: 2, mode: barrier}",
+        *_HELDOUT,
+    ),
+    "segments, evaluations": (
+        "algorithm.max_staleness=2",
+        "validation={every: 3, replicas: 1}",
+        *_SEGMENTS,
+        *_HELDOUT,
+    ),
     "colocated": ("topology.placement=colocated",),
     "mixed": (
         "topology.placement=mixed",

@@ -9,12 +9,15 @@ from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.due_check import check_due, check_fit
+
 
 def check_run(state_directory: Path, run_id: str = "") -> dict[str, int]:
     """Checks a run of a state directory, by default its only or oldest one; returns counts of its events.
 
     Every issued prompt is in exactly one state, no prompt trained twice, no token beyond the
-    staleness bound was in the loss, versions only increased, and events have no gap.
+    staleness bound was in the loss, no group trained that is not fit for it, everything that was due
+    happened, versions only increased, and events have no gap.
     """
     with sqlite3.connect(state_directory / "slipstream.db") as connection:
         connection.row_factory = sqlite3.Row
@@ -29,11 +32,12 @@ def check_run(state_directory: Path, run_id: str = "") -> dict[str, int]:
 
         (ledger,) = rows("ledgers")
         live = [row["sequence"] for row in rows("prompts")]
-        dead = [row["sequence"] for row in rows("dead_letters")]
+        dead_letters = rows("dead_letters")
         steps = rows("steps", "step")
         events = rows("events", "seq")
     trained = [group for step in steps for group in json.loads(step["groups_json"])]
     sequences = [sequence for sequence, *_ in trained]
+    dead = [row["sequence"] for row in dead_letters]
     everywhere = sequences + live + dead
     assert sorted(everywhere) == list(range(ledger["num_issued"]))
     # The specification of a run whose length is given in epochs has no number of steps.
@@ -54,7 +58,11 @@ def check_run(state_directory: Path, run_id: str = "") -> dict[str, int]:
     summary = json.loads(run["summary_json"])["staleness"]
     assert summary["max"] <= summary["bound"] == bound, summary
     kept = state_directory / "samples" / f"{run['run_id']}.db"
-    checked = check_trained_tokens(kept, sampled, bound) if kept.exists() and sampled else {}
+    checked: dict[str, int] = {}
+    if kept.exists() and sampled:
+        checked = check_trained_tokens(kept, sampled, bound)
+        checked["groups_checked"] = check_fit(kept, sampled, algorithm)
+    check_due(events, spec, num_steps=num_steps)
     published = _data(events, "WeightsPublished")
     versions = [data["version"] for data in published]
     assert versions == sorted(versions)
@@ -63,6 +71,10 @@ def check_run(state_directory: Path, run_id: str = "") -> dict[str, int]:
         "issued": ledger["num_issued"],
         "trained": len(sequences),
         "dead": len(dead),
+        "refilled": sum(row["reason"] == "equal_rewards" for row in dead_letters),
+        "saved": len(_data(events, "CheckpointSaved")),
+        "evaluated": len(_data(events, "Validated")),
+        "missed": sum(data["status"] == "missed" for data in _data(events, "Validated")),
         "losses": len(_data(events, "WorkerLost")),
         "rewinds": len(_data(events, "Rewound")),
         **checked,

@@ -26,7 +26,8 @@ def write_plumbing(folder: Path) -> Path:
         "".join(json.dumps({"prompt": f"question {i}"}) + "\n" for i in range(32))
     )
     (folder / "reward.py").write_text(
-        "def length(prompt, response, answer, row):\n    return float(len(response))\n"
+        "def length(prompt, response, answer, row):\n    return float(len(response))\n\n\n"
+        "def odd(prompt, response, answer, row):\n    return float(sum(response.encode()) % 2)\n"
     )
     path = folder / "plumbing.yaml"
     path.write_text(yaml.safe_dump(PLUMBING))
