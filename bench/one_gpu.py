@@ -74,6 +74,8 @@ def main() -> None:
         *("one-gpu", "lora" if arguments.lora else "", arguments.base or ""),
         "colocated" if is_colocated else "",
     )
+    if is_colocated:  # ``switches`` reads log lines of this level
+        os.environ["SLIPSTREAM_ROLLOUT_LOG_LEVEL"] = "DEBUG"  # noqa: TID251 -- the run inherits it
     name = f"{'-'.join(filter(None, names))}.json"
     with run_folder(arguments.folder) as folder, watched_memory() as peaks:
         model, spec = folder / "model", folder / "spec.json"

@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 _BAR_S = 1.0
-# Log lines of rollouts on each adoption, and of vLLM on its own part of a switch.
+# Log lines of rollouts on each adoption (level DEBUG), and of vLLM on its own part of a switch.
 _LOGGED = {
     **{
         f"adopt: {phase}": re.compile(rf"weights adopted.* {phase}_ms=([0-9.]+)")

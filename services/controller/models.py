@@ -314,6 +314,13 @@ class VersionView(BaseModel):
     version: str
 
 
+class DefaultsView(BaseModel):
+    """Defaults of the keys of one specification, of which some depend on its other keys."""
+
+    items: dict[str, Any]
+    """Default of each dotted key; keys without which the specification is invalid are absent."""
+
+
 class RunPatch(Body):
     """Changes to a run; omitted fields keep their values."""
 

@@ -9,6 +9,7 @@ import grpc
 
 from services.common.errors import InvalidArgumentError
 from services.common.fields import group_of
+from services.common.quantities import size_text
 from services.common.task_group import TaskGroup, unwrapped
 from services.common.telemetry import tracing
 from services.trainer import metrics
@@ -129,7 +130,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             while True:
                 written, total = self._leader.save_progress()
                 metrics.observe_saving(self._run_id, written, total)
-                size = f": {written / 1e9:.2f} of {total / 1e9:.2f} GB" if total else ""
+                size = f": {size_text(written)} of {size_text(total)}" if total else ""
                 size += ", hashing" if total and written == total else ""
                 gauges = {"checkpoint_written_bytes": written, "checkpoint_bytes": total}
                 self._on_saving(f"saving step {step}{size}", gauges)

@@ -319,7 +319,7 @@ class WeightMember:
             raise UnavailableError(f"epoch {order.epoch} was aborted during its transfer")
         seconds = time.perf_counter() - start
         MEMBER_SECONDS.labels("transfer").observe(seconds)
-        logger.info(
+        logger.debug(
             "weights transferred", extra={"version": order.version, **phases.milliseconds()}
         )
         MEMBER_BYTES.inc(done.num_bytes)

@@ -6,7 +6,9 @@ from collections import Counter
 
 import pytest
 
+from services.controller.rules.run_state import RunEvent
 from services.controller.store.records import Note
+from tests.helpers.rest import save
 
 playwright = pytest.importorskip("playwright.async_api")
 expect = playwright.expect
@@ -161,12 +163,71 @@ async def test_runs_are_compared_by_a_link_or_a_box(open_page, controller):
     await expect(legend).to_contain_text("sort4 000002 mean")
 
 
+async def test_a_run_that_ended_before_its_first_step_shows_its_reason_instead_of_charts(
+    open_page, controller
+):
+    run = controller.create("stopped")
+    for event in (RunEvent.CANCEL, RunEvent.STOPPED):
+        controller.store.apply(run, event, reason="CancelledByUser")
+    page = await open_page(f"/runs/{run}")
+    await expect(page.locator("#message")).to_have_text("Cancelled by user")
+    await expect(page.locator("#progress")).not_to_contain_text("weight version")
+    await expect(page.get_by_text("The run ended before its first step")).to_be_visible()
+    await expect(page.locator("figure:visible")).to_have_count(0)
+
+
+@pytest.mark.parametrize(("width", "columns"), [(1440, 4), (1280, 2)])
+async def test_the_first_four_charts_fill_their_rows(open_page, controller, width, columns):
+    page = await open_page(f"/runs/{controller.ended}", width=width)
+    first = page.get_by_role("region", name="At a glance").locator("figure")
+    await expect(first).to_have_count(4)
+    tops = [(await figure.bounding_box())["y"] for figure in await first.all()]
+    assert sorted(Counter(tops).values()) == [columns] * (4 // columns)
+
+
+async def test_a_single_term_that_is_the_reward_has_no_chart_of_its_own(open_page, controller):
+    run = controller.create("one-term")
+    controller.train(run, 1, **{"reward/format": 0.05})
+    page = await open_page(f"/runs/{run}")
+    await expect(chart(page, "Reward").locator(".legend")).to_contain_text("mean 0.05")
+    await expect(chart(page, "Reward by term")).to_be_hidden()
+    await expect(page.get_by_text("Without values:")).not_to_contain_text("Reward by term")
+    controller.train(run, 2, **{"reward/format": 0.7})
+    await expect(chart(page, "Reward by term")).to_be_visible()
+    controller.end(run)
+
+
+async def test_checkpoints_with_long_folders_fit_the_page(open_page, controller):
+    path = f"/mnt/checkpoints/{'a-long-folder-' * 8}/step-00000010"
+    save(controller.store.database, controller.ended, step=10, path=path)
+    page = await open_page(f"/runs/{controller.ended}/checkpoints", width=1440)
+    table = page.get_by_role("region", name="Checkpoints")
+    await expect(table.get_by_role("button", name="delete")).to_be_visible()
+    assert await table.evaluate("e => e.scrollWidth <= e.clientWidth")
+
+
+async def test_axe_finds_nothing_on_any_tab(open_page, controller):
+    axe = pytest.importorskip("axe_playwright_python.async_playwright").Axe()
+    save(controller.store.database, controller.ended, step=11, path="/checkpoints/step-00000011")
+    for scheme in ("light", "dark"):
+        page = await open_page(f"/runs/{controller.ended}", scheme=scheme)
+        for tab in TABS:
+            await page.goto(f"{controller.url}/runs/{controller.ended}/{tab}")
+            await expect(page.locator("#panel > *").first).to_be_visible()
+            found = (await axe.run(page)).response["violations"]
+            assert [(rule["id"], rule["nodes"][0]["html"]) for rule in found] == [], (scheme, tab)
+
+
 async def test_the_time_line_shows_work_and_waits(open_page, controller):
     page = await open_page(f"/runs/{controller.ended}/timeline")
+    await expect(page.locator("figure .legend")).to_contain_text("idle")
     shares = page.get_by_role("region", name="Shares of the window")
     rows = {text.split("\t")[0]: text for text in (await _rows(shares))}
     assert list(rows) == ["trainer", "rollout-0", "rollout-1", "weight sync"]
     assert "waits for groups" in rows["trainer"]
+    assert "idle" in rows["rollout-1"]
+    sums = {name: sum(map(int, re.findall(r"(\d+) %", row))) for name, row in rows.items()}
+    assert sums == dict.fromkeys(rows, 100)
     line = page.get_by_role("img", name="Time line")
     await line.focus()
     await page.keyboard.press("ArrowRight")
@@ -226,6 +287,8 @@ async def test_the_configuration_shows_what_differs_from_the_defaults(open_page,
         "0.5"
     )
     await expect(panel).not_to_contain_text("trainer.optimizer.weight_decay")
+    # Its default follows from algorithm.max_staleness.
+    await expect(panel).not_to_contain_text("rollout.partial_rollout")
     await expect(panel.locator("td:nth-child(2)", has_text=re.compile("^null$"))).to_have_count(0)
     await page.get_by_role("button", name="all", exact=True).click()
     await page.get_by_label("Search the configuration").fill("weight_decay")
@@ -285,6 +348,8 @@ async def test_samples_are_found_coloured_and_compared_in_their_group(open_page,
             _sample(member, reward=1.0 - member, texts=texts[member], is_whole=bool(one))
             for member in ([int(one[1])] if one else texts)
         ]
+        if len(asked) == 1:  # the list is read before the step trains them
+            made = [{**sample, "step": None} for sample in made]
         await route.fulfill(json=made[0] if one else {"items": made, "next_page_token": ""})
 
     await page.route("**/samples*", answer)
@@ -293,6 +358,8 @@ async def test_samples_are_found_coloured_and_compared_in_their_group(open_page,
     found = page.get_by_role("list", name="Samples").get_by_role("button")
     await expect(found).to_have_count(2)
     one = page.get_by_role("article", name="One sample")
+    await expect(found.first).to_contain_text("step 5")
+    await expect(found.last).to_contain_text("step 5")
     await expect(one.locator("pre.text").first).to_have_text("1 + 1 = <b>")
     await expect(one).to_contain_text("correct")
     token = one.locator(".token", has_text="2")

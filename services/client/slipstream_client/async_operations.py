@@ -13,6 +13,7 @@ from slipstream_client.async_transport import AsyncTransport
 from slipstream_client.models import (
     CheckpointPage,
     CheckpointView,
+    DefaultsView,
     EventPage,
     EventView,
     GroupPage,
@@ -213,6 +214,12 @@ class AsyncOperations:
             names={"run_id": run_id, "checkpoint_id": checkpoint_id},
         )
         answer: CheckpointView = await self._request(CheckpointView, request)
+        return answer
+
+    async def get_defaults(self, run_id: str) -> DefaultsView:
+        """Returns the default of each key of a run's specification, given its other keys."""
+        request = Request(method="GET", path="/v1/runs/{run_id}/defaults", names={"run_id": run_id})
+        answer: DefaultsView = await self._request(DefaultsView, request)
         return answer
 
     async def list_events(

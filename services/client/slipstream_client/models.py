@@ -41,6 +41,12 @@ class ConditionView(BaseModel):
     type: str
 
 
+class DefaultsView(BaseModel):
+    """Defaults of the keys of one specification, of which some depend on its other keys."""
+
+    items: dict[str, Any]
+
+
 class EventPage(BaseModel):
     """Events of a run, in order."""
 

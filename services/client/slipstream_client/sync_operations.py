@@ -12,6 +12,7 @@ from pydantic import TypeAdapter
 from slipstream_client.models import (
     CheckpointPage,
     CheckpointView,
+    DefaultsView,
     EventPage,
     EventView,
     GroupPage,
@@ -211,6 +212,12 @@ class Operations:
             names={"run_id": run_id, "checkpoint_id": checkpoint_id},
         )
         answer: CheckpointView = self._request(CheckpointView, request)
+        return answer
+
+    def get_defaults(self, run_id: str) -> DefaultsView:
+        """Returns the default of each key of a run's specification, given its other keys."""
+        request = Request(method="GET", path="/v1/runs/{run_id}/defaults", names={"run_id": run_id})
+        answer: DefaultsView = self._request(DefaultsView, request)
         return answer
 
     def list_events(

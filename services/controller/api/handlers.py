@@ -13,6 +13,7 @@ from importlib.metadata import version
 from typing import Any, Literal
 
 from services.common.errors import FailedPreconditionError, InvalidArgumentError
+from services.common.runspec.defaults import defaults_of
 from services.common.runspec.loader import canonical_json, parse_spec, spec_digest
 from services.common.telemetry import tracing
 from services.controller.api import operations as ops
@@ -25,6 +26,7 @@ from services.controller.manager.runs import RunManager
 from services.controller.models import (
     CheckpointPage,
     CheckpointView,
+    DefaultsView,
     EventPage,
     EventView,
     GroupPage,
@@ -241,6 +243,11 @@ class Handlers:
 
     async def get_run(self, call: Call, request: ops.GetRun) -> RunView:
         return self._view(call.run)
+
+    async def get_defaults(self, call: Call, request: ops.GetDefaults) -> DefaultsView:
+        # Each key that differs from its field's default costs a check of the specification.
+        spec = await asyncio.to_thread(parse_spec, call.run.spec_json)
+        return DefaultsView(items=await asyncio.to_thread(defaults_of, spec))
 
     async def update_run(self, call: Call, request: ops.UpdateRun) -> RunView:
         return self._view(

@@ -15,6 +15,7 @@ from services.controller.models import (
     CancelOptions,
     CheckpointPage,
     CheckpointView,
+    DefaultsView,
     Document,
     EventPage,
     EventView,
@@ -148,6 +149,13 @@ class GetRun(RunOperation[RunView]):
 
     http = "GET /v1/runs/{run_id}"
     if_none_match: Annotated[str, HEADER] = ""
+
+
+class GetDefaults(RunOperation[DefaultsView]):
+    """Returns the default of each key of a run's specification, given its other keys."""
+
+    http = "GET /v1/runs/{run_id}/defaults"
+    rpc = None
 
 
 class UpdateRun(RunPatch, RunOperation[RunView]):
@@ -389,7 +397,7 @@ class GetVersion(Operation[VersionView]):
 
 # WatchRuns comes before GetRun: otherwise REST would match its path as that of a run.
 OPERATIONS: tuple[type[Operation[Any]], ...] = (
-    *(CreateRun, ListRuns, WatchRuns, GetRun, UpdateRun, DeleteRun),
+    *(CreateRun, ListRuns, WatchRuns, GetRun, GetDefaults, UpdateRun, DeleteRun),
     *(CancelRun, PauseRun, ResumeRun, EvaluateRun, SaveRun, ReportTracker, ForkRun),
     *(ListEvents, WatchRun, ReadLogs, FollowLogs, ListMetrics, ListGroups),
     *(ListSamples, GetSample, ExportSamples),

@@ -67,7 +67,7 @@ class FirstToken:
             return
         after_s, self._since = time.monotonic() - self._since, None
         metrics.FIRST_TOKEN_SECONDS.observe(after_s)
-        logger.info("first token of a weight version", extra={"after_ms": round(1e3 * after_s, 1)})
+        logger.debug("first token of a weight version", extra={"after_ms": round(1e3 * after_s, 1)})
 
 
 class EngineDiedError(RuntimeError):
@@ -561,7 +561,7 @@ class ExternalEngine:
                 await self._resume_segments(version)
                 phases.end_phase("thaw")
                 stall_s = time.monotonic() - started_at
-        logger.info("weights adopted", extra={"version": version, **phases.milliseconds()})
+        logger.debug("weights adopted", extra={"version": version, **phases.milliseconds()})
         return stall_s
 
     async def open_weights(self, plan: WeightPlan, slots: Sequence[Sequence[Tensor]]) -> Place:

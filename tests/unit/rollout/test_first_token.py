@@ -14,7 +14,7 @@ def num_observed() -> float:
 
 
 def test_the_first_token_of_each_update_is_reported(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.DEBUG)
     first, before = FirstToken(), num_observed()
     first.record()  # no update precedes tokens of the random weights
     for _ in range(2):

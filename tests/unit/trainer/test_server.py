@@ -49,7 +49,7 @@ async def test_a_save_reports_its_progress_until_it_ends(
     await until(lambda: bool(reported))
     leader.progress = (3_000_000_000, 12_500_000_000)
     await until(lambda: reported[-1][0] != "saving step 5")
-    assert reported[-1][0] == "saving step 5: 3.00 of 12.50 GB"
+    assert reported[-1][0] == "saving step 5: 3.0 GB of 12.5 GB"
     assert reported[-1][1]["checkpoint_bytes"] == 12_500_000_000
     leader.may_end.set()
     if fails:

@@ -21,9 +21,9 @@ export class Checkpoints {
   async refresh() {
     const { items } = await getJson(`/v1/runs/${this.run.id}/checkpoints`);
     const there = items.filter(({ state }) => state !== "DELETED");
-    this.list.replaceChildren(table("Checkpoints", ["step", "state", "size", "saved", "id", "folder", ""], there.map((one) => [
-      one.step, one.message ? `${one.state}: ${one.message}` : one.state, bytes(one.size_bytes), date(one.create_time),
-      h("code", {}, one.id), h("code", {}, one.path), this.#delete(one),
+    this.list.replaceChildren(table("Checkpoints", ["step", "state", "size", "saved", "id", "folder", "action"], there.map((one) => [
+      one.step, h("span", {}, h("span", { class: "whole" }, one.state), one.message && `: ${one.message}`), bytes(one.size_bytes), date(one.create_time),
+      h("code", { class: "long" }, one.id), h("code", { class: "long" }, one.path), this.#delete(one),
     ]), "No checkpoints yet. The last step is always saved, others according to trainer.checkpoint.every (steps) or every_s (seconds)."));
   }
 

@@ -2,8 +2,6 @@
 import { getJson } from "./api.js";
 import { choice, h, table } from "./dom.js";
 
-const NOTHING = new Set(["{}", "[]", "null"]);
-
 let described = null; // the OpenAPI document, read once
 
 export class Configuration {
@@ -22,8 +20,10 @@ export class Configuration {
 
   async #read() {
     described ??= getJson("/openapi.json");
+    const defaults = [this.run, ...this.others].map(({ id }) => getJson(`/v1/runs/${id}/defaults`));
     const { schemas } = (await described).components;
-    this.schema = new Map(flat(schemas, schemas.RunSpec, ""));
+    this.meanings = new Map(meanings(schemas, schemas.RunSpec, ""));
+    this.defaults = (await Promise.all(defaults)).map(({ items }) => items);
     this.#show();
   }
 
@@ -33,27 +33,24 @@ export class Configuration {
     const names = [...new Set(values.flatMap((each) => [...each.keys()]))].sort();
     const rows = names.map((name) => {
       const texts = values.map((each) => text(each.get(name)));
-      const schema = this.schema.get(name) ?? this.schema.get(name.replace(/^(data\.[^.]+\.)[^.]+/, "$1*"));
-      const fallback = schema && "value" in schema ? text(schema.value) : "";
-      const isChanged = texts.some((value) => value !== fallback && !(fallback === "" && NOTHING.has(value)));
-      return { name, texts, fallback, isChanged, about: schema?.about ?? "" };
+      const about = this.meanings.get(name) ?? this.meanings.get(name.replace(/^(data\.[^.]+\.)[^.]+/, "$1*")) ?? "";
+      const changed = texts.map((value, index) => values[index].has(name) && !(name in this.defaults[index] && text(this.defaults[index][name]) === value));
+      return { name, texts, changed, fallback: text(this.defaults[0][name]), isChanged: changed.includes(true), about };
     }).filter((row) => (this.onlyChanged === "all" || row.isChanged)
       && `${row.name} ${row.texts.join(" ")}`.toLowerCase().includes(this.filter));
     this.place.replaceChildren(table("Configuration", ["key", ...runs.map((run) => (runs.length > 1 ? `${run.name} ${run.id.slice(-6)}` : "value")), "default", "meaning"],
       rows.map((row) => [h("code", { class: row.isChanged ? "changed" : "" }, row.name),
-        ...row.texts.map((value) => h(row.isChanged && value !== row.fallback ? "b" : "span", {}, value)), row.fallback,
+        ...row.texts.map((value, index) => h(row.changed[index] ? "b" : "span", {}, value)), row.fallback,
         h("span", { class: "quiet" }, firstSentence(row.about))]), "All keys have their defaults."));
   }
 }
 
-/** Yields keys with their defaults and meanings, of a schema and its parts. */
-function* flat(schemas, schema, prefix, fallback) {
+/** Yields keys with their meanings, of a schema and its parts. */
+function* meanings(schemas, schema, prefix) {
   for (const [key, property] of Object.entries(schema.properties ?? {})) {
     const name = prefix + key;
-    const value = fallback && key in fallback ? fallback[key] : property.default;
-    for (const [below, part] of parts(property, `${name}.`)) yield* flat(schemas, schemas[part.split("/").at(-1)], below, value ?? undefined);
-    const isKnown = (fallback && key in fallback) || "default" in property;
-    yield [name, { about: property.description ?? "", ...(isKnown ? { value } : {}) }];
+    for (const [below, part] of parts(property, `${name}.`)) yield* meanings(schemas, schemas[part.split("/").at(-1)], below);
+    yield [name, property.description ?? ""];
   }
 }
 

@@ -1,9 +1,11 @@
 // The curves of a run and of runs to compare with it: smoothing, axes, zoom.
+import { isActive } from "./actions.js";
 import { CATALOG, HISTOGRAMS, furtherCharts, linesOf } from "./catalog.js";
 import { Chart } from "./chart.js";
 import { choice, h, oncePerFrame } from "./dom.js";
 import { Series } from "./series.js";
 import { Histogram } from "./histogram.js";
+import { ending } from "./verdict.js";
 
 const SETTINGS = "slipstream-curves";
 
@@ -127,8 +129,8 @@ export class Curves {
     sections.find(([heading]) => heading === "Off-policy")[1].push(...HISTOGRAMS.map((spread) => new Histogram(spread, this)));
     this.further = h("details", { class: "further", ontoggle: () => this.#readAll() }, h("summary", {}), h("div", { class: "charts" }));
     this.furtherNames = new Set();
-    this.sections = sections.map(([heading, charts]) => h("section", { "aria-label": heading }, h("h3", {}, heading),
-      h("div", { class: "charts" }, charts.map((chart) => this.#attach(chart)))));
+    this.sections = sections.map(([heading, charts], index) => h("section", { "aria-label": heading }, h("h3", {}, heading),
+      h("div", { class: index ? "charts" : "charts glance" }, charts.map((chart) => this.#attach(chart)))));
     this.empty = h("p", { class: "quiet" });
     this.body.replaceChildren(...this.sections, this.further, this.empty);
     this.draw();
@@ -152,25 +154,40 @@ export class Curves {
   #updateFurther() {
     const names = new Set(this.runs.flatMap((run) => [...run.columns.keys(), ...run.scores.flatMap(Object.keys)]));
     const isWhole = this.all.every((series) => series.isWhole);
+    for (const chart of this.charts.filter(({ beginning }) => beginning)) {
+      const lines = linesOf(chart.beginning, names);
+      chart.lines = lines.filter(([, key]) => !this.#isCopy(key, chart.source));
+      chart.isCopy = lines.length > 0 && !chart.lines.length;
+    }
     this.further.children[0].textContent = `All other metrics of steps${isWhole ? ` (${furtherCharts(names).length})` : ""}`;
     if (names.size === this.furtherNames.size) return;
     const [, place] = this.further.children;
     this.charts = this.charts.filter((chart) => !place.contains(chart.element) || chart.remove());
     this.furtherNames = names;
-    for (const chart of this.charts.filter(({ beginning }) => beginning)) {
-      chart.lines = linesOf(chart.beginning, names);
-    }
     const charts = furtherCharts(names);
     place.replaceChildren(...charts.map((chart) => this.#attach(new Chart(chart, this))));
     this.further.hidden = isWhole && !charts.length;
   }
 
+  /** Returns true if a metric of a term or a set equals one of the first charts, as with a single term or set. */
+  #isCopy(key, source) {
+    const valuesOf = (run, name) => (source === "scores" ? run.scores.map((score) => score[name] ?? null) : run.columns.get(name) ?? []);
+    return ["reward_mean", "greedy", "sampled"].some((first) => this.runs.every((run) => {
+      const [values, others] = [valuesOf(run, key), valuesOf(run, first)];
+      return values.length === others.length && values.every((value, index) => value === others[index]);
+    }));
+  }
+
   /** Hides charts without values, except the key ones, and lists their titles. */
   #hideEmpty() {
-    const empty = this.charts.filter((chart) => !this.key.has(chart) && !chart.hasValues);
+    const [{ run }] = this.all;
+    const isBare = !isActive(run) && this.all.every(({ steps, scores }) => !steps.length && !scores.length);
+    const empty = this.charts.filter((chart) => (isBare || !this.key.has(chart)) && !chart.hasValues);
     for (const chart of this.charts) chart.element.hidden = empty.includes(chart);
     for (const section of this.sections) section.hidden = [...section.querySelectorAll("figure")].every(({ hidden }) => hidden);
-    this.empty.textContent = empty.length ? `Without values: ${empty.map(({ title }) => title).join(", ")}` : "";
+    const titles = empty.filter(({ isCopy }) => !isCopy).map(({ title }) => title);
+    this.empty.textContent = isBare ? `The run ended before its first step: ${ending(run)}` : titles.length ? `Without values: ${titles.join(", ")}` : "";
+    if (isBare) this.further.hidden = true;
   }
 
   #draw() {

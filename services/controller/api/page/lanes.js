@@ -13,7 +13,11 @@ const WAITS = [
 export const KINDS = [
   "training", "waits for groups", "waits for stale groups", "waits for scores", "GPU switch",
   "waits for weight sync", "checkpoint", "generates", "prepare", "transfer", "adopt", "evaluation", "event",
+  "idle", "between steps",
 ];
+
+// What a lane does while it has no piece.
+const REST = { trainer: "between steps", "weight sync": "no sync", evaluation: "no evaluation" };
 
 /** Lanes by name; a piece is {kind, begin, end, part, label}: `part` of its height is filled. */
 export function lanesOf(events) {
@@ -58,14 +62,42 @@ function addSync(lane, sync, end) {
   }
 }
 
-/** Returns seconds by kind in each lane, inside a window. */
+/** Returns the gaps between the pieces of a lane, inside a window, as pieces of a kind. */
+export function gaps(pieces, kind, from, to) {
+  const found = [];
+  let at = from;
+  for (const { begin, end } of [...pieces].sort((a, b) => a.begin - b.begin)) {
+    if (begin - at > 1e-3) found.push({ kind, begin: at, end: begin, part: 1, label: kind });
+    at = Math.max(at, end);
+  }
+  if (to - at > 1e-3) found.push({ kind, begin: at, end: to, part: 1, label: kind });
+  return found;
+}
+
+/** Returns whole percentages by kind in each lane, inside a window; those of a lane sum to 100. */
 export function shares(lanes, from, to) {
+  const total = to - from;
   return lanes.filter(([name]) => name !== "events").map(([name, pieces]) => {
     const spent = new Map();
+    let left = total;
     for (const { kind, begin, end, part } of pieces) {
-      const seconds = (Math.min(end, to) - Math.max(begin, from)) * part;
-      if (seconds > 0) spent.set(kind, (spent.get(kind) ?? 0) + seconds);
+      const seconds = Math.min((Math.min(end, to) - Math.max(begin, from)) * part, left);
+      if (seconds <= 0) continue;
+      spent.set(kind, (spent.get(kind) ?? 0) + seconds);
+      left -= seconds;
     }
-    return [name, spent];
+    const rest = REST[name] ?? "idle";
+    spent.set(rest, (spent.get(rest) ?? 0) + left);
+    return [name, percentages(spent, total)];
   });
+}
+
+/** Rounds amounts to whole percentages of their sum: those with the largest remainders are rounded up. */
+function percentages(amounts, total) {
+  const parts = [...amounts].map(([name, amount]) => ({ name, exact: (100 * amount) / total }));
+  for (const part of parts) part.whole = Math.floor(part.exact + 1e-9);
+  const missing = 100 - parts.reduce((sum, { whole }) => sum + whole, 0);
+  parts.sort((a, b) => (b.exact - b.whole) - (a.exact - a.whole));
+  parts.slice(0, missing).forEach((part) => { part.whole += 1; });
+  return parts.filter(({ whole }) => whole > 0).sort((a, b) => b.whole - a.whole).map(({ name, whole }) => [name, whole]);
 }

@@ -11,7 +11,7 @@ import { listRuns, defaultRun } from "./runs.js";
 import { Samples } from "./samples.js";
 import { Series } from "./series.js";
 import { Timeline } from "./timeline.js";
-import { progress, prompts, verdict } from "./verdict.js";
+import { ending, progress, prompts, verdict } from "./verdict.js";
 import { Workers } from "./workers.js";
 
 const REFRESH_MS = 2000;
@@ -156,8 +156,9 @@ const head = oncePerFrame(() => {
   $("bar").value = run.step;
   $("id").textContent = run.id;
   $("prompts").textContent = prompts(run.summary?.prompts);
-  $("message").textContent = run.message;
-  $("message").hidden = !run.message;
+  const message = ending(run);
+  $("message").textContent = message;
+  $("message").hidden = !message;
   $("verdict").textContent = verdict(series, run.spec?.topology?.placement, run.summary?.advice);
   $("learning").textContent = run.summary?.nothing_learned?.message || run.summary?.reward_drop?.message || "";
   const legend = shown.all.length < 2 ? [] : shown.all.map(({ label }, index) => h("span", {}, h("i", { class: `swatch colour-${index}` }), label));

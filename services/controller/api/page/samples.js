@@ -104,11 +104,13 @@ export class Samples {
     for (const button of this.list.querySelectorAll("button")) button.setAttribute("aria-current", String(button.dataset.sample === id));
     const path = `/v1/runs/${this.run.id}/samples`;
     const sample = await getJson(`${path}/${id}`);
-    const { items } = await getJson(`${path}?split=${sample.split}&group_id=${sample.group_id}&page_size=100&excerpt=100${sample.split === "heldout" ? `&weight_version=${sample.oldest_version}` : ""}`);
+    const { items } = await getJson(`${path}?split=${sample.split}&group_id=${sample.group_id}&page_size=100&excerpt=200${sample.split === "heldout" ? `&weight_version=${sample.oldest_version}` : ""}`);
     if (this.id !== id) return;
+    // The list may be older than the step that trained these samples.
+    for (const other of items) this.list.querySelector(`[data-sample="${other.id}"]`)?.parentElement.replaceWith(this.#entry(other));
     const members = items.sort((a, b) => a.member - b.member);
     const view = new Sample(sample, (other) => getJson(`${path}/${other}`));
-    this.one.replaceChildren(view.element, h("h3", {}, `Group ${sample.group_id}`), table("The group", ["member", "reward", "advantage", "tokens", "finish reason", "response", ""], members.map((one) => [
+    this.one.replaceChildren(view.element, h("h3", {}, `Group ${sample.group_id}`), table("The group", ["member", "reward", "advantage", "tokens", "finish reason", "response", "action"], members.map((one) => [
       one.member, short(one.reward), short(one.advantage), one.response_tokens, one.finish_reason, h("span", { class: "excerpt" }, one.response),
       one.id === id ? "shown" : h("span", { class: "choice" },
         h("button", { type: "button", class: "part", onclick: () => this.#open(one.id) }, "show"),

@@ -2,7 +2,7 @@
 import { getJson } from "./api.js";
 import { choice, h, oncePerFrame, table } from "./dom.js";
 import { clock, duration } from "./format.js";
-import { KINDS, TYPES, lanesOf, shares } from "./lanes.js";
+import { KINDS, TYPES, gaps, lanesOf, shares } from "./lanes.js";
 
 const PAGE = 400;
 const MAX_EVENTS = 4000;
@@ -90,6 +90,9 @@ export class Timeline {
     this.older.disabled = this.isWhole && from <= Date.parse(events.find(({ type }) => type === "StepCommitted")?.time ?? 0) / 1000;
     this.newer.disabled = this.offset === 0;
     const lanes = lanesOf(events).map(([name, pieces]) => [name, pieces.filter((piece) => piece.end >= from && piece.begin <= to)]);
+    const trainer = lanes.find(([name]) => name === "trainer")[1];
+    trainer.push(...gaps(trainer, "between steps", from, to));
+    trainer.sort((a, b) => a.begin - b.begin);
     const width = this.canvas.parentElement.clientWidth - 24;
     const height = lanes.length * ROW + AXIS;
     const scale = devicePixelRatio;
@@ -119,10 +122,9 @@ export class Timeline {
         const [left, right] = [Math.max(x(piece.begin), LEFT), Math.min(x(piece.end), width)];
         const size = Math.max(right - left - (right - left > 4 ? 1 : 0), 1.5);
         const full = ROW - 6;
-        pen.fillStyle = colour(`--kind-${KINDS.indexOf(piece.kind)}`);
-        pen.globalAlpha = 0.18;
+        pen.fillStyle = colour(`--kind-${KINDS.indexOf("idle")}`);
         if (piece.part < 1) pen.fillRect(left, top + 2, size, full);
-        pen.globalAlpha = 1;
+        pen.fillStyle = colour(`--kind-${KINDS.indexOf(piece.kind)}`);
         pen.fillRect(left, top + 2 + full * (1 - piece.part), size, full * piece.part);
         this.pieces.push({ ...piece, left, right: left + size, row });
       }
@@ -135,9 +137,8 @@ export class Timeline {
   }
 
   #showShares(lanes, from, to) {
-    const total = to - from;
-    const rows = total <= 0 ? [] : shares(lanes, from, to).map(([name, spent]) => [
-      name, [...spent].sort(([, a], [, b]) => b - a).map(([kind, seconds]) => `${kind} ${Math.round((100 * seconds) / total)} %`).join(", "),
+    const rows = to <= from ? [] : shares(lanes, from, to).map(([name, parts]) => [
+      name, parts.map(([kind, percent]) => `${kind} ${percent} %`).join(", "),
     ]);
     this.sums.replaceChildren(table("Shares of the window", ["lane", "share of the time"], rows, "No steps yet."));
   }

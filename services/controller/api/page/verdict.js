@@ -1,16 +1,25 @@
 // Sentences about a run: progress, prompts, bottleneck.
+import { isActive } from "./actions.js";
 import { duration, words } from "./format.js";
 
 const NEWEST = 10;
 
 /** Returns the progress of a run, its activities, and the remaining time at the pace of the newest steps. */
 export function progress(run, series) {
-  const parts = [`step ${run.step} of ${run.target_steps || "?"}`, `weight version ${run.weight_version}`];
+  const parts = [`step ${run.step} of ${run.target_steps || "?"}`];
+  if (run.weight_version >= 0) parts.push(`weight version ${run.weight_version}`);
   if (run.spec?.topology) parts.push(run.spec.topology.placement);
   const pace = series.last("seconds", NEWEST);
   const left = ((run.target_steps - run.step) * sum(pace)) / (pace.length || 1);
   if (run.state === "RUNNING" && left) parts.push(`about ${duration(left)} left`);
   return parts.concat(run.activities?.map(words) ?? []).join(" · ");
+}
+
+/** Returns why a run ended without success; its message while it has not ended. */
+export function ending(run) {
+  if (run.message || isActive(run) || run.state === "SUCCEEDED") return run.message;
+  const [first, ...rest] = run.state_reason.split(/(?=[A-Z])/); // CancelledByUser
+  return [first, ...rest.map((word) => word.toLowerCase())].join(" ");
 }
 
 /** Returns the number of issued prompts by state. */

@@ -11,7 +11,7 @@ export class Workers {
     Object.assign(this, { run, reading: new AbortController() });
     this.list = h("div", { id: "workers" });
     this.component = h("select", { id: "component", "aria-label": "Worker", onchange: () => this.#open() }, h("option", { value: "" }, "all workers"));
-    this.logs = h("pre", { id: "logs", tabIndex: 0, "aria-label": "Logs of the workers" });
+    this.logs = h("pre", { id: "logs", tabIndex: 0, role: "region", "aria-label": "Logs of the workers" });
     panel.replaceChildren(h("h3", {}, "Workers"), this.list, h("h3", {}, "Logs ", this.component), this.logs);
     this.refresh();
     this.#open();
@@ -24,7 +24,7 @@ export class Workers {
   async refresh() {
     const { items } = await getJson(`/v1/runs/${this.run.id}/topology`);
     this.list.replaceChildren(table("Workers", ["worker", "state", "activity", "version", "running samples", "waiting samples"], items.map((worker) => [
-      worker.worker_id, worker.state, worker.activity, worker.weight_version, gauge(worker, "running_samples"), gauge(worker, "waiting_samples"),
+      worker.worker_id, worker.state, worker.activity, worker.weight_version < 0 ? "–" : worker.weight_version, gauge(worker, "running_samples"), gauge(worker, "waiting_samples"),
     ]), "No workers are registered."));
   }
 

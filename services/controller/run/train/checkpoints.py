@@ -26,6 +26,7 @@ from services.common.errors import (
 )
 from services.common.fields import new_id
 from services.common.host import Clock
+from services.common.quantities import size_text
 from services.common.runspec.trainer import CheckpointSpec
 from services.controller.rules.ledger import Ledger
 from services.controller.rules.run_state import VOLATILE
@@ -339,8 +340,7 @@ def _outdated(steps: Collection[int], *, keep: int) -> set[int]:
 
 def _ended(checkpoint: Checkpoint, *, seconds: float, why_volatile: str) -> Note:
     """Returns the event that reports a saved or failed checkpoint."""
-    size_gb = checkpoint.size_bytes / 1e9
-    kind, text = "CheckpointSaved", f"saved {size_gb:.1f} GB in {seconds:.1f} s"
+    kind, text = "CheckpointSaved", f"saved {size_text(checkpoint.size_bytes)} in {seconds:.1f} s"
     if checkpoint.state == "FAILED":
         kind, text = "CheckpointFailed", f"checkpoint failed: {checkpoint.message}"
     data = {
