@@ -23,6 +23,7 @@ each setting's entry goes to ``bench/results/one-gpu-duel.json``.
 
 import argparse
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
