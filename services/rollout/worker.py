@@ -149,7 +149,7 @@ async def _load(
         is_invariant=spec.rollout.reproducible == "batch_invariant",
     )
     importing = asyncio.ensure_future(asyncio.to_thread(imports))
-    tokenizer = await asyncio.to_thread(load_chat_tokenizer, spec)
+    tokenizer = await asyncio.to_thread(load_chat_tokenizer, spec, time=session.run_create_time)
     if spec.data.chat_template:
         # Imports the template engine now, in a thread. Errors are reported later, with each prompt.
         with suppress(ValueError):

@@ -216,6 +216,7 @@ class WorkerSession:
         )
         self._take_spec(response.spec_json, response.spec_digest)
         self.transferqueue_address = response.transferqueue_address
+        self.run_create_time = response.run_create_time
         self._interval_s = response.heartbeat_interval_s
 
     def _take_spec(self, text: str, digest: str) -> None:

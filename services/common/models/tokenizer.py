@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from services.common.runspec.run import ModelSpec, RunSpec
 
 # Marks of the assistant's text in a template.
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+# Transformers' function for templates, with the format of the time.
+_PRINTED_TIME = re.compile(r"""\bstrftime_now\(\s*(["'])(.*?)\1\s*\)""")
 # An added token that is not flagged special and looks like this may still be a control token.
 _MARK = re.compile(r"[<\[]\S+[>\]]")
 _CHAT_TEMPLATE = (
@@ -42,6 +45,7 @@ class Tokenizer:
     Args:
         stop_ids: Further tokens that end a response.
         template_arguments: Arguments of the chat template besides messages and tools.
+        time: Time that chat templates print, in seconds since 1970 (UTC); None for the time of each call.
         escapes_special: True to encode control tokens in the texts of a chat as text.
     """
 
@@ -52,6 +56,7 @@ class Tokenizer:
         name: str,
         stop_ids: Collection[int] = (),
         template_arguments: Mapping[str, Any] | None = None,
+        time: float | None = None,
         escapes_special: bool = True,
     ) -> None:
         if inner.eos_token_id is None:
@@ -74,6 +79,7 @@ class Tokenizer:
             str(token): int(id_) for id_, token in inner.added_tokens_decoder.items()
         }
         self._template_arguments = dict(template_arguments or {})
+        self._time = None if time is None else datetime.fromtimestamp(time, UTC)
         self._escapes_special = escapes_special
         first = inner.encode("", add_special_tokens=True)[:1]
         self._backend = _plain_backend(inner)
@@ -336,9 +342,15 @@ class Tokenizer:
     def _render_plainly(self, messages: Sequence[Mapping[str, Any]]) -> str:
         arguments = {**self._inner.special_tokens_map, **self._template_arguments}
         try:
-            return _evaluated(self.chat_template, arguments, messages)[0]
+            return _evaluated(self._dated(self.chat_template), arguments, messages)[0]
         except TypeError as error:  # the template's arguments clash
             raise ValueError(str(error)) from error
+
+    def _dated(self, template: str) -> str:
+        """Returns a template that prints :attr:`_time` where it would print the time of the call."""
+        if (time := self._time) is None:
+            return template
+        return _PRINTED_TIME.sub(lambda match: json.dumps(time.strftime(match[2])), template)
 
     @cached_property
     def _control(self) -> ControlTokens:
@@ -407,7 +419,7 @@ class Tokenizer:
             **self._template_arguments,
         }
         try:
-            template = self._inner.get_chat_template(None, offered)
+            template = self._dated(self._inner.get_chat_template(None, offered))
             try:
                 return _evaluated(template, arguments, parsed)
             except ValueError:  # a few templates print the arguments of calls, which must be text
@@ -496,12 +508,14 @@ def load_tokenizer(
     model: ModelSpec,
     template_arguments: Mapping[str, Any] | None = None,
     *,
+    time: float | None = None,
     escapes_special: bool = True,
 ) -> Tokenizer:
     """Loads the tokenizer of a model.
 
     Args:
         template_arguments: Arguments of the chat template besides messages and tools.
+        time: As in :class:`Tokenizer`.
         escapes_special: True to encode control tokens in the texts of a chat as text.
 
     Raises:
@@ -516,15 +530,22 @@ def load_tokenizer(
         name=name,
         stop_ids=stop_ids,
         template_arguments=template_arguments,
+        time=time,
         escapes_special=escapes_special,
     )
 
 
-def load_chat_tokenizer(spec: RunSpec) -> Tokenizer:
-    """Loads the tokenizer of a run's model with the run's settings of chats; see :func:`load_tokenizer`."""
+def load_chat_tokenizer(spec: RunSpec, *, time: float | None = None) -> Tokenizer:
+    """Loads the tokenizer of a run's model with the run's settings of chats; see :func:`load_tokenizer`.
+
+    Args:
+        time: Time at which the run was created. A template that prints the date would otherwise change a
+            row's prompt within the run.
+    """
     return load_tokenizer(
         spec.model,
         spec.data.chat_template_arguments,
+        time=time,
         escapes_special=spec.data.special_tokens_in_text == "text",
     )
 

@@ -64,6 +64,7 @@ class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
             spec_digest=run.spec_digest,
             transferqueue_address=self._settings.transferqueue_address,
             heartbeat_interval_s=self._interval_s(),
+            run_create_time=run.create_time,
         )
 
     async def Heartbeat(

@@ -207,3 +207,10 @@ def test_a_prompt_that_begins_with_the_first_token_gets_no_second_one() -> None:
     first = tokenizer.vocabulary["<|begin_of_text|>"]
     for text in ("lamp", "<|begin_of_text|>lamp"):
         assert tokenizer.encode_prompt(text).count(first) == 1
+
+
+@pytest.mark.parametrize("name", ["llama3", "gpt_oss"])
+def test_a_template_that_prints_the_date_prints_the_run_s(name: str) -> None:
+    tokenizer = family_tokenizer(name, time=86_400.0 * 365)
+    text = tokenizer.render_chat([{"role": "user", "content": "x"}])
+    assert {"llama3": "01 Jan 1971", "gpt_oss": "1971-01-01"}[name] in text

@@ -72,6 +72,7 @@ class RegisterWorkerResponse(_message.Message):
     SPEC_DIGEST_FIELD_NUMBER: _builtins.int
     TRANSFERQUEUE_ADDRESS_FIELD_NUMBER: _builtins.int
     HEARTBEAT_INTERVAL_S_FIELD_NUMBER: _builtins.int
+    RUN_CREATE_TIME_FIELD_NUMBER: _builtins.int
     spec_json: _builtins.str
     """Run's specification as canonical JSON."""
     spec_digest: _builtins.str
@@ -80,6 +81,8 @@ class RegisterWorkerResponse(_message.Message):
     """Transferqueue's gRPC address."""
     heartbeat_interval_s: _builtins.float
     """Seconds between heartbeats, until the response to a heartbeat changes them."""
+    run_create_time: _builtins.float
+    """Time at which the run was created, in seconds since 1970 (UTC)."""
     def __init__(
         self,
         *,
@@ -87,10 +90,11 @@ class RegisterWorkerResponse(_message.Message):
         spec_digest: _builtins.str = ...,
         transferqueue_address: _builtins.str = ...,
         heartbeat_interval_s: _builtins.float = ...,
+        run_create_time: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_interval_s", b"heartbeat_interval_s", "spec_digest", b"spec_digest", "spec_json", b"spec_json", "transferqueue_address", b"transferqueue_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_interval_s", b"heartbeat_interval_s", "run_create_time", b"run_create_time", "spec_digest", b"spec_digest", "spec_json", b"spec_json", "transferqueue_address", b"transferqueue_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
