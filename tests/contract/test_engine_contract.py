@@ -211,7 +211,8 @@ async def test_sampling_masks_have_the_tokens_that_could_be_drawn(open_engine: O
                 kept = [~entries[start], *entries[start + 1 : end]]
                 ranked = everything[row].exp().sort(descending=True)
                 before = ranked.values.cumsum(0) - ranked.values
-                size = min(top_k, int((before < top_p).sum()))
+                most = ranked.values[:top_k].sum()  # top_p is relative to these tokens
+                size = min(top_k, int((before < top_p * most).sum()))
                 assert sorted(kept) == sorted(ranked.indices[:size].tolist())
                 relative = everything[row][kept].log_softmax(0)[kept.index(found.token_ids[row])]
                 assert found.logprobs[row] == pytest.approx(float(relative), abs=TOLERANCE)

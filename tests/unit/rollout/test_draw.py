@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from services.rollout.engines.torch.decoding import Truncation, draw_tokens, uniforms
 
@@ -55,12 +56,13 @@ def test_logprobs_are_relative_to_the_allowed_tokens_if_these_are_reported(repor
     count = 400
     numbers = torch.linspace(0, 1, count + 1, dtype=torch.float64)[:-1]
     truncation = Truncation(
-        top_p=torch.tensor([1.0, 0.6, 1.0, 1.0]),
-        top_k=torch.tensor([0, 0, 3, 0]),
-        min_p=torch.tensor([0.0, 0.0, 0.0, 0.25]),
+        top_p=torch.tensor([1.0, 0.6, 1.0, 1.0, 0.8]),
+        top_k=torch.tensor([0, 0, 3, 0, 3]),
+        min_p=torch.tensor([0.0, 0.0, 0.0, 0.25, 0.0]),
         reported=torch.tensor([reported]),
     )
-    for row, allowed in enumerate([{0, 1, 2, 3}, {0, 1}, {0, 1, 2}, {0, 1, 2}]):
+    # In the last row, top_p is relative to the top_k tokens: 0.75 is enough of their 0.9.
+    for row, allowed in enumerate([{0, 1, 2, 3}, {0, 1}, {0, 1, 2}, {0, 1, 2}, {0, 1}]):
         part = Truncation(
             top_p=truncation.top_p[row].expand(count),
             top_k=truncation.top_k[row].expand(count),
@@ -75,3 +77,24 @@ def test_logprobs_are_relative_to_the_allowed_tokens_if_these_are_reported(repor
         assert set(mask[0].nonzero().flatten().tolist()) == allowed
         kept = sum(math.exp(logits[0][token]) for token in allowed) if reported else 1.0
         torch.testing.assert_close(logprobs, logits[0][tokens] - math.log(kept))
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(3, 0.8), (5, 0.5), (0, 0.7), (4, 1.0), (7, 0.95)])
+def test_tokens_are_allowed_as_transformers_allows_them(top_k: int, top_p: float) -> None:
+    logits = 2 * torch.randn(64, 12, generator=torch.Generator().manual_seed(5))
+    expected = TopPLogitsWarper(top_p)(None, logits)
+    if top_k:
+        expected = TopPLogitsWarper(top_p)(None, TopKLogitsWarper(top_k)(None, logits))
+    _, _, allowed = draw_tokens(
+        logits,
+        torch.ones(64),
+        torch.zeros(64, dtype=torch.float64),
+        truncation=Truncation(
+            top_p=torch.full((64,), top_p),
+            top_k=torch.full((64,), top_k),
+            min_p=torch.zeros(64),
+            reported=torch.ones(64, dtype=torch.bool),
+        ),
+    )
+    assert allowed is not None
+    assert torch.equal(allowed, expected > -torch.inf)

@@ -357,12 +357,17 @@ def draw_tokens(
 
 
 def _truncate(probabilities: Tensor, truncation: Truncation) -> Tensor:
-    """Sets the probabilities of excluded tokens to 0; the most probable token is always allowed."""
+    """Sets the probabilities of excluded tokens to 0; the most probable token is always allowed.
+
+    Like vLLM and transformers, ``top_p`` is relative to the ``top_k`` most probable tokens.
+    """
     ordered, places = probabilities.sort(dim=-1, descending=True)
     rank = torch.arange(ordered.shape[1], device=ordered.device)
     before = ordered.cumsum(dim=-1) - ordered
     top_k = torch.where(truncation.top_k == 0, ordered.shape[1], truncation.top_k)
-    allowed = (rank < top_k[:, None]) & (before < truncation.top_p[:, None])
+    allowed = rank < top_k[:, None]
+    total = torch.where(allowed, ordered, 0.0).sum(dim=-1, keepdim=True)
+    allowed &= before < truncation.top_p[:, None] * total
     allowed &= ordered >= truncation.min_p[:, None] * ordered[:, :1]
     allowed[:, 0] = True
     return torch.zeros_like(ordered).scatter(1, places, ordered * allowed)
