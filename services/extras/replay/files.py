@@ -2,7 +2,7 @@
 
     record/run.json                      specification, code, packages and hardware, once per start
     record/step-00000012/rank-0.safetensors
-        header    numbers of the step (:class:`StepNumbers`), digests of the weights after it, checksum
+        header    numbers of the step (:class:`StepNumbers`), digests of the weights after it, checksums
         tensors   the batch's description (rank 0), and the fields that this rank fetched
 
 A file gets its name only after it is complete. A step that is trained again replaces its file.
@@ -160,7 +160,8 @@ def write_step(
         tensors[f"lengths/{name}"] = column.values.lengths
         tensors[f"values/{name}"] = column.values.values.contiguous()
     scalars = [name for name, column in columns.items() if column.values.is_scalar]
-    header = {**asdict(numbers), "scalars": scalars, "checksum": _checksum(tensors)}
+    header = {**asdict(numbers), "scalars": scalars}
+    header |= {"checksums": _checksums(header, tensors)}
     target = rank_file(folder, numbers.step, rank)
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = target.with_suffix(".unfinished")
@@ -183,8 +184,15 @@ def _read(file: Path) -> RankStep:
         with safe_open(file, framework="pt") as opened:
             header = json.loads(opened.metadata()[_NUMBERS])
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-        if header.pop("checksum") != _checksum(tensors):
-            raise ValueError("its content does not have the recorded checksum")  # noqa: TRY301
+        recorded = header.pop("checksums")
+        contents = _checksums(header, tensors)
+        changed = [
+            name for name in {**recorded, **contents} if recorded.get(name) != contents.get(name)
+        ]
+        if changed:
+            raise ValueError(  # noqa: TRY301
+                f"{', '.join(sorted(changed))} of it differ from the recorded checksums"
+            )
         scalars = set(header.pop("scalars"))
         metas = [name for name in tensors if name.startswith("meta/")]
         return RankStep(
@@ -210,12 +218,14 @@ def _read(file: Path) -> RankStep:
         ) from error
 
 
-def _checksum(tensors: Mapping[str, Tensor]) -> str:
-    total = xxhash.xxh3_128()
-    for name in sorted(tensors):
-        total.update(name.encode())
-        total.update(tensors[name].contiguous().view(-1).view(torch.uint8).numpy().data)
-    return total.hexdigest()
+def _checksums(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Returns the checksum of the header and of each tensor, with its dtype and shape, by name."""
+    found = {"header": xxhash.xxh3_128_hexdigest(json.dumps(header, sort_keys=True).encode())}
+    for name, tensor in tensors.items():
+        total = xxhash.xxh3_128(f"{tensor.dtype}{list(tensor.shape)}".encode())
+        total.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+        found[name] = total.hexdigest()
+    return found
 
 
 def forget_after(folder: Path, step: int) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from services.common.errors import (
     DataLossError,
@@ -186,6 +188,31 @@ def test_a_damaged_record_is_refused_before_anything_is_computed(record: Path, d
     with pytest.raises(DataLossError, match=r"step-00000002.rank-0"):
         plan_replay(record)
     plan_replay(record, last=1)
+
+
+@pytest.mark.parametrize("name", ["values/rollout_logprobs", "lengths/response_ids", "meta/0"])
+def test_a_tampered_record_names_the_tensor(record: Path, name: str) -> None:
+    file = files.rank_file(record, 2, 0)
+    with safe_open(file, framework="pt") as opened:
+        header = opened.metadata()
+        tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+    tensors[name][0] += 1
+    save_file(tensors, file, metadata=header)
+    with pytest.raises(DataLossError, match=rf"step-00000002.rank-0.*{name}"):
+        plan_replay(record)
+
+
+def test_a_tampered_number_of_a_record_is_named(record: Path) -> None:
+    file = files.rank_file(record, 2, 0)
+    with safe_open(file, framework="pt") as opened:
+        header = opened.metadata()
+        tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+    (key,) = header
+    numbers = json.loads(header[key])
+    numbers["metrics"]["loss"] = 7.0
+    save_file(tensors, file, metadata={key: json.dumps(numbers)})
+    with pytest.raises(DataLossError, match=r"step-00000002.rank-0.*header"):
+        plan_replay(record)
 
 
 def test_a_start_that_was_cut_off_is_refused(record: Path) -> None:
