@@ -1,5 +1,6 @@
 """Advantage, loss, off-policy correction and staleness of a run."""
 
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -166,6 +167,11 @@ class AlgorithmSpec(SpecPart):
     with one update per batch."""
     rejection: tuple[RejectionSpec, ...] = ()
     """Rejection masks. A token trains only if all of them accept it."""
+    opsm: float | None = Field(None, gt=0)
+    """Delta of DeepSeek-V3.2's off-policy sequence mask (arXiv:2512.02556, section 3.1), in nats per
+    token: sequences with a negative advantage do not train if the mean logprob of their tokens is
+    lower by more than this under the proximal policy than under the one that sampled them. One more
+    rejection mask; null uses none."""
     rejection_denominator: Literal["original", "kept"] = "original"
     """Denominator of the token losses. ``original`` counts all trained tokens. ``kept`` counts
     those that the rejection masks accept, which then weigh more; it requires a forward pass,
@@ -236,6 +242,15 @@ class AlgorithmSpec(SpecPart):
         kind = self.advantage_kind
         keys = {key: getattr(self, key) for key in kind.keys}
         return keys | kind.resolve(self.advantage_arguments)
+
+    @property
+    def rejections(self) -> tuple[RejectionSpec, ...]:
+        """All rejection masks, including ``opsm``."""
+        if self.opsm is None:
+            return self.rejection
+        lower = math.exp(-self.opsm)
+        mask = RejectionSpec(level="seq_mean", statistic="k1", lower=lower, negative_only=True)
+        return (*self.rejection, mask)
 
     @property
     def looks_ahead(self) -> bool:

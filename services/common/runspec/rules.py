@@ -1193,9 +1193,10 @@ def _correction(spec: RunSpec) -> Iterator[str]:
             "algorithm.correction_normalize needs the whole batch before training, but "
             "trainer.accumulate_early trains groups as they finish; remove one of them"
         )
-    if algorithm.rejection_denominator == "kept" and not algorithm.rejection:
+    if algorithm.rejection_denominator == "kept" and not algorithm.rejections:
         yield (
-            "algorithm.rejection_denominator is 'kept', but algorithm.rejection is empty; add a mask, or "
+            "algorithm.rejection_denominator is 'kept', but algorithm.rejection is empty and "
+            "algorithm.opsm null; add a mask, or "
             "remove algorithm.rejection_denominator"
         )
     for index, mask in enumerate(algorithm.rejection):
@@ -1357,11 +1358,6 @@ def _early_groups(spec: RunSpec) -> Iterator[str]:
         yield f"{begins} algorithm.max_staleness is {algorithm.max_staleness}; set it to 0"
     if updates > 1:
         yield f"{begins} trainer.updates_per_step is {updates}; set it to 1"
-    if algorithm.correction_normalize:
-        yield (
-            f"{begins} algorithm.correction_normalize divides weights by their mean over the batch, which is "
-            "known only at its end; set it to false"
-        )
     if not algorithm.advantage_kind.is_per_group:
         yield (
             f"{begins} algorithm.advantage {algorithm.advantage!r} may compare samples of different groups; "

@@ -223,7 +223,7 @@ class Objective:
             )
             weights = weights / self._mean_weight
         accepted = mask
-        for rule in spec.rejection:
+        for rule in spec.rejections:
             kept = correction.rejection_mask(
                 log_ratio,
                 mask,

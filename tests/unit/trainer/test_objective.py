@@ -71,3 +71,32 @@ def test_the_reported_divergence_does_not_depend_on_importance_weights(
     distance = (logprobs - samples.tokens["ref_logprobs"]).double()
     expected = float((torch.exp(-distance) + distance - 1).mean())
     assert tally.reduce(Ranks())["kl_ref"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("correction", ["decoupled", "bypass"])
+def test_opsm_masks_sequences_that_the_policy_left_and_that_have_a_negative_advantage(
+    correction: Any,
+) -> None:
+    delta, lengths = 0.1, [50, 70, 90, 110]
+    samples, logprobs = samples_of(lengths)
+    # The policy is less likely to sample the first and third sequence, by 0.15 nats per token.
+    moved = samples.segments.expand(torch.tensor([-0.15, -0.05, -0.15, 0.15]))
+    rollout = samples.tokens["proximal_logprobs"] - moved
+    advantages = samples.segments.expand(torch.tensor([-1.0, -1.0, 1.0, -1.0]))
+    samples = samples.with_tokens(rollout_logprobs=rollout, advantages=advantages)
+    spec = AlgorithmSpec(max_staleness=2, opsm=delta)
+    objective, tally = Objective(spec, correction=correction, horizon=128), MetricTotals()
+    current = logprobs.clone().requires_grad_()
+    loss = objective(
+        current,
+        torch.zeros_like(logprobs),
+        samples,
+        denominators=objective.denominators(torch.tensor(320.0), torch.tensor(4.0)),
+        kl_coefficient=0.0,
+        tally=tally,
+    )
+    loss.backward()
+    assert current.grad is not None
+    trains = samples.segments.max((current.grad != 0).double(), samples.tokens["loss_mask"])
+    assert trains.tolist() == [0, 1, 1, 1]
+    assert tally.reduce(Ranks())["rejected_fraction"] == pytest.approx(50 / 320)
