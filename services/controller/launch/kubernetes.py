@@ -39,6 +39,7 @@ from services.controller.launch.worker_pods import (
     run_metadata,
     run_policy,
     secret_name,
+    used_ports,
     why_volatile,
 )
 
@@ -118,12 +119,14 @@ class KubernetesLauncher:
             FailedPreconditionError: If Kubernetes refuses an object; the message has its explanation.
         """
         templates = await asyncio.to_thread(load_templates, self._templates)
+        others = await self._api.list(RUN_LABEL) if templates.is_on_node_network else ()
         bodies = build_pods(
             templates,
             run_id,
             spec,
             controller_address=self._controller_address,
             owner=self._owner,
+            used=used_ports(others),
         )
         known = await self._remove_leftovers(run_id, bodies)
         check_growth(bodies, known)

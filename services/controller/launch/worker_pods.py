@@ -6,8 +6,9 @@ bundled         one pod with the containers of all workers
 """
 
 import copy
+import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -33,10 +34,14 @@ RUN_LABEL = "slipstream.dev/run"
 WORKER_LABEL = "slipstream.dev/worker"
 
 _GPU_ANNOTATION = "slipstream.dev/gpu-resource"
+_PORTS_ANNOTATION = "slipstream.dev/node-ports"
 _GPU_CLAIM_ANNOTATION = "slipstream.dev/gpu-claim-template"
 _GRPC_PORT = 50051
 _METRICS_PORT = 9090
 _MEETING_PORT = 29500
+# Ports of pods in the network of their node. The node's services, such as 9100 and 10250, are below; node
+# ports (30000) and ephemeral ports (32768) are above.
+_NODE_PORTS = range(20_000, 29_500)
 RUNS_FOLDER = "/var/lib/slipstream"
 """Folder of workers for the state of runs, such as checkpoints."""
 TOKEN_KEY = "token"  # noqa: S105 -- its name inside the secret
@@ -62,6 +67,11 @@ class WorkerTemplates:
     pod_group: Mapping[str, Any] | None = None
     """Template of a run's pod group; None without a gang scheduler."""
 
+    @property
+    def is_on_node_network(self) -> bool:
+        """True if pods share the network of their node."""
+        return any(pod["spec"].get("hostNetwork") for pod in self.pods.values())
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
@@ -85,6 +95,55 @@ class _Place:
 
     def first_name(self, run_id: str) -> str:
         return f"{run_id.replace('_', '-')}-{self.worker_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Ports:
+    """Ports of a run's workers."""
+
+    grpc: int
+    """gRPC port of the first worker; the others have the next ones."""
+    metrics: int
+    """Metrics port of the first worker."""
+    meeting: int
+    """Port of the first worker at which the ranks of several nodes meet."""
+    is_meeting_shared: bool
+    """True if all workers have the same one, because each is in a network of its own."""
+
+    def meeting_of(self, index: int) -> int:
+        return self.meeting if self.is_meeting_shared else self.meeting + index
+
+
+_POD_PORTS = _Ports(_GRPC_PORT, _METRICS_PORT, _MEETING_PORT, is_meeting_shared=True)
+
+
+def used_ports(pods: Iterable[Mapping[str, Any]]) -> set[int]:
+    """Returns the ports that pods occupy in the networks of their nodes."""
+    numbers = set()
+    for pod in pods:
+        if pod["spec"].get("hostNetwork"):
+            text = pod["metadata"].get("annotations", {}).get(_PORTS_ANNOTATION, "")
+            numbers |= {int(number) for number in text.split(",") if number}
+    return numbers
+
+
+def _node_ports(run_id: str, spec: RunSpec, used: Collection[int]) -> _Ports:
+    """Returns three ports for each worker on nodes, which no other pod uses if there are enough.
+
+    Args:
+        used: Ports of existing pods.
+    """
+    used, num_workers = frozenset(used), len(worker_names(spec))
+    size, total = 3 * num_workers, len(_NODE_PORTS)
+    begin = int.from_bytes(hashlib.blake2b(run_id.encode(), digest_size=8).digest(), "big")
+    starts = (_NODE_PORTS[(begin + shift) % total] for shift in range(total))
+    fitting = (
+        start
+        for start in starts
+        if start + size <= _NODE_PORTS.stop and used.isdisjoint(range(start, start + size))
+    )
+    first = next(fitting, _NODE_PORTS.start)
+    return _Ports(first, first + num_workers, first + 2 * num_workers, is_meeting_shared=False)
 
 
 def secret_name(run_id: str) -> str:
@@ -167,6 +226,7 @@ def build_pods(
     *,
     controller_address: str,
     owner: Mapping[str, str],
+    used: Collection[int] = frozenset(),
 ) -> list[Pod]:
     """Builds all pods of a run, named by their places. Each container is named like its worker.
 
@@ -175,12 +235,14 @@ def build_pods(
     Args:
         controller_address: ``host:port`` at which workers reach the controller.
         owner: Owner reference; the pods are deleted with the owner.
+        used: Ports of other pods in the networks of nodes.
 
     Raises:
         FailedPreconditionError: If no node has room for a pod; with one line per problem.
     """
     if problems := [*pod_problems(spec, templates.topology)]:
         raise FailedPreconditionError("\n".join(problems))
+    ports = _node_ports(run_id, spec, used) if templates.is_on_node_network else _POD_PORTS
     pods = []
     for place in _places(templates, spec):
         pod = copy.deepcopy(templates.pods[place.kind.program])
@@ -193,7 +255,7 @@ def build_pods(
         container["name"] = place.worker_id
         _name_worker(container, place, run_id, controller_address)
         _add_certificate(pod, run_id)
-        _add_ports(container, place)
+        _add_ports(pod, place, ports)
         if spec.is_colocated(place.worker_id):
             join_trainer_pod(container, place.worker_id, spec, ready_file=_ready_file("trainer-0"))
         else:
@@ -204,7 +266,8 @@ def build_pods(
             first, rank = job_set.hostname(templates.job_set, first, 0), job_set.NODE_RANK
         if place.ranks > 1:
             address = f"{first}.{pod['spec']['subdomain']}"
-            container["command"] = _torchrun(place, node_rank=rank, address=address)
+            meeting = ports.meeting_of(place.index)
+            container["command"] = _torchrun(place, node_rank=rank, address=address, port=meeting)
         pods.append(pod)
     if templates.topology == "bundled":
         pods = [_together(f"{run_id.replace('_', '-')}-bundle", pods)]
@@ -229,7 +292,7 @@ def _places(templates: WorkerTemplates, spec: RunSpec) -> Iterator[_Place]:
             )
 
 
-def _torchrun(place: _Place, *, node_rank: str, address: str) -> list[str]:
+def _torchrun(place: _Place, *, node_rank: str, address: str, port: int) -> list[str]:
     """Returns the command of a worker of several ranks; several nodes rendezvous at the first one."""
     where = ["--standalone"]
     if place.nodes > 1:
@@ -237,7 +300,7 @@ def _torchrun(place: _Place, *, node_rank: str, address: str) -> list[str]:
             f"--nnodes={place.nodes}",
             f"--node-rank={node_rank}",
             f"--master-addr={address}",
-            f"--master-port={_MEETING_PORT}",
+            f"--master-port={port}",
         ]
     processes = f"--nproc-per-node={place.ranks // place.nodes}"
     return ["torchrun", *where, processes, "-m", place.kind.module]
@@ -282,14 +345,18 @@ def _add_certificate(pod: Pod, run_id: str) -> None:
             volume["secret"] |= {"secretName": secret_name(run_id), "items": items}
 
 
-def _add_ports(container: Pod, place: _Place) -> None:
+def _add_ports(pod: Pod, place: _Place, ports: _Ports) -> None:
     """Adds ports, which differ between a run's workers because they may share one network.
 
     Only the first rank serves them. A worker is ready after it has loaded, when it writes its ready
     file.
     """
+    (container,) = pod["spec"]["containers"]
     prefix = place.kind.settings_prefix
-    grpc, metrics = _GRPC_PORT + place.index, _METRICS_PORT + place.index
+    grpc, metrics = ports.grpc + place.index, ports.metrics + place.index
+    if pod["spec"].get("hostNetwork"):
+        numbers = (grpc, metrics, ports.meeting_of(place.index))
+        pod["metadata"]["annotations"][_PORTS_ANNOTATION] = ",".join(map(str, numbers))
     ready_file = _ready_file(place.worker_id)
     container["env"] += [
         {"name": f"{prefix}BIND", "value": f"$(POD_IP):{grpc}"},
@@ -322,6 +389,9 @@ def _together(name: str, pods: list[Pod]) -> Pod:
         named = {each["name"]: each for pod in pods for each in pod["spec"].get(kind, ())}
         if named:
             bundle["spec"][kind] = list(named.values())
+    annotations = [pod["metadata"].get("annotations", {}) for pod in pods]
+    if ports := [each[_PORTS_ANNOTATION] for each in annotations if _PORTS_ANNOTATION in each]:
+        annotations[0][_PORTS_ANNOTATION] = ",".join(ports)
     first, *others = bundle["spec"]["containers"]
     if claims := first.get("resources", {}).get("claims"):
         for container in others:  # a container without claims shares the GPUs of the trainer

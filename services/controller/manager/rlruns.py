@@ -617,7 +617,7 @@ def status_of(run: Run) -> dict[str, Any]:
         "targetSteps": run.target_steps,
         "weightVersion": run.weight_version,
         "staleness": summary.get("staleness"),
-        "scores": {name: score for name, score in scores.items() if score is not None},
+        "scores": {name: round(score, 4) for name, score in scores.items() if score is not None},
         "syncSeconds": None if sync_ms is None else round(sync_ms / 1000, 4),
         "startTime": None if run.start_time is None else _time(run.start_time),
         "finishTime": None if run.finish_time is None else _time(run.finish_time),

@@ -249,10 +249,13 @@ def test_every_pod_is_locked_down(profiles: tuple[str, ...]) -> None:
             assert context["allowPrivilegeEscalation"] is False
             assert context["capabilities"]["drop"] == ["ALL"]
             assert container["resources"]["limits"]["memory"]
+            assert container["resources"]["requests"]["ephemeral-storage"]
 
 
 def test_further_shards_register_with_the_index() -> None:
     manifests = render("--set", "transferqueue.shards=3")
+    budget = one(manifests, "PodDisruptionBudget", "demo-slipstream-transferqueue-shard")["spec"]
+    assert budget["minAvailable"] == 2
     shards = one(manifests, "StatefulSet", "demo-slipstream-transferqueue-shard")
     assert shards["spec"]["replicas"] == 2
     (container,) = shards["spec"]["template"]["spec"]["containers"]
@@ -387,6 +390,8 @@ def test_only_autoscaling_defines_a_kind_and_lets_the_controller_write_its_objec
     kubernetes_validate.validate(definition, "1.35", strict=True)
     (version,) = definition["spec"]["versions"]
     assert definition["metadata"]["name"] == f"{PLURAL}.{GROUP}"
+    kept = {"helm.sh/resource-policy": "keep"}
+    assert definition["metadata"]["annotations"] == kept, "other releases have scales, too"
     assert version["name"] == VERSION
     rules = one(manifests, "Role", "demo-slipstream-controller")["rules"]
     assert {rule["resources"][0] for rule in rules if rule["apiGroups"] == [GROUP]} == {

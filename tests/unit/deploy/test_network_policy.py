@@ -82,8 +82,8 @@ def test_the_code_of_runs_reaches_only_what_the_installation_names() -> None:
     assert own in reached["controller"]
     assert [named in reached[component] for component in ("trainer", "rollout")] == [True, True]
     assert named not in reached["controller"]
-    assert anywhere["rollout"] == anywhere["trainer"] == {53, 4317}
-    assert anywhere["controller"] == {53, 4317, 443, 6443}
+    assert anywhere["rollout"] == anywhere["trainer"] == {4317}
+    assert anywhere["controller"] == {4317, 443, 6443}
     assert reached["fetch"] == [], "no policy holds it back"
 
 
@@ -118,8 +118,27 @@ def test_workers_reach_nothing_outside_unless_the_installation_names_it() -> Non
         assert rules, "no policy would let everything through"
         for rule in rules:
             ports = {item["port"] for item in rule.get("ports", [])}
-            assert "to" in rule or ports == {53}
-            assert all("ipBlock" not in peer for peer in rule.get("to", []))
+            assert "to" in rule
+            assert ports == {53} or all("ipBlock" not in peer for peer in rule["to"])
+
+
+def test_names_are_resolved_by_the_clusters_servers_only() -> None:
+    for options, peers in (
+        ((), [{"namespaceSelector": {"matchLabels": {_NAMESPACE: "kube-system"}}}]),
+        (
+            ("--set-json", 'networkPolicy.egress.dnsTo=[{"ipBlock": {"cidr": "10.0.0.10/32"}}]'),
+            [{"ipBlock": {"cidr": "10.0.0.10/32"}}],
+        ),
+    ):
+        rules = [
+            rule
+            for policy in _policies(render(*options))
+            for rule in policy.get("egress", [])
+            if 53 in {item["port"] for item in rule.get("ports", [])}
+        ]
+        assert len(rules) == 2
+        for rule in rules:
+            assert rule["to"][: len(peers)] == peers
 
 
 def test_pods_on_the_nodes_network_leave_its_ports_alone() -> None:

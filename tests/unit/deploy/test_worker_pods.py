@@ -9,7 +9,13 @@ import pytest
 from services.common.errors import FailedPreconditionError
 from services.common.runspec.workers import WORKERS, WorkerKind
 from services.controller.launch import gang, job_set
-from services.controller.launch.worker_pods import Pod, build_pods, load_templates, why_volatile
+from services.controller.launch.worker_pods import (
+    Pod,
+    build_pods,
+    load_templates,
+    used_ports,
+    why_volatile,
+)
 from tests.helpers.chart import one, render, worker_templates
 from tests.helpers.specs import spec_with
 
@@ -197,7 +203,11 @@ def test_bundled_workers_ask_for_their_gpus_in_one_pod(tmp_path: Path) -> None:
 def test_workers_on_the_cpu_ask_for_no_gpu(tmp_path: Path) -> None:
     for pod in build(tmp_path, profiles=("cpu-smoke",), trainer={"world_size": 2}):
         for part in ("requests", "limits"):
-            assert set(pod["spec"]["containers"][0]["resources"][part]) <= {"cpu", "memory"}
+            assert set(pod["spec"]["containers"][0]["resources"][part]) <= {
+                "cpu",
+                "memory",
+                "ephemeral-storage",
+            }
 
 
 def test_several_trainer_processes_start_by_torchrun(tmp_path: Path) -> None:
@@ -304,6 +314,60 @@ def test_a_folder_outlives_its_pod_if_a_claim_holds_it(folder: str, is_kept: boo
     claim = "workers.checkpoints.existingClaim=checkpoints"
     kept = worker_templates(render("--set", claim))["trainer"]
     assert (why_volatile(kept, folder) == "") == is_kept
+
+
+def numbers(pods: list[Pod]) -> list[int]:
+    """Returns all ports that pods listen on or meet at."""
+    found = []
+    for container in (each for pod in pods for each in pod["spec"]["containers"]):
+        found += [port["containerPort"] for port in container.get("ports", ())]
+        command = container.get("command", ())
+        found += [int(part.partition("=")[2]) for part in command if "--master-port=" in part]
+    return found
+
+
+@pytest.mark.parametrize("topology", ["separate", "bundled"])
+def test_runs_on_the_network_of_a_node_have_different_ports(tmp_path: Path, topology: str) -> None:
+    values = ("--set", f"workers.hostNetwork=true,workers.topology={topology}")
+    config = one(render(*values), "ConfigMap", "demo-slipstream-workers")
+    for name, text in config["data"].items():
+        (tmp_path / name).write_text(text)
+    templates = load_templates(tmp_path)
+    nodes = {"gpus_per_node": 8 if topology == "separate" else 64}
+    spec = spec_with(**SMALL, topology=nodes)
+    spec = spec.model_copy(
+        update={
+            "rollout": spec.rollout.model_copy(update={"replicas": 12}),
+            "trainer": spec.trainer.model_copy(update={"world_size": 16}),
+        }
+    )
+    existing: list[Pod] = []
+    for number in range(40):
+        pods = build_pods(
+            templates,
+            f"run_{number}",
+            spec,
+            controller_address="c:50051",
+            owner=OWNER,
+            used=used_ports(existing),
+        )
+        for pod in pods:
+            kubernetes_validate.validate(pod, "1.35", strict=True)
+        shared = set(numbers(pods)) & set(numbers(existing))
+        assert not shared
+        assert all(20_000 <= port < 29_500 for port in numbers(pods))
+        existing += pods
+    # A run that is started again by another controller does not take the ports of its own pods.
+    again = build_pods(
+        templates, "run_0", spec, controller_address="c", owner=OWNER, used=used_ports(existing)
+    )
+    assert set(numbers(again)).isdisjoint(numbers(existing))
+
+
+def test_pods_with_a_network_of_their_own_keep_the_usual_ports(tmp_path: Path) -> None:
+    first, *_ = build(tmp_path, profiles=("multi-node",), trainer={"world_size": 16})
+    assert numbers([first]) == [50051, 9090, 29500]
+    assert not used_ports([first])
 
 
 def test_missing_templates_are_named(tmp_path: Path) -> None:

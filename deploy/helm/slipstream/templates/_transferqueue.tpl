@@ -117,7 +117,8 @@ spec:
             periodSeconds: 2
             timeoutSeconds: 3
           resources:
-            requests: {cpu: {{ $values.cpu | quote }}, memory: {{ $memory }}}
+            # Its files in /tmp and the spilled samples.
+            requests: {cpu: {{ $values.cpu | quote }}, memory: {{ $memory }}, ephemeral-storage: {{ printf "%dMi" (add (int $values.spillMiB) 128) }}}
             limits: {memory: {{ $memory }}}
           volumeMounts:
             - {name: tmp, mountPath: /tmp}

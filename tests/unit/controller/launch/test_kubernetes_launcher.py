@@ -83,8 +83,10 @@ class FakeCluster:
         return self.pods[name]
 
     async def list(self, selector: str) -> list[dict[str, Any]]:
-        key, value = selector.split("=")
-        return [pod for pod in self.pods.values() if pod["metadata"]["labels"].get(key) == value]
+        key, _, value = selector.partition("=")
+        labels = {name: pod["metadata"]["labels"] for name, pod in self.pods.items()}
+        fits = {name: key in own and value in ("", own[key]) for name, own in labels.items()}
+        return [pod for name, pod in self.pods.items() if fits[name]]
 
     async def delete(
         self, name: str, *, grace_s: int | None = None, is_queued: bool = False
