@@ -1,6 +1,7 @@
 """Trial of the first rows of a run's data as rollouts process them: templates, tokenizer, rewards."""
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -8,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from services.common.models.tokenizer import Tokenizer
 from services.common.runspec.data import kind_of
-from services.common.runspec.rollout import EARNED, SERVICES, RewardSpec
+from services.common.runspec.rollout import EARNED, REWARDS, SERVICES, RewardSpec
 from services.common.runspec.rules import batch_bytes
 from services.common.runspec.run import RunSpec
 from services.common.security.confinement import CodePolicy
+from services.common.task_group import TaskGroup
 from services.rollout.calls.outside import AddressPolicy
 from services.rollout.calls.pool import CallPool
 from services.rollout.data.prompts import Curriculum, Prompt, PromptStore
@@ -28,6 +30,15 @@ MAX_ROWS = 16
 TIMEOUT_S = 60.0
 """Max seconds for all calls of one function; without it, a hanging function would block the
 command."""
+UNRELATED = (
+    "The harbour was quiet, and nobody had seen the blue kite.",
+    "```python\nvalue = None\n```",
+)
+"""A text and a program that answer no prompt."""
+COMPARING = ("exact_match", "math_verify")
+_QUESTION_CHARACTERS = 80
+"""Twice the length from which an answer in a long prompt is its question, not a choice."""
+_DERIVATION = re.compile(r"####|\\boxed\s*\{|[.!?]\s+\S+(?:\s+\S+){5}", re.DOTALL)
 _PROCESSES = 2
 _EXAMPLES = 4
 
@@ -206,20 +217,76 @@ async def _try_reward(
     *,
     key: str,
 ) -> None:
-    if reward.sees == "response":
-        scorer = Scorer([reward], pool)
-        # Early in training, many responses contain no answer.
-        given = [*given, replace(given[0], response="")]
-
-        async def call(one: RewardInput) -> None:
-            await scorer.score(one)
-    else:
+    if not await _is_loaded(trial, pool, REWARDS.get(reward.name, reward.name), key=key):
+        return
+    if reward.sees != "response":
         comparison = Comparison([reward], pool)
 
-        async def call(one: RewardInput) -> None:
+        async def compare(one: RewardInput) -> None:
             await comparison.score([one, one])
 
-    await _judge(trial, [partial(call, one) for one in given], key=key, what=reward.name)
+        await _judge(trial, [partial(compare, one) for one in given], key=key, what=reward.name)
+        return
+    scorer = Scorer([reward.model_copy(update={"weight": 1.0})], pool)
+    scores = dict[tuple[int, str], float]()
+
+    async def call(row: int, response: str) -> None:
+        score = await scorer.score(replace(given[row], response=response))
+        scores[row, response] = score.value
+
+    calls = [partial(call, row, one.response) for row, one in enumerate(given)]
+    calls += [partial(call, row, text) for row in range(len(given)) for text in UNRELATED]
+    # Early in training, many responses contain no answer.
+    await _judge(trial, [*calls, partial(call, 0, "")], key=key, what=reward.name)
+    for note in (*score_notes(reward, given, scores), *answer_notes(reward, given)):
+        trial.notes.append(f"{key}: {reward.name!r}: {note}")
+
+
+def score_notes(
+    reward: RewardSpec, given: Sequence[RewardInput], scores: Mapping[tuple[int, str], float]
+) -> Iterator[str]:
+    """Yields what the scores of the expected answers and of unrelated responses say about a reward.
+
+    Args:
+        given: Inputs whose responses are the expected answers.
+        scores: Score by row and response, where there is one.
+    """
+    rows = [row for row in range(len(given)) if any((row, text) in scores for text in UNRELATED)]
+    wrong = [row for row in rows if any(scores.get((row, text), 0.0) >= 1.0 for text in UNRELATED)]
+    if wrong:
+        yield f"a wrong answer scores 1 in {len(wrong)} of {len(rows)} rows"
+    # The tests of a program are no program.
+    answered = [
+        row
+        for row, one in enumerate(given)
+        if (row, one.response) in scores and one.response and reward.name != "code_tests"
+    ]
+    lost = [row for row in answered if scores[row, given[row].response] <= 0.0]
+    if lost:
+        yield f"the expected answer itself scores 0 in {len(lost)} of {len(answered)} rows"
+
+
+def answer_notes(reward: RewardSpec, given: Sequence[RewardInput]) -> Iterator[str]:
+    """Yields why no response will equal the answers of a reward that compares them."""
+    if reward.name not in COMPARING:
+        return
+    answers = [one.response.strip() for one in given]
+    repeated = [
+        answer
+        for answer, one in zip(answers, given, strict=True)
+        if answer in one.prompt and 2 * len(answer) >= min(len(one.prompt), _QUESTION_CHARACTERS)
+    ]
+    if 2 * len(repeated) > len(given):
+        yield (
+            f"the answer is text of the prompt in {len(repeated)} of {len(given)} rows; set "
+            "data.answer_column to the column with the answer"
+        )
+    derived = [answer for answer in answers if _DERIVATION.search(answer)]
+    if reward.name == "exact_match" and derived:
+        yield (
+            f"the answer is a derivation in {len(derived)} of {len(given)} rows, which no response equals; "
+            "use math_verify, or a column with the final answer"
+        )
 
 
 async def _try_curriculum(
@@ -272,6 +339,16 @@ def _is_pair(value: Any) -> bool:
     )
 
 
+async def _is_loaded(trial: RowTrialResult, pool: CallPool, reference: str, *, key: str) -> bool:
+    """Loads a function, whose imports take as long as they need; reports a problem if that fails."""
+    try:
+        await pool.check(reference)
+    except CallError as error:
+        trial.problems.append(f"{key}: loading {reference!r} failed: {error.message}")
+        return False
+    return True
+
+
 async def _judge(
     trial: RowTrialResult, calls: Sequence[Callable[[], Awaitable[None]]], *, key: str, what: str
 ) -> None:
@@ -289,7 +366,10 @@ async def _judge(
 
     try:
         async with asyncio.timeout(TIMEOUT_S):
-            await asyncio.gather(*map(make, calls))
+            # Not gather, which does not wait for the calls that it cancels.
+            async with TaskGroup() as tasks:
+                for call in calls:
+                    tasks.create_task(make(call))
     except TimeoutError:
         if not failed and not num_succeeded:
             trial.notes.append(

@@ -39,9 +39,7 @@ def test_a_model_whose_image_processor_does_not_load_is_a_problem(tmp_path, monk
         check(spec_with(tmp_path, model=model))
 
 
-@pytest.mark.parametrize(
-    "name", ["code_tests", "http://judge/score", "https://judge/score", "grpc://judge:1"]
-)
+@pytest.mark.parametrize("name", ["http://judge/score", "https://judge/score", "grpc://judge:1"])
 def test_built_in_rewards_and_services_pass(tmp_path, name):
     check(spec_with(tmp_path, rollout={"rewards": [{"name": name}]}))
 

@@ -1,0 +1,129 @@
+"""Tests of what the first rows say about a reward before a run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.cli import row_trial
+from services.cli.row_trial import RowTrialResult, try_functions, try_rows
+from services.common.models.tokenizer import load_tokenizer
+from services.common.runspec.run import RunSpec
+from services.rollout.data.sources import open_sources
+
+ROWS = [{"question": f"How much is {n} + {n}?", "answer": str(2 * n)} for n in range(20)]
+DERIVED = [{**row, "answer": f"It is twice that.\n#### {row['answer']}"} for row in ROWS]
+TESTED = [{**row, "answer": f"assert f({row['answer']}) == 1"} for row in ROWS]
+UNTESTED = [{**row, "answer": "def check(candidate):\n    assert candidate(1)"} for row in ROWS]
+REWARDS = """\
+import time
+
+def always(prompt, response, answer, row):
+    return 1.0
+
+def half(prompt, response, answer, row):
+    return 0.5
+
+def never(prompt, response, answer, row):
+    return 0.0
+
+def right(prompt, response, answer, row):
+    return float(response == answer)
+
+def slow(prompt, response, answer, row):
+    time.sleep(60)
+
+def broken(prompt, response, answer, row):
+    raise RuntimeError("broken")
+"""
+
+
+def trial(
+    folder: Path, reward: dict[str, Any], rows: list[dict[str, str]], **data: str
+) -> RowTrialResult:
+    """Returns the findings for a reward and rows."""
+    (folder / "rewards.py").write_text(REWARDS)
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    if reward["name"][0] == ":":
+        reward = {**reward, "name": f"{folder / 'rewards.py'}{reward['name']}"}
+    spec = RunSpec.model_validate(
+        {
+            "name": "trial",
+            "model": {"path": "tiny:qwen2-0.4m", "tokenizer": "bytes"},
+            "data": {
+                "train": {"source": "jsonl", "path": str(folder / "rows.jsonl")},
+                "prompt_column": "question",
+                "answer_column": "answer",
+                "max_prompt_tokens": 64,
+                **data,
+            },
+            "rollout": {"group_size": 2, "max_response_tokens": 16, "rewards": [reward]},
+            "algorithm": {"max_staleness": 1},
+            "trainer": {"steps": 1, "prompts_per_step": 1},
+        }
+    )
+    tokenizer = load_tokenizer(spec.model)
+    _, prompts = try_rows(spec, open_sources(spec.data), tokenizer)
+    return try_functions(spec, prompts, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "data", "words"),
+    [
+        (":always", ROWS, {}, ["a wrong answer scores 1 in 16 of 16 rows"]),
+        (":never", ROWS, {}, ["expected answer itself scores 0 in 16 of 16 rows"]),
+        (":half", ROWS, {}, []),
+        (":right", ROWS, {}, []),
+        ("exact_match", ROWS, {}, []),
+        ("exact_match", DERIVED, {}, ["derivation in 16 of 16 rows", "math_verify"]),
+        ("math_verify", ROWS, {}, []),
+        ("math_verify", DERIVED, {}, []),
+        (
+            "math_verify",
+            ROWS,
+            {"answer_column": "question"},
+            ["16 of 16 rows", "data.answer_column"],
+        ),
+        ("code_tests", TESTED, {}, []),
+    ],
+)
+def test_a_reward_that_does_not_tell_right_from_wrong_is_noted(
+    tmp_path: Path, name: str, rows: list[dict[str, str]], data: dict[str, str], words: list[str]
+) -> None:
+    found = trial(tmp_path, {"name": name}, rows, **data)
+    assert found.problems == []
+    assert len(found.notes) == bool(words), found.notes
+    assert all(word in found.notes[0] for word in words)
+
+
+def test_the_weight_of_a_reward_does_not_hide_a_wrong_score(tmp_path: Path) -> None:
+    found = trial(tmp_path, {"name": ":always", "weight": 0.1}, ROWS)
+    assert ["a wrong answer" in note for note in found.notes] == [True]
+
+
+@pytest.mark.parametrize(("name", "rows"), [(":broken", ROWS), ("code_tests", UNTESTED)])
+def test_a_reward_that_fails_for_every_row_is_a_problem(
+    tmp_path: Path, name: str, rows: list[dict[str, str]]
+) -> None:
+    (problem,) = trial(tmp_path, {"name": name}, rows).problems
+    assert problem.startswith("rollout.rewards.0.name")
+
+
+def test_a_reward_with_slow_imports_is_tested(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Imports are no part of the deadline of the calls."""
+    monkeypatch.setattr(row_trial, "TIMEOUT_S", 3.0)
+    (tmp_path / "slow_import.py").write_text(f"import time\ntime.sleep(4)\n{REWARDS}")
+    found = trial(tmp_path, {"name": f"{tmp_path / 'slow_import.py'}:broken"}, ROWS)
+    assert len(found.problems) == 1
+
+
+def test_a_slow_reward_leaves_no_process_and_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(row_trial, "TIMEOUT_S", 3.0)
+    found = trial(tmp_path, {"name": ":slow"}, ROWS)
+    assert ["not tested" in note for note in found.notes] == [True]
+    assert capfd.readouterr().err == ""
