@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from starlette.routing import Route
 from services.common.errors import InvalidArgumentError
 from services.common.lifetime import wait_for_shutdown
 from services.common.models.loading import SCORES_BEFORE_END
+from services.common.models.tokenizer import Tokenizer
 from services.common.task_group import TaskGroup
 from services.rollout.calls.guard import add_options, serve_guarded
 
@@ -66,6 +68,8 @@ class Classifier:
     def tokens(self, prompt: str, response: str) -> list[int]:
         """Tokenizes a prompt and its response, with the chat template if the model has one.
 
+        Control tokens that they spell are tokenized as text.
+
         For a reward model that Slipstream trained, the tokens are those of training: prompt and response are
         tokenized separately, without the token that ends a response.
 
@@ -75,27 +79,34 @@ class Classifier:
         if self._prompts is not None:
             ids = self._open_tokens(prompt, response)
         elif self._tokenizer.chat_template is None:
-            ids = self._tokenizer.encode(prompt + response)
+            ids = self._tokenizer.encode(prompt + response, split_special_tokens=True)
         else:
             chat = [
                 {"role": "user", "content": prompt},
                 {"role": "assistant", "content": response},
             ]
-            text = self._tokenizer.apply_chat_template(chat, tokenize=False)
-            ids = self._tokenizer.encode(text, add_special_tokens=False)
+            ids = self._texts.encode(self._texts.render_chat(chat, opens_answer=False))
         if not 0 < len(ids) <= self._max_tokens:
             raise ValueError(f"the text must have 1 to {self._max_tokens} tokens, got {len(ids)}")
         return list(ids)
 
     def _open_tokens(self, prompt: str, response: str) -> list[int]:
-        tokenizer = self._tokenizer
+        texts = self._texts
         if self._prompts == "text":
-            before = tokenizer.encode(prompt)
+            before = self._tokenizer.encode(prompt, split_special_tokens=True)
         else:
             chat = [{"role": "user", "content": prompt}]
-            text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-            before = tokenizer.encode(text, add_special_tokens=False)
-        return [*before, *tokenizer.encode(response, add_special_tokens=False)]
+            before = texts.encode(texts.render_chat(chat))
+        return [*before, *texts.encode(texts.escape(response))]
+
+    @cached_property
+    def _texts(self) -> Tokenizer:
+        """Encodes the control tokens of prompts and responses as text, so that these add no turn.
+
+        Raises:
+            ValueError: If the model has no end token.
+        """
+        return Tokenizer(self._tokenizer, name=str(self._tokenizer.name_or_path))
 
     @torch.no_grad()
     def scores(self, texts: Sequence[Sequence[int]]) -> list[float]:
