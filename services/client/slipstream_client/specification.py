@@ -1,9 +1,10 @@
 """Reads specification files for submission; the controller validates their content."""
 
 import os.path
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -24,13 +25,34 @@ def read_spec(spec: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(spec, Mapping):
         return dict(spec)
     path = Path(spec)
-    document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    document = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # noqa: S506 -- it is a SafeLoader
     if not isinstance(document, dict):
         raise ValueError(  # noqa: TRY004 -- the content of the file is wrong, not an argument
             f"{path}: expected a mapping of keys, got {type(document).__name__}"
         )
     found: dict[str, Any] = _resolved(document, path.resolve().parent)
     return found
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads scalars as in YAML 1.2, like the command line: ``no`` is a text, ``1e-3`` a number."""
+
+    yaml_implicit_resolvers: ClassVar = {
+        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":bool")]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool",
+    re.compile(r"(?:true|True|TRUE|false|False|FALSE)$"),
+    list("tTfF"),
+)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"(?:[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+|[-+]?\.[0-9]+[eE][-+]?[0-9]+)$"),
+    list("-+.0123456789"),
+)
 
 
 def _resolved(value: Any, folder: Path, key: str = "") -> Any:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -53,6 +53,9 @@ def shape_problem(document: Any) -> str:
 
 
 _MERGE = "tag:yaml.org,2002:merge"
+_BOOLEAN_TAG, _FLOAT_TAG = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:float"
+_BOOLEAN = re.compile(r"(?:true|True|TRUE|false|False|FALSE)$")
+_EXPONENT = re.compile(r"(?:[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+|[-+]?\.[0-9]+[eE][-+]?[0-9]+)$")
 _OCTAL = re.compile(r"[-+]?0[0-9_]+")
 MACHINE_KEYS = ("rollout.replicas", "trainer.dtype")
 """Keys whose defaults depend on the machine that runs the specification."""
@@ -250,7 +253,14 @@ class _Loader(yaml.SafeLoader):
 
     Duplicate keys are rejected; YAML would silently keep the last one. Dates and ``1:30`` (which
     would be 90) are texts, and integers that begin with 0 are rejected, because they would be octal.
+    As in YAML 1.2, ``yes``, ``no``, ``on`` and ``off`` are texts, which keys for booleans accept, and
+    ``1e-3`` is a number.
     """
+
+    yaml_implicit_resolvers: ClassVar = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != _BOOLEAN_TAG]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -280,6 +290,8 @@ class _Loader(yaml.SafeLoader):
         return node.value if ":" in node.value else super().construct_yaml_float(node)
 
 
+_Loader.add_implicit_resolver(_BOOLEAN_TAG, _BOOLEAN, list("tTfF"))
+_Loader.add_implicit_resolver(_FLOAT_TAG, _EXPONENT, list("-+.0123456789"))
 for _tag, _construct in {
     "int": _Loader.construct_yaml_int,
     "float": _Loader.construct_yaml_float,

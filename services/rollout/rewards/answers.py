@@ -10,6 +10,7 @@ from typing import Any, Final
 from services.rollout.rewards.code_answers import OutputTests, read_tests
 from services.rollout.rewards.code_blocks import compiles, find_program
 from services.rollout.rewards.code_verdicts import judged, prints
+from services.rollout.rewards.reasoning import answer_part
 from services.rollout.sandbox.programs import Limits
 
 # Tasks whose verifiers compare boards as tuples, which JSON converts to lists.
@@ -51,7 +52,8 @@ def exact_match(
     Raises:
         ValueError: If there is no answer, or it is not one value.
     """
-    given, expected = response.strip(), answer_text(answer, reward="exact_match").strip()
+    given = answer_part(response).strip()
+    expected = answer_text(answer, reward="exact_match").strip()
     if ignore_case:
         given, expected = given.casefold(), expected.casefold()
     whole = expected.removesuffix(".0") if isinstance(answer, float) else expected
@@ -75,6 +77,7 @@ def gym_answer(prompt: str, response: str, answer: Any, row: Mapping[str, Any]) 
         raise ValueError(
             "the row has no metadata.source_dataset; use this reward with data.train.source reasoning_gym"
         )
+    response = answer_part(response)
     tagged = extract_answer(response)
     found = response.strip() if tagged is None else tagged
     entry = dict(row)
@@ -122,7 +125,7 @@ def code_tests(
         ValueError: If the answer is no test of a program.
     """
     tests = read_tests(answer, row)
-    program = find_program(response)
+    program = find_program(answer_part(response))
     limits = Limits(seconds=seconds, memory_bytes=memory_bytes, reads_files=reads_files)
     if isinstance(tests, OutputTests):
         passed = (prints(program, *pair, limits) for pair in tests.pairs)

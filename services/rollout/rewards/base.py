@@ -21,6 +21,8 @@ class RewardInput:
     """Set of the prompt."""
     earned: object = None
     """Reward that the environment or the agent returned for the episode."""
+    opens_reasoning: bool = False
+    """True if the chat template began the response's reasoning at the end of the prompt."""
     turn_lengths: tuple[int, ...] = ()
     """Number of tokens of each turn that the policy sampled in the scored conversation."""
     episode: Callable[[], Mapping[str, Any]] = dict

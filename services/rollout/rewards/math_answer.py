@@ -26,6 +26,7 @@ from sympy import Abs, Add, Eq, Expr, I, Interval, MatrixBase, Symbol, Tuple, Un
 from services.rollout.rewards import math_spelling as spelling
 from services.rollout.rewards.answers import answer_text
 from services.rollout.rewards.math_numbers import relative_comparison
+from services.rollout.rewards.reasoning import answer_part
 
 _MARK = "####"
 _BOX = "\\boxed{"
@@ -73,7 +74,7 @@ def math_answer(prompt: str, response: str, answer: Any, row: Mapping[str, Any])
             f"{len(expected)}; mark the final expression with \\boxed{{}} or {_MARK}"
         )
     with _cpu_time_limit(_CPU_TIMEOUT_S):
-        return float(_is_answered(expected, response, answer))
+        return float(_is_answered(expected, answer_part(response), answer))
 
 
 def _is_answered(expected: str, response: str, answer: Any) -> bool:

@@ -13,6 +13,7 @@ from services.rollout.calls.outside import AddressPolicy
 from services.rollout.calls.pool import CallPool
 from services.rollout.failures import CallError
 from services.rollout.rewards.base import RewardInput, Score
+from services.rollout.rewards.reasoning import BEGIN
 from services.rollout.rewards.remote import (
     GrpcRewardService,
     HttpRewardService,
@@ -209,9 +210,15 @@ class Scorer:
             remote = self._remotes[spec.name]
             value = await remote.score(given, episode=episode, timeout_s=spec.timeout_s)
             return spec, _some(spec, value)
+        is_begun = given.opens_reasoning and spec.name in REWARDS
         value = await self._pool.call(
             _reference(spec),
-            (given.prompt, given.response, given.answer, dict(given.row)),
+            (
+                given.prompt,
+                BEGIN + given.response if is_begun else given.response,
+                given.answer,
+                dict(given.row),
+            ),
             spec.arguments if episode is None else {**spec.arguments, "episode": episode},
             timeout_s=spec.timeout_s,
         )

@@ -13,6 +13,8 @@ from services.rollout.rewards.base import Score
 
 MAX_TERMS: Final = 64
 """Max terms of one reward; each becomes a curve."""
+_MAX_SCORE: Final = 3.4e38
+"""Max size of a score; training computes in float32, in which larger ones are infinite."""
 _NAME = re.compile(r"[A-Za-z_][\w.\-/]{0,63}")
 _UNNAMEABLE = re.compile(r"\W")
 _PLAIN = TermSpec()
@@ -20,7 +22,7 @@ _SUM = "sum of rollout.rewards"
 
 
 def checked_score(value: object, *, bounds: tuple[float, float] | None, name: str) -> float:
-    """Returns the value if it is a finite number within the bounds.
+    """Returns the value if it is a number within the bounds that is finite in float32.
 
     Raises:
         CallError: ``invalid_value`` for anything else.
@@ -29,10 +31,10 @@ def checked_score(value: object, *, bounds: tuple[float, float] | None, name: st
         score = float(value) if isinstance(value, int | float) else math.nan
     except OverflowError:
         score = math.inf
-    if not math.isfinite(score):
+    if not abs(score) <= _MAX_SCORE:  # also refuses NaN
         raise CallError(
             "invalid_value",
-            f"reward {name!r} must return a finite number, got {shortened(value)}",
+            f"reward {name!r} must return a finite number of float32, got {shortened(value)}",
         )
     if bounds is not None and not bounds[0] <= score <= bounds[1]:
         raise CallError(

@@ -19,6 +19,7 @@ from services.rollout.data.prompts import Curriculum, Prompt
 from services.rollout.engines.base import Engine, GenerationResult, split_stop_texts
 from services.rollout.failures import CallError, GroupError
 from services.rollout.rewards.base import Reward, RewardInput, Score
+from services.rollout.rewards.reasoning import BEGIN
 from services.rollout.rewards.scorer import Comparison
 from services.rollout.rewards.terms import joined
 from services.rollout.sampling.progress_cache import GroupProgress, MemberProgress
@@ -35,6 +36,8 @@ from services.rollout.workflows.turns import Turn, flattened, num_sampled, train
 from services.wire.workers import GroupAssignment
 
 logger = logging.getLogger(__name__)
+_END_TOKENS = 8
+"""Tokens at the end of a prompt that may begin the reasoning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,14 +308,17 @@ class RunningGroup:
 
     def _input(self, episode: Episode) -> RewardInput:
         prompt = episode.prompt
+        lengths = tuple(len(turn.token_ids) for turn in episode.turns if turn.is_sampled)
+        end = self._tools.tokenizer.decode(prompt.token_ids[-_END_TOKENS:], keeps_special=True)
         return RewardInput(
             prompt=prompt.text,
             response=episode.response_text,
+            opens_reasoning=len(lengths) == 1 and end.rstrip().endswith(BEGIN),
             answer=prompt.answer,
             row=prompt.row,
             split=self.assignment.split,
             earned=episode.earned,
-            turn_lengths=tuple(len(turn.token_ids) for turn in episode.turns if turn.is_sampled),
+            turn_lengths=lengths,
             episode=partial(history_of, episode),
         )
 

@@ -427,7 +427,7 @@ def test_a_reward_that_fails_at_times_is_noted(tmp_path, rewards):
     file.write_text(spec.model_dump_json())
     (note,) = read_checked(file).notes
     assert note.startswith("rollout.rewards.0.name")
-    assert "1 of 5" in note
+    assert "1 of 13" in note
 
 
 def test_other_functions_are_tried_too(tmp_path, rewards):

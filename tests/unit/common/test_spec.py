@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from services.common.runspec import loader
 from services.common.runspec.base import in_yaml
 from services.common.runspec.keys import flat
 from services.common.runspec.loader import (
@@ -17,6 +18,7 @@ from services.common.runspec.loader import (
     spec_digest,
 )
 from services.common.runspec.trainer import LoraSpec
+from slipstream_client.specification import read_spec
 from tests.helpers.specs import SMALLEST, changed
 
 
@@ -613,3 +615,26 @@ def test_quantized_rollouts_are_corrected_by_weights_also_with_one_update() -> N
     quantized = parse_spec(changed(rollout={"quantization": "fp8"}))
     assert quantized.correction == "decoupled"
     assert not quantized.needs_proximal
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("[yes, no]", ["yes", "no"]),
+        ("[On, off, Yes, NO, y, n]", ["On", "off", "Yes", "NO", "y", "n"]),
+        ("[true, False]", [True, False]),
+        ("1e-3", 1e-3),
+        ("[1E5, -2e+3, 1.5e2, .5e1]", [1e5, -2e3, 150.0, 5.0]),
+        ("1e-3s", "1e-3s"),
+    ],
+)
+def test_values_of_yaml_are_what_they_look_like(tmp_path: Path, text: str, value: object) -> None:
+    file = tmp_path / "spec.yaml"
+    file.write_text(f"rollout: {{rewards: [{{name: exact_match, arguments: {{value: {text}}}}}]}}")
+    for document in (loader._load_yaml(file.read_text()), read_spec(file)):
+        found = document["rollout"]["rewards"][0]["arguments"]["value"]
+        assert (found, type(found)) == (value, type(value))
+
+
+def test_yes_and_no_are_booleans_where_a_key_is_one() -> None:
+    assert parse_spec(changed(trainer={"compile": "no"})).trainer.compile is False

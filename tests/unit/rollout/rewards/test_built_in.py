@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,14 @@ import pytest
 import reasoning_gym
 
 from services.common.runspec.data import DataSpec
+from services.common.runspec.rollout import RewardSpec
+from services.rollout.calls.pool import CallPool
 from services.rollout.data.sources import open_sources
 from services.rollout.rewards import math_answer as math_reward
 from services.rollout.rewards.answers import exact_match, gym_answer
+from services.rollout.rewards.base import RewardInput
 from services.rollout.rewards.math_answer import math_answer
+from services.rollout.rewards.scorer import Scorer
 
 
 def test_exact_match_ignores_white_space_and_on_demand_case() -> None:
@@ -43,6 +48,39 @@ def test_the_processes_of_rewards_that_compare_answers_do_not_import_the_specifi
     code = "import sys, services.rollout.rewards.answers\nprint('pydantic' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    ("response", "score"),
+    [
+        ("<think>6 or 7</think>\n72", 1.0),
+        ("6 or 7</think>72", 1.0),
+        ("<think>\n\n</think>\n\n72", 1.0),
+        ("<think>72</think>7", 0.0),
+        ("<think>so it is \\boxed{72}", 0.0),
+        ("<think>so it is 72", 0.0),
+        ("<think>72</think>", 0.0),
+        ("<think>1</think><think>72", 0.0),
+    ],
+)
+def test_reasoning_is_no_answer(response: str, score: float) -> None:
+    """An unfinished one has none."""
+    assert math_answer("", response, "72", {}) == score
+    assert exact_match("", response, "72", {}) == score
+
+
+async def test_a_built_in_reward_knows_that_the_template_began_the_reasoning() -> None:
+    unfinished = RewardInput(
+        prompt="q", response="so it is 72", answer="72", row={}, opens_reasoning=True
+    )
+    async with CallPool(1) as pool:
+        scorer = Scorer([RewardSpec(name="math_verify")], pool)
+        for given, score in (
+            (unfinished, 0.0),
+            (replace(unfinished, response="6 or 7</think>72"), 1.0),
+            (replace(unfinished, opens_reasoning=False), 1.0),
+        ):
+            assert (await scorer.score(given)).value == score
 
 
 GOLD = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\n#### 72"

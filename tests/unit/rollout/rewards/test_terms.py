@@ -44,6 +44,8 @@ def test_numbers_are_terms_called_like_their_reward_and_no_name_is_lost() -> Non
     [
         ({"format": 2.0, "length": 0}, "judge.py:judged: format'"),
         ({"format": float("nan"), "length": 0}, "finite number"),
+        ({"format": float("-inf"), "length": 0}, "finite number"),
+        ({"format": 1.0, "length": 0, "right": 1e39}, "finite number"),  # infinite in float32
         ({"format": "good", "length": 0}, "finite number"),
         ({"format": 1.0}, "length"),
         ({}, "format, length"),
