@@ -48,7 +48,7 @@ def question(prompt: str, response: str) -> str:
 
     It contains only the response's digits, so that a response cannot instruct the judge.
     """
-    digits = "".join(character for character in response if character.isdigit())[:8]
+    digits = "".join(character for character in response if character in "0123456789")[:8]
     return f"{prompt}{digits}?"
 
 

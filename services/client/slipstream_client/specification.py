@@ -4,7 +4,7 @@ import os.path
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 
@@ -37,7 +37,7 @@ def read_spec(spec: str | Path | Mapping[str, Any]) -> dict[str, Any]:
 class _Loader(yaml.SafeLoader):
     """Reads scalars as in YAML 1.2, like the command line: ``no`` is a text, ``1e-3`` a number."""
 
-    yaml_implicit_resolvers: ClassVar = {
+    yaml_implicit_resolvers = {  # noqa: RUF012 -- the library's class variable
         first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":bool")]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 
@@ -257,7 +257,7 @@ class _Loader(yaml.SafeLoader):
     ``1e-3`` is a number.
     """
 
-    yaml_implicit_resolvers: ClassVar = {
+    yaml_implicit_resolvers = {  # noqa: RUF012 -- the library's class variable
         first: [(tag, pattern) for tag, pattern in resolvers if tag != _BOOLEAN_TAG]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
