@@ -51,6 +51,7 @@ from services.rollout.data.prompts import check_prompt
 from services.rollout.data.sources import PromptSource, open_source
 from services.rollout.engines.base import split_stop_texts, unspelled_stop_texts
 from services.rollout.workflows.base import load_workflow
+from services.rollout.workflows.chat_turns import kept_marks
 from services.rollout.workflows.multi_turn import MultiTurn
 from services.trainer.checkpoint import compatibility, manifest
 
@@ -420,11 +421,23 @@ def _try(
         problems.append(str(error))
         return []
     problems += rows.problems
+    notes = [*rows.notes, *_history_notes(spec, tokenizer)]
     if problems or not tries_functions:
-        return rows.notes
+        return notes
     functions = try_functions(spec, prompts, tokenizer)
     problems += functions.problems
-    return [*rows.notes, *functions.notes]
+    return [*notes, *functions.notes]
+
+
+def _history_notes(spec: RunSpec, tokenizer: Tokenizer) -> Iterator[str]:
+    """Yields a note if earlier replies keep a text that the chat template leaves out."""
+    if spec.rollout.workflow == "single_turn" or not spec.data.chat_template:
+        return
+    if text := kept_marks(tokenizer):
+        yield (
+            f"the chat template opens an answer with {text!r} and leaves it out of earlier answers; a "
+            "conversation that continues recorded tokens keeps it, because the policy saw these tokens"
+        )
 
 
 def _collect(

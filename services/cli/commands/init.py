@@ -59,6 +59,8 @@ _COMMENTS: Comments = {
     "trainer.compile": ("torch.compile: faster and less memory on GPUs, slower start",),
     "validation.every": ("versions between evaluations of data.heldout",),
 }
+# Marks of roles, as chat templates write them: <|im_start|>, <start_of_turn>, [INST], DeepSeek's.
+_CONTROL = re.compile(r"<[|\uff5c][\w\u2581]+[|\uff5c]>|<start_of_turn>|\[INST\]")
 _UNFIT_COMMENT = ("else it does not fit on this GPU",)
 
 
@@ -113,7 +115,7 @@ def init(
             "prompt_column": prompt or "prompt",
             "answer_column": answer or None,
             **({"prompt_template": form.template} if form.template else {}),
-            "chat_template": not is_tiny,
+            "chat_template": not is_tiny and not _are_rendered(rows, prompt),
             "max_prompt_tokens": 1024,
         },
         "rollout": {
@@ -146,6 +148,12 @@ def init(
     console.print(
         f"wrote {file}; `slipstream validate {shlex.quote(str(file))}` checks it", highlight=False
     )
+
+
+def _are_rendered(rows: "_Rows", prompt: str) -> bool:
+    """Returns True if all prompts already have the control tokens of a chat template."""
+    texts = [row.get(prompt) for row in rows.first]
+    return all(isinstance(text, str) and _CONTROL.search(text) for text in texts)
 
 
 def _sees_images(preset: str) -> bool:

@@ -95,6 +95,25 @@ def tool_result_ids(
     return following_ids(tokenizer, chats, tools, mark=mark, last_id=last_id)
 
 
+def kept_marks(tokenizer: Tokenizer) -> str:
+    """Returns the text that opens an answer in a prompt and is missing before earlier answers.
+
+    For example, with ``enable_thinking: false`` Qwen3's template opens an answer with an empty block of
+    reasoning, and renders earlier answers without it. A conversation that continues recorded tokens keeps it.
+    Empty if there is none.
+    """
+    question, mark = {"role": "user", "content": "question"}, secrets.token_hex(12)
+    chat = [question, {"role": "assistant", "content": mark}, {"role": "user", "content": "next"}]
+    try:
+        prompt = tokenizer.render_chat([question])
+        history = tokenizer.render_chat(chat)
+    except ValueError:  # reported where chats are checked
+        return ""
+    opening = history.partition(mark)[0]
+    is_longer = prompt.startswith(opening) and mark in history
+    return prompt[len(opening) :].strip() if is_longer else ""
+
+
 def check_offered_tools(tokenizer: Tokenizer) -> None:
     """Checks that the chat template shows tools to the model.
 

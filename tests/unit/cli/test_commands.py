@@ -191,3 +191,21 @@ def test_a_closed_pipe_ends_the_command_quietly():
     command = f"{sys.executable} -m services.cli.main --help | head -1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("prompt", "is_rendered"),
+    [
+        ("<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n", True),
+        ("<s>[INST] 1+1= [/INST]", True),
+        ("<start_of_turn>user\n1+1=<end_of_turn>\n<start_of_turn>model\n", True),
+        ("1+1=", False),
+        ("Answer in <answer> tags: 1 < 2 | 3 > 1", False),
+    ],
+)
+def test_init_applies_no_template_to_prompts_that_one_has_rendered(tmp_path, prompt, is_rendered):
+    rows, file = tmp_path / "rows.jsonl", tmp_path / "run.yaml"
+    rows.write_text(json.dumps({"prompt": prompt, "answer": "2"}) + "\n")
+    made = CliRunner().invoke(app, ["init", "org/model", str(rows), "--file", str(file)])
+    assert made.exit_code == 0, made.output
+    assert yaml.safe_load(file.read_text())["data"]["chat_template"] is not is_rendered

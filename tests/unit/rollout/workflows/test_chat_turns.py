@@ -14,6 +14,7 @@ from services.rollout.workflows.chat_turns import (
     ToolRound,
     check_tool_results,
     following_ids,
+    kept_marks,
     tool_result_ids,
 )
 from tests.helpers.chat_families import FAMILIES, family_tokenizer
@@ -226,3 +227,14 @@ def test_white_space_before_the_template_s_end_token_is_left_out_with_it() -> No
     chat = [*ASK, {"role": "assistant", "content": "MARK"}, {"role": "user", "content": "and now"}]
     ids = following_ids(tokenizer, [chat], mark="MARK", last_id=tokenizer.eos_id)
     assert tokenizer.decode(ids, keeps_special=True) == "<s>[INST] and now [/INST]"
+
+
+def test_a_text_that_opens_answers_and_is_left_out_of_a_history_is_named() -> None:
+    empty = "<think>\n\n</think>"
+    opens = FAMILIES["qwen3"].template.replace(
+        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}",
+        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n' }}",
+    )
+    assert kept_marks(family_tokenizer("qwen3", template=opens)) == empty
+    named = {name for name in FAMILIES if kept_marks(family_tokenizer(name))}
+    assert named == {"deepseek"}  # opens <think>
