@@ -137,6 +137,10 @@ class SandboxSpec(SpecPart):
     memory_bytes: int = Field(1 << 30, ge=64 << 20)
     """Max memory. With ``bubblewrap``, address space of each process, and memory of all processes. ``e2b``
     has the template's limits of memory, processors and files instead."""
+    loopback: bool = False
+    """If true, commands of ``bubblewrap`` may open TCP and UDP sockets, which connect them with each other
+    and nothing else; ``memory_bytes`` does not limit the buffers of such sockets. If false, they may open
+    Unix sockets, where a memory cgroup counts them."""
     cpus: float = Field(1.0, gt=0)
     """Max processor cores of a container."""
     max_processes: int = Field(128, ge=4)

@@ -1248,13 +1248,18 @@ def _without_effect(spec: RunSpec) -> Iterator[str]:
         ("teacher.concurrency", spec.teacher_urls, "teacher.url"),
         ("trainer.loss_scale", spec.trainer.dtype == "float16", "trainer.dtype float16"),
         ("teacher.min_reward", taught.demonstration is not None, "teacher.demonstration"),
+        (
+            "rollout.sandbox.loopback",
+            rollout.sandbox is None or rollout.sandbox.kind == "bubblewrap",
+            "rollout.sandbox.kind 'bubblewrap'",
+        ),
     ):
+        if is_used:
+            continue
         *path, name = key.split(".")
         part = reduce(getattr, path, spec) or TeacherSpec()
         value = getattr(part, name)
-        if not is_used and value != type(part).model_fields[name].get_default(
-            call_default_factory=True
-        ):
+        if value != type(part).model_fields[name].get_default(call_default_factory=True):
             shown = repr(value) if isinstance(value, str | int | float) else "set"
             yield f"{key} is {shown}, but has no effect without {needed}; remove it, or set that"
     if algorithm.correction_floor >= algorithm.correction_cap:

@@ -28,7 +28,7 @@ _STARTS_PER_CORE = 2
 _FILE_TIMEOUT_S = 120.0
 _MAX_FILE_BYTES = 64 << 20
 
-Limit = Literal["", "time", "memory", "processes"]
+Limit = Literal["", "time", "memory", "processes", "files"]
 
 
 class SandboxError(RuntimeError):

@@ -21,11 +21,12 @@ import tarfile
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from services.common.callables import real_path
-from services.rollout.sandbox import seccomp, task_limit
+from services.rollout.sandbox import cgroup, seccomp
 from services.rollout.sandbox.base import (
     END_TIMEOUT_S,
     START_TIMEOUT_S,
@@ -35,8 +36,8 @@ from services.rollout.sandbox.base import (
     restore,
     starts_on_this_host,
 )
+from services.rollout.sandbox.cgroup import CgroupSet
 from services.rollout.sandbox.confine import software
-from services.rollout.sandbox.task_limit import TaskLimit
 
 if TYPE_CHECKING:  # each process of a built-in reward would import pydantic for it
     from services.common.runspec.rollout import SandboxSpec
@@ -55,11 +56,15 @@ _LIMITS: Mapping[str, Limit] = {
     "time": "time",
     "memory": "memory",
     "processes": "processes",
+    "files": "files",
 }
+_MORE_BYTES = 32 << 20
+"""Memory of a sandbox's cgroup beyond that of its commands and files, for ``init.py`` and its output."""
 _MORE_TASKS = 256
 """Tasks that the kernel admits beyond ``max_processes``, until ``init.py`` kills the command and reports it.
 
 Threads count as tasks, and so do the two processes that serve the sandbox."""
+_KILLED_STATUS = 128 + signal.SIGKILL
 # The answer to a command may come later than its time limit, on a busy host.
 _GRACE_S = 30.0
 
@@ -166,8 +171,12 @@ class Bubblewrap:
     def __init__(self, spec: "SandboxSpec") -> None:
         self._spec = spec
         self._max_tasks = spec.max_processes + _MORE_TASKS
+        self._writable = (*spec.folders, *_TEMPORARY)
         limits = (spec.memory_bytes, spec.max_processes, self._max_tasks, spec.disk_bytes)
-        self._limits = [str(limit) for limit in limits]
+        self._arguments = [*map(str, limits), *self._writable]
+        # Files are in memory, too.
+        disk_bytes = len(self._writable) * spec.disk_bytes
+        self._max_bytes = spec.memory_bytes + disk_bytes + spec.output_bytes + _MORE_BYTES
 
     @property
     def max_starts(self) -> int:
@@ -192,18 +201,24 @@ class Bubblewrap:
 
     async def start(self, image: str) -> "BubblewrapSandbox":
         """Starts a sandbox. Raises SandboxError."""
-        limit = task_limit.limit_tasks(self._max_tasks)
+        try:
+            cgroups = cgroup.create_cgroups(memory_bytes=self._max_bytes, max_tasks=self._max_tasks)
+        except OSError as error:
+            raise SandboxError(f"the sandbox's cgroup cannot be created: {error}") from error
         reader, writer = os.pipe()
-        system_calls = _system_calls()
+        system_calls = _system_calls(
+            has_sockets=cgroups.limits_memory or self._spec.loopback,
+            has_network=self._spec.loopback,
+        )
         try:
             process = await asyncio.create_subprocess_exec(
                 *prefix(
-                    (*self._spec.folders, *_TEMPORARY),
+                    self._writable,
                     disk_bytes=self._spec.disk_bytes,
                     info_fd=writer,
                     options=(*_PROC, "--seccomp", str(system_calls)),
                 ),
-                *(sys.executable, "-I", "-S", "-c", _init_program(), *self._limits),
+                *(sys.executable, "-I", "-S", "-c", _init_program(), *self._arguments),
                 stdin=PIPE,
                 stdout=PIPE,
                 stderr=PIPE,
@@ -214,17 +229,16 @@ class Bubblewrap:
             )
         except BaseException:
             os.close(reader)
-            if limit is not None:
-                limit.remove()
+            cgroups.remove()
             raise
         finally:
             os.close(writer)
             os.close(system_calls)
-        sandbox = BubblewrapSandbox(process, reader, limit)
+        sandbox = BubblewrapSandbox(process, reader, cgroups)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 # The sandbox's first program starts at the same time.
-                await sandbox.enter_limit()
+                await sandbox.enter_cgroups()
                 await sandbox.wait_ready()
             if image:
                 folder = self._folder(image)
@@ -260,23 +274,23 @@ class BubblewrapSandbox:
 
     Args:
         info: Reading end of the pipe of :func:`first_process`.
-        limit: Cgroup for its processes; None if the kernel limits them without one.
+        cgroups: Cgroups for its processes.
     """
 
-    def __init__(self, process: Process, info: int, limit: TaskLimit | None) -> None:
+    def __init__(self, process: Process, info: int, cgroups: CgroupSet) -> None:
         self._process = process
         self._info = info
-        self._limit = limit
+        self._cgroups = cgroups
+        self._num_killed = 0
         self._first: int | None = None
         self._turn = asyncio.Lock()
         self._has_ended = False
 
-    async def enter_limit(self) -> None:
-        """Moves the sandbox's processes into the cgroup, before the first command. Raises SandboxError."""
-        if self._limit is not None:
-            # The thread has its own descriptor, because `end` may close this one meanwhile.
-            info = os.dup(self._info)
-            self._first = await asyncio.to_thread(_enter, info, self._limit)
+    async def enter_cgroups(self) -> None:
+        """Moves the sandbox's processes into its cgroups, before the first command. Raises SandboxError."""
+        # The thread has its own descriptor, because `end` may close this one meanwhile.
+        info = os.dup(self._info)
+        self._first = await asyncio.to_thread(_enter, info, self._cgroups)
 
     async def wait_ready(self) -> None:
         """Waits until commands can run. Raises SandboxError."""
@@ -296,7 +310,7 @@ class BubblewrapSandbox:
                 async with asyncio.timeout(timeout_s + _GRACE_S):
                     self._process.stdin.write(head + text + stdin)
                     await self._process.stdin.drain()
-                    return await self._answer()
+                    return self._with_kernels_limit(await self._answer())
             except BaseException as error:
                 # The answer may still arrive, and would be taken for that of the next command.
                 await self.end()
@@ -322,8 +336,14 @@ class BubblewrapSandbox:
             async with asyncio.timeout(END_TIMEOUT_S):
                 await self._process.wait()
         finally:
-            if self._limit is not None:
-                self._limit.remove()
+            await asyncio.to_thread(self._cgroups.remove)
+
+    def _with_kernels_limit(self, result: CommandResult) -> CommandResult:
+        """Returns a result with the limit ``memory`` if the kernel has killed a process at it meanwhile."""
+        before, self._num_killed = self._num_killed, self._cgroups.num_killed
+        if self._num_killed == before or result.limit:
+            return result
+        return replace(result, exit_status=_KILLED_STATUS, limit="memory")
 
     async def _answer(self) -> CommandResult:
         """Reads one answer of the first program."""
@@ -347,15 +367,15 @@ class BubblewrapSandbox:
             ) from error
 
 
-def _enter(info: int, limit: TaskLimit) -> int | None:
-    """Moves a sandbox's first process and its children into a cgroup; returns its id, None if it ended."""
+def _enter(info: int, cgroups: CgroupSet) -> int | None:
+    """Moves a sandbox's first process and its children into its cgroups; returns its id, None if it ended."""
     try:
         first = first_process(info, START_TIMEOUT_S)
         if first is not None:
-            limit.add(first)
-            # Children that it starts from now on are in the cgroup from their start.
-            for child in task_limit.children(first):
-                limit.add(child)
+            cgroups.add(first)
+            # Children that it starts from now on are in the cgroups from their start.
+            for child in cgroup.children(first):
+                cgroups.add(child)
     except (ProcessLookupError, FileNotFoundError):  # `wait_ready` reports the reason
         return None
     except OSError as error:
@@ -392,10 +412,15 @@ def _archive(image: str, max_bytes: int) -> bytes:
     return content.getvalue()
 
 
-def _system_calls() -> int:
+def _system_calls(*, has_sockets: bool, has_network: bool) -> int:
     """Returns the reading end of a pipe that contains the system call filter."""
     reader, writer = os.pipe()
-    os.write(writer, seccomp.sandbox_filter(platform.machine()))
+    os.write(
+        writer,
+        seccomp.sandbox_filter(
+            platform.machine(), has_sockets=has_sockets, has_network=has_network
+        ),
+    )
     os.close(writer)
     return reader
 

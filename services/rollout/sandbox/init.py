@@ -15,7 +15,7 @@ import sys
 import time
 
 _CHECK_S = 0.25
-"""Seconds between two checks of the number of processes and their memory."""
+"""Seconds between two checks of the limits that all processes share."""
 _END_TIMEOUT_S = 5.0
 """Deadline in seconds for the end of killed processes."""
 _READ_BYTES = 1 << 16
@@ -24,26 +24,66 @@ _MAX_OPEN_FILES = 1024
 _SIGKILL, _SIGPIPE, _SIGXFSZ = 9, 13, 25
 _NOT_STARTED_STATUS = 126
 _PAGE_BYTES = resource.getpagesize()
+_OPEN_FILE_BYTES = 2 * _PAGE_BYTES
+"""Memory that counts for each open file: that of a pipe, once the user's pipes are many."""
+_MIN_FILE_BYTES = 4096
+"""Bytes of the disk that count for each file or folder, even an empty one."""
+_MIN_FILES = 1024
+"""Files and folders that each writable folder may have, however small the disk is."""
+_MAX_LOCKS_BYTES = 1 << 16
+"""Size of the list of locks on parts of files, about a thousand, which no limit of the kernel counts."""
 
 
-def serve(max_memory_bytes: int, max_processes: int) -> None:
+class _Limits:
+    """Limits of all commands together.
+
+    Args:
+        folders: Folders that commands may write to, each with ``disk_bytes``.
+    """
+
+    def __init__(
+        self, memory_bytes: int, processes: int, disk_bytes: int, folders: list[str]
+    ) -> None:
+        self._memory_bytes = memory_bytes
+        self._processes = processes
+        self._files = max(_MIN_FILES, disk_bytes // _MIN_FILE_BYTES)
+        self._folders = folders
+
+    def exceeded(self) -> str:
+        """Returns the name of a limit that all processes together exceed, or an empty string."""
+        others = _others()
+        if len(others) > self._processes:
+            return "processes"
+        if sum(map(_memory_of, others)) > self._memory_bytes or _locks_are_many():
+            return "memory"
+        # An empty file takes memory, but nothing of the size of its file system.
+        if any(map(self._has_more_files, self._folders)):
+            return "files"
+        return ""
+
+    def _has_more_files(self, folder: str) -> bool:
+        system = os.statvfs(folder)
+        return system.f_files - system.f_ffree > self._files
+
+
+def serve(limits: _Limits) -> None:
     """Runs commands until the input ends."""
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     _answer(0, is_truncated=False, limit="", output=b"")
     while True:
-        _wait_for_request(max_memory_bytes, max_processes)
+        _wait_for_request(limits)
         if not (line := requests.readline()):
             break
         command_bytes, stdin_bytes, milliseconds, output_bytes = map(int, line.split())
         command, given = requests.read(command_bytes), requests.read(stdin_bytes)
         output = _Output(output_bytes)
         # Processes that the last command left may still start others, and leave none for this command.
-        _kill_if_exceeded(max_memory_bytes, max_processes)
+        _kill_if_exceeded(limits)
         try:
             try:
                 process = _start(command, given, output)
             except BlockingIOError:
-                _kill_if_exceeded(max_memory_bytes, max_processes)
+                _kill_if_exceeded(limits)
                 process = _start(command, given, output)
         except (OSError, ValueError) as error:  # a zero byte, too long, or the process limit
             output.close_writer()
@@ -52,10 +92,9 @@ def serve(max_memory_bytes: int, max_processes: int) -> None:
             _answer(_NOT_STARTED_STATUS, is_truncated=False, limit="", output=output.content)
             continue
         deadline = time.monotonic() + milliseconds / 1000
-        limit = _wait(process, output, deadline, max_memory_bytes, max_processes)
+        limit = _wait(process, output, deadline, limits)
         if limit:
-            # Kills all processes except this one and the namespace's first one, background ones included.
-            os.kill(-1, _SIGKILL)
+            _kill_others()
         _, status = os.waitpid(process, 0)
         if limit:
             _wait_for_others()
@@ -125,9 +164,7 @@ def _start(command: bytes, given: bytes, output: _Output) -> int:
     return process
 
 
-def _wait(
-    process: int, output: _Output, deadline: float, max_memory_bytes: int, max_processes: int
-) -> str:
+def _wait(process: int, output: _Output, deadline: float, limits: _Limits) -> str:
     """Reads output until a command ends; returns the name of a limit that it exceeded, or an empty string."""
     ended = os.pidfd_open(process)
     watched = [sys.stdin.fileno(), ended, output.reader]
@@ -142,7 +179,7 @@ def _wait(
             if ended in ready:
                 return ""
             if time.monotonic() >= check_at:
-                if limit := _exceeded(max_memory_bytes, max_processes):
+                if limit := limits.exceeded():
                     return limit
                 check_at = time.monotonic() + _CHECK_S
     finally:
@@ -150,17 +187,25 @@ def _wait(
     return "time"
 
 
-def _wait_for_request(max_memory_bytes: int, max_processes: int) -> None:
+def _wait_for_request(limits: _Limits) -> None:
     """Waits for the next request; meanwhile enforces the limits of background processes."""
     while not select.select([sys.stdin.fileno()], [], [], _CHECK_S if _others() else None)[0]:
-        _kill_if_exceeded(max_memory_bytes, max_processes)
+        _kill_if_exceeded(limits)
 
 
-def _kill_if_exceeded(max_memory_bytes: int, max_processes: int) -> None:
+def _kill_if_exceeded(limits: _Limits) -> None:
     """Kills the background processes of all commands if together they exceed a limit."""
-    if _exceeded(max_memory_bytes, max_processes):
-        os.kill(-1, _SIGKILL)
+    if limits.exceeded():
+        _kill_others()
         _wait_for_others()
+
+
+def _kill_others() -> None:
+    """Kills all processes except this one and the namespace's first one, background ones included."""
+    try:
+        os.kill(-1, _SIGKILL)
+    except ProcessLookupError:  # there is none
+        return
 
 
 def _others() -> list[str]:
@@ -176,19 +221,27 @@ def _wait_for_others() -> None:
         time.sleep(_CHECK_S / 10)
 
 
-def _exceeded(max_memory_bytes: int, max_processes: int) -> str:
-    """Returns the name of a limit that all processes together exceed, or an empty string."""
-    others = _others()
-    if len(others) > max_processes:
-        return "processes"
-    num_pages = 0
-    for name in others:
-        try:
-            with open(f"/proc/{name}/statm", "rb") as file:  # noqa: PTH123
-                num_pages += int(file.read().split()[1])
-        except OSError:  # it has ended in the meantime
-            continue
-    return "memory" if num_pages * _PAGE_BYTES > max_memory_bytes else ""
+def _memory_of(process: str) -> int:
+    """Returns the memory of a process in bytes, with its page tables and what its open files hold."""
+    try:
+        with open(f"/proc/{process}/statm", "rb") as file:  # noqa: PTH123
+            num_bytes = int(file.read().split()[1]) * _PAGE_BYTES
+        with open(f"/proc/{process}/status", "rb") as file:  # noqa: PTH123
+            for line in file:
+                if line.startswith((b"VmPTE:", b"VmSwap:")):
+                    num_bytes += int(line.split()[1]) << 10
+        # Kernels before 6.2 report 0.
+        return num_bytes + os.stat(f"/proc/{process}/fd").st_size * _OPEN_FILE_BYTES  # noqa: PTH116
+    except OSError:  # it has ended in the meantime
+        return 0
+
+
+def _locks_are_many() -> bool:
+    try:
+        with open("/proc/locks", "rb") as file:  # noqa: PTH123
+            return len(file.read(_MAX_LOCKS_BYTES)) == _MAX_LOCKS_BYTES
+    except OSError:  # the kernel was built without such locks
+        return False
 
 
 def _answer(status: int, *, is_truncated: bool, limit: str, output: bytes | bytearray) -> None:
@@ -200,7 +253,7 @@ def _answer(status: int, *, is_truncated: bool, limit: str, output: bytes | byte
 
 def main() -> None:
     """Sets the resource limits of child processes and serves; RLIMIT_NPROC is per user and exempts root."""
-    memory_bytes, processes, tasks, disk_bytes = map(int, sys.argv[1:])
+    memory_bytes, processes, tasks, disk_bytes = map(int, sys.argv[1:5])
     for limit, value in (
         (resource.RLIMIT_AS, memory_bytes),
         (resource.RLIMIT_NPROC, tasks),
@@ -209,7 +262,7 @@ def main() -> None:
         (resource.RLIMIT_CORE, 0),
     ):
         resource.setrlimit(limit, (value, value))
-    serve(memory_bytes, processes)
+    serve(_Limits(memory_bytes, processes, disk_bytes, sys.argv[5:]))
 
 
 if __name__ == "__main__":

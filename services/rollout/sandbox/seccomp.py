@@ -21,10 +21,11 @@ from services.rollout.sandbox.system_calls import (
     CHECKED,
     CLONE3,
     MACHINES,
+    NETWORK_PROTOCOLS,
     NEWEST,
     REFUSED_IN_SANDBOXES,
-    SOCKET,
-    SOCKET_FAMILIES,
+    SOCKETS,
+    UNIX_FAMILY,
 )
 
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -67,31 +68,42 @@ def build_filter(machine: str) -> bytes:
     return _packed(code)
 
 
-def sandbox_filter(machine: str) -> bytes:
+def sandbox_filter(machine: str, *, has_sockets: bool, has_network: bool) -> bytes:
     """Returns the filter of sandboxes as classic BPF instructions.
 
     Args:
         machine: ``x86_64`` or ``aarch64``.
+        has_sockets: True to allow Unix sockets.
+        has_network: True to allow sockets of the sandbox's own network.
     """
     column = MACHINES.index(machine)
     code = _first_instructions(machine)
     for numbers in REFUSED_IN_SANDBOXES.values():
         if (number := numbers[column]) is not None:
             code += _if(_JUMP_EQUAL, number, [(_RETURN, 0, 0, _UNKNOWN)])
-    clone, socket = CHECKED["clone"][column], SOCKET[column]
+    clone = CHECKED["clone"][column]
     assert clone is not None
-    assert socket is not None
-    load_argument = (_LOAD_WORD, 0, 0, _ARGUMENTS_OFFSET)
     refusals = _if(_JUMP_BITS, _CLONE_NEWUSER, [(_RETURN, 0, 0, _DENY)])
-    code += _if(_JUMP_EQUAL, clone, [load_argument, *refusals, (_RETURN, 0, 0, _ALLOW)])
-    families = [
-        part
-        for family in SOCKET_FAMILIES
-        for part in _if(_JUMP_EQUAL, family, [(_RETURN, 0, 0, _ALLOW)])
-    ]
-    code += _if(_JUMP_EQUAL, socket, [load_argument, *families, (_RETURN, 0, 0, _DENY)])
+    code += _if(_JUMP_EQUAL, clone, [_load_argument(0), *refusals, (_RETURN, 0, 0, _ALLOW)])
+    checks = _socket_checks(has_sockets=has_sockets, has_network=has_network)
+    for numbers in SOCKETS.values():
+        number = numbers[column]
+        assert number is not None
+        code += _if(_JUMP_EQUAL, number, checks)
     code.append((_RETURN, 0, 0, _ALLOW))
     return _packed(code)
+
+
+def _socket_checks(*, has_sockets: bool, has_network: bool) -> list[_Instruction]:
+    """Returns the instructions after the number of a call that creates sockets."""
+    code = [_load_argument(0)]
+    if has_sockets:
+        code += _if(_JUMP_EQUAL, UNIX_FAMILY, [(_RETURN, 0, 0, _ALLOW)])
+    for family, protocols in NETWORK_PROTOCOLS.items() if has_network else ():
+        allowed = [_if(_JUMP_EQUAL, protocol, [(_RETURN, 0, 0, _ALLOW)]) for protocol in protocols]
+        checks = [instruction for check in allowed for instruction in check]
+        code += _if(_JUMP_EQUAL, family, [_load_argument(2), *checks, (_RETURN, 0, 0, _DENY)])
+    return [*code, (_RETURN, 0, 0, _DENY)]
 
 
 def install() -> None:
@@ -138,10 +150,15 @@ def _checks(name: str) -> list[_Instruction]:
     )
     allowed = [_if(jump, value, [(_RETURN, 0, 0, _ALLOW)]) for value in values]
     return [
-        (_LOAD_WORD, 0, 0, _ARGUMENTS_OFFSET + _ARGUMENT_BYTES * argument),
+        _load_argument(argument),
         *(instruction for check in allowed for instruction in check),
         (_RETURN, 0, 0, _DENY),
     ]
+
+
+def _load_argument(index: int) -> _Instruction:
+    """Returns the instruction that loads the lower half of a call's argument."""
+    return (_LOAD_WORD, 0, 0, _ARGUMENTS_OFFSET + _ARGUMENT_BYTES * index)
 
 
 def _if(jump: int, operand: int, body: Sequence[_Instruction]) -> list[_Instruction]:

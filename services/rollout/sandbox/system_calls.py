@@ -183,12 +183,14 @@ ARGUMENTS: dict[str, tuple[int, tuple[int, ...]]] = {
 """Index of the argument that decides about a checked call, from 0, and its allowed values."""
 
 REFUSED_IN_SANDBOXES: dict[str, Numbers] = {
-    # Memory that exists without being mapped by a process, so that no limit counts it.
+    # Memory that exists without being mapped by a process, so that few limits count it.
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
     "shmget": (29, 194),
     "msgget": (68, 186),
     "semget": (64, 190),
+    "vmsplice": (278, 75),
+    "io_setup": (206, 0),
     # Rights in new namespaces, and parts of the kernel that ordinary programs do not use.
     "unshare": (272, 97),
     "setns": (308, 268),
@@ -205,12 +207,22 @@ REFUSED_IN_SANDBOXES: dict[str, Numbers] = {
 }
 """Calls that commands in the sandbox of an episode may not make; others are allowed.
 
-``clone`` may not create user namespaces, and ``socket`` may create only sockets of :data:`SOCKET_FAMILIES`.
+``clone`` may not create user namespaces. :data:`SOCKETS` may create only certain sockets.
 """
 
-SOCKET: Numbers = (41, 198)
-SOCKET_FAMILIES = (1, 2, 10, 16)
-"""Unix, IPv4, IPv6 and netlink, which cannot leave the sandbox's own network. vsock, for example, can."""
+SOCKETS: dict[str, Numbers] = {"socket": (41, 198), "socketpair": (53, 199)}
+"""Calls that create sockets of the family in their first argument, and the protocol in their third."""
+UNIX_FAMILY = 1
+NETWORK_PROTOCOLS: dict[int, tuple[int, ...]] = {
+    2: (0, 6, 17),
+    10: (0, 6, 17),
+    16: (0,),
+}
+"""Protocols by family: TCP and UDP over IPv4 and IPv6, and routes over netlink.
+
+They cannot leave the sandbox's own network; vsock, for example, can. Memory cgroups do not count connections
+that nobody has accepted, messages of netlink, and memberships in multicast groups.
+"""
 
 CLONE3 = 435
 """Number of ``clone3`` on all machines, treated as unknown.

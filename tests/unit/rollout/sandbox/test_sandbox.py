@@ -16,7 +16,7 @@ import pytest
 
 from services.common.runspec.rollout import SandboxSpec
 from services.rollout.failures import CallError
-from services.rollout.sandbox import bubblewrap, task_limit
+from services.rollout.sandbox import bubblewrap, cgroup
 from services.rollout.sandbox import service as sandbox_service
 from services.rollout.sandbox.base import SandboxError
 from services.rollout.sandbox.pool import SandboxPool
@@ -97,7 +97,7 @@ for _ in range(3000):
 
 
 @pytest.mark.skipif(
-    os.geteuid() == 0 and task_limit.parent_cgroup() is None,
+    os.geteuid() == 0 and "pids" not in cgroup.parent_cgroups(),
     reason="needs cgroups: nothing else limits the processes of root",
 )
 async def test_the_kernel_bounds_processes_until_the_limit_stops_them() -> None:
@@ -160,10 +160,144 @@ async def test_memory_that_no_process_maps_is_bounded_too() -> None:
             "(_ for _ in ()).throw(OSError) if libc.shmget(0, 4096, 0o1600) < 0 else None",
             "(_ for _ in ()).throw(OSError) if libc.unshare(0x10000000) < 0 else None",
             "socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)",
+            "socket.socket(socket.AF_NETLINK, socket.SOCK_RAW)",
+            "socket.socket()",
+            "socket.socket(socket.AF_INET6, socket.SOCK_DGRAM)",
         ):
             program = f"import ctypes, os, socket; libc = ctypes.CDLL(None); {call}"
             result = await box.run(f'{sys.executable} -c "{program}"')
             assert "Error" in result.text, (call, result.text)
+
+
+_FILL = """
+while True:
+    for file in made():
+        files.append(file)
+        try:
+            while True:
+                os.write(file.fileno() if hasattr(file, 'fileno') else file, b'x' * 32768)
+        except OSError:
+            pass
+"""
+_PREPARE = """
+import ctypes, fcntl, os, resource, select, socket, sys, time
+files = []
+def of_pair(kind):
+    pair = socket.socketpair(socket.AF_UNIX, kind)
+    for one in pair:
+        one.setblocking(False)
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 22)
+    return pair
+def pipe():
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    files.append(reader)
+    return [writer]
+"""
+_PAGE_TABLES = """
+libc = ctypes.CDLL(None)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, *[ctypes.c_size_t] * 2, *[ctypes.c_int] * 2, ctypes.c_long]
+def fill():
+    for index in range(12_000):
+        address = libc.mmap((1 << 44) + (index << 30), 4096, 1, 0x32, -1, 0)
+        ctypes.c_char.from_address(address).value
+"""
+HOARDS = {
+    "stream": f"{_PREPARE}made = lambda: of_pair(socket.SOCK_STREAM){_FILL}",
+    "datagram": f"{_PREPARE}made = lambda: of_pair(socket.SOCK_DGRAM){_FILL}",
+    "in flight": f"""{_PREPARE}
+while True:
+    carrier, _ = pair = of_pair(socket.SOCK_STREAM)
+    files.append(pair)
+    for _ in range(100):
+        inner = of_pair(socket.SOCK_STREAM)
+        try:
+            while True:
+                inner[0].send(b'x' * 32768)
+        except OSError:
+            pass
+        socket.send_fds(carrier, [b'x'], [one.fileno() for one in inner])
+        for one in inner:
+            one.close()
+""",
+    "page tables": f"{_PREPARE}{_PAGE_TABLES}for _ in range(6): os.fork() or (fill(), time.sleep(60))\n"
+    "time.sleep(60)",
+    "epoll": f"""{_PREPARE}
+events = [os.eventfd(0) for _ in range(500)]
+for _ in range(6):
+    os.fork()
+for _ in range(500):
+    files.append(select.epoll())
+    for event in events:
+        files[-1].register(event, 1)
+time.sleep(60)
+""",
+    "locks": f"""{_PREPARE}
+for index in range(64):
+    file = open('/tmp/' + str(index), 'w')
+    files.append(file)
+    for byte in range(500):
+        fcntl.lockf(file, fcntl.LOCK_EX, 1, 2 * byte)
+time.sleep(60)
+""",
+}
+
+
+@pytest.mark.skipif("memory" not in cgroup.parent_cgroups(), reason="needs memory cgroups")
+@pytest.mark.parametrize("hoard", HOARDS)
+async def test_memory_of_the_kernel_counts_as_the_commands(hoard: str) -> None:
+    async with sandbox(memory_bytes=64 << 20, disk_bytes=1 << 20, max_processes=128) as box:
+        result = await box.run(f"{sys.executable} -S -c {shlex.quote(HOARDS[hoard])}")
+        assert (result.limit, result.exit_status) == ("memory", 137), result.text
+        assert (await box.run("echo on")).text == "on\n"
+
+
+@pytest.mark.parametrize("has_cgroups", [True, False])
+async def test_pipes_hold_little(has_cgroups: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_cgroups:
+        monkeypatch.setattr(cgroup, "parent_cgroups", dict)
+    program = f"{_PREPARE}made = pipe\nfor _ in range(6): os.fork(){_FILL}"
+    async with sandbox(memory_bytes=64 << 20, max_processes=128) as box:
+        result = await box.run(f"{sys.executable} -S -c {shlex.quote(program)}")
+        assert (result.limit, result.exit_status) == ("memory", 137), result.text
+
+
+async def test_a_command_has_no_sockets_where_no_cgroup_counts_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cgroup, "parent_cgroups", dict)
+    for loopback in (False, True):
+        async with sandbox(loopback=loopback) as box:
+            for program in ("socket.socketpair()", "socket.socket(socket.AF_UNIX)"):
+                result = await box.run(f"{sys.executable} -c 'import socket; {program}'")
+                assert (result.exit_status == 0) is loopback
+
+
+async def test_processes_talk_over_the_loopback_if_the_specification_says_so() -> None:
+    program = (
+        "import socket; server = socket.create_server(('127.0.0.1', 0)); "
+        "socket.create_connection(server.getsockname()).send(b'on'); "
+        "print(server.accept()[0].recv(9))"
+    )
+    for loopback in (False, True):
+        async with sandbox(loopback=loopback) as box:
+            result = await box.run(f'{sys.executable} -c "{program}"')
+            assert (result.text == "b'on'\n") is loopback
+            asynchronous = await box.run(
+                f"{sys.executable} -c 'import asyncio; asyncio.run(asyncio.sleep(0))'"
+            )
+            assert asynchronous.exit_status == 0
+
+
+async def test_empty_files_count() -> None:
+    create = "import itertools\nfor i in itertools.count(): open(f'/tmp/{i}', 'w').close()"
+    async with sandbox(memory_bytes=1 << 30) as box:
+        result = await box.run(f"{sys.executable} -S -c {shlex.quote(create)}")
+        assert (result.limit, result.exit_status) == ("files", 137)
+        assert (await box.run("ls -f /tmp | wc -l; rm -r /tmp/*[0-4]; echo on")).text.endswith(
+            "on\n"
+        )
 
 
 async def test_limits_hold_between_two_commands() -> None:
@@ -324,35 +458,35 @@ def test_no_process_is_left_after_the_rollout_was_killed() -> None:
     assert not alive
 
 
-@pytest.mark.skipif(task_limit.parent_cgroup() is None, reason="needs root and cgroups")
+@pytest.mark.skipif(not cgroup.parent_cgroups(), reason="needs cgroups")
 async def test_a_sandbox_has_a_cgroup_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(task_limit, "_UNLOCKED_S", 0.0)
-    parent = task_limit.parent_cgroup()
-    assert parent is not None
+    monkeypatch.setattr(cgroup, "_UNLOCKED_S", 0.0)
     mine = f"slipstream-sandbox-{os.getpid()}-*"
-    async with sandbox() as box:
-        (folder,) = parent.glob(mine)
-        assert str(box._sandbox._first) in (folder / "cgroup.procs").read_text().split()
-        task_limit.remove_left(parent)
-        assert folder.exists()
-    assert not [*parent.glob(mine)]
+    for parent in set(cgroup.parent_cgroups().values()):
+        async with sandbox() as box:
+            (folder,) = parent.glob(mine)
+            assert str(box._sandbox._first) in (folder / "cgroup.procs").read_text().split()
+            cgroup.remove_left(parent)
+            assert folder.exists()
+        assert not [*parent.glob(mine)]
 
 
-@pytest.mark.skipif(task_limit.parent_cgroup() is None, reason="needs root and cgroups")
+@pytest.mark.skipif(not cgroup.parent_cgroups(), reason="needs cgroups")
 def test_the_cgroup_of_a_killed_rollout_is_removed_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(task_limit, "_UNLOCKED_S", 0.0)
-    parent = task_limit.parent_cgroup()
-    assert parent is not None
+    monkeypatch.setattr(cgroup, "_UNLOCKED_S", 0.0)
+    parents = set(cgroup.parent_cgroups().values())
     process = subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     inside = psutil.Process(process.pid).children(recursive=True)
-    (folder,) = parent.glob(f"slipstream-sandbox-{process.pid}-*")
+    mine = f"slipstream-sandbox-{process.pid}-*"
+    assert all(len([*parent.glob(mine)]) == 1 for parent in parents)
     process.kill()
     process.wait(10)
     psutil.wait_procs(inside, timeout=20)
-    task_limit.remove_left(parent)
-    assert not folder.exists()
+    for parent in parents:
+        cgroup.remove_left(parent)
+        assert not [*parent.glob(mine)]
 
 
 @pytest.mark.parametrize(
@@ -380,4 +514,4 @@ def test_the_cgroup_of_a_killed_rollout_is_removed_later(monkeypatch: pytest.Mon
 def test_the_own_cgroup_is_found_in_both_versions(
     mounts: str, memberships: str, folder: str
 ) -> None:
-    assert task_limit._own_cgroup(mounts, memberships) == Path(folder)
+    assert cgroup.own_cgroup(mounts, memberships, "pids") == Path(folder)

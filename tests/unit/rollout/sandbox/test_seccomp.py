@@ -2,6 +2,7 @@
 
 import re
 import struct
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from services.rollout.sandbox.system_calls import (
     CLONE3,
     MACHINES,
     REFUSED_IN_SANDBOXES,
-    SOCKET,
+    SOCKETS,
 )
 
 HEADERS = {
@@ -46,7 +47,7 @@ def numbers_of_the_kernel(machine: str) -> dict[str, int]:
 def test_every_number_is_the_kernels(machine: str) -> None:
     kernel = numbers_of_the_kernel(machine)
     column = MACHINES.index(machine)
-    tables = ALLOWED | CHECKED | REFUSED_IN_SANDBOXES | {"socket": SOCKET}
+    tables = ALLOWED | CHECKED | REFUSED_IN_SANDBOXES | {**SOCKETS}
     ours = {name: numbers[column] for name, numbers in tables.items()}
     assert ours == {name: kernel.get(name) for name in ours}
     assert kernel["clone3"] == CLONE3
@@ -141,12 +142,24 @@ def test_arguments_decide_over_checked_calls(machine: str) -> None:
 def test_a_sandbox_has_neither_uncounted_memory_nor_new_namespaces(machine: str) -> None:
     kernel = numbers_of_the_kernel(machine)
 
-    def call(name: str, *arguments: int) -> int:
-        return answer(machine, kernel[name], *arguments, build=seccomp.sandbox_filter)
+    def call(name: str, *arguments: int, sockets: bool = False, network: bool = False) -> int:
+        build = partial(seccomp.sandbox_filter, has_sockets=sockets, has_network=network)
+        return answer(machine, kernel[name], *arguments, build=build)
 
     assert {call(name) for name in ("memfd_create", "shmget", "unshare", "mount", "bpf")} == {
         UNKNOWN
     }
     assert {call(name) for name in ("execve", "kill", "mmap", "openat", "bind")} == {ALLOW}
     assert (call("clone", 17), call("clone", 17 | 0x10000000)) == (ALLOW, DENY)
-    assert (call("clone3"), call("socket", 1), call("socket", 40)) == (UNKNOWN, ALLOW, DENY)
+    assert call("clone3") == UNKNOWN
+    unix, tcp, mptcp, netlink, vsock = (1, 1, 0), (2, 1, 6), (2, 1, 262), (16, 3, 0), (40, 1, 0)
+    for name in ("socket", "socketpair"):
+        for has_sockets, has_network, allowed in (
+            (False, False, set()),
+            (True, False, {unix}),
+            (True, True, {unix, tcp, netlink}),
+        ):
+            call_one = partial(call, name, sockets=has_sockets, network=has_network)
+            families = (unix, tcp, mptcp, netlink, vsock)
+            assert {each for each in families if call_one(*each) == ALLOW} == allowed
+            assert {call_one(*each) for each in families} - {ALLOW} == {DENY}
