@@ -87,7 +87,7 @@ class Admission:
 
 logger = logging.getLogger(__name__)
 
-_NUM_REMEMBERED = 100_000
+_NUM_REMEMBERED = 8_192
 """Max groups whose attempts are remembered, so that a repeated request does not start them again."""
 
 _CHECKPOINT_SHARE = 0.02
@@ -234,13 +234,20 @@ class GroupSampler:
         for assignment in new:
             group_id = assignment.group_id
             self.cancel([group_id])
-            self._attempts[group_id] = assignment.attempt
-            if len(self._attempts) > _NUM_REMEMBERED:
-                del self._attempts[next(iter(self._attempts))]
+            self._remember(assignment)
             group = self._groups[group_id] = RunningGroup(assignment, self._tools, self._spec)
             self._running[group_id] = self._tasks.create_task(
                 self._run_group(group, loading), name=group_id
             )
+
+    def _remember(self, assignment: GroupAssignment) -> None:
+        """Records that an attempt was started; forgets the oldest groups that have ended."""
+        self._attempts[assignment.group_id] = assignment.attempt
+        while len(self._attempts) - len(self._running) > _NUM_REMEMBERED:
+            oldest = next(iter(self._attempts))
+            attempt = self._attempts.pop(oldest)
+            if oldest in self._running:
+                self._attempts[oldest] = attempt
 
     def refuse(self) -> None:
         self._is_ending = True
