@@ -16,6 +16,7 @@ from services.trainer import metrics
 from services.trainer.ranks.leader import Leader
 from services.trainer.steps.step import StepResult
 from services.wire.batch import KVBatchMeta
+from services.wire.step_command import StepCommand
 from slipstream.trainer.v1 import trainer_pb2 as pb
 from slipstream.trainer.v1 import trainer_pb2_grpc
 
@@ -47,14 +48,14 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def TrainStep(
         self, request: pb.TrainStepRequest, context: _Context
     ) -> pb.TrainStepResponse:
-        meta = KVBatchMeta.from_proto(request.batch)
+        command = StepCommand.from_proto(request)
         # A retry of the newest step is answered without samples, which may have been released by then.
-        if meta.num_keys == 0 and request.step != await self._leader.newest_step():
+        if command.batch.num_keys == 0 and request.step != await self._leader.newest_step():
             raise InvalidArgumentError(
                 f"step {request.step} has an empty batch; send at least one group",
                 step=request.step,
             )
-        result = await self._train(request, meta)
+        result = await self._train(command)
         self._on_step(request.step, result)
         return pb.TrainStepResponse(
             step=request.step,
@@ -63,18 +64,12 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             left_out=result.left_out,
         )
 
-    async def _train(self, request: pb.TrainStepRequest, meta: KVBatchMeta) -> StepResult:
-        step, weight_version = request.step, request.weight_version
-        groups = tracing.of_groups(self._run_id, map(group_of, meta.keys))
+    async def _train(self, command: StepCommand) -> StepResult:
+        step = command.step
+        groups = tracing.of_groups(self._run_id, map(group_of, command.batch.keys))
         begin_ns = time.time_ns()
         with tracing.span("train.step", links=groups[: tracing.MAX_LINKS], step=step) as span:
-            result = await self._leader.train_step(
-                step,
-                meta,
-                weight_version=weight_version,
-                num_steps=request.num_steps or None,
-                waits=dict(request.waits),
-            )
+            result = await self._leader.train_step(command)
             span |= {
                 name: value for name, value in result.metrics.items() if name.startswith("seconds_")
             }
@@ -84,7 +79,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             begin_ns=begin_ns,
             links=[tracing.of_step(self._run_id, step)],
             step=step,
-            weight_version=weight_version,
+            weight_version=command.version,
         )
         return result
 

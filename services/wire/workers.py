@@ -9,6 +9,7 @@ import grpc
 from services.common.messages import to_message
 from services.common.rpc.client import call
 from services.wire.batch import KVBatchMeta
+from services.wire.step_command import StepCommand
 from slipstream.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from slipstream.trainer.v1 import scoring_pb2, scoring_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 
@@ -123,37 +124,15 @@ class TrainerClient:
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub = trainer_pb2_grpc.TrainerServiceStub(channel)
 
-    async def train_step(
-        self,
-        step: int,
-        batch: KVBatchMeta,
-        *,
-        weight_version: int,
-        num_steps: int,
-        timeout_s: float,
-        waits: Mapping[str, float] | None = None,
-    ) -> TrainedStep:
+    async def train_step(self, command: StepCommand, *, timeout_s: float) -> TrainedStep:
         """Trains one batch. Safe to retry for the newest step.
-
-        Args:
-            step: Number of the step, from 1.
-            batch: Whole groups, oldest first.
-            weight_version: Version of the weights that the step starts from.
-            num_steps: Steps of the whole run.
-            waits: Seconds that the run has waited since the last step, by reason.
 
         Raises:
             InvalidArgumentError: If the batch lacks what the algorithm needs.
             FailedPreconditionError: If ``step`` does not follow the newest one.
             UnavailableError: If the trainer is still loading.
         """
-        request = trainer_pb2.TrainStepRequest(
-            step=step,
-            batch=batch.to_proto(),
-            weight_version=weight_version,
-            num_steps=num_steps,
-            waits=waits,
-        )
+        request = command.to_proto()
         response = await call(self._stub.TrainStep, request, timeout_s=timeout_s, idempotent=True)
         return TrainedStep(
             step=response.step,

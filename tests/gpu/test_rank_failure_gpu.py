@@ -15,6 +15,7 @@ from services.trainer.engines.fsdp.parallel import build_topology, distribute
 from services.trainer.ranks.command_group import CommandGroup, RankFailedError
 from services.trainer.ranks.follower import Follower
 from services.trainer.ranks.leader import Leader
+from services.wire.step_command import StepCommand
 from tests.helpers.batches import policy_of, random_queue, rank_of, spec_for
 from tests.helpers.ports import free_port
 from tests.helpers.ranks import run_ranks
@@ -50,7 +51,7 @@ def _short_of_memory(rank: int, folder: str, port: int, spec_json: str) -> None:
             leader = Leader()
             leader.attach(trained, command_group)
             with pytest.raises(RankFailedError, match="rank 1: a micro-batch"):
-                asyncio.run(leader.train_step(1, queue.meta))
+                asyncio.run(leader.train_step(StepCommand(1, queue.meta)))
             leader.stop()
     assert not distributed.is_initialized(), "the process groups are aborted"
     (Path(folder) / f"seconds-{rank}").write_text(f"{time.monotonic() - begin:.2f}")

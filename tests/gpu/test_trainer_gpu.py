@@ -19,6 +19,7 @@ from services.trainer.engines.fsdp.parallel import build_topology, distribute
 from services.trainer.engines.fsdp.weights import WeightExport
 from services.trainer.model.policy import Policy
 from services.wire.data.jagged import Jagged
+from services.wire.step_command import StepCommand
 from tests.helpers.batches import policy_of, random_queue, rank_of, spec_of
 
 pytestmark = [
@@ -123,7 +124,7 @@ def test_every_option_trains_and_exports_weights(options: dict[str, Any]) -> Non
     distribute(policy, spec.trainer, topology)
     rank = rank_of(spec, policy, queue, topology=topology)
     for step in (1, 2):
-        metrics = rank.train(step, queue.meta).metrics
+        metrics = rank.train(StepCommand(step, queue.meta)).metrics
         assert math.isfinite(metrics["loss"])
         assert metrics["grad_norm"] > 0
     assert metrics["rollout_logprob_abs_diff"] < 0.05

@@ -13,6 +13,7 @@ from services.common.runspec.run import RunSpec
 from services.trainer.engines.fsdp.parallel import build_topology, distribute
 from services.trainer.model.policy import Policy, freeze
 from services.wire.data.jagged import Jagged
+from services.wire.step_command import StepCommand
 from tests.helpers.batches import CPU, Queue, policy_of, random_queue, rank_of, spec_of
 from tests.helpers.ranks import run_ranks
 
@@ -81,7 +82,7 @@ def _train(rank: int, world_size: int, folder: str, spec_json: str) -> None:
     trained = rank_of(spec, policy, queue, topology=topology, reference=reference)
     recorder: Any = Recorder(policy)
     trained.runner.engine.optimizer = recorder
-    result = trained.train(1, queue.meta)
+    result = trained.train(StepCommand(1, queue.meta))
     if rank == 0:
         outcome = {"metrics": result.metrics, "gradients": recorder.gradients}
         torch.save(outcome, f"{folder}/outcome.pt")

@@ -13,6 +13,7 @@ from services.trainer.batch.packing import pack
 from services.trainer.engines.fsdp.parallel import build_topology, distribute
 from services.trainer.model.policy import Policy
 from services.wire.data.jagged import Jagged
+from services.wire.step_command import StepCommand
 from tests.helpers.batches import CPU, Queue, random_queue, rank_of, spec_of
 from tests.helpers.mixtures import tiny_config
 from tests.helpers.ranks import run_ranks
@@ -93,7 +94,7 @@ def _train(family: str, spec: RunSpec, rank: int = 0) -> dict[str, Any]:
     recorder: Any = Recorder(policy)
     runner: Any = trained.runner
     runner.engine.optimizer = recorder
-    metrics = trained.train(1, queue.meta).metrics
+    metrics = trained.train(StepCommand(1, queue.meta)).metrics
     biases = {
         name: value.clone()
         for name, value in stored_tensors(policy.model).items()

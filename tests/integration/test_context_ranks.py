@@ -20,6 +20,7 @@ from services.trainer.engines.fsdp.parallel import build_topology, distribute
 from services.trainer.model.policy import Critic, Policy
 from services.wire.batch import KVBatchMeta
 from services.wire.data.jagged import Jagged
+from services.wire.step_command import StepCommand
 from tests.helpers.batches import Queue, policy_of, random_queue, rank_of, spec_for
 from tests.helpers.mixtures import tiny_config
 from tests.helpers.ranks import run_ranks
@@ -236,7 +237,7 @@ def _fetch(rank: int, store: str, shared: str) -> None:
     distribute(policy, spec.trainer, topology)
     own = _Away(queue.meta, queue.fields) if rank == 1 else queue
     with pytest.raises(UnavailableError, match="is away" if rank == 1 else "another rank"):
-        rank_of(spec, policy, own, topology=topology).train(1, queue.meta)
-    result = rank_of(spec, policy, queue, topology=topology).train(1, queue.meta)
+        rank_of(spec, policy, own, topology=topology).train(StepCommand(1, queue.meta))
+    result = rank_of(spec, policy, queue, topology=topology).train(StepCommand(1, queue.meta))
     assert not result.skipped
     distributed.destroy_process_group()

@@ -11,6 +11,7 @@ from torch import Tensor, distributed
 from services.common.runspec.run import RunSpec
 from services.trainer.engines.fsdp.parallel import build_topology, distribute
 from services.trainer.ranks.rank import Rank
+from services.wire.step_command import StepCommand
 from tests.helpers.batches import CPU, Queue, policy_of, random_queue, rank_of, spec_of
 from tests.helpers.ranks import run_ranks
 
@@ -61,7 +62,7 @@ def _train(rank: int, folder: str, spec_json: str) -> None:
     engine.module.forward = overflowing
     before, found = _weights(trained), []
     for step in (1, 2):
-        result = trained.train(step, queue.meta)
+        result = trained.train(StepCommand(step, queue.meta))
         changed = not all(torch.equal(before[name], v) for name, v in _weights(trained).items())
         found.append([result.skipped, result.overflowed, changed, result.metrics["loss_scale"]])
         engine.module.forward = forward
@@ -77,7 +78,7 @@ def _resume(rank: int, folder: str, spec_json: str) -> None:
     trained.restore()
     facts = [trained.runner.facts()]
     for step in range(3, NUM_STEPS + 1):
-        trained.train(step, queue.meta)
+        trained.train(StepCommand(step, queue.meta))
         facts.append(trained.runner.facts())
     (Path(folder) / f"resumed-{rank}.json").write_text(json.dumps(facts))
     distributed.destroy_process_group()

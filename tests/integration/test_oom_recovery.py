@@ -21,6 +21,7 @@ from services.trainer.ranks.command_group import CommandGroup, RankFailedError
 from services.trainer.ranks.follower import Follower
 from services.trainer.ranks.leader import Leader
 from services.wire.data.jagged import Jagged
+from services.wire.step_command import StepCommand
 from tests.helpers.batches import CPU, Queue, engine_of, policy_of, random_queue, rank_of, spec_for
 from tests.helpers.ledger_check import check_run
 from tests.helpers.ports import free_port
@@ -50,10 +51,10 @@ def _train(rank: int, folder: str, spec_json: str) -> None:
         runner.engine.optimizer = recorder
         if kind != "whole":
             limited(policy, 40, **how)
-        divided = trained.train(1, queue.meta).metrics["divided_micro_batches"]
+        divided = trained.train(StepCommand(1, queue.meta)).metrics["divided_micro_batches"]
         first = _flat(recorder.gradients)
         # A failed pass must leave nothing for the next step.
-        trained.train(2, queue.meta)
+        trained.train(StepCommand(2, queue.meta))
         if kind == "scores":
             divided = float(runner.engine.oom_limits.was_lowered)
         found.append((divided, first, _flat(recorder.gradients)))
@@ -85,7 +86,7 @@ def _short_of_memory(rank: int, ranks: int, folder: str, spec_json: str) -> None
         leader = Leader()
         leader.attach(trained, command_group)
         with pytest.raises(RankFailedError, match=CAUSE):
-            asyncio.run(leader.train_step(1, queue.meta))
+            asyncio.run(leader.train_step(StepCommand(1, queue.meta)))
         leader.stop()
 
 
@@ -140,7 +141,7 @@ def _leave_out(rank: int, folder: str, spec_json: str) -> None:
     runner.engine.optimizer = recorder
     # Fails if a rank computes more tokens at once than the recorded limit.
     limited(policy, 40, in_backward=False)
-    result = trained.train(1, queue.meta)
+    result = trained.train(StepCommand(1, queue.meta))
     if rank == 0:
         found = {**result.metrics, "left_out": dict(result.left_out)}
         torch.save((found, _flat(recorder.gradients)), f"{folder}/found.pt")
@@ -209,7 +210,7 @@ def test_ranks_leave_out_what_is_known_not_to_fit(tmp_path: Path, context_parall
     recorder: Any = Recorder(policy)
     runner: Any = trained.runner
     runner.engine.optimizer = recorder
-    expected = trained.train(1, queue.meta).metrics
+    expected = trained.train(StepCommand(1, queue.meta)).metrics
     wanted = _flat(recorder.gradients)
     assert (actual - wanted).norm() <= 1e-6 * wanted.norm()
     assert metrics["trained_tokens"] == expected["trained_tokens"]

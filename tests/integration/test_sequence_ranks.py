@@ -9,6 +9,7 @@ from torch import distributed
 
 from services.common.runspec.run import RunSpec
 from services.trainer.engines.fsdp.parallel import build_topology, distribute
+from services.wire.step_command import StepCommand
 from tests.helpers.batches import CPU, policy_of, rank_of, spec_of
 from tests.helpers.episodes import branched_episodes, gradients_by_hand
 from tests.helpers.ranks import run_ranks
@@ -28,7 +29,7 @@ def _train(rank: int, world_size: int, folder: str, spec_json: str) -> None:
     trained = rank_of(spec, policy, queue, topology=topology)
     recorder: Any = Recorder(policy)
     trained.runner.engine.optimizer = recorder
-    trained.train(1, queue.meta)
+    trained.train(StepCommand(1, queue.meta))
     if rank == 0:
         torch.save(recorder.gradients, f"{folder}/gradients.pt")
     if world_size > 1:

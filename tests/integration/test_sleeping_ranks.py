@@ -12,6 +12,7 @@ from services.trainer.engines.fsdp.parallel import build_topology, distribute
 from services.trainer.ranks.command_group import CommandGroup
 from services.trainer.ranks.follower import Follower
 from services.trainer.ranks.leader import Leader
+from services.wire.step_command import StepCommand
 from tests.helpers.batches import CPU, Queue, policy_of, random_queue, rank_of, spec_of
 from tests.helpers.ranks import run_ranks
 
@@ -40,14 +41,14 @@ def _train(rank: int, folder: str, spec_json: str, sleeps: bool) -> None:
 
 
 async def _lead(leader: Leader, queue: Queue, *, sleeps: bool) -> None:
-    await leader.train_step(1, queue.meta)
+    await leader.train_step(StepCommand(1, queue.meta))
     if sleeps:
         await leader.sleep()
         await leader.wake()
         await asyncio.to_thread(leader.score_canary)
         await leader.sleep()
         await leader.wake()
-    await leader.train_step(2, queue.meta)
+    await leader.train_step(StepCommand(2, queue.meta))
     leader.stop()
 
 

@@ -21,6 +21,7 @@ from services.trainer.ranks.command_group import CommandGroup
 from services.trainer.ranks.follower import Follower
 from services.trainer.ranks.leader import Leader
 from services.trainer.ranks.rank import Rank, canary_of
+from services.wire.step_command import StepCommand
 from tests.helpers.batches import CPU, Queue, engine_of, policy_of, random_queue, rank_of, spec_for
 from tests.helpers.pages import example
 from tests.helpers.ranks import run_ranks
@@ -60,7 +61,7 @@ def train_once(spec: RunSpec, *, rank: int = 0, world_size: int = 1) -> Outcome:
     if spec.trainer.accumulate_early:
         for rows in ([8, 9, 10, 11], [0, 1, 2, 3, 12, 13, 14, 15]):
             trained.accumulate(queue.meta.select(rows), weight_version=0)
-    result = trained.train(1, queue.meta)
+    result = trained.train(StepCommand(1, queue.meta))
     weights = dict(WeightExport(policy, dtype=torch.float32).weight_tensors())
     return {"metrics": result.metrics, "gradients": recorder.gradients, "weights": weights}
 
@@ -110,7 +111,7 @@ def _score_twice(rank: int, folder: str, spec_json: str) -> None:
 def _save(rank: int, world_size: int, folder: str, spec_json: str) -> None:
     """Trains one step on several ranks and saves it."""
     trained, queue = _rank_of_several(rank, world_size, folder, spec_json)
-    trained.train(1, queue.meta)
+    trained.train(StepCommand(1, queue.meta))
     trained.checkpointer.write(trained.snapshot(1))
     distributed.destroy_process_group()
 
@@ -120,7 +121,7 @@ def _save_again(rank: int, world_size: int, folder: str, spec_json: str) -> None
     trained, queue = _rank_of_several(rank, world_size, folder, spec_json)
     root = Path(folder) / "checkpoints"
     for step in (1, 2):
-        trained.train(step, queue.meta)
+        trained.train(StepCommand(step, queue.meta))
         if rank == 0 and step == 1:
             root.touch()
         elif rank == 0:
@@ -158,14 +159,14 @@ def _lose(rank: int, world_size: int, folder: str, spec_json: str, is_midway: bo
     leader = Leader()
     leader.attach(trained, CommandGroup(world_size))
     with pytest.raises(UnavailableError, match="a rank failed"):
-        asyncio.run(leader.train_step(1, queue.meta))
+        asyncio.run(leader.train_step(StepCommand(1, queue.meta)))
 
 
 async def _lead(leader: Leader, queue: Queue, folder: Path) -> None:
     with pytest.raises(IncompleteBatchError):
-        await leader.train_step(1, queue.without("rollout_logprobs").meta)
-    await leader.train_step(1, queue.meta)
-    await leader.train_step(2, queue.meta)
+        await leader.train_step(StepCommand(1, queue.without("rollout_logprobs").meta))
+    await leader.train_step(StepCommand(1, queue.meta))
+    await leader.train_step(StepCommand(2, queue.meta))
     await leader.save(2)
     torch.save(dict(leader.weight_tensors()), folder / "rows-0.pt")
     (folder / "canary.json").write_text(json.dumps(leader.score_canary().logprobs))
@@ -300,13 +301,13 @@ def test_one_rank_resumes_a_checkpoint_of_two(tmp_path: Path, offload: Any) -> N
     alone = policy_of(spec)
     queue = random_queue(policy_of(spec))
     rank = rank_of(spec, alone, queue)
-    rank.train(1, queue.meta)
-    rank.train(2, queue.meta)
+    rank.train(StepCommand(1, queue.meta))
+    rank.train(StepCommand(2, queue.meta))
 
     resumed = policy_of(spec, seed=1)
     other = rank_of(spec, resumed, queue, root=tmp_path / "checkpoints")
     assert other.restore() == 1
-    other.train(2, queue.meta)
+    other.train(StepCommand(2, queue.meta))
     for name, value in alone.named_parameters():
         found = dict(resumed.named_parameters())[name]
         torch.testing.assert_close(found, value, rtol=0, atol=1e-5)
@@ -332,7 +333,7 @@ def test_the_other_ranks_follow_rank_0(tmp_path: Path, senders: str) -> None:
     queue = random_queue(policy_of(spec))
     rank = rank_of(spec, policy, queue)
     for step in (1, 2):
-        rank.train(step, queue.meta)
+        rank.train(StepCommand(step, queue.meta))
     rows = [torch.load(tmp_path / f"rows-{rank}.pt", weights_only=True) for rank in (0, 1)]
     export = WeightExport(policy, dtype=torch.float32)
     for name, value in export.weight_tensors():

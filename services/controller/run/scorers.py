@@ -8,6 +8,7 @@ from services.common.runspec.workers import WORKERS
 from services.common.task_group import TaskGroup
 from services.controller.membership import Worker
 from services.wire.batch import KVBatchMeta
+from services.wire.step_command import StepCommand
 from services.wire.transferqueue.client import TransferQueueClient
 from services.wire.workers import ScoringClient, TrainerClient
 
@@ -82,29 +83,15 @@ class CriticClient:
                 channel = open_channel(worker.address, "worker", run_id=self._run_id)
                 self._trainer = TrainerClient(await stack.enter_async_context(channel))
 
-    async def train(
-        self,
-        step: int,
-        batch: KVBatchMeta,
-        *,
-        weight_version: int,
-        num_steps: int,
-        timeout_s: float,
-    ) -> Mapping[str, float]:
+    async def train(self, command: StepCommand, *, timeout_s: float) -> Mapping[str, float]:
         """Trains the critic on the batch of a step and returns its metrics. Idempotent.
 
         Raises:
             ServiceError: If the critic or the samples are lost.
         """
-        if self._trainer is None or batch.num_keys == 0:
+        if self._trainer is None or command.batch.num_keys == 0:
             return {}
-        trained = await self._trainer.train_step(
-            step,
-            batch,
-            weight_version=weight_version,
-            num_steps=num_steps,
-            timeout_s=timeout_s,
-        )
+        trained = await self._trainer.train_step(command, timeout_s=timeout_s)
         names = (
             *("value_loss", "value_clip_fraction", "seconds_critic", "nonfinite_critic"),
             *("critic_loss_scale", "critic_overflow_updates"),

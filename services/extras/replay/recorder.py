@@ -31,6 +31,7 @@ from services.trainer.transfers import Fetch
 from services.weightsync.checksum import write_tensor_checksums
 from services.wire.batch import KVBatchMeta
 from services.wire.data.jagged import Jagged
+from services.wire.step_command import StepCommand
 
 _PACKAGES = ("torch", "triton", "transformers", "peft", "numpy", "flash-attn", "nvidia-nccl")
 """Beginnings of the names of packages that take part in a step, whose versions are recorded."""
@@ -78,7 +79,9 @@ class StepRecorder:
         everyone.sum(torch.zeros(1))  # no rank writes before rank 0 has deleted
         if not files.rank_file(self._folder, step, self._rank).exists():
             # Records the digests of the weights that the first step starts from.
-            self._submit(*self._numbers(step, step, 0, engine), (), {})
+            nothing = KVBatchMeta(partition_id="", keys=())
+            command = StepCommand(step, nothing, weight_version=step)
+            self._submit(*self._numbers(command, engine), (), {})
 
     def recorded(self, fetch: Fetch) -> Fetch:
         """Wraps ``fetch`` so that fetched samples become a part of the next step's record."""
@@ -98,22 +101,13 @@ class StepRecorder:
             self._parts, self._parts_version = [], weight_version
         self._parts.append(meta)
 
-    def finish(
-        self,
-        step: int,
-        meta: KVBatchMeta,
-        result: StepResult,
-        *,
-        weight_version: int,
-        num_steps: int,
-        engine: TrainEngine,
-    ) -> None:
+    def finish(self, command: StepCommand, result: StepResult, *, engine: TrainEngine) -> None:
         """Records a trained step; waits if the record of the step before is not written yet."""
-        keys = set(meta.keys)
-        parts = self._parts if self._parts_version == weight_version else []
+        keys = set(command.batch.keys)
+        parts = self._parts if self._parts_version == command.version else []
         # If a part does not belong to this batch, the gradients of all parts were dropped and had no effect.
         parts = parts if all(keys.issuperset(part.keys) for part in parts) else []
-        numbers, weights = self._numbers(step, weight_version, num_steps, engine)
+        numbers, weights = self._numbers(command, engine)
         numbers = replace(
             numbers,
             num_parts=len(parts),
@@ -121,7 +115,7 @@ class StepRecorder:
             metrics=comparable(result.metrics),
         )
         fetched, self._fetched, self._parts = self._fetched, {}, []
-        self._submit(numbers, weights, (meta, *parts), fetched)
+        self._submit(numbers, weights, (command.batch, *parts), fetched)
 
     def wait(self) -> None:
         """Waits until the last step is safe on disk, before a checkpoint that continues after it.
@@ -139,13 +133,13 @@ class StepRecorder:
             ) from error
 
     def _numbers(
-        self, step: int, weight_version: int, num_steps: int, engine: TrainEngine
+        self, command: StepCommand, engine: TrainEngine
     ) -> tuple[StepNumbers, Callable[[], dict[str, str]]]:
         """Returns the numbers of a step without digests, and the function that waits for the digests."""
         numbers = StepNumbers(
-            step=step,
-            weight_version=weight_version,
-            num_steps=num_steps,
+            step=command.step,
+            weight_version=command.version,
+            num_steps=command.num_steps or 0,
             max_tokens=engine.bounds.max_tokens,
             nondeterministic=(*_nondeterministic,),
         )

@@ -31,6 +31,7 @@ from services.trainer.ranks.rank import Rank
 from services.trainer.settings import TrainerSettings
 from services.wire.batch import KVBatchMeta
 from services.wire.data.jagged import Jagged
+from services.wire.step_command import StepCommand
 
 _OUTDATED = -1
 
@@ -116,9 +117,10 @@ def replay(
             yield _written(numbers.weight_version, rank, settings)
         for part in parts:
             rank.accumulate(part, weight_version=numbers.weight_version)
-        result = rank.train(
+        command = StepCommand(
             step, meta, weight_version=numbers.weight_version, num_steps=numbers.num_steps
         )
+        result = rank.train(command)
         if step in plan["saved"]:
             rank.checkpointer.write(rank.snapshot(step))
         yield _compared(step, rank, recorded, result.metrics, settings)

@@ -33,7 +33,7 @@ SILENCE_S = 30
 _IDLE_S = 10
 _PROBES = 4
 logger = logging.getLogger(__name__)
-_HEADER = struct.Struct("<qqqqq")
+_HEADER = struct.Struct("<qqqq")
 _MAX_TEXT_BYTES = 512
 _END = "worker/end"
 """Key of the store. Its value is :data:`_ENDED_NORMALLY`, or the cause of the first rank that failed."""
@@ -111,13 +111,11 @@ class Command:
 
     kind: CommandKind
     step: int = 0
-    """Step that the command is for (TRAIN, SAVE)."""
+    """Step that the command is for (SAVE)."""
     weight_version: int = 0
-    """Version of the weights that a step starts from (TRAIN, ACCUMULATE) or that score (ADD_FIELD)."""
+    """Version of the weights that a step starts from (ACCUMULATE) or that score (ADD_FIELD)."""
     payload: bytes = b""
-    """A serialized ``KVBatchMeta`` (TRAIN, ACCUMULATE, ADD_FIELD), or JSON (START, SCORE)."""
-    num_steps: int = 0
-    """Steps of the whole run (TRAIN); 0 if unknown."""
+    """A serialized ``StepCommand`` (TRAIN) or ``KVBatchMeta`` (ACCUMULATE, ADD_FIELD), or JSON."""
 
 
 class RankFailedError(UnavailableError):
@@ -243,7 +241,7 @@ class CommandGroup:
         """Broadcasts a command from rank 0 to the others, unless a rank has failed."""
         if self._size == 1 or self.has_failed:
             return
-        numbers = (command.kind, command.step, command.weight_version, command.num_steps)
+        numbers = (command.kind, command.step, command.weight_version)
         header = _HEADER.pack(*numbers, len(command.payload))
         _broadcast(bytearray(header))
         if command.payload:
@@ -288,9 +286,9 @@ class CommandGroup:
     def receive(self) -> Command:
         """Waits for the next command of rank 0."""
         header = _broadcast(bytearray(_HEADER.size))
-        kind, step, weight_version, num_steps, size = _HEADER.unpack(header)
+        kind, step, weight_version, size = _HEADER.unpack(header)
         payload = bytes(_broadcast(bytearray(size))) if size else b""
-        return Command(CommandKind(kind), step, weight_version, payload, num_steps)
+        return Command(CommandKind(kind), step, weight_version, payload)
 
 
 def _watch_connections(ended: threading.Event) -> None:

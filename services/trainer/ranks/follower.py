@@ -16,6 +16,7 @@ from services.trainer.steps.fields import FieldScoring
 from services.weightsync.canary import Canary
 from services.weightsync.plan import TensorSpec
 from services.wire.batch import KVBatchMeta
+from services.wire.step_command import StepCommand
 
 logger = logging.getLogger(__name__)
 
@@ -89,13 +90,7 @@ class Follower:
 
     def _execute(self, command: Command) -> None:
         if command.kind is CommandKind.TRAIN:
-            meta = KVBatchMeta.from_bytes(command.payload)
-            self._rank.train(
-                command.step,
-                meta,
-                weight_version=command.weight_version,
-                num_steps=command.num_steps or None,
-            )
+            self._rank.train(StepCommand.from_bytes(command.payload))
         elif command.kind is CommandKind.ACCUMULATE:
             meta = KVBatchMeta.from_bytes(command.payload)
             self._rank.accumulate(meta, weight_version=command.weight_version)

@@ -24,6 +24,7 @@ from services.trainer.steps.step import StepResult
 from services.weightsync.canary import Canary
 from services.weightsync.plan import TensorSpec
 from services.wire.batch import KVBatchMeta
+from services.wire.step_command import StepCommand
 
 _T = TypeVar("_T")
 
@@ -78,15 +79,7 @@ class Leader:
         self._values = values
         self._rank = rank
 
-    async def train_step(
-        self,
-        step: int,
-        meta: KVBatchMeta,
-        *,
-        weight_version: int | None = None,
-        num_steps: int | None = None,
-        waits: Mapping[str, float] | None = None,
-    ) -> StepResult:
+    async def train_step(self, command: StepCommand) -> StepResult:
         """Trains a step, or returns the stored result if it is the newest one.
 
         A running step continues if the caller disconnects: a restarted controller requests the same step
@@ -97,11 +90,9 @@ class Leader:
             UnavailableError: If the model is not loaded yet, or a rank failed.
         """
         async with self._steps:
+            step = command.step
             if self._begun is None or self._begun[0] != step or self._begun[1].done():
-                self._begun = (
-                    step,
-                    self._begin(step, meta, weight_version, num_steps, waits or {}),
-                )
+                self._begun = step, self._begin(command)
             return await _shielded(self._begun[1])
 
     async def accumulate(self, step: int, meta: KVBatchMeta, *, weight_version: int) -> None:
@@ -133,26 +124,17 @@ class Leader:
             await asyncio.wait([asyncio.wrap_future(self._begun[1])])
         return self._newest[0]
 
-    def _begin(
-        self,
-        step: int,
-        meta: KVBatchMeta,
-        weight_version: int | None,
-        num_steps: int | None,
-        waits: Mapping[str, float],
-    ) -> Future[StepResult]:
+    def _begin(self, command: StepCommand) -> Future[StepResult]:
         newest, result = self._newest
         # After the run went back to a checkpoint, retrained steps have the same number but other versions.
-        is_repeated = weight_version is None or weight_version == self._newest_version
-        if step == newest and result is not None and is_repeated:
+        is_repeated = command.weight_version in (None, self._newest_version)
+        if command.step == newest and result is not None and is_repeated:
             answered: Future[StepResult] = Future()
             answered.set_result(result)
             return answered
-        self._check_next(step)
+        self._check_next(command.step)
         # The copied context lets log lines of the thread carry the step's trace.
-        return self._thread.submit(
-            copy_context().run, self._train, step, meta, weight_version, num_steps, waits
-        )
+        return self._thread.submit(copy_context().run, self._train, command)
 
     def _check_next(self, step: int) -> None:
         newest, _ = self._newest
@@ -164,24 +146,14 @@ class Leader:
                 newest=newest,
             )
 
-    def _train(
-        self,
-        step: int,
-        meta: KVBatchMeta,
-        weight_version: int | None,
-        num_steps: int | None,
-        waits: Mapping[str, float],
-    ) -> StepResult:
+    def _train(self, command: StepCommand) -> StepResult:
         rank = self._attached()
         with self._turn, self._awake():
-            version = step - 1 if weight_version is None else weight_version
-            idle = self._idle.step_begins(waits)
-            self._command_group.broadcast(
-                Command(CommandKind.TRAIN, step, version, meta.to_bytes(), num_steps or 0)
-            )
-            result = rank.train(step, meta, weight_version=version, num_steps=num_steps)
+            idle = self._idle.step_begins(command.waits)
+            self._command_group.broadcast(Command(CommandKind.TRAIN, payload=command.to_bytes()))
+            result = rank.train(command)
             result.metrics.update({f"idle_seconds_{why}": spent for why, spent in idle.items()})
-            self._newest, self._newest_version = (step, result), version
+            self._newest, self._newest_version = (command.step, result), command.version
             self._idle.step_ended()
             return result
 

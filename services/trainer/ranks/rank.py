@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -31,6 +31,7 @@ from services.trainer.transfers import Fetch, fetch_model_inputs
 from services.weightsync.canary import Canary, canary_text
 from services.wire.batch import KVBatchMeta
 from services.wire.data.jagged import Jagged
+from services.wire.step_command import StepCommand
 
 logger = logging.getLogger(__name__)
 
@@ -210,20 +211,8 @@ class Rank:
         self._drop_accumulated()
         return meta
 
-    def train(
-        self,
-        step: int,
-        meta: KVBatchMeta,
-        *,
-        weight_version: int | None = None,
-        num_steps: int | None = None,
-    ) -> StepResult:
+    def train(self, command: StepCommand) -> StepResult:
         """Trains a batch. Blocks; runs in a thread.
-
-        Args:
-            step: Number of the step, from 1.
-            weight_version: Version of the weights that the step starts from; None means ``step - 1``.
-            num_steps: Steps of the whole run; None keeps the known number.
 
         Raises:
             IncompleteBatchError: If the batch lacks what the algorithm needs.
@@ -231,9 +220,9 @@ class Rank:
                 checkpoint or without one to go back to, or gradients overflowed in float16 at the lowest
                 loss scale.
         """
-        version = step - 1 if weight_version is None else weight_version
-        if num_steps is not None:
-            self.runner.num_steps = num_steps
+        step, meta, version = command.step, command.batch, command.version
+        if command.num_steps is not None:
+            self.runner.num_steps = command.num_steps
         left = self._without_accumulated(meta, version)
         try:
             result = self._trained(step, left, version)
@@ -252,14 +241,8 @@ class Rank:
         if self._step_recorder is not None:
             timer = PhaseTimer()
             with timer("record"):
-                self._step_recorder.finish(
-                    step,
-                    meta,
-                    result,
-                    weight_version=version,
-                    num_steps=self.runner.num_steps,
-                    engine=self.runner.engine,
-                )
+                recorded = replace(command, num_steps=self.runner.num_steps)
+                self._step_recorder.finish(recorded, result, engine=self.runner.engine)
             result.metrics["seconds_record"] = timer.seconds["record"]
             result.metrics["record_thread_s"] = self._step_recorder.written_s
         seconds = sum(v for name, v in result.metrics.items() if name.startswith("seconds_"))

@@ -10,6 +10,7 @@ from services.trainer.engines.base import TrainEngine
 from services.trainer.steps.step import StepResult
 from services.trainer.transfers import Fetch
 from services.wire.batch import KVBatchMeta
+from services.wire.step_command import StepCommand
 
 
 class StepRecorder(Protocol):
@@ -24,16 +25,7 @@ class StepRecorder(Protocol):
     def recorded(self, fetch: Fetch) -> Fetch:
         """Returns a fetch that also records what it fetched."""
 
-    def finish(
-        self,
-        step: int,
-        meta: KVBatchMeta,
-        result: StepResult,
-        *,
-        weight_version: int,
-        num_steps: int,
-        engine: TrainEngine,
-    ) -> None:
+    def finish(self, command: StepCommand, result: StepResult, *, engine: TrainEngine) -> None:
         """Records a trained step; may wait for the record of the step before."""
 
     def accumulated(self, meta: KVBatchMeta, *, weight_version: int) -> None:

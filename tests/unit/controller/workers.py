@@ -141,7 +141,8 @@ class Workers:
         self.lost = True
         self.may_train.set()
 
-    async def train_step(self, step, samples, *, weight_version, num_steps, waits, timeout_s):
+    async def train_step(self, command, *, timeout_s):
+        step = command.step
         self.step_timeouts.append(timeout_s)
         if step >= self.held_from:
             self.trains.set()

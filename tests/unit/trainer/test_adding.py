@@ -20,6 +20,7 @@ from services.trainer.settings import TrainerSettings
 from services.trainer.steps.credit import CreditAssigner
 from services.trainer.steps.objective import Objective
 from services.trainer.steps.updates import NotFiniteError
+from services.wire.step_command import StepCommand
 from tests.helpers.batches import policy_of, random_queue, rank_of, spec_of
 from tests.helpers.packages import install_from
 from tests.helpers.pages import example
@@ -34,8 +35,8 @@ def trained(algorithm: dict[str, Any]) -> tuple[dict[str, float], dict[str, torc
     policy = policy_of(spec, scale=1.5)
     queue = random_queue(policy_of(spec, seed=1, scale=1.5))
     rank = rank_of(spec, policy, queue)
-    rank.train(1, queue.meta)
-    metrics = rank.train(2, queue.meta).metrics
+    rank.train(StepCommand(1, queue.meta))
+    metrics = rank.train(StepCommand(2, queue.meta)).metrics
     return dict(metrics), dict(policy.state_dict())
 
 
@@ -157,11 +158,11 @@ def test_a_number_that_is_not_finite_later_on_names_what_is_the_users(tmp_path: 
     queue = random_queue(policy)
     rank = rank_of(spec, policy, queue, root=tmp_path)
     rank.checkpointer.write(rank.snapshot(1))
-    assert rank.train(2, queue.meta).metrics["rewound_to_step"] == 1
+    assert rank.train(StepCommand(2, queue.meta)).metrics["rewound_to_step"] == 1
     with pytest.raises(
         NotFiniteError, match=r"algorithm\.loss '.*faulty\.py:later_nan' and the rewards"
     ):
-        rank.train(2, queue.meta)
+        rank.train(StepCommand(2, queue.meta))
 
 
 @pytest.mark.parametrize("key", ["loss", "advantage"])
@@ -302,4 +303,4 @@ def test_a_run_may_name_the_engine_of_the_page(sgd: Any, tmp_path: Path) -> None
     assert all(isinstance(each, sgd) for each in engines.values())
     queue = random_queue(policy_of(spec, seed=1))
     rank = rank_of(spec, engines["policy"], queue)
-    assert not rank.train(1, queue.meta).skipped
+    assert not rank.train(StepCommand(1, queue.meta)).skipped

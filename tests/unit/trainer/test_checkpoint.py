@@ -21,6 +21,7 @@ from services.trainer.ranks.build import _resume
 from services.trainer.ranks.rank import Rank
 from services.trainer.settings import TrainerSettings
 from services.trainer.steps.updates import NotFiniteError
+from services.wire.step_command import StepCommand
 from tests.helpers.batches import Queue, policy_of, random_queue, rank_of, spec_of
 
 SPEC = spec_of()
@@ -43,13 +44,13 @@ def test_training_resumes_exactly_from_the_checkpoint(
     monkeypatch.setattr(checkpoint, "FILE_BYTES", file_bytes)
     policy, rank, queue = _trained(tmp_path)
     for step in (1, 2):
-        rank.train(step, queue.meta)
+        rank.train(StepCommand(step, queue.meta))
     folder = rank.checkpointer.write(rank.snapshot(2))
     assert (len(list(folder.glob("*.safetensors"))) > 1) == (file_bytes == 100_000)
-    rank.train(3, queue.meta)
+    rank.train(StepCommand(3, queue.meta))
     other, resumed, _ = _trained(tmp_path, seed=1)
     assert resumed.restore() == 2
-    resumed.train(3, queue.meta)
+    resumed.train(StepCommand(3, queue.meta))
     for name, value in policy.named_parameters():
         torch.testing.assert_close(dict(other.named_parameters())[name], value, rtol=0, atol=1e-7)
 
@@ -60,15 +61,15 @@ def test_moments_in_8_bits_resume_bit_by_bit(tmp_path: Path) -> None:
     policy = policy_of(spec)
     rank = rank_of(spec, policy, queue, root=tmp_path)
     for step in (1, 2):
-        rank.train(step, queue.meta)
+        rank.train(StepCommand(step, queue.meta))
     snapshot = rank.snapshot(2)
     assert any(tensor.dtype == torch.uint8 for tensor in snapshot.parts[""].tensors.values())
     rank.checkpointer.write(snapshot)
-    rank.train(3, queue.meta)
+    rank.train(StepCommand(3, queue.meta))
     other = policy_of(spec, seed=1)
     resumed = rank_of(spec, other, queue, root=tmp_path)
     assert resumed.restore() == 2
-    resumed.train(3, queue.meta)
+    resumed.train(StepCommand(3, queue.meta))
     for name, value in policy.named_parameters():
         assert torch.equal(dict(other.named_parameters())[name], value), name
 
@@ -77,7 +78,7 @@ def test_a_running_checkpoint_reports_written_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, rank, queue = _trained(tmp_path)
-    rank.train(1, queue.meta)
+    rank.train(StepCommand(1, queue.meta))
     snapshot, seen, write_file = rank.snapshot(1), [], checkpoint._write
     monkeypatch.setattr(checkpoint, "FILE_BYTES", 100_000)
     monkeypatch.setattr(checkpoint, "THREADS", 1)
@@ -101,10 +102,10 @@ def test_a_running_checkpoint_reports_written_bytes(
 
 def test_the_snapshot_is_not_touched_by_later_steps(tmp_path: Path) -> None:
     _, rank, queue = _trained(tmp_path)
-    rank.train(1, queue.meta)
+    rank.train(StepCommand(1, queue.meta))
     snapshot = rank.snapshot(1)
     before = {name: value.clone() for name, value in snapshot.parts[""].tensors.items()}
-    rank.train(2, queue.meta)
+    rank.train(StepCommand(2, queue.meta))
     assert all(
         torch.equal(value, before[name]) for name, value in snapshot.parts[""].tensors.items()
     )
@@ -250,7 +251,7 @@ def test_a_full_disk_is_reported_and_training_continues(tmp_path: Path) -> None:
     _, rank, queue = _trained(tmp_path / "file" / "checkpoints")
     with pytest.raises(FailedPreconditionError, match="free space there"):
         rank.checkpointer.write(rank.snapshot(1))
-    assert not rank.train(2, queue.meta).skipped
+    assert not rank.train(StepCommand(2, queue.meta)).skipped
 
 
 def test_too_many_skipped_steps_go_back_to_the_checkpoint_and_then_end_the_run(
@@ -262,12 +263,12 @@ def test_too_many_skipped_steps_go_back_to_the_checkpoint_and_then_end_the_run(
     rank = rank_of(spec, policy, queue, root=tmp_path)
     rank.checkpointer.write(rank.snapshot(1))
     saved = {name: value.clone() for name, value in policy.named_parameters()}
-    rank.train(2, queue.meta)
+    rank.train(StepCommand(2, queue.meta))
     queue.fields["rewards"].values[0] = torch.inf
-    assert rank.train(3, queue.meta).metrics["rewound_to_step"] == 1
+    assert rank.train(StepCommand(3, queue.meta)).metrics["rewound_to_step"] == 1
     assert all(torch.equal(value, saved[name]) for name, value in policy.named_parameters())
     with pytest.raises(NotFiniteError, match="all steps since the last good checkpoint"):
-        rank.train(4, queue.meta)
+        rank.train(StepCommand(4, queue.meta))
 
 
 def test_a_trainer_returns_to_the_last_checkpoint_before_the_skipped_steps(tmp_path: Path) -> None:
@@ -275,20 +276,20 @@ def test_a_trainer_returns_to_the_last_checkpoint_before_the_skipped_steps(tmp_p
     policy = policy_of(spec)
     queue = random_queue(policy)
     rank = rank_of(spec, policy, queue, root=tmp_path)
-    rank.train(1, queue.meta)
+    rank.train(StepCommand(1, queue.meta))
     rank.checkpointer.write(rank.snapshot(1))
     saved = {name: value.clone() for name, value in policy.named_parameters()}
-    rank.train(2, queue.meta)
+    rank.train(StepCommand(2, queue.meta))
     queue.fields["rewards"].values[0] = torch.nan
-    assert rank.train(3, queue.meta).skipped
+    assert rank.train(StepCommand(3, queue.meta)).skipped
     rank.checkpointer.write(rank.snapshot(3))
-    assert rank.train(4, queue.meta).metrics["rewound_to_step"] == 1
+    assert rank.train(StepCommand(4, queue.meta)).metrics["rewound_to_step"] == 1
     assert all(torch.equal(value, saved[name]) for name, value in policy.named_parameters())
     # A restarted trainer knows from its checkpoint that the steps before were skipped.
     again = rank_of(spec, policy_of(spec), queue, root=tmp_path)
     assert again.restore() == 3
-    assert "rewound_to_step" not in again.train(4, queue.meta).metrics
-    assert again.train(5, queue.meta).metrics["rewound_to_step"] == 1
+    assert "rewound_to_step" not in again.train(StepCommand(4, queue.meta)).metrics
+    assert again.train(StepCommand(5, queue.meta)).metrics["rewound_to_step"] == 1
 
 
 def test_skipped_steps_without_a_checkpoint_before_them_end_the_run(tmp_path: Path) -> None:
@@ -298,7 +299,7 @@ def test_skipped_steps_without_a_checkpoint_before_them_end_the_run(tmp_path: Pa
     rank = rank_of(spec, policy, queue, root=tmp_path)
     queue.fields["rewards"].values[0] = torch.nan
     with pytest.raises(NotFiniteError, match="no checkpoint is of an earlier step"):
-        rank.train(1, queue.meta)
+        rank.train(StepCommand(1, queue.meta))
 
 
 def test_an_exported_folder_loads_elsewhere(tmp_path: Path) -> None:

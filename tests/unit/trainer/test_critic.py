@@ -18,6 +18,7 @@ from services.trainer.steps.critic import CriticRunner
 from services.trainer.steps.fields import FieldScoring
 from services.trainer.steps.step import CriticStepRunner
 from services.wire.data.jagged import Jagged
+from services.wire.step_command import StepCommand
 from tests.helpers.batches import Queue, engine_of, policy_of, random_queue, rank_of, spec_of
 
 GAE = {"advantage": "gae", "gae_lambda": 0.9}
@@ -52,7 +53,7 @@ class Apart:
     def train(self, step: int) -> dict[str, float]:
         """Computes values and then trains the step, as in a run."""
         self.values.add(self.queue.meta)
-        return self.rank.train(step, self.queue.meta).metrics
+        return self.rank.train(StepCommand(step, self.queue.meta)).metrics
 
     def weights(self) -> torch.Tensor:
         return torch.cat([p.detach().flatten() for p in self.engine.module.parameters()])
@@ -70,7 +71,7 @@ def test_a_critic_apart_learns_what_one_inside_the_trainer_does(
     inside = rank_of(spec, policy_of(spec), queue)
     apart = Apart(queue, tmp_path)
     for step in (1, 2, 3):
-        expected = inside.train(step, queue.meta).metrics["value_loss"]
+        expected = inside.train(StepCommand(step, queue.meta)).metrics["value_loss"]
         assert apart.train(step)["value_loss"] == pytest.approx(expected, rel=1e-5)
     critic = inside.runner.trained()["critic"].module
     weights = torch.cat([parameter.detach().flatten() for parameter in critic.parameters()])
@@ -95,11 +96,11 @@ async def test_a_critic_that_missed_steps_trains_the_next_one_and_each_once(
     apart.values.add(queue.meta)
     leader = Leader(may_miss_steps=True)
     leader.attach(apart.rank, CommandGroup(1), values=apart.values, step=2)
-    first = await leader.train_step(7, apart.queue.meta, weight_version=6)
-    assert await leader.train_step(7, apart.queue.meta, weight_version=6) is first
+    first = await leader.train_step(StepCommand(7, apart.queue.meta, weight_version=6))
+    assert await leader.train_step(StepCommand(7, apart.queue.meta, weight_version=6)) is first
     # The run was rewound and repeats the step with another weight version.
-    assert await leader.train_step(7, apart.queue.meta, weight_version=9) is not first
+    assert await leader.train_step(StepCommand(7, apart.queue.meta, weight_version=9)) is not first
     strict = Leader()
     strict.attach(apart.rank, CommandGroup(1))
     with pytest.raises(FailedPreconditionError, match="train step 1 next"):
-        await strict.train_step(7, apart.queue.meta, weight_version=6)
+        await strict.train_step(StepCommand(7, apart.queue.meta, weight_version=6))

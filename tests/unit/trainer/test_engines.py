@@ -25,6 +25,7 @@ from services.trainer.model.policy import Critic, Policy, freeze
 from services.trainer.steps.critic import CriticRunner
 from services.trainer.steps.objective import Objective, PolicyLoss, num_counted
 from services.wire.data.jagged import Jagged
+from services.wire.step_command import StepCommand
 from tests.helpers.batches import CPU, engine_of, policy_of, random_queue, rank_of, spec_of
 
 SPEC = spec_of(trainer={"optimizer": {"learning_rate": 1e-2, "weight_decay": 0.1}})
@@ -269,7 +270,7 @@ def test_steps_of_both_engines_report_the_same(algorithm: dict[str, Any]) -> Non
     found = {}
     for name in BUILD:
         rank = rank_of(spec, _engine(name), queue)
-        found[name] = [rank.train(step, queue.meta).metrics for step in (1, 2)][1]
+        found[name] = [rank.train(StepCommand(step, queue.meta)).metrics for step in (1, 2)][1]
     for key in ("loss", "grad_norm", "entropy", "ratio_mean", "ppo_kl", "reward_mean"):
         assert found["reference"][key] == pytest.approx(found["fsdp"][key], rel=1e-3, abs=1e-5)
 

@@ -14,6 +14,7 @@ from services.trainer.model.policy import Policy
 from services.trainer.ranks.command_group import CommandGroup
 from services.trainer.ranks.leader import Leader
 from services.trainer.ranks.rank import Rank
+from services.wire.step_command import StepCommand
 from tests.helpers.batches import policy_of, random_queue, rank_of, spec_of
 
 SPEC = spec_of()
@@ -30,7 +31,7 @@ def _state_of(rank: Rank, *, stays: Stays = "nothing") -> OffloadedState:
 
 def _trained(policy: Policy) -> Rank:
     rank = rank_of(SPEC, policy, QUEUE)
-    rank.train(1, QUEUE.meta)
+    rank.train(StepCommand(1, QUEUE.meta))
     return rank
 
 
@@ -47,7 +48,7 @@ def test_training_is_unchanged_by_sleep() -> None:
                 assert all(p.untyped_storage().nbytes() == 0 for p in policy.parameters())
                 state.reload()
                 state.reload()
-            rank.train(step, QUEUE.meta)
+            rank.train(StepCommand(step, QUEUE.meta))
     for first, second in zip(*(policy.parameters() for policy in policies), strict=True):
         assert torch.equal(first, second)
 
@@ -86,9 +87,9 @@ async def test_a_trainer_that_sleeps_neither_trains_nor_sends(stays: Stays) -> N
         with pytest.raises(FailedPreconditionError, match="wake it first"):
             use()
     with pytest.raises(FailedPreconditionError, match="wake it first"):
-        await leader.train_step(1, QUEUE.meta)
+        await leader.train_step(StepCommand(1, QUEUE.meta))
     await leader.wake()
-    assert not (await leader.train_step(1, QUEUE.meta)).skipped
+    assert not (await leader.train_step(StepCommand(1, QUEUE.meta))).skipped
 
 
 @pytest.mark.parametrize("error", [None, torch.OutOfMemoryError("full"), ValueError("defect")])

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from services.trainer.engines.fsdp.optim import HostAdamW
+from services.wire.step_command import StepCommand
 from tests.helpers.batches import policy_of, random_queue, rank_of, spec_of
 
 
@@ -52,11 +53,11 @@ def test_a_checkpoint_loads_with_moments_on_host_or_device(tmp_path: Path) -> No
         queue = random_queue(policy_of(spec))
         root = tmp_path / str(offload)
         rank = rank_of(spec, policy_of(spec), queue, root=root)
-        rank.train(1, queue.meta)
+        rank.train(StepCommand(1, queue.meta))
         rank.checkpointer.write(rank.snapshot(1))
         policy = policy_of(spec, seed=1)
         resumed = rank_of(spec, policy, queue, root=root)
         assert resumed.restore() == 1
-        resumed.train(2, queue.meta)
+        resumed.train(StepCommand(2, queue.meta))
         weights.append(list(policy.parameters()))
     assert all(map(torch.equal, *weights))

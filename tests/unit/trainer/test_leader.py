@@ -13,6 +13,7 @@ from services.trainer.checkpoint.checkpointer import Snapshot
 from services.trainer.engines.fsdp.weights import WeightExport
 from services.trainer.ranks.command_group import CommandGroup
 from services.trainer.ranks.leader import Leader
+from services.wire.step_command import StepCommand
 from tests.helpers.batches import policy_of, random_queue, rank_of, spec_of
 
 
@@ -22,12 +23,12 @@ async def test_steps_are_trained_once_and_in_order() -> None:
     queue = random_queue(policy)
     leader = Leader()
     with pytest.raises(UnavailableError, match="still loading"):
-        await leader.train_step(1, queue.meta)
+        await leader.train_step(StepCommand(1, queue.meta))
     leader.attach(rank_of(spec, policy, queue), CommandGroup(1))
     with pytest.raises(FailedPreconditionError, match="train step 1 next"):
-        await leader.train_step(2, queue.meta)
+        await leader.train_step(StepCommand(2, queue.meta))
     first, repeated = await asyncio.gather(
-        leader.train_step(1, queue.meta), leader.train_step(1, queue.meta)
+        leader.train_step(StepCommand(1, queue.meta)), leader.train_step(StepCommand(1, queue.meta))
     )
     assert first is repeated
 
@@ -52,7 +53,7 @@ async def test_only_the_newest_step_is_saved(tmp_path: Path) -> None:
         rank_of(spec, policy, queue, root=tmp_path),
         CommandGroup(1),
     )
-    await leader.train_step(1, queue.meta)
+    await leader.train_step(StepCommand(1, queue.meta))
     saved = await leader.save(1)
     assert saved.folder == tmp_path / "step-00000001"
     assert saved.num_bytes == sum(file.stat().st_size for file in saved.folder.rglob("*"))
@@ -81,11 +82,11 @@ async def test_a_save_whose_caller_leaves_is_written_before_the_next_one_begins(
         return write(snapshot, keep_steps)
 
     rank.checkpointer.write = slowly  # type: ignore[method-assign]
-    await leader.train_step(1, queue.meta)
+    await leader.train_step(StepCommand(1, queue.meta))
     saving = asyncio.create_task(leader.save(1))
     await asyncio.to_thread(begun.wait)
     saving.cancel()  # as if the controller died
-    await leader.train_step(2, queue.meta)
+    await leader.train_step(StepCommand(2, queue.meta))
     next_ = asyncio.create_task(leader.save(2))
     await asyncio.sleep(0.5)
     may_end.set()

@@ -8,6 +8,7 @@ import torch
 from services.trainer.algorithm import correction
 from services.trainer.batch.segments import Segments
 from services.wire.data.jagged import Jagged
+from services.wire.step_command import StepCommand
 from tests.helpers.batches import policy_of, random_queue, rank_of, spec_of
 
 _PLAIN = {"correction": "decoupled", "dual_clip": None}
@@ -22,7 +23,9 @@ def _trained(algorithm: dict[str, Any], noise: torch.Tensor, **trainer: Any) -> 
     logprobs = queue.fields["rollout_logprobs"]
     moved = Jagged(logprobs.values + noise, logprobs.lengths)
     return (
-        rank_of(spec, policy, queue.replaced(rollout_logprobs=moved)).train(1, queue.meta).metrics
+        rank_of(spec, policy, queue.replaced(rollout_logprobs=moved))
+        .train(StepCommand(1, queue.meta))
+        .metrics
     )
 
 

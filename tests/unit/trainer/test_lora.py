@@ -32,6 +32,7 @@ from services.weightsync.member import WeightMember
 from services.weightsync.modes.placing import Placer, whole_buffers
 from services.weightsync.plan import version_digest
 from services.weightsync.transfer import TransferOrder
+from services.wire.step_command import StepCommand
 from tests.helpers.batches import CPU, policy_of, random_queue, rank_of, spec_of
 from tests.helpers.weight_members import MemoryStore
 
@@ -48,8 +49,8 @@ def test_merged_weights_are_the_trained_policy(tmp_path: Path) -> None:
     frozen = policy.model.get_input_embeddings().weight.clone()
     add_adapters(policy.model, SPEC.trainer.lora)
     rank = rank_of(SPEC, policy, queue, root=tmp_path / "checkpoints")
-    rank.train(1, queue.meta)
-    rank.train(2, queue.meta)
+    rank.train(StepCommand(1, queue.meta))
+    rank.train(StepCommand(2, queue.meta))
     assert torch.equal(policy.model.get_input_embeddings().weight, frozen)
     export = WeightExport(policy, dtype=torch.float32)
     assert [(spec.name, spec.shape) for spec in export.weight_specs()] == plain
@@ -269,7 +270,7 @@ def test_a_checkpoint_of_adapters_resumes_and_is_exported(
     policy = _adapted(spec)
     queue = random_queue(policy)
     rank = rank_of(spec, policy, queue, root=tmp_path / "checkpoints")
-    rank.train(1, queue.meta)
+    rank.train(StepCommand(1, queue.meta))
     saved = rank.checkpointer.write(rank.snapshot(1))
     names = set(HuggingFaceStorageReader(str(saved)).read_metadata().state_dict_metadata)
     assert names
@@ -278,8 +279,8 @@ def test_a_checkpoint_of_adapters_resumes_and_is_exported(
     again = _adapted(spec)
     resumed = rank_of(spec, again, queue, root=tmp_path / "checkpoints")
     assert resumed.restore() == 1
-    rank.train(2, queue.meta)
-    resumed.train(2, queue.meta)
+    rank.train(StepCommand(2, queue.meta))
+    resumed.train(StepCommand(2, queue.meta))
     pairs = zip(policy.parameters(), again.parameters(), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
 

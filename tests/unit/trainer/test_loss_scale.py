@@ -12,6 +12,7 @@ from services.common.runspec.trainer import LossScaleSpec
 from services.trainer.model.policy import Policy
 from services.trainer.ranks.rank import Rank
 from services.trainer.steps.updates import LossScale, NotFiniteError
+from services.wire.step_command import StepCommand
 from tests.helpers.batches import policy_of, random_queue, rank_of, spec_of
 
 
@@ -95,7 +96,7 @@ def test_scaled_gradients_give_the_same_clipped_update_bit_by_bit(trainer: Any) 
         for step in (1, 2):
             if "accumulate_early" in trainer:
                 rank.accumulate(queue.meta.select(range(4)), weight_version=step - 1)
-            metrics = rank.train(step, queue.meta, weight_version=step - 1).metrics
+            metrics = rank.train(StepCommand(step, queue.meta, weight_version=step - 1)).metrics
         found.append((weights_of(policy), metrics["grad_norm"], metrics["loss"]))
     assert torch.equal(found[0][0], found[1][0])
     assert found[0][1:] == found[1][1:]
@@ -108,7 +109,7 @@ def test_an_overflow_skips_the_step_and_leaves_the_schedule_where_it_is() -> Non
     )
     before, handle = weights_of(policy), overflow(policy)
     for step, scale in ((1, 2.0**15), (2, 2.0**14)):
-        result = rank.train(step, queue.meta)
+        result = rank.train(StepCommand(step, queue.meta))
         assert result.skipped
         assert result.overflowed
         assert result.metrics["loss_scale"] == scale
@@ -117,7 +118,7 @@ def test_an_overflow_skips_the_step_and_leaves_the_schedule_where_it_is() -> Non
         assert math.isfinite(result.metrics["loss"])
     assert torch.equal(weights_of(policy), before)
     handle.remove()
-    result = rank.train(3, queue.meta)
+    result = rank.train(StepCommand(3, queue.meta))
     assert (result.skipped, result.overflowed) == (False, False)
     assert result.metrics["learning_rate"] == pytest.approx(1e-2 / 4), "it is the first update"
     assert not torch.equal(weights_of(policy), before)
@@ -137,7 +138,7 @@ def test_one_overflow_of_several_updates_is_no_skipped_step() -> None:
         return gradient * (torch.inf if len(calls) == 1 else 1.0)
 
     weight.register_hook(hook)
-    result = rank.train(1, queue.meta)
+    result = rank.train(StepCommand(1, queue.meta))
     assert (result.skipped, result.overflowed) == (False, False)
     assert (result.metrics["overflow_updates"], rank.runner.facts()["num_updates"]) == (1, 1)
 
@@ -145,16 +146,19 @@ def test_one_overflow_of_several_updates_is_no_skipped_step() -> None:
 def test_overflows_at_the_lowest_scale_end_the_run() -> None:
     rank, policy, queue = rank_with(loss_scale={"initial": 4})
     overflow(policy)
-    assert [rank.train(step, queue.meta).metrics["loss_scale"] for step in (1, 2)] == [2, 1]
+    assert [rank.train(StepCommand(step, queue.meta)).metrics["loss_scale"] for step in (1, 2)] == [
+        2,
+        1,
+    ]
     with pytest.raises(NotFiniteError, match=r"loss scale 1.* trainer.dtype"):
-        rank.train(3, queue.meta)
+        rank.train(StepCommand(3, queue.meta))
 
 
 def test_a_loss_that_is_no_number_is_no_overflow() -> None:
     rank, policy, queue = rank_with()
     with torch.no_grad():
         next(policy.parameters()).fill_(torch.nan)
-    result = rank.train(1, queue.meta)
+    result = rank.train(StepCommand(1, queue.meta))
     assert (result.skipped, result.overflowed) == (True, False)
     assert result.metrics["nonfinite_loss"] == 1
     assert result.metrics["loss_scale"] == 65536
@@ -164,7 +168,7 @@ def test_policy_and_critic_have_their_own_scales() -> None:
     rank, _, queue = rank_with(algorithm={"advantage": "gae"})
     critic: Any = rank.runner.trained()["critic"]
     critic.module.head.weight.register_hook(lambda gradient: gradient * torch.inf)
-    metrics = rank.train(1, queue.meta).metrics
+    metrics = rank.train(StepCommand(1, queue.meta)).metrics
     assert (metrics["loss_scale"], metrics["critic_loss_scale"]) == (2.0**16, 2.0**15)
     assert (metrics["overflow_updates"], metrics["critic_overflow_updates"]) == (0, 1)
     assert metrics["nonfinite_critic"] == 0
@@ -175,5 +179,5 @@ def test_policy_and_critic_have_their_own_scales() -> None:
 
 def test_only_float16_scales_the_loss() -> None:
     rank, _, queue = rank_with(dtype="float32")
-    assert "loss_scale" not in rank.train(1, queue.meta).metrics
+    assert "loss_scale" not in rank.train(StepCommand(1, queue.meta)).metrics
     assert "loss_scale" not in rank.runner.facts()

@@ -26,6 +26,7 @@ from services.trainer.model.flops import active_weights
 from services.trainer.model.policy import Policy
 from services.trainer.model.routing import Routing
 from services.wire.data.jagged import Jagged
+from services.wire.step_command import StepCommand
 from tests.helpers.batches import CPU, policy_of, random_queue, rank_of, spec_of
 from tests.helpers.mixtures import tiny_config
 
@@ -59,7 +60,7 @@ def test_a_trained_mixture_is_exported_and_loads_elsewhere(tmp_path: Path) -> No
     policy = policy_of(spec)
     rank = rank_of(spec, policy, random_queue(policy_of(spec)), root=tmp_path / "checkpoints")
     before = policy.model.model.layers[0].mlp.experts.down_proj.detach().clone()
-    rank.train(1, random_queue(policy_of(spec)).meta)
+    rank.train(StepCommand(1, random_queue(policy_of(spec)).meta))
     assert not torch.equal(policy.model.model.layers[0].mlp.experts.down_proj, before)
     folder = rank.checkpointer.write(rank.snapshot(1))
     export_checkpoint(folder, spec, tmp_path / "hf")
@@ -158,5 +159,5 @@ def test_the_balance_loss_weighs_the_same_however_a_step_is_divided(
         rows = [4 * group + i for group in lengths.argsort().tolist() for i in range(4)]
         for count in early:
             rank.accumulate(queue.meta.select(rows[:count]), weight_version=0)
-        losses.append(rank.train(1, queue.meta).metrics["loss"])
+        losses.append(rank.train(StepCommand(1, queue.meta)).metrics["loss"])
     assert losses[0] - losses[1] == pytest.approx(3.0, rel=1e-5)

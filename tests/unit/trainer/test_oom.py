@@ -24,6 +24,7 @@ from services.trainer.model.policy import Policy
 from services.trainer.settings import TrainerSettings
 from services.trainer.steps.step import StepResult, without_unscored
 from services.wire.data.jagged import Jagged
+from services.wire.step_command import StepCommand
 from tests.helpers.batches import CPU, Queue, policy_of, random_queue, rank_of, spec_of
 from tests.helpers.shortage import limited
 
@@ -57,7 +58,7 @@ def trained(
     if spec.trainer.accumulate_early:
         for rows in ([8, 9, 10, 11], [0, 1, 2, 3]):
             rank.accumulate(queue.meta.select(rows), weight_version=0)
-    return rank.train(1, queue.meta), recorder.gradients
+    return rank.train(StepCommand(1, queue.meta)), recorder.gradients
 
 
 def queue_for(spec: RunSpec) -> Queue:
@@ -176,7 +177,7 @@ def scored(
         modules += [runner.critic.engine.module] if runner.critic is not None else []
         for module in modules:
             limited(module, limit, scores=True)
-    return rank.train(1, queue.meta), recorder.gradients
+    return rank.train(StepCommand(1, queue.meta)), recorder.gradients
 
 
 def test_what_another_worker_could_not_score_is_left_out() -> None:
@@ -261,7 +262,10 @@ def test_later_steps_do_not_fail_again_before_they_are_divided() -> None:
     policy = policy_of(spec, scale=1.5)
     rank = rank_of(spec, policy, queue)
     limited(policy, 40, in_backward=True)
-    found = [rank.train(step, queue.meta).metrics["divided_micro_batches"] for step in (1, 2, 3)]
+    found = [
+        rank.train(StepCommand(step, queue.meta)).metrics["divided_micro_batches"]
+        for step in (1, 2, 3)
+    ]
     assert found[0] >= 1
     assert found[1:] == [0, 0]
 
@@ -273,7 +277,7 @@ def test_a_critic_leaves_out_what_it_cannot_learn_from() -> None:
     runner: Any = rank.runner
     critic = runner.critic
     limited(critic.engine.module, 12, in_backward=True)
-    metrics = rank.train(1, queue.meta).metrics
+    metrics = rank.train(StepCommand(1, queue.meta)).metrics
     assert metrics["critic_left_out_sequences"] >= 1
     assert metrics["left_out_sequences"] == 0
     assert critic.updates.count == 1

@@ -27,6 +27,7 @@ from services.trainer.ranks.build import build_rank
 from services.trainer.settings import TrainerSettings
 from services.weightsync.adapters import FROZEN_DIGEST
 from services.wire.data.jagged import Jagged
+from services.wire.step_command import StepCommand
 from tests.helpers.batches import CPU, policy_of, random_queue, rank_of, spec_of
 
 TINY = spec_of()
@@ -67,8 +68,8 @@ def test_adapters_train_as_on_a_base_of_the_rounded_weights(kind, tmp_path: Path
     for is_packed in (True, False):
         policy = _policy(spec, is_packed=is_packed)
         rank = rank_of(spec, policy, queue, root=tmp_path / str(is_packed))
-        rank.train(1, queue.meta)
-        rank.train(2, queue.meta)
+        rank.train(StepCommand(1, queue.meta))
+        rank.train(StepCommand(2, queue.meta))
         trained[is_packed] = dict(WeightExport(policy, dtype=torch.float32).weight_tensors())
     assert trained[True].keys() == trained[False].keys()
     for name, value in trained[True].items():
@@ -96,7 +97,7 @@ def test_rollouts_and_the_export_have_the_base_of_the_trainer(kind, tmp_path: Pa
     policy = _policy(spec)
     queue = random_queue(policy_of(TINY))
     rank = rank_of(spec, policy, queue, root=tmp_path / "checkpoints")
-    rank.train(1, queue.meta)
+    rank.train(StepCommand(1, queue.meta))
     merged = dict(WeightExport(policy, dtype=torch.float32).weight_tensors())
     sent = dict(WeightExport(policy, dtype=torch.float32, sends_adapters=True).weight_tensors())
     frozen = FrozenWeights(

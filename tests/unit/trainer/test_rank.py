@@ -14,6 +14,7 @@ from services.trainer.batch.samples import IncompleteBatchError
 from services.trainer.ranks.rank import StepProfiler
 from services.trainer.steps.updates import NotFiniteError
 from services.wire.data.jagged import Jagged
+from services.wire.step_command import StepCommand
 from tests.helpers.batches import policy_of, random_queue, rank_of, spec_of
 
 
@@ -22,7 +23,7 @@ def test_the_first_synchronous_step_is_on_policy() -> None:
     policy = policy_of(spec)
     queue = random_queue(policy)
     before = {name: value.clone() for name, value in policy.state_dict().items()}
-    result = rank_of(spec, policy, queue).train(1, queue.meta)
+    result = rank_of(spec, policy, queue).train(StepCommand(1, queue.meta))
     assert not result.skipped
     assert result.metrics["rollout_logprob_abs_diff_max"] <= 1e-4
     assert result.metrics["clip_fraction"] == 0
@@ -38,7 +39,7 @@ def test_chosen_steps_are_profiled(tmp_path: Path) -> None:
     profiler = StepProfiler(tmp_path / "profiles", rank=3, steps=frozenset({2}))
     rank = rank_of(spec, policy, queue, profiler=profiler)
     for step in (1, 2):
-        rank.train(step, queue.meta)
+        rank.train(StepCommand(step, queue.meta))
     (file,) = (tmp_path / "profiles").iterdir()
     assert file.name == "step-2-rank-3.json.gz"
     with gzip.open(file) as trace:
@@ -52,9 +53,9 @@ def test_a_batch_without_what_the_correction_needs_is_refused(field: str) -> Non
     policy = policy_of(spec)
     queue = random_queue(policy).without(field)
     with pytest.raises(IncompleteBatchError, match=field):
-        rank_of(spec, policy, queue).train(1, queue.meta)
+        rank_of(spec, policy, queue).train(StepCommand(1, queue.meta))
     plain = spec_of(algorithm={"correction": "none", "max_staleness": 0})
-    assert not rank_of(plain, policy, queue).train(1, queue.meta).skipped
+    assert not rank_of(plain, policy, queue).train(StepCommand(1, queue.meta)).skipped
 
 
 def test_a_nonfinite_reward_skips_the_step_and_too_many_need_a_checkpoint() -> None:
@@ -66,17 +67,17 @@ def test_a_nonfinite_reward_skips_the_step_and_too_many_need_a_checkpoint() -> N
     bad = queue.replaced(rewards=Jagged.from_list(list(rewards)))
     before = {name: value.clone() for name, value in policy.state_dict().items()}
     rank = rank_of(spec, policy, bad)
-    assert rank.train(1, bad.meta).skipped
+    assert rank.train(StepCommand(1, bad.meta)).skipped
     assert all(torch.equal(value, before[key]) for key, value in policy.state_dict().items())
     with pytest.raises(NotFiniteError, match="no checkpoint"):
-        rank.train(2, bad.meta)
+        rank.train(StepCommand(2, bad.meta))
 
 
 def test_tokens_that_are_too_stale_do_not_train() -> None:
     spec = spec_of(algorithm={"max_staleness": 1})
     policy = policy_of(spec)
     queue = random_queue(policy, version=0)
-    metrics = rank_of(spec, policy, queue).train(3, queue.meta).metrics
+    metrics = rank_of(spec, policy, queue).train(StepCommand(3, queue.meta)).metrics
     assert metrics["stale_token_fraction"] == 1
     assert metrics["trained_tokens"] == 0
     assert metrics["staleness_max"] == 0, "no token over the bound trains"
@@ -91,7 +92,7 @@ def test_staleness_is_that_of_the_tokens_that_train() -> None:
         for length in queue.fields["response_ids"].lengths.tolist()
     ]
     queue = queue.replaced(version_runs=Jagged.from_list(runs))
-    metrics = rank_of(spec, policy, queue).train(4, queue.meta).metrics
+    metrics = rank_of(spec, policy, queue).train(StepCommand(4, queue.meta)).metrics
     assert metrics["staleness_max"] == metrics["staleness_mean"] == 1
     assert metrics["staleness_head"] > 1, "the oldest sampled token is over the bound, and masked"
     assert 0 < metrics["stale_token_fraction"] < 1
@@ -109,7 +110,7 @@ def test_older_tokens_of_a_response_may_be_context_only() -> None:
             for length in lengths
         ]
         queue = queue.replaced(version_runs=Jagged.from_list(runs))
-        result = rank_of(spec, policy, queue).train(2, queue.meta)
+        result = rank_of(spec, policy, queue).train(StepCommand(2, queue.meta))
         trained.append(result.metrics["trained_tokens"])
     mask = queue.fields["response_mask"].unbind()
     newer = [int(row[len(row) // 2 :].sum()) for row in mask]
@@ -125,9 +126,9 @@ def test_a_failed_sample_is_in_neither_loss_nor_group() -> None:
     rewards[0] = torch.nan
     failed = queue.replaced(rewards=Jagged.from_list(list(rewards)))
     failed.meta.tags["finish_reason"] = reasons  # type: ignore[index]
-    result = rank_of(spec, policy, failed).train(1, failed.meta)
+    result = rank_of(spec, policy, failed).train(StepCommand(1, failed.meta))
     assert not result.skipped
-    whole = rank_of(spec, policy_of(spec), queue).train(1, queue.meta)
+    whole = rank_of(spec, policy_of(spec), queue).train(StepCommand(1, queue.meta))
     assert result.metrics["trained_tokens"] < whole.metrics["trained_tokens"]
     assert result.metrics["reward_mean"] == pytest.approx(float(rewards[1:].mean()))
     assert result.metrics["failed_fraction"] == 1 / 16
@@ -138,12 +139,12 @@ def test_a_batch_without_a_trained_token_leaves_weights_and_schedule_as_they_are
     policy = policy_of(spec)
     queue = random_queue(policy)
     rank = rank_of(spec, policy, queue)
-    rank.train(1, queue.meta)
+    rank.train(StepCommand(1, queue.meta))
     before = {name: value.clone() for name, value in policy.state_dict().items()}
     mask = queue.fields["response_mask"]
     idle = queue.replaced(response_mask=Jagged(torch.zeros_like(mask.values), mask.lengths))
     rank = rank_of(spec, policy, idle)
-    result = rank.train(2, idle.meta)
+    result = rank.train(StepCommand(2, idle.meta))
     assert not result.skipped
     assert result.metrics["empty_updates"] == 1
     assert rank.runner.facts()["num_updates"] == 0
@@ -157,7 +158,7 @@ def test_an_interpolated_proximal_policy_costs_no_forward_pass() -> None:
         spec = spec_of(algorithm={**changes, "proximal": proximal}, trainer={"updates_per_step": 2})
         policy = policy_of(spec, scale=1.0)
         queue = random_queue(policy, version=1)
-        metrics[proximal] = rank_of(spec, policy, queue).train(4, queue.meta).metrics
+        metrics[proximal] = rank_of(spec, policy, queue).train(StepCommand(4, queue.meta)).metrics
     assert "seconds_old_logprob" in metrics["computed"]
     assert "seconds_old_logprob" not in metrics["interpolated"]
     # The current policy sampled the batch, so the interpolated policy equals it.
@@ -170,7 +171,7 @@ def test_the_divergence_is_bounded_as_its_ratio_is() -> None:
     queue = random_queue(policy)
     logprobs = queue.fields["rollout_logprobs"]
     far = queue.replaced(rollout_logprobs=Jagged(logprobs.values + 100.0, logprobs.lengths))
-    metrics = rank_of(spec, policy, far).train(1, far.meta).metrics
+    metrics = rank_of(spec, policy, far).train(StepCommand(1, far.meta)).metrics
     assert metrics["ppo_kl"] == pytest.approx(20.0)
 
 
@@ -190,7 +191,7 @@ def test_a_shift_between_two_rows_is_refused(field: str) -> None:
         rows = [both[: len(rows[0]) + 1], both[len(rows[0]) + 1 :], *rows[2:]]
     shifted = queue.replaced(**{field: Jagged.from_list(rows)})
     with pytest.raises(IncompleteBatchError, match=f"{field} covers"):
-        rank_of(spec, policy, shifted).train(1, shifted.meta)
+        rank_of(spec, policy, shifted).train(StepCommand(1, shifted.meta))
 
 
 def test_fewer_groups_than_updates_give_an_update_each() -> None:
@@ -198,7 +199,7 @@ def test_fewer_groups_than_updates_give_an_update_each() -> None:
     policy = policy_of(spec)
     queue = random_queue(policy, num_groups=2)
     rank = rank_of(spec, policy, queue)
-    assert not rank.train(1, queue.meta).skipped
+    assert not rank.train(StepCommand(1, queue.meta)).skipped
     assert rank.runner.facts()["num_updates"] == 2
 
 
@@ -212,7 +213,7 @@ def test_a_skipped_step_leaves_the_adaptive_coefficient_a_number() -> None:
     rank = rank_of(spec, policy, queue)
     with torch.no_grad():
         next(policy.parameters()).fill_(torch.nan)
-    assert rank.train(1, queue.meta).skipped
+    assert rank.train(StepCommand(1, queue.meta)).skipped
     assert rank.runner.kl_coefficient == 0.1
 
 
@@ -222,7 +223,7 @@ def test_an_adaptive_coefficient_never_rewards_leaving_the_reference() -> None:
     queue = random_queue(policy)
     queue = queue.replaced(ref_logprobs=queue.fields["rollout_logprobs"])
     rank = rank_of(spec, policy, queue)
-    rank.train(1, queue.meta)
+    rank.train(StepCommand(1, queue.meta))
     assert rank.runner.kl_coefficient == 0.05
 
 
@@ -231,7 +232,9 @@ def test_the_critic_learns_the_returns_of_a_repeated_batch() -> None:
     policy = policy_of(spec, scale=1.0)
     queue = random_queue(policy)
     rank = rank_of(spec, policy, queue)
-    errors = [rank.train(step, queue.meta).metrics["value_loss"] for step in range(1, 9)]
+    errors = [
+        rank.train(StepCommand(step, queue.meta)).metrics["value_loss"] for step in range(1, 9)
+    ]
     assert errors[-1] < 0.5 * errors[0]
 
 
@@ -244,14 +247,14 @@ def test_only_the_critic_trains_in_its_warm_up() -> None:
     queue = random_queue(policy)
     rank = rank_of(spec, policy, queue)
     before = {name: value.clone() for name, value in policy.state_dict().items()}
-    errors = [rank.train(step, queue.meta).metrics["value_loss"] for step in (1, 2)]
+    errors = [rank.train(StepCommand(step, queue.meta)).metrics["value_loss"] for step in (1, 2)]
     assert errors[1] < errors[0]
     assert all(torch.equal(value, before[key]) for key, value in policy.state_dict().items())
     optimizer = rank.runner.trained()["critic"].optimizer
     assert optimizer.param_groups[0]["lr"] == 1e-3
     assert rank.runner.facts()["num_updates"] == 0
     assert rank.runner.facts()["critic.num_updates"] == 2
-    rank.train(3, queue.meta)
+    rank.train(StepCommand(3, queue.meta))
     assert not all(torch.equal(value, before[key]) for key, value in policy.state_dict().items())
 
 
@@ -263,9 +266,9 @@ def test_the_warm_up_of_the_critic_counts_steps_also_after_a_rewind() -> None:
     queue = random_queue(policy)
     rank = rank_of(spec, policy, queue)
     # After a rewind, the weight versions of a run are ahead of its steps.
-    rank.train(2, queue.meta, weight_version=5)
+    rank.train(StepCommand(2, queue.meta, weight_version=5))
     assert rank.runner.facts()["num_updates"] == 0
-    rank.train(3, queue.meta, weight_version=6)
+    rank.train(StepCommand(3, queue.meta, weight_version=6))
     assert rank.runner.facts()["num_updates"] == 1
 
 
@@ -279,7 +282,9 @@ def test_the_policys_schedule_ends_with_the_run_after_a_warm_up_of_the_critic(sc
     policy = policy_of(spec, scale=1.0)
     queue = random_queue(policy)
     rank = rank_of(spec, policy, queue)
-    rates = [rank.train(step, queue.meta).metrics["learning_rate"] for step in range(1, 6)]
+    rates = [
+        rank.train(StepCommand(step, queue.meta)).metrics["learning_rate"] for step in range(1, 6)
+    ]
     assert rates[:2] == [0, 0]
     assert rates[4] == pytest.approx(1e-4)
     assert rank.runner.trained()["critic"].optimizer.param_groups[0]["lr"] == pytest.approx(1e-4)
@@ -294,7 +299,7 @@ def test_a_critic_whose_gradient_is_no_number_is_counted_and_left_as_it_is() -> 
     with torch.no_grad():
         critic.get_submodule("head").weight.fill_(1e30)
     before = [parameter.clone() for parameter in critic.parameters()]
-    metrics = rank.train(1, queue.meta).metrics
+    metrics = rank.train(StepCommand(1, queue.meta)).metrics
     assert (metrics["nonfinite_critic"], metrics["nonfinite_updates"]) == (1, 0)
     assert all(map(torch.equal, before, critic.parameters()))
 
@@ -322,9 +327,9 @@ def test_what_was_trained_early_is_not_trained_again_and_moves_no_weight() -> No
     assert torch.equal(weights_of(policy), before)
     # only the other rows
     rank._fetch = lambda meta, fields: queue.fetch(meta.select(range(12)), fields)
-    assert rank.train(1, queue.meta).metrics["samples"] == 16
+    assert rank.train(StepCommand(1, queue.meta)).metrics["samples"] == 16
     whole, same, _ = early_rank()
-    whole.train(1, queue.meta)
+    whole.train(StepCommand(1, queue.meta))
     torch.testing.assert_close(weights_of(policy), weights_of(same), rtol=0, atol=1e-6)
 
 
@@ -337,9 +342,9 @@ def test_early_groups_that_are_no_part_of_the_step_are_forgotten(case: str) -> N
     if case == "other attempt":
         queue.meta.tags["attempt"] = (2,) * 16  # type: ignore[index]
     batch = queue.meta.select(REST) if case == "other groups" else queue.meta
-    rank.train(1, batch)
+    rank.train(StepCommand(1, batch))
     plain, same, _ = early_rank()
-    plain.train(1, batch)
+    plain.train(StepCommand(1, batch))
     assert torch.equal(weights_of(policy), weights_of(same))
 
 
@@ -351,7 +356,7 @@ def test_a_reward_that_is_no_number_skips_the_step_of_early_groups_too() -> None
     before = weights_of(policy)
     for rows in (FIRST, range(4, 8)):
         rank.accumulate(bad.meta.select(rows), weight_version=0)
-    assert rank.train(1, bad.meta).metrics["nonfinite_reward"] == 1
+    assert rank.train(StepCommand(1, bad.meta)).metrics["nonfinite_reward"] == 1
     assert torch.equal(weights_of(policy), before)
     assert all(parameter.grad is None for parameter in policy.parameters())
 
@@ -382,7 +387,7 @@ def test_every_algorithm_trains(algorithm: dict[str, Any]) -> None:
     spec = spec_of(algorithm=algorithm, trainer={"updates_per_step": 2})
     policy = policy_of(spec, scale=1.0)
     queue = random_queue(policy)
-    result = rank_of(spec, policy, queue).train(1, queue.meta)
+    result = rank_of(spec, policy, queue).train(StepCommand(1, queue.meta))
     assert not result.skipped
     assert all(math.isfinite(value) for value in result.metrics.values())
     assert result.metrics["grad_norm"] > 0
@@ -393,13 +398,15 @@ def test_remax_needs_a_greedy_response_in_each_group() -> None:
     policy = policy_of(spec)
     queue = random_queue(policy)
     with pytest.raises(IncompleteBatchError, match="4 groups have none"):
-        rank_of(spec, policy, queue).train(1, queue.meta)
+        rank_of(spec, policy, queue).train(StepCommand(1, queue.meta))
     queue.meta.tags["greedy"] = (1, 0, 0, 0) * 4  # type: ignore[index]
-    assert rank_of(spec, policy, queue).train(1, queue.meta).metrics["grad_norm"] > 0
+    assert rank_of(spec, policy, queue).train(StepCommand(1, queue.meta)).metrics["grad_norm"] > 0
     rewards = queue.fields["rewards"].values.clone()
     rewards[0] = torch.nan
     bad = queue.replaced(rewards=Jagged.from_list(list(rewards)))
-    assert rank_of(spec, policy, bad).train(1, bad.meta).skipped, "the baseline is no number"
+    assert rank_of(spec, policy, bad).train(StepCommand(1, bad.meta)).skipped, (
+        "the baseline is no number"
+    )
 
 
 def test_a_group_whose_greedy_response_failed_does_not_train_under_remax() -> None:
@@ -408,10 +415,10 @@ def test_a_group_whose_greedy_response_failed_does_not_train_under_remax() -> No
     policy = policy_of(spec)
     queue = random_queue(policy)
     queue.meta.tags["greedy"] = (1, 0, 0, 0) * 4  # type: ignore[index]
-    whole = rank_of(spec, policy_of(spec), queue).train(1, queue.meta).metrics
+    whole = rank_of(spec, policy_of(spec), queue).train(StepCommand(1, queue.meta)).metrics
     lengths = queue.fields["response_mask"].lengths
     lost = int(queue.fields["response_mask"].values[int(lengths[0]) : int(lengths[:4].sum())].sum())
     queue.meta.tags["finish_reason"] = ("failed", *("stop",) * 15)  # type: ignore[index]
-    result = rank_of(spec, policy, queue).train(1, queue.meta)
+    result = rank_of(spec, policy, queue).train(StepCommand(1, queue.meta))
     assert not result.skipped
     assert result.metrics["trained_tokens"] == whole["trained_tokens"] - lost

@@ -14,6 +14,7 @@ from services.trainer.batch.packing import PackedTokens, pack
 from services.trainer.model.policy import Policy
 from services.trainer.steps.report import imbalance
 from services.wire.data.jagged import Jagged
+from services.wire.step_command import StepCommand
 from tests.helpers.batches import CPU, policy_of, random_queue, rank_of, spec_of
 from tests.helpers.mixtures import tiny_config
 from tests.helpers.tries import random_trie
@@ -175,7 +176,7 @@ def test_a_step_replays_and_reports(kind: str, tmp_path: Any) -> None:
     reported = Jagged(torch.cat([experts, (experts + 1) % 8], 2), lengths)
     reported.values[::3] = 255
     rank = rank_of(spec, policy_of(spec), queue.replaced(routed_experts=reported), root=tmp_path)
-    result = rank.train(1, queue.replaced(routed_experts=reported).meta)
+    result = rank.train(StepCommand(1, queue.replaced(routed_experts=reported).meta))
     assert not result.skipped
     assert result.metrics["routing_differs"] > 0.5
     assert 1 <= result.metrics["expert_load_max"] <= result.metrics["expert_load_worst"] <= 8

@@ -11,6 +11,7 @@ from services.trainer.model.policy import freeze
 from services.trainer.scoring.leader import Scorer, ScoringLeader
 from services.trainer.steps.fields import FieldScoring
 from services.wire.data.jagged import Jagged
+from services.wire.step_command import StepCommand
 from tests.helpers.batches import engine_of, policy_of, queue_of, random_queue, rank_of, spec_of
 from tests.helpers.shortage import limited
 
@@ -133,6 +134,8 @@ def test_proximal_logprobs_of_other_weights_are_recomputed(version):
         },
         queue.meta.tags,
     )
-    metrics = rank_of(spec, policy, scored).train(6, scored.meta, weight_version=5).metrics
+    metrics = (
+        rank_of(spec, policy, scored).train(StepCommand(6, scored.meta, weight_version=5)).metrics
+    )
     is_used = metrics["rollout_logprob_abs_diff_max"] > 1.0
     assert is_used == (version == 5)

@@ -17,6 +17,7 @@ from services.trainer.collectives import Ranks
 from services.trainer.steps.credit import CreditAssigner
 from services.trainer.steps.fields import FieldScoring
 from services.wire.data.jagged import Jagged
+from services.wire.step_command import StepCommand
 from tests.helpers.batches import engine_of, policy_of, rank_of, spec_of
 from tests.helpers.episodes import branched_episodes
 
@@ -140,7 +141,7 @@ def test_a_step_counts_samples_and_sequences(tmp_path: Path) -> None:
     spec = spec_of(rollout={"group_size": 3}, trainer={"prompts_per_step": 3})
     policy = policy_of(spec)
     queue, episodes = branched_episodes(policy)
-    metrics = rank_of(spec, policy, queue, root=tmp_path).train(1, queue.meta).metrics
+    metrics = rank_of(spec, policy, queue, root=tmp_path).train(StepCommand(1, queue.meta)).metrics
     assert metrics["samples"] == len(episodes)
     assert metrics["sequences_mean"] == 2.0
     assert metrics["reward_mean"] == pytest.approx(float(queue.fields["rewards"].values.mean()))

@@ -43,6 +43,7 @@ from services.controller.run.state.requests import CurrentSpec
 from services.controller.run.train.gpu_time_sharing import GpuTimeSharing
 from services.controller.store.records import Note
 from services.wire.batch import KVBatchMeta
+from services.wire.step_command import StepCommand
 from services.wire.workers import TrainedStep, TrainerClient
 
 
@@ -267,25 +268,19 @@ class TrainSteps:
             )
         async with self._weights_may_change():
             wait_s, waits = self.waits.for_data(), self.waits.pop()
+            command = StepCommand(
+                step,
+                samples,
+                weight_version=version,
+                num_steps=self.spec.num_steps,
+                waits=waits,
+            )
             async with TaskGroup() as tasks:
                 training = tasks.create_task(
-                    self.connections.trainer.train_step(
-                        step,
-                        samples,
-                        weight_version=version,
-                        num_steps=self.spec.num_steps,
-                        waits=waits,
-                        timeout_s=timeout_s,
-                    )
+                    self.connections.trainer.train_step(command, timeout_s=timeout_s)
                 )
                 learning = tasks.create_task(
-                    self.connections.critic.train(
-                        step,
-                        samples,
-                        weight_version=version,
-                        num_steps=self.spec.num_steps,
-                        timeout_s=timeout_s,
-                    )
+                    self.connections.critic.train(command, timeout_s=timeout_s)
                 )
             trained = training.result()
             own = {

@@ -144,9 +144,9 @@ async def test_a_run_that_takes_long_is_saved_by_time(database, workers, monkeyp
     clock = Hours()
     train_step = workers.train_step
 
-    async def train_for_minutes(step, samples, **kwargs):
+    async def train_for_minutes(command, **kwargs):
         clock.now += 400.0
-        return await train_step(step, samples, **kwargs)
+        return await train_step(command, **kwargs)
 
     monkeypatch.setattr(workers, "train_step", train_for_minutes)
     trainer = {"steps": 5, "prompts_per_step": 2, "checkpoint": rule}
@@ -166,15 +166,15 @@ async def test_a_clock_that_is_set_back_delays_no_checkpoint(
     monkeypatch.setattr("services.controller.run.lifecycle.driver._EXIT_REPORT_S", 0.0)
     train_step = workers.train_step
 
-    async def train_for_minutes(step, samples, **kwargs):
+    async def train_for_minutes(command, **kwargs):
         nonlocal set_back_s
         clock.now += 100.0
-        if step == 5 and not set_back_s:
+        if command.step == 5 and not set_back_s:
             set_back_s = 7200.0
             if is_lost:
                 workers.trained = 5
                 raise UnavailableError("the trainer does not answer")
-        return await train_step(step, samples, **kwargs)
+        return await train_step(command, **kwargs)
 
     monkeypatch.setattr(workers, "train_step", train_for_minutes)
     trainer = {"steps": 7, "prompts_per_step": 2, "checkpoint": {"every_s": 300.0}}

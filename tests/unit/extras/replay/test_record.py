@@ -26,6 +26,7 @@ from services.extras.replay.recorder import StepRecorder, start_digests
 from services.extras.replay.training import RecordedBatches
 from services.trainer.ranks.rank import Rank
 from services.wire.data.jagged import Jagged
+from services.wire.step_command import StepCommand
 from tests.helpers.batches import Queue, policy_of, random_queue, rank_of, spec_of
 
 EARLY = {"trainer": {"accumulate_early": True}, "algorithm": {"max_staleness": 0}}
@@ -50,7 +51,7 @@ def record_run(
         if early:
             rank.accumulate(queue.meta.select(range(4, 8)), weight_version=step - 1)
             rank.accumulate(queue.meta.select(range(4, 12)), weight_version=step - 1)
-        rank.train(step, queue.meta, num_steps=10)
+        rank.train(StepCommand(step, queue.meta, num_steps=10))
     rank.snapshot(steps)
     return folder / files.FOLDER
 
@@ -77,7 +78,7 @@ def replayed_weights(record: Path, spec: RunSpec) -> list[bool]:
         meta, *parts = found.ranks[0].metas
         for part in parts:
             rank.accumulate(part, weight_version=found.numbers.weight_version)
-        rank.train(step, meta, num_steps=found.numbers.num_steps)
+        rank.train(StepCommand(step, meta, num_steps=found.numbers.num_steps))
         rows = rank.runner.engine.export_weights(rows=True)
         equal.append(start_digests(rows)() == found.numbers.weights)
     return equal
@@ -122,7 +123,7 @@ def test_gradients_that_were_dropped_are_no_part_of_the_record(tmp_path: Path) -
     queue = random_queue(policy_of(spec))
     rank = recorded_rank(tmp_path, spec, queue)
     rank.accumulate(queue.meta.select(range(4)), weight_version=0)
-    rank.train(1, queue.meta.select(range(4, 16)))
+    rank.train(StepCommand(1, queue.meta.select(range(4, 16))))
     rank.snapshot(1)
     found = files.read_step(tmp_path / files.FOLDER, 1, num_ranks=1)
     assert (found.numbers.num_parts, found.meta.num_keys) == (0, 12)
@@ -250,7 +251,7 @@ def test_a_replay_starts_from_the_newest_checkpoint_before_its_first_step(tmp_pa
     queue = random_queue(policy_of(spec))
     rank = recorded_rank(tmp_path, spec, queue)
     for step in (1, 2, 3):
-        rank.train(step, queue.meta)
+        rank.train(StepCommand(step, queue.meta))
         if step == 2:
             rank.checkpointer.write(rank.snapshot(step))
     rank.snapshot(3)
