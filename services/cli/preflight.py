@@ -248,6 +248,7 @@ def _stop_text_problems(spec: RunSpec) -> Iterator[str]:
         split_stop_texts(texts, tokenizer)
     except ValueError as error:
         yield f"rollout.sampling.stop: {error}"
+        return
     if unspelled := unspelled_stop_texts(texts, tokenizer):
         yield (
             f"rollout.sampling.stop has {unspelled[0]!r}, but no tokens of model.tokenizer spell it, so it "

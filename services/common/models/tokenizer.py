@@ -153,7 +153,8 @@ class Tokenizer:
             ids = self.encode(text)
         except ValueError:
             return False
-        return self._inner.unk_token_id is None or self._inner.unk_token_id not in ids
+        unknown = self._inner.unk_token_id
+        return unknown is None or ids.count(unknown) == text.count(self._inner.unk_token)
 
     @cached_property
     def added_ids(self) -> frozenset[int]:

@@ -67,7 +67,7 @@ def test_letters_of_several_tokens_do_not_hide_a_stop_text() -> None:
 def test_stop_texts_that_no_tokens_spell_are_named() -> None:
     digits = load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m", tokenizer="chars:0123456789="))
     assert unspelled_stop_texts(["<|nonsense|>", "12"], digits) == ["<|nonsense|>"]
-    assert not unspelled_stop_texts(["<|nonsense|>", "東"], TOKENIZER)
+    assert not unspelled_stop_texts(["<|nonsense|>", "東", "<pad>"], TOKENIZER)
 
 
 def test_a_reply_ends_before_a_stop_text_with_special_tokens_inside() -> None:
