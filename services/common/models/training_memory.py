@@ -42,7 +42,7 @@ def kv_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
     text = config.get_text_config()
     heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
     width = int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
-    return 2 * dtype.itemsize * heads * width * num_attention_layers(text.to_dict())
+    return 2 * dtype.itemsize * heads * width * num_attention_layers(_config_dict(text))
 
 
 def required_kv_tokens(spec: RunSpec, config: PretrainedConfig) -> int:
@@ -389,11 +389,42 @@ def weight_bytes(config: PretrainedConfig, dtype: torch.dtype) -> float:
 
 def shapes_of(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of a model's weights by name."""
-    return _shapes_of(type(config), config.to_json_string(use_diff=False))  # type: ignore[arg-type]
+    return _shapes_of(_ConfigKey(config))
+
+
+class _ConfigKey:
+    """Key of a cache for a configuration, by identity; the configuration must not change afterwards.
+
+    A plan of a whole run asks for one configuration thousands of times, and transformers copies it deeply
+    each time.
+    """
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        self.config = config
+
+    def __hash__(self) -> int:
+        return id(self.config)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ConfigKey) and other.config is self.config
+
+
+def _config_dict(config: PretrainedConfig) -> Mapping[str, Any]:
+    return _cached_dict(_ConfigKey(config))
 
 
 @lru_cache(maxsize=8)
-def _shapes_of(kind: type[PretrainedConfig], described: str) -> dict[str, tuple[int, ...]]:
+def _cached_dict(key: _ConfigKey) -> Mapping[str, Any]:
+    return key.config.to_dict()
+
+
+@lru_cache(maxsize=8)
+def _shapes_of(key: _ConfigKey) -> dict[str, tuple[int, ...]]:
+    return _shapes_described(type(key.config), key.config.to_json_string(use_diff=False))  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=8)
+def _shapes_described(kind: type[PretrainedConfig], described: str) -> dict[str, tuple[int, ...]]:
     config = kind.from_dict(parse_config(described))
     model = build_model(config, dtype=torch.float32, device="meta")
     return {name: tuple(value.shape) for name, value in stored_tensors(model).items()}
@@ -465,8 +496,8 @@ def _activations(trainer: TrainerSpec, config: PretrainedConfig, *, item: int) -
     heads = _QUERIES * int(shape.num_attention_heads) + _KEY_VALUES * heads
     attended = item * heads * width / trainer.tensor_parallel
     layers = int(shape.num_hidden_layers)
-    attended *= num_attention_layers(shape.to_dict()) / layers
-    if (recurrent := recurrent_shape(shape.to_dict())) is not None:
+    attended *= num_attention_layers(_config_dict(shape)) / layers
+    if (recurrent := recurrent_shape(_config_dict(shape))) is not None:
         # A recurrent layer keeps the inputs and outputs of its convolution and of its gates.
         kept_width = 2 * recurrent.channels + 2 * recurrent.width
         attended += recurrent.num_layers / layers * item * kept_width
@@ -496,7 +527,7 @@ def _activations(trainer: TrainerSpec, config: PretrainedConfig, *, item: int) -
 
 def _feed_forward(shape: Any) -> float:
     """Returns the width of the feed-forward part that a token passes."""
-    experts = num_experts(shape.to_dict())
+    experts = num_experts(_config_dict(shape))
     if not experts:
         return float(shape.intermediate_size)
     shared = getattr(shape, "shared_expert_intermediate_size", None) or 0
@@ -505,7 +536,7 @@ def _feed_forward(shape: Any) -> float:
 
 def _copied(shape: Any) -> float:
     """Returns the additional width that a mixture keeps per token."""
-    if not num_experts(shape.to_dict()):
+    if not num_experts(_config_dict(shape)):
         return 0.0
     return float(shape.num_experts_per_tok * (shape.hidden_size + _expert_width(shape)))
 

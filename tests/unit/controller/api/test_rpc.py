@@ -247,8 +247,14 @@ async def test_grpc_asks_for_the_same_tokens(manager, database, tmp_path):
 
 async def test_a_caller_that_leaves_does_not_stop_its_command_halfway(both, manager, database):
     stub, _ = both
-    released = threading.Event()
-    holding = asyncio.create_task(database.run(released.wait))
+    held, released = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        held.set()
+        released.wait()
+
+    holding = asyncio.create_task(database.run(hold))
+    await asyncio.to_thread(held.wait)  # from now on, only the command can be in the queue
     creating = stub.CreateRun(pb.CreateRunRequest(spec_json=json.dumps(SPEC)))
     while not database._thread._work_queue.qsize():  # noqa: ASYNC110 -- a queue of a thread has no awaitable
         await asyncio.sleep(0.01)
