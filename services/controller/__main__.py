@@ -12,6 +12,7 @@ from typing import Any
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import REGISTRY
 
+from services.common.callables import load_callable
 from services.common.errors import FailedPreconditionError, InvalidArgumentError
 from services.common.http.limits import raise_descriptor_limit
 from services.common.http.server import serve_http
@@ -42,7 +43,7 @@ from services.controller.manager.run_collector import RunCollector
 from services.controller.manager.runs import RunManager
 from services.controller.membership import Membership
 from services.controller.run.lifecycle.loop import Services
-from services.controller.settings import DATABASE_FILE, ControllerSettings
+from services.controller.settings import DATABASE_FILE, EXTENSIONS, ControllerSettings
 from services.controller.store.copies import in_use
 from services.controller.store.database import Database, LeaseLostError
 from services.controller.store.lease import Leadership
@@ -199,9 +200,7 @@ async def _serve_rest(
 async def _serve_rlruns(settings: ControllerSettings, manager: RunManager) -> AsyncIterator[None]:
     """Serves RLRun objects, if the settings name namespaces, until the block ends."""
     if settings.launcher == "kubernetes" and settings.rlrun_namespaces:
-        from services.controller.manager.cluster import serve_rlruns
-
-        async with serve_rlruns(settings, manager):
+        async with load_callable(EXTENSIONS["rlruns"])(settings, manager):
             yield
     else:
         yield

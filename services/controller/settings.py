@@ -37,6 +37,8 @@ class Limits:
 
 DATABASE_FILE = "slipstream.db"
 """Name of the SQLite database file in the state directory."""
+EXTENSIONS: Final = References("controller_extensions")
+"""Asynchronous context managers that take the settings and the run manager, and serve beside them."""
 LAUNCHERS: Final = References("launchers")
 """The launchers by the value of ``SLIPSTREAM_CONTROLLER_LAUNCHER``."""
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")

@@ -139,17 +139,16 @@ def set_keys(
 ) -> None:
     """Change keys of a run while it trains: limits, intervals, rollouts, priority, labels."""
     changes = _nested(assignments)
-    own = {name: changes.pop(name) for name in ("priority", "labels") if name in changes}
+    own: dict[str, Any] = {
+        name: changes.pop(name) for name in ("priority", "labels") if name in changes
+    }
 
     async def work(api: Api, found: str) -> RunView:
         run = await api.get(found)
         if isinstance(labels := own.get("labels"), dict):
             own["labels"] = {**run.labels, **labels}
-        return await api.call(
-            UpdateRun(
-                **{"run_id": found, "if_match": f'"{run.revision}"', "spec": changes or None, **own}
-            )
-        )
+        arguments: dict[str, Any] = {"run_id": found, "if_match": f'"{run.revision}"', **own}
+        return await api.call(UpdateRun(spec=changes or None, **arguments))
 
     changed = of_run(url, run_id, work)
     console.print(f"{changed.id}: changed {', '.join(assignments)}", highlight=False)

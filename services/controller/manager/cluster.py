@@ -31,10 +31,8 @@ from services.controller.launch.worker_process import (
     last_lines,
 )
 from services.controller.manager.launchers import LauncherArgs
-from services.controller.manager.rlruns import RLRuns
 from services.controller.manager.runs import RunManager
 from services.controller.models import RunPatch
-from services.controller.settings import ControllerSettings
 from services.controller.store.runs import StaleRevisionError
 
 logger = logging.getLogger(__name__)
@@ -197,22 +195,6 @@ async def open_pods(args: LauncherArgs) -> AsyncIterator[KubernetesLauncher]:
         finally:
             for watch in watches:
                 watch.cancel()
-
-
-@asynccontextmanager
-async def serve_rlruns(settings: ControllerSettings, manager: RunManager) -> AsyncIterator[None]:
-    """Mirrors the RLRun objects of the settings' namespaces until the block ends."""
-    config.load_incluster_config()
-    async with TaskGroup() as tasks:
-        serving = [
-            tasks.create_task(RLRuns(manager, CustomObjectsApi(), CoreV1Api(), namespace).serve())
-            for namespace in settings.rlrun_namespaces
-        ]
-        try:
-            yield
-        finally:
-            for each in serving:
-                each.cancel()
 
 
 async def _scale(manager: RunManager, run_id: str, replicas: int) -> None:

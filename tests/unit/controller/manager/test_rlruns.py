@@ -12,7 +12,12 @@ from kubernetes.client import ApiException
 
 from services.common.errors import UnavailableError
 from services.controller.launch.launcher import ExternalLauncher
-from services.controller.manager.rlruns import (
+from services.controller.manager.runs import RunManager
+from services.controller.models import RunPatch
+from services.controller.rules.run_state import RunState
+from services.controller.store.records import Note, Run, RunFilter
+from services.controller.store.tables import RUNS
+from services.extras.rlruns.reconciler import (
     ACTOR,
     FINALIZER,
     RESUBMIT,
@@ -21,11 +26,6 @@ from services.controller.manager.rlruns import (
     WriteBudget,
     status_of,
 )
-from services.controller.manager.runs import RunManager
-from services.controller.models import RunPatch
-from services.controller.rules.run_state import RunState
-from services.controller.store.records import Note, Run, RunFilter
-from services.controller.store.tables import RUNS
 from tests.helpers.rest import SPEC, open_manager
 from tests.helpers.rlruns import FakeRLRuns
 
@@ -432,8 +432,8 @@ async def test_a_cluster_without_the_kind_or_the_right_is_reported_once(
 
 
 async def test_an_api_in_trouble_delays_only_the_object(manager, api, monkeypatch) -> None:
-    monkeypatch.setattr("services.controller.manager.rlruns._RETRY_S", 0.05)
-    monkeypatch.setattr("services.controller.manager.rlruns._WRITES_PER_S", 10.0)
+    monkeypatch.setattr("services.extras.rlruns.reconciler._RETRY_S", 0.05)
+    monkeypatch.setattr("services.extras.rlruns.reconciler._WRITES_PER_S", 10.0)
     api.apply(BLUE, "one", changed())
     run_id = (await reached(api, "one", "Starting"))["runId"]
     api.error = ApiException(status=503, reason="busy")

@@ -16,14 +16,15 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import IntEnum
 from functools import partial
 from typing import Any, Final
 
+from kubernetes import config
 from kubernetes.client import CoreV1Api, CustomObjectsApi
 from pydantic import ValidationError
 
@@ -46,6 +47,7 @@ from services.controller.manager.changes import merged
 from services.controller.manager.runs import RunManager
 from services.controller.models import RunPatch
 from services.controller.rules.run_state import TERMINAL, RunState, desired_state
+from services.controller.settings import ControllerSettings
 from services.controller.store.records import Event, Run, RunFilter, Submission
 from services.controller.store.runs import InvalidTransitionError, StaleRevisionError
 
@@ -772,3 +774,19 @@ def _without_empty(values: Json) -> dict[str, Any]:
 
 def _time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+@asynccontextmanager
+async def serve_rlruns(settings: ControllerSettings, manager: RunManager) -> AsyncIterator[None]:
+    """Mirrors the RLRun objects of the settings' namespaces until the block ends."""
+    config.load_incluster_config()
+    async with TaskGroup() as tasks:
+        loops = [
+            tasks.create_task(RLRuns(manager, CustomObjectsApi(), CoreV1Api(), namespace).serve())
+            for namespace in settings.rlrun_namespaces
+        ]
+        try:
+            yield
+        finally:
+            for loop in loops:
+                loop.cancel()
