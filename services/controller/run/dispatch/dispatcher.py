@@ -1,6 +1,7 @@
 """Dispatches prompt groups to rollouts under the staleness gate.
 
-Parked groups with tokens continue first, then restarted groups, then new prompts.
+Parked groups with tokens continue first, then restarted groups, then new prompts. The scheduler, which
+collects their samples and failures, reports what happened to groups by calls and writes no field.
 """
 
 import logging
@@ -24,6 +25,7 @@ from services.controller.run.state.journal import Journal
 from services.controller.run.state.requests import CurrentSpec
 from services.controller.store.records import Note
 from services.wire.batch import pick
+from services.wire.controller import GroupFailure
 from services.wire.workers import GroupAssignment, PromptHistory
 
 logger = logging.getLogger(__name__)
@@ -89,6 +91,22 @@ class Dispatcher:
             max_staleness=spec.now.algorithm.max_staleness,
             groups_per_step=spec.now.trainer.prompts_per_step,
         )
+
+    def open_gate(self, step: int) -> None:
+        """Records that every rollout serves the weights of ``step``, or newer ones."""
+        self.published_step = max(self.published_step, step)
+
+    def record_failure(self, why: str) -> None:
+        """Records prompt and cause of a failure; error messages name the first one."""
+        self.first_failure = self.first_failure or why
+
+    def record_deferred(self) -> None:
+        """Records that the curriculum's function postponed a prompt."""
+        self.num_deferred += 1
+
+    def record_accepted(self) -> None:
+        """Records that the curriculum's function accepted a prompt, or was not asked."""
+        self.num_deferred = 0
 
     def note_pending(self) -> None:
         """Records that groups may start; the dispatch latency is measured from the first call."""
@@ -166,6 +184,41 @@ class Dispatcher:
         for worker_id in workers:
             self._rollout_pool.finished(worker_id)
         return workers
+
+    def is_divided(self, group: Group) -> bool:
+        """Returns True if several rollouts work on a group."""
+        return len(self.shards.workers(group.group_id)) > 1
+
+    def record_arrived(self, group: Group, members: Sequence[int]) -> None:
+        """Records that samples of a group are stored, which ends the shards that they complete."""
+        for worker_id in self.shards.record_arrived(group.group_id, members):
+            self._rollout_pool.finished(worker_id)
+
+    def record_finished(self, group: Group, response_tokens: Sequence[int]) -> None:
+        """Records that all samples of a group are stored, with the lengths of their responses."""
+        self.record_end(group)
+        self.slot_usage.finished(response_tokens)
+
+    def park(self, group: Group, failure: GroupFailure) -> None:
+        """Records that a rollout parked its shard of a group with its tokens stored."""
+        if failure.worker_id not in self.shards.workers(group.group_id):
+            return
+        self._rollout_pool.finished(failure.worker_id)
+        group.worker_id = failure.worker_id
+        self.shards.park(
+            group.group_id,
+            failure.worker_id,
+            num_unfinished=failure.num_unfinished,
+            num_tokens=failure.num_tokens,
+        )
+        self.requeue_ended(group)
+
+    def requeue_ended(self, group: Group) -> None:
+        """Queues an incomplete group for its next attempt once all its shards have ended."""
+        if not self.shards.workers(group.group_id):
+            num_unfinished, num_tokens = self.shards.progress(group.group_id)
+            self._ledger.interrupt(group, num_unfinished=num_unfinished, num_tokens=num_tokens)
+            self.record_end(group)
 
     async def reclaim_stalled(self) -> None:
         """Parks groups on rollouts that generate no token, so that other rollouts continue them.

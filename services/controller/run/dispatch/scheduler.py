@@ -93,7 +93,7 @@ class GroupFailures:
         why = f"{self._order.mixture.name(group.row)}: {failure.reason}: {failure.message}"
         if failure.reason not in _OF_THE_ROW:
             self._consecutive.append(why)
-        self._dispatcher.first_failure = self._dispatcher.first_failure or why
+        self._dispatcher.record_failure(why)
         if not failure.retryable:
             self._ledger.quarantine(group, failure.reason)
             self._order.quarantine(group.row)
@@ -166,7 +166,7 @@ class GenerationScheduler:
 
     def published(self, step: int) -> None:
         """Records that all rollouts serve the weights of ``step``, which opens the staleness gate further."""
-        self._dispatcher.published_step = max(self._dispatcher.published_step, step)
+        self._dispatcher.open_gate(step)
         self._wake()
 
     def batch_taken(self) -> None:
@@ -286,7 +286,7 @@ class GenerationScheduler:
             if group is None:
                 continue
             if failure.reason in _PARKED:
-                self._park(group, failure)
+                self._dispatcher.park(group, failure)
                 if failure.reason == "stalled":
                     await self._note_stall(group, failure)
                 continue
@@ -334,7 +334,7 @@ class GenerationScheduler:
 
     async def _stop_shards(self, group: Group) -> None:
         """Ends a group on all its rollouts and deletes the samples of its finished shards."""
-        if len(self._dispatcher.shards.workers(group.group_id)) > 1:
+        if self._dispatcher.is_divided(group):
             await self._rollout_pool.cancel([group.group_id])
         while self.stored.members(group):  # further ones may arrive meanwhile
             await self.stored.discard([group])
@@ -345,7 +345,7 @@ class GenerationScheduler:
         self._dispatcher.record_end(group)
         if failure.reason == DEFERRED:
             self._ledger.drop(group, DEFERRED)
-            self._dispatcher.num_deferred += 1
+            self._dispatcher.record_deferred()
         elif failure.reason in _NOT_PROMPT_FAILURES:
             self._ledger.requeue(group)
             # Reported once per batch: if the transferqueue has no room for a batch, all groups fail with
@@ -392,34 +392,11 @@ class GenerationScheduler:
                 unwanted.append(samples)
         return unscored, unwanted
 
-    def _park(self, group: Group, failure: GroupFailure) -> None:
-        """Records that a rollout parked its shard of a group with its tokens stored."""
-        shards, group_id = self._dispatcher.shards, group.group_id
-        if failure.worker_id not in shards.workers(group_id):
-            return
-        self._rollout_pool.finished(failure.worker_id)
-        group.worker_id = failure.worker_id
-        shards.park(
-            group_id,
-            failure.worker_id,
-            num_unfinished=failure.num_unfinished,
-            num_tokens=failure.num_tokens,
-        )
-        self._requeue_incomplete(group)
-
     async def _note_stall(self, group: Group, failure: GroupFailure) -> None:
         row = self._order.mixture.name(group.row)
         if group.state is GroupState.PARTIAL and not self._ledger.stall(group):
             self._order.quarantine(group.row)
         await self._journal.record_event(failed(failure, row), self._ledger)
-
-    def _requeue_incomplete(self, group: Group) -> None:
-        """Queues an incomplete group for its next attempt once all its shards have ended."""
-        shards = self._dispatcher.shards
-        if not shards.workers(group.group_id):
-            num_unfinished, num_tokens = shards.progress(group.group_id)
-            self._ledger.interrupt(group, num_unfinished=num_unfinished, num_tokens=num_tokens)
-            self._dispatcher.record_end(group)
 
     async def _process_arrived(self, groups: Sequence[tuple[str, GroupSamples]]) -> None:
         late: list[GroupSamples] = []
@@ -434,16 +411,12 @@ class GenerationScheduler:
                 late.append(samples)
                 continue
             self._failures.reset_failures()
-            for worker_id in self._dispatcher.shards.record_arrived(
-                group_id, samples.numbers("member")
-            ):
-                self._rollout_pool.finished(worker_id)
+            self._dispatcher.record_arrived(group, samples.numbers("member"))
             whole = self.stored.add(group, samples)
             if whole is None:
-                self._requeue_incomplete(group)
+                self._dispatcher.requeue_ended(group)
                 continue
-            self._dispatcher.record_end(group)
-            self._dispatcher.slot_usage.finished(whole.numbers("response_tokens"))
+            self._dispatcher.record_finished(group, whole.numbers("response_tokens"))
             if not self._admit(group, whole):
                 unfit.append(whole)
         if unfit:
@@ -456,7 +429,7 @@ class GenerationScheduler:
 
         The only way into READY: of groups that arrive, and of those that a recovery finds stored.
         """
-        self._dispatcher.num_deferred = 0
+        self._dispatcher.record_accepted()
         if (difficulty := self._order.difficulty) is not None:
             difficulty.observe(group.row, rewards_of(samples), step=self._dispatcher.published_step)
         reason = self._why_unfit(samples)

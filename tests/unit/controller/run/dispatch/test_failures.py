@@ -21,7 +21,7 @@ def failures(max_staleness: int) -> GroupFailures:
     ledger: Any = SimpleNamespace(
         retry=lambda group, reason: True, quarantine=lambda group, reason: None
     )
-    dispatcher: Any = SimpleNamespace(first_failure="")
+    dispatcher: Any = SimpleNamespace(record_failure=lambda why: None)
     return GroupFailures(CurrentSpec(spec), ledger=ledger, order=order, dispatcher=dispatcher)
 
 
