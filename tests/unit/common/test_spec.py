@@ -266,6 +266,7 @@ def test_a_value_in_a_message_can_be_copied_into_a_specification(value: object) 
             ["rollout.rewards", "rollout.max_running_samples"],
         ),
         (changed(data={"prompt_template": "no place"}), ["prompt_template", "{prompt}"]),
+        (changed(trainer={"steps": "1e3"}), ["trainer.steps", "write 1000"]),
         (
             changed(model={"path": "org/model", "warm_start": {"examples": "a.py:b"}}),
             ["model.warm_start", "org/model"],
