@@ -26,3 +26,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return match.group(0) if is_page else f"{match.group(1)} (`{match.group(2)}`)"
 
     return _LINK_OUT.sub(path, markdown)
+
+
+def on_post_build(config: Any, **_: Any) -> None:
+    """Removes the theme's page for unknown addresses: its links are absolute, and no server shows it."""
+    Path(config["site_dir"], "404.html").unlink(missing_ok=True)

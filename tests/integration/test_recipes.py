@@ -13,6 +13,13 @@ RECIPES = [
 ]
 
 
+def test_the_recipe_of_an_evaluation_reports_scores_without_a_step(tmp_path, system):
+    done = system.train(recipes(tmp_path)["evaluation"])
+    assert done.code == 0, done.out + done.err
+    assert done.summary["steps"] == 0
+    assert done.summary["heldout"]["greedy"] is not None
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_trains(tmp_path, system, name):
     done = system.train(recipes(tmp_path)[name])

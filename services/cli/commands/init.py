@@ -38,7 +38,8 @@ _COMMENTS: Comments = {
     "model.images": ("the model sees images",),
     "data.train": (
         "",
-        "heldout: {source: ..., path: ..., limit: 200}   # prompts that are only evaluated",
+        "heldout: {source: ..., path: ..., limit: 200}   # prompts that are only evaluated, every",
+        "                                                # validation.every (10) weight versions",
     ),
     "data.answer_column": ("what the reward compares with; null if it needs none",),
     "data.chat_template": ("whether prompts go through the tokenizer's chat template",),
@@ -57,7 +58,6 @@ _COMMENTS: Comments = {
     "trainer.prompts_per_step": ("groups per batch",),
     "trainer.dtype": ("bfloat16 for GPUs; CPUs are faster in float32",),
     "trainer.compile": ("torch.compile: faster and less memory on GPUs, slower start",),
-    "validation.every": ("versions between evaluations of data.heldout",),
 }
 # Marks of roles, as chat templates write them: <|im_start|>, <start_of_turn>, [INST], DeepSeek's.
 _CONTROL = re.compile(r"<[|\uff5c][\w\u2581]+[|\uff5c]>|<start_of_turn>|\[INST\]")
@@ -134,7 +134,6 @@ def init(
             "optimizer": {"learning_rate": 3e-4 if is_tiny else 1e-6},
             "checkpoint": {"every": 20, "keep": 2},
         },
-        "validation": {"every": 10},
     }
     comments = {**_COMMENTS, "": _header(file)}
     if not prompt:

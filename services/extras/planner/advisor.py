@@ -71,7 +71,9 @@ class Advisor:
             await self._advise()
 
     def _is_due(self) -> bool:
-        if self._num_steps < _MIN_STEPS:
+        # Rollouts only encode the rows of demonstrations: none of the advised keys would change their speed.
+        has_samples = self.args.spec.now.algorithm.num_demonstrations == 0
+        if not has_samples or self._num_steps < _MIN_STEPS:
             return False
         if self._advised_at is None:
             return True

@@ -2,6 +2,9 @@
 
 import asyncio
 
+import pytest
+
+from services.common.runspec.loader import parse_spec
 from services.common.runspec.run import RunSpec
 from services.controller.rules.ledger import Ledger
 from services.controller.run.observe.observers import ObserverArgs
@@ -83,6 +86,18 @@ def test_a_young_run_gets_no_advice():
     notes, progress = advised([step()] * 9)
     assert notes == []
     assert progress.summary(Ledger(3))["advice"] == {}
+
+
+@pytest.mark.parametrize("loss", ["sft", "dpo"])
+def test_a_run_on_demonstrations_gets_no_advice(loss):
+    document = spec_with().model_dump(mode="json", include={"name", "model", "data"})
+    trainer = {"steps": 20, "prompts_per_step": 4}
+    rollout = {"max_response_tokens": 8}
+    spec = parse_spec(
+        {**document, "trainer": trainer, "rollout": rollout, "algorithm": {"loss": loss}}
+    )
+    notes, _ = advised([step()] * 12, spec=spec)
+    assert notes == []
 
 
 def test_what_is_found_is_an_event_and_part_of_the_summary():
