@@ -178,11 +178,21 @@ class SpecSettings(ServiceSettings):
     arguments; only with ``allowed_roots``.
     """
 
+    reward_hosts: tuple[str, ...] = ()
+    """Hosts, in lower case, of reward services and agents that may have private addresses. With
+    ``allowed_roots``, the only hosts that arguments may name.
+
+    Public hosts of reward services and agents need no entry.
+    """
+
     @property
     def allowance(self) -> CodePolicy:
-        """Policy for the files, code and commands that specifications may name."""
+        """Policy for the files, code, commands and hosts that specifications may name."""
         return CodePolicy(
-            roots=self.allowed_roots, code_roots=self.code_roots, commands=self.allowed_commands
+            roots=self.allowed_roots,
+            code_roots=self.code_roots,
+            commands=self.allowed_commands,
+            hosts=self.reward_hosts,
         )
 
 

@@ -37,15 +37,12 @@ class RolloutSettings(WorkerSettings):
     """Kubernetes namespace of the sandboxes of ``rollout.sandbox.kind: kubernetes``."""
     sandbox_runtime_class: str = ""
     """Runtime class of their pods, such as ``gvisor``."""
+    sandbox_domain: str = ""
+    """Domain of an installation of E2B other than E2B's own, for ``rollout.sandbox.kind: e2b``."""
     kubernetes_url: str = "https://kubernetes.default.svc"
     """Address of the Kubernetes API."""
     kubernetes_credentials: Path = Path("/var/run/secrets/kubernetes.io/serviceaccount")
     """Folder with ``token`` and ``ca.crt`` for the Kubernetes API."""
-    reward_hosts: tuple[str, ...] = ()
-    """Hosts, in lower case, of reward services and agents that may have private addresses.
-
-    Public hosts need no entry.
-    """
     drain_timeout_s: float = Field(3.0, gt=0)
     """Max time to cache unfinished groups after SIGTERM; must be below the sender's grace period."""
 

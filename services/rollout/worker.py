@@ -50,7 +50,7 @@ from services.rollout.sampling.sample_recorder import SampleRecorder
 from services.rollout.sampling.sampler import Failure, GroupSampler
 from services.rollout.sampling.samples import GroupPublisher
 from services.rollout.sampling.teacher import Teacher
-from services.rollout.sandbox.base import Cluster
+from services.rollout.sandbox.base import SandboxHosts
 from services.rollout.sandbox.pool import SandboxPool
 from services.rollout.sandbox.service import SandboxService
 from services.rollout.server import RolloutServicer
@@ -306,13 +306,14 @@ async def _open_sandboxes(
     """Starts the service of the episodes' sandboxes, if the run has them, until the stack is closed."""
     if spec is None:
         return None
-    cluster = Cluster(
+    hosts = SandboxHosts(
+        domain=settings.sandbox_domain,
         namespace=settings.sandbox_namespace,
         runtime_class=settings.sandbox_runtime_class,
         url=settings.kubernetes_url,
         credentials=settings.kubernetes_credentials,
     )
-    service = SandboxService(SandboxPool(spec, cluster=cluster))
+    service = SandboxService(SandboxPool(spec, hosts=hosts))
     return await stack.enter_async_context(
         service.serving(settings.sandbox_bind, host=settings.advertise_host)
     )

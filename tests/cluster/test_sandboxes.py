@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from services.common.runspec.rollout import SandboxSpec
-from services.rollout.sandbox.base import Cluster as Access
 from services.rollout.sandbox.base import SandboxError
+from services.rollout.sandbox.base import SandboxHosts as Access
 from services.rollout.sandbox.kubernetes import LABEL
 from services.rollout.sandbox.pool import SandboxPool
 from tests.cluster.network import NODE_IP
@@ -26,13 +26,13 @@ KILLED = """
 import asyncio
 from pathlib import Path
 from services.common.runspec.rollout import SandboxSpec
-from services.rollout.sandbox.base import Cluster
+from services.rollout.sandbox.base import SandboxHosts
 from services.rollout.sandbox.pool import SandboxPool
 
 async def main():
-    cluster = Cluster(namespace={namespace!r}, url={url!r}, credentials=Path({credentials!r}))
+    hosts = SandboxHosts(namespace={namespace!r}, url={url!r}, credentials=Path({credentials!r}))
     spec = SandboxSpec(kind="kubernetes", image={image!r}, **{small!r})
-    async with SandboxPool(spec, cluster=cluster).open({{}}) as box:
+    async with SandboxPool(spec, hosts=hosts).open({{}}) as box:
         print("ready", flush=True)
         await box.run("sleep 1000")
 
@@ -66,7 +66,7 @@ def _pods(machine: Cluster) -> dict[str, str]:
 
 async def test_a_pod_is_a_sandbox(machine: Cluster, access: Access) -> None:
     content = bytes(range(256)) * 999
-    pool = SandboxPool(SandboxSpec(kind="kubernetes", image=IMAGE, **SMALL), cluster=access)
+    pool = SandboxPool(SandboxSpec(kind="kubernetes", image=IMAGE, **SMALL), hosts=access)
     await pool.prepare()
     async with pool.open({}) as box:
         (phase,) = _pods(machine).values()
@@ -109,7 +109,7 @@ async def test_a_pod_ends_with_a_killed_rollout(machine: Cluster, access: Access
         assert time.monotonic() < deadline
         await asyncio.sleep(0.5)
     assert _pods(machine)
-    pool = SandboxPool(SandboxSpec(kind="kubernetes", image=IMAGE, **SMALL), cluster=access)
+    pool = SandboxPool(SandboxSpec(kind="kubernetes", image=IMAGE, **SMALL), hosts=access)
     await pool.prepare()
     await pool.close()
     while _pods(machine):
@@ -119,7 +119,7 @@ async def test_a_pod_ends_with_a_killed_rollout(machine: Cluster, access: Access
 
 async def test_a_rollout_sees_no_pod_of_other_namespaces(access: Access) -> None:
     elsewhere = Access(namespace=WORKERS, url=access.url, credentials=access.credentials)
-    pool = SandboxPool(SandboxSpec(kind="kubernetes", image=IMAGE, **SMALL), cluster=elsewhere)
+    pool = SandboxPool(SandboxSpec(kind="kubernetes", image=IMAGE, **SMALL), hosts=elsewhere)
     with pytest.raises(ValueError, match="403"):
         await pool.prepare()
     await pool.close()

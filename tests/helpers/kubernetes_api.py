@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from services.rollout.sandbox.base import Cluster
+from services.rollout.sandbox.base import SandboxHosts
 
 TOKEN = "token-of-the-rollout"
 DENY_EGRESS = {"spec": {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}}
@@ -73,7 +73,7 @@ class KubernetesApi:
             while not server.started:  # noqa: ASYNC110 -- uvicorn has no event
                 await asyncio.sleep(0.01)
             port = server.servers[0].sockets[0].getsockname()[1]
-            yield Cluster(
+            yield SandboxHosts(
                 namespace="boxes", url=f"http://127.0.0.1:{port}", credentials=self.folder
             )
         finally:

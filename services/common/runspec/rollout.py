@@ -151,8 +151,7 @@ class SandboxSpec(SpecPart):
     output_bytes: int = Field(64 << 10, ge=1, le=16 << 20)
     """Max bytes of a command's output; the rest is dropped."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """For ``e2b``: ``api_key``, which is ``{"secret": "NAME"}``, and optionally ``domain`` of an
-    installation other than E2B's own."""
+    """For ``e2b``: ``api_key``, which is ``{"secret": "NAME"}``."""
 
 
 class SpeculationSpec(SpecPart):

@@ -877,7 +877,7 @@ def _sandbox(spec: RunSpec) -> Iterator[str]:
             f"rollout.sandbox.folders has {system[0]!r}, where the sandbox has file systems of the kernel; "
             "name another folder"
         )
-    known = {"api_key", "domain"} if sandbox.kind == "e2b" else set[str]()
+    known = {"api_key"} if sandbox.kind == "e2b" else set[str]()
     if unknown := sorted(sandbox.arguments.keys() - known):
         yield (
             f"rollout.sandbox.arguments has {unknown[0]!r}, but rollout.sandbox.kind {sandbox.kind!r} takes "

@@ -20,6 +20,7 @@ from services.common.callables import Reference, parse_reference, real_path
 from services.common.runspec.data import PromptSourceSpec
 from services.common.runspec.rollout import SandboxSpec
 from services.common.runspec.run import RunSpec
+from services.common.security import addresses
 
 Kind = Literal[
     "free",
@@ -34,6 +35,8 @@ Kind = Literal[
     "row arguments",
     "workflow arguments",
     "image",
+    "registry",
+    "address",
 ]
 """Kind of a value, which decides how it is judged.
 
@@ -45,7 +48,12 @@ built in, or an address, which workers judge when they connect
 ``package.module.name``. ``package``: a plugin that verifiers imports by its name. ``command``: a
 program with its arguments. ``rows``: ``path`` of a prompt source, whose kind depends on ``source``;
 the kinds of ``row arguments`` and ``workflow arguments`` depend on their consumer. ``image``: content of a
-sandbox, a ``path`` if it is a folder on the rollout's host.
+sandbox, a ``path`` if it is a folder on the rollout's host, else the name of an image in a ``registry``,
+which must be public or listed. ``address``: a URL, which rollouts judge when they connect, as those of
+rewards, agents and environments.
+
+Whoever gets a ``text`` may connect to an address in it without asking :mod:`services.rollout.calls.outside`.
+A ``text`` may therefore name only hosts that the installation lists.
 """
 
 _MODELS: Final[Mapping[str, Kind]] = {
@@ -75,9 +83,8 @@ _SETS = ("data.train", "data.train.NAME", "data.heldout", "data.heldout.NAME")
 KINDS: Final[Mapping[str, Kind]] = {
     "name": "free",
     **{f"{model}.{key}": kind for model in ("model", "teacher") for key, kind in _MODELS.items()},
-    # Their pattern admits addresses only, which rollouts judge when they connect.
-    "teacher.url": "free",
-    "data.train.NAME.teacher_url": "free",
+    "teacher.url": "address",
+    "data.train.NAME.teacher_url": "address",
     "teacher.prompt_column": "free",
     "teacher.demonstration": "free",
     **{f"{rows}.{key}": kind for rows in _SETS for key, kind in _ROWS.items()},
@@ -101,7 +108,6 @@ KINDS: Final[Mapping[str, Kind]] = {
     "rollout.sandbox.image": "image",
     "rollout.sandbox.image_column": "free",
     "rollout.sandbox.folders": "free",
-    # The rules admit a secret and a domain.
     "rollout.sandbox.arguments": "text",
     "rollout.answer_pattern": "free",
     "algorithm.advantage": "code",
@@ -158,6 +164,8 @@ class CodePolicy:
     """Folders with Python code that may run."""
     commands: tuple[tuple[str, ...], ...] = ()
     """Programs that may be started, each with all its arguments."""
+    hosts: tuple[str, ...] = ()
+    """Hosts, in lower case, that arguments may name."""
 
     def problems(self, spec: RunSpec) -> list[str]:
         """Returns the forbidden names in a specification, judged by its text.
@@ -190,7 +198,7 @@ class _Judge:
         return [
             f"{key}: {problem}"
             for key, kind, value in _names(spec)
-            for problem in self._problems(kind, value)
+            for problem in (*self._problems(kind, value), *self._hosts(kind, key, value))
         ]
 
     def _problems(self, kind: Kind, value: Any) -> Iterator[str]:
@@ -202,6 +210,8 @@ class _Judge:
             yield from self._package(value)
         elif kind == "function":
             yield from self._function(value)
+        elif kind in ("address", "registry"):
+            return
         elif kind in ("code", "text"):
             yield from self._code_or_text(value, is_code=kind == "code")
         elif kind == "model" and value.startswith(_PRESETS):
@@ -266,6 +276,25 @@ class _Judge:
                 f"({', '.join(allowed) or 'none'}); ask the operator to add it to allowed_commands"
             )
 
+    def _hosts(self, kind: Kind, key: str, value: Any) -> Iterator[str]:
+        """Yields the hosts of a text that the installation does not list."""
+        if kind == "text":
+            argument = next((name for name in reversed(key.split(".")) if not name.isdecimal()), "")
+            hosts = addresses.hosts_in(value)
+            # Names of arguments are judged, too, each below its own key.
+            if not hosts and value not in ("", argument) and addresses.names_address(argument):
+                hosts = {addresses.host_of(value)}
+        elif kind == "registry":
+            registry = addresses.registry_of(value)
+            hosts = {registry} if addresses.is_private(registry) else set()
+        else:
+            return
+        for host in sorted(hosts - {*self.allowance.hosts}):
+            yield (
+                f"{value!r:.200} names the host {host!r}, which is not among the reward_hosts of this "
+                "installation; ask the operator to add it"
+            )
+
     def _is_hub_id(self, value: str) -> bool:
         """Returns True if a value is a hub id; an existing folder of that name takes precedence."""
         if _HUB_ID.fullmatch(value) is None:
@@ -311,7 +340,7 @@ def _names(spec: RunSpec) -> Iterator[tuple[str, Kind, Any]]:
         elif kind == "image":
             assert isinstance(part, SandboxSpec)
             if value:
-                yield key, "path" if part.kind == "bubblewrap" else "text", value
+                yield key, "path" if part.kind == "bubblewrap" else "registry", value
         elif kind == "workflow arguments":
             yield from _workflow_names(spec, key, value)
         elif kind != "free":

@@ -136,15 +136,18 @@ class ExecSandbox(ABC):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster:
-    """Access to the pods of sandboxes in a Kubernetes cluster."""
+class SandboxHosts:
+    """Addresses and credentials of what runs sandboxes elsewhere, as the installation sets them."""
+
+    domain: str = ""
+    """Domain of an installation of E2B; empty for E2B's own."""
 
     namespace: str = ""
     """Namespace of the pods; empty if the installation has none."""
     runtime_class: str = ""
     """Runtime class of the pods; empty for the cluster's default."""
     url: str = "https://kubernetes.default.svc"
-    """Address of the API."""
+    """Address of the Kubernetes API."""
     credentials: Path = Path("/var/run/secrets/kubernetes.io/serviceaccount")
     """Folder with ``token`` and ``ca.crt``."""
 

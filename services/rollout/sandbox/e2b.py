@@ -20,6 +20,7 @@ from services.rollout.sandbox.base import (
     START_TIMEOUT_S,
     ExecSandbox,
     SandboxError,
+    SandboxHosts,
 )
 
 LIFETIME_S: Final = 3600
@@ -27,11 +28,16 @@ LIFETIME_S: Final = 3600
 
 
 class E2B:
-    """Starts sandboxes from templates, with the account of ``rollout.sandbox.arguments.api_key``."""
+    """Starts sandboxes from templates, with the account of ``rollout.sandbox.arguments.api_key``.
 
-    def __init__(self, spec: SandboxSpec) -> None:
+    Args:
+        hosts: Has the domain, which gets the installation's key and therefore is no part of a specification.
+    """
+
+    def __init__(self, spec: SandboxSpec, hosts: SandboxHosts) -> None:
         self._spec = spec
-        self._account = dict(spec.arguments)
+        domain = {"domain": hosts.domain} if hosts.domain else {}
+        self._account = {"api_key": spec.arguments["api_key"], **domain}
 
     @property
     def max_starts(self) -> int:

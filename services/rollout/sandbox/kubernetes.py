@@ -25,9 +25,9 @@ from services.rollout.sandbox.base import (
     END_TIMEOUT_S,
     START_TIMEOUT_S,
     WORK_FOLDER,
-    Cluster,
     ExecSandbox,
     SandboxError,
+    SandboxHosts,
 )
 
 LABEL: Final = "slipstream.dev/sandbox"
@@ -56,13 +56,13 @@ class Pods:
     """Starts pods; the image needs ``sh``, ``head``, ``timeout``, ``base64`` and ``tar``.
 
     Args:
-        cluster: Access to the pods.
+        hosts: Has the namespace and the API of the pods.
     """
 
-    def __init__(self, spec: SandboxSpec, cluster: Cluster) -> None:
+    def __init__(self, spec: SandboxSpec, hosts: SandboxHosts) -> None:
         self._spec = spec
-        self._cluster = cluster
-        self._api = _Api(cluster)
+        self._hosts = hosts
+        self._api = _Api(hosts)
 
     @property
     def max_starts(self) -> int:
@@ -75,7 +75,7 @@ class Pods:
         Raises:
             SandboxError: If the API cannot be reached, or the namespace does not deny egress.
         """
-        namespace = self._cluster.namespace
+        namespace = self._hosts.namespace
         if not namespace:
             raise SandboxError(
                 "rollout.sandbox.kind 'kubernetes' needs a namespace for its pods; set sandboxes.enabled in "
@@ -123,7 +123,7 @@ class Pods:
             "memory": str(spec.memory_bytes),
             "ephemeral-storage": str(spec.disk_bytes),
         }
-        runtime = self._cluster.runtime_class
+        runtime = self._hosts.runtime_class
         return {
             "apiVersion": "v1",
             "kind": "Pod",
@@ -246,14 +246,14 @@ class Pod(ExecSandbox):
 class _Api:
     """Client of the Kubernetes API for the pods of one namespace."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
+    def __init__(self, hosts: SandboxHosts) -> None:
+        self._hosts = hosts
         self._tls: ssl.SSLContext | None = None
-        authority = cluster.credentials / "ca.crt"
-        if cluster.url.startswith("https:") and authority.exists():
+        authority = hosts.credentials / "ca.crt"
+        if hosts.url.startswith("https:") and authority.exists():
             self._tls = ssl.create_default_context(cafile=str(authority))
         self._client = httpx.AsyncClient(
-            base_url=cluster.url,
+            base_url=hosts.url,
             transport=ReusedConnections(verify=self._tls),
             timeout=_REQUEST_TIMEOUT_S,
             trust_env=False,
@@ -317,7 +317,7 @@ class _Api:
             SandboxError: If the API refuses the connection or does not answer.
         """
         asked = urlencode([*query.items(), *(("command", each) for each in command)])
-        address = self._cluster.url.replace("http", "ws", 1) + self._path(f"pods/{pod}/{action}")
+        address = self._hosts.url.replace("http", "ws", 1) + self._path(f"pods/{pod}/{action}")
         try:
             return await connect(
                 f"{address}?{asked}",
@@ -339,12 +339,12 @@ class _Api:
 
     def _path(self, name: str, group: str = "v1") -> str:
         root = "/api/v1" if group == "v1" else f"/apis/{group}"
-        return f"{root}/namespaces/{self._cluster.namespace}/{name}"
+        return f"{root}/namespaces/{self._hosts.namespace}/{name}"
 
     def _headers(self) -> dict[str, str]:
         # Kubernetes rotates the token, so it is read again for each request.
         try:
-            token = (self._cluster.credentials / "token").read_text(encoding="ascii").strip()
+            token = (self._hosts.credentials / "token").read_text(encoding="ascii").strip()
         except OSError as error:
             raise SandboxError(
                 f"rollout.sandbox.kind 'kubernetes' needs a token of the Kubernetes API: {error}; set "

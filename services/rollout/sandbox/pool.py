@@ -14,10 +14,10 @@ from services.rollout import metrics
 from services.rollout.failures import CallError
 from services.rollout.sandbox import base
 from services.rollout.sandbox.base import (
-    Cluster,
     CommandResult,
     Sandbox,
     SandboxError,
+    SandboxHosts,
     SandboxKind,
 )
 
@@ -107,7 +107,7 @@ class SandboxPool:
 
     Args:
         kind: Starts the sandboxes; by default, the kind that the specification names.
-        cluster: Access to the pods of ``kubernetes``.
+        hosts: Addresses for ``kubernetes`` and ``e2b``.
 
     Raises:
         ValueError: If a package that the kind needs is not installed; the message has the fix.
@@ -118,10 +118,10 @@ class SandboxPool:
         spec: SandboxSpec,
         kind: SandboxKind | None = None,
         *,
-        cluster: Cluster | None = None,
+        hosts: SandboxHosts | None = None,
     ) -> None:
         self._spec = spec
-        self._kind: SandboxKind = kind or _made(spec, cluster or Cluster())
+        self._kind: SandboxKind = kind or _made(spec, hosts or SandboxHosts())
         self._slots = asyncio.Semaphore(spec.max_running)
         self._starts = asyncio.Semaphore(self._kind.max_starts)
 
@@ -192,7 +192,7 @@ class SandboxPool:
             logger.error("a sandbox did not end", extra={"why": repr(error)})  # noqa: TRY400
 
 
-def _made(spec: SandboxSpec, cluster: Cluster) -> SandboxKind:
+def _made(spec: SandboxSpec, hosts: SandboxHosts) -> SandboxKind:
     try:
         made: Any = load_callable(SANDBOXES[spec.kind])
     except ImportError as error:
@@ -200,7 +200,7 @@ def _made(spec: SandboxSpec, cluster: Cluster) -> SandboxKind:
             f"rollout.sandbox.kind {spec.kind!r} needs a package that is not installed ({error.name}): pip "
             f"install 'slipstream[{spec.kind}]' where rollouts run"
         ) from error
-    kind: SandboxKind = made(spec, cluster) if spec.kind == "kubernetes" else made(spec)
+    kind: SandboxKind = made(spec, hosts) if spec.kind in ("kubernetes", "e2b") else made(spec)
     return kind
 
 

@@ -190,6 +190,8 @@ slipstream.dev/worker: "true"
   value: {{ $code | toJson | quote }}
 - name: {{ .prefix }}_ALLOWED_COMMANDS
   value: {{ $workers.allowedCommands | toJson | quote }}
+- name: {{ .prefix }}_REWARD_HOSTS
+  value: {{ $workers.rewardHosts | toJson | quote }}
 {{- end -}}
 
 {{/* Environment of a pod whose metrics need a token. Needs: root, prefix */}}

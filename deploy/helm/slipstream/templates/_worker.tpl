@@ -118,8 +118,6 @@ spec:
           value: /etc/slipstream/secrets
         {{- end }}
         {{- if eq .program "rollout" }}
-        - name: SLIPSTREAM_ROLLOUT_REWARD_HOSTS
-          value: {{ $workers.rewardHosts | toJson | quote }}
         {{- if .root.Values.sandboxes.enabled }}
         - name: SLIPSTREAM_ROLLOUT_SANDBOX_NAMESPACE
           value: {{ include "slipstream.sandboxesNamespace" .root }}

@@ -363,6 +363,153 @@ def test_every_text_key_has_a_kind():
     assert KINDS.keys() - keys == set(), "these keys are gone"
 
 
+# A specification in which every mapping of arguments has a value.
+ARGUMENTS = {
+    "name": "demo",
+    "model": {"path": "org/model"},
+    "data": {
+        "train": {
+            "a": {
+                "source": "reasoning_gym",
+                "path": "x",
+                "arguments": "HERE",
+                "filters": [{"function": "f", "arguments": "HERE"}],
+                "rewards": [{"name": "r", "arguments": "HERE"}],
+            }
+        },
+        "heldout": {
+            "a": {
+                "source": "verifiers",
+                "path": "x",
+                "arguments": "HERE",
+                "filters": [{"function": "f", "arguments": "HERE"}],
+                "rewards": [{"name": "r", "arguments": "HERE"}],
+            }
+        },
+        "curriculum": {"function": "f", "arguments": "HERE"},
+        "chat_template_arguments": "HERE",
+    },
+    "rollout": {
+        "engine_arguments": "HERE",
+        "workflow_arguments": "HERE",
+        "rewards": [{"name": "r", "arguments": "HERE"}],
+        "sandbox": {"kind": "e2b", "arguments": "HERE"},
+    },
+    "algorithm": {"advantage_arguments": "HERE", "loss_arguments": "HERE"},
+    "trainer": {"steps": 1, "prompts_per_step": 1},
+}
+
+
+def with_arguments(value, arguments):
+    if value == "HERE":
+        return arguments
+    if isinstance(value, dict):
+        return {key: with_arguments(inner, arguments) for key, inner in value.items()}
+    return (
+        [with_arguments(inner, arguments) for inner in value] if isinstance(value, list) else value
+    )
+
+
+def paths_of_arguments(value, prefix=""):
+    if value == "HERE":
+        yield prefix
+    items = value.items() if isinstance(value, dict) else ()
+    items = enumerate(value) if isinstance(value, list) else items
+    for key, inner in items:
+        yield from paths_of_arguments(inner, f"{prefix}.{key}".removeprefix("."))
+
+
+def test_every_mapping_of_arguments_is_in_the_example():
+    mappings = {
+        key
+        for key, info in fields_of(RunSpec)
+        if get_origin(info.annotation) is dict and get_args(info.annotation)[1] is Any
+    }
+    of_sets = {re.sub(r"\.[0-9]+\.", ".N.", path) for path in paths_of_arguments(ARGUMENTS)}
+    names = {
+        path.replace("train.a.", "train.NAME.").replace("heldout.a.", "heldout.NAME.")
+        for path in of_sets
+    }
+    assert mappings - names == {path.replace(".NAME.", ".") for path in names if ".NAME." in path}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"x": "https://evil.example/collect"},
+        {"x": ["see grpc://evil.example:9"]},
+        {"x": {"y": "tcp://10.0.0.1:5"}},
+        {"x": "evil.example:443"},
+        {"x": "169.254.169.254"},
+        {"x": "[fd00::1]:80"},
+        {"x": "2130706433:80"},
+        {"x": "localhost"},
+        {"https://evil.example": 1},
+        {"domain": "evil.example"},
+        {"apiEndpoint": "evil"},
+        {"base_url": "evil.example/v1"},
+        {"proxy": ["evil.example"]},
+    ],
+)
+def test_no_arguments_name_a_host_that_the_installation_does_not_list(roots, arguments):
+    spec = RunSpec.model_validate(with_arguments(ARGUMENTS, arguments))
+    problems = strays(spec, roots)
+    for path in paths_of_arguments(ARGUMENTS):
+        assert any(problem.startswith(path) and "host" in problem for problem in problems), path
+    hosts = (
+        "evil.example",
+        "10.0.0.1",
+        "169.254.169.254",
+        "fd00::1",
+        "localhost",
+        "evil",
+        "2130706433",
+    )
+    assert not [each for each in strays(spec, roots, hosts=hosts) if "reward_hosts" in each]
+
+
+def test_ordinary_arguments_name_no_hosts(roots):
+    arguments = {
+        "ratio": "16:9",
+        "time": "1:30",
+        "note": "see a: 1, b: 2",
+        "column": "answer.text",
+        "words": ["a.b", "x=1", "3.5", "v1.2"],
+        "address_space": 5,
+        "image": "data:image/png;base64,aaaa",
+    }
+    spec = RunSpec.model_validate(with_arguments(ARGUMENTS, arguments))
+    assert not [each for each in strays(spec, roots) if "reward_hosts" in each]
+
+
+@pytest.mark.parametrize(
+    ("image", "is_refused"),
+    [
+        ("python:3.12", False),
+        ("library/python:3.12", False),
+        ("ghcr.io/org/image:1", False),
+        ("10.0.0.1:5000/image", True),
+        ("localhost/image", True),
+        ("registry:5000/image", True),
+        ("registry.internal/image", True),
+    ],
+)
+def test_an_image_names_a_public_or_listed_registry(roots, image, is_refused):
+    sandbox = {"kind": "podman", "image": image}
+    spec = spec_with(rollout__sandbox=sandbox, rollout__workflow="agent")
+    assert any("sandbox" in problem for problem in strays(spec, roots)) == is_refused
+    hosts = ("10.0.0.1", "localhost", "registry", "registry.internal")
+    assert not [each for each in strays(spec, roots, hosts=hosts) if "sandbox" in each]
+
+
+def test_the_domain_that_gets_the_key_of_e2b_is_no_part_of_a_specification():
+    arguments = {"api_key": {"secret": "e2b"}, "domain": "evil.example"}
+    with pytest.raises(SpecError, match="domain"):
+        spec_with(
+            rollout__sandbox={"kind": "e2b", "arguments": arguments}, rollout__workflow="agent"
+        )
+
+
 def test_the_threat_model_lists_the_gate_of_each_key():
     page = Path(__file__).parents[4] / "docs" / "threat-model.md"
     table = page.read_text(encoding="utf-8").partition("## Which gate judges which key")[2]

@@ -7,7 +7,7 @@ import pytest
 
 from services.common.runspec.rollout import SandboxSpec
 from services.rollout.failures import CallError
-from services.rollout.sandbox.base import Cluster, SandboxError
+from services.rollout.sandbox.base import SandboxError, SandboxHosts
 from services.rollout.sandbox.pool import SandboxPool
 from tests.helpers.kubernetes_api import DENY_EGRESS, TOKEN, KubernetesApi
 
@@ -15,10 +15,8 @@ from tests.helpers.kubernetes_api import DENY_EGRESS, TOKEN, KubernetesApi
 @asynccontextmanager
 async def pool_of_pods(tmp_path, **spec):
     api = KubernetesApi(tmp_path)
-    async with api.serving() as cluster:
-        pool = SandboxPool(
-            SandboxSpec(kind="kubernetes", image="debian:13", **spec), cluster=cluster
-        )
+    async with api.serving() as hosts:
+        pool = SandboxPool(SandboxSpec(kind="kubernetes", image="debian:13", **spec), hosts=hosts)
         await pool.prepare()
         try:
             yield pool, api
@@ -116,6 +114,6 @@ async def test_what_prevents_a_start_is_reported_and_nothing_is_left(tmp_path) -
 
 
 async def test_an_installation_without_a_namespace_is_refused() -> None:
-    pool = SandboxPool(SandboxSpec(kind="kubernetes", image="debian:13"), cluster=Cluster())
+    pool = SandboxPool(SandboxSpec(kind="kubernetes", image="debian:13"), hosts=SandboxHosts())
     with pytest.raises(ValueError, match=r"rollout\.sandbox\.kind"):
         await pool.prepare()

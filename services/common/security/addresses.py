@@ -1,0 +1,108 @@
+"""Finds the network addresses in texts of a specification, and the hosts that they name."""
+
+import ipaddress
+import re
+from typing import Final
+from urllib.parse import urlsplit
+
+# Words of a name in any spelling: base_url, baseUrl, API-Endpoint.
+_WORD: Final = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+_ADDRESS_WORDS: Final = frozenset(
+    (
+        *(
+            "addr",
+            "address",
+            "addresses",
+            "broker",
+            "brokers",
+            "domain",
+            "domains",
+            "dsn",
+            "endpoint",
+        ),
+        *(
+            "endpoints",
+            "host",
+            "hostname",
+            "hosts",
+            "ip",
+            "origin",
+            "peer",
+            "peers",
+            "proxy",
+            "registry",
+        ),
+        *("server", "servers", "uri", "url", "urls", "webhook"),
+    )
+)
+_ADDRESS_NAMES: Final = (["host", "name"], ["domain", "name"], ["server", "name"])
+_URL: Final = re.compile(r"\b[a-z][a-z0-9+.-]{0,40}:/{2,}[^\s\"'<>]{0,2000}", re.IGNORECASE)
+_FILES: Final = ("file", "data")
+# A host without letters, such as 16 in 16:9, is a number, unless it is as long as an IPv4 address is.
+_HOST_AND_PORT: Final = re.compile(
+    r"(?P<host>\[[0-9a-f:.%]+\]|[\w.-]*[a-z_][\w.-]*|\d+(?:\.\d+){1,3}|\d{8,10}):\d{1,5}(?:[/?#].*)?",
+    re.IGNORECASE | re.DOTALL,
+)
+_IMAGE_REGISTRY: Final = re.compile(
+    r"(?P<host>localhost|[\w-]+(?:\.[\w-]+)+|\[[0-9a-f:.]+\]|[\w.-]+(?=:))(?::\d+)?/"
+)
+
+
+def hosts_in(text: str) -> set[str]:
+    """Returns the hosts of all URLs in a text; of the text itself if it is ``host:port`` or an IP address."""
+    hosts = {
+        _host_of(found[0])
+        for found in _URL.finditer(text)
+        if found[0].partition(":")[0].lower() not in _FILES
+    }
+    stripped = text.strip()
+    if named := _HOST_AND_PORT.fullmatch(stripped):
+        hosts.add(named["host"].strip("[]").lower())
+    elif _is_ip(stripped.partition("/")[0]) or stripped.lower() == "localhost":
+        hosts.add(stripped.partition("/")[0].strip("[]").lower())
+    return hosts
+
+
+def names_address(name: str) -> bool:
+    """Returns True if the name of an argument says that its value is an address, such as ``base_url``."""
+    words = [word.lower() for word in _WORD.findall(name)]
+    return bool(words) and (words[-1] in _ADDRESS_WORDS or words[-2:] in _ADDRESS_NAMES)
+
+
+def host_of(text: str) -> str:
+    """Returns the host of an address in any form: a URL, ``host:port``, or a host alone."""
+    return next(iter(hosts_in(text)), "") or _host_of(f"//{text.strip()}")
+
+
+def registry_of(image: str) -> str:
+    """Returns the host of the registry that an image's name has; empty for the default registry."""
+    named = _IMAGE_REGISTRY.match(image)
+    return named["host"].strip("[]").lower() if named else ""
+
+
+def is_private(host: str) -> bool:
+    """Returns True if a host is an IP address or a name that only a local network resolves."""
+    return bool(host) and _is_local(host)
+
+
+def _is_local(host: str) -> bool:
+    return (
+        _is_ip(host)
+        or "." not in host
+        or host.endswith((".internal", ".local", ".svc", ".localhost"))
+    )
+
+
+def _host_of(url: str) -> str:
+    try:
+        return (urlsplit(url).hostname or "").lower()
+    except ValueError:  # invalid brackets
+        return url.lower()
+
+
+def _is_ip(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text.strip("[]").partition("%")[0])
+    except ValueError:
+        return False
+    return True
