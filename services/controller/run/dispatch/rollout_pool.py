@@ -31,6 +31,7 @@ class RolloutPool:
         self._leaving: set[str] = set()
         self._cut_off: set[str] = set()
         self._progress: dict[str, tuple[float, float]] = {}
+        self._newest_version = -1
 
     async def open(self, workers: Iterable[Worker], *, colocated: Iterable[str] = ()) -> None:
         """Connects to the rollouts.
@@ -98,8 +99,14 @@ class RolloutPool:
         return worker is not None and worker.weight_version >= 0
 
     def newest_version(self) -> int:
-        """Returns the newest weight version that any rollout serves; -1 before the first."""
-        return max((worker.weight_version for worker in self._workers.values()), default=-1)
+        """Returns the newest weight version that any rollout has served; -1 before the first.
+
+        It never decreases: a heartbeat from before a publication may arrive after it, with the older
+        version.
+        """
+        served = (worker.weight_version for worker in self._workers.values())
+        self._newest_version = max(self._newest_version, *served, -1)
+        return self._newest_version
 
     @property
     def num_replicas(self) -> int:

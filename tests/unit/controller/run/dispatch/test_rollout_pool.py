@@ -126,3 +126,17 @@ async def test_a_rollout_that_refuses_groups_is_no_loss_if_it_is_about_to_leave(
     await replicas.start({"rollout-1": []})
     replicas.remove(["rollout-1"])
     await replicas.start({"rollout-1": []})
+
+
+async def test_a_late_heartbeat_readmits_no_rollout_with_older_weights(opened):
+    replicas, _ = await opened(2, colocated=0)
+    (reserved,) = replicas.reserve(1)
+    (other,) = {"rollout-0", "rollout-1"} - {reserved}
+    replicas._workers[other].weight_version = 4
+    replicas.readmit_current()  # as after a publication that the reserved rollout missed
+    replicas._workers[other].weight_version = 3  # a heartbeat that it sent before
+    replicas.unreserve([reserved])
+    assert replicas.choose(reserved, room=4)[0] == other
+    replicas._workers[reserved].weight_version = replicas._workers[other].weight_version = 5
+    replicas.readmit_current()
+    assert replicas.choose(reserved, room=4) == (reserved, 5)
