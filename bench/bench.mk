@@ -1,5 +1,5 @@
 # Benchmarks; included by the Makefile.
-.PHONY: bench-abuse bench-abuse-memory bench-page bench-samples bench-silence bench-start bench-controller bench-dataplane bench-e2e bench-learning bench-pace bench-tails bench-one-gpu bench-fp8 bench-joins bench-trainer bench-trainer-peer bench-rollout bench-reply-formats bench-episodes bench-sandboxes bench-replay bench-replay-gpu bench-weightsync bench-recovery
+.PHONY: bench-abuse bench-long-run bench-abuse-memory bench-page bench-samples bench-silence bench-start bench-controller bench-dataplane bench-e2e bench-learning bench-pace bench-tails bench-one-gpu bench-fp8 bench-joins bench-trainer bench-trainer-peer bench-rollout bench-reply-formats bench-episodes bench-sandboxes bench-replay bench-replay-gpu bench-weightsync bench-recovery
 bench-dataplane: $(READY) ## Data plane against its peer, minutes (OPTIONS=--smoke for seconds)
 	$(BIN)/python -m bench.dataplane $(OPTIONS)
 
@@ -71,6 +71,9 @@ bench-controller: $(READY) ## One controller process with fake workers: rates, l
 
 bench-page: $(READY) ## Load time of each view of the run page, with 3 runs of 10,000 steps, in Chromium; a minute
 	$(BIN)/python -m bench.page $(OPTIONS)
+
+bench-long-run: $(READY) ## Memory and files over 20,000 steps, hours (OPTIONS="--steps 5000", or --smoke for a minute)
+	$(BIN)/python -m bench.long_run $(OPTIONS)
 
 bench-samples: $(READY) ## Cost of sample records for rollouts and the controller, minutes (OPTIONS=--smoke for seconds)
 	$(BIN)/python -m bench.samples $(OPTIONS)

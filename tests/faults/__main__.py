@@ -1,10 +1,10 @@
 """Faults in training runs of real processes: ``python -m tests.faults [table] [kills] [--minutes N]``.
 
 ``table`` injects every kind of fault once (``--only`` selects some). ``kills`` does three hundred random
-kills over every kind of run, and checks every trained token against the staleness bound. Both add their
-results, failures included, to ``bench/results/faults.json`` under the newest commit that changed the
-services, and continue with what this commit lacks, so that several calls can share the work. Both refuse
-services that differ from that commit.
+kills over every kind of run, checks every trained token against the staleness bound, that no unfit group
+trained, and that everything that was due happened. Both add their results, failures included, to
+``bench/results/faults.json`` under the newest commit that changed the services, and continue with what this
+commit lacks, so that several calls can share the work. Both refuse services that differ from that commit.
 """
 
 import argparse

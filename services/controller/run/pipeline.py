@@ -183,6 +183,7 @@ class TrainingPipeline:
             clock=self.clock,
             activity=lambda: self.activity,
         )
+        self.evaluator.report_to(self.record_evaluation)
 
     def activities(self) -> list[str]:
         """Returns the run's current activities, such as ``TRAINING``."""

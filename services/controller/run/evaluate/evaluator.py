@@ -40,14 +40,16 @@ _SEED_OFFSET = 1 << 40
 GROUP_PREFIX = "v"
 
 
+OnEvaluation = Callable[[StartedEvaluation | Evaluation, Request | None], Awaitable[None]]
+"""Takes an evaluation that started or ended, and the request that it completes."""
+
+
 class Evaluator:
     """Evaluates weight versions of one run, one at a time.
 
     Args:
         run_id: Identifier of the run; names its partitions.
         connections: Rollouts that answer, and the weight session that pins the version.
-        on_change: Called at the start and at the end of every evaluation, however it ends, with the
-            request that it completes.
     """
 
     def __init__(
@@ -58,7 +60,6 @@ class Evaluator:
         *,
         queue: TransferQueueClient,
         request_queue: RequestQueue,
-        on_change: Callable[[StartedEvaluation | Evaluation, Request | None], Awaitable[None]],
     ) -> None:
         self._spec = spec
         self._partition = partition_id(run_id, "validation")
@@ -68,7 +69,7 @@ class Evaluator:
         self._queue = queue
         self._weights = connections.weights
         self._request_queue = request_queue
-        self._on_change = on_change
+        self._on_change: OnEvaluation | None = None
         self._record = EvaluationRecord()
         self._interrupted: list[StartedEvaluation] = []
         self._version = self._step = -1
@@ -88,6 +89,14 @@ class Evaluator:
         """Split of each group."""
         self._samples: dict[str, KVBatchMeta] = {}
         self._failed: set[str] = set()
+
+    def report_to(self, on_change: OnEvaluation) -> None:
+        """Sets what is called at the start and at the end of every evaluation, however it ends."""
+        self._on_change = on_change
+
+    async def _report(self, what: StartedEvaluation | Evaluation, request: Request | None) -> None:
+        if self._on_change is not None:
+            await self._on_change(what, request)
 
     async def restore(self, record: EvaluationRecord, *, num_steps: int) -> None:
         """Restores the evaluations that an earlier attempt left, and deletes its leftover samples.
@@ -246,7 +255,7 @@ class Evaluator:
     async def _report_missed(self, begun: StartedEvaluation, state: EvaluationState) -> None:
         """Reports an evaluation that ends without its weights; it completes no request."""
         status = checked(state, EvaluationState.MISSED)
-        await self._on_change(evaluate((), begun, status=status, seconds=0.0), None)
+        await self._report(evaluate((), begun, status=status, seconds=0.0), None)
 
     async def _evaluate(self, begun: StartedEvaluation) -> None:
         clock = asyncio.get_running_loop().time
@@ -254,7 +263,7 @@ class Evaluator:
         status = EvaluationState.MISSED
         if begun.version == self._version:
             self._evaluations.move(EvaluationState.RUNNING)
-            await self._on_change(begun, None)
+            await self._report(begun, None)
             status = await self._generate(begun)
         self._evaluations.move(status)
         await self._mark_leased()
@@ -267,7 +276,7 @@ class Evaluator:
         )
         # A missed evaluation completes no request.
         is_missed = status is EvaluationState.MISSED
-        await self._on_change(scored, None if is_missed else self._answering)
+        await self._report(scored, None if is_missed else self._answering)
         self._answering = None
         collected = list(self._samples)
         self._split_of_group.clear()

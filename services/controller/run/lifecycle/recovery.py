@@ -26,7 +26,6 @@ from services.common.runspec.rules import critic_warmup
 from services.common.runspec.run import RunSpec
 from services.controller.launch.launcher import Launcher
 from services.controller.rules.difficulty import Difficulty
-from services.controller.rules.evaluation import Evaluation, StartedEvaluation
 from services.controller.rules.ledger import Ledger
 from services.controller.rules.prompts import Mixture, PromptOrder
 from services.controller.run.connections import (
@@ -49,7 +48,6 @@ from services.controller.run.state.requests import CurrentSpec, RequestQueue
 from services.controller.run.train.checkpoints import Checkpoint, Checkpoints, ready_checkpoints
 from services.controller.run.train.gpu_time_sharing import GpuTimeSharing
 from services.controller.run.train.train_step import EarlyTraining, TrainSteps
-from services.controller.store.rows import Request
 from services.wire.transferqueue.client import TransferQueueClient
 
 logger = logging.getLogger(__name__)
@@ -76,26 +74,12 @@ async def restore(
         FailedPreconditionError: If the trainer's checkpoints and the database are of different
             runs, or if all steps would train only the critic.
     """
-    for problem in critic_warmup(spec.now, num_steps=spec.num_steps):
-        raise FailedPreconditionError(problem)
-    run_id, recovered = journal.run_id, await journal.load()
-    if recovered.is_new and connections.trained and spec.now.trainer.checkpoint.start_from:
-        recovered = await _start_from(connections.trained, spec, journal=journal)
-    if connections.trained < recovered.step:
-        recovered = await _rewind(
-            run_id, spec.now, connections, recovered, journal=journal, queue=queue
-        )
-    _check_same_run(connections, recovered)
+    run_id = journal.run_id
+    recovered = await _reconciled(spec, connections, journal=journal, queue=queue)
     ledger = Ledger.restore(
         recovered.ledger, max_attempts=spec.now.rollout.max_attempts, now=clock.monotonic()
     )
-    progress = Progress(spec.now.algorithm.max_staleness, first_step=ledger.first_step)
-    progress.restore(
-        recovered.run.summary,
-        steps=recovered.step,
-        syncs_ms=recovered.syncs_ms,
-        step_metrics=recovered.step_metrics,
-    )
+    progress = _progress(spec, recovered)
     order = _order(spec, connections, recovered, ledger=ledger)
     ledger.difficulty = order.difficulty
     scheduler = _scheduler(
@@ -108,15 +92,8 @@ async def restore(
         order=order,
         summary=partial(progress.summary, ledger),
     )
-
-    async def on_evaluation(what: StartedEvaluation | Evaluation, request: Request | None) -> None:
-        await pipeline.record_evaluation(what, request)
-
-    evaluator = Evaluator(
-        spec, run_id, connections, queue=queue, request_queue=request_queue, on_change=on_evaluation
-    )
+    evaluator = Evaluator(spec, run_id, connections, queue=queue, request_queue=request_queue)
     waits = Waits()
-    ready = await journal.read(ready_checkpoints)
     gpu_time_sharing = GpuTimeSharing(spec=spec, connections=connections, evaluator=evaluator)
     steps = TrainSteps(
         run_id=run_id,
@@ -169,15 +146,8 @@ async def restore(
         ),
         publisher=publisher,
         gpu_time_sharing=gpu_time_sharing,
-        checkpoints=Checkpoints(
-            run_id,
-            keep=spec.now.trainer.checkpoint.keep,
-            journal=journal,
-            queue=queue,
-            clock=clock,
-            unsaved_s=_unsaved_s(recovered, ready, now=clock.time()),
-            saved_step=ready[0].step if ready else recovered.start_step,
-            why_volatile=launcher.why_volatile,
+        checkpoints=await _checkpoints(
+            spec, recovered, journal=journal, queue=queue, clock=clock, launcher=launcher
         ),
         version_offset=recovered.version_offset,
         step=recovered.step,
@@ -187,6 +157,65 @@ async def restore(
     await evaluator.restore(recovered.evaluations, num_steps=spec.num_steps)
     await scheduler.restore(lost_workers, is_queue_empty=connections.is_queue_empty)
     return pipeline
+
+
+async def _reconciled(
+    spec: CurrentSpec,
+    connections: RunConnections,
+    *,
+    journal: Journal,
+    queue: TransferQueueClient,
+) -> Recovered:
+    """Reads the state of a run, and rewinds it if the trainer has fewer steps.
+
+    Raises:
+        FailedPreconditionError: If the trainer's checkpoints and the database are of different
+            runs, or if all steps would train only the critic.
+    """
+    for problem in critic_warmup(spec.now, num_steps=spec.num_steps):
+        raise FailedPreconditionError(problem)
+    recovered = await journal.load()
+    if recovered.is_new and connections.trained and spec.now.trainer.checkpoint.start_from:
+        recovered = await _start_from(connections.trained, spec, journal=journal)
+    if connections.trained < recovered.step:
+        recovered = await _rewind(
+            journal.run_id, spec.now, connections, recovered, journal=journal, queue=queue
+        )
+    _check_same_run(connections, recovered)
+    return recovered
+
+
+def _progress(spec: CurrentSpec, recovered: Recovered) -> Progress:
+    progress = Progress(spec.now.algorithm.max_staleness, first_step=recovered.ledger.first_step)
+    progress.restore(
+        recovered.run.summary,
+        steps=recovered.step,
+        syncs_ms=recovered.syncs_ms,
+        step_metrics=recovered.step_metrics,
+    )
+    return progress
+
+
+async def _checkpoints(
+    spec: CurrentSpec,
+    recovered: Recovered,
+    *,
+    journal: Journal,
+    queue: TransferQueueClient,
+    clock: Clock,
+    launcher: Launcher,
+) -> Checkpoints:
+    ready = await journal.read(ready_checkpoints)
+    return Checkpoints(
+        journal.run_id,
+        keep=spec.now.trainer.checkpoint.keep,
+        journal=journal,
+        queue=queue,
+        clock=clock,
+        unsaved_s=_unsaved_s(recovered, ready, now=clock.time()),
+        saved_step=ready[0].step if ready else recovered.start_step,
+        why_volatile=launcher.why_volatile,
+    )
 
 
 def _unsaved_s(recovered: Recovered, ready: Sequence[Checkpoint], *, now: float) -> float:

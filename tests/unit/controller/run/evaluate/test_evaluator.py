@@ -124,8 +124,8 @@ class Stage:
             connections,
             queue=self.queue,
             request_queue=SimpleNamespace(get=lambda kind: self.request),
-            on_change=on_change,
         )
+        self.evaluator.report_to(on_change)
         self.tasks = [
             tasks.create_task(self.evaluator.run()),
             tasks.create_task(self.evaluator.collect()),
