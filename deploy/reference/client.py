@@ -1,7 +1,4 @@
-"""Generates the Python client from the API's description.
-
-The synchronous half is generated from the asynchronous one.
-"""
+"""Generates the models and the operations of the Python client from the API's description."""
 
 import re
 import subprocess
@@ -18,18 +15,6 @@ _JSON, _LINES = "application/json", "application/x-ndjson"
 # Headers that no generated method sends: a conditional request may have a response without a body, and
 # hand-written code follows event streams.
 _NOT_SENT = {"if-none-match", "last-event-id"}
-# Replacements in the synchronous half.
-_SYNC = {
-    r"\basync (def|with|for)\b": r"\1",
-    r"\bawait ": "",
-    r"\basync_(transport|operations|client)\b": r"sync_\1",
-    r"\bAsync(Iterator|Client|Transport|Run|Operations)\b": r"\1",
-    r"__a(enter|exit)__": r"__\1__",
-    r"\ba(close|read|iter_lines)\b": r"\1",
-    r"\basyncio\.sleep\b": "time.sleep",
-    r"^import asyncio\n": "",
-}
-
 _Schema = Mapping[str, Any]
 _SPEC: _Schema = {"type": "object"}
 """Schema of a body that is a specification."""
@@ -55,9 +40,6 @@ def modules(document: _Schema) -> dict[Path, str]:
         "models": _models(document["components"]["schemas"], operations),
         "async_operations": _methods(document["components"]["schemas"], operations),
     }
-    for name in ("transport", "operations", "client"):
-        source = written.get(f"async_{name}") or (PACKAGE / f"async_{name}.py").read_text("utf-8")
-        written[f"sync_{name}"] = _without_await(source)
     return {PACKAGE / f"{name}.py": _formatted(text) for name, text in written.items()}
 
 
@@ -253,16 +235,6 @@ def _body(schemas: Mapping[str, _Schema], described: _Schema) -> Iterator[tuple[
 
 def _dict(items: Mapping[str, str]) -> str:
     return "{" + ", ".join(f"{key!r}: {value}" for key, value in items.items()) + "}"
-
-
-def _without_await(text: str) -> str:
-    head, end, rest = text.partition('"""\n')
-    head = head.replace("Asynchronous", "Synchronous")
-    for words, others in _SYNC.items():
-        rest = re.sub(words, others, rest, flags=re.MULTILINE)
-    if _NOTE not in head:
-        head += _NOTE
-    return f"{head}{end}{rest}"
 
 
 def _formatted(text: str) -> str:

@@ -1,8 +1,11 @@
 """Tests that the client finds a controller, sends requests, and reports failures."""
 
 import json
+import multiprocessing
 import os
 import socket
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -46,7 +49,7 @@ def keep_token(home, address, **owner):
 
 
 def client_of(answer, **options) -> Client:
-    http = httpx.Client(transport=httpx.MockTransport(answer))
+    http = httpx.AsyncClient(transport=httpx.MockTransport(answer))
     return Client("http://controller", http=http, **options)
 
 
@@ -167,24 +170,28 @@ def test_a_wait_beyond_its_timeout_raises():
         client.run(RUN_ID).wait(timeout_s=0)
 
 
-class Stream(httpx.SyncByteStream):
+class Stream(httpx.AsyncByteStream):
     """Response stream that yields the lines of a function."""
 
     def __init__(self, lines):
         self.lines = lines
 
-    def __iter__(self):
-        yield from self.lines()
+    async def __aiter__(self):
+        for line in self.lines():
+            yield line
 
 
 @pytest.fixture
 def clock(monkeypatch):
     """Returns a list whose only element is the time of a fake clock, which sleeps advance."""
     now = [0.0]
-    monkeypatch.setattr("slipstream_client.sync_transport.time.monotonic", lambda: now[0])
-    monkeypatch.setattr(
-        "slipstream_client.sync_transport.time.sleep", lambda s: now.append(now.pop() + s)
-    )
+
+    async def sleep(seconds):
+        now[0] += seconds
+
+    transport = "slipstream_client.async_transport"
+    monkeypatch.setattr(f"{transport}.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(f"{transport}.asyncio", SimpleNamespace(sleep=sleep))
     return now
 
 
@@ -216,3 +223,58 @@ def test_a_controller_that_stays_away_is_given_up_after_a_minute(clock):
     with client_of(answer) as client, pytest.raises(ApiError, match="lost the connection"):
         list(client.watch(RUN_ID))
     assert 60 <= clock[0] <= 62
+
+
+def answer_list(request):
+    return httpx.Response(200, json={"items": [{**RUN, "activities": []}], "next_page_token": ""})
+
+
+async def test_a_synchronous_client_works_where_an_event_loop_runs():
+    with client_of(answer_list) as client:
+        assert [run.name for run in client.list_runs().items] == ["one"]
+
+
+def test_threads_share_a_client():
+    with client_of(answer_list) as client, ThreadPoolExecutor(8) as threads:
+        pages = list(threads.map(lambda _: client.list_runs(), range(50)))
+    assert [len(page.items) for page in pages] == [1] * 50
+
+
+def test_a_fork_of_the_process_is_told_to_create_a_client():
+    def use(client, answers):
+        try:
+            client.list_runs()
+        except RuntimeError as error:
+            answers.put(str(error))
+        with client_of(answer_list) as own:
+            answers.put(len(own.list_runs().items))
+
+    context = multiprocessing.get_context("fork")
+    with client_of(answer_list) as client:
+        client.list_runs()
+        answers = context.SimpleQueue()
+        child = context.Process(target=use, args=(client, answers))
+        child.start()
+        assert "another process" in answers.get()
+        assert answers.get() == 1
+        child.join()
+
+
+def test_a_stream_that_is_left_early_is_closed():
+    closed = []
+
+    class Endless(httpx.AsyncByteStream):
+        async def __aiter__(self):
+            while True:
+                yield f"event: Tried\ndata: {json.dumps({'seq': 1})}\n".encode()
+
+        async def aclose(self):
+            closed.append(True)
+
+    headers = {"content-type": "text/event-stream"}
+    with client_of(lambda r: httpx.Response(200, headers=headers, stream=Endless())) as client:
+        for _, _event in client.watch(RUN_ID):
+            break
+        else:
+            pytest.fail("no event")
+    assert closed == [True]

@@ -21,8 +21,10 @@ def test_every_operation_is_a_method_unless_it_is_a_stream_of_events():
 
 
 def test_both_clients_have_the_same_methods_with_the_same_arguments():
-    for one, other in ((AsyncClient, Client), (AsyncRun, Run)):
-        assert arguments_of(one) == arguments_of(other)
+    assert arguments_of(AsyncClient) == arguments_of(Client)
+    asynchronous, synchronous = arguments_of(AsyncRun), arguments_of(Run)
+    asynchronous["__init__"] = synchronous["__init__"]  # only the clients create runs
+    assert asynchronous == synchronous
 
 
 def arguments_of(kind: type) -> dict[str, list[str]]:
@@ -32,6 +34,7 @@ def arguments_of(kind: type) -> dict[str, list[str]]:
             inspect.signature(method).parameters
         )
         for name, method in methods
+        if name.startswith("__") or not name.startswith("_")
     }
 
 
