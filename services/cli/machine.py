@@ -1,10 +1,7 @@
-"""Checks of this machine for a run: GPUs, packages, memory and the connection to Hugging Face."""
+"""Checks of this machine for a run: GPUs, packages and memory."""
 
 import importlib.util
-import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +12,6 @@ import psutil
 from services.cli.settings import gpu_names, num_gpus
 from services.common.gpus import gpu_memory, visible_gpus
 from services.common.host import missing_compiler, usable_processors
-from services.common.models.configs import is_folder
-from services.common.models.made_tokenizers import is_builtin_tokenizer, tokenizer_name
 from services.common.runspec.engines import engine_kind
 from services.common.runspec.run import RunSpec
 from services.common.runspec.topology import TaskGroupError
@@ -29,7 +24,6 @@ if TYPE_CHECKING:
 # Without GPUs, one process replaces each GPU. With more processes per core, a run makes no useful progress.
 _PROCESSES_A_CORE = 4
 _MIN_PROCESSES = 8
-_REACH_TIMEOUT_S = 2.0
 _MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _MEASURED_SIZE, _MEASURED_TIMES = 256, 5
 _NOTABLE_SLOWDOWN = 1.5
@@ -221,53 +215,6 @@ def _slow_on_cpus(spec: RunSpec, slowdown: Callable[[str], float]) -> Iterator[s
             "trainer.compile is true, but layers are compiled for GPUs only; this machine's CPU trains "
             "without"
         )
-
-
-def hub_is_needed(spec: RunSpec) -> bool:
-    """Returns True if a model, a tokenizer or data comes from Hugging Face."""
-    for model in (spec.model, spec.of_reference.model):
-        if not (is_builtin_tokenizer(name := tokenizer_name(model)) or _is_folder(name)):
-            return True
-        if not (model.is_tiny or _is_folder(model.path)):
-            return True
-    return any(source.source == "huggingface" for source in spec.data.sets.values())
-
-
-def _is_folder(name: str) -> bool:
-    """Returns True if a name denotes a folder, even a missing one."""
-    return name.startswith(("/", ".", "~")) or is_folder(name)
-
-
-def go_offline_unless_reachable() -> bool:
-    """Restricts Hugging Face's libraries to their cache if the hub does not answer within two seconds.
-
-    They would otherwise retry for most of a minute, for every file.
-
-    Returns:
-        True if the hub answered.
-    """
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        return False
-    answered = threading.Event()
-    # Name resolution itself has no time-out.
-    threading.Thread(target=_probe, args=(constants.ENDPOINT, answered), daemon=True).start()
-    if answered.wait(_REACH_TIMEOUT_S):
-        return True
-    constants.HF_HUB_OFFLINE = True
-    return False
-
-
-def _probe(url: str, answered: threading.Event) -> None:
-    try:
-        request = urllib.request.Request(url, method="HEAD")  # noqa: S310 -- the user's own endpoint
-        with urllib.request.urlopen(request, timeout=_REACH_TIMEOUT_S):  # noqa: S310
-            answered.set()
-    except urllib.error.HTTPError:
-        answered.set()
-    except (OSError, ValueError):
-        return
 
 
 def _too_many(spec: RunSpec, gpus: int) -> Iterator[str]:

@@ -13,9 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from services.cli.hub import go_offline_unless_reachable, hub_is_needed, model_config
 from services.cli.machine import (
-    go_offline_unless_reachable,
-    hub_is_needed,
     machine_defaults,
     memory_problems,
     unmet_requirements,
@@ -346,16 +345,6 @@ def check(spec: RunSpec) -> None:
     """
     if problems := _examined_here(spec).problems:
         raise SpecError(problems)
-
-
-def model_config(spec: RunSpec) -> Any:
-    """Returns the model's configuration, from Hugging Face if the model is there."""
-    from services.common.models.loading import load_config
-    from services.common.models.tokenizer import load_tokenizer
-
-    if hub_is_needed(spec):
-        go_offline_unless_reachable()
-    return load_config(spec.model, load_tokenizer(spec.model))
 
 
 def _examined_here(spec: RunSpec, *, tries_functions: bool = True) -> RowTrialResult:

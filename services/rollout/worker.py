@@ -46,9 +46,9 @@ from services.rollout.openai.agent import Agent
 from services.rollout.rewards.scorer import ScorerOfSets
 from services.rollout.sampling.group import GroupServices
 from services.rollout.sampling.progress_cache import TransferQueueCache
+from services.rollout.sampling.publisher import GroupPublisher
 from services.rollout.sampling.sample_recorder import SampleRecorder
 from services.rollout.sampling.sampler import Failure, GroupSampler
-from services.rollout.sampling.samples import GroupPublisher
 from services.rollout.sampling.teacher import Teacher
 from services.rollout.sandbox.base import SandboxHosts
 from services.rollout.sandbox.pool import SandboxPool

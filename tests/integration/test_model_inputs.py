@@ -16,7 +16,7 @@ from services.rollout.engines.base import GenerationRequest, GenerationResult
 from services.rollout.engines.torch.engine import TorchEngine
 from services.rollout.rewards.base import RewardInput, Score
 from services.rollout.sampling.group import GroupServices, RunningGroup
-from services.rollout.sampling.samples import GroupPublisher
+from services.rollout.sampling.publisher import GroupPublisher
 from services.rollout.workflows.base import SingleTurn
 from services.trainer.batch.packing import PackedTokens
 from services.trainer.batch.plan import Bounds

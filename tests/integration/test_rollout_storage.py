@@ -21,8 +21,9 @@ from services.rollout.sampling.progress_cache import (
     MemberProgress,
     TransferQueueCache,
 )
+from services.rollout.sampling.publisher import GroupPublisher
 from services.rollout.sampling.sample_recorder import SampleRecorder
-from services.rollout.sampling.samples import GroupPublisher, Sample
+from services.rollout.sampling.samples import Sample
 from services.rollout.workflows.turns import Turn
 from services.transferqueue.__main__ import transferqueue
 from services.transferqueue.settings import TransferQueueSettings

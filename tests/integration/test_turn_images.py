@@ -31,7 +31,8 @@ from services.rollout.sampling.progress_cache import (
     decode_progress,
     encode_progress,
 )
-from services.rollout.sampling.samples import GroupPublisher, Sample
+from services.rollout.sampling.publisher import GroupPublisher
+from services.rollout.sampling.samples import Sample
 from services.rollout.workflows.turns import divided, joined_inputs, observed, token_ids
 from services.trainer.batch.plan import Bounds
 from services.trainer.engines.fsdp.oom import OomLimits

@@ -170,7 +170,7 @@ def _header(file: Path) -> tuple[str, str]:
 def _fit(document: dict[str, Any]) -> Comments:
     """Changes a specification so that it fits on this machine's GPUs; returns comments of the changes."""
     # These import torch.
-    from services.cli.preflight import model_config
+    from services.cli.hub import model_config
     from services.cli.run_memory import run_memory, smallest_change
 
     gpu_bytes = gpu_bytes_here()

@@ -4,8 +4,10 @@ A message begins with a key and names all keys involved, their values, and a fix
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import reduce
 from itertools import chain
+from operator import attrgetter
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -29,6 +31,7 @@ from services.common.runspec.rollout import (
     SpeculationSpec,
 )
 from services.common.runspec.run import TINY_PREFIX, RunSpec, TeacherSpec
+from services.common.runspec.topology import TaskGroupError
 from services.common.runspec.train_engines import train_engine_kind
 from services.common.runspec.trainer import CriticSpec, LoraSpec
 from services.common.runspec.weight_modes import (
@@ -1444,7 +1447,26 @@ def _optimizer(spec: RunSpec) -> Iterator[str]:
 
 
 def _train_engine(spec: RunSpec) -> Iterator[str]:
-    yield from train_engine_kind(spec.trainer.engine).problems(spec)
+    """Yields the settings of a run that its training engine does not support."""
+    name, engine = spec.trainer.engine, train_engine_kind(spec.trainer.engine)
+    for key, values in engine.supported.items():
+        value = attrgetter(key)(spec)
+        if value not in values:
+            known = " or ".join(map(in_yaml, values))
+            yield (
+                f"trainer.engine {name!r} supports {key} {known} only, but it is {in_yaml(value)}; "
+                f"set {key} to {in_yaml(values[0])}, or trainer.engine to 'fsdp'"
+            )
+    if engine.serves_own_gpus:
+        return
+    with suppress(TaskGroupError):  # another rule reports impossible groups
+        kinds = kinds_with_own_gpus(spec.topology).items()
+        if own := [role for role, kind in kinds if kind.program == "trainer"]:
+            yield (
+                f"trainer.engine {name!r} computes all models in the trainer, but topology.task_groups "
+                f"gives {', '.join(own)} GPUs of their own; remove these groups, or set trainer.engine "
+                "to 'fsdp'"
+            )
 
 
 _RULES: tuple[Callable[[RunSpec], Iterator[str]], ...] = (

@@ -6,20 +6,86 @@ an entry in ``WORKERS`` and a module that serves it (docs/adding.md).
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Any, Final, Literal, Protocol
 
+from services.common.runspec.algorithm import AlgorithmSpec
+from services.common.runspec.data import DataSpec
+from services.common.runspec.rollout import RolloutSpec
+from services.common.runspec.trainer import TrainerSpec
 from services.common.runspec.weight_modes import HOST_MODE, MODES
 
-if TYPE_CHECKING:
-    from services.common.runspec.run import RunSpec
-    from services.common.runspec.topology import TopologySpec
+
+class TopologyView(Protocol):
+    """The part of ``TopologySpec`` that the kinds of workers read."""
+
+    @property
+    def scoring_ranks(self) -> int:
+        """Number of processes of one worker that only scores."""
+
+    def own_gpus(self, task: str) -> int:
+        """Returns the GPUs of a task that runs outside of the trainer; 0 if it runs inside."""
 
 
-def _one(spec: "RunSpec") -> int:
+class SpecView(Protocol):
+    """The part of ``RunSpec`` that the kinds of workers read; that module imports this one."""
+
+    @property
+    def algorithm(self) -> AlgorithmSpec:
+        """Advantage, loss, off-policy correction and staleness."""
+
+    @property
+    def data(self) -> DataSpec:
+        """Training and held-out prompts."""
+
+    @property
+    def rollout(self) -> RolloutSpec:
+        """Generation and rewards."""
+
+    @property
+    def trainer(self) -> TrainerSpec:
+        """Batch, optimizer, precision, parallelism and checkpoints."""
+
+    @property
+    def weight_sync(self) -> Any:
+        """Transfer of weights."""
+
+    @property
+    def teacher(self) -> Any:
+        """Teacher of a distillation; None without one."""
+
+    @property
+    def topology(self) -> TopologyView:
+        """Assignment of GPUs to tasks."""
+
+    @property
+    def distillation(self) -> Any:
+        """The divergence from the teacher's distributions; None unless the loss is one."""
+
+    @property
+    def engine_gpus(self) -> int:
+        """GPUs of one rollout."""
+
+    @property
+    def has_engine(self) -> bool:
+        """True if rollouts have an engine."""
+
+    @property
+    def needs_proximal(self) -> bool:
+        """True if training needs logprobs of the weights at the start of the step."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """True if the trainer computes logprobs of a reference."""
+
+    def is_colocated(self, worker_id: str) -> bool:
+        """Returns True if a worker is a rollout on the trainer's GPUs."""
+
+
+def _one(spec: SpecView) -> int:
     return 1
 
 
-def _nothing(spec: "RunSpec") -> tuple[str, ...]:
+def _nothing(spec: SpecView) -> tuple[str, ...]:
     return ()
 
 
@@ -48,15 +114,15 @@ class WorkerKind:
     (rank 0), with the process's settings as its argument."""
     follow: str = ""
     """Reference of the coroutine of the other ranks, with a ``FollowerStart`` as its argument."""
-    count: Callable[["RunSpec"], int] | None = None
+    count: Callable[[SpecView], int] | None = None
     """Number of workers; None if its task's own GPUs determine it."""
-    ranks: Callable[["RunSpec"], int] = _one
+    ranks: Callable[[SpecView], int] = _one
     """Number of processes of one worker."""
-    gpus: Callable[["RunSpec"], int] | None = None
+    gpus: Callable[[SpecView], int] | None = None
     """Number of GPUs of one worker on hosts that have GPUs; None for one per process."""
-    unit: Callable[["RunSpec"], int] = _one
+    unit: Callable[[SpecView], int] = _one
     """The number of GPUs of its task is a multiple of this number."""
-    problems: Callable[["RunSpec"], Iterable[str]] = _nothing
+    problems: Callable[[SpecView], Iterable[str]] = _nothing
     """Problems of a run in which its task has its own GPUs."""
     trains: bool = False
     """True if it has an optimizer."""
@@ -70,7 +136,7 @@ class WorkerKind:
     before the step."""
     adds: tuple[str, ...] = ()
     """Fields of samples without which the trainer refuses a batch if the kind has workers."""
-    gauges: Callable[["RunSpec"], Collection[str]] = _nothing
+    gauges: Callable[[SpecView], Collection[str]] = _nothing
     """Gauges that its heartbeats have once it has loaded."""
 
     @property
@@ -85,12 +151,12 @@ class WorkerKind:
     def settings_prefix(self) -> str:
         return f"SLIPSTREAM_{self.program.upper()}_"
 
-    def num_workers(self, spec: "RunSpec") -> int:
+    def num_workers(self, spec: SpecView) -> int:
         if self.count is not None:
             return self.count(spec)
         return spec.topology.own_gpus(self.task) // max(1, self.ranks(spec))
 
-    def num_gpus(self, spec: "RunSpec") -> int:
+    def num_gpus(self, spec: SpecView) -> int:
         """Returns the number of GPUs of one worker, on hosts that have GPUs."""
         return (self.gpus or self.ranks)(spec)
 
@@ -114,7 +180,7 @@ def task_aliases() -> dict[str, str]:
     return {alias: kind.task for kind in WORKERS.values() for alias in kind.aliases}
 
 
-def kinds_with_own_gpus(topology: "TopologySpec") -> dict[str, WorkerKind]:
+def kinds_with_own_gpus(topology: TopologyView) -> dict[str, WorkerKind]:
     """Returns the optional kinds with their own GPUs, by role; their tasks run outside of the trainer."""
     return {
         role: kind
@@ -123,7 +189,7 @@ def kinds_with_own_gpus(topology: "TopologySpec") -> dict[str, WorkerKind]:
     }
 
 
-def needs_whole_weights(topology: "TopologySpec") -> bool:
+def needs_whole_weights(topology: TopologyView) -> bool:
     """Returns True if a kind with its own GPUs receives weights and cannot merge adapters."""
     return any(
         kind.receives_weights and not kind.merges_adapters
@@ -131,16 +197,16 @@ def needs_whole_weights(topology: "TopologySpec") -> bool:
     )
 
 
-def _policy_unit(spec: "RunSpec") -> int:
+def _policy_unit(spec: SpecView) -> int:
     return spec.trainer.tensor_parallel * spec.trainer.context_parallel
 
 
-def scoring_ranks(spec: "RunSpec") -> int:
+def scoring_ranks(spec: SpecView) -> int:
     """Returns the number of processes of one worker that only scores (``topology.scoring_ranks``)."""
     return spec.topology.scoring_ranks
 
 
-def _logp_problems(spec: "RunSpec") -> Iterator[str]:
+def _logp_problems(spec: SpecView) -> Iterator[str]:
     topology = spec.topology
     if not spec.needs_proximal:
         yield (
@@ -168,7 +234,7 @@ def _logp_problems(spec: "RunSpec") -> Iterator[str]:
         )
 
 
-def _ref_logp_problems(spec: "RunSpec") -> Iterator[str]:
+def _ref_logp_problems(spec: SpecView) -> Iterator[str]:
     if not spec.needs_reference:
         yield (
             "topology.task_groups gives ref_logp its own GPUs, but algorithm.kl.coefficient is 0, "
@@ -182,7 +248,7 @@ def _ref_logp_problems(spec: "RunSpec") -> Iterator[str]:
         )
 
 
-def _critic_problems(spec: "RunSpec") -> Iterator[str]:
+def _critic_problems(spec: SpecView) -> Iterator[str]:
     """Yields problems of a critic that computes returns from stored samples only."""
     if not spec.algorithm.advantage_kind.needs_critic:
         yield (
@@ -258,7 +324,7 @@ WORKERS: Final[Mapping[str, WorkerKind]] = {
 """Kinds of workers by role, in the order in which they are placed: the trainer, the rollouts, the others."""
 
 
-def worker_names(spec: "RunSpec") -> list[tuple[str, str]]:
+def worker_names(spec: SpecView) -> list[tuple[str, str]]:
     return [
         (role, f"{role.replace('_', '-')}-{index}")
         for role, kind in WORKERS.items()
@@ -266,18 +332,18 @@ def worker_names(spec: "RunSpec") -> list[tuple[str, str]]:
     ]
 
 
-def gpu_needs(spec: "RunSpec") -> dict[str, int]:
+def gpu_needs(spec: SpecView) -> dict[str, int]:
     """Returns the number of GPUs of each worker of a run, by name."""
     return {worker_id: WORKERS[role].num_gpus(spec) for role, worker_id in worker_names(spec)}
 
 
-def gpu_hosts(spec: "RunSpec") -> dict[str, str]:
+def gpu_hosts(spec: SpecView) -> dict[str, str]:
     """Maps each colocated worker to the worker whose GPUs it uses."""
     names = [worker_id for _, worker_id in worker_names(spec)]
     return {worker_id: "trainer-0" for worker_id in names if spec.is_colocated(worker_id)}
 
 
-def total_gpus(spec: "RunSpec") -> int:
+def total_gpus(spec: SpecView) -> int:
     """Returns the number of GPUs of all workers of a run; shared ones count once."""
     hosts = gpu_hosts(spec)
     return sum(count for name, count in gpu_needs(spec).items() if name not in hosts)

@@ -1,0 +1,69 @@
+"""Models of Hugging Face: whether a run needs the hub, and whether the hub answers."""
+
+import threading
+import urllib.error
+import urllib.request
+from typing import Any
+
+from services.common.models.configs import is_folder
+from services.common.models.made_tokenizers import is_builtin_tokenizer, tokenizer_name
+from services.common.runspec.run import RunSpec
+
+_REACH_TIMEOUT_S = 2.0
+
+
+def model_config(spec: RunSpec) -> Any:
+    """Returns the model's configuration, from Hugging Face if the model is there."""
+    from services.common.models.loading import load_config
+    from services.common.models.tokenizer import load_tokenizer
+
+    if hub_is_needed(spec):
+        go_offline_unless_reachable()
+    return load_config(spec.model, load_tokenizer(spec.model))
+
+
+def hub_is_needed(spec: RunSpec) -> bool:
+    """Returns True if a model, a tokenizer or data comes from Hugging Face."""
+    for model in (spec.model, spec.of_reference.model):
+        if not (is_builtin_tokenizer(name := tokenizer_name(model)) or _is_folder(name)):
+            return True
+        if not (model.is_tiny or _is_folder(model.path)):
+            return True
+    return any(source.source == "huggingface" for source in spec.data.sets.values())
+
+
+def _is_folder(name: str) -> bool:
+    """Returns True if a name denotes a folder, even a missing one."""
+    return name.startswith(("/", ".", "~")) or is_folder(name)
+
+
+def go_offline_unless_reachable() -> bool:
+    """Restricts Hugging Face's libraries to their cache if the hub does not answer within two seconds.
+
+    They would otherwise retry for most of a minute, for every file.
+
+    Returns:
+        True if the hub answered.
+    """
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    answered = threading.Event()
+    # Name resolution itself has no time-out.
+    threading.Thread(target=_probe, args=(constants.ENDPOINT, answered), daemon=True).start()
+    if answered.wait(_REACH_TIMEOUT_S):
+        return True
+    constants.HF_HUB_OFFLINE = True
+    return False
+
+
+def _probe(url: str, answered: threading.Event) -> None:
+    try:
+        request = urllib.request.Request(url, method="HEAD")  # noqa: S310 -- the user's own endpoint
+        with urllib.request.urlopen(request, timeout=_REACH_TIMEOUT_S):  # noqa: S310
+            answered.set()
+    except urllib.error.HTTPError:
+        answered.set()
+    except (OSError, ValueError):
+        return
