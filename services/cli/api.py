@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any, Self
 
 import httpx
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from services.controller.api.operations import (
     Answer,
@@ -30,11 +30,12 @@ from services.controller.api.operations import (
 )
 from services.controller.models import EventView, LogLine, RunView
 from slipstream_client.async_transport import AsyncTransport
-from slipstream_client.request import ApiError, Request
+from slipstream_client.request import ApiError, Request, no_controller
 
 __all__ = ["Api", "ApiError"]
 
 _EVENTS_A_PAGE = 1000
+_SAMPLE_KEYS = frozenset(("id", "prompt", "reward"))
 
 
 class Api(AsyncTransport):
@@ -53,7 +54,12 @@ class Api(AsyncTransport):
             ApiError: If the controller refuses the operation or does not answer.
         """
         content = await self.content(_request(operation))
-        answer: Answer = TypeAdapter(operation.answer()).validate_json(content or b"null")
+        try:
+            answer: Answer = TypeAdapter(operation.answer()).validate_json(content or b"null")
+        except ValidationError as error:
+            wrong = error.errors(include_url=False)[0]
+            key = ".".join(map(str, wrong["loc"]))
+            raise no_controller(self.url, f"{key}: {wrong['msg']}".removeprefix(": ")) from error
         return answer
 
     async def submit(
@@ -81,6 +87,8 @@ class Api(AsyncTransport):
             events += page
             if len(page) < asked.limit:
                 return events
+            if page[-1].seq <= after_seq:
+                raise no_controller(self.url, "its pages of events do not advance")
             after_seq = page[-1].seq
 
     async def logs(
@@ -90,12 +98,18 @@ class Api(AsyncTransport):
         asked = FollowLogs if follow else ReadLogs
         operation = asked(run_id=run_id, component=component, tail_lines=tail_lines)
         async for kind, data in self.stream(_request(operation)):
-            if kind != "end":
+            if kind == "end":
+                continue
+            try:
                 yield LogLine.model_validate(data)
+            except ValidationError as error:
+                raise no_controller(self.url, "a line of a log is none") from error
 
     async def samples(self, asked: ExportSamples) -> AsyncIterator[dict[str, Any]]:
         """Yields the kept samples of a run."""
         async for _, sample in self.stream(_request(asked)):
+            if missing := _SAMPLE_KEYS - sample.keys():
+                raise no_controller(self.url, f"a sample has no {min(missing)!r}")
             yield sample
 
     async def watch_all(self) -> AsyncIterator[tuple[str, dict[str, Any]]]:

@@ -1,19 +1,29 @@
 """HTTP requests to a controller, with retries while it restarts."""
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 
-from slipstream_client.request import ApiError, Request, error_of, unreachable
+from slipstream_client.request import (
+    MAX_ANSWER_BYTES,
+    AnswerLines,
+    ApiError,
+    Request,
+    error_of,
+    json_object,
+    no_controller,
+    unreachable,
+)
 
 _TIMEOUT_S = 30.0
 # The server sends a heartbeat every 10 s.
 _SILENCE_S = 60.0
 _RETRY_INTERVAL_S = 0.5
+# Also bounds a server that sends a byte now and then.
+_ANSWER_S = 300.0
 _DISCONNECTED = (httpx.ReadError, httpx.RemoteProtocolError)
 
 
@@ -55,20 +65,33 @@ class AsyncTransport:
         deadline = time.monotonic() + self._retry_s
         while True:
             try:
-                response = await self._http.request(**request.options())
-                break
+                async with self._http.stream(**request.options()) as response:
+                    return await self._body(response)
             except httpx.TransportError as error:
                 if not request.may_retry or time.monotonic() >= deadline:
                     raise unreachable(self.url, error) from error
+            except httpx.DecodingError as error:
+                raise no_controller(self.url, str(error)) from error
             await asyncio.sleep(_RETRY_INTERVAL_S)
+
+    async def _body(self, response: httpx.Response) -> bytes:
+        """Returns the body of an answer. Raises ApiError if it is an error, too large, or takes too long."""
+        content = bytearray()
+        deadline = time.monotonic() + _ANSWER_S
+        async for part in response.aiter_bytes():
+            content += part
+            if len(content) > MAX_ANSWER_BYTES:
+                raise no_controller(self.url, f"it sent more than {MAX_ANSWER_BYTES} bytes")
+            if time.monotonic() > deadline:
+                raise no_controller(self.url, f"its answer takes more than {_ANSWER_S:.0f} s")
         if response.is_error:
-            raise error_of(response)
-        return response.content
+            raise error_of(httpx.Response(response.status_code, content=bytes(content)))
+        return bytes(content)
 
     async def page_link(self) -> str:
         """Returns a link to the run page that signs one browser in as this caller; it works once."""
         content = await self.content(Request(method="POST", path="/page/links", is_idempotent=True))
-        return f"{self.url}{json.loads(content)['path']}"
+        return f"{self.url}{json_object(content, self.url).get('path', '')}"
 
     async def stream(
         self, request: Request, *, silence_s: float = _SILENCE_S
@@ -82,17 +105,20 @@ class AsyncTransport:
         timeout = httpx.Timeout(_TIMEOUT_S, read=silence_s)
         async with self._http.stream(**request.options(), timeout=timeout) as response:
             if response.is_error:
-                await response.aread()
-                raise error_of(response)
+                await self._body(response)
             is_events = response.headers.get("content-type", "").startswith("text/event-stream")
-            kind = "message"
-            async for line in response.aiter_lines():
-                if not is_events:
-                    yield "line", json.loads(line)
-                elif line.startswith("event:"):
-                    kind = line.removeprefix("event:").strip()
-                elif line.startswith("data:"):
-                    yield kind, json.loads(line.removeprefix("data:"))
+            kind = "message" if is_events else "line"
+            lines = AnswerLines(self.url)
+            async for part in response.aiter_bytes():
+                for line in lines.of(part):
+                    if line.startswith("event:") and is_events:
+                        kind = line.removeprefix("event:").strip()
+                    elif line.startswith("data:") and is_events:
+                        yield kind, json_object(line.removeprefix("data:"), self.url)
+                    elif line and not is_events:
+                        yield kind, json_object(line, self.url)
+            for line in lines.last() if not is_events else ():
+                yield kind, json_object(line, self.url)
 
     async def watch(
         self, run_id: str, *, after_seq: int = 0, timeout_s: float | None = None

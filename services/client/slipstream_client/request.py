@@ -1,11 +1,15 @@
 """HTTP requests of the client, and errors of its calls."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
 
 import httpx
+
+MAX_ANSWER_BYTES = 256 << 20
+"""Max size of an answer, and of a line of a streamed one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,16 +66,68 @@ class RunFailedError(RuntimeError):
     """A run failed or was cancelled; the message has its state and the reason."""
 
 
+class AnswerLines:
+    """Splits a streamed answer into lines of limited size.
+
+    Args:
+        url: Address of the controller, for messages.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._parts: list[bytes] = []
+        self._num_bytes = 0
+
+    def of(self, part: bytes) -> Iterator[str]:
+        """Yields the lines that end in the next bytes. Raises ApiError if a line is too long."""
+        *lines, rest = part.split(b"\n")
+        for line in lines:
+            yield b"".join((*self._parts, line)).decode(errors="replace").rstrip("\r")
+            self._parts, self._num_bytes = [], 0
+        self._parts.append(rest)
+        self._num_bytes += len(rest)
+        if self._num_bytes > MAX_ANSWER_BYTES:
+            raise no_controller(self._url, f"a line has more than {MAX_ANSWER_BYTES} bytes")
+
+    def last(self) -> Iterator[str]:
+        """Yields the last line, if no line break ends it."""
+        if line := b"".join(self._parts).decode(errors="replace"):
+            yield line
+
+
+def json_object(text: str | bytes, url: str) -> dict[str, Any]:
+    """Parses a JSON object that a controller has sent. Raises ApiError if it is none."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise no_controller(url, f"it sent no JSON: {text[:100]!r}") from error
+    if not isinstance(value, dict):
+        raise no_controller(url, f"expected a JSON object, got {text[:100]!r}")
+    return value
+
+
+def no_controller(url: str, reason: str) -> ApiError:
+    """Creates the error for an answer that no controller gives."""
+    return ApiError(
+        f"the server at {url} does not answer as a controller of this release: {reason}; check --url and "
+        "SLIPSTREAM_URL"
+    )
+
+
 def error_of(response: httpx.Response) -> ApiError:
     """Converts an error response to an exception."""
     status = response.status_code
     try:
         problem = response.json()
-    except ValueError:
+    except (ValueError, RecursionError):
         return ApiError(f"the controller answered {status}: {response.text[:200]}", status=status)
     if not isinstance(problem, dict):
-        return ApiError(f"the controller answered {status}: {problem}", status=status)
-    lines = [str(problem.get("detail", status)), *map(_with_key, problem.get("errors", ()))]
+        return ApiError(f"the controller answered {status}: {problem!r:.200}", status=status)
+    errors = problem.get("errors")
+    lines = [
+        str(problem.get("detail", status)),
+        *map(_with_key, errors if isinstance(errors, list) else ()),
+    ]
     return ApiError("\n".join(lines), status=status, code=str(problem.get("code", "")))
 
 
@@ -84,8 +140,10 @@ def unreachable(url: str, error: Exception) -> ApiError:
     )
 
 
-def _with_key(error: dict[str, Any]) -> str:
+def _with_key(error: Any) -> str:
     """Returns the message of a validation error, prefixed with its key unless it begins with the key."""
+    if not isinstance(error, dict) or "pointer" not in error or "message" not in error:
+        return f"{error!r:.200}"
     name = str(error["pointer"]).strip("/").replace("/", ".")
     message = str(error["message"])
     return message if not name or message.startswith(name) else f"{name}: {message}"

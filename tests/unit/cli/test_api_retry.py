@@ -1,10 +1,14 @@
-"""Tests of the client's retries during a restart of the controller."""
+"""Tests of the client's retries, and of servers that answer wrongly."""
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
+from services.cli import api as api_module
 from services.cli.api import Api, ApiError
+from services.cli.main import app
 from services.controller.api.operations import GetVersion, PauseRun
+from slipstream_client import async_transport, request
 
 
 def api_of(num_failures, calls, **options):
@@ -38,3 +42,93 @@ async def test_only_idempotent_requests_are_retried():
         with pytest.raises(ApiError):
             await api.call(PauseRun(run_id="run_" + "0" * 32))
     assert len(calls) == 1
+
+
+RUN = f"run_{'0' * 32}"
+COMMANDS = (
+    ["list"],
+    ["get", RUN],
+    ["logs", RUN],
+    ["samples", RUN],
+    ["events", RUN],
+    ["metrics", RUN],
+)
+WRONG_ANSWERS = {
+    "a page": (200, "text/html", b"<html>welcome</html>"),
+    "a list": (200, "application/json", b"[[]]\n[1]\n"),
+    "other objects": (
+        200,
+        "application/json",
+        b'{"items": [{"seq": 1}], "state": 3}\n{"line": []}',
+    ),
+    "no text": (200, "application/json", b"\xff\xfe\x00"),
+    "nested": (200, "application/json", b"[" * 100_000),
+    "events": (200, "text/event-stream", b"event: log\ndata: {}\n\nevent: x\ndata: [\n\n"),
+    "an error": (500, "application/problem+json", b'{"detail": 1, "errors": [3, {}], "code": []}'),
+    "an error of lists": (404, "application/json", b'[{"errors": 1}]'),
+}
+
+
+@pytest.mark.parametrize("answer", WRONG_ANSWERS)
+def test_a_server_that_answers_wrongly_is_named_without_a_traceback(answer, monkeypatch, tmp_path):
+    status, content_type, content = WRONG_ANSWERS[answer]
+    response = httpx.Response(status, headers={"content-type": content_type}, content=content)
+    use_transport(monkeypatch, httpx.MockTransport(lambda _: response))
+    for command in COMMANDS:
+        arguments = [*command, "--url", "http://wrong", "--state-directory", str(tmp_path)]
+        done = CliRunner().invoke(app, arguments)
+        assert isinstance(done.exception, SystemExit), (command, done.exception)
+        assert done.exit_code == 1, (command, done.output)
+        assert "Traceback" not in done.output
+
+
+class Endless(httpx.AsyncByteStream):
+    """Sends bytes until the reader leaves."""
+
+    num_bytes = 0
+
+    async def __aiter__(self):
+        while True:
+            self.num_bytes += 1 << 16
+            yield b"x" * (1 << 16)
+
+
+def test_an_endless_answer_is_not_read_to_its_end(monkeypatch, tmp_path):
+    monkeypatch.setattr(async_transport, "MAX_ANSWER_BYTES", 1 << 20)
+    monkeypatch.setattr(request, "MAX_ANSWER_BYTES", 1 << 20)
+    for command in COMMANDS:
+        body = Endless()
+        use_transport(
+            monkeypatch, httpx.MockTransport(lambda _, body=body: httpx.Response(200, stream=body))
+        )
+        arguments = [*command, "--url", "http://wrong", "--state-directory", str(tmp_path)]
+        done = CliRunner().invoke(app, arguments)
+        assert (done.exit_code, body.num_bytes < 4 << 20) == (1, True), (command, done.output)
+
+
+def use_transport(monkeypatch, transport):
+    """Lets the client of the commands send its requests to a transport."""
+    client = httpx.AsyncClient
+    monkeypatch.setattr(
+        async_transport.httpx,
+        "AsyncClient",
+        lambda **options: client(**options, transport=transport),
+    )
+
+
+async def test_pages_of_events_that_do_not_advance_end_the_call(monkeypatch):
+    monkeypatch.setattr(api_module, "_EVENTS_A_PAGE", 1)
+    event = {
+        "run_id": RUN,
+        "seq": 1,
+        "time": 0,
+        "type": "x",
+        "message": "",
+        "data": {},
+        "actor": "",
+    }
+    page = httpx.Response(200, json={"items": [event]})
+    http = httpx.AsyncClient(transport=httpx.MockTransport(lambda _: page))
+    async with Api("http://controller", http=http) as api:
+        with pytest.raises(ApiError, match="advance"):
+            await api.events(RUN)
