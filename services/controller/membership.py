@@ -194,8 +194,8 @@ class Membership:
                     f"than {MAX_TEXT} characters",
                     run_id=run_id,
                 )
-        # Wakes waiters only for changes on which a condition may depend: most heartbeats report no
-        # change of state, and no condition depends on the value of another gauge than CUT_OFF_GAUGE.
+        # Wakes waiters only for changes on which a condition may depend: the state, the names of the
+        # gauges and the value of CUT_OFF_GAUGE. Most heartbeats change none of them.
         is_news = worker.state != state or has_new_names
         is_news |= worker.is_cut_off != (gauges.get(CUT_OFF_GAUGE, 0.0) > 0)
         worker.last_heartbeat = self._clock.monotonic()

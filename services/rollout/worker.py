@@ -212,7 +212,8 @@ async def _load(
             f"{engine.capabilities.name!r} takes token ids only; leave it out, or use the engine 'torch'"
         )
     address, put_timeout_s = session.transferqueue_address, spec.transferqueue.put_timeout_s
-    # Finished samples wait longer than the controller, which gives their group to another rollout.
+    # This rollout keeps finished samples for longer than the controller waits for them: the controller then
+    # gives their group to another rollout.
     data = await stack.enter_async_context(
         DataClient.connect(address, put_timeout_s=put_timeout_s, outage_timeout_s=put_timeout_s)
     )

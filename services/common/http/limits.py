@@ -36,7 +36,7 @@ MAX_HEADERS = 100
 MAX_REQUEST_BYTES = 16 << 20
 """Max. size of all requests in progress of one server, headers and bodies."""
 MAX_UNAUTHENTICATED = 256
-"""Max. connections of a server whose peer has not authenticated; one more ends the oldest."""
+"""Max. connections of a server whose peers have not authenticated; a further connection closes the oldest."""
 MAX_UNAUTHENTICATED_EPISODES = 4096
 """The same limit for servers of episodes: many agents connect at once, and send their requests later."""
 _READ_DEADLINE_S = 30.0

@@ -74,7 +74,7 @@ class Launcher(Protocol):
         """
 
     def queued(self, run_id: str) -> Collection[str]:
-        """Returns the workers that wait in a queue, but that the run does not need in order to start."""
+        """Returns the workers that wait in a queue and without which the run can start."""
 
     async def admitted(self, run_id: str, worker_ids: Collection[str]) -> Collection[str]:
         """Waits until one of the workers is no longer in a queue; returns all that are in none.

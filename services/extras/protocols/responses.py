@@ -41,7 +41,7 @@ _IGNORED = frozenset(
         "stream_options",
     )
 )
-# Other known parameters, with the values that change nothing.
+# Parameters that are accepted only with one of these values, which have no effect.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
     "background": (False,),

@@ -4,8 +4,8 @@ An external engine has its own request queue, and its random streams and caches 
 While weights change, a backend that can freeze is paused between two steps, and its running requests then
 continue where they were. With any other backend, running requests are cut: their tokens are kept, and a new
 segment of the request continues from them. Segments share prefix-cache blocks only with segments of the same
-salt. The salt changes with the weights unless the cache was emptied; in that case, later segments can reuse
-blocks that were recomputed for a running one.
+salt. The salt changes with the weights if the cache keeps blocks of older weights. If the cache was emptied,
+the salt stays, and later segments can reuse blocks that were recomputed for a running one.
 """
 
 import asyncio

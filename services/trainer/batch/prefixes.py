@@ -98,7 +98,8 @@ def token_ids(tokens: NDArray[np.int64]) -> NDArray[np.int64]:
 def _digests(experts: Tensor) -> NDArray[np.int64]:
     """Returns ``[n]`` 31-bit hashes of rows.
 
-    A hash is the upper, best mixed bits of a sum of the row's words times odd numbers.
+    The row's words are multiplied by odd numbers and summed. The hash is the upper bits of the sum, which
+    depend on the most words.
     """
     rows = np.ascontiguousarray(experts.numpy()).reshape(len(experts), -1).view(np.uint8)
     words = -(-rows.shape[1] // 8)

@@ -56,7 +56,7 @@ class Sequences:
     responses: Jagged
     """``n`` rows of token ids."""
     is_response: Tensor
-    """``[R]`` bool: tokens after the samples' prompts that are not the prompt of a further sequence."""
+    """``[R]`` bool: True for response tokens; False for the prompts of a sample's further sequences."""
     is_observed: Tensor | None = None
     """``[r]`` bool: tokens of the sequences' responses that the policy did not sample; None if unknown."""
     experts: Jagged | None = None

@@ -162,8 +162,8 @@ def describe_batch(
 ) -> None:
     """Adds statistics of a rank's samples to the metrics, before they are trained.
 
-    ``staleness_mean`` and ``staleness_max`` are of the oldest trained token of each sequence, to which the
-    staleness bound applies. ``staleness_head`` and the other :func:`~diagnostics.staleness_terms` are of all
+    ``staleness_mean`` and ``staleness_max`` measure the oldest trained token of each sequence, to which the
+    staleness bound applies. ``staleness_head`` and the other :func:`~diagnostics.staleness_terms` measure all
     sampled tokens, and ``stale_token_fraction`` is the part of these that is masked for exceeding the bound.
 
     Args:
