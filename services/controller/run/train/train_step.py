@@ -105,7 +105,7 @@ async def _take_batch(
 ) -> list[Group]:
     deadline = clock.monotonic() + algorithm.stale_wait_timeout_s
     while True:
-        # The batch starts with ``groups_per_step`` ready groups; the scheduler keeps at least as many in flight.
+        # The batch needs ``groups_per_step`` ready groups; the scheduler keeps as many in flight.
         with waits("no_data"):
             await scheduler.wait_until(
                 lambda: ledger.count(GroupState.READY) >= scheduler.gate.groups_per_step
