@@ -2,7 +2,7 @@
 
 import os
 import socket
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Final
 
@@ -12,6 +12,7 @@ from pydantic_settings import SettingsConfigDict
 from services.common.doors import References
 from services.common.errors import InvalidArgumentError
 from services.common.runspec.base import NameIn
+from services.common.security.confinement import CodePolicy
 from services.common.security.tls import Peer
 from services.common.settings import KeySettings, SpecSettings, is_loopback
 
@@ -144,6 +145,13 @@ class ControllerSettings(KeySettings, SpecSettings):
     HTTP. A renewed file is reloaded."""
     rest_tls_key: Path | None = None
     """PEM file with that certificate's key."""
+
+    @property
+    def allowance(self) -> CodePolicy:
+        """Policy for what specifications may name; runs may not write beside the controller's files."""
+        # Pods have volumes of their own at the same path.
+        is_shared = self.launcher == "process"
+        return replace(super().allowance, unwritable=(self.state_directory,) if is_shared else ())
 
     @property
     def database(self) -> str:

@@ -37,6 +37,7 @@ Kind = Literal[
     "image",
     "registry",
     "address",
+    "target",
 ]
 """Kind of a value, which decides how it is judged.
 
@@ -50,7 +51,8 @@ program with its arguments. ``rows``: ``path`` of a prompt source, whose kind de
 the kinds of ``row arguments`` and ``workflow arguments`` depend on their consumer. ``image``: content of a
 sandbox, a ``path`` if it is a folder on the rollout's host, else the name of an image in a ``registry``,
 which must be public or listed. ``address``: a URL, which rollouts judge when they connect, as those of
-rewards, agents and environments.
+rewards, agents and environments. ``target``: a ``path`` to which a run writes, and therefore neither among
+code nor in the controller's folder.
 
 Whoever gets a ``text`` may connect to an address in it without asking :mod:`services.rollout.calls.outside`.
 A ``text`` may therefore name only hosts that the installation lists.
@@ -118,7 +120,7 @@ KINDS: Final[Mapping[str, Kind]] = {
     "trainer.lora.target_modules": "text",
     "trainer.checkpoint.best.set": "free",
     "trainer.checkpoint.best.metric": "free",
-    "trainer.checkpoint.directory": "path",
+    "trainer.checkpoint.directory": "target",
     "trainer.checkpoint.start_from": "path",
     "topology.task_groups": "text",
     "weight_sync.backend": "free",
@@ -166,6 +168,8 @@ class CodePolicy:
     """Programs that may be started, each with all its arguments."""
     hosts: tuple[str, ...] = ()
     """Hosts, in lower case, that arguments may name."""
+    unwritable: tuple[Path, ...] = ()
+    """Further folders, besides those with code, to which runs may not write by a path of their own."""
 
     def problems(self, spec: RunSpec) -> list[str]:
         """Returns the forbidden names in a specification, judged by its text.
@@ -216,9 +220,18 @@ class _Judge:
             yield from self._code_or_text(value, is_code=kind == "code")
         elif kind == "model" and value.startswith(_PRESETS):
             return
-        elif kind == "path" or not self._is_hub_id(value):
+        elif kind in ("path", "target") or not self._is_hub_id(value):
             # Not every library that opens the path expands a leading ~ or file:.
-            yield from self._path(value, self.allowance.roots, {Path(value), _plain(value)})
+            meanings = {Path(value), _plain(value)}
+            problems = list(self._path(value, self.allowance.roots, meanings))
+            yield from problems or (self._target(value, meanings) if kind == "target" else ())
+
+    def _target(self, text: str, meanings: set[Path]) -> Iterator[str]:
+        """Yields the folder with code or of the controller that has a path to write to."""
+        for root in (*self.allowance.code_roots, *self.allowance.unwritable):
+            if any(_is_inside(self.resolved(path), [self.resolved(root)]) for path in meanings):
+                yield f"{text!r} is in {root}, to which runs may not write; use another folder"
+                return
 
     def _code_or_text(self, value: str, *, is_code: bool) -> Iterator[str]:
         # In every key, judge each text that the loader would accept as a reference.

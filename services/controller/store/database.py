@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import sqlalchemy as sa
@@ -19,6 +20,7 @@ from alembic.util import CommandError
 from sqlalchemy import event, exc
 
 from services.common.errors import AbortedError, FailedPreconditionError, UnavailableError
+from services.common.private_files import make_private
 from services.controller.store.tables import LEASES, METADATA
 
 _P = ParamSpec("_P")
@@ -172,6 +174,8 @@ def _make_engine(url: str) -> sa.Engine:
         engine = sa.create_engine(url, pool_pre_ping=True, pool_size=10, connect_args=options)
         event.listen(engine, "connect", partial(_prepare_postgresql, engine.dialect.loaded_dbapi))
         return engine
+    if file := sa.make_url(url).database:
+        make_private(Path(file))
     engine = sa.create_engine(url, connect_args={"timeout": 30})
     event.listen(engine, "connect", _prepare_sqlite)
     event.listen(engine, "begin", _begin_sqlite)

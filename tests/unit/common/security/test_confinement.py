@@ -106,6 +106,36 @@ def test_paths_inside_the_roots_are_allowed(roots, model):
     assert strays(spec, roots) == []
 
 
+def test_a_run_writes_neither_among_code_nor_beside_the_controllers_files(roots, tmp_path):
+    code, own, good = (roots[0] / name for name in ("code", "state", "checkpoints"))
+    for folder in (code, own, good):
+        folder.mkdir()
+    (good / "link").symlink_to(code)
+    policy = CodePolicy(roots=tuple(roots), code_roots=(code,), unwritable=(own,))
+    for folder, is_refused in (
+        (code, True),
+        (code / "new", True),
+        (good / ".." / "code" / "new", True),
+        (own, True),
+        (own / "logs", True),
+        (good / "new", False),
+        (roots[0] / "code-of-a-run", False),
+    ):
+        spec = spec_with(
+            **source(str(good / "rows.jsonl")), trainer__checkpoint={"directory": str(folder)}
+        )
+        assert bool(policy.problems(spec)) == is_refused, folder
+    inside = spec_with(
+        **source(str(good / "rows.jsonl")), trainer__checkpoint={"directory": str(good / "link")}
+    )
+    assert not policy.problems(inside)
+    assert policy.problems_here(inside)
+    reads = spec_with(
+        **source(str(good / "rows.jsonl")), trainer__checkpoint={"start_from": str(own / "run")}
+    )
+    assert not policy.problems(reads)
+
+
 def test_links_that_lead_out_are_found_where_the_files_are(roots, tmp_path):
     (tmp_path / "outside").mkdir()
     (roots[0] / "link").symlink_to(tmp_path / "outside")

@@ -1,0 +1,44 @@
+"""Tests that other users of the host cannot read what services store."""
+
+import os
+from contextlib import closing
+
+import pytest
+
+from services.common.private_files import make_private
+from services.controller.store.database import Database
+from services.controller.store.lease import Leadership
+from services.transferqueue.samples.store import _opened
+
+
+@pytest.fixture(autouse=True)
+def open_umask():
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+def modes(folder):
+    return {file.name: file.stat().st_mode & 0o777 for file in folder.iterdir() if file.is_file()}
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+async def test_the_controllers_database_and_its_journals_are_private(tmp_path, is_old):
+    file = tmp_path / "slipstream.db"
+    if is_old:
+        file.touch(0o644)
+    with closing(Database(f"sqlite:///{file}")) as database:
+        await Leadership(database, holder="one", ttl_s=60).acquire()
+        found = modes(tmp_path)
+    assert "slipstream.db" in found
+    assert set(found.values()) == {0o600}
+
+
+def test_the_samples_of_a_run_are_private(tmp_path):
+    with _opened(tmp_path / "samples" / "run_1.db", is_new=True):
+        assert set(modes(tmp_path / "samples").values()) == {0o600}
+
+
+def test_a_file_of_another_user_is_left_to_whoever_opens_it(tmp_path):
+    make_private(tmp_path / "missing" / "file")
+    assert not (tmp_path / "missing").exists()
