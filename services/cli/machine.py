@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from services.cli.settings import gpu_names, num_gpus
+from services.cli.machine_settings import gpu_names, num_gpus
 from services.common.gpus import gpu_memory, visible_gpus
 from services.common.host import missing_compiler, usable_processors
 from services.common.runspec.engines import engine_kind

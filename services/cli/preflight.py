@@ -8,6 +8,7 @@ import inspect
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,9 +20,8 @@ from services.cli.machine import (
     memory_problems,
     unmet_requirements,
 )
-from services.cli.output import escaping_descriptors
+from services.cli.machine_settings import MachineSettings
 from services.cli.row_trial import MAX_ROWS, RowTrialResult, try_functions, try_rows
-from services.cli.settings import MachineSettings
 from services.common.callables import bind_callable, load_callable
 from services.common.models.configs import begin_check, full_config, is_folder, read_config
 from services.common.models.families import (
@@ -307,12 +307,19 @@ _OFFLINE = (
 )
 
 
-def read_checked(path: Path, overrides: Sequence[str] = (), *, is_here: bool = True) -> Draft:
+def read_checked(
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    is_here: bool = True,
+    capturing: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Draft:
     """Reads a specification file and checks it and all resources that it names.
 
     Args:
         is_here: If true, the run will be on this machine, which must have all resources that it
             needs and names.
+        capturing: Opens a block that takes what the user's functions write while they are tried.
 
     Raises:
         SpecError: With one line per problem.
@@ -328,7 +335,7 @@ def read_checked(path: Path, overrides: Sequence[str] = (), *, is_here: bool = T
     if examined.spec is not None:
         problems += find_plain_secrets(examined.spec)
     if examined.spec is not None and is_here:
-        with escaping_descriptors():
+        with capturing():
             found = _examined_here(examined.spec, tries_functions=not problems)
         problems += [each for each in found.problems if not examined.is_about_stand_ins(each)]
         draft = replace(draft, notes=(*draft.notes, *found.notes))

@@ -14,8 +14,8 @@ import typer
 
 from services.cli.commented_yaml import Comments, commented_yaml
 from services.cli.machine import gpu_bytes_here, has_gpus
+from services.cli.machine_settings import num_gpus
 from services.cli.output import console, fail
-from services.cli.settings import num_gpus
 from services.common.models.configs import preset_config, preset_names
 from services.common.models.families import image_kind
 from services.common.runspec.base import SpecPart

@@ -14,9 +14,9 @@ from services.cli.machine import (
     shared_gpus,
     slow_settings,
 )
-from services.cli.output import console, errors, fail, print_line, write
+from services.cli.machine_settings import num_gpus
+from services.cli.output import console, errors, escaping_descriptors, fail, print_line, write
 from services.cli.preflight import read_checked, record_note
-from services.cli.settings import num_gpus
 from services.common.models.configs import full_config
 from services.common.runspec.loader import SpecError
 from services.common.runspec.run import RunSpec
@@ -54,7 +54,7 @@ def load_checked(
         is_start: True if the run starts now, so that the GPUs must have enough free memory.
     """
     try:
-        draft = read_checked(path, overrides or (), is_here=is_here)
+        draft = read_checked(path, overrides or (), is_here=is_here, capturing=escaping_descriptors)
         for note in draft.notes:
             print_line(errors, f"note: {note}")
         spec = draft.examined.spec
