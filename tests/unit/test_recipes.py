@@ -1,6 +1,6 @@
 """Tests that the specifications of docs/recipes.md are valid."""
 
-from services.cli.preflight import check
+from services.checks.start.preflight import check
 from services.common.runspec.loader import load_spec
 from tests.helpers.pages import recipes
 

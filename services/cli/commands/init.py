@@ -12,9 +12,9 @@ from typing import Annotated, Any
 
 import typer
 
+from services.checks.start.machine import gpu_bytes_here, has_gpus
+from services.checks.start.settings import num_gpus
 from services.cli.commented_yaml import Comments, commented_yaml
-from services.cli.machine import gpu_bytes_here, has_gpus
-from services.cli.machine_settings import num_gpus
 from services.cli.output import console, fail
 from services.common.models.configs import preset_config, preset_names
 from services.common.models.families import image_kind
@@ -170,8 +170,8 @@ def _header(file: Path) -> tuple[str, str]:
 def _fit(document: dict[str, Any]) -> Comments:
     """Changes a specification so that it fits on this machine's GPUs; returns comments of the changes."""
     # These import torch.
-    from services.cli.hub import model_config
-    from services.cli.run_memory import run_memory, smallest_change
+    from services.checks.start.hub import model_config
+    from services.checks.start.memory import run_memory, smallest_change
 
     gpu_bytes = gpu_bytes_here()
     if gpu_bytes is None:

@@ -6,17 +6,17 @@ from typing import Annotated
 import typer
 
 from services.checks.pods import PodTopology, pod_problems
-from services.cli.api_calls import Url, call_api, call_operation, is_controller_here
-from services.cli.machine import (
+from services.checks.start.machine import (
     gpu_bytes_here,
     gpu_shortages,
     has_gpus,
     shared_gpus,
     slow_settings,
 )
-from services.cli.machine_settings import num_gpus
+from services.checks.start.preflight import read_checked, record_note
+from services.checks.start.settings import num_gpus
+from services.cli.api_calls import Url, call_api, call_operation, is_controller_here
 from services.cli.output import console, errors, escaping_descriptors, fail, print_line, write
-from services.cli.preflight import read_checked, record_note
 from services.common.models.configs import full_config
 from services.common.runspec.loader import SpecError
 from services.common.runspec.run import RunSpec
@@ -69,7 +69,7 @@ def load_checked(
             gpus = gpus or num_gpus() or None
         if gpu_bytes is not None:
             # Imports torch, which no other check needs.
-            from services.cli.run_memory import memory_table
+            from services.checks.start.memory import memory_table
 
             table = memory_table(spec, gpu_bytes=gpu_bytes, gpus=gpus)
             console.print(table, highlight=False)

@@ -11,10 +11,10 @@ import yaml
 from rich.table import Table
 
 from services.checks.pods import pod_problems
+from services.checks.start.memory import Memory, gpu_bytes
 from services.cli.api_calls import Url, call_operation
 from services.cli.commands.spec import Overrides, SpecPath, load_checked
 from services.cli.output import console, errors, fail, print_line, write
-from services.cli.run_memory import Memory, gpu_bytes
 from services.common.runspec.engines import engine_kind
 from services.common.runspec.run import RunSpec, default_slots
 from services.controller.api.operations import GetRun, ListMetrics

@@ -10,10 +10,10 @@ import yaml
 from transformers import Qwen2Config
 from typer.testing import CliRunner
 
+from services.checks.start.memory import run_memory
 from services.cli.command import COMMANDS
 from services.cli.commands import init
 from services.cli.main import _COMMANDS, app, load
-from services.cli.run_memory import run_memory
 from services.common.models.configs import preset_names
 from services.common.models.tokenizer import load_tokenizer
 from services.common.runspec.run import ModelSpec, RunSpec

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from services.cli.preflight import read_checked
+from services.checks.start.preflight import read_checked
 from services.common.runspec.loader import SpecError
 from tests.helpers.golden import check_can_update
 from tests.helpers.specs import changed

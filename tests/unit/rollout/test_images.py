@@ -16,7 +16,7 @@ import pytest
 import torch
 from PIL import Image
 
-from services.cli.row_trial import try_rows
+from services.checks.start.rows import try_rows
 from services.common.models.loading import load_model
 from services.common.models.tokenizer import load_tokenizer
 from services.common.runspec.data import DataSpec

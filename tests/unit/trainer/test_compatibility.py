@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.cli.preflight import check
+from services.checks.start.preflight import check
 from services.common.errors import DataLossError
 from services.common.models.loading import load_config
 from services.common.models.tokenizer import load_tokenizer

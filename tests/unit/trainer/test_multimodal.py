@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from services.cli.hub import model_config
+from services.checks.start.hub import model_config
 from services.common.models.configs import read_config
 from services.common.models.families import MULTIMODAL, check_trainer
 from services.common.models.loading import (

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.preflight import check
+from services.checks.start.preflight import check
 from services.common.callables import load_callable
 from services.common.runspec.loader import load_spec
 from services.rollout.calls.outside import AddressPolicy

@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
-from services.cli.preflight import check
+from services.checks.start.preflight import check
 from services.common.callables import load_callable
 from services.common.runspec.loader import load_spec
 from services.rollout.calls.outside import AddressPolicy

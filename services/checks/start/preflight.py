@@ -14,14 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from services.cli.hub import go_offline_unless_reachable, hub_is_needed, model_config
-from services.cli.machine import (
+from services.checks.start.hub import go_offline_unless_reachable, hub_is_needed, model_config
+from services.checks.start.machine import (
     machine_defaults,
     memory_problems,
     unmet_requirements,
 )
-from services.cli.machine_settings import MachineSettings
-from services.cli.row_trial import MAX_ROWS, RowTrialResult, try_functions, try_rows
+from services.checks.start.rows import MAX_ROWS, RowTrialResult, try_functions, try_rows
+from services.checks.start.settings import MachineSettings
 from services.common.callables import bind_callable, load_callable
 from services.common.models.configs import begin_check, full_config, is_folder, read_config
 from services.common.models.families import (

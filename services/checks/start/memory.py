@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from services.cli.hub import model_config
+from services.checks.start.hub import model_config
 from services.common.models.families import num_experts
 from services.common.models.training_memory import (
     SPARE,

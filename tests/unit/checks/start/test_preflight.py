@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.cli.preflight import check, read_checked
+from services.checks.start.preflight import check, read_checked
 from services.common.models.loading import build_model
 from services.common.models.tokenizer import load_tokenizer
 from services.common.runspec.loader import SpecError, parse_spec
@@ -370,7 +370,7 @@ def test_help_and_validation_load_no_torch():
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
-        cwd=Path(__file__).parents[3],
+        cwd=Path(__file__).parents[4],
         capture_output=True,
         text=True,
         check=False,

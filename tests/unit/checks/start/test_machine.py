@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from transformers import Qwen2Config
 
-from services.cli import machine
-from services.cli.machine import (
+from services.checks.start import machine
+from services.checks.start.machine import (
     gpu_shortages,
     half_slowdown,
     machine_defaults,
@@ -21,8 +21,8 @@ from services.cli.machine import (
     slow_settings,
     unmet_requirements,
 )
-from services.cli.preflight import read_checked
-from services.cli.run_memory import run_memory
+from services.checks.start.memory import run_memory
+from services.checks.start.preflight import read_checked
 from services.common.runspec.run import RunSpec, default_slots
 from tests.helpers.specs import spec_with
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from services.cli.machine_settings import gpu_names, num_gpus
+from services.checks.start.settings import gpu_names, num_gpus
 from services.common.gpus import gpu_memory, visible_gpus
 from services.common.host import missing_compiler, usable_processors
 from services.common.runspec.engines import engine_kind
@@ -93,7 +93,7 @@ def gpu_bytes_here() -> int | None:
 
 def gpu_shortages(spec: RunSpec, config: "PretrainedConfig") -> Iterator[str]:
     """Yields the GPUs whose free memory does not suffice for a run now, and who holds the rest."""
-    from services.cli.run_memory import needed_by_gpu  # imports torch
+    from services.checks.start.memory import needed_by_gpu  # imports torch
 
     gpus = visible_gpus(gpu_names(), gpu_memory())
     if not gpus or not spec.has_engine:
@@ -123,7 +123,7 @@ def memory_problems(spec: RunSpec, config: "PretrainedConfig") -> Iterator[str]:
     On GPUs, ``run_memory`` gives the reason; it plans the same memory as the workers when they load.
     """
     # This imports torch.
-    from services.cli.run_memory import host_problem, run_memory
+    from services.checks.start.memory import host_problem, run_memory
 
     if not has_gpus():
         yield from host_problem(spec, config, host_bytes=host_bytes_here())

@@ -9,8 +9,8 @@ import torch
 from transformers import Qwen2Config
 from typer.testing import CliRunner
 
+from services.checks.start.memory import run_memory
 from services.cli.main import app
-from services.cli.run_memory import run_memory
 from services.common.models.training_memory import fitted, trainer_memory
 from services.common.runspec.run import RunSpec
 from services.rollout.engines.memory import WeightPlane, plan_of

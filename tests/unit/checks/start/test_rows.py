@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from services.cli import row_trial
-from services.cli.row_trial import RowTrialResult, try_functions, try_rows
+from services.checks.start import rows
+from services.checks.start.rows import RowTrialResult, try_functions, try_rows
 from services.common.models.tokenizer import load_tokenizer
 from services.common.runspec.run import RunSpec
 from services.rollout.data.sources import open_sources
@@ -114,7 +114,7 @@ def test_a_reward_with_slow_imports_is_tested(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Imports are no part of the deadline of the calls."""
-    monkeypatch.setattr(row_trial, "TIMEOUT_S", 3.0)
+    monkeypatch.setattr(rows, "TIMEOUT_S", 3.0)
     (tmp_path / "slow_import.py").write_text(f"import time\ntime.sleep(4)\n{REWARDS}")
     found = trial(tmp_path, {"name": f"{tmp_path / 'slow_import.py'}:broken"}, ROWS)
     assert len(found.problems) == 1
@@ -123,7 +123,7 @@ def test_a_reward_with_slow_imports_is_tested(
 def test_a_slow_reward_leaves_no_process_and_no_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(row_trial, "TIMEOUT_S", 3.0)
+    monkeypatch.setattr(rows, "TIMEOUT_S", 3.0)
     found = trial(tmp_path, {"name": ":slow"}, ROWS)
     assert ["not tested" in note for note in found.notes] == [True]
     assert capfd.readouterr().err == ""
