@@ -23,6 +23,7 @@ from services.controller.manager.audit import RunAudit
 from services.controller.manager.logs import RunLogs
 from services.controller.manager.runs import RunManager
 from services.controller.membership import Membership
+from services.controller.run.train.checkpoints import relocate_checkpoints
 from services.controller.settings import DATABASE_FILE, Limits
 from services.controller.store.database import Database
 
@@ -53,6 +54,7 @@ def _writable(state_directory: Path) -> Iterator[Path]:
 @asynccontextmanager
 async def _api_of(file: Path, state_directory: Path) -> AsyncIterator[httpx.AsyncClient]:
     database = Database(f"sqlite:///{file}")
+    relocate_checkpoints(database, state_directory)
     limits = Limits(max_active_runs=1, max_queued_runs=1)
     try:
         async with TaskGroup() as tasks:

@@ -43,6 +43,7 @@ from services.controller.manager.run_collector import RunCollector
 from services.controller.manager.runs import RunManager
 from services.controller.membership import Membership
 from services.controller.run.lifecycle.loop import Services
+from services.controller.run.train.checkpoints import relocate_checkpoints
 from services.controller.settings import DATABASE_FILE, EXTENSIONS, ControllerSettings
 from services.controller.store.copies import in_use
 from services.controller.store.database import Database, LeaseLostError
@@ -69,6 +70,8 @@ async def run_controller(settings: ControllerSettings) -> None:
         leadership = Leadership(database, holder=settings.holder, ttl_s=settings.lease_ttl_s)
         await leadership.acquire()
         stack.push_async_callback(leadership.release)
+        if settings.launcher == "process":
+            relocate_checkpoints(database, settings.state_directory)
         channel = await stack.enter_async_context(
             open_channel(settings.transferqueue_address, "transferqueue")
         )

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from rich.text import Text
 
 from services.cli.api import Api
-from services.cli.api_calls import DEFAULT_STATE, StateDirectory, Url, of_run
+from services.cli.api_calls import DEFAULT_STATE, StateDirectory, Url, call_api, find_run
 from services.cli.local import SAMPLE_FOLDER
 from services.cli.output import console, errors, printable, write
 from services.cli.settings import CliSettings
@@ -84,41 +84,22 @@ def samples(
     }
     limit = limit if limit is not None else 0 if export else _ON_SCREEN
     with_tokens = tokens or export is not None
-    here = "" if url or CliSettings().url else _local_run(state_directory, run)
     with _written(export, as_json=as_json or tokens) as show:
-        if here:
-            number = _read(state_directory, here, only, limit, with_tokens, show)
+        run_id = call_api(
+            url, lambda api: find_run(api, run or None), state_directory=state_directory
+        )
+        is_here = not (url or CliSettings().url) and _store_of(state_directory, run_id).exists()
+        if is_here:
+            number = _read(state_directory, run_id, only, limit, with_tokens, show)
         else:
-            number = of_run(
-                url,
-                run,
-                lambda api, id_: _ask(api, _operation(id_, only, limit, with_tokens), show),
-                state_directory=state_directory,
+            asked = _operation(run_id, only, limit, with_tokens)
+            number = call_api(
+                url, lambda api: _ask(api, asked, show), state_directory=state_directory
             )
     if export is not None:
         errors.print(f"wrote {number} samples to {export}")
     elif not number:
         errors.print("no stored sample matches")
-
-
-def _local_run(state_directory: Path, run: str) -> str:
-    """Returns the id of the run whose samples are in this folder; empty if there is none."""
-    # Ids begin with the time of submission, so the last one is the newest.
-    ids = sorted(path.stem for path in (state_directory / SAMPLE_FOLDER).glob("run_*.db"))
-    found = [id_ for id_ in ids if id_.removeprefix("run_").startswith(run.removeprefix("run_"))]
-    if run and len(found) > 1:
-        raise typer.BadParameter(
-            f"the ids of {len(found)} runs start with {run!r}; use a longer one"
-        )
-    found = found or [id_ for id_ in ids if _name_of(state_directory / id_) == run]
-    return found[-1] if found else ""
-
-
-def _name_of(folder: Path) -> str | None:
-    """Returns the name of a run that ended in this folder."""
-    with suppress(OSError, ValueError):
-        return str(json.loads((folder / "summary.json").read_text(encoding="utf-8"))["name"])
-    return None
 
 
 def _operation(run: str, only: Mapping[str, Any], limit: int, tokens: bool) -> ExportSamples:
@@ -152,13 +133,18 @@ def _read(
         with_turns=True,
         with_tokens=tokens,
     )
-    store = SampleStore(store_path(state_directory / SAMPLE_FOLDER, run_id))
+    store = SampleStore(_store_of(state_directory, run_id))
     number = 0
     for lines in store.lines(query):
         for line in lines:
             show(json.loads(line))
         number += len(lines)
     return number
+
+
+def _store_of(state_directory: Path, run_id: str) -> Path:
+    """Returns the file with the samples of a run that was trained in a state directory."""
+    return store_path(state_directory / SAMPLE_FOLDER, run_id)
 
 
 @contextmanager

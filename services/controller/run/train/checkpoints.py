@@ -12,7 +12,7 @@ import json
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import sqlalchemy as sa
 
@@ -87,6 +87,27 @@ def steps_being_replaced(connection: sa.Connection, run_id: str) -> list[int]:
     kinds = ("CheckpointStarted", "CheckpointSaved", "CheckpointFailed")
     newest = newest_event(connection, run_id, kinds)
     return [] if newest is None else list(newest.data.get("replaces", ()))
+
+
+def relocate_checkpoints(database: Database, state_directory: Path) -> None:
+    """Corrects the paths of checkpoints in a state directory that was moved since they were saved."""
+    table = CHECKPOINTS.c
+    with database.read() as connection:
+        rows = connection.execute(sa.select(table.checkpoint_id, table.run_id, table.path)).all()
+    moved = [(row.checkpoint_id, path) for row in rows if (path := _moved(row, state_directory))]
+    if not moved:
+        return
+    with database.write_unfenced() as connection:
+        for checkpoint_id, path in moved:
+            query = sa.update(CHECKPOINTS).where(table.checkpoint_id == checkpoint_id)
+            connection.execute(query.values(path=path))
+
+
+def _moved(row: Any, state_directory: Path) -> str:
+    """Returns the present path of a checkpoint that is not at its stored one; empty if it is or is gone."""
+    _, is_in_run, rest = row.path.partition(f"/{row.run_id}/")
+    path = state_directory.absolute() / row.run_id / rest
+    return str(path) if is_in_run and not Path(row.path).exists() and path.is_dir() else ""
 
 
 class CheckpointStore:
