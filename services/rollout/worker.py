@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from functools import partial
-from itertools import chain
 from pathlib import Path
 
 import grpc
@@ -234,7 +233,6 @@ async def _load(
     sample_recorder = (
         SampleRecorder(data, spec, tokenizer, num_heldout) if spec.samples.is_on else None
     )
-    rewards = chain.from_iterable(spec.rewards.values())
     teacher = None
     if spec.teacher_fields:
         teacher = Teacher(spec, tokenizer, max_tokens=engine.max_tokens, reach=reach)
@@ -242,7 +240,8 @@ async def _load(
     publisher = GroupPublisher(
         data,
         routing,
-        has_token_rewards=any(reward.per != "response" for reward in rewards),
+        has_token_rewards=spec.has_token_rewards,
+        columns=spec.reward_columns,
         has_masks=spec.rollout.sampling.is_truncated,
         sees_turns=spec.model.images and spec.rollout.workflow != "single_turn",
         teacher=teacher,

@@ -97,6 +97,9 @@ class RewardSpec(SpecPart):
     reward returns a list with one number for each turn, or for each token, that the policy
     sampled in the conversation. Token-level advantages assign each number to its turn or token;
     other advantages use the sum."""
+    column: str | None = Field(None, pattern=r"^[a-z][a-z0-9_]{0,63}$")
+    """Name of a column in which the numbers of ``per: token`` or ``turn`` are stored instead of counting
+    as reward. Your own loss or advantage may use it (``uses_columns``)."""
     sees_episode: bool = False
     """If true, the reward also receives the whole episode as the keyword argument ``episode``:
     messages, tokens, versions and times. A reward that sees several responses receives the list

@@ -638,12 +638,17 @@ def batch_bytes(spec: RunSpec, *, expert_bytes: int = 0) -> int:
 def _token_bytes(spec: RunSpec) -> int:
     """Returns the bytes that a rollout stores per response token."""
     mask_bytes = 4 * spec.rollout.sampling.top_k
-    are_placed = any(one.per != "response" for some in spec.rewards.values() for one in some)
-    return mask_bytes + sum(
-        _ITEM_BYTES[field.dtype]
-        for field in FIELDS
-        if (field.shape, field.producer) == ("[R]", "rollout")
-        and (are_placed or field.name != TOKEN_REWARDS)
+    column_bytes = 4 * len(spec.reward_columns)
+    are_placed = spec.has_token_rewards
+    return (
+        mask_bytes
+        + column_bytes
+        + sum(
+            _ITEM_BYTES[field.dtype]
+            for field in FIELDS
+            if (field.shape, field.producer) == ("[R]", "rollout")
+            and (are_placed or field.name != TOKEN_REWARDS)
+        )
     )
 
 
@@ -764,6 +769,15 @@ def _rewards_of(
             yield (
                 f"{key}.sees is {reward.sees!r}, which is only for your own functions, but {key}.name is "
                 f"{reward.name!r}; use 'module:function', or remove {key}.sees"
+            )
+        taken = {field.name for field in FIELDS}
+        if reward.column is not None and (reward.per == "response" or reward.column in taken):
+            cause = (
+                "it is a field of every sample" if reward.column in taken else "per is 'response'"
+            )
+            yield (
+                f"{key}.column is {reward.column!r}, but {cause}; use another name, and set {key}.per to "
+                "'token' or 'turn'"
             )
         if reward.per != "response" and (reward.sees != "response" or ":" not in reward.name):
             yield (

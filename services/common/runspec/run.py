@@ -463,6 +463,21 @@ class RunSpec(SpecPart):
         }
 
     @property
+    def has_token_rewards(self) -> bool:
+        """True if a reward scores turns or tokens."""
+        return any(
+            one.per != "response" and one.column is None
+            for rewards in self.rewards.values()
+            for one in rewards
+        )
+
+    @property
+    def reward_columns(self) -> tuple[str, ...]:
+        """Columns of numbers per token that rewards fill for the loss or the advantage."""
+        named = {one.column for rewards in self.rewards.values() for one in rewards if one.column}
+        return tuple(sorted(named))
+
+    @property
     def needs_answers(self) -> bool:
         """True if the loss or a reward needs an expected answer in each row."""
         named = {reward.name for rewards in self.rewards.values() for reward in rewards}

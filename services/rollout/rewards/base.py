@@ -42,6 +42,8 @@ class Score:
 
     Empty if all rewards are for the entire response.
     """
+    columns: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """Further numbers of each sampled token, by column."""
 
 
 class Reward(Protocol):

@@ -189,6 +189,12 @@ class Scorer:
                     if spec.sees == "response"
                 ]
         values = [task.result() for task in tasks]
+        columns = {
+            spec.column: tuple(token_values(spec, value, given.turn_lengths))
+            for spec, value in values
+            if spec.column is not None
+        }
+        values = [(spec, value) for spec, value in values if spec.column is None]
         tokens = [0.0] * sum(given.turn_lengths)
         for place, (spec, value) in enumerate(values):
             if spec.per == "response":
@@ -199,7 +205,8 @@ class Scorer:
             ]
             values[place] = spec, sum(earned)
         is_split = any(spec.per != "response" for spec, _ in values)
-        return replace(weighted_score(values), tokens=tuple(tokens) if is_split else ())
+        scored = weighted_score(values)
+        return replace(scored, tokens=tuple(tokens) if is_split else (), columns=columns)
 
     async def _value(self, spec: RewardSpec, given: RewardInput) -> tuple[RewardSpec, object]:
         """Returns a reward and its result: a number, numbers per turn or token, or terms by name."""

@@ -155,7 +155,7 @@ def joined(one: Score, other: Score) -> Score:
     for name, term in other.terms.items():
         terms[_free(name, terms)] = term
     value = checked_score(one.value + other.value, bounds=None, name=_SUM)
-    return Score(value, terms, one.tokens or other.tokens)
+    return Score(value, terms, one.tokens or other.tokens, {**one.columns, **other.columns})
 
 
 def earned_terms(spec: RewardSpec, earned: object) -> tuple[RewardSpec, dict[str, float]]:

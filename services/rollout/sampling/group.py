@@ -334,6 +334,10 @@ class RunningGroup:
             turns=tuple(turns),
             score=replace(score, terms={**score.terms, **episode.measured}),
             token_rewards=placed_rewards(earned, tuple(episode.turns), sequences) if earned else (),
+            columns={
+                name: placed_rewards(numbers, tuple(episode.turns), sequences)
+                for name, numbers in ({} if failed else score.columns).items()
+            },
             finish_reason="failed" if failed else episode.finish_reason,
             is_greedy=episode.limits.temperature == 0,
             seed=episode.limits.seed,

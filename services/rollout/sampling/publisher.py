@@ -1,6 +1,7 @@
 """Publication of finished groups to the transferqueue."""
 
 import time
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -26,6 +27,7 @@ class GroupPublisher:
     Args:
         routing: Shape of the routers' choices, if the trainer replays them.
         has_token_rewards: True if a reward of the run scores turns or tokens.
+        columns: Columns that rewards of the run fill.
         has_masks: True if sampling is truncated, so that samples have sampling masks.
         sees_turns: True if observations may have inputs besides tokens, such as images.
         teacher: Adds fields to training samples; None if the run needs none.
@@ -38,6 +40,7 @@ class GroupPublisher:
         routing: RoutingShape | None = None,
         *,
         has_token_rewards: bool = False,
+        columns: Sequence[str] = (),
         has_masks: bool = False,
         sees_turns: bool = False,
         teacher: Teacher | None = None,
@@ -46,6 +49,7 @@ class GroupPublisher:
         self._data = data
         self._routing = routing
         self._has_token_rewards = has_token_rewards
+        self._columns = tuple(columns)
         self._has_masks = has_masks
         self._sees_turns = sees_turns
         self._teacher = teacher
@@ -78,6 +82,7 @@ class GroupPublisher:
                 samples,
                 self._routing,
                 has_token_rewards=self._has_token_rewards,
+                columns=self._columns,
                 has_masks=self._has_masks,
             )
             fields = columns | taught | ({} if is_shared else {"prompt_ids": prompts})

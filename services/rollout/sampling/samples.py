@@ -4,7 +4,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from typing import Any
 
@@ -73,6 +73,8 @@ class Sample:
     """Seed that the response was sampled with; 0, which has no meaning, if it was not sampled."""
     token_rewards: tuple[float, ...] = ()
     """Reward of each response token, if a reward assigns it by token; otherwise empty."""
+    columns: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """Further numbers of each response token, by column; a failed sample has none."""
     answer: str = ""
     """Digest of the answer; empty in training."""
 
@@ -170,6 +172,7 @@ def sample_fields(
     routing: RoutingShape | None = None,
     *,
     has_token_rewards: bool = False,
+    columns: Sequence[str] = (),
     has_masks: bool = False,
 ) -> dict[str, list[Tensor]]:
     """Returns the tensors of the samples by field name, as the data dictionary defines them.
@@ -177,6 +180,7 @@ def sample_fields(
     Args:
         routing: Shape of the routers' choices, if the trainer replays them.
         has_token_rewards: True if a reward of the run scores turns or tokens.
+        columns: Columns that rewards of the run fill.
 
     Raises:
         ValueError: If a sample's logprobs or versions do not cover its tokens.
@@ -205,6 +209,11 @@ def sample_fields(
     if has_token_rewards:
         fields[TOKEN_REWARDS] = [
             torch.tensor(sample.token_rewards or (0.0,) * len(sample.response_ids))
+            for sample in samples
+        ]
+    for name in columns:
+        fields[name] = [
+            torch.tensor(sample.columns.get(name) or (0.0,) * len(sample.response_ids))
             for sample in samples
         ]
     if routing is not None:

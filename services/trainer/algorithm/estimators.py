@@ -1,7 +1,7 @@
 """Advantage estimators by name: each turns the scores of a batch into advantages of one rank's tokens."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -47,6 +47,8 @@ class ScoredBatch:
     """``[T]`` bool, sampled tokens that train."""
     values: Tensor | None
     """``[T]`` float64 values of the critic; None without a critic."""
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    """``[T]`` each, by name: the columns that the advantage declares with :func:`columns.uses_columns`."""
     sum_over_ranks: Callable[[Tensor], Tensor]
     """Sums a small tensor over all ranks, each of which must call it."""
 

@@ -5,6 +5,7 @@ losses.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -77,6 +78,8 @@ class LossTokens:
     """``[T]`` float32 with gradient, from the teacher's distributions; None unless the run compares them."""
     groups: Tensor | None = None
     """``[N]`` int64, group of each sequence; None unless a built-in loss compares the members of a group."""
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    """``[T]`` each, by name: the columns that the loss declares with :func:`columns.uses_columns`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from services.common.callables import bind_callable
+from services.trainer.batch.columns import declared_columns
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,11 @@ class OwnFunction(TorchDispatchMode):
         self._sum_over_ranks: Callable[[Tensor], Tensor] | None = None
         self._num_ranks = 1
         self._mismatch: OwnFunctionError | None = None
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns that the function declares; see :func:`columns.uses_columns`."""
+        return declared_columns(getattr(self._function, "func", self._function))
 
     def __call__(self, given: Any) -> Any:
         """Calls the function.

@@ -1,8 +1,9 @@
 """Layout of a micro-batch: no padding, and prefixes that its sequences share only once."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -177,58 +178,136 @@ def pack(
     if not len(answered):
         # Nothing is predicted, but a model needs input, and other ranks may wait for it.
         return _idle_tokens(device)
-    prompt_lengths = prompts.lengths[answered].tolist()
-    rows = None if experts is None else experts.select(answered).unbind()
-    given = [inputs[index] for index in answered.tolist()] if inputs else []
+    placed = _place(
+        prompts.select(answered),
+        responses.select(answered),
+        shares_prefixes=shares_prefixes,
+        experts=None if experts is None else experts.select(answered).unbind(),
+        inputs=[inputs[index] for index in answered.tolist()] if inputs else [],
+    )
+    predictions = _predict(
+        placed,
+        responses.values.to(torch.int64).numpy(),
+        # Equal tokens may have different sampling masks or teacher distributions.
+        merges_equal=masks is None and teacher is None,
+    )
+    layout = build_layout(placed.branches, device)
+    return PackedTokens(
+        input_ids=_on_device(placed.input_ids(), device),
+        position_ids=layout.depths,
+        predictors=_on_device(predictions.predictors, device),
+        targets=_on_device(predictions.targets, device),
+        predictions=None if predictions.index is None else _on_device(predictions.index, device),
+        layout=layout,
+        work=_work(placed.branches, len(predictions.predictors)),
+        places=predictions.predictors,
+        uses=_on_device(placed.uses(), device) if placed.is_shared else None,
+        experts=placed.experts_on(device),
+        mask=None if masks is None else on_device(_pairs(masks.values, predictions.index), device),
+        teacher=None if teacher is None else on_device(predictions.ordered(teacher), device),
+        inputs=placed.inputs_in_pack(),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _PlacedSequences:
+    """Sequences without their last tokens, and where each one lies in a pack."""
+
+    contexts: Sequence[NDArray[Any]]
+    prompt_lengths: Sequence[int]
+    prefixes: Prefixes
+    branches: list[Branch]
+    """Part of each sequence that no earlier one has, in the order of the pack."""
+    experts: Sequence[Tensor] | None
+    inputs: Sequence[Sequence[InputSpan]]
+
+    @property
+    def is_shared(self) -> bool:
+        """True if sequences share tokens."""
+        return any(self.prefixes.shared)
+
+    def input_ids(self) -> NDArray[np.int64]:
+        rows = [self.contexts[index][branch.depth :] for index, branch in self._in_order()]
+        return token_ids(np.concatenate(rows))
+
+    def predictors(self) -> NDArray[np.int64]:
+        """Returns the place in the pack from which each response token is predicted, ``[R]``."""
+        paths = {index: branch.path for index, branch in self._in_order()}
+        rows = [paths[index][prompt - 1 :] for index, prompt in enumerate(self.prompt_lengths)]
+        return np.concatenate(rows)
+
+    def uses(self) -> NDArray[np.int64]:
+        """Returns the number of sequences that contain each token."""
+        return np.bincount(np.concatenate([branch.path for branch in self.branches]))
+
+    def experts_on(self, device: torch.device) -> Tensor | None:
+        if self.experts is None:
+            return None
+        rows = [self.experts[index][branch.depth :] for index, branch in self._in_order()]
+        return _known(on_device(torch.cat(rows), device))
+
+    def inputs_in_pack(self) -> tuple[PlacedInputs, ...]:
+        return _placed(self.inputs, self.prefixes, self.branches)
+
+    def _in_order(self) -> Iterator[tuple[int, Branch]]:
+        return zip(self.prefixes.order, self.branches, strict=True)
+
+
+def _place(
+    prompts: Jagged,
+    responses: Jagged,
+    *,
+    shares_prefixes: bool,
+    experts: Sequence[Tensor] | None,
+    inputs: Sequence[Sequence[InputSpan]],
+) -> _PlacedSequences:
+    """Finds shared prefixes, if they are to be shared, and places the sequences."""
     sequences = joined(
-        prompts.select(answered).unbind(),
-        responses.select(answered).unbind(),
-        rows if shares_prefixes else None,
-        given,
+        prompts.unbind(), responses.unbind(), experts if shares_prefixes else None, inputs
     )
     contexts = [sequence[:-1] for sequence in sequences]
-    lengths = [len(sequence) for sequence in contexts]
     prefixes = worthwhile(contexts) if shares_prefixes else unshared(len(contexts))
-    found = branches(prefixes, lengths)
-    input_ids = np.concatenate(
-        [
-            contexts[index][branch.depth :]
-            for index, branch in zip(prefixes.order, found, strict=True)
-        ]
+    return _PlacedSequences(
+        contexts=contexts,
+        prompt_lengths=prompts.lengths.tolist(),
+        prefixes=prefixes,
+        branches=branches(prefixes, [len(context) for context in contexts]),
+        experts=experts,
+        inputs=inputs,
     )
-    paths = dict(zip(prefixes.order, (branch.path for branch in found), strict=True))
-    predictors = np.concatenate(
-        [paths[index][prompt - 1 :] for index, prompt in enumerate(prompt_lengths)]
-    )
-    targets = responses.values.to(torch.int64).numpy()
-    predictions = uses = None
-    if any(prefixes.shared):
-        uses = _on_device(np.bincount(np.concatenate([branch.path for branch in found])), device)
-        if masks is None and teacher is None:
-            predictors, targets, predictions = _distinct(predictors, targets)
-        else:  # equal tokens may have different sampling masks or teacher distributions
-            order = np.argsort(predictors, kind="stable")
-            predictors, targets, predictions = predictors[order], targets[order], np.argsort(order)
-            teacher = None if teacher is None else teacher[torch.from_numpy(order)]
-    layout = build_layout(found, device)
-    chosen = None
-    if rows is not None:
-        chosen = torch.cat([rows[i][b.depth :] for i, b in zip(prefixes.order, found, strict=True)])
-    return PackedTokens(
-        input_ids=_on_device(token_ids(input_ids), device),
-        position_ids=layout.depths,
-        predictors=_on_device(predictors, device),
-        targets=_on_device(targets, device),
-        predictions=None if predictions is None else _on_device(predictions, device),
-        layout=layout,
-        work=_work(found, len(predictors)),
-        places=predictors,
-        uses=uses,
-        experts=None if chosen is None else _known(on_device(chosen, device)),
-        mask=None if masks is None else on_device(_pairs(masks.values, predictions), device),
-        teacher=None if teacher is None else on_device(teacher, device),
-        inputs=_placed(given, prefixes, found),
-    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Predictions:
+    """Predictions of a pack, by ascending place."""
+
+    predictors: NDArray[np.int64]
+    targets: NDArray[np.int64]
+    index: NDArray[np.int64] | None = None
+    """Prediction of each response token; None if they are the same."""
+    order: NDArray[np.int64] | None = None
+    """Response token of each prediction; None if they are the same, or equal ones were merged."""
+
+    def ordered(self, column: Tensor) -> Tensor:
+        """Brings values of response tokens, ``[R, ...]``, into the order of the predictions."""
+        return column if self.order is None else column[torch.from_numpy(self.order)]
+
+
+def _predict(
+    placed: _PlacedSequences, targets: NDArray[np.int64], *, merges_equal: bool
+) -> _Predictions:
+    """Orders the predictions of all response tokens.
+
+    Args:
+        merges_equal: True to compute predictions of the same token from the same place once.
+    """
+    predictors = placed.predictors()
+    if not placed.is_shared:
+        return _Predictions(predictors, targets)
+    if merges_equal:
+        return _Predictions(*_distinct(predictors, targets))
+    order = np.argsort(predictors, kind="stable")
+    return _Predictions(predictors[order], targets[order], np.argsort(order), order)
 
 
 def _pairs(masks: Tensor, predictions: NDArray[np.int64] | None) -> Tensor:

@@ -25,6 +25,7 @@ from services.common.fields import (
 from services.common.runspec.algorithm import AlgorithmSpec
 from services.common.runspec.run import RunSpec
 from services.common.runspec.workers import kinds_with_own_gpus
+from services.trainer.batch.columns import ADDED, TEACHER_STATES, fetched_columns, idle_columns
 from services.trainer.batch.packing import PackedTokens, pack
 from services.trainer.batch.prefixes import InputSpan
 from services.trainer.batch.segments import Segments, on_device
@@ -186,10 +187,6 @@ def _with_experts(found: Sequences, experts: Jagged) -> Sequences:
 
 _CORRECTION_FIELDS = ("rollout_logprobs", "version_runs")
 _REQUIRED_FIELDS = ("prompt_ids", "response_ids", "response_mask", "rewards")
-_SCORED_FIELDS = ("ref_logprobs", "proximal_logprobs", "values")
-_TOKEN_FIELDS = ("rollout_logprobs", TOKEN_REWARDS, TEACHER_TOP_K, *_SCORED_FIELDS)
-TEACHER_STATES = "teacher_states"
-"""Column ``[R, H]`` with a teacher's final hidden states, which only the trainer computes."""
 
 
 class IncompleteBatchError(InvalidArgumentError):
@@ -322,7 +319,7 @@ def empty_samples(fields: Sequence[str]) -> Samples:
     """
     no_rows = Jagged(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
     nothing, no = torch.zeros(0), torch.zeros(0, dtype=torch.bool)
-    tokens = {name: nothing for name in _TOKEN_FIELDS if name in fields}
+    tokens = dict.fromkeys(fetched_columns(fields), nothing)
     if "version_runs" in fields:
         tokens["token_versions"] = torch.zeros(0, dtype=torch.int64)
     return Samples(
@@ -341,20 +338,13 @@ def idle_samples() -> Samples:
     It belongs to no sample: its row is -1.
     """
     one_row = Jagged(torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64))
-    zero, no = torch.zeros(1), torch.zeros(1, dtype=torch.bool)
-    names = (
-        "rollout_logprobs", "proximal_logprobs", "ref_logprobs", "advantages", "values", "returns", "age",
-        "staleness",
-    )  # fmt: skip
-    tokens: dict[str, Tensor] = dict.fromkeys(names, zero)
-    tokens |= {"response_mask": no, "loss_mask": no}
     return Samples(
         rows=torch.full((1,), -1),
         numbers=torch.zeros(1, dtype=torch.int64),
         prompts=one_row,
         responses=one_row,
-        rewards=zero,
-        tokens=tokens,
+        rewards=torch.zeros(1),
+        tokens=idle_columns(),
         groups=torch.zeros(1, dtype=torch.int64),
     )
 
@@ -444,6 +434,7 @@ def wanted_fields(meta: KVBatchMeta, spec: RunSpec) -> tuple[str, ...]:
     needed = dict.fromkeys(
         spec.teacher_fields, "rollouts add for the run's teacher; check their logs"
     )
+    needed |= dict.fromkeys(spec.reward_columns, "a reward fills; check the rollouts' logs")
     if spec.rollout.sampling.is_truncated:
         needed[SAMPLING_MASK] = (
             "rollout.sampling.top_k needs; let the rollouts write it, or set top_p to 1 and top_k to 0"
@@ -452,7 +443,7 @@ def wanted_fields(meta: KVBatchMeta, spec: RunSpec) -> tuple[str, ...]:
         optional += (name,)
         if name not in present:
             raise IncompleteBatchError(f"the batch lacks {name}, which {use}", missing=name)
-    known = (*_REQUIRED_FIELDS, *optional, *_SCORED_FIELDS, "proximal_version", TOKEN_REWARDS)
+    known = (*_REQUIRED_FIELDS, *optional, *ADDED, "proximal_version", TOKEN_REWARDS)
     return tuple(name for name in dict.fromkeys(known) if name in present)
 
 
@@ -483,9 +474,8 @@ def build_samples(
     found = sequences_of(fields)
     chosen = torch.as_tensor(rows, dtype=torch.int64)[found.samples]
     tokens = {"response_mask": fields["response_mask"].values.bool()}
-    for name in _TOKEN_FIELDS:
-        if name in fields:
-            tokens[name] = fields[name].values.float()
+    for name in fetched_columns(fields):
+        tokens[name] = fields[name].values.float()
     if "version_runs" in fields:
         runs = fields["version_runs"].values.to(torch.int64)
         tokens["token_versions"] = torch.repeat_interleave(runs[:, 0], runs[:, 1])
@@ -536,7 +526,7 @@ def _teacher_prompts(given: Jagged, found: Sequences) -> Jagged:
 def _check_lengths(fields: Mapping[str, Jagged]) -> None:
     """Checks that every row of a field matches its response; a shift between rows would go unnoticed."""
     expected = fields["response_ids"].lengths
-    found = {name: fields[name].lengths for name in _TOKEN_FIELDS if name in fields}
+    found = {name: fields[name].lengths for name in fetched_columns(fields)}
     found["response_mask"] = fields["response_mask"].lengths
     if "version_runs" in fields:
         runs = fields["version_runs"]

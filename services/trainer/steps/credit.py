@@ -14,6 +14,7 @@ from services.trainer.algorithm.advantages import overlong_penalty
 from services.trainer.algorithm.estimators import ScoredBatch
 from services.trainer.algorithm.loss import kl_penalty
 from services.trainer.algorithm.own import OwnFunction
+from services.trainer.batch import columns
 from services.trainer.batch.samples import BatchFacts, Samples, idle_samples
 from services.trainer.collectives import Ranks
 
@@ -48,10 +49,13 @@ class CreditAssigner:
             "algorithm.advantage",
         )
         self._sum_over_ranks: Callable[[Tensor], Tensor] = ranks.sum
+        self.columns: tuple[str, ...] = ()
+        """Columns that an advantage of the user's own declares."""
         if not kind.is_own:
             self._estimate = bind_callable(kind.function, arguments, key=key)
             return
         own = OwnFunction(kind.function, arguments, key=key)
+        self.columns = own.columns
         self._estimate, self._sum_over_ranks = own, own.checked_sum(ranks.sum, num_ranks=ranks.size)
         self._try()
 
@@ -144,6 +148,7 @@ class CreditAssigner:
             mask=mask,
             trained=samples.tokens["loss_mask"],
             values=None if values is None else values.to(torch.float64),
+            columns=columns.select(samples.tokens, self.columns),
             sum_over_ranks=self._sum_over_ranks,
         )
         return batch, shaped

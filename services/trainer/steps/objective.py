@@ -10,6 +10,7 @@ from services.common.callables import bind_callable
 from services.common.runspec.algorithm import AlgorithmSpec
 from services.trainer.algorithm import correction, diagnostics, loss
 from services.trainer.algorithm.own import OwnFunction
+from services.trainer.batch import columns
 from services.trainer.batch.samples import Samples, idle_samples
 from services.trainer.batch.segments import Segments, on_device
 from services.trainer.collectives import MetricTotals, Ranks
@@ -47,8 +48,12 @@ class Objective:
         self._mean_weight = 1.0
         self.entropy_coefficient = spec.entropy_coefficient
         """Weight of the entropy bonus in the next step."""
+        self.columns: tuple[str, ...] = ()
+        """Columns that a loss of the user's own declares."""
         bind = OwnFunction if spec.loss_kind.is_own else bind_callable
         self._loss = bind(spec.loss_kind.function, spec.arguments_of_loss, key="algorithm.loss")
+        if isinstance(self._loss, OwnFunction):
+            self.columns = self._loss.columns
         weighted = {
             "decoupled": {"decoupled"},
             "corrected": {"decoupled", "bypass"},
@@ -260,6 +265,7 @@ class Objective:
                 groups=None
                 if samples.groups is None
                 else on_device(samples.groups, logprobs.device),
+                columns=columns.select(samples.tokens, self.columns),
             )
         )
         if not isinstance(result, loss.TokenLoss) or result.values.shape != logprobs.shape:

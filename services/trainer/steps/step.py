@@ -21,8 +21,9 @@ from services.common.fields import TEACHER_TOP_K
 from services.common.runspec.run import RunSpec
 from services.common.telemetry.metrics import PhaseTimer
 from services.trainer.algorithm.loss import adapted_entropy, adapted_kl, kl_penalty
+from services.trainer.batch.columns import SCORED, TEACHER_STATES, check_columns
 from services.trainer.batch.plan import StepPlan
-from services.trainer.batch.samples import TEACHER_STATES, BatchFacts, Samples
+from services.trainer.batch.samples import BatchFacts, Samples
 from services.trainer.checkpoint.compatibility import CRITIC
 from services.trainer.collectives import MetricTotals
 from services.trainer.engines.base import UNSCORED, Micros, Passes, TrainEngine
@@ -42,7 +43,6 @@ from services.trainer.steps.updates import Updates
 
 OnTrained = Callable[[Samples, Tensor], None]
 """Called with each trained micro-batch and its logprobs ``[R]``, computed before the update."""
-_SCORED = ("proximal_logprobs", "ref_logprobs", "values", TEACHER_TOP_K, TEACHER_STATES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +87,11 @@ class StepRunner:
         self._objective = Objective(
             spec.algorithm, correction=spec.correction, horizon=spec.rollout.max_response_tokens
         )
+        declared = {
+            "algorithm.loss": self._objective.columns,
+            "algorithm.advantage": self._credit.columns,
+        }
+        check_columns(declared, spec.reward_columns)
         kl = spec.algorithm.kl
         self._kl_in_reward = kl.coefficient > 0 and kl.placement == "reward"
         self._kl_in_loss = kl.coefficient > 0 and kl.placement == "loss"
@@ -391,7 +396,7 @@ def _kept(samples: Samples, left_out: Collection[int]) -> Samples:
 
 def without_unscored(samples: Samples, plan: StepPlan) -> tuple[Samples, StepPlan]:
     """Leaves out of a step the sequences that its plan excludes or that some model could not score."""
-    columns = [samples.tokens[name] for name in _SCORED if name in samples.tokens]
+    columns = [samples.tokens[name] for name in SCORED if name in samples.tokens]
     left_out = torch.zeros(len(samples.rows), dtype=torch.bool)
     left_out[list(plan.left_out)] = True
     for column in columns:
@@ -408,7 +413,7 @@ def without_unscored(samples: Samples, plan: StepPlan) -> tuple[Samples, StepPla
         name: samples.tokens[name].masked_fill(
             gone.view(-1, *[1] * (samples.tokens[name].ndim - 1)), 0.0
         )
-        for name in _SCORED
+        for name in SCORED
         if name in samples.tokens
     }
     samples = samples.with_tokens(**wiped, loss_mask=samples.tokens["loss_mask"] & ~gone)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from services.common.errors import InternalError
 from services.common.runspec.trainer import LossScaleSpec, OptimizerSpec, TrainerSpec
+from services.trainer.batch.columns import is_checked
 from services.trainer.batch.samples import BatchFacts, Samples
 from services.trainer.checkpoint.compatibility import counter
 from services.trainer.engines.base import OptimizerStep, TrainEngine
@@ -184,9 +185,6 @@ class Updates:
             self._scale.restore(facts, part)
 
 
-_CHECKED_COLUMNS = ("rollout_logprobs", "ref_logprobs", "proximal_logprobs", "values")
-
-
 class NotFiniteError(InternalError):
     """Too many consecutive steps had a number that is not finite."""
 
@@ -249,7 +247,7 @@ def nonfinite_inputs(samples: Samples, cohort: BatchFacts) -> tuple[str, ...]:
     mask = samples.tokens["response_mask"] & samples.segments.expand(member)
     found += [
         name
-        for name in _CHECKED_COLUMNS
-        if name in samples.tokens and not bool(torch.isfinite(samples.tokens[name][mask]).all())
+        for name, column in samples.tokens.items()
+        if is_checked(name) and not bool(torch.isfinite(column[mask]).all())
     ]
     return tuple(found)
