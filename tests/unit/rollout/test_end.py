@@ -38,16 +38,20 @@ async def test_a_rollout_stops_serving_before_its_engine_closes(monkeypatch):
         yield value
         ended.append(name)
 
-    async def load(stack, *arguments):
-        sampler = await stack.enter_async_context(until("sampler", object()))
-        return Engine(), sampler, SimpleNamespace(oldest_pending_s=0.0)
+    class Loader:
+        def __init__(self, stack, *arguments):
+            self.stack = stack
+
+        async def load(self):
+            sampler = await self.stack.enter_async_context(until("sampler", object()))
+            return Engine(), sampler, SimpleNamespace(oldest_pending_s=0.0)
 
     async def nothing(*arguments, **keywords):
         """Returns at once."""
 
     monkeypatch.setattr(program, "serve", lambda bind, register: until("server", 1))
     monkeypatch.setattr(program, "WorkerSession", lambda *a, **k: until("session", Session()))
-    monkeypatch.setattr(program, "_load", load)
+    monkeypatch.setattr(program, "RolloutLoader", Loader)
     monkeypatch.setattr(program, "monitor", nothing)
     monkeypatch.setattr(program, "freeze_startup_objects", lambda: None)
     monkeypatch.setattr(program, "_serve_until_stopped", nothing)
