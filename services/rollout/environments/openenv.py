@@ -1,6 +1,6 @@
 """Client of OpenEnv servers, with one WebSocket per episode.
 
-Source: ``openenv-core`` 0.2 (``openenv.core.env_server.types``): ``{"type", "data"}`` messages;
+Source: ``openenv`` 0.3 to 0.10 (``openenv.core.env_server.types``): ``{"type", "data"}`` messages;
 ``reset`` takes the task's keys and a seed, ``step`` an action in the server's own format; both
 answer with an observation, a reward and a done flag.
 """
