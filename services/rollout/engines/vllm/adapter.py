@@ -134,10 +134,9 @@ _DID_NOT_START = "the vLLM engine did not start; see its log lines above"
 # Steps whose tokens are sent together: few enough that a streaming client receives several chunks a
 # second.
 _STREAM_INTERVAL = 16
-# Numbers of tokens for which vLLM captures CUDA graphs: few, because each takes time at the start,
-# and up to twice the slots, because a step without a graph launches each layer's kernels one by one.
-# Slots are rounded up to a few numbers: vLLM compiles a model again if the list differs.
-_SLOTS = (64, 256, 1024)
+# Numbers of tokens for which vLLM captures CUDA graphs, up to twice the slots of most runs, because a step
+# without a graph launches each layer's kernels one by one. All runs have the same list: vLLM compiles a
+# model again if it differs, which takes half a minute, and a graph takes less than 0.1 s.
 _CAPTURED = (
     *(1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512),
     *(640, 768, 896, 1024, 1280, 1536, 1792, 2048),
@@ -152,15 +151,14 @@ def captured_sizes(max_running: int, per_request: int = 1) -> list[int]:
     tokens of a step of all slots without proposals.
 
     Args:
+        max_running: Number of slots.
         per_request: Tokens of a request in a step with proposals.
     """
-    slots = next((n for n in _SLOTS if n >= max_running), _SLOTS[-1])
-    plain = [n for n in _CAPTURED if n <= 2 * slots]
     if per_request == 1:
-        return plain
+        return list(_CAPTURED)
     counts = [*(n for n in _CAPTURED if n < max_running), max_running]
     return sorted(
-        {-(-n // per_request) * per_request for n in plain}
+        {-(-n // per_request) * per_request for n in _CAPTURED}
         | {size for n in counts if (size := n * per_request) <= _CAPTURED[-1]}
         | {max_running, max(max_running // per_request, 1) * per_request}
     )
