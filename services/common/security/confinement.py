@@ -64,7 +64,7 @@ _MODELS: Final[Mapping[str, Kind]] = {
     "tokenizer": "model",
     "warm_start.examples": "code",
 }
-_REWARDS: Final[Mapping[str, Kind]] = {"name": "code", "arguments": "text"}
+_REWARDS: Final[Mapping[str, Kind]] = {"name": "code", "column": "free", "arguments": "text"}
 _ROWS: Final[Mapping[str, Kind]] = {
     "path": "rows",
     "split": "text",

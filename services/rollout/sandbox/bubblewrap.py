@@ -341,7 +341,8 @@ class BubblewrapSandbox:
     def _with_kernels_limit(self, result: CommandResult) -> CommandResult:
         """Returns a result with the limit ``memory`` if the kernel has killed a process at it meanwhile."""
         before, self._num_killed = self._num_killed, self._cgroups.num_killed
-        if self._num_killed == before or result.limit:
+        # A command whose child was killed may go on to its time limit.
+        if self._num_killed == before or result.limit not in ("", "time"):
             return result
         return replace(result, exit_status=_KILLED_STATUS, limit="memory")
 
@@ -359,6 +360,12 @@ class BubblewrapSandbox:
             )
         except asyncio.IncompleteReadError as error:
             exit_status = await self._process.wait()
+            if self._cgroups.num_killed > self._num_killed:
+                # The kernel may choose ``init.py`` if the memory of the command is in the kernel. The
+                # sandbox has then ended with the command.
+                return CommandResult(
+                    exit_status=_KILLED_STATUS, output=b"", is_truncated=False, limit="memory"
+                )
             assert self._process.stderr is not None
             said = (await self._process.stderr.read(1 << 12)).decode(errors="replace").strip()
             raise SandboxError(

@@ -14,7 +14,7 @@ from deploy.reference import rlrun
 from deploy.values_table import table
 from services.common.security.issuer import Issuer
 from services.controller.launch.scale import GROUP, PLURAL, VERSION
-from services.controller.manager import rlruns
+from services.extras.rlruns import reconciler as rlruns
 from tests.helpers.chart import (
     CHART,
     EVERYTHING,
