@@ -49,8 +49,8 @@ def providers() -> Mapping[str, Mapping[str, tuple[Provider, ...]]]:
     editable installation are those of the day on which it was installed.
     """
     groups: dict[str, dict[str, tuple[Provider, ...]]] = {}
-    own = list(_own())
-    for provider in own + list(_installed(with_own=not own)):
+    own_providers = list(_own())
+    for provider in own_providers + list(_installed(with_own=not own_providers)):
         names = groups.setdefault(provider.group, {})
         names[provider.name] = (*names.get(provider.name, ()), provider)
     return groups

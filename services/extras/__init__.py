@@ -1,1 +1,1 @@
-"""Extras: what only some runs use, each behind a door. The core imports none of them (README.md)."""
+"""Features that only some runs use, each behind a door; the core imports none of them (README.md)."""

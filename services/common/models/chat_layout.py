@@ -17,7 +17,7 @@ Render = Callable[[Sequence[Mapping[str, Any]]], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatLayout:
-    """What a chat template writes around messages."""
+    """Text that a chat template writes around messages."""
 
     control_tokens: frozenset[str] = frozenset()
     """Added tokens that open and close messages, or are written by the template and never occur in a text."""

@@ -96,7 +96,7 @@ ExitHandler = Callable[[WorkerExit], None]
 
 
 class LauncherDefaults:
-    """Answers of a launcher without rules of its own, without queues, and whose files outlive its workers."""
+    """Answers of a launcher that adds no rules, has no queues, and whose files outlive its workers."""
 
     def problems(self, spec: RunSpec) -> Iterable[str]:
         """Returns nothing: any run may be started."""

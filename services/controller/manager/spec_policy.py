@@ -22,7 +22,7 @@ LauncherProblems = Callable[[RunSpec], Iterable[str]]
 
 
 def no_launcher_problems(spec: RunSpec) -> Iterable[str]:
-    """Returns nothing: the launcher has no rules of its own."""
+    """Returns nothing: the launcher adds no rules."""
     return ()
 
 

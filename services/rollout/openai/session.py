@@ -54,7 +54,7 @@ class Session:
         self._temperature = temperature
         self._running: set[_Answer] = set()
         self.notes: dict[str, Any] = {}
-        """What a protocol remembers of the episode."""
+        """Values that protocols keep for the episode, by a key of theirs."""
 
     def begin(
         self, request: ChatRequest | CompletionRequest, listener: Listener | None = None

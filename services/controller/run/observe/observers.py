@@ -27,7 +27,7 @@ _REMEMBERED = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObserverArgs:
-    """What an observer may read of its run, and the progress and journal that it may write to."""
+    """Parts of a run that an observer reads; it may write to the progress and the journal."""
 
     spec: CurrentSpec
     journal: Journal

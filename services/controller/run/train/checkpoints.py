@@ -200,7 +200,7 @@ class Checkpoints:
         self._journal = journal
         self._queue = queue
         self._clock = clock
-        # The monotonic clock: nobody sets it back.
+        # The monotonic clock, which cannot be set back.
         self._saved_at = clock.monotonic() - unsaved_s
         self.saved_step = saved_step
         """Newest step that was saved, or whose save failed since the last recovery."""

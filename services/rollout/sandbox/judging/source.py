@@ -1,4 +1,4 @@
-"""What the code of tests uses and checks. Pure functions."""
+"""Names that the code of tests uses, and the checks in it. Pure functions."""
 
 import ast
 import builtins
