@@ -12,7 +12,7 @@ from tests.helpers.plumbing import PLUMBING
 pytestmark = pytest.mark.timeout(300)
 
 # The score of held-out responses rises and falls regardless of their text.
-# The command calls the function twice before the run.
+# The command calls the function four times before the run.
 _UP_AND_DOWN = """
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from pathlib import Path
 def score(prompt, response, answer, row):
     with Path(__file__).with_suffix(".calls").open("a+") as calls:
         calls.write("x")
-        return float(-abs(calls.tell() - 5))
+        return float(-abs(calls.tell() - 7))
 """
 
 

@@ -28,6 +28,7 @@ from services.transferqueue.__main__ import transferqueue
 from services.transferqueue.settings import TransferQueueSettings
 from services.wire.batch import KVBatchMeta
 from services.wire.data.client import DataClient
+from services.wire.step_command import StepCommand
 from services.wire.transferqueue.client import TransferQueueClient
 from services.wire.workers import GroupAssignment
 from tests.helpers.batches import Queue, engine_of, rank_of, spec_of
@@ -151,7 +152,7 @@ async def test_a_rows_tensors_reach_engine_and_trainer_and_never_the_controller(
         fetched = await data.get(scored, ["rollout_logprobs"])
         proximal = await data.get(batch.select(scored.keys), ["proximal_logprobs"])
         rank = rank_of(spec_of(), policy, Fetching(transfers))
-        result = await asyncio.to_thread(rank.train, 1, batch)
+        result = await asyncio.to_thread(rank.train, StepCommand(1, batch))
     given = [request.model_inputs for request in engine.requests]
     for row, bundles in enumerate([given[:4], given[4:8], given[8:]]):
         assert len(bundles) == MEMBERS
