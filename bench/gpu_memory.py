@@ -66,8 +66,8 @@ def _service(pid: int) -> str:
     """Returns the service of a process or of its parent; empty if it is gone."""
     with suppress(psutil.Error):
         process = psutil.Process(pid)
-        for one in (process, *process.parents()):
-            command = " ".join(one.cmdline())
+        for ancestor in (process, *process.parents()):
+            command = " ".join(ancestor.cmdline())
             for name in ("trainer", "rollout"):
                 if f"services.{name}" in command:
                     return name

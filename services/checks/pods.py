@@ -103,10 +103,10 @@ def _wide(spec: RunSpec, role: str) -> str:
     sizes = {name: arguments[name] for name in engine.gpu_arguments if name in arguments}
     keys = ", ".join(f"rollout.engine_arguments.{name}" for name, size in sizes.items() if size > 1)
     node_gpus, product = spec.topology.gpus_per_node, " * ".join(map(str, sizes.values()))
-    shown = product if len(sizes) > 1 and prod(sizes.values()) == spec.engine_gpus else ""
+    factors = product if len(sizes) > 1 and prod(sizes.values()) == spec.engine_gpus else ""
     return (
         f"{keys or f'GPUs of {role}'}: one {role} needs {WORKERS[role].num_gpus(spec)} GPUs"
-        f"{f' ({shown})' if shown else ''}, but an engine is one pod, and topology.gpus_per_node is "
+        f"{f' ({factors})' if factors else ''}, but an engine is one pod, and topology.gpus_per_node is "
         f"{node_gpus}; make their product at most {node_gpus} and raise rollout.replicas, or set "
         "topology.gpus_per_node to the GPUs of a node"
     )

@@ -89,6 +89,9 @@ class _Names:
     def names(self) -> list[str]:
         return list(providers().get(self.group, {}))
 
+    def __contains__(self, name: object) -> bool:
+        return name in providers().get(self.group, {})
+
     def own_names(self) -> list[str]:
         return [
             name
@@ -133,9 +136,6 @@ class Door(_Names, Mapping[str, _Entry], Generic[_Entry]):
             self._loaded[provider] = self._load(provider)
         return self._loaded[provider]
 
-    def __contains__(self, name: object) -> bool:
-        return name in providers().get(self.group, {})
-
     def __iter__(self) -> Iterator[str]:
         for name in self.names():
             try:
@@ -173,9 +173,6 @@ class References(_Names, Mapping[str, str]):
 
     def __getitem__(self, name: str) -> str:
         return self.provider(name).reference
-
-    def __contains__(self, name: object) -> bool:
-        return name in providers().get(self.group, {})
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names())

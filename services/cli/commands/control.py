@@ -139,15 +139,15 @@ def set_keys(
 ) -> None:
     """Change keys of a run while it trains: limits, intervals, rollouts, priority, labels."""
     changes = _nested(assignments)
-    own: dict[str, Any] = {
+    attributes: dict[str, Any] = {
         name: changes.pop(name) for name in ("priority", "labels") if name in changes
     }
 
     async def work(api: Api, found: str) -> RunView:
         run = await api.get(found)
-        if isinstance(labels := own.get("labels"), dict):
-            own["labels"] = {**run.labels, **labels}
-        arguments: dict[str, Any] = {"run_id": found, "if_match": f'"{run.revision}"', **own}
+        if isinstance(labels := attributes.get("labels"), dict):
+            attributes["labels"] = {**run.labels, **labels}
+        arguments: dict[str, Any] = {"run_id": found, "if_match": f'"{run.revision}"', **attributes}
         return await api.call(UpdateRun(spec=changes or None, **arguments))
 
     changed = of_run(url, run_id, work)

@@ -1,4 +1,4 @@
-"""Calls of the asynchronous client that block: they run on an event loop in a thread of their own.
+"""Blocking calls of the asynchronous client, which run on an event loop in a separate thread.
 
 The thread lets the synchronous client work where an event loop runs already, as in a notebook.
 """

@@ -31,6 +31,6 @@ def check_free_memory(needed: float, device: torch.device) -> None:
 def _memory_of(device: torch.device) -> GpuMemory:
     uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
     free, total = torch.cuda.mem_get_info(device)
-    known = next((gpu for gpu in gpu_memory() if gpu.uuid == uuid), None)
-    processes = known.processes if known is not None else ()
-    return GpuMemory(known.index if known is not None else 0, uuid, total, free, processes)
+    queried = next((gpu for gpu in gpu_memory() if gpu.uuid == uuid), None)
+    processes = queried.processes if queried is not None else ()
+    return GpuMemory(queried.index if queried is not None else 0, uuid, total, free, processes)

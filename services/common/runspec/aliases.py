@@ -28,7 +28,7 @@ class _Alias:
     values: Callable[[str, Any], Mapping[str, Any]] = lambda key, value: {key: value}
     """Returns the keys to set, from the canonical key and the value."""
     note: str = ""
-    """What the note says about the value, with ``{value}``."""
+    """Text of the note about the value, with ``{value}``."""
 
 
 def _bytes(key: str, megabytes: Any) -> Mapping[str, Any]:
@@ -201,8 +201,8 @@ def _remove(document: dict[str, Any], key: str) -> None:
 
 
 def _rename(result: Renamed, name: str, value: Any, alias: _Alias) -> None:
-    shown = alias.note.format(value=value)
-    result.notes.append(f"{name} is an alias of {alias.key}{shown}")
+    note = alias.note.format(value=value)
+    result.notes.append(f"{name} is an alias of {alias.key}{note}")
     for key, meant in alias.values(alias.key, value).items():
         *parents, leaf = key.split(".")
         target: Any = result.document
