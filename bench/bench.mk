@@ -31,9 +31,10 @@ bench-fp8: $(READY) ## Rollouts in FP8 against bfloat16 with vLLM on one GPU, ha
 bench-joins: $(READY) ## A rollout that joins and leaves a running run, on one GPU, minutes (OPTIONS=--smoke without a GPU)
 	$(BIN)/python -m bench.joins $(OPTIONS)
 
-bench-rollout: $(READY) ## Engines, batch invariance, speculation; a quarter of an hour
+bench-rollout: $(READY) ## Engines, batch invariance, learning with partial rollout, speculation; half an hour
 	$(BIN)/python -m bench.rollout.throughput
 	$(BIN)/python -m bench.rollout.invariant
+	$(BIN)/python -m bench.rollout.learning
 	$(BIN)/python -m bench.rollout.speculation --smoke
 
 bench-episodes: $(READY) ## 2,000 concurrent agents on one rollout: overhead per turn, memory; environments; half an hour (OPTIONS=--smoke for a minute)

@@ -45,6 +45,19 @@ def test_package_files_hold_a_docstring_only():
     assert full | silent == set()
 
 
+def test_every_module_that_a_test_runs_exists():
+    missing_modules = {
+        f"{named(path)}: {module}"
+        for path, text in PYTHON.items()
+        for module in re.findall(r'run_module\(\s*"([\w.]+)"', text)
+        if not any(
+            (REPOSITORY / module.replace(".", "/")).with_suffix(suffix).exists()
+            for suffix in (".py", "")
+        )
+    }
+    assert missing_modules == set()
+
+
 def test_every_path_that_a_document_names_exists():
     tracked = _tracked()
     folders = {parent.as_posix() for path in tracked for parent in path.parents}
