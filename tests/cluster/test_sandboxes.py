@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from services.common.runspec.rollout import SandboxSpec
+from services.extras.sandboxes.kubernetes import LABEL
 from services.rollout.sandbox.base import SandboxError
 from services.rollout.sandbox.base import SandboxHosts as Access
-from services.rollout.sandbox.kubernetes import LABEL
 from services.rollout.sandbox.pool import SandboxPool
 from tests.cluster.network import NODE_IP
 from tests.cluster.node import Cluster

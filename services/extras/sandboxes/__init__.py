@@ -1,0 +1,1 @@
+"""Sandboxes of episodes outside the rollout's own process tree: containers, pods and E2B."""
