@@ -2,15 +2,18 @@
 
 ::
 
-    host memory              two slots on the device           engine, between two steps
+    host memory              slots on the device               engine, between two steps
     bucket i  -- copied -->  adapters are merged           -->  copied to the live weights
-                             bucket i+1 is filled meanwhile
+                             later buckets are filled meanwhile
 
-The device never holds a second copy of the weights besides the engine's, regardless of the model's size.
+Two slots suffice, so that a model of any size needs no second copy of its weights on the device. The engine
+generates no tokens while its weights are written, and reading them from host memory takes most of that
+time. With more slots, that many buckets are merged beforehand, while the engine still generates.
 """
 
 import logging
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, Final
 
 import torch
@@ -27,6 +30,7 @@ from services.common.models.loading import stored_tensors as stored_of
 from services.common.models.quantization import BaseDtype, is_quantized, rounded
 from services.common.models.tokenizer import Tokenizer
 from services.common.runspec.run import ModelSpec
+from services.common.runspec.weight_modes import STAGING_SLOTS
 from services.weightsync.adapters import (
     FROZEN_DIGEST,
     adapters_by_weight,
@@ -41,7 +45,17 @@ from services.weightsync.plan import TensorSpec, make_plan
 logger = logging.getLogger(__name__)
 
 BUCKET_BYTES: Final = 128 << 20
+LARGEST_BUCKET_BYTES: Final = 512 << 20
 _HOST: Final = torch.device("cpu")
+
+
+def divide_slots(num_bytes: int) -> tuple[int, int]:
+    """Returns the bytes of a bucket and the number of slots for a given size of all slots.
+
+    Each bucket costs the engine's workers a command, so buckets are larger if there is memory.
+    """
+    bucket_bytes = min(max(BUCKET_BYTES, num_bytes // (2 * STAGING_SLOTS)), LARGEST_BUCKET_BYTES)
+    return bucket_bytes, max(STAGING_SLOTS, num_bytes // bucket_bytes)
 
 
 class FrozenWeights:
@@ -49,7 +63,6 @@ class FrozenWeights:
 
     Attributes:
         plan: Assignment of the weights to buckets.
-        slots: Bucket-sized buffers on the device, used alternately.
     """
 
     def __init__(
@@ -61,6 +74,7 @@ class FrozenWeights:
         device: torch.device,
         base_dtype: BaseDtype | None = None,
         bucket_bytes: int = BUCKET_BYTES,
+        num_slots: int = STAGING_SLOTS,
     ) -> None:
         """Reads the weights; blocks while it reads from disk.
 
@@ -68,6 +82,7 @@ class FrozenWeights:
             model: The policy's model; not a preset.
             dtype: Dtype of the trainer's frozen weights and of the engine's weights.
             base_dtype: ``trainer.lora.base_dtype``; the weights are rounded as the trainer's are.
+            num_slots: Number of buckets that the device holds; they are merged while the engine generates.
 
         Raises:
             ValueError: If the model does not load.
@@ -94,7 +109,8 @@ class FrozenWeights:
             (name, value) for name, value in self._tensors.items() if name not in buffers
         )
         self._device = device
-        self.slots = Slots(self.plan, device)
+        self._num_slots = num_slots
+        self._filled: list[torch.cuda.Event | None] = []
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._merged: tuple[int, Tensor] = (-1, torch.empty(0))
         if device.type == "cuda":
@@ -119,24 +135,48 @@ class FrozenWeights:
                 "same files, or set trainer.lora.sync to merged"
             )
 
+    @cached_property
+    def slots(self) -> Slots:
+        """Bucket-sized buffers on the device, in rotation.
+
+        They are allocated when weights arrive for the first time, because an engine that starts counts
+        memory that disappears meanwhile as its own.
+        """
+        return Slots(self.plan, self._device, count=self._num_slots)
+
     @torch.no_grad()
-    def write(self, received: Mapping[str, Tensor], place: Place) -> None:
-        """Merges adapters and writes all weights, bucket by bucket. Blocks.
+    def merge_ahead(self, received: Mapping[str, Tensor]) -> None:
+        """Merges adapters into as many buckets as there are slots, while the engine generates. Blocks.
 
         Args:
             received: Adapters, and other tensors that replace frozen ones, on the device.
+        """
+        self._merged = (-1, torch.empty(0))
+        changes = adapters_by_weight(received)
+        count = min(len(self.slots.buffers[0]), len(self.plan.sources[0].buckets))
+        self._filled = [self._fill(index, received, changes) for index in range(count)]
+        for event in self._filled:
+            if event is not None:
+                event.synchronize()
+
+    @torch.no_grad()
+    def write(self, received: Mapping[str, Tensor], place: Place) -> None:
+        """Writes all weights, bucket by bucket, after :meth:`merge_ahead`. Blocks.
+
+        Args:
+            received: As for :meth:`merge_ahead`.
             place: Copies a slot to the live weights of its bucket.
         """
         changes = adapters_by_weight(received)
-        count = len(self.plan.sources[0].buckets)
-        filled = self._fill(0, received, changes)
+        count, num_slots = len(self.plan.sources[0].buckets), len(self.slots.buffers[0])
         for index in range(count):
-            # The other slot is free: its bucket has been written.
-            following = self._fill(index + 1, received, changes) if index + 1 < count else None
-            if filled is not None:
-                filled.synchronize()
+            event = self._filled[index]
+            if event is not None:
+                event.synchronize()
             place(0, index, self.slots.slot(0, index))
-            filled = following
+            if index + num_slots < count:  # the bucket in this slot has been written
+                self._filled.append(self._fill(index + num_slots, received, changes))
+        self._filled = []
         self._merged = (-1, torch.empty(0))
 
     @torch.no_grad()

@@ -85,6 +85,7 @@ class WeightReceiver:
         self, frozen: FrozenWeights, version: int, tensors: Mapping[str, Tensor]
     ) -> float:
         """Merges adapters into the frozen weights and writes the result into the live weights."""
+        await in_thread(partial(frozen.merge_ahead, tensors))
         try:
             place = await self.open_weights(frozen.plan, frozen.slots.buffers)
         except InvalidArgumentError as error:

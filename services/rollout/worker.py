@@ -10,15 +10,18 @@ import torch
 
 from services.common.errors import ServiceError
 from services.common.lifetime import ending_with_outages, report_ready, wait_for_shutdown
+from services.common.models.loading import load_config
 from services.common.models.tokenizer import load_tokenizer
 from services.common.rpc.server import serve
 from services.common.runspec.engines import engine_kind
 from services.common.runspec.run import RunSpec
+from services.common.runspec.weight_modes import STAGING_SLOTS
 from services.common.security.credentials import acting_as
 from services.common.task_group import TaskGroup, until_first, unwrapped
 from services.common.telemetry.logging import configure
 from services.rollout.engines.external import EngineDiedError
-from services.rollout.frozen_weights import FrozenWeights
+from services.rollout.engines.memory import plan_of
+from services.rollout.frozen_weights import BUCKET_BYTES, FrozenWeights, divide_slots
 from services.rollout.loading import RolloutLoader
 from services.rollout.monitor import freeze_startup_objects, monitor
 from services.rollout.sampling.sampler import GroupSampler
@@ -70,7 +73,7 @@ async def run(settings: RolloutSettings) -> None:
         tasks = await stack.enter_async_context(TaskGroup())
         # Reads the frozen weights while the engine starts, but after the engine's model was created: both
         # create models under torch's process-wide default dtype.
-        reading = tasks.create_task(asyncio.to_thread(_frozen, session.spec, device))
+        reading = tasks.create_task(asyncio.to_thread(_frozen, session.spec, settings, device))
         background = [
             tasks.create_task(engine.run()),
             tasks.create_task(
@@ -99,17 +102,27 @@ async def run(settings: RolloutSettings) -> None:
             task.cancel()
 
 
-def _frozen(spec: RunSpec, device: torch.device) -> FrozenWeights | None:
+def _frozen(spec: RunSpec, settings: RolloutSettings, device: torch.device) -> FrozenWeights | None:
     """Reads the base weights that LoRA adapters are merged into, if only adapters are published."""
     lora = spec.trainer.lora
     if lora is None or not (spec.sends_adapters and engine_kind(spec.rollout.engine).has_model):
         return None
+    tokenizer = load_tokenizer(spec.model)
+    slot_bytes = STAGING_SLOTS * BUCKET_BYTES
+    if device.type == "cuda":
+        config = load_config(spec.model, tokenizer)
+        gpu_bytes = torch.cuda.get_device_properties(device).total_memory
+        plan = plan_of(spec, config, gpu_bytes=gpu_bytes, roles=settings.gpu_neighbours)
+        slot_bytes += int(plan.merged_slots)
+    bucket_bytes, num_slots = divide_slots(slot_bytes)
     return FrozenWeights(
         spec.model,
-        load_tokenizer(spec.model),
+        tokenizer,
         dtype=getattr(torch, spec.trainer.dtype),
         device=device,
         base_dtype=lora.base_dtype,
+        bucket_bytes=bucket_bytes,
+        num_slots=num_slots,
     )
 
 

@@ -6,7 +6,7 @@ them.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, floor, inf, prod
 from typing import Any, Final, Self
 
@@ -31,7 +31,7 @@ from services.common.runspec.engines import EngineKind, engine_kind
 from services.common.runspec.run import RunSpec
 from services.common.runspec.weight_modes import HOST_MODE, MODES, STAGING_SLOTS
 from services.common.runspec.workers import WORKERS
-from services.rollout.frozen_weights import BUCKET_BYTES
+from services.rollout.frozen_weights import BUCKET_BYTES, LARGEST_BUCKET_BYTES
 
 _GB: Final = 1e9
 # Driver contexts of the engine's process and of the receiving process, including NCCL's buffers.
@@ -89,6 +89,8 @@ class WeightPlane:
     """Bytes of one collective."""
     merging: float = 0.0
     """Bytes of separately sent adapters and of the workspace that merges them."""
+    merged_ahead: float = 0.0
+    """Bytes of the weights that can be merged while the engine generates, if there is memory for them."""
 
     @classmethod
     def of(cls, spec: RunSpec, config: PretrainedConfig) -> Self:
@@ -103,6 +105,10 @@ class WeightPlane:
                 num_sources=1,
                 bucket_bytes=BUCKET_BYTES,
                 merging=adapters + _MERGED_BYTES * largest,
+                # An engine that sleeps generates nothing meanwhile, and needs its memory for the trainer.
+                merged_ahead=0.0
+                if spec.topology.is_colocated
+                else weight_bytes(config, getattr(torch, trainer.dtype)) + LARGEST_BUCKET_BYTES,
             )
         is_whole = (
             sync.senders == "leader"
@@ -144,6 +150,8 @@ class MemoryPlan:
     """Staging slots for buckets, and the workspace for merging adapters and quantizing layers."""
     kv_per_token: float
     """Keys and values of one token."""
+    merged_slots: float = 0.0
+    """Further staging slots, for weights that are merged while the engine generates."""
     others: float = 0.0
     """Memory of other workers on the same GPU."""
     kv_token_limit: float = inf
@@ -154,7 +162,7 @@ class MemoryPlan:
     @property
     def plane(self) -> float:
         """Bytes reserved for weight sync and driver contexts."""
-        return self.shadow + self.slots + _CONTEXTS
+        return self.shadow + self.slots + self.merged_slots + _CONTEXTS
 
     @property
     def used(self) -> float:
@@ -192,13 +200,24 @@ class MemoryPlan:
         """Capacity of the KV cache in tokens."""
         return max(0, int(self.kv_cache / self.kv_per_token))
 
+    def with_merged_slots(self, num_bytes: float, *, kv_cache: float) -> Self:
+        """Gives memory that the KV cache cannot use to slots for merged weights.
+
+        Args:
+            num_bytes: Max bytes of slots.
+            kv_cache: Bytes of the KV cache that stay.
+        """
+        rounding = self.total / 100  # of the engine's share
+        spare = min(num_bytes, self.max_kv_cache - kv_cache - rounding)
+        return replace(self, merged_slots=max(0.0, spare))
+
     def table(self) -> str:
         rows: Sequence[tuple[str, float]] = [
             ("engine: weights", self.weights),
             ("engine: activations, graphs", _WORKING),
             ("engine: KV cache", self.kv_cache),
             ("weight sync: shadow", self.shadow),
-            ("weight sync: buckets", self.slots),
+            ("weight sync: buckets", self.slots + self.merged_slots),
             ("contexts", _CONTEXTS),
             *([("other workers", self.others)] if self.others else []),
         ]
@@ -323,9 +342,10 @@ def plan_of(
         )
     is_shared = "trainer" in roles
     is_in_turns = spec.topology.is_colocated and is_shared
+    plane = WeightPlane.of(spec, config)
     plan = plan_memory(
         ModelSize.of(config, spec),
-        WeightPlane.of(spec, config),
+        plane,
         gpu_bytes=gpu_bytes,
         kind=kind,
         arguments=arguments,
@@ -333,6 +353,9 @@ def plan_of(
         kv_token_limit=required_kv_tokens(spec, config) if is_shared else inf,
         stays_awake=is_in_turns and resident_memory(spec, config, gpu_bytes=gpu_bytes) == "all",
     )
+    if not {kind.memory_argument, kind.cache_argument} & arguments.keys():
+        kv_cache = required_kv_tokens(spec, config) * plan.kv_per_token
+        plan = plan.with_merged_slots(plane.merged_ahead, kv_cache=kv_cache)
     if not checks:
         return plan
     most_tokens = spec.data.max_prompt_tokens + spec.rollout.max_response_tokens

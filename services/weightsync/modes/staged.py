@@ -4,6 +4,9 @@ source      copy bucket i+1 into a slot          receiver   copy bucket i-1 out 
 while bucket i is on the wire                   while bucket i is on the wire
 """
 
+from collections.abc import Sequence
+from typing import Final
+
 import torch
 from torch import Tensor
 
@@ -21,39 +24,58 @@ from services.weightsync.transfer import (
     no_statement,
 )
 
+_ALIGNMENT: Final = 256
+
 
 class Slots:
-    """Two buffers of a bucket's size for each source.
+    """Buffers of a bucket's size, which the buckets of a source use in rotation.
+
+    Args:
+        count: Number of buffers of each source; no source gets more than it has buckets, but at least
+            ``STAGING_SLOTS``.
 
     Attributes:
-        buffers: ``[n]`` uint8, by source and the index of the bucket modulo two.
+        buffers: ``[n]`` uint8, by source and the index of the bucket modulo the number of buffers.
     """
 
-    def __init__(self, plan: WeightPlan, device: torch.device, *, pinned: bool = False) -> None:
+    def __init__(
+        self,
+        plan: WeightPlan,
+        device: torch.device,
+        *,
+        pinned: bool = False,
+        count: int = STAGING_SLOTS,
+    ) -> None:
         self.plan = plan
         self.device = device
         self._pinned = pinned
+        self._count = count
         self.buffers = [
-            [
-                torch.zeros(
-                    max(bucket.stop - bucket.start for bucket in source.buckets),
-                    dtype=torch.uint8,
-                    device=device,
-                    pin_memory=pinned,
-                )
-                for _ in range(STAGING_SLOTS)
-            ]
+            _buffers(
+                max(bucket.stop - bucket.start for bucket in source.buckets),
+                max(STAGING_SLOTS, min(count, len(source.buckets))),
+                device=device,
+                pinned=pinned,
+            )
             for source in plan.sources
         ]
 
     def renewed(self) -> "Slots":
         """Returns new buffers: an aborted collective may still write into the old ones."""
-        return Slots(self.plan, self.device, pinned=self._pinned)
+        return Slots(self.plan, self.device, pinned=self._pinned, count=self._count)
 
     def slot(self, source: int, index: int) -> Tensor:
         """Returns the slot of a source's bucket during its transfer."""
         bucket = self.plan.sources[source].buckets[index]
-        return self.buffers[source][index % STAGING_SLOTS][: bucket.stop - bucket.start]
+        buffers = self.buffers[source]
+        return buffers[index % len(buffers)][: bucket.stop - bucket.start]
+
+
+def _buffers(num_bytes: int, count: int, *, device: torch.device, pinned: bool) -> Sequence[Tensor]:
+    """Returns buffers in one block of memory, which other processes open as one."""
+    stride = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+    block = torch.zeros(count * stride, dtype=torch.uint8, device=device, pin_memory=pinned)
+    return [buffer[:num_bytes] for buffer in block.split(stride)]
 
 
 def send_staged(

@@ -13,7 +13,12 @@ from services.common.models.loading import build_model, load_config
 from services.common.models.tokenizer import load_tokenizer
 from services.common.runspec.run import ModelSpec
 from services.rollout.engines.torch.engine import TorchEngine
-from services.rollout.frozen_weights import FrozenWeights
+from services.rollout.frozen_weights import (
+    BUCKET_BYTES,
+    LARGEST_BUCKET_BYTES,
+    FrozenWeights,
+    divide_slots,
+)
 from services.rollout.weights import WeightReceiver
 from services.weightsync.adapters import FROZEN_DIGEST, frozen_digest, merged_weight
 
@@ -24,7 +29,7 @@ QUERY = "model.layers.0.self_attn.q_proj"
 class Case:
     """Model in a folder, an engine with other weights, and the adapters that a trainer sends."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, num_slots: int = 2) -> None:
         tiny = ModelSpec(path="tiny:qwen2-0.4m")
         tokenizer = load_tokenizer(tiny)
         config = load_config(tiny, tokenizer)
@@ -34,7 +39,12 @@ class Case:
         self.weights = {name: value.detach() for name, value in stored.named_parameters()}
         spec = ModelSpec(path=str(folder))
         self.frozen = FrozenWeights(
-            spec, tokenizer, dtype=torch.bfloat16, device=CPU, bucket_bytes=1 << 16
+            spec,
+            tokenizer,
+            dtype=torch.bfloat16,
+            device=CPU,
+            bucket_bytes=1 << 16,
+            num_slots=num_slots,
         )
         self.engine = TorchEngine(
             build_model(config, dtype=torch.bfloat16, device=CPU, seed=2), max_running=2
@@ -60,8 +70,11 @@ class Case:
         asyncio.run(adopted())
 
 
-def test_live_weights_are_the_frozen_ones_with_the_newest_adapters(tmp_path: Path) -> None:
-    case = Case(tmp_path)
+@pytest.mark.parametrize("num_slots", [2, 5, 1000])
+def test_live_weights_are_the_frozen_ones_with_the_newest_adapters(
+    tmp_path: Path, num_slots: int
+) -> None:
+    case = Case(tmp_path, num_slots=num_slots)
     for version in range(2):
         case.sent[f"{QUERY}.lora_B.weight"] += 1.0
         case.adopt(version)
@@ -110,3 +123,31 @@ def test_a_merge_that_breaks_off_leaves_nothing_in_service(
     with pytest.raises(RuntimeError, match="gone"):
         case.adopt(0)
     assert case.refused
+
+
+def test_with_slots_for_all_weights_nothing_is_merged_while_the_engine_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(tmp_path, num_slots=1000)
+    merged_while_waiting: list[int] = []
+    fill, open_weights = case.frozen._fill, case.engine.open_weights
+
+    async def open_and_watch(*arguments: Any) -> Any:
+        place = await open_weights(*arguments)
+        monkeypatch.setattr(
+            case.frozen,
+            "_fill",
+            lambda index, *rest: merged_while_waiting.append(index) or fill(index, *rest),
+        )
+        return place
+
+    monkeypatch.setattr(case.engine, "open_weights", open_and_watch)
+    case.adopt(0)
+    assert len(case.frozen.plan.sources[0].buckets) > 2
+    assert merged_while_waiting == []
+
+
+def test_slots_are_larger_and_more_with_more_memory() -> None:
+    assert divide_slots(2 * BUCKET_BYTES) == (BUCKET_BYTES, 2)
+    assert divide_slots(6 * BUCKET_BYTES) == (6 * BUCKET_BYTES // 4, 4)
+    assert divide_slots(100 * LARGEST_BUCKET_BYTES + 1) == (LARGEST_BUCKET_BYTES, 100)

@@ -1,5 +1,6 @@
 """Tests of the memory plan of each GPU, and of the rejection of runs that do not fit."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -126,7 +127,7 @@ def test_replicas_hold_all_weights_and_stages_their_layers() -> None:
 
 def test_an_argument_that_leaves_too_little_is_rejected_with_the_figure() -> None:
     plan = planned(ModelSize(weights=15 * GB, sent=15 * GB, kv_per_token=57_344, num_kv_heads=4))
-    assert engine_share(plan, VLLM, {"gpu_memory_utilization": 0.5}) == {}
+    assert engine_share(plan, VLLM, {"gpu_memory_utilization": 0.3}) == {}
     message = r"gpu_memory_utilization is 0.9.*17.0 of 80.0 GB.*0.78"
     with pytest.raises(ValueError, match=message):
         engine_share(plan, VLLM, {"gpu_memory_utilization": 0.9})
@@ -322,3 +323,39 @@ def test_an_engine_in_turns_maps_no_more_cache_than_its_places_can_fill() -> Non
         assert least <= plan.kv_tokens <= 1.2 * least
     apart = plan_of(spec_of(), config, gpu_bytes=total)
     assert apart.kv_token_limit == float("inf")
+
+
+ADAPTERS = {
+    "model": {"path": "/models/qwen-7b"},
+    "trainer": {"dtype": "bfloat16", "lora": {"rank": 32}},
+    "rollout": {"engine": "vllm"},
+}
+LORA_7B = spec_with(**ADAPTERS)
+
+
+def test_adapters_are_merged_ahead_in_memory_that_the_kv_cache_cannot_use() -> None:
+    roles, weights = ["trainer"], 2 * 7_615_616_512
+    large = plan_of(LORA_7B, qwen_7b(), gpu_bytes=140 * GB, roles=roles)
+    assert weights < large.merged_slots < weights + GB
+    assert large.kv_tokens >= required_kv_tokens(LORA_7B, qwen_7b())
+    filled = plan_of(LORA_7B, qwen_7b(), gpu_bytes=60 * GB, roles=roles)
+    assert filled.merged_slots < large.merged_slots
+    assert filled.kv_tokens >= min(
+        required_kv_tokens(LORA_7B, qwen_7b()),
+        replace(filled, merged_slots=0.0).kv_tokens,
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"topology": {"placement": "colocated"}},
+        {"rollout": {"engine_arguments": {"gpu_memory_utilization": 0.3}}},
+        {"trainer": {"lora": {"rank": 32, "sync": "merged"}}},
+    ],
+)
+def test_no_memory_is_taken_for_merging_ahead_where_it_has_no_use(changes: dict[str, Any]) -> None:
+    changed = {key: ADAPTERS.get(key, {}) | value for key, value in changes.items()}
+    spec = spec_with(**ADAPTERS | changed)
+    plan = plan_of(spec, qwen_7b(), gpu_bytes=140 * GB, roles=["trainer"])
+    assert plan.merged_slots == 0

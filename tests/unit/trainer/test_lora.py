@@ -97,6 +97,7 @@ class Sink:
     async def adopt_weights(self, version, tensors):
         self.frozen.check(tensors)
         flat, live = whole_buffers(self.frozen.plan, [CPU])
+        self.frozen.merge_ahead(tensors)
         self.frozen.write(tensors, Placer(self.frozen.plan, flat))
         copied = self.frozen.merged(tensors)
         assert all(torch.equal(value, live[name]) for name, value in copied.items())
