@@ -14,7 +14,9 @@ from services.controller.rules.statistics import DECODE_TIMES
 from services.wire.workers import GroupAssignment, RolloutClient
 
 logger = logging.getLogger(__name__)
+# Reasons for which the placement excludes rollouts, besides those that this class tracks by name.
 _CUT_OFF = "cut off"
+_ASLEEP = "asleep"
 
 
 class RolloutPool:
@@ -129,13 +131,15 @@ class RolloutPool:
     def reserve(self, count: int) -> list[str]:
         """Reserves up to ``count`` rollouts for an evaluation; training keeps at least one.
 
-        Rollouts that do not share GPUs with the trainer are chosen first.
+        Colocated rollouts are never reserved: they sleep in the trainer's turn, which discards their
+        weights, and a reserved rollout receives no others.
 
         Returns:
-            Names of the reserved rollouts.
+            Names of the reserved rollouts; empty if only colocated rollouts, or a single one, are present.
         """
-        present = sorted(self.present(), key=self._colocated.__contains__)
-        reserved = present[: max(0, min(count, len(present) - 1))]
+        present = self.present()
+        awake = [name for name in present if name not in self._colocated]
+        reserved = awake[: max(0, min(count, len(present) - 1))]
         for name in reserved:
             self._placement.exclude(name)
         self._reserved.update(reserved)
@@ -244,7 +248,7 @@ class RolloutPool:
         """
         if not self._colocated.issuperset(self.present()):
             for name in self._colocated:
-                self._placement.exclude(name)
+                self._placement.exclude(name, _ASLEEP)
             await self.interrupt([*self._colocated])
 
     async def sleep(self, *, timeout_s: float) -> None:
@@ -259,13 +263,15 @@ class RolloutPool:
     async def wake(self, *, timeout_s: float) -> None:
         """Restores the GPU memory of colocated engines; their groups continue with the next weights.
 
+        Rollouts that receive no groups for another reason still receive none.
+
         Raises:
             ServiceError: If a rollout does not answer.
         """
         clients = [self._clients[name] for name in self._colocated]
         await self._all(client.wake(timeout_s=timeout_s) for client in clients)
-        for name in self._colocated - self._leaving:
-            self._placement.include(name)
+        for name in self._colocated:
+            self._placement.include(name, _ASLEEP)
 
     async def park_groups(self, group_ids: Sequence[str]) -> None:
         """Parks groups on all rollouts, which cache the tokens and report each group.

@@ -72,6 +72,8 @@ class Evaluator:
         self._on_change: OnEvaluation | None = None
         self._record = EvaluationRecord()
         self._interrupted: list[StartedEvaluation] = []
+        self._lost: list[StartedEvaluation] = []
+        """Evaluations whose weights a rewind lost, not reported yet."""
         self._version = self._step = -1
         self._settled_step = -1
         """Newest step up to which every due evaluation is queued, ended or reported as missed."""
@@ -102,13 +104,15 @@ class Evaluator:
         """Restores the evaluations that an earlier attempt left, and deletes its leftover samples.
 
         The evaluation that it began, and those that were due of versions that it served, are repeated if
-        the rollouts serve their weights again, and reported as missed otherwise.
+        the rollouts serve their weights again, and reported as missed otherwise, as are those whose
+        weights a rewind lost.
 
         Args:
             num_steps: Steps of the run.
         """
         self._record, self._settled_step = record, record.settled_step
         self._interrupted = [] if record.begun is None else [record.begun]
+        self._lost = [*record.lost]
         for version, step in record.served if self._rows else ():
             reason = self._reason(step, is_last=step == num_steps)
             self._settled_step = step
@@ -130,6 +134,9 @@ class Evaluator:
         self._settled_step = max(self._settled_step, step)
         if version in self._record.versions:
             reason = None
+        lost, self._lost = self._lost, []
+        for begun in lost:
+            await self._report_missed(begun, EvaluationState.INTERRUPTED)
         interrupted, self._interrupted = self._interrupted, []
         for begun in interrupted:
             reason = _repeated(begun, version=version, due=reason)
@@ -303,7 +310,8 @@ class Evaluator:
     async def _lease(self, begun: StartedEvaluation) -> AsyncIterator[Sequence[str]]:
         """Yields rollouts that serve the version and keep it; none if they serve another version already.
 
-        The caller holds the pin, which this method releases.
+        The caller holds the pin, which this method releases. An evaluation that is cancelled or fails
+        waits for nothing: the run's loops end with it, and with them the weight session.
         """
         reserved: Sequence[str] = ()
         try:
@@ -322,9 +330,10 @@ class Evaluator:
                     await self._rollout_pool.interrupt(reserved)
             await self._mark_leased()
             yield reserved or self._rollout_pool.present()
-        finally:
             if reserved:
                 await self._weights.unreserve(reserved)
+        finally:
+            if reserved:
                 self._rollout_pool.unreserve(reserved)
             else:
                 self._weights.pin.release()

@@ -96,6 +96,40 @@ async def test_where_all_others_are_lent_groups_wait_where_they_are(opened):
     assert not log
 
 
+async def test_an_evaluation_reserves_no_rollout_that_sleeps_in_the_trainers_turn(opened):
+    replicas, _ = await opened(3, colocated=2)
+    assert replicas.reserve(2) == ["rollout-2"]
+    assert replicas.reserve(1) == []  # the only rollout with its own GPUs is reserved
+    for name in ("rollout-0", "rollout-1"):
+        replicas._workers[name].weight_version = 4
+    replicas.readmit_current()
+    replicas.unreserve(["rollout-2"])
+    assert replicas.reserve(1) == []  # it has not received the weights that it missed
+    replicas._workers["rollout-2"].weight_version = 4
+    replicas.readmit_current()
+    assert replicas.reserve(1) == ["rollout-2"]
+    replicas.remove(["rollout-2"])
+    assert replicas.reserve(1) == []
+
+
+@pytest.mark.parametrize("reason", ["joined late", "leaving"])
+async def test_a_rollout_that_wakes_gets_no_groups_if_it_may_not_for_another_reason(
+    opened, monkeypatch, reason
+):
+    replicas, log = await opened(3, colocated=2)
+    if reason == "leaving":
+        replicas.detach(["rollout-0"])
+    else:
+        replicas.remove(["rollout-0"])
+        monkeypatch.setattr(module, "RolloutClient", lambda channel: Rollout("rollout-0", log))
+        await replicas.add([worker("rollout-0", version=-1)])
+    await replicas.park_for_others()
+    await replicas.sleep(timeout_s=1)
+    await replicas.wake(timeout_s=1)
+    assert replicas.num_replicas == 2
+    assert {replicas.choose("rollout-0", room=4)[0] for _ in range(3)} <= {"rollout-1", "rollout-2"}
+
+
 async def test_where_all_others_are_about_to_leave_groups_wait_where_they_are(opened):
     replicas, log = await opened(3, colocated=2)
     replicas.detach(["rollout-2"])

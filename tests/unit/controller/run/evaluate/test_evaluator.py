@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from services.common.errors import UnavailableError
 from services.common.runspec.loader import parse_spec
 from services.controller.rules.evaluation import (
     Evaluation,
@@ -245,6 +246,40 @@ async def test_a_request_during_an_evaluation_gets_its_own():
         assert stage.results == [(4, "ok", 6)] * 2
         assert stage.answered == [None, stage.request]
         stage.end()
+
+
+async def test_an_evaluation_that_is_cancelled_waits_for_no_publication():
+    async with asyncio.TaskGroup() as tasks, asyncio.timeout(10):
+        stage = Stage(tasks, replicas=1)
+        await stage.evaluator.published(4, step=4)
+        await stage.rollouts.has_started.wait()
+        async with stage.weights.pin:  # as during the trainer's turn on shared GPUs
+            stage.end()
+            await asyncio.wait(stage.tasks)
+        assert stage.rollouts.reserved == set()
+
+
+async def test_the_failure_of_an_evaluation_is_reported_before_the_next_publication():
+    async def refuse(by_worker):
+        raise UnavailableError("this replica is ending")
+
+    with pytest.raises(ExceptionGroup) as caught:
+        async with asyncio.TaskGroup() as tasks, asyncio.timeout(10):
+            stage = Stage(tasks, replicas=1)
+            interrupts, may_start = asyncio.Event(), asyncio.Event()
+
+            async def interrupt(names):
+                interrupts.set()
+                await may_start.wait()
+
+            stage.rollouts.interrupt, stage.rollouts.start = interrupt, refuse
+            await stage.evaluator.published(4, step=4)
+            await interrupts.wait()
+            await stage.weights.pin.acquire()  # as during the trainer's turn on shared GPUs
+            may_start.set()
+            await asyncio.Event().wait()
+    assert [str(error) for error in caught.value.exceptions] == ["this replica is ending"]
+    assert stage.rollouts.reserved == set()
 
 
 async def test_the_final_version_is_evaluated_on_all_rollouts():
