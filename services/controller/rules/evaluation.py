@@ -245,6 +245,8 @@ class EvaluationRecord:
     """Newest step up to which every due evaluation ended, or was reported as missed; -1 without one."""
     begun: StartedEvaluation | None = None
     """Evaluation that began and did not end; None without one."""
+    lost: tuple[StartedEvaluation, ...] = ()
+    """Evaluations that began and did not end before a rewind, which lost their weights."""
     served: tuple[tuple[int, int], ...] = ()
     """Versions that were served after ``settled_step``, oldest first, each with its step."""
 

@@ -167,7 +167,8 @@ class TrainingPipeline:
     begun: int | None
     """Step that was sent to the trainer but not committed when the run was restored; None without one."""
     published: int
-    """Newest weight version that was published when the run was restored; -1 before the first."""
+    """Newest weight version that was published when the run was restored; -1 if none was since the start,
+    or since the run was rewound."""
     activity: str = ""
     _stall_reporter: StallReporter = field(init=False)
     _fault: asyncio.Future[Never] = field(
@@ -304,9 +305,9 @@ class TrainingPipeline:
                 self.step = self.begun
         served_step = self.published - self.version_offset
         is_due = served_step < self.step and self.is_published
-        # Engines that slept hold no weights.
+        # Engines that slept hold no weights; those that a rewind lost are not served any more.
         is_served = (
-            self.connections.served == self.published and not self.gpu_time_sharing.is_needed
+            self.connections.served == self.published >= 0 and not self.gpu_time_sharing.is_needed
         )
         if is_served and is_due and self.evaluator.interrupted == self.published:
             # The interrupted evaluation is repeated before another version replaces this one.

@@ -152,7 +152,7 @@ async def restore(
         version_offset=recovered.version_offset,
         step=recovered.step,
         begun=recovered.begun.step if recovered.begun is not None else None,
-        published=recovered.run.weight_version,
+        published=recovered.published,
     )
     await evaluator.restore(recovered.evaluations, num_steps=spec.num_steps)
     await scheduler.restore(lost_workers, is_queue_empty=connections.is_queue_empty)

@@ -46,6 +46,8 @@ class Recovered:
     """Last committed step."""
     version_offset: int
     """Weight version of a step minus the step; grows when a run is rewound."""
+    published: int
+    """Newest weight version that was published since the run was last rewound; -1 without one."""
     begun: StepRecord | None
     """Step that was sent to the trainer and is not committed; None without one."""
     syncs_ms: tuple[float, ...]
@@ -211,8 +213,9 @@ class Journal:
             begun = ledger_store.read_steps(connection, self.run_id, after=step, limit=1)
             offset = ledger_store.read_version_offset(connection, self.run_id)
             start = _read_start_step(connection, self.run_id, step)
+            run = get_run(connection, self.run_id)
             return Recovered(
-                run=get_run(connection, self.run_id),
+                run=run,
                 ledger=ledger_store.read_ledger(connection, self.run_id),
                 quarantined_rows=frozenset(
                     ledger_store.read_quarantined_rows(connection, self.run_id)
@@ -220,6 +223,7 @@ class Journal:
                 rates=ledger_store.read_rates(connection, self.run_id),
                 step=step,
                 version_offset=offset,
+                published=_read_published(connection, run),
                 begun=begun[0] if begun else None,
                 syncs_ms=tuple(
                     float(data["sync_ms"])
@@ -246,6 +250,21 @@ def _read_start_step(connection: sa.Connection, run_id: str, step: int) -> int:
     return int(first.data.get("step", ledger_store.read_first_step(connection, run_id)))
 
 
+def _read_published(connection: sa.Connection, run: Run) -> int:
+    """Reads the newest weight version that was published since the last rewind; -1 without one.
+
+    Rollouts may still serve an older one, whose step was trained again or will be.
+    """
+    rewinds = [data for data in event_data(connection, run.run_id, "Rewound") if _loses_steps(data)]
+    first = int(rewinds[-1]["version"]) if rewinds else 0
+    return run.weight_version if run.weight_version >= first else -1
+
+
+def _loses_steps(rewind: Mapping[str, Any]) -> bool:
+    """Returns True if steps were lost; otherwise only the weights went back, and the steps continue."""
+    return "reason" not in rewind
+
+
 def _read_evaluations(
     connection: sa.Connection, run_id: str, *, start: int, offset: int
 ) -> EvaluationRecord:
@@ -259,12 +278,15 @@ def _read_evaluations(
     versions: set[int] = set()
     served: dict[int, int] = {}
     begun: StartedEvaluation | None = None
+    lost: list[StartedEvaluation] = []
     types = ("WeightsPublished", "ValidationStarted", "Validated", "Rewound")
     for type_, data in typed_event_data(connection, run_id, types):
         if type_ == "Rewound":
-            if "reason" not in data:  # otherwise only the weights went back, and the steps continue
+            if _loses_steps(data):
                 settled = min(settled, int(data["step"]))
                 served.clear()
+                lost += [] if begun is None else [begun]
+                begun = None
             continue
         version = int(data["version"])
         step = int(data.get("step", version - offset))
@@ -276,6 +298,9 @@ def _read_evaluations(
             begun = evaluation
             continue
         versions.add(version)
+        if evaluation in lost:  # its step is evaluated again once it has been trained again
+            lost.remove(evaluation)
+            continue
         settled = max(settled, step)
         if begun == evaluation:
             begun = None
@@ -283,5 +308,6 @@ def _read_evaluations(
         versions=frozenset(versions),
         settled_step=settled,
         begun=begun,
+        lost=tuple(lost),
         served=tuple((version, step) for version, step in served.items() if step > settled),
     )

@@ -122,3 +122,44 @@ async def test_an_interrupted_evaluation_is_repeated_or_reported_as_missed(datab
         "reason": "periodic",
         "state": "ok",
     }
+
+
+async def test_an_evaluation_whose_weights_a_rewind_lost_is_missed_and_due_again(database, workers):
+    workers.may_answer = False
+    workers.may_train.clear()
+    workers.held_from = 3
+    validation = {"every": 2, "before_train": False, "at_end": False}
+    async with open_manager(database, queue=workers.queue) as manager, asyncio.timeout(20):
+        spec = specification(validation=validation)
+        run_id = (await manager.create(Submission(spec=spec)))[0].run_id
+        while not await events_of(manager, run_id, "ValidationStarted"):  # noqa: ASYNC110 -- the test polls stored events
+            await asyncio.sleep(0.01)
+        await workers.trains.wait()
+        # The trainer is lost with step 2; the rollout still serves version 2.
+        workers.may_answer, workers.trained, workers.held_from = True, 1, 5
+        workers.lose()
+        await ended(manager, run_id)
+        validated = await events_of(manager, run_id, "Validated")
+        (rewound,) = await events_of(manager, run_id, "Rewound")
+    assert rewound.data == {"step": 1, "version": 3}
+    outcomes = [(e.data["version"], e.data["step"], e.data["status"]) for e in validated]
+    assert outcomes == [(2, 2, "missed"), (4, 2, "ok"), (6, 4, "ok")]
+
+
+async def test_weights_that_a_rewind_lost_are_replaced_before_a_group_starts(database, workers):
+    workers.may_train.clear()
+    workers.held_from = 4
+    async with open_manager(database, queue=workers.queue) as manager, asyncio.timeout(20):
+        # The weights of step 1 are not due for a publication.
+        spec = specification(weight_sync={"publish_every": 2}, algorithm={"max_staleness": 4})
+        run_id = (await manager.create(Submission(spec=spec)))[0].run_id
+        await workers.trains.wait()
+        assert workers.version == 2
+        workers.trained, workers.held_from = 1, 5
+        workers.lose()
+        await ended(manager, run_id)
+        published = await events_of(manager, run_id, "WeightsPublished")
+        (rewound,) = await events_of(manager, run_id, "Rewound")
+    assert rewound.data == {"step": 1, "version": 4}
+    versions = [(event.data["step"], event.data["version"]) for event in published]
+    assert versions == [(0, 0), (2, 2), (1, 4), (2, 5), (4, 7)]
