@@ -1,10 +1,11 @@
 """Faults in training runs of real processes: ``python -m tests.faults [table] [kills] [--minutes N]``.
 
 ``table`` injects every kind of fault once (``--only`` selects some). ``kills`` does three hundred random
-kills over every kind of run, checks every trained token against the staleness bound, that no unfit group
-trained, and that everything that was due happened. Both add their results, failures included, to
-``bench/results/faults.json`` under the newest commit that changed the services, and continue with what this
-commit lacks, so that several calls can share the work. Both refuse services that differ from that commit.
+kills over every kind of run (``--kinds`` selects some), checks every trained token against the staleness
+bound, that no unfit group trained, and that everything that was due happened. Both add their results,
+failures included, to ``bench/results/faults.json`` under the newest commit that changed the services, and
+continue with what this commit lacks, so that several calls can share the work. Both refuse services that
+differ from that commit.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import subprocess
 import tempfile
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,15 +74,17 @@ def make_faults(results: dict[str, Any], commit: str, names: list[str], end: flo
     return [name for name, result in known.items() if "failure" in result]
 
 
-def make_kills(results: dict[str, Any], commit: str, end: float) -> list[int]:
-    """Kills processes of each kind of run in turn, until a deadline; returns the failed seeds."""
+def make_kills(
+    results: dict[str, Any], commit: str, end: float, kinds: Sequence[str] = tuple(KINDS)
+) -> list[int]:
+    """Kills processes of runs of these kinds in turn, until a deadline; returns the failed seeds."""
     runs = results["runs"]
     seed = 0
     while num_kills(runs, commit) < KILLS and time.monotonic() < end:
         if any((run["commit"], run["seed"]) == (commit, seed) for run in runs):
             seed += 1
             continue
-        kind = [*KINDS][seed % len(KINDS)]
+        kind = kinds[seed % len(kinds)]
         with tempfile.TemporaryDirectory() as folder:
             runs.append({"commit": commit, **tried(Path(folder), seed, kind)})
         results["kills"] = {name: num_kills(runs, name) for name in {r["commit"] for r in runs}}
@@ -95,6 +99,9 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", default=["table", "kills"], metavar="table|kills")
     parser.add_argument("--minutes", type=float, default=90.0, help="begin nothing after this time")
     parser.add_argument("--only", nargs="+", choices=FAULTS, default=list(FAULTS), metavar="FAULT")
+    parser.add_argument(
+        "--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="kinds of runs with kills"
+    )
     arguments = parser.parse_args()
     if unknown := set(arguments.parts) - {"table", "kills"}:
         parser.error(f"expected table or kills, got {', '.join(unknown)}")
@@ -109,7 +116,7 @@ def main() -> None:
     if "table" in arguments.parts:
         failed += make_faults(results, commit, arguments.only, end)
     if "kills" in arguments.parts:
-        failed += make_kills(results, commit, end)
+        failed += make_kills(results, commit, end, arguments.kinds)
     if failed:
         raise SystemExit(f"failed: {failed}")
 

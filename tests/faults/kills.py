@@ -25,7 +25,12 @@ KILLS_PER_RUN = 20
 VICTIMS = ("controller", "rollout-0", "rollout-1", "trainer-0", "transferqueue")
 GROUPS = "training groups"
 """Kind of run in which ``logp``, ``ref_logp`` and ``critic`` have their own workers."""
-MORE_VICTIMS: Mapping[str, tuple[str, ...]] = {GROUPS: ("logp-0", "ref-logp-0", "critic-0")}
+MIXED = "mixed, evaluations"
+"""Kind of run in which two rollouts share GPUs with the trainer and the third one evaluates each version."""
+MORE_VICTIMS: Mapping[str, tuple[str, ...]] = {
+    GROUPS: ("logp-0", "ref-logp-0", "critic-0"),
+    MIXED: ("rollout-2",),
+}
 """Additional workers that may be killed, by kind of run."""
 
 _SEGMENTS = (
@@ -80,6 +85,16 @@ KINDS: Mapping[str, tuple[str, ...]] = {
         "topology.placement=mixed",
         "algorithm.max_staleness=2",
         "rollout.max_response_tokens=60",
+    ),
+    MIXED: (
+        "topology.placement=mixed",
+        "trainer.world_size=2",
+        "rollout.replicas=3",
+        "algorithm.max_staleness=2",
+        "rollout.max_response_tokens=60",
+        "trainer.checkpoint={every: 0, every_s: 3.0}",
+        "validation={every: 1, replicas: 1}",
+        *_HELDOUT,
     ),
     "adapters": ("trainer.lora={rank: 4}", "rollout.max_response_tokens=30"),
     "two trainer ranks": ("trainer.world_size=2", "rollout.max_response_tokens=30"),
