@@ -96,7 +96,7 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
     return changed(**parts)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(document=documents(), topology=st.sampled_from(("separate", "bundled")))
 def test_a_pod_of_a_valid_run_has_at_most_the_gpus_of_a_node(
     document: dict[str, Any], topology: PodTopology
