@@ -130,13 +130,6 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object per 
 StateDirectory = Annotated[
     Path, typer.Option(help="Folder of runs, logs and the database.", file_okay=False)
 ]
-Url = Annotated[
-    str | None,
-    typer.Option(
-        help="REST address of the controller. Default: SLIPSTREAM_URL, or the controller that runs here."
-    ),
-]
-
 # Statuses after which a command asks the only running controller: it may have a run that the folder lacks.
 _NOT_HERE = (HTTPStatus.NOT_FOUND, HTTPStatus.SERVICE_UNAVAILABLE)
 
@@ -238,12 +231,6 @@ async def _at(url: str, work: Callable[[Api], Awaitable[_T]]) -> _T:
             return await work(api)
         except httpx.TransportError as error:  # of a stream, which is not retried
             raise unreachable(url, error) from error
-
-
-def is_controller_here(url: str | None) -> bool:
-    """Returns True if no controller is named, or if the named one was started on this machine."""
-    named = url or CliSettings().url
-    return not named or named.rstrip("/") in running_controllers()
 
 
 def find_controller(url: str | None) -> tuple[str, str]:

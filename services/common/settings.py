@@ -11,7 +11,6 @@ from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from services.common.errors import InvalidArgumentError
-from services.common.http.server import serve_metrics
 from services.common.security.confinement import CodePolicy
 from services.common.security.credentials import Identity, read_key
 from services.common.security.tls import Peer, TlsFiles, peer_name
@@ -85,6 +84,9 @@ class ServiceSettings(BaseSettings):
 
     def serving_metrics(self) -> AbstractAsyncContextManager[int]:
         """Serves ``/metrics`` until the block ends, if ``metrics_port`` is set."""
+        # The command line reads settings, too, and needs no HTTP server.
+        from services.common.http.server import serve_metrics
+
         return serve_metrics(self.bind, self.metrics_port, token_file=self.metrics_token_file)
 
     @contextmanager

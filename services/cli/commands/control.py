@@ -15,11 +15,11 @@ from services.cli.api_calls import (
     DEFAULT_STATE,
     RunId,
     StateDirectory,
-    Url,
     call_api,
     call_operation,
     of_run,
 )
+from services.cli.controller_address import Url
 from services.cli.display import heldout_line
 from services.cli.follow import follow
 from services.cli.output import console, fail, write

@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from services.cli.api import Api, ApiError
-from services.cli.api_calls import DEFAULT_STATE, RunId, StateDirectory, Url, of_run
+from services.cli.api_calls import DEFAULT_STATE, RunId, StateDirectory, of_run
+from services.cli.controller_address import Url
 from services.cli.output import console, errors, fail, print_line
 from services.common.errors import ServiceError
 from services.common.runspec.loader import parse_spec

@@ -18,7 +18,6 @@ from services.cli.api_calls import (
     AsJson,
     NewestRun,
     StateDirectory,
-    Url,
     call_api,
     call_operation,
     find_run,
@@ -26,6 +25,7 @@ from services.cli.api_calls import (
     of_run,
     short_ids,
 )
+from services.cli.controller_address import Url
 from services.cli.display import duration, set_line
 from services.cli.output import console, errors, fail, write
 from services.common.runspec.keys import flat

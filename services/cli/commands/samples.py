@@ -11,7 +11,8 @@ from pydantic import ValidationError
 from rich.text import Text
 
 from services.cli.api import Api
-from services.cli.api_calls import DEFAULT_STATE, StateDirectory, Url, call_api, find_run
+from services.cli.api_calls import DEFAULT_STATE, StateDirectory, call_api, find_run
+from services.cli.controller_address import Url
 from services.cli.local import SAMPLE_FOLDER
 from services.cli.output import console, errors, printable, write
 from services.cli.settings import CliSettings

@@ -15,12 +15,11 @@ from services.checks.start.machine import (
 )
 from services.checks.start.preflight import read_checked, record_note
 from services.checks.start.settings import num_gpus
-from services.cli.api_calls import Url, call_api, call_operation, is_controller_here
+from services.cli.controller_address import Url, is_controller_here
 from services.cli.output import console, errors, escaping_descriptors, fail, print_line, write
 from services.common.models.configs import full_config
 from services.common.runspec.loader import SpecError
 from services.common.runspec.run import RunSpec
-from services.controller.api.operations import CreateRun
 
 SpecPath = Annotated[Path, typer.Argument(help="Specification of the run: YAML or JSON.")]
 Elsewhere = Annotated[
@@ -141,6 +140,10 @@ def validate(
             fail(problem)
         raise typer.Exit(2)
     if not is_here:
+        # A check of this machine needs no API client, whose imports take a third of a second.
+        from services.cli.api_calls import call_operation
+        from services.controller.api.operations import CreateRun
+
         document = loaded.model_dump(mode="json")
         call_operation(url, CreateRun, spec=document, validate_only=True)
     console.print(f"{spec}: run {loaded.name!r} is valid", highlight=False)
@@ -166,6 +169,8 @@ def submit(
     labels = _labels(label or [])
     is_here = is_controller_here(url) and not elsewhere
     loaded = load_checked(spec, overrides, is_here=is_here)
+    from services.cli.api_calls import call_api
+
     created = call_api(
         url,
         lambda api: api.submit(loaded.model_dump(mode="json"), priority=priority, labels=labels),

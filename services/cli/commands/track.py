@@ -6,7 +6,8 @@ from typing import Annotated
 import typer
 
 from services.cli.api import Api, ApiError
-from services.cli.api_calls import Url, find_controller, find_run, run_until_signal
+from services.cli.api_calls import find_controller, find_run, run_until_signal
+from services.cli.controller_address import Url
 from services.cli.output import console, errors, fail, print_line
 from services.cli.trackers.processes import DEADLINE_S, TrackerProcesses
 from services.common.runspec.base import did_you_mean

@@ -12,8 +12,9 @@ from rich.table import Table
 
 from services.checks.pods import pod_problems
 from services.checks.start.memory import Memory, gpu_bytes
-from services.cli.api_calls import Url, call_operation
+from services.cli.api_calls import call_operation
 from services.cli.commands.spec import Overrides, SpecPath, load_checked
+from services.cli.controller_address import Url
 from services.cli.output import console, errors, fail, print_line, write
 from services.common.runspec.engines import engine_kind
 from services.common.runspec.run import RunSpec, default_slots

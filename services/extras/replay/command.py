@@ -18,12 +18,12 @@ from services.cli.api_calls import (
     AsJson,
     RunId,
     StateDirectory,
-    Url,
     call_api,
     find_run,
     of_run,
 )
 from services.cli.commands.spec import Overrides
+from services.cli.controller_address import Url
 from services.cli.output import console, errors, fail, print_line, write
 from services.common.errors import InvalidArgumentError, ServiceError
 from services.common.runspec.loader import SpecError, canonical_json, parse_spec
