@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from services.common.runspec.rollout import SandboxSpec
-from services.rollout.environments.harbor import HarborTask, tasks
+from services.extras.environments.harbor import HarborTask, tasks
 from services.rollout.sandbox import bubblewrap
 from services.rollout.sandbox.pool import SandboxPool
 from services.rollout.sandbox.remote import RemoteSandbox
