@@ -14,11 +14,13 @@ from urllib.parse import urlsplit
 from pydantic import ValidationError
 
 from services.common.callables import is_reference
+from services.common.doors import DoorError
 from services.common.fields import FIELDS, TOKEN_REWARDS
 from services.common.runspec.algorithm import AlgorithmSpec
 from services.common.runspec.base import did_you_mean, in_yaml
 from services.common.runspec.data import HeldoutSetSpec, set_name
 from services.common.runspec.engines import ENGINES, engine_kind
+from services.common.runspec.environments import environment_kind, plain_url
 from services.common.runspec.formulas import ADVANTAGES, LOSSES, Formula
 from services.common.runspec.rollout import (
     EARNED,
@@ -803,7 +805,7 @@ def _services(spec: RunSpec) -> Iterator[str]:
         )
     for key, url in urls.items():
         if isinstance(url, str) and "://" in url:
-            yield from _address(key, url.removeprefix("openenv+"))
+            yield from _address(key, plain_url(url))
 
 
 def _address(key: str, url: str) -> Iterator[str]:
@@ -905,10 +907,20 @@ def _sandbox(spec: RunSpec) -> Iterator[str]:
             "rollout.sandbox.arguments.api_key is required with rollout.sandbox.kind 'e2b'; set it to "
             '{"secret": "NAME"}, where NAME is a file in the installation\'s secrets directory'
         )
-    environment = str(spec.rollout.workflow_arguments.get("environment"))
-    if workflow == "environment" and environment.startswith("openenv+"):
+    if workflow == "environment":
+        yield from _sandbox_of_server(spec.rollout.workflow_arguments.get("environment"))
+
+
+def _sandbox_of_server(environment: object) -> Iterator[str]:
+    """Yields a problem if a server of environments cannot use the sandboxes of its episodes."""
+    try:
+        kind = environment_kind(environment)
+    except DoorError as error:
+        yield f"rollout.workflow_arguments.environment: {error}"
+        return
+    if kind is not None and not kind.passes_sandbox:
         yield (
-            f"rollout.sandbox is set, but the OpenEnv server {environment!r} cannot use it; remove it"
+            f"rollout.sandbox is set, but the {kind.title} server {environment!r} cannot use it; remove it"
         )
 
 

@@ -3,11 +3,13 @@
 import asyncio
 import json
 from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import httpx
 
-from services.rollout.calls.outside import ExternalService, delays
+from services.rollout.calls.outside import AddressPolicy, ExternalService, delays
 from services.rollout.environments.protocol import (
     FIRST_DELAY_S,
     MAX_DELAY_S,
@@ -50,6 +52,30 @@ class Environment(Protocol):
         Raises:
             CallError: If the episode does not start; the message names the environment.
         """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentArgs:
+    """What a specification says about a server of environments."""
+
+    url: str
+    """URL with the name of the protocol, which errors name."""
+    arguments: Mapping[str, Any]
+    """``rollout.workflow_arguments.arguments``."""
+    reach: AddressPolicy
+    token: str
+    """Token for ``Authorization: Bearer``; empty sends no header."""
+    timeout_s: float
+    """Deadline of each answer."""
+    wait_s: float
+    """Max time to retry while the server is full."""
+
+
+class OpenEnvironment(Protocol):
+    """Opens a server of environments of another protocol (door ``slipstream.environments``)."""
+
+    def __call__(self, args: EnvironmentArgs, /) -> AbstractAsyncContextManager[Environment]:
+        """Returns a context that opens and closes the server. Raises ValueError if an argument is wrong."""
 
 
 class HttpEnvironment:

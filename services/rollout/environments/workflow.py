@@ -10,13 +10,19 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from services.common.callables import load_callable
 from services.common.runspec.base import AtLeastOne, PositiveSeconds
+from services.common.runspec.environments import environment_kind
 from services.common.telemetry import tracing
 from services.rollout import metrics
 from services.rollout.calls.outside import AddressPolicy, ExternalService
-from services.rollout.environments.client import Environment, HttpEnvironment
+from services.rollout.environments.client import (
+    Environment,
+    EnvironmentArgs,
+    HttpEnvironment,
+    OpenEnvironment,
+)
 from services.rollout.environments.local import local_environments
-from services.rollout.environments.openenv import SCHEMES, OpenEnv
 from services.rollout.environments.protocol import MAX_ANSWER_BYTES, Message, Observation
 from services.rollout.failures import CallError, refuse_images
 from services.rollout.openai.record import EpisodeRecord, History, check_history
@@ -43,7 +49,7 @@ class Environments:
     Args:
         environment: ``module:Class`` or ``file.py:Class``, which runs in separate processes;
             ``http://`` or ``https://`` URL of a host of such a class; ``openenv+http://`` or
-            ``openenv+https://`` URL of an OpenEnv server.
+            ``openenv+https://`` URL of an OpenEnv server (door ``slipstream.environments``).
         arguments: Keyword arguments of the class; for an OpenEnv server ``action`` and ``observe``.
         max_turn_tokens: Max tokens of one turn; None applies only the response's limit.
         chat: True to render messages with the model's chat template; otherwise their texts are
@@ -165,8 +171,18 @@ class Environments:
     @asynccontextmanager
     async def _opened(self, reach: AddressPolicy) -> AsyncIterator[Environment]:
         name = self._name
-        if name.startswith(SCHEMES):
-            yield self._openenv(reach)
+        if (kind := environment_kind(name)) is not None:
+            open_environment: OpenEnvironment = load_callable(kind.opens)
+            args = EnvironmentArgs(
+                url=name,
+                arguments=self._arguments,
+                reach=reach,
+                token=self._token,
+                timeout_s=self._timeout_s,
+                wait_s=self._wait_s,
+            )
+            async with open_environment(args) as environment:
+                yield environment
         elif name.startswith(("http://", "https://")):
             if self._arguments:
                 raise ValueError(
@@ -188,21 +204,6 @@ class Environments:
                 wait_s=self._wait_s,
             ) as environments:
                 yield environments
-
-    def _openenv(self, reach: AddressPolicy) -> OpenEnv:
-        if unknown := sorted(set(self._arguments) - {"action", "observe"}):
-            raise ValueError(
-                f"{_KEY}.arguments of an OpenEnv server are action and observe, got {', '.join(unknown)}"
-            )
-        return OpenEnv(
-            self._name,
-            reach=reach,
-            action=self._arguments.get("action", {"message": "{message}"}),
-            observe=self._arguments.get("observe"),
-            token=self._token,
-            timeout_s=self._timeout_s,
-            wait_s=self._wait_s,
-        )
 
     async def _timed(self, call: str, answer: Awaitable[_Answer]) -> _Answer:
         with (

@@ -6,7 +6,7 @@ import pytest
 
 from services.common import doors
 from services.common.doors import OWN_PACKAGE, DoorError
-from services.common.runspec import engines, trackers, train_engines, weight_modes
+from services.common.runspec import engines, environments, trackers, train_engines, weight_modes
 from services.common.runspec.engines import EngineKind
 from services.common.runspec.loader import parse_spec
 from services.common.runspec.rollout import AGENTS, REWARDS, SANDBOXES, WORKFLOWS
@@ -16,6 +16,7 @@ from tests.helpers.specs import changed
 
 KINDS = """
 from services.common.runspec.engines import EngineKind
+from services.common.runspec.environments import EnvironmentKind
 from services.common.runspec.trackers import TrackerKind
 from services.common.runspec.train_engines import TrainEngineKind
 from services.common.runspec.weight_modes import Transport, WeightMode
@@ -25,6 +26,7 @@ TRAIN_ENGINE = TrainEngineKind(build="theirs:build")
 TRANSPORT = Transport(opener="theirs:open", least_rate=1e6)
 MODE = WeightMode(receiver="theirs:receive")
 TRACKER = TrackerKind("json", "theirs:open_run")
+ENVIRONMENT = EnvironmentKind(title="Theirs", opens="theirs:open_server", passes_sandbox=True)
 """
 DOORS = {
     "rollout_engines": (engines.ENGINES, "ENGINE", {"rollout": {"engine": "theirs"}}),
@@ -36,6 +38,17 @@ DOORS = {
     ),
     "weight_modes": (weight_modes.MODES, "MODE", {"weight_sync": {"mode": "theirs"}}),
     "trackers": (trackers.TRACKERS, "TRACKER", {"trackers": [{"kind": "theirs"}]}),
+    "environments": (
+        environments.ENVIRONMENTS,
+        "ENVIRONMENT",
+        {
+            "rollout": {
+                "workflow": "environment",
+                "workflow_arguments": {"environment": "theirs+http://games:80"},
+                "sandbox": {"kind": "bubblewrap"},
+            }
+        },
+    ),
 }
 REFERENCES = {
     "rewards": (REWARDS, {"rollout": {"rewards": [{"name": "theirs"}]}}),

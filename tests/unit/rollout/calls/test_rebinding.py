@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from services.extras.environments.openenv import OpenEnv
 from services.rollout.calls import outside
 from services.rollout.calls.agents import AgentService
 from services.rollout.calls.outside import AddressPolicy, ExternalService
 from services.rollout.data.images import ImageReader
-from services.rollout.environments.openenv import OpenEnv
 from services.rollout.failures import BusyError, CallError, GroupError
 from services.rollout.rewards.base import RewardInput
 from services.rollout.rewards.remote import GrpcRewardService, HttpRewardService

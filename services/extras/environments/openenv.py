@@ -7,13 +7,15 @@ answer with an observation, a reward and a done flag.
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
+from services.common.runspec.environments import plain_url
 from services.rollout.calls.json_text import json_text
 from services.rollout.calls.outside import AddressPolicy, delays
+from services.rollout.environments.client import EnvironmentArgs
 from services.rollout.environments.protocol import (
     FIRST_DELAY_S,
     MAX_ANSWER_BYTES,
@@ -25,7 +27,29 @@ from services.rollout.environments.protocol import (
 from services.rollout.failures import BusyError, CallError
 
 _BUSY = "CAPACITY_REACHED"
-SCHEMES = ("openenv+http", "openenv+https")
+
+
+@asynccontextmanager
+async def open_server(args: EnvironmentArgs) -> AsyncIterator["OpenEnv"]:
+    """Yields the server of ``openenv+http://`` or ``openenv+https://``.
+
+    Raises:
+        ValueError: If the URL or an argument is wrong.
+    """
+    if unknown := sorted(set(args.arguments) - {"action", "observe"}):
+        raise ValueError(
+            "rollout.workflow_arguments.arguments of an OpenEnv server are action and observe, got "
+            f"{', '.join(unknown)}"
+        )
+    yield OpenEnv(
+        args.url,
+        reach=args.reach,
+        action=args.arguments.get("action", {"message": "{message}"}),
+        observe=args.arguments.get("observe"),
+        token=args.token,
+        timeout_s=args.timeout_s,
+        wait_s=args.wait_s,
+    )
 
 
 class OpenEnv:
@@ -52,7 +76,7 @@ class OpenEnv:
         token: str = "",
     ) -> None:
         self._name = url
-        parts = urlsplit(url.removeprefix("openenv+"))
+        parts = urlsplit(plain_url(url))
         if not parts.hostname:
             raise ValueError(f"expected openenv+http://host:port, got {url!r}")
         is_secure = parts.scheme == "https"

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import uvicorn
 
+from services.extras.environments.openenv import OpenEnv
 from services.rollout.calls.outside import AddressPolicy
-from services.rollout.environments.openenv import OpenEnv
 from services.rollout.environments.workflow import Environments
 from services.rollout.failures import BusyError, CallError
 from tests.helpers.served_episode import Scripted, make_episode
