@@ -6,8 +6,12 @@ from typing import Annotated, Any, Final, Literal, Self
 import regex
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from services.common.runspec.base import MAX_SECONDS, SpecPart
+from services.common.doors import References
+from services.common.runspec.base import MAX_SECONDS, NameIn, SpecPart
 from services.common.runspec.rollout import RewardSpec
+
+SOURCES: Final = References("prompt_sources")
+"""The kinds of sources by the value of ``data.train.source``."""
 
 
 class FilterSpec(SpecPart):
@@ -57,9 +61,7 @@ class FilterSpec(SpecPart):
 class PromptSourceSpec(SpecPart):
     """One set of prompts."""
 
-    source: Literal[
-        "jsonl", "parquet", "huggingface", "python", "reasoning_gym", "verifiers", "environment"
-    ]
+    source: Annotated[str, NameIn(SOURCES)]
     """Kind of source. ``environment`` provides ``limit`` rows ``{split, index}`` for an environment
     that creates its own prompts (``rollout.workflow: environment``)."""
     path: str

@@ -66,6 +66,7 @@ _MODELS: Final[Mapping[str, Kind]] = {
 }
 _REWARDS: Final[Mapping[str, Kind]] = {"name": "code", "column": "free", "arguments": "text"}
 _ROWS: Final[Mapping[str, Kind]] = {
+    "source": "free",
     "path": "rows",
     "split": "text",
     "subset": "text",

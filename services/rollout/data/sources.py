@@ -16,7 +16,7 @@ import regex
 
 from services.common.callables import describe_error, load_callable
 from services.common.runspec.base import did_you_mean
-from services.common.runspec.data import DataSpec, FilterSpec, PromptSourceSpec
+from services.common.runspec.data import SOURCES, DataSpec, FilterSpec, PromptSourceSpec
 
 Row = Mapping[str, Any]
 """Mapping of column names to JSON-like values."""
@@ -157,7 +157,6 @@ def _length(value: Sized) -> int:
 # Max bytes of a decoded Parquet file to hold in memory; a larger one is copied to disk.
 _MAX_HELD_BYTES = 256 << 20
 _ROWS_COPIED = 16_384
-_VERIFIERS = "services.rollout.environments.verifiers:tasks_of"
 
 
 class PromptSource(Protocol):
@@ -167,6 +166,30 @@ class PromptSource(Protocol):
 
     def __getitem__(self, index: int, /) -> Row:
         """Returns one row. Raises ValueError if the row is damaged."""
+
+
+class OpenSource(Protocol):
+    """Opens a kind of source (door ``slipstream.prompt_sources``)."""
+
+    def __call__(self, spec: PromptSourceSpec, key: str, /) -> PromptSource:
+        """Returns all rows of a set.
+
+        Args:
+            key: Key of the set, with which messages begin.
+
+        Raises:
+            ValueError: If the set cannot be opened; the message has the key, the actual value and the fix.
+        """
+
+
+def _opener(kind: str, key: str) -> OpenSource:
+    try:
+        return load_callable(SOURCES[kind])
+    except (ImportError, ValueError) as error:
+        raise ValueError(
+            f"{key}.source: {kind!r} cannot be loaded ({error}); repair or uninstall "
+            f"{SOURCES.provider(kind).package}"
+        ) from error
 
 
 def open_sources(data: DataSpec, *, needs_answers: bool = False) -> dict[str, PromptSource]:
@@ -201,7 +224,7 @@ def open_source(
     Raises:
         ValueError: As in :func:`open_sources`; with one line for each missing column.
     """
-    source = _OPENERS[spec.source](spec, key)
+    source = _opener(spec.source, key)(spec, key)
     if len(source) == 0:
         raise ValueError(f"{key}: {spec.path!r} has no rows; use a source with at least one prompt")
     if spec.filters:
@@ -399,7 +422,7 @@ class _Numbers:
         return {"split": self._split, "index": index}
 
 
-class _Rows:
+class CheckedRows:
     """Rows of a library or of a user's function."""
 
     def __init__(self, rows: Sequence[Any], name: str) -> None:
@@ -419,14 +442,14 @@ class _Rows:
         return _as_row(row, index, self._name)
 
 
-class _ArrowRows(_Rows):
+class _ArrowRows(CheckedRows):
     """Rows of a dataset of the library ``datasets``."""
 
     def __getitem__(self, index: int, /) -> Row:
         return _row_of_arrow(super().__getitem__(index))
 
 
-class _GymRows(_Rows):
+class _GymRows(CheckedRows):
     """Rows of a task of ``reasoning-gym``, with the arguments that its verifier needs besides the row."""
 
     def __init__(self, rows: Sequence[Any], spec: PromptSourceSpec) -> None:
@@ -454,15 +477,15 @@ def _file(spec: PromptSourceSpec, key: str) -> Path:
     return path
 
 
-def _open_jsonl(spec: PromptSourceSpec, key: str) -> PromptSource:
+def open_jsonl(spec: PromptSourceSpec, key: str) -> PromptSource:
     return _JsonLines(_file(spec, key))
 
 
-def _open_parquet(spec: PromptSourceSpec, key: str) -> PromptSource:
+def open_parquet(spec: PromptSourceSpec, key: str) -> PromptSource:
     return _Parquet(_file(spec, key), key)
 
 
-def _open_huggingface(spec: PromptSourceSpec, key: str) -> PromptSource:
+def open_huggingface(spec: PromptSourceSpec, key: str) -> PromptSource:
     try:
         import datasets
     except ModuleNotFoundError as error:
@@ -486,7 +509,7 @@ def _open_huggingface(spec: PromptSourceSpec, key: str) -> PromptSource:
     return _ArrowRows(rows, spec.path)
 
 
-def _open_python(spec: PromptSourceSpec, key: str) -> PromptSource:
+def open_python(spec: PromptSourceSpec, key: str) -> PromptSource:
     try:
         function = load_callable(spec.path)
     except (ValueError, ImportError) as error:
@@ -504,7 +527,7 @@ def _open_python(spec: PromptSourceSpec, key: str) -> PromptSource:
     # A mapping of columns and a text have a length and items, but no rows.
     has_no_rows = isinstance(rows, Mapping | str | bytes)
     if isinstance(rows, Sized) and hasattr(rows, "__getitem__") and not has_no_rows:
-        return _Rows(rows, spec.path)  # type: ignore[arg-type]  # any sequence class
+        return CheckedRows(rows, spec.path)  # type: ignore[arg-type]  # any sequence class
     if isinstance(rows, Iterable) and not has_no_rows:
         try:
             generated = list(islice(rows, _MAX_GENERATED + 1))
@@ -515,7 +538,7 @@ def _open_python(spec: PromptSourceSpec, key: str) -> PromptSource:
                 f"{key}: {spec.path!r} yields more than {_MAX_GENERATED:,} rows, or never ends; end it, or "
                 "return an object with __len__ and __getitem__, whose rows are read one at a time"
             )
-        return _Rows(generated, spec.path)
+        return CheckedRows(generated, spec.path)
     raise ValueError(
         f"{key}: {spec.path!r} must return the rows, for example a list of dictionaries, got "
         f"{type(rows).__name__}"
@@ -526,25 +549,12 @@ def _raised(spec: PromptSourceSpec, key: str, error: BaseException) -> ValueErro
     return ValueError(f"{key}: {spec.path!r} raised {describe_error(error)}; correct the function")
 
 
-def _open_environment(spec: PromptSourceSpec, key: str) -> PromptSource:
+def open_environment(spec: PromptSourceSpec, key: str) -> PromptSource:
     assert spec.limit is not None, f"{key} has a limit"
     return _Numbers(spec.path, spec.limit)
 
 
-def _open_verifiers(spec: PromptSourceSpec, key: str) -> PromptSource:
-    try:
-        # Loaded by name: the module is in a higher layer, and its import takes seconds.
-        tasks_of = load_callable(_VERIFIERS)
-        rows = tasks_of(spec.path, dict(spec.arguments), limit=spec.limit)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{key}: verifiers cannot load the taskset {spec.path!r} with {dict(spec.arguments)} ({error}); "
-            f"check {key}.path and {key}.arguments, and that it is installed"
-        ) from error
-    return _Rows(rows, spec.path)
-
-
-def _open_reasoning_gym(spec: PromptSourceSpec, key: str) -> PromptSource:
+def open_reasoning_gym(spec: PromptSourceSpec, key: str) -> PromptSource:
     try:
         import reasoning_gym
     except ModuleNotFoundError as error:
@@ -559,14 +569,3 @@ def _open_reasoning_gym(spec: PromptSourceSpec, key: str) -> PromptSource:
             f"({error}); check {key}.path and {key}.arguments"
         ) from error
     return _GymRows(dataset, spec)
-
-
-_OPENERS: dict[str, Callable[[PromptSourceSpec, str], PromptSource]] = {
-    "jsonl": _open_jsonl,
-    "parquet": _open_parquet,
-    "huggingface": _open_huggingface,
-    "python": _open_python,
-    "reasoning_gym": _open_reasoning_gym,
-    "verifiers": _open_verifiers,
-    "environment": _open_environment,
-}

@@ -7,6 +7,7 @@ import pytest
 from services.common import doors
 from services.common.doors import OWN_PACKAGE, DoorError
 from services.common.runspec import engines, environments, trackers, train_engines, weight_modes
+from services.common.runspec.data import SOURCES
 from services.common.runspec.engines import EngineKind
 from services.common.runspec.loader import parse_spec
 from services.common.runspec.rollout import AGENTS, REWARDS, SANDBOXES, WORKFLOWS
@@ -54,6 +55,7 @@ REFERENCES = {
     "rewards": (REWARDS, {"rollout": {"rewards": [{"name": "theirs"}]}}),
     "workflows": (WORKFLOWS, {"rollout": {"workflow": "theirs"}}),
     "agents": (AGENTS, {}),
+    "prompt_sources": (SOURCES, {"data": {"train": {"source": "theirs", "path": "any"}}}),
     "sandboxes": (
         SANDBOXES,
         {

@@ -55,7 +55,7 @@ async def test_its_rewards_are_terms_and_its_tokens_are_exact(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
     pytest.importorskip("verifiers.v1")
-    from services.rollout.environments.verifiers import play, tasks_of
+    from services.extras.environments.verifiers import play, tasks_of
 
     (tmp_path / "echo_tasks_for_test.py").write_text(TASKSET)
     monkeypatch.syspath_prepend(str(tmp_path))
