@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 
 from services.common.fields import ROLLOUT_FIELDS
-from services.weightsync.plan import TensorSpec, fsdp_shards, make_plan
+from services.weightsync.plan import TensorSpec, make_plan, row_shards
 from services.wire.batch import BlobRef, FieldColumn, KVBatchMeta
 from slipstream.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from slipstream.trainer.v1 import trainer_pb2, trainer_pb2_grpc
@@ -164,7 +164,7 @@ class FakeWeights(weightsync_pb2_grpc.WeightSyncServiceServicer):
         return ws.DescribeWeightsResponse(tensors=found, device="cpu")
 
     async def AgreePlan(self, request: Any, context: Any) -> Any:
-        shards = fsdp_shards(_TENSORS, request.source_count)
+        shards = row_shards(_TENSORS, request.source_count)
         plan = make_plan(_TENSORS, request.bucket_bytes, shards)
         return ws.AgreePlanResponse(plan_hash=plan.plan_hash, device="cpu")
 

@@ -25,7 +25,7 @@ from bench.weightsync.sides import (
 )
 from services.weightsync.group import RankAssignment, form_group
 from services.weightsync.member import WeightMember
-from services.weightsync.plan import fsdp_shards, make_plan, version_digest
+from services.weightsync.plan import make_plan, row_shards, version_digest
 from services.weightsync.transfer import TransferOrder
 
 
@@ -118,7 +118,7 @@ class Bench:
 
     async def _ours(self, *, mode: str = "shadow", backend: str) -> None:
         arguments = self._arguments
-        shards = fsdp_shards(self._specs, arguments.sources)
+        shards = row_shards(self._specs, arguments.sources)
         trainer = rollout = None
         if self._source is None:
             rollout = Rollout(self._specs, self._device)

@@ -32,7 +32,7 @@ from services.weightsync.canary import Canary, difference
 from services.weightsync.endpoints import OwnThread, WeightSink, WeightSource, on_device
 from services.weightsync.group import Epochs, KeyValueStore, RankAssignment, WeightGroup
 from services.weightsync.modes.base import PeerSender, Receiver, Sender
-from services.weightsync.plan import TensorSpec, fsdp_shards, make_plan, version_digest
+from services.weightsync.plan import TensorSpec, make_plan, row_shards, version_digest
 from services.weightsync.shared_buffers import gpu_of
 from services.weightsync.transfer import TransferError, TransferOrder, Transferred
 
@@ -185,14 +185,14 @@ class WeightMember:
         Args:
             tensors: Tensors in sending order.
             bucket_bytes: Max. bytes of one collective.
-            num_sources: Number of trainer ranks that send; each holds the rows that FSDP2 assigns
-                to it.
+            num_sources: Number of trainer ranks that send; the holders of a tensor among them each have
+                ``ceil(rows / holders)`` of its rows.
             source: Number of this member among them; None for a receiver.
 
         Raises:
             ValueError: If there is no such plan, or this member cannot take part in it.
         """
-        plan = make_plan(tensors, bucket_bytes, fsdp_shards(tensors, num_sources))
+        plan = make_plan(tensors, bucket_bytes, row_shards(tensors, num_sources))
         agreed = (plan.plan_hash, source, mode)
         if self._agreed == agreed:
             return plan.plan_hash

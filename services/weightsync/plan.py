@@ -1,9 +1,9 @@
 """Layout of tensors on the wire: pure functions, no torch.
 
-A trainer of several ranks holds each tensor in shards of whole rows. Every rank sends its own
-shards, so each rank is a source with its own flat arena. All members lay out the arenas by the same
-rules from the same list: a transfer is the arenas, cut into buckets, and received arenas need no
-unpacking.
+A trainer of several ranks holds each tensor in shards of whole rows, on all ranks or on those of
+one pipeline stage. Every rank sends its own shards, so each rank is a source with its own flat
+arena. All members lay out the arenas by the same rules from the same list: a transfer is the
+arenas, cut into buckets, and received arenas need no unpacking.
 
     source 0   | q_proj rows 0-1023    | pad | k_proj rows 0-127   | ...
     source 1   | q_proj rows 1024-2047 | pad | k_proj rows 128-255 | ...
@@ -42,6 +42,8 @@ class TensorSpec:
     """Dimensions."""
     dtype: str
     """Element type on the wire, for example ``bfloat16``."""
+    holders: tuple[int, ...] = ()
+    """Sources among which the rows are divided, in the order of their rows; empty for all sources."""
 
     @property
     def num_rows(self) -> int:
@@ -105,21 +107,31 @@ class WeightPlan:
         return sum(source.arena_bytes for source in self.sources)
 
 
-def fsdp_shards(
-    tensors: Sequence[TensorSpec], num_ranks: int
+def row_shards(
+    tensors: Sequence[TensorSpec], num_sources: int
 ) -> tuple[tuple[WeightShard, ...], ...]:
-    """Returns the shards of each rank under FSDP2, which assigns ``ceil(rows / ranks)`` rows to every rank.
+    """Returns the shards of each source: every holder of a tensor has ``ceil(rows / holders)`` of its rows.
 
-    The last ranks have fewer rows or none if the rows do not divide evenly.
+    This is how FSDP2 divides a tensor. The last holders have fewer rows or none if the rows do not divide
+    evenly.
+
+    Raises:
+        ValueError: If a tensor names a source that does not exist, or one of them twice.
     """
-    ranks: list[list[WeightShard]] = [[] for _ in range(num_ranks)]
+    sources: list[list[WeightShard]] = [[] for _ in range(num_sources)]
     for index, tensor in enumerate(tensors):
-        rows = -(-tensor.num_rows // num_ranks)
-        for rank, shards in enumerate(ranks):
-            start, stop = (min(rows * r, tensor.num_rows) for r in (rank, rank + 1))
+        holders = tensor.holders or range(num_sources)
+        if len(set(holders)) < len(holders) or not set(holders) <= set(range(num_sources)):
+            raise ValueError(
+                f"holders of {tensor.name} must be different sources from 0 to {num_sources - 1}, got "
+                f"{list(holders)}"
+            )
+        rows = -(-tensor.num_rows // len(holders))
+        for number, holder in enumerate(holders):
+            start, stop = (min(rows * n, tensor.num_rows) for n in (number, number + 1))
             if start < stop:
-                shards.append(WeightShard(index, start, stop))
-    return tuple(tuple(shards) for shards in ranks)
+                sources[holder].append(WeightShard(index, start, stop))
+    return tuple(tuple(shards) for shards in sources)
 
 
 def make_plan(
@@ -140,7 +152,7 @@ def make_plan(
     """
     _check_tensors(tensors, bucket_bytes)
     if shards is None:
-        shards = fsdp_shards(tensors, 1)
+        shards = row_shards(tensors, 1)
     _check_shards(tensors, shards)
     step = bucket_bytes // BUCKET_ALIGNMENT * BUCKET_ALIGNMENT
     described = json.dumps(

@@ -9,7 +9,7 @@ from services.weightsync.arena import WeightArena
 from services.weightsync.endpoints import Place
 from services.weightsync.modes.base import pack_weights
 from services.weightsync.modes.staged import Slots
-from services.weightsync.plan import TensorSpec, WeightPlan, fsdp_shards, make_plan
+from services.weightsync.plan import TensorSpec, WeightPlan, make_plan, row_shards
 from tests.helpers.weight_members import Source
 
 OpenWeights = Callable[[WeightPlan, Sequence[Sequence[Tensor]]], Awaitable[Place]]
@@ -36,7 +36,7 @@ async def place_all(
         TensorSpec(name, tuple(value.shape), str(value.dtype).removeprefix("torch."))
         for name, value in weights.items()
     ]
-    plan = make_plan(specs, bucket_bytes, fsdp_shards(specs, num_sources))
+    plan = make_plan(specs, bucket_bytes, row_shards(specs, num_sources))
     slots = Slots(plan, device)
     place = await open_weights(plan, slots.buffers)
     for number in range(num_sources):

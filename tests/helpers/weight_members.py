@@ -8,7 +8,7 @@ import torch
 from services.weightsync.canary import Canary
 from services.weightsync.member import WeightMember
 from services.weightsync.modes.placing import live_placer
-from services.weightsync.plan import TensorSpec, fsdp_shards, version_digest
+from services.weightsync.plan import TensorSpec, row_shards, version_digest
 from services.weightsync.transfer import TransferOrder
 
 SPECS = (
@@ -49,7 +49,7 @@ class Source:
 
     def __init__(self, number=0, num_sources=1, weights=None, specs=SPECS) -> None:
         self.specs = specs
-        self.shards = fsdp_shards(specs, num_sources)[number]
+        self.shards = row_shards(specs, num_sources)[number]
         self.num_reads = 0
         self.weights = weights or {
             spec.name: torch.randn(spec.shape, dtype=torch.float64).to(getattr(torch, spec.dtype))

@@ -23,7 +23,7 @@ from services.trainer.engines.fsdp.optim import build_optimizer, clip_gradients,
 from services.trainer.engines.fsdp.parallel import RankTopology, build_topology, distribute
 from services.trainer.engines.fsdp.weights import WeightExport
 from services.trainer.model.policy import Policy
-from services.weightsync.plan import fsdp_shards
+from services.weightsync.plan import row_shards
 from services.wire.data.jagged import Jagged
 from tests.helpers.mixtures import tiny_config
 from tests.helpers.ranks import run_ranks
@@ -221,7 +221,7 @@ def _load_and_save(rank: int, folder: str, name: str, shared: int, ranks: int) -
     if export.sends_rows:
         specs = export.weight_specs()
         rows = dict(export.weight_rows())
-        for shard in fsdp_shards(specs, ranks)[rank]:
+        for shard in row_shards(specs, ranks)[rank]:
             tensor = specs[shard.tensor]
             expected = trained[tensor.name][shard.start : shard.stop]
             assert torch.equal(rows[tensor.name], expected), tensor.name

@@ -8,7 +8,7 @@ from services.weightsync import arena, transfer
 from services.weightsync.group import Channel
 from services.weightsync.modes import staged
 from services.weightsync.modes.placing import live_placer, whole_buffers
-from services.weightsync.plan import TensorSpec, fsdp_shards, make_plan
+from services.weightsync.plan import TensorSpec, make_plan, row_shards
 from tests.helpers.weight_members import Cluster, Sink
 
 MODES = ["shadow", "inplace", "cpu_async", "delta"]
@@ -202,7 +202,7 @@ async def test_rows_of_several_sources_arrive_in_one_copy_of_the_weights(mode):
 
 def test_a_shadow_is_divided_among_the_engines_devices_in_whole_tensors():
     specs = [TensorSpec(f"layer{index}", (100 + index, 30), "bfloat16") for index in range(9)]
-    plan = make_plan(specs, 1 << 16, fsdp_shards(specs, 1))
+    plan = make_plan(specs, 1 << 16, row_shards(specs, 1))
     devices = [torch.device("cpu"), torch.device("meta")]
     flat, tensors = whole_buffers(plan, devices)
     sizes = {device.type: 0 for device in devices}

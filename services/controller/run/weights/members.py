@@ -25,7 +25,7 @@ from services.common.runspec.weight_modes import (
 from services.common.task_group import TaskGroup, unwrapped
 from services.controller.membership import Worker
 from services.controller.run.state.worker_failures import UnresponsiveError
-from services.weightsync.plan import TensorSpec, WeightPlan, fsdp_shards, make_plan
+from services.weightsync.plan import TensorSpec, WeightPlan, make_plan, row_shards
 from services.wire.weightsync import WeightSyncClient
 
 logger = logging.getLogger(__name__)
@@ -241,7 +241,7 @@ class WeightMembers:
 
     def _make_plan(self, device: str) -> None:
         wire = MODES[self._mode].wire_device(device)
-        shards = fsdp_shards(self._tensors, len(self.sources))
+        shards = row_shards(self._tensors, len(self.sources))
         self._bucket_bytes = self._spec.staged_bucket_bytes(
             BUCKET_BYTES[wire], num_sources=len(self.sources)
         )

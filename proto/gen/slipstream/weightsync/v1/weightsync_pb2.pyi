@@ -27,6 +27,7 @@ class TensorSpec(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     SHAPE_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
+    HOLDERS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name as in a Hugging Face checkpoint."""
     dtype: _builtins.str
@@ -35,16 +36,23 @@ class TensorSpec(_message.Message):
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Dimensions."""
 
+    @_builtins.property
+    def holders(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Numbers of the sources among which the rows are divided, in the order of their rows; empty for
+        all sources.
+        """
+
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         shape: _abc.Iterable[_builtins.int] | None = ...,
         dtype: _builtins.str = ...,
+        holders: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "name", b"name", "shape", b"shape"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "holders", b"holders", "name", b"name", "shape", b"shape"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -117,7 +125,7 @@ class AgreePlanRequest(_message.Message):
     bucket_bytes: _builtins.int
     """Max. bytes of one collective."""
     source_count: _builtins.int
-    """Number of trainer ranks that send; each holds the rows that FSDP2 assigns to it."""
+    """Number of trainer ranks that send; the holders of a tensor have ceil(rows / holders) rows each."""
     source: _builtins.int
     """This member's number among them, from 0; -1 for a receiver."""
     mode: _builtins.str

@@ -14,7 +14,7 @@ from services.controller.membership import Worker
 from services.controller.run.weights import members as members_module
 from services.controller.run.weights.members import WeightMembers
 from services.controller.run.weights.session import WeightSession
-from services.weightsync.plan import TensorSpec, fsdp_shards, make_plan
+from services.weightsync.plan import TensorSpec, make_plan, row_shards
 from services.wire.weightsync import Agreed, Described
 
 TENSORS = (TensorSpec("embed", (64, 4), "float32"),)
@@ -32,7 +32,7 @@ class Member:
 
     async def agree_plan(self, tensors, bucket_bytes, *, num_sources, mode, **_):
         self.modes.append(mode)
-        plan = make_plan(tensors, bucket_bytes, fsdp_shards(tensors, num_sources))
+        plan = make_plan(tensors, bucket_bytes, row_shards(tensors, num_sources))
         return Agreed(plan_hash=plan.plan_hash, device=self._device)
 
     async def alive(self, *, timeout_s):
