@@ -142,6 +142,8 @@ class WeightLayout:
     """All tensors, in sending order."""
     sends_rows: bool = False
     """True if every rank sends its own rows; otherwise rank 0 sends whole tensors."""
+    gathers_rows: bool = False
+    """True if ranks communicate for the rows that they send, so that all of them must iterate together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,8 +250,8 @@ class TrainEngine(Protocol):
         """Yields the weights that rollouts receive, by their Hugging Face names.
 
         Args:
-            rows: True for the rows that this rank holds, without communication; False for whole tensors,
-                for which all ranks must iterate.
+            rows: True for the rows that this rank sends, without communication unless the layout says that it
+                gathers them; False for whole tensors, for which all ranks must iterate.
         """
 
     def save(self) -> PendingSave:

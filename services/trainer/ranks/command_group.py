@@ -86,7 +86,7 @@ class CommandKind(IntEnum):
     TRAIN = 2
     """Train a step; the payload is its batch."""
     GATHER = 3
-    """Gather the weights for rank 0."""
+    """Gather the weights that rank 0 sends, or the rows that every rank sends."""
     SAVE = 4
     """Save a checkpoint of a step."""
     STOP = 5

@@ -2,13 +2,13 @@
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from torch import Tensor
 
-from services.common.errors import FailedPreconditionError, ServiceError
+from services.common.errors import DeadlineExceededError, FailedPreconditionError, ServiceError
 from services.trainer.engines.base import OomLimitError
 from services.trainer.ranks.command_group import Command, CommandGroup, CommandKind
 from services.trainer.ranks.rank import Rank, canary_of
@@ -19,6 +19,9 @@ from services.wire.batch import KVBatchMeta
 from services.wire.step_command import StepCommand
 
 logger = logging.getLogger(__name__)
+
+GATHER_TIMEOUT_S = 120.0
+"""Max seconds in which rank 0 begins to gather, and all ranks have their rows."""
 
 
 class Follower:
@@ -37,6 +40,7 @@ class Follower:
         self._values = values
         # A transfer copies the rows that training changes, and both run in threads.
         self._turn = threading.Lock()
+        self._gathered = GatheredRows()
 
     def follow(self) -> None:
         """Executes commands until rank 0 sends STOP. Blocks; runs in a thread.
@@ -64,7 +68,14 @@ class Follower:
         return list(self._engine.weights.specs)
 
     def weight_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the rows of this rank; training waits until all are read."""
+        """Yields the rows of this rank; training waits until all are read.
+
+        Raises:
+            DeadlineExceededError: If ranks gather their rows together, and rank 0 does not begin in time.
+        """
+        if self._engine.weights.gathers_rows:
+            yield from self._gathered.wait()
+            return
         with self._turn:
             self._rank.check_awake()
             yield from self._engine.export_weights(rows=True)
@@ -90,10 +101,13 @@ class Follower:
 
     def _execute(self, command: Command) -> None:
         if command.kind is CommandKind.TRAIN:
+            self._gathered.clear()
             self._rank.train(StepCommand.from_bytes(command.payload))
         elif command.kind is CommandKind.ACCUMULATE:
             meta = KVBatchMeta.from_bytes(command.payload)
             self._rank.accumulate(meta, weight_version=command.weight_version)
+        elif command.kind is CommandKind.GATHER and self._engine.weights.gathers_rows:
+            self._gathered.set(self._engine.export_weights(rows=True))
         elif command.kind is CommandKind.GATHER:
             for _ in self._engine.export_weights():
                 pass
@@ -107,6 +121,43 @@ class Follower:
             canary_of(self._engine)
         elif command.kind is CommandKind.ADD_FIELD and self._values is not None:
             self._values.add(KVBatchMeta.from_bytes(command.payload))
+
+
+class GatheredRows:
+    """Rows that all ranks gathered together, until training changes the weights.
+
+    Rank 0 and the sender of this rank's weights are called at about the same time, in any order.
+    """
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[str, Tensor]] | None = None
+        self._change = threading.Condition()
+
+    def set(self, rows: Iterable[tuple[str, Tensor]]) -> None:
+        """Gathers and keeps rows."""
+        gathered = [(name, value.clone()) for name, value in rows]
+        with self._change:
+            self._rows = gathered
+            self._change.notify_all()
+
+    def clear(self) -> None:
+        with self._change:
+            self._rows = None
+
+    def wait(self, timeout_s: float = GATHER_TIMEOUT_S) -> Sequence[tuple[str, Tensor]]:
+        """Returns the rows of the current weights.
+
+        Raises:
+            DeadlineExceededError: If they are not gathered in time.
+        """
+        with self._change:
+            if not self._change.wait_for(lambda: self._rows is not None, timeout_s):
+                raise DeadlineExceededError(
+                    f"rank 0 of the trainer did not gather the weights of its ranks within {timeout_s:g} s; "
+                    "it may be busy or lost: see its log"
+                )
+            assert self._rows is not None
+            return self._rows
 
 
 def _await_written(writing: Future[Path]) -> None:

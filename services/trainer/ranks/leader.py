@@ -239,10 +239,10 @@ class Leader:
         """Yields the current weights, or this rank's rows of them; training waits until all are read."""
         engine = self._attached().runner.engine
         with self._turn, self._awake():
-            sends_rows = engine.weights.sends_rows
-            if not sends_rows:
+            layout = engine.weights
+            if not layout.sends_rows or layout.gathers_rows:
                 self._command_group.broadcast(Command(CommandKind.GATHER))
-            yield from engine.export_weights(rows=sends_rows)
+            yield from engine.export_weights(rows=layout.sends_rows)
 
     def score_canary(self) -> Canary:
         """Scores a short text under the current weights, with all ranks."""

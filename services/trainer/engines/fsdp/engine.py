@@ -119,7 +119,8 @@ class FsdpEngine:
     @property
     def weights(self) -> WeightLayout:
         """Layout of the exported weights. Only a policy or reward model that trains has one."""
-        return WeightLayout(self._exported().weight_specs(), self._exported().sends_rows)
+        export = self._exported()
+        return WeightLayout(export.weight_specs(), export.sends_rows, export.gathers_rows)
 
     def forward_logprobs(
         self,
@@ -196,7 +197,7 @@ class FsdpEngine:
             return OptimizerStep(math.nan, moved=False)
         if scale is not None:
             optim.scale_gradients(self._parameters, scale.to(self.device))
-        norm = optim.gradient_norm(self._parameters)
+        norm = self._gradient_norm()
         grad_norm = norm.item()
         moved = learning_rate > 0 and math.isfinite(grad_norm)
         if moved:
@@ -206,6 +207,10 @@ class FsdpEngine:
         self.optimizer.zero_grad(set_to_none=True)
         counts = None if self._balancer is None else self._balancer.updated(moved=moved)
         return OptimizerStep(grad_norm, moved=moved, expert_counts=counts)
+
+    def _gradient_norm(self) -> Tensor:
+        """Returns the float32 norm of the gradients over all ranks, the same on every rank."""
+        return optim.gradient_norm(self._parameters)
 
     def export_weights(self, *, rows: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yields the weights of the policy, or the rows that this rank holds of them."""

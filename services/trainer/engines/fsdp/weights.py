@@ -50,6 +50,8 @@ class WeightExport:
         self._digest = self._frozen_digest() if sends_adapters else None
         self.sends_rows = senders == "ranks" and _is_divided_by_rows(policy)
         """True if every rank sends its own rows; otherwise rank 0 gathers and sends all."""
+        self.gathers_rows = False
+        """True if all ranks must iterate over the rows together."""
 
     def weight_specs(self) -> list[TensorSpec]:
         """Returns the specifications of all sent tensors, in sending order."""

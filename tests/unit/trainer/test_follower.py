@@ -1,0 +1,29 @@
+"""Tests of the rows that ranks gather together before each sends its own."""
+
+import threading
+
+import pytest
+import torch
+
+from services.common.errors import DeadlineExceededError
+from services.trainer.ranks.follower import GatheredRows
+
+
+def test_a_sender_waits_for_rows_that_rank_0_has_not_gathered_yet() -> None:
+    gathered, live = GatheredRows(), torch.ones(2)
+    sent: list[torch.Tensor] = []
+    sender = threading.Thread(target=lambda: sent.extend(rows for _, rows in gathered.wait(10)))
+    sender.start()
+    gathered.set([("weight", live)])
+    sender.join(10)
+    live.zero_()  # the rows are a copy
+    assert [rows.tolist() for rows in sent] == [[1.0, 1.0]]
+    assert [name for name, _ in gathered.wait(0)] == ["weight"]  # a repeated request finds them too
+
+
+def test_rows_of_older_weights_are_never_sent() -> None:
+    gathered = GatheredRows()
+    gathered.set([("weight", torch.ones(1))])
+    gathered.clear()
+    with pytest.raises(DeadlineExceededError, match="rank 0 of the trainer did not gather"):
+        gathered.wait(0)
