@@ -7,11 +7,12 @@ together.
 import inspect
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from services.checks.start.hub import go_offline_unless_reachable, hub_is_needed, model_config
@@ -43,6 +44,7 @@ from services.common.runspec.loader import Draft, SpecError, read_draft
 from services.common.runspec.rollout import AGENTS, EARNED, REWARDS, WORKFLOWS
 from services.common.runspec.rules import batch_bytes, critic_warmup, quota
 from services.common.runspec.run import ModelSpec, RunSpec
+from services.common.runspec.train_engines import train_engine_kind
 from services.common.runspec.trainer import OF_EXPERTS, LoraSpec
 from services.common.runspec.weight_modes import MODES
 from services.common.security.secrets import find_plain_secrets
@@ -527,6 +529,7 @@ def _model(spec: RunSpec) -> Iterator[str]:
         except ValueError as error:
             problems = problems or [str(error)]
     yield from problems
+    yield from _engine_model(spec, config)
     yield from quantization_problems(config)
     yield from precision_problems(spec, config)
     yield from adapter_problems(spec, config)
@@ -541,6 +544,16 @@ def _model(spec: RunSpec) -> Iterator[str]:
         yield from batch_problems(spec, config, capacity_bytes=capacity)
     if tokenizer is not None:
         yield from token_problems(spec, config, tokenizer)
+
+
+def _engine_model(spec: RunSpec, config: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the reasons why the run's training engine cannot train its model."""
+    kind = train_engine_kind(spec.trainer.engine)
+    if kind.problems is not None:
+        find_problems: Callable[[RunSpec, Mapping[str, Any]], Iterable[str]] = resolve_name(
+            kind.problems
+        )
+        yield from find_problems(spec, config)
 
 
 def _built(spec: RunSpec) -> Iterator[str]:

@@ -26,6 +26,7 @@ from services.common.models.quantization import (
     largest_quantized,
     moment_bytes,
 )
+from services.common.models.stages import stage_layers, stages_of
 from services.common.runspec.engines import engine_kind
 from services.common.runspec.run import RunSpec
 from services.common.runspec.trainer import TrainerSpec
@@ -316,23 +317,56 @@ def _memory_of(
     gpu_bytes: int,
     shapes: Mapping[str, tuple[int, ...]],
 ) -> TrainerMemory:
-    trainer = spec.trainer
+    """Predicts the memory of the rank that needs the most; ranks differ between pipeline stages."""
+    trainer, shape = spec.trainer, config.get_text_config()
+    division = stage_layers(int(shape.num_hidden_layers), trainer.pipeline_parallel)
+    stages = []
+    for number, layers in enumerate(division):
+        held = {
+            name: size
+            for name, size in shapes.items()
+            if number in stages_of(name, division, is_tied=bool(shape.tie_word_embeddings))
+        }
+        # Under 1F1B, a stage begins that many micro-batches before the first backward pass.
+        part = _Stage(held, len(layers), len(division) - number, number == len(division) - 1)
+        stages.append(_memory_of_stage(spec, config, part, gpu_bytes=gpu_bytes))
+    return max(stages, key=lambda memory: memory.used)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """What a pipeline stage holds; without stages, the only one holds everything."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    """Shapes of its weights by name."""
+    num_layers: int
+    num_packs: int
+    """Micro-batches whose activations it holds at once."""
+    has_head: bool
+
+
+def _memory_of_stage(
+    spec: RunSpec, config: PretrainedConfig, stage: _Stage, *, gpu_bytes: int
+) -> TrainerMemory:
+    trainer, shapes = spec.trainer, stage.shapes
     weights = _num_weights(shapes)
     trained = weights if trainer.lora is None else adapter_weights(shapes, trainer.lora)
     frozen = 0.0 if trainer.lora is None else weights
     item = getattr(torch, trainer.dtype).itemsize
     base_dtype = None if trainer.lora is None else trainer.lora.base_dtype
     base = base_bytes(shapes, base_dtype, item=item)
-    ranks = trainer.world_size
+    ranks = trainer.stage_ranks
     # A rank that keeps gathered weights holds the frozen weights whole.
-    frozen_ranks = 1 if _keeps_gathered(trainer) and not trainer.offloads_weights else ranks
+    frozen_ranks = 1 if trainer.keeps_gathered and not trainer.offloads_weights else ranks
     critics = int(
         spec.algorithm.advantage_kind.needs_critic and not spec.topology.own_gpus("critic")
     )
     # A critic is trained without adapters.
     trained_in_all = trained + critics * weights
     in_8bit = trainer.optimizer.kind == "adamw_8bit"
-    activations = _activations(trainer, config, item=item)
+    activations = _activations(
+        trainer, config, item=item, layers=stage.num_layers, num_packs=stage.num_packs
+    )
     num_tokens = _max_micro_batch_tokens(spec)
     parts = {
         "weights, float32": _FLOAT32 * trained_in_all / ranks,
@@ -349,7 +383,8 @@ def _memory_of(
         "a weight, dequantized": 0.0 if base_dtype is None else item * largest_quantized(shapes),
         "moments, dequantized": _DEQUANTIZED * PART_BYTES * in_8bit,
         "activations": num_tokens * activations.here,
-        "logits": min(_LOGITS, 3.0 * _FLOAT32 * config.vocab_size * num_tokens),
+        "logits": stage.has_head * min(_LOGITS, 3.0 * _FLOAT32 * config.vocab_size * num_tokens),
+        "states between stages": _exchanged(spec, config, item=item),
         "weights in transfer": _sent(spec, shapes, item=item),
         "context": _CONTEXT,
     }
@@ -434,20 +469,15 @@ def _num_weights(shapes: Mapping[str, tuple[int, ...]]) -> float:
     return float(sum(map(prod, shapes.values())))
 
 
-def _keeps_gathered(trainer: TrainerSpec) -> bool:
-    """Returns True if ranks keep gathered weights, as ``trainer/engines/fsdp/parallel.py`` decides."""
-    return trainer.zero_stage == 1 or trainer.world_size == trainer.tensor_parallel
-
-
 def _has_mesh(trainer: TrainerSpec) -> bool:
     return trainer.world_size > 1 or trainer.dtype != "float32" or trainer.offloads_weights
 
 
 def _gradients(trainer: TrainerSpec, trained: float) -> float:
     """Returns the bytes of float32 gradients: unsharded if reduced only after the last micro-batch."""
-    if _keeps_gathered(trainer) and not trainer.offloads_weights:
+    if trainer.keeps_gathered and not trainer.offloads_weights:
         return _FLOAT32 * trained / trainer.tensor_parallel
-    return _FLOAT32 * trained / trainer.world_size
+    return _FLOAT32 * trained / trainer.stage_ranks
 
 
 def _gathered(
@@ -456,7 +486,7 @@ def _gathered(
     """Returns the bytes of weights in the dtype of the pass: all trained ones, or two layers and the rest."""
     if not _has_mesh(trainer):
         return 0.0
-    if _keeps_gathered(trainer) and not trainer.offloads_weights:
+    if trainer.keeps_gathered and not trainer.offloads_weights:
         return item * trained / trainer.tensor_parallel
     weights = trained + frozen
     outside = _outside(config)
@@ -487,7 +517,30 @@ class _Activations:
     """Bytes in host memory."""
 
 
-def _activations(trainer: TrainerSpec, config: PretrainedConfig, *, item: int) -> _Activations:
+def _exchanged(spec: RunSpec, config: PretrainedConfig, *, item: int) -> float:
+    """Returns the bytes of states and gradients that a pipeline stage receives, at most, in one update.
+
+    Torch's stages have a buffer of both for every micro-batch of an update.
+    """
+    trainer = spec.trainer
+    if trainer.pipeline_parallel == 1:
+        return 0.0
+    longest = spec.data.max_prompt_tokens + spec.rollout.max_response_tokens
+    num_samples = trainer.prompts_per_step * spec.samples_per_group
+    data_parallel = trainer.stage_ranks // trainer.tensor_parallel
+    tokens = num_samples * longest / trainer.updates_per_step / data_parallel
+    return 2.0 * item * float(config.get_text_config().hidden_size) * tokens
+
+
+def _activations(
+    trainer: TrainerSpec, config: PretrainedConfig, *, item: int, layers: int, num_packs: int
+) -> _Activations:
+    """Returns the bytes per token.
+
+    Args:
+        layers: Layers of a rank.
+        num_packs: Micro-batches whose activations it holds at once.
+    """
     shape: Any = config.get_text_config()
     heads = int(getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads)
     # Heads are repeated until each rank that shares the pack has the same number.
@@ -495,12 +548,12 @@ def _activations(trainer: TrainerSpec, config: PretrainedConfig, *, item: int) -
     width = int(getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads)
     heads = _QUERIES * int(shape.num_attention_heads) + _KEY_VALUES * heads
     attended = item * heads * width / trainer.tensor_parallel
-    layers = int(shape.num_hidden_layers)
-    attended *= num_attention_layers(_config_dict(shape)) / layers
+    all_layers = int(shape.num_hidden_layers)
+    attended *= num_attention_layers(_config_dict(shape)) / all_layers
     if (recurrent := recurrent_shape(_config_dict(shape))) is not None:
         # A recurrent layer keeps the inputs and outputs of its convolution and of its gates.
         kept_width = 2 * recurrent.channels + 2 * recurrent.width
-        attended += recurrent.num_layers / layers * item * kept_width
+        attended += recurrent.num_layers / all_layers * item * kept_width
     # The tokens of an expert are copied, and its output is weighted.
     attended += item * _copied(shape)
     eager = 0 if trainer.compile else 1
@@ -516,6 +569,7 @@ def _activations(trainer: TrainerSpec, config: PretrainedConfig, *, item: int) -
         kept = [
             hidden if recomputed and number % recomputed == 0 else whole for number in range(layers)
         ]
+    kept *= num_packs
     # A layer that is recomputed temporarily has all of its activations.
     again = whole if recomputed else 0.0
     if not trainer.activation_offloading:
@@ -555,9 +609,9 @@ def _sent(spec: RunSpec, shapes: Mapping[str, tuple[int, ...]], *, item: int) ->
     is_whole = (
         spec.weight_sync.senders == "leader"
         or trainer.lora is not None
-        or trainer.tensor_parallel > 1
+        or (trainer.tensor_parallel > 1 and trainer.pipeline_parallel == 1)
     )
-    return item * weights / (1 if is_whole else trainer.world_size) + _exported_bytes(spec)
+    return item * weights / (1 if is_whole else trainer.stage_ranks) + _exported_bytes(spec)
 
 
 def _exported_bytes(spec: RunSpec) -> int:

@@ -1402,20 +1402,24 @@ def _early_groups(spec: RunSpec) -> Iterator[str]:
 def parallelism(spec: RunSpec) -> Iterator[str]:
     """Yields problems of the trainer's processes and of weights that they hold."""
     trainer, lora = spec.trainer, spec.trainer.lora
-    together = trainer.tensor_parallel * trainer.context_parallel
+    together = trainer.tensor_parallel * trainer.context_parallel * trainer.pipeline_parallel
     if trainer.world_size % together:
-        also = f" times trainer.context_parallel ({trainer.context_parallel})"
+        also = "".join(
+            f" times trainer.{key} ({size})"
+            for key in ("context_parallel", "pipeline_parallel")
+            if (size := getattr(trainer, key)) > 1
+        )
         yield (
             f"trainer.world_size ({trainer.world_size}) must be a multiple of "
-            f"trainer.tensor_parallel ({trainer.tensor_parallel})"
-            + (also if trainer.context_parallel > 1 else "")
+            f"trainer.tensor_parallel ({trainer.tensor_parallel}){also}"
         )
-    data_parallel = trainer.world_size // trainer.tensor_parallel
+    data_parallel = trainer.stage_ranks // trainer.tensor_parallel
     if data_parallel % trainer.expert_parallel:
+        stages = " / trainer.pipeline_parallel" if trainer.pipeline_parallel > 1 else ""
         yield (
             f"trainer.expert_parallel is {trainer.expert_parallel}, which does not divide the "
-            f"{data_parallel} data-parallel processes (trainer.world_size / trainer.tensor_parallel); "
-            "set it to a divisor"
+            f"{data_parallel} data-parallel processes (trainer.world_size / trainer.tensor_parallel"
+            f"{stages}); set it to a divisor"
         )
     if trainer.zero_stage == 1 and trainer.offloads_weights:
         yield (
@@ -1479,9 +1483,11 @@ def _train_engine(spec: RunSpec) -> Iterator[str]:
         value = attrgetter(key)(spec)
         if value not in values:
             known = " or ".join(map(in_yaml, values))
+            # Of two engines, the other one may be what the run needs.
+            other = "stages" if key == "trainer.pipeline_parallel" else "fsdp"
             yield (
                 f"trainer.engine {name!r} supports {key} {known} only, but it is {in_yaml(value)}; "
-                f"set {key} to {in_yaml(values[0])}, or trainer.engine to 'fsdp'"
+                f"set {key} to {in_yaml(values[0])}, or trainer.engine to {other!r}"
             )
     if engine.serves_own_gpus:
         return

@@ -21,6 +21,10 @@ class TrainEngineKind:
     ``TrainEngine`` for each model."""
     supported: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Values that the engine supports, by key; other keys of a run may have any value."""
+    problems: str | None = None
+    """Reference of a function that takes a ``RunSpec`` and the model's ``config.json``, imports no torch, and
+    yields the reasons why the engine cannot train the model. None if the engine takes every model that the
+    trainer supports."""
     serves_own_gpus: bool = True
     """True if the engine serves workers of the trainer's program that have separate GPUs."""
 

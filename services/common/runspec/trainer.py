@@ -153,9 +153,10 @@ class TrainerSpec(SpecPart):
     prompts_per_step: int = Field(ge=1)
     """Number of groups in one batch."""
     engine: Annotated[str, NameIn(ENGINES)] = "fsdp"
-    """Training engine. ``fsdp``: FSDP2 with all settings below. ``reference``: plain transformers in
-    one process, one sequence at a time, to compare numerics with; it supports few of the settings
-    below."""
+    """Training engine. ``fsdp``: FSDP2 with all settings below except ``pipeline_parallel``.
+    ``stages``: FSDP2 in pipeline stages; it supports dense models and some of the settings below.
+    ``reference``: plain transformers in one process, one sequence at a time, to compare numerics
+    with; it supports few of the settings below."""
     updates_per_step: int = Field(1, ge=1)
     """Number of mini-batches into which a batch is split, each with one optimizer update."""
     accumulate_early: bool = False
@@ -189,6 +190,11 @@ class TrainerSpec(SpecPart):
     """Number of processes over which the tokens of each micro-batch are split, and in attention its
     heads (arXiv:2309.14509); the max length of a sequence grows by this factor. Must divide the
     number of processes and the attention heads of each."""
+    pipeline_parallel: int = Field(1, ge=1)
+    """Number of pipeline stages, each with consecutive layers on its own processes; needs
+    ``engine: stages``. While the pipeline fills and drains, stages are idle: with ``s`` stages and
+    ``m`` micro-batches in an update, for a share of ``(s - 1) / (m + s - 1)`` of its passes. Lower
+    ``tokens_per_micro_batch`` gives more micro-batches."""
     balancing: BalancingSpec = BalancingSpec()
     """Load balancing of a mixture's experts."""
     zero_stage: Literal[1, 3] = 3
@@ -226,6 +232,24 @@ class TrainerSpec(SpecPart):
     """Steps of which each trainer process writes a profile for Perfetto or chrome://tracing to
     ``profiles/step-<step>-rank-<rank>.json.gz`` in the run's folder. Profiled steps take longer;
     the profile of the first step includes one-time work."""
+
+    @property
+    def stage_ranks(self) -> int:
+        """Number of processes of a pipeline stage; of all without stages."""
+        return self.world_size // self.pipeline_parallel
+
+    @property
+    def keeps_gathered(self) -> bool:
+        """True if ranks keep gathered weights and whole gradients until an update's last micro-batch.
+
+        A rank that shards over itself alone has no other rank to exchange with, and the memory is that of
+        one model either way. A pipeline stage exchanges gradients after its last backward pass.
+        """
+        return (
+            self.stage_ranks == self.tensor_parallel
+            or self.zero_stage == 1
+            or self.pipeline_parallel > 1
+        )
 
     @property
     def offloads_weights(self) -> bool:

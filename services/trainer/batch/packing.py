@@ -109,6 +109,10 @@ class PackedTokens:
     """
     counts: tuple[int, ...] = ()
     """Number of predictions of each of these ranks."""
+    states: Tensor | None = None
+    """``[T, H]`` states that the layers of earlier pipeline stages computed; None if a model begins with its
+    embedding.
+    """
 
     def shared_with(self, ranks: ContextRanks) -> "PackedTokens":
         assert not self.inputs, (

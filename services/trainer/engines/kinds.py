@@ -4,11 +4,15 @@ from typing import Final
 
 from services.common.runspec.train_engines import TrainEngineKind
 
-FSDP: Final = TrainEngineKind(build="services.trainer.engines.fsdp.build:build")
+FSDP: Final = TrainEngineKind(
+    build="services.trainer.engines.fsdp.build:build",
+    supported={"trainer.pipeline_parallel": (1,)},
+)
 REFERENCE: Final = TrainEngineKind(
     build="services.trainer.engines.reference:build",
     supported={
         "trainer.world_size": (1,),
+        "trainer.pipeline_parallel": (1,),
         "trainer.dtype": ("float32",),
         "trainer.lora": (None,),
         "trainer.optimizer.kind": ("adamw",),

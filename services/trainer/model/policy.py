@@ -187,6 +187,9 @@ def decoder_states(model: PreTrainedModel, packed: PackedTokens, *, multiple: in
     """
     decoder = _untyped(model).get_decoder()
     padding = (0, -len(packed.input_ids) % multiple)
+    begin = {"input_ids": functional.pad(packed.input_ids, padding)[None]}
+    if packed.states is not None:
+        begin = {"inputs_embeds": functional.pad(packed.states, (0, 0, *padding))[None]}
     bundles = [placed.inputs for placed in packed.inputs]
     if bundles and vision_tower(model) is not None:
         spans = [(each.start, each.end, each.depth) for each in packed.inputs]
@@ -197,7 +200,7 @@ def decoder_states(model: PreTrainedModel, packed: PackedTokens, *, multiple: in
     else:
         arguments = model_arguments(decoder, bundles, packed.input_ids.device)
     output = decoder(
-        input_ids=functional.pad(packed.input_ids, padding)[None],
+        **begin,
         position_ids=functional.pad(packed.position_ids, padding)[None],
         use_cache=False,
         layout=packed.layout,

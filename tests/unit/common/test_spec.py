@@ -250,6 +250,10 @@ def test_a_value_in_a_message_can_be_copied_into_a_specification(value: object) 
             changed(trainer={"world_size": 4, "tensor_parallel": 2, "context_parallel": 4}),
             ["world_size (4)", "multiple", "trainer.context_parallel (4)"],
         ),
+        (
+            changed(trainer={"engine": "stages", "world_size": 3, "pipeline_parallel": 2}),
+            ["world_size (3)", "multiple", "trainer.pipeline_parallel (2)"],
+        ),
         (changed(trainer={"zero_stage": 1, "cpu_offload": True}), ["zero_stage", "cpu_offload"]),
         (changed(validation={"only": True}), ["data.heldout"]),
         (

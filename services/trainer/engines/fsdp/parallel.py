@@ -61,6 +61,11 @@ class RankTopology:
     """Ranks that compute a pack together; None if each computes its own."""
 
     @property
+    def tensor_parallel(self) -> int:
+        """Number of ranks that share each layer."""
+        return 1 if self.mesh is None else self.mesh["tp"].size()
+
+    @property
     def sharding(self) -> Ranks:
         if self.mesh is None:
             return self.data
@@ -86,7 +91,7 @@ def build_topology(
             f"the run has {spec.world_size} processes for this worker, but {world_size} were started; start "
             f"{spec.world_size}, for example with torchrun --nproc-per-node"
         )
-    _use_few_threads(spec, device)
+    use_few_threads(spec, device)
     if world_size == 1:
         if spec.dtype == "float32" and not spec.offloads_weights:
             return RankTopology(device=device, data=Ranks())
@@ -112,7 +117,7 @@ def build_topology(
     )
 
 
-def _use_few_threads(spec: TrainerSpec, device: torch.device) -> None:
+def use_few_threads(spec: TrainerSpec, device: torch.device) -> None:
     """Limits torch to one CPU thread if a GPU holds the weights; must run before any compilation.
 
     With a GPU, the CPU only lays out batches, in operations of microseconds. An operation that is divided
@@ -157,6 +162,10 @@ def distribute(module: Policy | Critic, spec: TrainerSpec, topology: RankTopolog
         ValueError: If heads or experts cannot be divided evenly among ranks.
     """
     decoder: Any = module.get_submodule("model").get_decoder()  # type: ignore[operator]
+    # A pipeline stage has only some of the layers.
+    layers = nn.ModuleList(
+        layer for layer in decoder.layers if any(True for _ in layer.parameters())
+    )
     if topology.context is not None:
         _check_model(
             module,
@@ -164,7 +173,6 @@ def distribute(module: Policy | Critic, spec: TrainerSpec, topology: RankTopolog
             context_parallel=spec.context_parallel,
         )
         module.context = topology.context
-    layers = decoder.layers
     _divide(module, layers, spec, topology)
     set_up_activations(layers, spec, device=topology.device, is_seen=_is_seen(module, topology))
     if spec.compile:
@@ -208,12 +216,12 @@ def _shard(
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=getattr(torch, spec.dtype), reduce_dtype=torch.float32
         ),
-        "reshard_after_forward": False if _keeps_gathered(spec) else None,
+        "reshard_after_forward": False if spec.keeps_gathered else None,
         "offload_policy": CPUOffloadPolicy(pin_memory=topology.device.type == "cuda")
         if spec.offloads_weights
         else OffloadPolicy(),
     }
-    if _keeps_gathered(spec) and not spec.offloads_weights:
+    if spec.keeps_gathered and not spec.offloads_weights:
         options["ignored_params"] = {each for each in module.parameters() if not each.requires_grad}
     if topology.experts is not None:
         for experts in _experts(layers):
@@ -225,18 +233,9 @@ def _shard(
 
 def begin_micro_batch(module: nn.Module, *, is_last: bool, spec: TrainerSpec) -> None:
     """Prepares FSDP2 for the forward and backward pass of one of an update's micro-batches."""
-    if isinstance(module, FSDPModule) and _keeps_gathered(spec) and not spec.offloads_weights:
+    if isinstance(module, FSDPModule) and spec.keeps_gathered and not spec.offloads_weights:
         module.set_requires_gradient_sync(is_last)
         module.set_reshard_after_backward(is_last)
-
-
-def _keeps_gathered(spec: TrainerSpec) -> bool:
-    """Returns True if gathered parameters and whole gradients are kept until an update's last micro-batch.
-
-    A rank that shards over itself alone has no other rank to exchange with, and the memory is that of one
-    model either way.
-    """
-    return spec.world_size == spec.tensor_parallel or spec.zero_stage == 1
 
 
 def free_gathered(module: nn.Module) -> None:

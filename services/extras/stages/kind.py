@@ -1,0 +1,25 @@
+"""Properties of the training engine ``stages``. Imports no torch."""
+
+from typing import Final
+
+from services.common.runspec.train_engines import TrainEngineKind
+
+STAGES: Final = TrainEngineKind(
+    build="services.extras.stages.build:build",
+    problems="services.extras.stages.problems:problems",
+    supported={
+        "trainer.expert_parallel": (1,),
+        "trainer.context_parallel": (1,),
+        "trainer.lora": (None,),
+        "trainer.optimizer.kind": ("adamw",),
+        "trainer.compile": (False,),
+        "trainer.cpu_offload": (False,),
+        "trainer.activation_offloading": (False,),
+        "trainer.balancing.kind": ("none",),
+        "rollout.routing_replay": ("off",),
+        "model.images": (False,),
+        "weight_sync.senders": ("ranks",),
+        "topology.placement": ("disaggregated",),
+    },
+    serves_own_gpus=False,
+)

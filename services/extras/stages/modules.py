@@ -1,0 +1,101 @@
+"""The part of a policy or critic that a pipeline stage has, as the module that a schedule calls.
+
+A schedule passes states between stages, and the number of the micro-batch; packs are set before. All states
+of one schedule have the same shape, so a stage pads those that it sends to the longest pack.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from services.extras.stages.layout import Stage, WholeModel, describe, keep_stage
+from services.trainer.batch.packing import PackedTokens
+from services.trainer.model.policy import Critic, Policy, decoder_states
+
+
+class StagePart:
+    """Adds to a policy or critic the forward pass of its stage."""
+
+    stage: Stage
+    whole: WholeModel
+    """Facts about the whole model."""
+    packs: Sequence[PackedTokens] = ()
+    """Micro-batches of the running schedule."""
+    width: int = 0
+    """Tokens of the longest of them, to which states are padded."""
+    number: int = 0
+    """Micro-batch of the newest forward pass."""
+    options: Mapping[str, Any]
+    """Arguments of the last stage's forward pass, besides the pack."""
+    model: PreTrainedModel
+    num_columns: int
+    """Number of tensors that the last stage returns."""
+
+    def begin(self, packs: Sequence[PackedTokens], **options: Any) -> None:
+        """Sets the micro-batches of a schedule."""
+        self.packs, self.options = packs, options
+        self.width = max(len(packed.input_ids) for packed in packs)
+
+    def pass_states(self, received: tuple[Tensor, ...], number: Tensor) -> Tensor | PackedTokens:
+        """Computes this stage's layers, or returns the pack with states for the last stage's."""
+        self.number = int(number)
+        packed = self.packs[self.number]
+        if not self.stage.is_first:
+            packed = replace(packed, states=received[0][0, : len(packed.input_ids)])
+        if self.stage.is_last:
+            return packed
+        states = decoder_states(self.model, packed)
+        return functional.pad(states[None], (0, 0, 0, self.width - len(states)))
+
+
+class StagedPolicy(StagePart, Policy):
+    """A stage of a policy: returns states ``[1, width, H]``, on the last stage what a policy returns.
+
+    Args:
+        model: A whole causal language model, on any device; it keeps the stage's part.
+        **options: Arguments of :class:`Policy`.
+    """
+
+    num_columns = 2
+
+    def __init__(self, model: PreTrainedModel, stage: Stage, **options: Any) -> None:
+        whole = describe(model)
+        keep_stage(model, stage, uses_head=True)
+        super().__init__(model, **options)
+        self.stage, self.whole, self.options = stage, whole, {}
+
+    def forward(  # type: ignore[override]
+        self, *received: Tensor, number: Tensor
+    ) -> Tensor | tuple[Tensor, ...]:
+        passed = self.pass_states(received, number)
+        return passed if isinstance(passed, Tensor) else super().forward(passed, **self.options)
+
+
+class StagedCritic(StagePart, Critic):
+    """A stage of a critic: returns states ``[1, width, H]``, on the last stage ``[R]`` values.
+
+    Args:
+        model: A whole causal language model, on any device; it keeps the stage's part.
+    """
+
+    num_columns = 1
+
+    def __init__(self, model: PreTrainedModel, stage: Stage) -> None:
+        whole = describe(model)
+        keep_stage(model, stage, uses_head=False)
+        super().__init__(model)
+        self.stage, self.whole, self.options = stage, whole, {}
+        if not stage.is_last:
+            del self.head
+
+    def forward(  # type: ignore[override]
+        self, *received: Tensor, number: Tensor
+    ) -> Tensor | tuple[Tensor, ...]:
+        passed = self.pass_states(received, number)
+        if isinstance(passed, Tensor):
+            return passed
+        return (super().forward(passed),)

@@ -1,0 +1,26 @@
+"""sort4 learns with a trainer of pipeline stages."""
+
+import pytest
+
+from tests.helpers.cli import SORT4, train
+
+pytestmark = [pytest.mark.learning, pytest.mark.nightly, pytest.mark.timeout(900)]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_stages_learn_to_sort(tmp_path, seed, tensor_parallel):
+    done = train(
+        SORT4,
+        tmp_path,
+        f"seed={seed}",
+        "trainer.engine=stages",
+        "trainer.pipeline_parallel=2",
+        f"trainer.world_size={2 * tensor_parallel}",
+        f"trainer.tensor_parallel={tensor_parallel}",
+        "trainer.tokens_per_micro_batch=1024",
+    )
+    assert done.code == 0, done.out + done.err
+    assert done.summary["heldout"]["greedy"] >= 0.88
+    assert done.summary["staleness"]["max"] <= 1
+    assert done.summary["weight_version"] == 50

@@ -1,0 +1,140 @@
+"""Tests of the division of a model into stages, and of what is refused."""
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from services.common.models.loading import build_model
+from services.common.models.stages import stage_layers, stages_of
+from services.common.models.training_memory import shapes_of, trainer_memory
+from services.common.runspec.loader import SpecError, parse_spec
+from services.extras.stages.layout import Stage, keep_stage
+from services.extras.stages.problems import FAMILIES, problems
+from tests.helpers.specs import changed, spec_with
+
+PP2 = {"engine": "stages", "world_size": 2, "pipeline_parallel": 2}
+
+
+def config_of(model_type="qwen2", *, layers=7, tied=True):
+    return AutoConfig.for_model(
+        model_type,
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+        pad_token_id=0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "counts"),
+    [
+        (8, 1, [8]),
+        (8, 4, [2, 2, 2, 2]),
+        (9, 4, [2, 3, 2, 2]),
+        (10, 4, [2, 3, 3, 2]),
+        (3, 2, [2, 1]),
+    ],
+)
+def test_layers_are_divided_evenly_and_the_rest_is_in_the_middle(layers, stages, counts):
+    division = stage_layers(layers, stages)
+    assert [len(part) for part in division] == counts
+    assert [layer for part in division for layer in part] == list(range(layers))
+
+
+def test_more_stages_than_layers_are_refused():
+    with pytest.raises(ValueError, match=r"trainer.pipeline_parallel is 3.*set it to at most 2"):
+        stage_layers(2, 3)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("tied", [True, False])
+def test_stages_hold_every_tensor_and_only_a_tied_embedding_twice(model_type, tied):
+    config = config_of(model_type, tied=tied)
+    whole, division, held = shapes_of(config), stage_layers(7, 3), []
+    for index in range(3):
+        model = build_model(config, dtype=torch.float32, device="meta")
+        stage = Stage(index, 3, range(index, index + 1), group=None)
+        keep_stage(model, stage, uses_head=True)
+        names = {name for name, _ in model.named_parameters()}
+        assert names == {name for name in whole if index in stages_of(name, division, is_tied=tied)}
+        held += names
+    twice = {name for name in held if held.count(name) > 1}
+    assert set(held) == set(whole)
+    assert twice == ({"model.embed_tokens.weight"} if tied else set())
+
+
+def test_a_critic_keeps_no_second_embedding():
+    model = build_model(config_of(), dtype=torch.float32, device="meta")
+    keep_stage(model, Stage(1, 2, range(1, 2), group=None), uses_head=False)
+    assert "model.embed_tokens.weight" not in dict(model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("trainer", "others", "key"),
+    [
+        ({"world_size": 2, "pipeline_parallel": 2}, {}, "trainer.pipeline_parallel"),
+        ({**PP2, "lora": {}}, {}, "trainer.lora"),
+        ({**PP2, "compile": True}, {}, "trainer.compile"),
+        ({**PP2, "cpu_offload": True}, {}, "trainer.cpu_offload"),
+        ({**PP2, "world_size": 4, "context_parallel": 2}, {}, "trainer.context_parallel"),
+        ({**PP2, "optimizer": {"kind": "muon"}}, {}, "trainer.optimizer.kind"),
+        (PP2, {"topology": {"placement": "colocated"}}, "topology.placement"),
+        (PP2, {"weight_sync": {"senders": "leader"}}, "weight_sync.senders"),
+    ],
+)
+def test_settings_that_stages_do_not_support_are_refused_with_key_and_fix(trainer, others, key):
+    with pytest.raises(SpecError) as refused:
+        parse_spec(changed(trainer=trainer, **others))
+    assert any(key in problem and "set" in problem for problem in refused.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("config", "stages", "words"),
+    [
+        ({"model_type": "qwen3_moe", "num_hidden_layers": 4}, 2, ["qwen3_moe", "trainer.engine"]),
+        (
+            {"model_type": "qwen3", "num_hidden_layers": 2},
+            3,
+            ["pipeline_parallel is 3", "at most 2"],
+        ),
+    ],
+)
+def test_models_that_cannot_be_divided_are_refused(config, stages, words):
+    trainer = {"engine": "stages", "world_size": stages, "pipeline_parallel": stages}
+    (problem,) = problems(spec_with(trainer=trainer), config)
+    assert all(word in problem for word in words)
+    assert not list(
+        problems(spec_with(trainer=PP2), {"model_type": "qwen3", "num_hidden_layers": 2})
+    )
+
+
+def memory_of(**trainer):
+    config = config_of("qwen3", layers=28, tied=False)
+    config.vocab_size, config.hidden_size, config.intermediate_size = 151_936, 1536, 8960
+    spec = spec_with(
+        trainer={
+            "dtype": "bfloat16",
+            "activation_checkpointing": False,
+            "tokens_per_micro_batch": 8192,
+            **trainer,
+        }
+    )
+    return trainer_memory(spec, config, gpu_bytes=141 * 10**9)
+
+
+def test_memory_is_that_of_the_stage_that_needs_the_most():
+    whole = memory_of()
+    two = memory_of(**PP2)
+    # The first of two stages has half of the layers, for two micro-batches, and no logits.
+    assert two.parts["activations"] == pytest.approx(whole.parts["activations"])
+    assert "logits" not in two.parts
+    state = ("weights, float32", "optimizer", "gradients")
+    assert all(two.parts[name] == pytest.approx(whole.parts[name] / 2) for name in state)
+    shared = memory_of(**PP2 | {"world_size": 4})
+    assert shared.parts["optimizer"] == two.parts["optimizer"] / 2
+    assert shared.parts["gradients"] == two.parts["gradients"]
+    assert shared.parts["states between stages"] == two.parts["states between stages"] / 2
