@@ -86,6 +86,12 @@ FIELDS: Final = tuple(
             "log-probabilities; the last entry has the id -1 and the log-probability of all other tokens; "
             "only with algorithm.loss distill",
         ),
+        (
+            "sampler_topk", "float32", "[R, M + 1, 2]", "rollout",
+            "ids of the tokens that the policy most likely draws in place of each response token, with their "
+            "log-probabilities, as in teacher_topk; places beyond the vocabulary have the id -1; only with "
+            "algorithm.score_centering",
+        ),
         ("ref_logprobs", "float32", "[R]", "ref_logp", "log-probability under the frozen reference"),
         (
             "proximal_logprobs", "float32", "[R]", "logp",
@@ -112,6 +118,7 @@ MODEL_INPUTS: Final = "model_inputs"
 TURN_INPUTS: Final = "turn_inputs"
 TEACHER_PROMPT: Final = "teacher_prompt_ids"
 TEACHER_TOP_K: Final = "teacher_topk"
+SAMPLER_TOP_K: Final = "sampler_topk"
 ROLLOUT_FIELDS: Final = tuple(
     field.name
     for field in FIELDS
@@ -125,6 +132,7 @@ ROLLOUT_FIELDS: Final = tuple(
         TURN_INPUTS,
         TEACHER_PROMPT,
         TEACHER_TOP_K,
+        SAMPLER_TOP_K,
     )
 )
 """Fields that every sample has."""

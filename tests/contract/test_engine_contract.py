@@ -219,6 +219,64 @@ async def test_sampling_masks_have_the_tokens_that_could_be_drawn(open_engine: O
 
 
 @real_engines
+async def test_the_most_likely_tokens_are_reported_with_each_token(
+    open_engine: OpenEngine,
+) -> None:
+    async with open_engine() as engine:
+        await adopt(engine, 0)
+        wanted = engine.generate(
+            request("top", PROMPT, max_tokens=9, temperature=0.7, top_logprobs=5)
+        )
+        if not engine.capabilities.top_logprobs:
+            with pytest.raises(ValueError):
+                await wanted
+            return
+        result, free, few = await asyncio.gather(
+            wanted,
+            engine.generate(request("free", PROMPT, max_tokens=9)),
+            engine.generate(request("few", PROMPT, max_tokens=5, seed=2, top_logprobs=2)),
+        )
+        assert free.top_logprobs is None
+        for found, count, temperature in ((result, 5, 0.7), (few, 2, 1.0)):
+            everything = all_logprobs(0, PROMPT, found.token_ids, temperature=temperature)
+            ranked = everything.sort(descending=True)
+            table = torch.from_numpy(found.top_logprobs)
+            assert table.dtype == torch.float32
+            assert table.shape == (len(found.token_ids), count + 1, 2)
+            assert torch.equal(table[:, :-1, 0].long(), ranked.indices[:, :count])
+            assert table[:, -1, 0].tolist() == [-1.0] * len(found.token_ids)
+            torch.testing.assert_close(
+                table[:, :-1, 1], ranked.values[:, :count], atol=TOLERANCE, rtol=0
+            )
+            rest = ranked.values[:, count:].logsumexp(1)
+            torch.testing.assert_close(table[:, -1, 1], rest, atol=10 * TOLERANCE, rtol=0)
+
+
+@real_engines
+async def test_an_interrupted_request_keeps_the_most_likely_tokens(open_engine: OpenEngine) -> None:
+    async with open_engine() as engine:
+        if not engine.capabilities.top_logprobs:
+            pytest.skip("the engine reports no other tokens than those that it drew")
+        await adopt(engine, 0)
+        task = asyncio.ensure_future(
+            engine.generate(request("cut", PROMPT, max_tokens=200, top_logprobs=3))
+        )
+        await until(made(engine, 10))
+        await adopt(engine, 1)
+        await until(made(engine, 40))
+        await engine.abort({"cut"})
+        result = await task
+        assert [version for version, _ in result.version_runs] == [0, 1]
+        assert len(result.top_logprobs) == len(result.token_ids)
+        place = 0
+        for version, count in result.version_runs:
+            everything = all_logprobs(version, PROMPT, result.token_ids)[place : place + count]
+            best = torch.from_numpy(result.top_logprobs)[place : place + count, 0, 1]
+            torch.testing.assert_close(best, everything.max(1).values, atol=10 * TOLERANCE, rtol=0)
+            place += count
+
+
+@real_engines
 async def test_stop_texts_end_a_response_with_the_token_that_completes_one(
     open_engine: OpenEngine,
 ) -> None:

@@ -13,6 +13,7 @@ from services.common.models.loading import build_model, load_config
 from services.common.models.tokenizer import load_tokenizer
 from services.common.runspec.run import ModelSpec, RunSpec
 from services.extras.replay.recorder import StepRecorder
+from services.trainer.algorithm.centering import score_centering
 from services.trainer.batch.packing import pack
 from services.trainer.batch.prefixes import InputSpan
 from services.trainer.checkpoint.checkpointer import Checkpointer
@@ -103,6 +104,7 @@ def policy_of(spec: RunSpec, *, seed: int = 0, scale: float = 3.0) -> Policy:
         temperature=1.0,
         routing_replay=spec.rollout.routing_replay,
         distill=spec.distillation,
+        centering=score_centering(spec),
     )
 
 

@@ -69,6 +69,20 @@ def test_an_algorithm_runs(plumbing, system, advantage, loss, aggregation, other
     assert all(math.isfinite(step["loss"]) and step["nonfinite_updates"] == 0 for step in steps)
 
 
+def test_stale_samples_train_with_score_centering_alone(plumbing, system):
+    settings = (
+        "algorithm.loss=reinforce",
+        "algorithm.correction=none",
+        "algorithm.max_staleness=2",
+    )
+    done = system.train(plumbing, *settings, "algorithm.score_centering=4")
+    assert done.code == 0, done.out + done.err
+    steps = [json.loads(line) for line in (done.folder / "metrics.jsonl").open()]
+    assert len(steps) == 3
+    assert all(math.isfinite(step["loss"]) and not step["is_skipped"] for step in steps)
+    assert all(0 < step["sampler_topk_mass"] <= 1 for step in steps)
+
+
 def test_steps_that_overflow_in_float16_are_reported_and_their_versions_published(plumbing, system):
     settings = ("trainer.dtype=float16", "trainer.loss_scale.initial=1e12")
     # The entropy term always has a gradient, unlike advantages of equal rewards.

@@ -161,6 +161,13 @@ class AlgorithmSpec(SpecPart):
     correction_cap_mode: Literal["truncate", "mask"] = "truncate"
     """Treatment of a weight above the cap: ``truncate`` reduces it to the cap (TIS), ``mask``
     excludes the token (IcePop)."""
+    score_centering: int | None = Field(None, ge=1, le=1024)
+    """Number of the sampler's most likely tokens that rollouts report for each token, for example 64, so
+    that the expectation of the score under the sampler is subtracted from it (score centering,
+    arXiv:2609.20807): a sampler that differs from the policy then does not attract it. Needs
+    ``loss: reinforce`` and ``correction`` ``none``, which it makes possible in asynchronous training, or
+    ``bypass`` (what ``auto`` is then), with whose weights it composes. Stores 8 bytes for each of these
+    tokens and response token. null: off."""
     correction_normalize: bool = False
     """If true, ``decoupled`` weights are divided by their mean over the batch, so that they only
     redistribute weight between tokens. Requires the forward pass of ``proximal: computed``, also
@@ -264,8 +271,11 @@ class AlgorithmSpec(SpecPart):
 
         ``auto`` is ``bypass`` with one update per batch, else ``decoupled``. With quantized rollouts it is
         always ``decoupled``: under ``bypass`` their rounding would use up the clip range, which is meant for
-        the policy's own change.
+        the policy's own change. With score centering it is always ``bypass``, which has weights for all
+        tokens that the rollouts report.
         """
+        if self.correction == "auto" and self.score_centering is not None:
+            return "bypass"
         if self.correction == "auto":
             return "bypass" if updates_per_step == 1 and not is_quantized else "decoupled"
         return self.correction

@@ -74,6 +74,8 @@ class EngineKind:
     """True if the engine can receive weights into its live weights (``weight_sync.mode: inplace``)."""
     reports_masks: bool = False
     """True if the engine reports which tokens could be drawn under ``top_p`` and ``top_k``."""
+    reports_top_logprobs: bool = False
+    """True if the engine reports the most likely tokens, with their logprobs, in place of each token."""
     sleeps: bool = False
     """True if the engine can release its GPU memory temporarily (``topology.placement:
     colocated``)."""

@@ -641,6 +641,8 @@ def _token_bytes(spec: RunSpec) -> int:
     """Returns the bytes that a rollout stores per response token."""
     mask_bytes = 4 * spec.rollout.sampling.top_k
     column_bytes = 4 * len(spec.reward_columns)
+    num_reported = spec.algorithm.score_centering
+    column_bytes += 0 if num_reported is None else 8 * (num_reported + 1)
     are_placed = spec.has_token_rewards
     return (
         mask_bytes
@@ -1036,7 +1038,8 @@ def _quantization(spec: RunSpec) -> Iterator[str]:
             "rollout.reproducible is batch_invariant, but rollout.quantization or kv_cache_dtype gives the "
             "engine another precision than the trainer's; remove one of them"
         )
-    if spec.algorithm.correction == "none" and spec.algorithm.num_demonstrations == 0:
+    is_uncorrected = spec.algorithm.correction == "none" and spec.algorithm.score_centering is None
+    if is_uncorrected and spec.algorithm.num_demonstrations == 0:
         yield (
             "algorithm.correction is 'none', but with rollout.quantization or kv_cache_dtype the policy that "
             "samples is not the one that trains; set it to 'auto'"
@@ -1195,7 +1198,8 @@ def _keys_of_others(
 def _correction(spec: RunSpec) -> Iterator[str]:
     algorithm = spec.algorithm
     is_sampled = algorithm.num_demonstrations == 0
-    if algorithm.correction == "none" and algorithm.max_staleness > 0 and is_sampled:
+    is_uncorrected = algorithm.correction == "none" and algorithm.score_centering is None
+    if is_uncorrected and algorithm.max_staleness > 0 and is_sampled:
         yield (
             f"algorithm.correction is 'none' but algorithm.max_staleness is {algorithm.max_staleness}: "
             "training on stale samples without a correction loses accuracy; set algorithm.correction to "
@@ -1234,6 +1238,43 @@ def _correction(spec: RunSpec) -> Iterator[str]:
             yield f"{key} has no bounds; set {key}.lower, {key}.upper or both, or remove it"
         elif mask.lower is not None and mask.upper is not None and mask.lower >= mask.upper:
             yield f"{key}.lower ({mask.lower:g}) must be below {key}.upper ({mask.upper:g})"
+
+
+def _score_centering(spec: RunSpec) -> Iterator[str]:
+    """Yields problems of score centering with the loss, the other corrections and the engine."""
+    algorithm, engine = spec.algorithm, spec.rollout.engine
+    if algorithm.score_centering is None:
+        return
+    key = f"algorithm.score_centering is {algorithm.score_centering}"
+    if algorithm.loss != "reinforce":
+        yield (
+            f"{key}, but algorithm.loss {algorithm.loss!r} has no score to center: its gradient is clipped, "
+            "or is not that of a logprob; set algorithm.loss to 'reinforce', or remove "
+            "algorithm.score_centering"
+        )
+    if spec.correction == "decoupled":
+        yield (
+            f"{key}, but the weights of algorithm.correction 'decoupled' need proximal logprobs of tokens "
+            "that were not drawn; set algorithm.correction to 'bypass', or to 'none' for no weights"
+        )
+    if algorithm.correction_level != "token" and spec.correction == "bypass":
+        yield (
+            f"{key}, but with algorithm.correction_level {algorithm.correction_level!r} the weight of a "
+            "token that was not drawn is not known; set it to 'token'"
+        )
+    for index, mask in enumerate(algorithm.rejection):
+        if mask.level == "token":
+            yield (
+                f"{key}, but algorithm.rejection.{index} excludes single tokens, so that the scores of the "
+                "others are not centered; set its level to that of a sequence, or use "
+                "algorithm.correction_cap_mode 'mask', which composes with score centering"
+            )
+    if not engine_kind(engine).reports_top_logprobs:
+        able = [name for name, kind in ENGINES.items() if kind.reports_top_logprobs]
+        yield (
+            f"{key}, but the adapter of engine {engine!r} does not report the most likely tokens; set "
+            f"rollout.engine to {', '.join(able)}"
+        )
 
 
 def _without_effect(spec: RunSpec) -> Iterator[str]:
@@ -1513,6 +1554,7 @@ _RULES: tuple[Callable[[RunSpec], Iterator[str]], ...] = (
     _engine,
     _formulas,
     _correction,
+    _score_centering,
     _without_effect,
     _batch,
     _early_groups,

@@ -25,6 +25,11 @@ See :class:`~services.common.models.experts.RoutingShape`.
 """
 SamplingMask = NDArray[np.int32]
 """``[S]`` tokens that could be drawn, encoded as in the data dictionary (``sampling_mask``)."""
+TopLogprobs = NDArray[np.float32]
+"""``[tokens, K + 1, 2]`` ids and log probabilities of the most likely tokens, as in the data dictionary
+(``sampler_topk``)."""
+NO_LOGPROB = -1e30
+"""Finite log probability of an event that cannot happen."""
 VersionRun = tuple[int, int]
 """``(weight_version, num_tokens)``: a run of consecutive tokens that this version sampled."""
 OnTokens = Callable[[Sequence[int], Sequence[float]], None]
@@ -72,6 +77,8 @@ class GenerationRequest:
     """Tensors that the model takes besides the prompt's tokens."""
     returns_mask: bool = False
     """True to report which tokens could be drawn; log probabilities are then relative to these tokens."""
+    top_logprobs: int = 0
+    """Number of most likely tokens to report in place of each new token."""
     experts_from: int = 0
     """Index of the first context token whose experts are requested, if the engine reports them."""
     on_tokens: OnTokens | None = field(default=None, compare=False, repr=False)
@@ -109,6 +116,9 @@ class GenerationResult:
     """
     sampling_mask: SamplingMask | None = field(default=None, compare=False)
     """Tokens that could be drawn for each new token; None without ``returns_mask``."""
+    top_logprobs: TopLogprobs | None = field(default=None, compare=False)
+    """Most likely tokens in place of each new token, with log probabilities of the same distribution as
+    ``logprobs``; None if the request asks for none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +139,8 @@ class EngineCapabilities:
     """True if the engine reports the experts it chose."""
     sampling_masks: bool = False
     """True if the engine reports which tokens could be drawn."""
+    top_logprobs: bool = False
+    """True if the engine reports the most likely tokens."""
     model_inputs: bool = False
     """True if requests may have tensors besides token ids."""
 
@@ -302,6 +314,16 @@ class OpenEngine(Engine, Protocol):
         """Continues under the old weights; allowed only if no bucket was placed."""
 
 
+def fewer_top(top: TopLogprobs, count: int) -> TopLogprobs:
+    """Returns a copy with at most the ``count`` most likely tokens; the others join the last entry."""
+    if top.shape[1] - 1 <= count:
+        return top.copy()
+    kept = top[:, : count + 1].copy()
+    kept[:, count] = [-1, 0]
+    kept[:, count, 1] = np.logaddexp.reduce(top[:, count:, 1], axis=1)
+    return kept
+
+
 def append_version(runs: list[VersionRun], version: int, num_tokens: int) -> None:
     """Adds tokens to run-length encoded versions, in place."""
     if num_tokens == 0:
@@ -361,6 +383,8 @@ def check_supported(request: GenerationRequest, can: EngineCapabilities) -> None
         )
     if request.returns_mask and not can.sampling_masks:
         raise ValueError(f"engine {can.name!r} does not report which tokens could be drawn")
+    if request.top_logprobs and not can.top_logprobs:
+        raise ValueError(f"engine {can.name!r} does not report the most likely tokens")
 
 
 def check_inputs(model_inputs: "ModelInputs | None", can: EngineCapabilities) -> None:

@@ -60,6 +60,8 @@ class GroupServices:
     """Runs the sandboxes of episodes, if the run has them."""
     curriculum: Curriculum | None = None
     """Decides which prompts are worth sampling, if the run names a function for it."""
+    top_logprobs: int = 0
+    """Number of most likely tokens that the trainer needs to know in place of each sampled one."""
 
 
 class RunningGroup:
@@ -210,6 +212,7 @@ class RunningGroup:
                 top_p=self._spec.sampling.top_p,
                 top_k=self._spec.sampling.top_k,
                 returns_mask=self._spec.sampling.is_truncated and self._is_training,
+                top_logprobs=self._tools.top_logprobs if self._is_training else 0,
                 max_response_tokens=self._spec.max_response_tokens,
                 max_tokens=self._tools.engine.max_tokens,
                 stop_texts=stop_texts,

@@ -11,12 +11,13 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from services.common.errors import AlreadyExistsError, ServiceError
-from services.common.fields import ROUTED_EXPERTS, SAMPLING_MASK, TURN_INPUTS
+from services.common.fields import ROUTED_EXPERTS, SAMPLER_TOP_K, SAMPLING_MASK, TURN_INPUTS
 from services.rollout.data.images import Picture
-from services.rollout.engines.base import FinishReason, RoutedExperts
+from services.rollout.engines.base import FinishReason, TopLogprobs
 from services.rollout.failures import GroupError
 from services.rollout.rewards.base import Score
 from services.rollout.sampling.samples import row_of
@@ -47,17 +48,18 @@ GroupProgress = Mapping[int, MemberProgress]
 
 PARTIAL_FIELDS: Final = (
     "response_ids", "rollout_logprobs", "version_runs", "turns", "scores", ROUTED_EXPERTS,
-    SAMPLING_MASK, TURN_INPUTS, "pictures",
+    SAMPLING_MASK, SAMPLER_TOP_K, TURN_INPUTS, "pictures",
 )  # fmt: skip
 """Fields of the ``partial`` partition, which has one row per member of a group.
 
 ``response_ids``, ``rollout_logprobs``, ``version_runs`` and ``sampling_mask`` are as for samples.
-``turns``, int32 ``[T, 7]``, has for each turn the number of failed scores, tokens and version runs, the
-finish code, the milliseconds, and the number of tokens with known experts and of entries of the sampling
-mask. ``scores``, uint8 ``[B]``, has the score, if there is one, as a JSON list of its value, terms and
-tokens. ``routed_experts``, uint8 ``[B]``, has the known experts, if there are any, in NumPy's file format.
-``turn_inputs`` has the model inputs of observed turns by the index of the turn, and ``pictures``, uint8
-``[B]``, their images for people as JSON.
+``turns``, int32 ``[T, 8]``, has for each turn the number of failed scores, tokens and version runs, the
+finish code, the milliseconds, and the number of tokens with known experts, of entries of the sampling mask
+and of tokens with reported most likely tokens. ``scores``, uint8 ``[B]``, has the score, if there is one, as
+a JSON list of its value, terms and tokens. ``routed_experts`` and ``sampler_topk``, uint8 ``[B]``, have the
+known experts and the most likely tokens, if there are any, in NumPy's file format. ``turn_inputs`` has the
+model inputs of observed turns by the index of the turn, and ``pictures``, uint8 ``[B]``, their images for
+people as JSON.
 """
 
 
@@ -72,10 +74,12 @@ def encode_progress(progress: MemberProgress) -> dict[str, Tensor]:
             min(round(1000 * turn.seconds), _MAX_MS),
             0 if turn.routed_experts is None else len(turn.routed_experts),
             0 if turn.sampling_mask is None else len(turn.sampling_mask),
+            0 if turn.top_logprobs is None else len(turn.top_logprobs),
         )
         for turn in turns
     ]
     masks = [turn.sampling_mask for turn in turns if turn.sampling_mask is not None]
+    top = [turn.top_logprobs for turn in turns if turn.top_logprobs is not None]
     score = progress.score
     stored = None if score is None else [score.value, dict(score.terms), score.tokens]
     return {
@@ -84,10 +88,11 @@ def encode_progress(progress: MemberProgress) -> dict[str, Tensor]:
         "version_runs": torch.tensor(
             [run for turn in turns for run in turn.version_runs], dtype=torch.int32
         ).reshape(-1, 2),
-        "turns": torch.tensor(table, dtype=torch.int32).reshape(-1, 7),
+        "turns": torch.tensor(table, dtype=torch.int32).reshape(-1, 8),
         "scores": _json_bytes(stored),
         ROUTED_EXPERTS: _stored(routed_experts(turns)),
         SAMPLING_MASK: torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *masks])),
+        SAMPLER_TOP_K: _stored(np.concatenate(top) if top else None),
         TURN_INPUTS: encode_bundles(
             {n: turn.model_inputs for n, turn in enumerate(turns) if turn.model_inputs is not None}
         ),
@@ -114,11 +119,12 @@ def decode_progress(fields: Mapping[str, Tensor]) -> MemberProgress:
     experts = _read(fields[ROUTED_EXPERTS])
     turns: list[Turn] = []
     masks = fields[SAMPLING_MASK].numpy()
-    token, run, known, masked = 0, 0, 0, 0
+    top: TopLogprobs = _read(fields[SAMPLER_TOP_K])
+    token, run, known, masked, placed = 0, 0, 0, 0, 0
     inputs = decode_bundles(fields[TURN_INPUTS])
     pictures = json.loads(fields["pictures"].numpy().tobytes() or b"{}")
     for number, row in enumerate(table):
-        _, num_tokens, num_runs, code, ms, num_known, num_masked = row
+        _, num_tokens, num_runs, code, ms, num_known, num_masked, num_top = row
         turns.append(
             Turn(
                 token_ids=tuple(tokens[token : token + num_tokens]),
@@ -128,6 +134,7 @@ def decode_progress(fields: Mapping[str, Tensor]) -> MemberProgress:
                 seconds=ms / 1000,
                 routed_experts=experts[known : known + num_known] if num_known else None,
                 sampling_mask=masks[masked : masked + num_masked] if num_masked else None,
+                top_logprobs=top[placed : placed + num_top] if num_top else None,
                 model_inputs=inputs.get(number),
                 pictures=tuple(
                     Picture(**{**each, "size": tuple(each["size"])})
@@ -135,7 +142,7 @@ def decode_progress(fields: Mapping[str, Tensor]) -> MemberProgress:
                 ),
             )
         )
-        masked += num_masked
+        masked, placed = masked + num_masked, placed + num_top
         token, run, known = token + num_tokens, run + num_runs, known + num_known
     return MemberProgress(
         num_failed_scores=table[0][0] if table else 0,
@@ -154,18 +161,18 @@ def _score(value: float, terms: Mapping[str, float], tokens: Sequence[float]) ->
     return Score(value, terms, tuple(tokens))
 
 
-def _stored(experts: RoutedExperts | None) -> Tensor:
-    if experts is None:
+def _stored(values: NDArray[Any] | None) -> Tensor:
+    if values is None:
         return torch.zeros(0, dtype=torch.uint8)
     file = io.BytesIO()
-    np.save(file, experts, allow_pickle=False)
+    np.save(file, values, allow_pickle=False)
     return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
 
 
-def _read(stored: Tensor) -> RoutedExperts:
+def _read(stored: Tensor) -> NDArray[Any]:
     if not len(stored):
         return np.zeros((0, 0, 0), np.uint8)
-    found: RoutedExperts = np.load(io.BytesIO(stored.numpy().tobytes()), allow_pickle=False)
+    found: NDArray[Any] = np.load(io.BytesIO(stored.numpy().tobytes()), allow_pickle=False)
     return found
 
 

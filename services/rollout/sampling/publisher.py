@@ -29,12 +29,13 @@ class GroupPublisher:
         has_token_rewards: True if a reward of the run scores turns or tokens.
         columns: Columns that rewards of the run fill.
         has_masks: True if sampling is truncated, so that samples have sampling masks.
+        num_top: Number of most likely tokens that training samples have in place of each token.
         sees_turns: True if observations may have inputs besides tokens, such as images.
         teacher: Adds fields to training samples; None if the run needs none.
         sample_recorder: Records some of the samples for people to read; None if none are recorded.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 -- independent fields of a sample
         self,
         data: DataClient,
         routing: RoutingShape | None = None,
@@ -42,6 +43,7 @@ class GroupPublisher:
         has_token_rewards: bool = False,
         columns: Sequence[str] = (),
         has_masks: bool = False,
+        num_top: int = 0,
         sees_turns: bool = False,
         teacher: Teacher | None = None,
         sample_recorder: SampleRecorder | None = None,
@@ -51,6 +53,7 @@ class GroupPublisher:
         self._has_token_rewards = has_token_rewards
         self._columns = tuple(columns)
         self._has_masks = has_masks
+        self._num_top = num_top
         self._sees_turns = sees_turns
         self._teacher = teacher
         self._sample_recorder = sample_recorder
@@ -72,7 +75,8 @@ class GroupPublisher:
         """
         group_id = assignment.group_id
         taught: dict[str, list[Tensor]] = {}
-        if self._teacher is not None and kind_of(assignment.split) == "train":
+        is_training = kind_of(assignment.split) == "train"
+        if self._teacher is not None and is_training:
             taught = await self._teacher.fields(assignment.split, prompt, samples)
         self._waiting[group_id] = time.monotonic()
         try:
@@ -84,6 +88,7 @@ class GroupPublisher:
                 has_token_rewards=self._has_token_rewards,
                 columns=self._columns,
                 has_masks=self._has_masks,
+                num_top=self._num_top if is_training else 0,
             )
             fields = columns | taught | ({} if is_shared else {"prompt_ids": prompts})
             shared = {"prompt_ids": prompts[0]} if is_shared else {}

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from services.common.fields import (
     ROUTED_EXPERTS,
+    SAMPLER_TOP_K,
     SAMPLING_MASK,
     TOKEN_REWARDS,
     TOOL_VERSION,
@@ -38,6 +39,7 @@ from services.rollout.workflows.turns import (
     sampling_mask,
     shown,
     token_ids,
+    top_logprobs,
     version_runs,
 )
 from services.wire.data.model_inputs import ModelInputs
@@ -174,6 +176,7 @@ def sample_fields(
     has_token_rewards: bool = False,
     columns: Sequence[str] = (),
     has_masks: bool = False,
+    num_top: int = 0,
 ) -> dict[str, list[Tensor]]:
     """Returns the tensors of the samples by field name, as the data dictionary defines them.
 
@@ -181,6 +184,8 @@ def sample_fields(
         routing: Shape of the routers' choices, if the trainer replays them.
         has_token_rewards: True if a reward of the run scores turns or tokens.
         columns: Columns that rewards of the run fill.
+        has_masks: True if sampling is truncated.
+        num_top: Number of most likely tokens that the trainer needs in place of each token.
 
     Raises:
         ValueError: If a sample's logprobs or versions do not cover its tokens.
@@ -220,6 +225,8 @@ def sample_fields(
         fields[ROUTED_EXPERTS] = [_experts(sample, routing) for sample in samples]
     if has_masks:
         fields[SAMPLING_MASK] = [torch.from_numpy(sampling_mask(s.turns)) for s in samples]
+    if num_top:
+        fields[SAMPLER_TOP_K] = [torch.from_numpy(top_logprobs(s.turns, num_top)) for s in samples]
     return fields
 
 

@@ -68,6 +68,8 @@ class EpisodeLimits:
     """Number of most likely tokens that may be drawn; 0 allows all."""
     returns_mask: bool = False
     """True if the trainer needs to know which tokens could be drawn."""
+    top_logprobs: int = 0
+    """Number of most likely tokens that the trainer needs to know in place of each sampled one."""
     max_response_tokens: int
     """Max tokens of the response to a prompt of any length, including observed tokens."""
     max_tokens: int
@@ -429,6 +431,7 @@ class Episode:
             top_p=self.limits.top_p,
             top_k=self.limits.top_k,
             returns_mask=self.limits.returns_mask,
+            top_logprobs=self.limits.top_logprobs,
             stop_token_ids=(
                 self.tokenizer.stop_ids | self.limits.stop_token_ids | draw.stop_token_ids
             ),

@@ -15,10 +15,12 @@ from numpy.typing import NDArray
 
 from services.common.fields import ALL_TOKENS, PROMPT_VERSION, TOOL_VERSION
 from services.rollout.engines.base import (
+    NO_LOGPROB,
     FinishReason,
     GenerationResult,
     RoutedExperts,
     SamplingMask,
+    TopLogprobs,
     VersionRun,
     append_version,
 )
@@ -46,6 +48,8 @@ class Turn:
     """Experts of all tokens so far that earlier turns do not cover, except the last token."""
     sampling_mask: SamplingMask | None = field(default=None, compare=False, repr=False)
     """Tokens that could be drawn for each token; None if no limit is known."""
+    top_logprobs: TopLogprobs | None = field(default=None, compare=False, repr=False)
+    """Most likely tokens in place of each token; None if none are reported."""
     model_inputs: "ModelInputs | None" = field(default=None, repr=False)
     """Tensors that the model takes besides the tokens of an observed turn, at places counted from the first
     token of the conversation; None if it takes none.
@@ -76,6 +80,7 @@ class Turn:
             seconds=self.seconds + seconds,
             routed_experts=_joined([self.routed_experts, result.routed_experts]),
             sampling_mask=_joined([self.sampling_mask, result.sampling_mask]),
+            top_logprobs=_joined([self.top_logprobs, result.top_logprobs]),
         )
 
 
@@ -120,6 +125,24 @@ def sampling_mask(turns: Iterable[Turn]) -> SamplingMask:
         for turn in turns
     ]
     return np.concatenate(parts) if parts else np.zeros(0, np.int32)
+
+
+def top_logprobs(turns: Iterable[Turn], count: int) -> TopLogprobs:
+    """Returns the ``count`` most likely tokens in place of each token of all turns; zeros where unknown.
+
+    A vocabulary of fewer tokens fills the other places with the id -1.
+    """
+    rows = []
+    for turn in turns:
+        table = np.zeros((len(turn.token_ids), count + 1, 2), np.float32)
+        if (reported := turn.top_logprobs) is not None:
+            num_known = reported.shape[1] - 1
+            table[:, :, 0] = -1
+            table[:, :, 1] = NO_LOGPROB
+            table[:, :num_known] = reported[:, :-1]
+            table[:, -1] = reported[:, -1]
+        rows.append(table)
+    return np.concatenate(rows) if rows else np.zeros((0, count + 1, 2), np.float32)
 
 
 def joined_inputs(bundles: "Iterable[ModelInputs | None]") -> "ModelInputs | None":

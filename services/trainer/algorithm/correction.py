@@ -38,12 +38,16 @@ def importance_weights(
         ``[T]`` weights without gradient, 0 outside ``mask``.
     """
     raw = raw_weights(log_ratio, mask, segments, level=level)
+    weights = bounded_weights(raw, cap=cap, floor=floor, cap_mode=cap_mode)
+    return torch.where(mask, weights, 0.0)
+
+
+def bounded_weights(ratios: Tensor, *, cap: float | None, floor: float, cap_mode: str) -> Tensor:
+    """Returns ratios of probabilities after the bounds of :func:`importance_weights`, in their shape."""
     upper = torch.inf if cap is None else cap
     if cap_mode == "mask":
-        weights = torch.where((raw >= floor) & (raw <= upper), raw, 0.0)
-    else:
-        weights = raw.clamp(floor, upper)
-    return torch.where(mask, weights, 0.0)
+        return torch.where((ratios >= floor) & (ratios <= upper), ratios, 0.0)
+    return ratios.clamp(floor, upper)
 
 
 def mean_terms(weights: Tensor, mask: Tensor, segments: Segments, *, level: str) -> Tensor:

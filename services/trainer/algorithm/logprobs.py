@@ -30,7 +30,7 @@ _TILE = 128
 
 
 ChunkDivergence = Callable[[Tensor, Tensor], Tensor]
-"""Maps ``[C, V]`` logits over the temperature and the teacher's columns to a ``[C]`` divergence."""
+"""Maps ``[C, V]`` logits over the temperature and distributions of teacher or sampler to a ``[C]`` number."""
 
 _Numbers = tuple[float, float | None, float]
 """Scale and cap of an output head, and the temperature."""
@@ -58,7 +58,7 @@ def token_logprobs(
     temperature: float,
     mask: Tensor | None = None,
     divergence: "ChunkDivergence | None" = None,
-    teacher: Tensor | None = None,
+    distributions: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Computes the logprob of each target and the entropy of its distribution, both differentiable.
 
@@ -69,14 +69,15 @@ def token_logprobs(
         mask: ``[2, S]`` int64 pairs of an index in ``targets``, ascending, and a token that could be drawn:
             probabilities are then relative to these tokens (DeepSeek-V3.2, arXiv:2512.02556). Targets without
             pairs could be any token, as all can with None.
-        divergence: Computes the divergence from a teacher.
-        teacher: ``[T, ...]`` distributions of the teacher; None computes no divergence.
+        divergence: Compares the distributions with those of the policy: the divergence from a teacher, or
+            the term of score centering.
+        distributions: ``[T, ...]`` of the teacher or the sampler; None compares none.
 
     Returns:
-        ``[T]`` float32 logprobs and ``[T]`` float32 entropies in nats; with a teacher, also the ``[T]``
-        float32 divergence.
+        ``[T]`` float32 logprobs and ``[T]`` float32 entropies in nats; with distributions, also the
+        ``[T]`` float32 comparison.
     """
-    extra = None if divergence is None or teacher is None else (divergence, teacher)
+    extra = None if divergence is None or distributions is None else (divergence, distributions)
     result: tuple[Tensor, ...] = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, head.weight, targets, head, temperature, mask, extra
     )

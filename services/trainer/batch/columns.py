@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import Tensor
 
-from services.common.fields import FIELDS, TEACHER_TOP_K, TOKEN_REWARDS
+from services.common.fields import FIELDS, SAMPLER_TOP_K, TEACHER_TOP_K, TOKEN_REWARDS
 
 TEACHER_STATES: Final = "teacher_states"
 """Column ``[R, H]`` with a teacher's final hidden states, which only the trainer computes."""
@@ -94,6 +94,7 @@ _DIFFERENT: Final[Mapping[str, Mapping[str, Any]]] = {
     "rollout_logprobs": {"must_be_finite": True, "needed_by": "corrections"},
     TOKEN_REWARDS: {"neutral": None, "needed_by": "advantages of level token"},
     TEACHER_TOP_K: {"is_scored": True, "neutral": None, "needed_by": "algorithm.loss: distill"},
+    SAMPLER_TOP_K: {"neutral": None, "needed_by": "algorithm.score_centering"},
     "ref_logprobs": {"is_scored": True, "must_be_finite": True, "needed_by": "KL penalties, dpo"},
     "proximal_logprobs": {
         "is_scored": True,

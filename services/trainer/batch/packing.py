@@ -99,8 +99,10 @@ class PackedTokens:
     """``[2, S]`` int64 pairs of a prediction and a token that could be drawn, by ascending prediction. A
     prediction without pairs was drawn from all tokens. None if all were.
     """
-    teacher: Tensor | None = None
-    """``[P, ...]`` float32: the teacher's distribution of each prediction; None if the run compares none."""
+    distributions: Tensor | None = None
+    """``[P, ...]`` float32: the teacher's or the sampler's distribution of each prediction; None if the run
+    compares none.
+    """
     inputs: tuple[PlacedInputs, ...] = ()
     """Model inputs, in the order of their tokens."""
     context: ContextRanks | None = None
@@ -134,7 +136,7 @@ class PackedTokens:
             predictors=self.predictors[own] - ranks.rank * size,
             targets=self.targets[own],
             mask=mask,
-            teacher=None if self.teacher is None else self.teacher[own],
+            distributions=None if self.distributions is None else self.distributions[own],
             context=ranks,
             counts=tuple(end - start for start, end in pairwise(bounds)),
         )
@@ -157,7 +159,7 @@ def pack(
     shares_prefixes: bool = False,
     experts: Jagged | None = None,
     masks: Jagged | None = None,
-    teacher: Tensor | None = None,
+    distributions: Tensor | None = None,
     inputs: Sequence[Sequence[InputSpan]] = (),
 ) -> PackedTokens:
     """Packs prompts and their responses.
@@ -170,7 +172,8 @@ def pack(
         experts: ``N`` rows, one entry for each token except the last.
         masks: ``N`` rows with the tokens that could be drawn for each response token, as in the data
             dictionary; None if all could.
-        teacher: ``[R, ...]`` float32 distributions of a teacher; None if the run compares none.
+        distributions: ``[R, ...]`` float32 distributions of the teacher or the sampler; None if the run
+            compares none.
         inputs: Model inputs of each sequence; empty if the run has none.
 
     Raises:
@@ -192,8 +195,8 @@ def pack(
     predictions = _predict(
         placed,
         responses.values.to(torch.int64).numpy(),
-        # Equal tokens may have different sampling masks or teacher distributions.
-        merges_equal=masks is None and teacher is None,
+        # Equal tokens may have different sampling masks or distributions.
+        merges_equal=masks is None and distributions is None,
     )
     layout = build_layout(placed.branches, device)
     return PackedTokens(
@@ -208,7 +211,9 @@ def pack(
         uses=_on_device(placed.uses(), device) if placed.is_shared else None,
         experts=placed.experts_on(device),
         mask=None if masks is None else on_device(_pairs(masks.values, predictions.index), device),
-        teacher=None if teacher is None else on_device(predictions.ordered(teacher), device),
+        distributions=None
+        if distributions is None
+        else on_device(predictions.ordered(distributions), device),
         inputs=placed.inputs_in_pack(),
     )
 

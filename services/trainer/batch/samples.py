@@ -17,6 +17,7 @@ from services.common.errors import InvalidArgumentError
 from services.common.fields import (
     PROMPT_VERSION,
     ROUTED_EXPERTS,
+    SAMPLER_TOP_K,
     SAMPLING_MASK,
     TEACHER_PROMPT,
     TEACHER_TOP_K,
@@ -277,9 +278,10 @@ class Samples:
         )
 
     @property
-    def teacher(self) -> Tensor | None:
-        """``[R, ...]`` distributions of the teacher; None if the run compares none."""
-        return self.tokens.get(TEACHER_TOP_K, self.tokens.get(TEACHER_STATES))
+    def distributions(self) -> Tensor | None:
+        """``[R, ...]`` distributions of the teacher or the sampler; None if the run compares none."""
+        names = (TEACHER_TOP_K, TEACHER_STATES, SAMPLER_TOP_K)
+        return next((self.tokens[name] for name in names if name in self.tokens), None)
 
     @property
     def of_teacher(self) -> "Samples":
@@ -306,7 +308,7 @@ def pack_samples(samples: Samples, device: torch.device, *, shares_prefixes: boo
         shares_prefixes=shares_prefixes,
         experts=samples.experts,
         masks=samples.masks,
-        teacher=samples.teacher,
+        distributions=samples.distributions,
         inputs=samples.inputs,
     )
 
@@ -431,20 +433,29 @@ def wanted_fields(meta: KVBatchMeta, spec: RunSpec) -> tuple[str, ...]:
                 )
     if spec.rollout.routing_replay != "off":
         optional += (ROUTED_EXPERTS,)
-    needed = dict.fromkeys(
-        spec.teacher_fields, "rollouts add for the run's teacher; check their logs"
-    )
-    needed |= dict.fromkeys(spec.reward_columns, "a reward fills; check the rollouts' logs")
-    if spec.rollout.sampling.is_truncated:
-        needed[SAMPLING_MASK] = (
-            "rollout.sampling.top_k needs; let the rollouts write it, or set top_p to 1 and top_k to 0"
-        )
-    for name, use in needed.items():
+    for name, use in _fields_of_rollouts(spec).items():
         optional += (name,)
         if name not in present:
             raise IncompleteBatchError(f"the batch lacks {name}, which {use}", missing=name)
     known = (*_REQUIRED_FIELDS, *optional, *ADDED, "proximal_version", TOKEN_REWARDS)
     return tuple(name for name in dict.fromkeys(known) if name in present)
+
+
+def _fields_of_rollouts(spec: RunSpec) -> dict[str, str]:
+    """Returns the fields that rollouts must add for this run, with what needs each."""
+    needed = dict.fromkeys(
+        spec.teacher_fields, "rollouts add for the run's teacher; check their logs"
+    )
+    needed |= dict.fromkeys(spec.reward_columns, "a reward fills; check the rollouts' logs")
+    if spec.algorithm.score_centering is not None:
+        needed[SAMPLER_TOP_K] = (
+            "algorithm.score_centering needs; let the rollouts write it, or set the key to null"
+        )
+    if spec.rollout.sampling.is_truncated:
+        needed[SAMPLING_MASK] = (
+            "rollout.sampling.top_k needs; let the rollouts write it, or set top_p to 1 and top_k to 0"
+        )
+    return needed
 
 
 def build_samples(

@@ -94,8 +94,8 @@ class UpdateLoss(Protocol):
         Args:
             scores: ``[R]`` float32 with gradient: logprobs of a policy, values of a critic.
             entropy: ``[R]`` float32 with gradient; None for a critic.
-            divergence: ``[R]`` float32 with gradient, from the teacher's distributions in ``part``; None
-                without them.
+            divergence: ``[R]`` float32 with gradient, from the distributions in ``part``: the divergence from
+                the teacher's, or the term of score centering; None without them.
         """
 
 

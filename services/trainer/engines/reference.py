@@ -21,6 +21,7 @@ from services.common.models.loading import stored_tensors
 from services.common.models.tokenizer import load_tokenizer
 from services.common.runspec.formulas import DistillArguments
 from services.common.runspec.run import RunSpec
+from services.trainer.algorithm.centering import score_centering
 from services.trainer.algorithm.divergence import divergence
 from services.trainer.algorithm.logprobs import bounded_logits
 from services.trainer.batch.packing import Work
@@ -107,6 +108,7 @@ class ReferenceEngine:
         freeze_tower(model, is_frozen=spec.trainer.freeze_vision_tower)
         self._temperature = spec.rollout.sampling.temperature
         self._distill = spec.distillation
+        self._centering = score_centering(spec) if role == "policy" else None
         self.teacher = self
         """Engine of the teacher, if the loss compares the policy with one."""
         self._max_grad_norm = spec.trainer.optimizer.max_grad_norm
@@ -192,9 +194,13 @@ class ReferenceEngine:
         logprobs = torch.log_softmax(found / temperature, dim=-1)
         entropy = -(logprobs.exp() * logprobs.clamp(min=-1e30)).sum(-1)
         scores = logprobs.gather(1, response[:, None]).squeeze(1), entropy
-        if self._distill is None or samples.teacher is None:
+        if samples.distributions is None:
             return scores
-        taught = samples.teacher[samples.places([position])].to(self.device)
+        taught = samples.distributions[samples.places([position])].to(self.device)
+        if self._centering is not None:
+            return *scores, self._centering(found / temperature, taught)
+        if self._distill is None:
+            return scores
         if self._distill.top_k is None:
             head = output_head(self.teacher.module.model)
             numbers = head.scale, head.cap, temperature

@@ -19,8 +19,9 @@ from services.common.runspec.engines import InvariantEngine, engine_kind
 from services.common.runspec.formulas import DistillArguments
 from services.common.runspec.run import RunSpec
 from services.common.settings import set_defaults
+from services.trainer.algorithm.centering import ScoreCentering
 from services.trainer.algorithm.divergence import TokenDivergence, most_likely
-from services.trainer.algorithm.logprobs import OutputHead, token_logprobs
+from services.trainer.algorithm.logprobs import ChunkDivergence, OutputHead, token_logprobs
 from services.trainer.batch.attention import PACKED_AS
 from services.trainer.batch.context import ContextRanks
 from services.trainer.batch.packing import PackedTokens
@@ -42,6 +43,7 @@ class Policy(nn.Module):
         routing_replay: Use of the engine's choice of experts, if a pack has it: value of
             ``rollout.routing_replay``.
         distill: Divergence from the teacher, if the loss is one.
+        centering: Score centering, if the run has it.
         engine: Engine whose logprobs these equal, to the last bit; None computes with the ordinary operators.
 
     Raises:
@@ -55,6 +57,7 @@ class Policy(nn.Module):
         temperature: float,
         routing_replay: str = "off",
         distill: DistillArguments | None = None,
+        centering: ScoreCentering | None = None,
         engine: InvariantEngine | None = None,
     ) -> None:
         super().__init__()
@@ -69,6 +72,7 @@ class Policy(nn.Module):
         self._routing_replay = routing_replay
         self._temperature = temperature
         self._distill = distill
+        self._centering = centering
         self.teacher_head: OutputHead | None = None
         """Output head of another model that teaches the whole vocabulary; None if this one does."""
         self.context: ContextRanks | None = None
@@ -88,8 +92,9 @@ class Policy(nn.Module):
             teaches: Returns the distributions that this divergence compares with, instead of scores.
 
         Returns:
-            ``[R]`` float32 logprobs and ``[R]`` float32 entropies, both with gradients; with a teacher's
-            distributions in the pack, also the ``[R]`` divergence from them. With ``teaches``:
+            ``[R]`` float32 logprobs and ``[R]`` float32 entropies, both with gradients; with
+            distributions in the pack, also the ``[R]`` divergence from the teacher's, or the term of score
+            centering with the sampler's. With ``teaches``:
             ``[R, K + 1, 2]`` tokens and logprobs, or ``[R, H]`` final hidden states, in float32.
         """
         packed = packed if self.context is None else packed.shared_with(self.context)
@@ -111,12 +116,16 @@ class Policy(nn.Module):
             packed.targets,
             temperature=temperature,
             mask=packed.mask,
-            divergence=None if packed.teacher is None else self._divergence(head, temperature),
-            teacher=packed.teacher,
+            divergence=None
+            if packed.distributions is None
+            else self._divergence(head, temperature),
+            distributions=packed.distributions,
         )
         return tuple(packed.of_responses(each) for each in scores)
 
-    def _divergence(self, head: OutputHead, temperature: float) -> TokenDivergence:
+    def _divergence(self, head: OutputHead, temperature: float) -> ChunkDivergence:
+        if self._centering is not None:
+            return self._centering
         assert self._distill is not None, "only the loss distill has a teacher's distributions"
         teacher_head = None
         if self._distill.top_k is None:

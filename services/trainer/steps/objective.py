@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from services.common.callables import bind_callable
+from services.common.fields import SAMPLER_TOP_K
 from services.common.runspec.algorithm import AlgorithmSpec
 from services.trainer.algorithm import correction, diagnostics, loss
+from services.trainer.algorithm.centering import head_mass
 from services.trainer.algorithm.own import OwnFunction
 from services.trainer.batch import columns
 from services.trainer.batch.samples import Samples, idle_samples
@@ -137,7 +139,8 @@ class Objective:
             logprobs: ``[R]`` float32, current policy.
             entropy: ``[R]`` float32.
             samples: The micro-batch, with ``advantages`` and ``loss_mask``, on the same device.
-            divergence: ``[R]`` float32, from the teacher's distributions; None without them.
+            divergence: ``[R]`` float32, from the teacher's distributions, or the term of score centering;
+                None without them.
 
         Returns:
             Scalar with gradient.
@@ -154,6 +157,9 @@ class Objective:
         values = policy.values
         if self._is_weighted and compared.weights is not None:
             values = values * compared.weights
+        if spec.score_centering is not None and divergence is not None:
+            # The term has its own weights: those of the tokens that could have been drawn.
+            values = values + samples.tokens["advantages"] * torch.where(mask, divergence, 0.0)
         values = torch.where(compared.accepted, values, 0.0)
         if kl_coefficient > 0:
             penalty = loss.kl_penalty(
@@ -170,6 +176,10 @@ class Objective:
             tally.mean(name, indicator, mask)
         for name, fact in policy.of_sequences.items():
             tally.mean(name, fact, segments.count(mask) > 0)
+        if spec.score_centering is not None:
+            sampler = samples.tokens.get(SAMPLER_TOP_K)
+            share = entropy if sampler is None else on_device(head_mass(sampler), mask.device)
+            tally.mean("sampler_topk_mass", share, mask)
         staleness = samples.tokens.get("staleness", torch.zeros_like(entropy))
         self._report(logprobs, entropy, compared, mask, segments, tally, staleness=staleness)
         return loss.aggregate(

@@ -246,7 +246,7 @@ class StepRunner:
             with timer("ref_logprob"):
                 scored = self._reference.forward_logprobs(samples.of_teacher, plan)
             samples = samples.with_tokens(ref_logprobs=scored)
-        if (distill := self._spec.distillation) and samples.teacher is None:
+        if (distill := self._spec.distillation) and samples.distributions is None:
             column = TEACHER_STATES if distill.top_k is None else TEACHER_TOP_K
             with timer("ref_logprob"):
                 # Without a reference, the policy before its updates is its own teacher.

@@ -132,6 +132,46 @@ def test_a_value_in_a_message_can_be_copied_into_a_specification(value: object) 
             ["algorithm.correction_normalize", "'bypass'", "'decoupled'"],
         ),
         (
+            changed(algorithm={"score_centering": 8}),
+            ["algorithm.score_centering", "'ppo'", "'reinforce'"],
+        ),
+        (
+            changed(
+                algorithm={
+                    "score_centering": 8,
+                    "loss": "reinforce",
+                    "correction": "decoupled",
+                }
+            ),
+            ["algorithm.score_centering", "'decoupled'", "'bypass'"],
+        ),
+        (
+            changed(
+                algorithm={
+                    "score_centering": 8,
+                    "loss": "reinforce",
+                    "correction_level": "sequence",
+                }
+            ),
+            ["algorithm.score_centering", "algorithm.correction_level", "'token'"],
+        ),
+        (
+            changed(
+                algorithm={
+                    "score_centering": 8,
+                    "loss": "reinforce",
+                    "rejection": [{"level": "token", "upper": 2.0}],
+                }
+            ),
+            ["algorithm.score_centering", "algorithm.rejection.0", "correction_cap_mode"],
+        ),
+        (
+            changed(
+                algorithm={"score_centering": 8, "loss": "reinforce"}, rollout={"engine": "fake"}
+            ),
+            ["algorithm.score_centering", "'fake'", "torch"],
+        ),
+        (
             changed(algorithm={"rejection_denominator": "kept"}),
             ["algorithm.rejection_denominator", "algorithm.rejection "],
         ),

@@ -36,7 +36,7 @@ def test_tokens_are_sampled_by_their_probability() -> None:
     numbers = torch.from_numpy(
         uniforms(np.arange(20_000, dtype=np.uint64), np.zeros(20_000, dtype=np.uint64))
     )
-    tokens, logprobs, _ = draw_tokens(logits, torch.full((20_000,), 0.5), numbers)
+    tokens, logprobs, _, _ = draw_tokens(logits, torch.full((20_000,), 0.5), numbers)
     expected = torch.softmax(logits[0] / 0.5, dim=-1)
     share = torch.bincount(tokens, minlength=5) / 20_000
     torch.testing.assert_close(share, expected, atol=0.01, rtol=0)
@@ -46,7 +46,7 @@ def test_tokens_are_sampled_by_their_probability() -> None:
 def test_the_ends_of_the_interval_never_draw_an_impossible_token() -> None:
     logits = torch.tensor([[float("-inf"), 0.0, 1.0, float("-inf")]] * 2)
     numbers = torch.tensor([0.0, 1 - 2.0**-52], dtype=torch.float64)
-    tokens, _, _ = draw_tokens(logits, torch.ones(2), numbers)
+    tokens, _, _, _ = draw_tokens(logits, torch.ones(2), numbers)
     assert tokens.tolist() == [1, 2]
 
 
@@ -69,7 +69,7 @@ def test_logprobs_are_relative_to_the_allowed_tokens_if_these_are_reported(repor
             min_p=truncation.min_p[row].expand(count),
             reported=truncation.reported.expand(count),
         )
-        tokens, logprobs, mask = draw_tokens(
+        tokens, logprobs, mask, _ = draw_tokens(
             logits[:1].expand(count, -1), torch.ones(count), numbers, truncation=part
         )
         assert set(tokens.tolist()) == allowed
@@ -85,7 +85,7 @@ def test_tokens_are_allowed_as_transformers_allows_them(top_k: int, top_p: float
     expected = TopPLogitsWarper(top_p)(None, logits)
     if top_k:
         expected = TopPLogitsWarper(top_p)(None, TopKLogitsWarper(top_k)(None, logits))
-    _, _, allowed = draw_tokens(
+    _, _, allowed, _ = draw_tokens(
         logits,
         torch.ones(64),
         torch.zeros(64, dtype=torch.float64),

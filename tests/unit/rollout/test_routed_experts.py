@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from services.common.fields import ALL_TOKENS
+from services.common.fields import ALL_TOKENS, SAMPLER_TOP_K
 from services.common.models.experts import RouterWatch
 from services.common.models.families import RoutingShape, routing_shape
 from services.common.models.loading import build_model, stored_tensors
@@ -31,6 +31,8 @@ from services.rollout.workflows.turns import (
 from tests.helpers.engines import make_model, request, running, until
 from tests.helpers.mixtures import tiny_config
 
+TOP = np.array([[[4, -0.5], [9, -1.5], [-1, -1.8]]], np.float32)
+"""Two most likely tokens in place of one token, and all others."""
 _CONTEXTS = [(5, 6, 7), (5, 6, 7), (8,), (9, 3, 4, 5, 6)]
 
 
@@ -118,7 +120,11 @@ def test_unfinished_samples_keep_their_experts_and_masks() -> None:
         _turn((1, 2), experts[:3]),
         observed((3, 4)),
         replace(_turn((5,), None), sampling_mask=np.array([~5, 7], np.int32)),
-        replace(_turn((6,), experts[3:]), sampling_mask=np.array([~2, 6, 9], np.int32)),
+        replace(
+            _turn((6,), experts[3:]),
+            sampling_mask=np.array([~2, 6, 9], np.int32),
+            top_logprobs=TOP,
+        ),
     )
     back = decode_progress(encode_progress(MemberProgress(num_failed_scores=0, turns=turns)))
     assert back.turns == turns
@@ -127,6 +133,8 @@ def test_unfinished_samples_keep_their_experts_and_masks() -> None:
             one.routed_experts is other.routed_experts is None
         )
     assert sampling_mask(back.turns).tolist() == [*[ALL_TOKENS] * 4, ~5, 7, ~2, 6, 9]
+    assert [turn.top_logprobs is None for turn in back.turns] == [True] * (len(turns) - 1) + [False]
+    assert np.array_equal(back.turns[-1].top_logprobs, TOP)
 
 
 def test_a_sample_has_an_entry_for_each_token_but_the_last() -> None:
@@ -145,6 +153,24 @@ def test_a_sample_has_an_entry_for_each_token_but_the_last() -> None:
     assert experts.shape == (6, 2, 3)
     assert (experts[:4] == 1).all()
     assert (experts[4:] == 255).all()
+
+
+def test_samples_have_the_most_likely_tokens_of_each_sampled_token() -> None:
+    turns = (observed((3, 4)), replace(_turn((6,), None), top_logprobs=TOP), _turn((), None))
+    sample = Sample(
+        member=0,
+        prompt_ids=(7,),
+        turns=turns,
+        score=Score(1.0),
+        finish_reason="stop",
+        is_greedy=False,
+    )
+    assert SAMPLER_TOP_K not in sample_fields([sample])
+    (table,) = sample_fields([sample], num_top=3)[SAMPLER_TOP_K]
+    assert table[:2].tolist() == torch.zeros(2, 4, 2).tolist()
+    # The vocabulary has two tokens, so that the third place is empty.
+    expected = torch.tensor([[4, -0.5], [9, -1.5], [-1, -1e30], [-1, -1.8]])
+    assert torch.equal(table[2], expected)
 
 
 def test_experts_of_a_request_in_parts_are_taken_once() -> None:

@@ -74,7 +74,7 @@ def _divergence(kind: dict[str, Any], own: Tensor, teacher: Tensor, head: Any) -
         targets,
         temperature=TEMPERATURE,
         divergence=compute,
-        teacher=teacher,
+        distributions=teacher,
     )[2]
 
 

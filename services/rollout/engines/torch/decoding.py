@@ -26,6 +26,7 @@ from services.common.models.families import (
 from services.common.models.invariant import KEYS, token_multiple
 from services.common.models.vision import vision_tower
 from services.rollout.engines.base import (
+    NO_LOGPROB,
     Decode,
     FinishReason,
     GenerationRequest,
@@ -33,9 +34,11 @@ from services.rollout.engines.base import (
     OnTokens,
     RoutedExperts,
     SamplingMask,
+    TopLogprobs,
     VersionRun,
     append_version,
     ends_in_stop_text,
+    fewer_top,
 )
 from services.rollout.engines.speculation import NgramSpeculator, num_equal
 from services.wire.data.model_inputs import ModelInputs, model_arguments
@@ -320,8 +323,13 @@ class Truncation:
 
 
 def draw_tokens(
-    logits: Tensor, temperatures: Tensor, numbers: Tensor, *, truncation: Truncation | None = None
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    logits: Tensor,
+    temperatures: Tensor,
+    numbers: Tensor,
+    *,
+    truncation: Truncation | None = None,
+    num_top: int = 0,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Draws one token per row by inverting its cumulative distribution.
 
     Args:
@@ -330,11 +338,13 @@ def draw_tokens(
         numbers: ``[N]`` float64 in ``[0, 1)``, one per row.
         truncation: Restricts the tokens that may be drawn; None allows all. Log probabilities ignore it,
             except in the reported rows.
+        num_top: Number of most likely tokens to return.
 
     Returns:
         ``[N]`` int64 tokens and ``[N]`` float32 log probabilities, ``log_softmax(logits / temperature)``;
         those of greedy rows are at temperature 1. The third value is ``[N, V]`` bool, the tokens that could
-        be drawn; None without truncation.
+        be drawn; None without truncation. The fourth is ``[N, K + 1, 2]`` float32, the most likely tokens as
+        in :func:`most_likely`; None without ``num_top``.
     """
     is_greedy = temperatures == 0
     scaled = logits.float() / torch.where(is_greedy, 1.0, temperatures)[:, None]
@@ -353,7 +363,23 @@ def draw_tokens(
     targets = (numbers * cumulative[:, -1])[:, None]
     drawn = torch.searchsorted(cumulative, targets, right=True).squeeze(1)
     tokens = torch.where(is_greedy, scaled.argmax(dim=-1), drawn)
-    return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1), allowed
+    top = most_likely(logprobs, num_top) if num_top else None
+    return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1), allowed, top
+
+
+def most_likely(logprobs: Tensor, count: int) -> Tensor:
+    """Returns the most likely tokens of each row, ``[N, K + 1, 2]`` float32: token id and logprob.
+
+    The last entry, with the id -1, has the logprob of all other tokens.
+
+    Args:
+        logprobs: ``[N, V]`` float32, -inf for tokens that cannot be drawn.
+        count: Max number of tokens; ``K`` is at most ``V``.
+    """
+    values, ids = logprobs.topk(min(count, logprobs.shape[1]))
+    rest = logprobs.scatter(1, ids, -math.inf).logsumexp(-1, keepdim=True)
+    places = pad(ids.float(), (0, 1), value=-1.0)
+    return torch.stack([places, torch.cat([values, rest], 1).clamp(min=NO_LOGPROB)], -1)
 
 
 def _truncate(probabilities: Tensor, truncation: Truncation) -> Tensor:
@@ -413,11 +439,15 @@ class StepOutputs:
     """``[N, Q, layers, K]`` int64 experts chosen for the input tokens, if they are recorded."""
     allowed: Tensor | None = None
     """``[N, Q, V]`` bool: tokens that could be drawn; None without truncation."""
+    top: Tensor | None = None
+    """``[N, Q, K + 1, 2]`` float32: most likely tokens; None if no request asks for them."""
 
     def first(self, num_rows: int) -> "StepOutputs":
-        experts = None if self.experts is None else self.experts[:num_rows]
-        allowed = None if self.allowed is None else self.allowed[:num_rows]
-        return StepOutputs(self.tokens[:num_rows], self.logprobs[:num_rows], experts, allowed)
+        experts, allowed, top = (
+            None if each is None else each[:num_rows]
+            for each in (self.experts, self.allowed, self.top)
+        )
+        return StepOutputs(self.tokens[:num_rows], self.logprobs[:num_rows], experts, allowed, top)
 
 
 class DecodeStep:
@@ -437,19 +467,22 @@ class DecodeStep:
         self._cache = cache
         self._device = model.device
         self._is_cuda = model.device.type == "cuda"
-        self._graphs: dict[tuple[int, int, int], _Graph] = {}
-        self._num_seen: dict[tuple[int, int, int], int] = {}
+        self._graphs: dict[tuple[int, int, int, int], _Graph] = {}
+        self._num_seen: dict[tuple[int, int, int, int], int] = {}
         self._layout = cache.layout
         self._visibility = Visibility(model.config.to_dict(), model.dtype)
         # A graph's warm-up would advance the states of running requests.
         self._is_captured = recurrent_module(model.config.to_dict()) is None
 
     @torch.inference_mode()
-    def run(self, inputs: StepInputs, truncation: Truncation | None) -> StepOutputs:
+    def run(
+        self, inputs: StepInputs, truncation: Truncation | None, *, num_top: int = 0
+    ) -> StepOutputs:
         """Stores keys and values and draws a token after each input; on a GPU, returns when both are done.
 
         Args:
             truncation: Restricts the tokens that may be drawn; None allows all.
+            num_top: Number of most likely tokens to return.
         """
         num_rows, num_queries = inputs.tokens.shape
         span = int(inputs.positions.max()) + 1
@@ -458,17 +491,17 @@ class DecodeStep:
         elif self._rows_multiple is not None:
             size, span = _multiple(num_rows, self._rows_multiple), _multiple(span, KEYS)
         else:
-            return self._compute(self._move(inputs), span, truncation)
+            return self._compute(self._move(inputs), span, truncation, num_top)
         self._cache.reserve(size, span)
         padded = _pad(inputs, size)
         is_captured = self._is_cuda and self._is_captured and truncation is None
-        graph = self._graph(size, span, num_queries) if is_captured else None
+        graph = self._graph(size, span, num_queries, num_top) if is_captured else None
         if graph is not None:
             outputs = graph.replay(padded)
         else:
             if truncation is not None:
                 truncation = truncation.padded(size)
-            outputs = self._compute(self._move(padded), span, truncation)
+            outputs = self._compute(self._move(padded), span, truncation, num_top)
         # A thread that waits in a copy to the host keeps other threads from launching GPU work, so
         # wait here.
         if outputs.tokens.is_cuda:
@@ -480,7 +513,7 @@ class DecodeStep:
         self._graphs.clear()
 
     def _compute(
-        self, inputs: "_DeviceInputs", span: int, truncation: Truncation | None
+        self, inputs: "_DeviceInputs", span: int, truncation: Truncation | None, num_top: int
     ) -> StepOutputs:
         positions = inputs.positions
         self._cache.begin_decode(positions, span)
@@ -493,11 +526,12 @@ class DecodeStep:
             use_cache=True,
         ).logits
         shape = positions.shape
-        tokens, logprobs, allowed = draw_tokens(
+        tokens, logprobs, allowed, top = draw_tokens(
             logits.flatten(0, 1),
             inputs.temperatures.repeat_interleave(shape[1]),
             inputs.numbers.flatten(),
             truncation=None if truncation is None else truncation.repeated(shape[1]),
+            num_top=num_top,
         )
         experts = None if self._watch is None else self._watch.chosen().unflatten(0, shape)
         return StepOutputs(
@@ -505,6 +539,7 @@ class DecodeStep:
             logprobs.view(shape),
             experts,
             None if allowed is None else allowed.unflatten(0, shape),
+            None if top is None else top.unflatten(0, shape),
         )
 
     def _move(self, inputs: StepInputs) -> "_DeviceInputs":
@@ -516,15 +551,15 @@ class DecodeStep:
             numbers=torch.from_numpy(inputs.numbers).to(self._device),
         )
 
-    def _graph(self, size: int, span: int, num_queries: int) -> "_Graph | None":
+    def _graph(self, size: int, span: int, num_queries: int, num_top: int) -> "_Graph | None":
         """Returns the graph of a shape once the shape has occurred often enough, else None."""
         if self._cache.layout != self._layout:
             self._graphs.clear()
             self._layout = self._cache.layout
-        key = size, span, num_queries
+        key = size, span, num_queries, num_top
         self._num_seen[key] = self._num_seen.get(key, 0) + 1
         if key not in self._graphs and self._num_seen[key] > _CAPTURE_AFTER:
-            self._graphs[key] = _Graph(self, size, span, num_queries)
+            self._graphs[key] = _Graph(self, size, span, num_queries, num_top)
         return self._graphs.get(key)
 
 
@@ -542,7 +577,9 @@ class _DeviceInputs:
 class _Graph:
     """Captured CUDA graph of a step of one shape."""
 
-    def __init__(self, step: DecodeStep, size: int, span: int, num_queries: int) -> None:
+    def __init__(
+        self, step: DecodeStep, size: int, span: int, num_queries: int, num_top: int
+    ) -> None:
         nothing = np.zeros((0, num_queries), np.int64)
         empty = StepInputs(
             nothing, nothing, nothing, np.zeros(0, np.float32), nothing.astype(np.float64)
@@ -556,11 +593,11 @@ class _Graph:
         # stored again before they are used.
         self._inputs.positions.fill_(span - 1)
         with torch.cuda.stream(stream):
-            compute(self._inputs, span, None)
+            compute(self._inputs, span, None, num_top)
         torch.cuda.current_stream().wait_stream(stream)
         # Other threads may receive weights during the capture.
         with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
-            self._outputs = compute(self._inputs, span, None)
+            self._outputs = compute(self._inputs, span, None, num_top)
 
     def replay(self, inputs: StepInputs) -> StepOutputs:
         """Runs the graph with these inputs; the next replay overwrites the outputs."""
@@ -619,6 +656,8 @@ class _Row:
     """Experts of the tokens from ``request.experts_from`` on."""
     masks: list[SamplingMask] = field(default_factory=list)
     """Tokens that could be drawn for each new token, if the request asks for them."""
+    top: list[TopLogprobs] = field(default_factory=list)
+    """Most likely tokens in place of each new token, if the request asks for them."""
 
     @property
     def num_sampled(self) -> int:
@@ -633,6 +672,7 @@ class _Row:
             finish_reason=reason,
             routed_experts=np.concatenate(self.experts) if self.experts and self.logprobs else None,
             sampling_mask=np.concatenate(self.masks) if self.masks else None,
+            top_logprobs=np.concatenate(self.top) if self.top else None,
         )
 
 
@@ -740,7 +780,8 @@ class DecodeBatch:
         """
         began = time.perf_counter()
         drafts = self._propose()
-        outputs = self._step.run(self._inputs(drafts), self._truncation())
+        num_top = max(row.request.top_logprobs for row in self._rows)
+        outputs = self._step.run(self._inputs(drafts), self._truncation(), num_top=num_top)
         finished: dict[int, FinishReason] = {}
         counts: list[int] = []
         for slot, (row, draft, tokens, logprobs) in enumerate(
@@ -766,6 +807,8 @@ class DecodeBatch:
                 row.experts.append(experts[:count])
         if outputs.allowed is not None:
             self._note_masks(outputs.allowed, counts)
+        if outputs.top is not None:
+            self._note_top(outputs.top, counts)
         self.tokens_total += sum(counts)
         if self._speculator is not None:
             self._speculator.record(drafts, counts, time.perf_counter() - began)
@@ -969,6 +1012,13 @@ class DecodeBatch:
             encoded = mask.numpy().copy()
             encoded[0] = ~encoded[0]
             self._rows[slot].masks.append(encoded)
+
+    def _note_top(self, top: Tensor, counts: Sequence[int]) -> None:
+        """Adds the most likely tokens in place of each request's new tokens."""
+        reported = top.cpu().numpy()
+        for row, count, tables in zip(self._rows, counts, reported, strict=True):
+            if row.request.top_logprobs:
+                row.top.append(fewer_top(tables[:count], row.request.top_logprobs))
 
     def _note_experts(self, slots: Sequence[int], experts: RoutedExperts) -> None:
         for slot in slots:

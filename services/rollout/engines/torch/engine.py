@@ -142,6 +142,7 @@ class TorchEngine:
         seeds=True,
         routed_experts=True,
         sampling_masks=True,
+        top_logprobs=True,
         model_inputs=True,
     )
 

@@ -13,6 +13,7 @@ KIND: Final = EngineKind(
     most_running=256,
     is_writable=True,
     reports_masks=True,
+    reports_top_logprobs=True,
     sleeps=True,
     quantizations={"fp8": None, "fp8_block": None},
     quantizes_on_cpu=True,

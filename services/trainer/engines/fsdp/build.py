@@ -34,6 +34,7 @@ from services.common.models.training_memory import (
 )
 from services.common.runspec.run import RunSpec
 from services.common.runspec.trainer import TrainerSpec
+from services.trainer.algorithm.centering import score_centering
 from services.trainer.engines.base import EngineArgs, ModelRole, Progress, TrainEngine
 from services.trainer.engines.fsdp.compiling import compile_ahead
 from services.trainer.engines.fsdp.engine import FsdpEngine
@@ -148,6 +149,7 @@ def load_policy(loader: "Loader", spec: RunSpec) -> Policy:
             temperature=spec.rollout.sampling.temperature,
             routing_replay=spec.rollout.routing_replay,
             distill=spec.distillation,
+            centering=score_centering(spec),
             engine=computes_as(spec, model.config),
         )
         freeze_tower(model, is_frozen=spec.trainer.freeze_vision_tower)
