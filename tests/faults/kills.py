@@ -80,7 +80,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
         *_SEGMENTS,
         *_HELDOUT,
     ),
-    "colocated": ("topology.placement=colocated",),
+    "colocated": ("topology.placement=colocated", "validation={every: 2}", *_HELDOUT),
     "mixed": (
         "topology.placement=mixed",
         "algorithm.max_staleness=2",
