@@ -63,11 +63,19 @@ def _compare(rank: int, store: str, shared: int, families: tuple[str, ...], rank
     distributed.destroy_process_group()
 
 
-def _join(rank: int, store: str, ranks: int, shared: int) -> tuple[RankTopology, TrainerSpec]:
+def _join(
+    rank: int, store: str, ranks: int, shared: int, *, tensor: int = 1
+) -> tuple[RankTopology, TrainerSpec]:
     distributed.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks
     )
-    spec = TrainerSpec(steps=1, prompts_per_step=1, world_size=ranks, expert_parallel=shared)
+    spec = TrainerSpec(
+        steps=1,
+        prompts_per_step=1,
+        world_size=ranks,
+        expert_parallel=shared,
+        tensor_parallel=tensor,
+    )
     return build_topology(spec, device=_CPU, rank=rank, world_size=ranks), spec
 
 
@@ -132,6 +140,47 @@ def _run(policy: Policy, parts: Any, *, scale: int = 1) -> tuple[torch.Tensor, d
 
 def _whole(value: Any) -> torch.Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("ranks", "shared", "tensor", "families"),
+    [
+        (4, 2, 2, ("qwen3_moe", "deepseek_v3")),
+        pytest.param(8, 2, 2, ("qwen3_moe", "deepseek_v3"), marks=pytest.mark.nightly),
+    ],
+)
+def test_tensor_parallel_ranks_share_experts_and_give_the_gradients_of_one_rank(
+    tmp_path: Path, ranks: int, shared: int, tensor: int, families: tuple[str, ...]
+) -> None:
+    run_ranks(
+        _compare_divided, str(tmp_path / "store"), shared, tensor, families, ranks, count=ranks
+    )
+
+
+def _compare_divided(
+    rank: int, store: str, shared: int, tensor: int, families: tuple[str, ...], ranks: int
+) -> None:
+    """Compares with one rank; tensor-parallel ranks have the same pack."""
+    topology, spec = _join(rank, store, ranks, shared, tensor=tensor)
+    packs = topology.data.size
+    for name in families:
+        for build in (_policy, _lopsided):
+            expected, own = _run(build(name), range(packs))
+            policy = build(name)
+            recomputed = {"activation_checkpointing": build is _lopsided}
+            distribute(policy, spec.model_copy(update=recomputed), topology)
+            loss, gradients = _run(policy, [topology.data.rank], scale=packs)
+            loss = topology.data.sum(loss) / packs
+            case = f"{name}, {build.__name__}"
+            assert (loss - expected).abs() <= 1e-5 * expected.abs(), case
+            norm = torch.stack([value.norm() for value in own.values()]).norm()
+            for key, value in own.items():
+                error = (gradients[key] - value).norm() / norm
+                assert error <= 5e-6, f"{case}: gradient of {key} differs by {error}"
+            measured = gradient_norm(list(policy.parameters()))
+            assert (measured - norm).abs() <= 1e-5 * norm, case
+    distributed.destroy_process_group()
 
 
 @pytest.mark.timeout(300)

@@ -79,15 +79,19 @@ FAMILIES: Mapping[str, Family] = {
     "granite": Family(tensor_parallel=True),
     "qwen3_5_text": Family(recurrent="linear_attn"),
     "falcon_h1": Family(recurrent="mamba", needs_loader=True),
-    "qwen2_moe": Family(routing="softmax", expert_parts=ExpertParts()),
-    "qwen3_moe": Family(windowed=True, routing="softmax", expert_parts=ExpertParts()),
+    "qwen2_moe": Family(tensor_parallel=True, routing="softmax", expert_parts=ExpertParts()),
+    "qwen3_moe": Family(
+        tensor_parallel=True, windowed=True, routing="softmax", expert_parts=ExpertParts()
+    ),
     "mixtral": Family(
+        tensor_parallel=True,
         windowed=True,
         routing="softmax",
         expert_parts=ExpertParts("block_sparse_moe", "w1", "w3", "w2"),
     ),
-    "glm4_moe": Family(routing="sigmoid", expert_parts=ExpertParts()),
+    "glm4_moe": Family(tensor_parallel=True, routing="sigmoid", expert_parts=ExpertParts()),
     "deepseek_v3": Family(
+        tensor_parallel=True,
         routing="sigmoid",
         expert_parts=ExpertParts(),
         needs_loader=True,
@@ -230,6 +234,12 @@ def check_trainer(
         problems.append(
             f"trainer.expert_parallel is {expert_parallel}, but layers of model.path have {count} experts, "
             "which is not a multiple of it; set it to 1 or to a divisor"
+        )
+    elif tensor_parallel > 1 and count % (expert_parallel * tensor_parallel):
+        problems.append(
+            f"trainer.tensor_parallel is {tensor_parallel}, and its processes share experts as those of "
+            f"trainer.expert_parallel ({expert_parallel}) do, but layers of model.path have {count} experts, "
+            "which is not a multiple of the product; lower one of them"
         )
     if context_parallel > 1:
         problems += _context_problems(config, context_parallel, tensor_parallel)

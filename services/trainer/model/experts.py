@@ -6,6 +6,7 @@ part, even without tokens, so that its gradient is 0 instead of missing: other r
 
     alone    tokens -> a copy for each chosen expert, sorted -> products -> weighted sum
     shared   between sorting and products, copies are sent to the ranks that hold their experts, and back
+    tensor   tensor-parallel ranks have the same tokens: each takes some of them, and gets all results
 """
 
 from dataclasses import dataclass
@@ -33,6 +34,37 @@ class ExpertRanks:
     """Process group for tensors of the model's device."""
     size: int
     """Number of ranks."""
+    num_packs: int
+    """Number of packs whose tokens they compute: fewer than ranks if some have the same tokens."""
+    peers: "TokenPeers | None" = None
+    """Ranks that have the same tokens as this one; None if there are no others."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPeers:
+    """Tensor-parallel ranks, each of which sends a part of their common tokens to the experts."""
+
+    group: distributed.ProcessGroup
+    """Process group for tensors of the model's device."""
+    rank: int
+    size: int
+
+    def part(self, num_tokens: int) -> slice:
+        """Returns the tokens of this rank."""
+        size = -(-num_tokens // self.size)
+        start = min(self.rank * size, num_tokens)
+        return slice(start, min(start + size, num_tokens))
+
+    def gathered(self, rows: Tensor, num_tokens: int) -> Tensor:
+        """Returns ``[num_tokens, ...]`` rows of all ranks from those of each."""
+        size = -(-num_tokens // self.size)
+        filled = rows.new_zeros(size, *rows.shape[1:])
+        filled[: len(rows)] = rows
+        parts = [torch.empty_like(filled) for _ in range(self.size)]
+        distributed.all_gather(parts, filled, group=self.group)
+        whole = torch.cat(parts)
+        # FSDP2 needs a tensor that is no view.
+        return whole if len(whole) == num_tokens else whole[:num_tokens].clone()
 
 
 def share_experts(module: nn.Module, ranks: ExpertRanks) -> None:
@@ -55,6 +87,20 @@ def experts_forward(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor
         ``[T, H]``.
     """
     ranks: ExpertRanks | None = getattr(module, _RANKS, None)
+    if ranks is None or ranks.peers is None:
+        return _outputs(module, hidden, chosen, weights, ranks)
+    peers, num_tokens = ranks.peers, len(hidden)
+    part: Tensor = _PartOfTokens.apply(hidden, peers)  # type: ignore[no-untyped-call]
+    shares: Tensor = _PartOfTokens.apply(weights, peers)  # type: ignore[no-untyped-call]
+    outputs = _outputs(module, part, chosen[peers.part(num_tokens)], shares, ranks)
+    whole: Tensor = _AllTokens.apply(outputs, num_tokens, peers)  # type: ignore[no-untyped-call]
+    return whole
+
+
+def _outputs(
+    module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor, ranks: ExpertRanks | None
+) -> Tensor:
+    """Computes :func:`experts_forward` for the tokens that this rank sends to the experts."""
     num_chosen = chosen.shape[1]
     owners = chosen.flatten()
     order = torch.argsort(owners, stable=True)
@@ -68,7 +114,8 @@ def experts_forward(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor
     unsorted = torch.empty_like(order).index_copy_(
         0, order, torch.arange(len(order), device=order.device)
     )
-    return outputs[unsorted].view(*chosen.shape, -1).sum(1).to(hidden.dtype)
+    # A tensor-parallel rank may have no token of a short pack.
+    return outputs[unsorted].view(*chosen.shape, hidden.shape[1]).sum(1).to(hidden.dtype)
 
 
 def _elsewhere(
@@ -157,7 +204,7 @@ def _weight(module: Any, name: str, ranks: ExpertRanks | None) -> Tensor:
     weight = local_part(getattr(module, name))
     if ranks is None:
         return weight
-    averaged: Tensor = _ScaledGradient.apply(weight, 1.0 / ranks.size)  # type: ignore[no-untyped-call]
+    averaged: Tensor = _ScaledGradient.apply(weight, 1.0 / ranks.num_packs)  # type: ignore[no-untyped-call]
     return averaged
 
 
@@ -172,6 +219,49 @@ class _ScaledGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[0] * ctx.factor, None
+
+
+class _PartOfTokens(torch.autograd.Function):
+    """Returns this rank's part of tokens that all peers have; its gradient is that of all tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, peers: TokenPeers) -> Tensor:
+        ctx.plan = len(rows), peers
+        return rows[peers.part(len(rows))].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        num_tokens, peers = ctx.plan
+        return peers.gathered(gradients[0], num_tokens), None
+
+
+class _AllTokens(torch.autograd.Function):
+    """Gathers the results of all peers, from which each then computes the same loss."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, num_tokens: int, peers: TokenPeers) -> Tensor:
+        ctx.plan = num_tokens, peers
+        return peers.gathered(rows, num_tokens)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        num_tokens, peers = ctx.plan
+        return gradients[0][peers.part(num_tokens)].contiguous(), None, None
+
+
+class SummedGradient(torch.autograd.Function):
+    """Returns the same tensor; sums its gradient over ranks that each used it for other heads."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: distributed.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        total = gradients[0].contiguous()
+        distributed.all_reduce(total, group=ctx.group)
+        return total, None
 
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS, experts_forward)

@@ -260,6 +260,7 @@ class Balancer:
         self._spec = spec.trainer.balancing
         # Ranks that compute packs together each count their own tokens.
         self._ranks = ranks.everyone or ranks
+        self._tensor_parallel = spec.trainer.tensor_parallel
         self._compares = spec.rollout.routing_replay != "off"
         config: Mapping[str, Any] = policy.model.config.to_dict()
         self._coefficient = self._spec.coefficient or config.get("router_aux_loss_coef") or 0.0
@@ -302,7 +303,8 @@ class Balancer:
         """
         if self._routing is None or self._update is None:
             return None
-        counts, self._update = self._ranks.sum(self._update), None
+        # Tensor-parallel ranks count the same tokens.
+        counts, self._update = self._ranks.sum(self._update) // self._tensor_parallel, None
         if self._spec.kind == "bias" and moved:
             self._routing.move_biases(counts, self._spec.bias_rate)
         return counts

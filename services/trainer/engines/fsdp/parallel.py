@@ -1,7 +1,8 @@
 """Distribution of the model over processes: device meshes, FSDP2, tensor and expert parallelism.
 
 mesh   dp x tp; FSDP2 shards over dp, tensor-parallel ranks share layers. With expert parallelism, dp is
-       copies x experts: each of the inner ranks holds a part of the experts of every layer. With context
+       copies x experts: each of the inner ranks holds a part of the experts of every layer. Tensor-parallel
+       ranks hold parts of them too, in a mesh of its own of copies x (experts x tp). With context
        parallelism, dp is data x context: each of the inner ranks computes a part of every pack's tokens.
        With both, weights use the mesh with experts, and packs use the mesh with context
 frozen a rank that keeps gathered weights holds frozen ones whole, in the dtype of the forward pass and
@@ -11,10 +12,11 @@ order  tensor and expert parallelism -> activation memory (``activations.py``) -
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -37,7 +39,12 @@ from services.common.runspec.trainer import TrainerSpec
 from services.trainer.batch.context import ContextRanks
 from services.trainer.collectives import Ranks, join_processes
 from services.trainer.engines.fsdp.activations import compiled, set_up_activations
-from services.trainer.model.experts import ExpertRanks, share_experts
+from services.trainer.model.experts import (
+    ExpertRanks,
+    SummedGradient,
+    TokenPeers,
+    share_experts,
+)
 from services.trainer.model.policy import Critic, Policy
 
 
@@ -56,7 +63,9 @@ class RankTopology:
     mesh: DeviceMesh | None = None
     """Mesh ``dp`` x ``tp``; None for a single process that needs no sharding."""
     experts: DeviceMesh | None = None
-    """Mesh ``copies`` x ``experts``, which ``dp`` consists of; None if every rank computes all experts."""
+    """Mesh ``copies`` x ``experts``, which ``dp`` consists of, or all ranks with tensor parallelism; None if
+    every rank computes all experts.
+    """
     context: ContextRanks | None = None
     """Ranks that compute a pack together; None if each computes its own."""
 
@@ -112,7 +121,7 @@ def build_topology(
         rank=rank,
         world_size=world_size,
         mesh=mesh,
-        experts=mesh["copies", "experts"] if spec.expert_parallel > 1 else None,
+        experts=_expert_mesh(spec, mesh, device),
         context=None if packs is None else _context(packs),
     )
 
@@ -133,7 +142,7 @@ def _meshes(spec: TrainerSpec, device: torch.device) -> tuple[DeviceMesh, Device
     tensor = spec.tensor_parallel
     found = []
     for names, inner in (
-        (("copies", "experts"), spec.expert_parallel),
+        (("copies", "experts"), spec.expert_parallel if tensor == 1 else 1),
         (("data", "context"), spec.context_parallel),
     ):
         if inner > 1:
@@ -148,6 +157,15 @@ def _meshes(spec: TrainerSpec, device: torch.device) -> tuple[DeviceMesh, Device
             )
         ]
     return found[0], found[-1] if spec.context_parallel > 1 else None
+
+
+def _expert_mesh(spec: TrainerSpec, mesh: DeviceMesh, device: torch.device) -> DeviceMesh | None:
+    """Returns the mesh ``copies`` x ``experts``."""
+    sharing = spec.expert_parallel * spec.tensor_parallel
+    if spec.tensor_parallel > 1:
+        shape = spec.world_size // sharing, sharing
+        return init_device_mesh(device.type, shape, mesh_dim_names=("copies", "experts"))
+    return mesh["copies", "experts"] if spec.expert_parallel > 1 else None
 
 
 def _context(packs: DeviceMesh) -> ContextRanks:
@@ -196,14 +214,19 @@ def _divide(
 ) -> None:
     """Keeps this rank's part of heads and columns (tensor parallelism) and of experts."""
     if topology.mesh is not None and spec.tensor_parallel > 1:
-        _check_heads(module, spec.tensor_parallel)
+        _check_heads(module, spec)
+        tensor = topology.mesh["tp"]
         for layer in layers:
             plan = {name: style for name, style in _TENSOR_PLAN.items() if _has(layer, name)}
-            parallelize_module(layer, topology.mesh["tp"], plan)
+            parallelize_module(layer, tensor, plan)
+            for attention in layer.modules():
+                if hasattr(attention, "kv_a_proj_with_mqa"):
+                    _sum_latent_gradients(attention, tensor.get_group())
     if topology.experts is not None:
-        _check_model(module, expert_parallel=spec.expert_parallel)
+        if spec.expert_parallel > 1:
+            _check_model(module, expert_parallel=spec.expert_parallel)
         for experts in _experts(layers):
-            _share(experts, topology.experts["experts"])
+            _share(experts, topology)
 
 
 def _shard(
@@ -257,9 +280,18 @@ _TENSOR_PLAN: dict[str, Any] = {
     "self_attn.q_norm": SequenceParallel(sequence_dim=2, use_local_output=True),
     "self_attn.k_norm": SequenceParallel(sequence_dim=2, use_local_output=True),
     "self_attn.o_proj": RowwiseParallel(),
-    "mlp.gate_proj": ColwiseParallel(),
-    "mlp.up_proj": ColwiseParallel(),
-    "mlp.down_proj": RowwiseParallel(),
+    # Latent attention: what comes before the heads is replicated.
+    "self_attn.q_b_proj": ColwiseParallel(),
+    "self_attn.kv_b_proj": ColwiseParallel(),
+    **{
+        f"{part}.{name}": style()
+        for part in ("mlp", "mlp.shared_expert", "mlp.shared_experts")
+        for name, style in (
+            ("gate_proj", ColwiseParallel),
+            ("up_proj", ColwiseParallel),
+            ("down_proj", RowwiseParallel),
+        )
+    },
 }
 """Attention is divided by heads, the feed-forward part by columns; norms and embeddings are replicated."""
 
@@ -273,13 +305,37 @@ def _experts(layers: nn.ModuleList) -> Iterator[nn.Module]:
     return (module for name, module in layers.named_modules() if name.endswith(".experts"))
 
 
-def _share(experts: nn.Module, mesh: DeviceMesh) -> None:
+def _share(experts: nn.Module, topology: RankTopology) -> None:
     """Keeps this rank's part of a layer's experts, in place."""
+    assert topology.experts is not None and topology.mesh is not None
+    mesh, tensor = topology.experts["experts"], topology.mesh["tp"]
     for name, parameter in list(experts.named_parameters()):
         own = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
         part = DTensor.from_local(own, mesh, (Shard(0),), run_check=False)
         setattr(experts, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
-    share_experts(experts, ExpertRanks(mesh.get_group(), mesh.size()))
+    peers = None
+    if tensor.size() > 1:
+        peers = TokenPeers(tensor.get_group(), tensor.get_local_rank(), tensor.size())
+    num_packs = mesh.size() // tensor.size()
+    share_experts(experts, ExpertRanks(mesh.get_group(), mesh.size(), num_packs, peers))
+
+
+def _sum_latent_gradients(attention: Any, group: distributed.ProcessGroup) -> None:
+    """Sums the gradients of rotated latent keys over ranks, each of which uses them for its own heads."""
+    hook = partial(_sum_gradients, group, int(attention.qk_rope_head_dim))
+    attention.kv_a_proj_with_mqa.register_forward_hook(hook)
+
+
+def _sum_gradients(
+    group: distributed.ProcessGroup, rotated: int, module: nn.Module, inputs: Any, output: Tensor
+) -> Tensor:
+    """Returns a latent, whose rotated part gets the sum of its gradients.
+
+    The other part passes a projection that is divided by columns, whose input has the whole gradient.
+    """
+    latent, keys = output.split([output.shape[-1] - rotated, rotated], dim=-1)
+    summed: Tensor = SummedGradient.apply(keys, group)  # type: ignore[no-untyped-call]
+    return torch.cat([latent, summed], -1)
 
 
 def _check_model(module: nn.Module, **parts: int) -> None:
@@ -289,8 +345,9 @@ def _check_model(module: nn.Module, **parts: int) -> None:
         raise ValueError("; ".join(problems))
 
 
-def _check_heads(module: nn.Module, parts: int) -> None:
-    _check_model(module, tensor_parallel=parts)
+def _check_heads(module: nn.Module, spec: TrainerSpec) -> None:
+    parts = spec.tensor_parallel
+    _check_model(module, tensor_parallel=parts, expert_parallel=spec.expert_parallel)
     config: Any = module.get_submodule("model").config
     heads = (config.num_attention_heads, config.num_key_value_heads, config.intermediate_size)
     if any(count % parts for count in heads):
