@@ -93,6 +93,7 @@ _GAUGES = {
         ("zero_advantage_fraction", "zero_advantage_ratio", "Fraction of tokens with advantage 0."),
         ("shared_token_fraction", "shared_token_ratio", "Fraction of tokens shared by several samples."),
         ("rank_tokens_ratio", "rank_tokens_ratio", "Tokens of the most loaded rank relative to the mean."),
+        ("pipeline_bubble", "pipeline_bubble_ratio", "Planned idle share of a pipeline stage's passes."),
         ("pack_fill", "pack_fill_ratio", "Tokens of a micro-batch relative to its limit."),
         ("rollout_logprob_abs_diff_max", "logprob_abs_diff", "Max logprob gap of rollout and trainer."),
     )

@@ -20,11 +20,15 @@ from services.trainer.engines.reference import ReferenceEngine
 from services.weightsync.plan import row_shards
 from services.wire.step_command import StepCommand
 from tests.helpers.batches import CPU, policy_of, random_queue, rank_of, spec_of
+from tests.helpers.mixtures import tiny_config
 from tests.helpers.ranks import run_ranks
 
 Outcome = dict[str, Any]
 TINY = "tiny:qwen2-0.4m"
 FOUR_LAYERS = "tiny:qwen2-1.2m"
+MIXTURE = "tiny:qwen3_moe-0.7m"
+LATENT = "latent"
+"""A mixture with latent attention, a dense first layer and biases that balance its routing."""
 UNTIED = "untied"
 """A model of three layers whose head is not its embedding."""
 LAYOUTS: dict[str, tuple[str, dict[str, int]]] = {
@@ -32,6 +36,17 @@ LAYOUTS: dict[str, tuple[str, dict[str, int]]] = {
     "pp2-untied": (UNTIED, {"world_size": 2, "pipeline_parallel": 2}),
     "pp2-fsdp2": (TINY, {"world_size": 4, "pipeline_parallel": 2}),
     "pp2-tp2": (TINY, {"world_size": 4, "pipeline_parallel": 2, "tensor_parallel": 2}),
+    "pp2-ep2": (MIXTURE, {"world_size": 4, "pipeline_parallel": 2, "expert_parallel": 2}),
+    "pp2-tp2-experts": (MIXTURE, {"world_size": 4, "pipeline_parallel": 2, "tensor_parallel": 2}),
+    "pp2-ep2-tp2": (
+        LATENT,
+        {"world_size": 8, "pipeline_parallel": 2, "tensor_parallel": 2, "expert_parallel": 2},
+    ),
+    "pp2-fsdp2-ep2": (
+        MIXTURE,
+        {"world_size": 8, "pipeline_parallel": 2, "expert_parallel": 2},
+    ),
+    "pp2-latent": (LATENT, {"world_size": 2, "pipeline_parallel": 2}),
     "pp4": (FOUR_LAYERS, {"world_size": 4, "pipeline_parallel": 4}),
     "pp2-fsdp2-tp2": (
         FOUR_LAYERS,
@@ -39,27 +54,38 @@ LAYOUTS: dict[str, tuple[str, dict[str, int]]] = {
     ),
     "pp4-fsdp2": (FOUR_LAYERS, {"world_size": 8, "pipeline_parallel": 4}),
 }
-NIGHTLY = ("pp4", "pp2-fsdp2-tp2", "pp4-fsdp2")
+NIGHTLY = (
+    "pp2-tp2-experts",
+    "pp2-ep2-tp2",
+    "pp2-fsdp2-ep2",
+    "pp2-latent",
+    "pp4",
+    "pp2-fsdp2-tp2",
+    "pp4-fsdp2",
+)
 
 
 def path_of(model: str, folder: Path) -> str:
     """Returns the preset, or the folder of a model that is no preset."""
-    if model != UNTIED:
+    if model == LATENT:
+        config = tiny_config("deepseek_v3", vocab_size=24, eos_token_id=1)
+    elif model == UNTIED:
+        config = AutoConfig.for_model(
+            "qwen3",
+            vocab_size=24,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            tie_word_embeddings=False,
+            pad_token_id=0,
+            bos_token_id=None,
+            eos_token_id=1,
+        )
+    else:
         return model
-    config = AutoConfig.for_model(
-        "qwen3",
-        vocab_size=24,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        tie_word_embeddings=False,
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=1,
-    )
     config.save_pretrained(folder / "model")
     return str(folder / "model")
 
@@ -195,7 +221,7 @@ def assert_close(stages: list[Outcome], reference: Outcome) -> None:
     for outcome in stages:
         assert outcome["weights"].keys() == reference["weights"].keys()
         for name, value in reference["weights"].items():
-            assert (outcome["weights"][name] - value).norm() < 1e-3 * value.norm(), name
+            assert (outcome["weights"][name] - value).norm() <= 1e-3 * value.norm(), name
         for scores, expected in zip(outcome["scores"], reference["scores"], strict=True):
             assert scores == pytest.approx(expected, rel=1e-5)
         for metrics, first in zip(outcome["metrics"], stages[0]["metrics"], strict=True):

@@ -18,6 +18,7 @@ from services.checks.start.settings import num_gpus
 from services.cli.controller_address import Url, is_controller_here
 from services.cli.output import console, errors, escaping_descriptors, fail, print_line, write
 from services.common.models.configs import full_config
+from services.common.models.stages import bubble, most_packs
 from services.common.runspec.loader import SpecError
 from services.common.runspec.run import RunSpec
 
@@ -147,6 +148,15 @@ def validate(
         document = loaded.model_dump(mode="json")
         call_operation(url, CreateRun, spec=document, validate_only=True)
     console.print(f"{spec}: run {loaded.name!r} is valid", highlight=False)
+    if (stages := loaded.trainer.pipeline_parallel) > 1:
+        packs = most_packs(loaded)
+        console.print(
+            f"each of {stages} pipeline stages is idle for at least {bubble(stages, packs):.0%} of an "
+            f"update, which has at most {packs} micro-batches; a lower "
+            "trainer.tokens_per_micro_batch gives more",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def submit(

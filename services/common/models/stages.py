@@ -1,6 +1,9 @@
 """Division of a model's weights among pipeline stages. Imports no torch."""
 
 from collections.abc import Sequence
+from math import ceil
+
+from services.common.runspec.run import RunSpec
 
 
 def stage_layers(num_layers: int, num_stages: int) -> list[range]:
@@ -41,3 +44,26 @@ def stages_of(name: str, division: Sequence[range], *, is_tied: bool) -> tuple[i
     if "embed_tokens." in name:
         return (0, last) if is_tied and last > 0 else (0,)
     return (last,)
+
+
+def bubble(num_stages: int, num_packs: int) -> float:
+    """Returns the share of an update's passes in which a stage is idle, if all micro-batches are equal.
+
+    Under 1F1B and GPipe, a stage waits for as many micro-batches as there are other stages.
+    """
+    return (num_stages - 1) / (num_packs + num_stages - 1)
+
+
+def most_packs(spec: RunSpec) -> int:
+    """Returns the largest number of micro-batches of an update that a run can have on one pipeline.
+
+    That is with the longest samples, and without shared prefixes.
+    """
+    trainer = spec.trainer
+    longest = spec.data.max_prompt_tokens + spec.rollout.max_response_tokens
+    pipelines = trainer.stage_ranks // trainer.tensor_parallel
+    samples = ceil(
+        trainer.prompts_per_step * spec.samples_per_group / trainer.updates_per_step / pipelines
+    )
+    budget = trainer.tokens_per_micro_batch * trainer.context_parallel
+    return max(1, min(samples, ceil(samples * longest / budget)))

@@ -5,12 +5,15 @@ compute the same loss without gradients, so that metrics, records and decisions 
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
+from services.common.models.families import is_mixture
+from services.common.models.stages import bubble
 from services.common.runspec.formulas import DistillArguments
 from services.common.runspec.run import RunSpec
 from services.extras.stages.modules import StagedCritic, StagedPolicy
@@ -26,6 +29,7 @@ from services.trainer.engines.base import (
     Micros,
     ModelFacts,
     OomLimitError,
+    OptimizerStep,
     Passes,
 )
 from services.trainer.engines.fsdp import optim
@@ -59,6 +63,8 @@ class StagesEngine(FsdpEngine):
         if self._export is not None:
             self._export = StageExport(module, dtype=dtype, topology=topology)
         self._tied = self._tied_weights()
+        self._is_mixture = is_mixture(module.model.config.to_dict())
+        self._expert_counts: Tensor | None = None
 
     def forward_logprobs(
         self,
@@ -118,6 +124,9 @@ class StagesEngine(FsdpEngine):
             return loss * (self.ranks.size * loss_scale)
 
         columns = self._passes.train(packs, trained)
+        self._count(self.module.expert_counts)
+        idle = torch.tensor(bubble(self.module.stage.count, len(packs)))
+        loss_of.tally.mean("pipeline_bubble", idle, torch.tensor(True))
         if not self.module.stage.is_last:
             with torch.no_grad():
                 for number, scores in enumerate(columns):
@@ -125,6 +134,28 @@ class StagesEngine(FsdpEngine):
         for packed in packs:
             passes.work += packed.work
         return passes
+
+    def _count(self, counts: Tensor | None) -> None:
+        known = self._expert_counts
+        self._expert_counts = counts if known is None or counts is None else known + counts
+
+    def optimizer_step(
+        self, learning_rate: float | None, *, scale: Tensor | None = None
+    ) -> OptimizerStep:
+        """Clips the accumulated gradients, updates the weights with them, and drops them."""
+        counts, self._expert_counts = self._expert_counts, None
+        taken = super().optimizer_step(learning_rate, scale=scale)
+        if learning_rate is None or not self._is_mixture:
+            return taken
+        if counts is not None:
+            counts = self.ranks.sum(counts)
+        stages: list[Any] = [None] * self.module.stage.count
+        distributed.all_gather_object(
+            stages, None if counts is None else counts.cpu(), group=self.module.stage.group
+        )
+        return replace(
+            taken, expert_counts=torch.cat([each for each in stages if each is not None])
+        )
 
     def _gradient_norm(self) -> Tensor:
         """Returns the norm over all stages; adds the gradients of a weight that two stages hold first."""

@@ -72,6 +72,15 @@ def build_stage(
     )
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("stages", "dp", "tp"))
     index, dp = mesh.get_local_rank("stages"), mesh["dp"]
+    # Tensor-parallel ranks share experts too, as ``parallel.py`` of the engine fsdp arranges them.
+    sharing = spec.expert_parallel * spec.tensor_parallel
+    experts = None
+    if sharing > 1:
+        experts = init_device_mesh(
+            device.type,
+            (spec.pipeline_parallel, spec.stage_ranks // sharing, sharing),
+            mesh_dim_names=("stages", "copies", "experts"),
+        )
     topology = RankTopology(
         device=device,
         data=Ranks(
@@ -84,6 +93,7 @@ def build_stage(
         rank=rank,
         world_size=world_size,
         mesh=mesh,
+        experts=experts,
     )
     size = spec.stage_ranks
     stage = Stage(

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from services.extras.stages.layout import Stage, WholeModel, describe, keep_stage
 from services.trainer.batch.packing import PackedTokens
 from services.trainer.model.policy import Critic, Policy, decoder_states
+from services.trainer.model.routing import Routing
 
 
 class StagePart:
@@ -34,10 +35,14 @@ class StagePart:
     model: PreTrainedModel
     num_columns: int
     """Number of tensors that the last stage returns."""
+    routing: Routing | None = None
+    """Routers of this stage's layers; None if it has none."""
+    expert_counts: Tensor | None = None
+    """``[layers, E]`` int64: tokens that chose each expert in the newest schedule, in this stage's layers."""
 
     def begin(self, packs: Sequence[PackedTokens], **options: Any) -> None:
         """Sets the micro-batches of a schedule."""
-        self.packs, self.options = packs, options
+        self.packs, self.options, self.expert_counts = packs, options, None
         self.width = max(len(packed.input_ids) for packed in packs)
 
     def pass_states(self, received: tuple[Tensor, ...], number: Tensor) -> Tensor | PackedTokens:
@@ -48,8 +53,18 @@ class StagePart:
             packed = replace(packed, states=received[0][0, : len(packed.input_ids)])
         if self.stage.is_last:
             return packed
+        if self.routing is not None:
+            self.routing.begin(packed, "off")
         states = decoder_states(self.model, packed)
+        self.count_experts()
         return functional.pad(states[None], (0, 0, 0, self.width - len(states)))
+
+    def count_experts(self) -> None:
+        """Adds the choices of the newest forward pass."""
+        if self.routing is not None and self.routing.num_layers > 0:
+            counts = self.routing.counts()
+            known = self.expert_counts
+            self.expert_counts = counts if known is None else known + counts
 
 
 class StagedPolicy(StagePart, Policy):
@@ -72,7 +87,11 @@ class StagedPolicy(StagePart, Policy):
         self, *received: Tensor, number: Tensor
     ) -> Tensor | tuple[Tensor, ...]:
         passed = self.pass_states(received, number)
-        return passed if isinstance(passed, Tensor) else super().forward(passed, **self.options)
+        if isinstance(passed, Tensor):
+            return passed
+        scores = super().forward(passed, **self.options)
+        self.count_experts()
+        return scores
 
 
 class StagedCritic(StagePart, Critic):

@@ -6,7 +6,17 @@ from typing import Any, Final
 from services.common.models.stages import stage_layers
 from services.common.runspec.run import RunSpec
 
-FAMILIES: Final = ("llama", "qwen2", "qwen3", "mistral")
+FAMILIES: Final = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "mixtral",
+    "glm4_moe",
+    "deepseek_v3",
+)
 """Families whose decoder passes hidden states from layer to layer and changes them nowhere else."""
 
 

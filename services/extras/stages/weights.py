@@ -27,8 +27,9 @@ class StageExport(WeightExport):
         self._whole = module.whole
         self._stage: Stage = module.stage
         self.sends_rows = True
-        # The columns that a tensor-parallel rank has are no whole rows.
-        self.gathers_rows = topology.tensor_parallel > 1
+        # Tensor-parallel ranks have columns of some matrices; copies of experts do not follow one another.
+        experts = 1 if topology.experts is None else topology.experts["experts"].size()
+        self.gathers_rows = topology.tensor_parallel > 1 or 1 < experts < len(self._stage.ranks)
         self._place = topology.rank - self._stage.ranks.start
 
     def weight_specs(self) -> list[TensorSpec]:

@@ -45,6 +45,11 @@ class Routing:
         for place, router in enumerate(self._routers):
             router.register_forward_hook(partial(self._route, place))
 
+    @property
+    def num_layers(self) -> int:
+        """Number of layers with experts."""
+        return len(self._routers)
+
     def begin(self, packed: PackedTokens, replay: str) -> None:
         """Prepares a forward pass; stays valid until its backward pass, which may recompute it, has ended.
 

@@ -2,31 +2,21 @@
 
 import pytest
 import torch
-from transformers import AutoConfig
 
-from services.common.models.loading import build_model
-from services.common.models.stages import stage_layers, stages_of
+from services.common.models.loading import build_model, stored_tensors
+from services.common.models.stages import bubble, most_packs, stage_layers, stages_of
 from services.common.models.training_memory import shapes_of, trainer_memory
 from services.common.runspec.loader import SpecError, parse_spec
 from services.extras.stages.layout import Stage, keep_stage
 from services.extras.stages.problems import FAMILIES, problems
+from tests.helpers.mixtures import tiny_config
 from tests.helpers.specs import changed, spec_with
 
 PP2 = {"engine": "stages", "world_size": 2, "pipeline_parallel": 2}
 
 
 def config_of(model_type="qwen2", *, layers=7, tied=True):
-    return AutoConfig.for_model(
-        model_type,
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=tied,
-        pad_token_id=0,
-    )
+    return tiny_config(model_type, num_hidden_layers=layers, tie_word_embeddings=tied)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +49,7 @@ def test_stages_hold_every_tensor_and_only_a_tied_embedding_twice(model_type, ti
         model = build_model(config, dtype=torch.float32, device="meta")
         stage = Stage(index, 3, range(index, index + 1), group=None)
         keep_stage(model, stage, uses_head=True)
-        names = {name for name, _ in model.named_parameters()}
+        names = set(stored_tensors(model))
         assert names == {name for name in whole if index in stages_of(name, division, is_tied=tied)}
         held += names
     twice = {name for name in held if held.count(name) > 1}
@@ -95,7 +85,7 @@ def test_settings_that_stages_do_not_support_are_refused_with_key_and_fix(traine
 @pytest.mark.parametrize(
     ("config", "stages", "words"),
     [
-        ({"model_type": "qwen3_moe", "num_hidden_layers": 4}, 2, ["qwen3_moe", "trainer.engine"]),
+        ({"model_type": "gemma2", "num_hidden_layers": 4}, 2, ["gemma2", "trainer.engine"]),
         (
             {"model_type": "qwen3", "num_hidden_layers": 2},
             3,
@@ -138,3 +128,17 @@ def test_memory_is_that_of_the_stage_that_needs_the_most():
     assert shared.parts["optimizer"] == two.parts["optimizer"] / 2
     assert shared.parts["gradients"] == two.parts["gradients"]
     assert shared.parts["states between stages"] == two.parts["states between stages"] / 2
+
+
+@pytest.mark.parametrize(("stages", "packs", "share"), [(1, 8, 0), (2, 4, 1 / 5), (4, 16, 3 / 19)])
+def test_a_stage_waits_for_one_micro_batch_of_each_other_stage(stages, packs, share):
+    assert bubble(stages, packs) == pytest.approx(share)
+
+
+def test_micro_batches_of_a_pipeline_are_at_most_its_samples():
+    trainer = PP2 | {"prompts_per_step": 8, "world_size": 4, "tokens_per_micro_batch": 100}
+    rollout = {"group_size": 4, "max_response_tokens": 40, "rewards": [{"name": "exact_match"}]}
+    spec = spec_with(trainer=trainer, rollout=rollout, data={"max_prompt_tokens": 10})
+    assert most_packs(spec) == 8  # 16 samples of 50 tokens on each of two pipelines
+    longer = spec_with(trainer=trainer, rollout=rollout | {"max_response_tokens": 4000})
+    assert most_packs(longer) == 16
