@@ -1,6 +1,7 @@
 """A scoring policy sharded over two processes equals the unsharded one: scores, weights, shutdown."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,15 @@ class Transfers:
                 torch.save(row.clone(), self._folder / f"{name}-{key}.pt")
 
 
-def spec_with(ranks: int, dtype: str = "float32") -> RunSpec:
+def spec_with(
+    ranks: int,
+    dtype: str = "float32",
+    *,
+    scoring: Mapping[str, Any] | None = None,
+    model: str = "tiny:qwen2-0.4m",
+) -> RunSpec:
     spec = spec_of(
+        model={"path": model},
         algorithm={"kl": {"coefficient": 0.1}},
         trainer={"updates_per_step": 2, "dtype": dtype, "tokens_per_micro_batch": 60},
     )
@@ -55,6 +63,7 @@ def spec_with(ranks: int, dtype: str = "float32") -> RunSpec:
         "ratios": [1 / total, ranks / total, 1 / total],
         "gpus": total,
         "scoring_ranks": ranks,
+        "scoring": scoring or {},
     }
     document["weight_sync"] = {"mode": "cpu_async"}
     return RunSpec.model_validate(document)
@@ -180,6 +189,33 @@ def test_two_processes_score_what_one_does(
         torch.testing.assert_close(
             torch.cat([found[name] for name in names]), rollout, atol=1e-5, rtol=0
         )
+
+
+@pytest.mark.parametrize(
+    ("role", "model", "ranks", "scoring"),
+    [
+        ("ref_logp", "tiny:qwen3_moe-0.7m", 4, {"tensor_parallel": 2, "expert_parallel": 2}),
+        ("logp", "tiny:qwen3_moe-0.7m", 2, {"expert_parallel": 2}),
+        ("logp", "tiny:qwen2-0.4m", 2, {"tensor_parallel": 2}),
+        ("ref_logp", "tiny:qwen2-0.4m", 2, {"cpu_offload": True}),
+    ],
+)
+def test_workers_with_a_parallelism_of_their_own_score_what_one_process_does(
+    tmp_path: Path, role: str, model: str, ranks: int, scoring: dict[str, Any]
+) -> None:
+    alone, apart = tmp_path / "alone", tmp_path / "apart"
+    alone.mkdir()
+    apart.mkdir()
+    spec = spec_with(1, model=model)
+    scorer = built(spec, alone, role=role)
+    leader = ScoringLeader(scorer.scorer, scorer.fields, version=0)
+    work(leader, queue_for(spec), spec, alone, role)
+    divided = spec_with(ranks, model=model, scoring=scoring)
+    run_ranks(_rank, ranks, str(apart), divided.model_dump_json(), role, count=ranks)
+    expected, scores = scored(alone), scored(apart)
+    assert expected.keys() == scores.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(scores[name], value, atol=1e-5, rtol=0)
 
 
 def test_a_rank_that_is_gone_is_an_outage_and_not_a_fault(tmp_path: Path) -> None:

@@ -530,6 +530,7 @@ def _model(spec: RunSpec) -> Iterator[str]:
             problems = problems or [str(error)]
     yield from problems
     yield from _engine_model(spec, config)
+    yield from _scored_model(spec, config)
     yield from quantization_problems(config)
     yield from precision_problems(spec, config)
     yield from adapter_problems(spec, config)
@@ -544,6 +545,19 @@ def _model(spec: RunSpec) -> Iterator[str]:
         yield from batch_problems(spec, config, capacity_bytes=capacity)
     if tokenizer is not None:
         yield from token_problems(spec, config, tokenizer)
+
+
+def _scored_model(spec: RunSpec, config: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the reasons why workers that only score cannot divide the model."""
+    scoring = spec.topology.scoring
+    parts = {
+        name: size
+        for name in ("tensor_parallel", "expert_parallel")
+        if (size := getattr(scoring, name)) > 1
+    }
+    if parts and not check_trainer(config):
+        for problem in check_trainer(config, **parts):
+            yield problem.replace("trainer.", "topology.scoring.")
 
 
 def _engine_model(spec: RunSpec, config: Mapping[str, Any]) -> Iterator[str]:

@@ -33,7 +33,7 @@ from services.common.runspec.rollout import (
     SpeculationSpec,
 )
 from services.common.runspec.run import TINY_PREFIX, RunSpec, TeacherSpec
-from services.common.runspec.topology import TaskGroupError
+from services.common.runspec.topology import ScoringSpec, TaskGroupError
 from services.common.runspec.train_engines import train_engine_kind
 from services.common.runspec.trainer import CriticSpec, LoraSpec
 from services.common.runspec.weight_modes import (
@@ -344,6 +344,7 @@ def placement(spec: RunSpec) -> Iterator[str]:
             )
         if topology.scoring_ranks > 1:
             yield _NOBODY_SHARDED.format(topology.scoring_ranks)
+        yield from _scoring(spec, has_scorers=False)
         return
     if topology.gpus == 0:
         yield "topology.task_groups needs topology.gpus, the number of GPUs to split"
@@ -354,14 +355,33 @@ def placement(spec: RunSpec) -> Iterator[str]:
     except ValueError as error:
         yield f"topology.task_groups: {error}"
         return
-    if topology.scoring_ranks > 1 and not (
-        any(kind.ranks is scoring_ranks for kind in kinds_with_own_gpus(topology).values())
-    ):
+    kinds = kinds_with_own_gpus(topology).values()
+    has_scorers = any(kind.ranks is scoring_ranks for kind in kinds)
+    if topology.scoring_ranks > 1 and not has_scorers:
         yield _NOBODY_SHARDED.format(topology.scoring_ranks)
+    yield from _scoring(spec, has_scorers=has_scorers)
     yield from _counts(spec, engine_gpus)
     for kind in kinds_with_own_gpus(topology).values():
         yield from kind.problems(spec)
     yield from _neighbours(spec)
+
+
+def _scoring(spec: RunSpec, *, has_scorers: bool) -> Iterator[str]:
+    """Yields problems of the parallelism of workers that only score."""
+    scoring, ranks = spec.topology.scoring, spec.topology.scoring_ranks
+    if scoring != ScoringSpec() and not has_scorers:
+        yield (
+            "topology.scoring is the parallelism of workers that only score, but no task that only scores "
+            "(logp, ref_logp) has its own GPUs; add a group for one of them to topology.task_groups, or "
+            "remove topology.scoring"
+        )
+        return
+    if ranks % (scoring.tensor_parallel * scoring.expert_parallel):
+        yield (
+            f"topology.scoring_ranks is {ranks}, which is no multiple of topology.scoring.tensor_parallel "
+            f"({scoring.tensor_parallel}) times topology.scoring.expert_parallel "
+            f"({scoring.expert_parallel}); set it to {scoring.tensor_parallel * scoring.expert_parallel}"
+        )
 
 
 _NOBODY_SHARDED = (

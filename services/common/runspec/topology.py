@@ -179,6 +179,19 @@ def _pods(count: int, gpus_per_node: int) -> tuple[int, ...]:
     return (gpus_per_node,) * whole + ((rest,) if rest else ())
 
 
+class ScoringSpec(SpecPart):
+    """Parallelism of a worker that only scores, apart from the trainer's."""
+
+    tensor_parallel: int = Field(1, ge=1)
+    """Number of a worker's processes over which each layer is sharded."""
+    expert_parallel: int = Field(1, ge=1)
+    """Number of a worker's data-parallel processes over which the experts of each layer are
+    distributed, as ``trainer.expert_parallel`` does."""
+    cpu_offload: bool = False
+    """If true, the weights are in host memory, and each layer's are copied to the GPU for its
+    pass."""
+
+
 class TopologySpec(SpecPart):
     """Assignment of GPUs to the tasks of a run.
 
@@ -210,6 +223,9 @@ class TopologySpec(SpecPart):
     above 1 for a model that is too large for one GPU. The GPUs of these groups must be a
     multiple of it. A sharded ``logp`` requires ``weight_sync.mode: cpu_async``, because it
     receives whole weights in the memory of its first host."""
+    scoring: ScoringSpec = ScoringSpec()
+    """Parallelism within one ``logp`` or ``ref_logp`` worker; other processes of it share its
+    samples and shard its weights (FSDP2)."""
     granularity: Literal["gpu", "node"] = "gpu"
     """Unit in which GPUs are split among groups."""
 

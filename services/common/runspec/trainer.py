@@ -154,7 +154,7 @@ class TrainerSpec(SpecPart):
     """Number of groups in one batch."""
     engine: Annotated[str, NameIn(ENGINES)] = "fsdp"
     """Training engine. ``fsdp``: FSDP2 with all settings below except ``pipeline_parallel``.
-    ``stages``: FSDP2 in pipeline stages; it supports dense models and some of the settings below.
+    ``stages``: FSDP2 in pipeline stages; it supports some families and some of the settings below.
     ``reference``: plain transformers in one process, one sequence at a time, to compare numerics
     with; it supports few of the settings below."""
     updates_per_step: int = Field(1, ge=1)
@@ -185,7 +185,8 @@ class TrainerSpec(SpecPart):
     expert_parallel: int = Field(1, ge=1)
     """Number of data-parallel processes over which the experts of each layer are distributed;
     tokens are sent to the processes that hold their experts, and back. Must divide the number of
-    data-parallel processes and the experts of a layer."""
+    data-parallel processes and the experts of a layer. With ``tensor_parallel``, experts are
+    distributed over as many times more processes."""
     context_parallel: int = Field(1, ge=1)
     """Number of processes over which the tokens of each micro-batch are split, and in attention its
     heads (arXiv:2309.14509); the max length of a sequence grows by this factor. Must divide the

@@ -105,7 +105,8 @@ def build_critic(
         UnusableCheckpointError: If the checkpoint to start from is damaged or gone.
     """
     gpus = spec.topology.own_gpus("critic")
-    size = {"world_size": gpus, "tensor_parallel": 1, "expert_parallel": 1, "context_parallel": 1}
+    parallelism = ("tensor_parallel", "expert_parallel", "context_parallel", "pipeline_parallel")
+    size = {"world_size": gpus, **dict.fromkeys(parallelism, 1)}
     spec = spec.model_copy(update={"trainer": spec.trainer.model_copy(update=size)})
     roles: Sequence[ModelRole] = ["critic"]
     (engine,) = build_engines(

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from services.common.errors import FailedPreconditionError, ServiceError
@@ -53,6 +53,8 @@ class Scorer:
     def adopt(self, tensors: Mapping[str, Tensor] | None) -> None:
         """Replaces the weights. If they are sharded, each rank receives its rows, one tensor after the other.
 
+        Ranks that share layers hold the rest of the model whole, and receive it whole.
+
         Args:
             tensors: Whole, checked tensors on rank 0; None on the other ranks.
         """
@@ -63,8 +65,11 @@ class Scorer:
                     whole.copy_(tensors[name])
                 live.copy_(distribute_tensor(whole, live.device_mesh, live.placements))
             else:
-                assert tensors is not None, "only sharded weights have several ranks"
-                live.copy_(tensors[name])
+                # Every rank holds all of it.
+                if tensors is not None:
+                    live.copy_(tensors[name])
+                if distributed.is_initialized():
+                    distributed.broadcast(live, src=0)
 
 
 logger = logging.getLogger(__name__)

@@ -254,7 +254,9 @@ class ReferenceScoring:
 
     async def _lease(self) -> list[KVBatchMeta]:
         """Leases one group, and further available ones up to the tokens of one forward pass of all ranks."""
-        most = self._spec.trainer.tokens_per_micro_batch * self._spec.topology.scoring_ranks
+        topology = self._spec.topology
+        num_packs = topology.scoring_ranks // topology.scoring.tensor_parallel
+        most = self._spec.trainer.tokens_per_micro_batch * num_packs
         waited_from = time.perf_counter()
         leases: list[KVBatchMeta] = []
         tokens, wait_s = 0, _WAIT_S
@@ -373,14 +375,16 @@ build_reference = partial(_build, is_reference=True)
 
 def _scoring_spec(spec: RunSpec) -> RunSpec:
     """Returns the run with a trainer of this worker's size, without features that only training needs."""
+    scoring = spec.topology.scoring
     changes = {
         "world_size": spec.topology.scoring_ranks,
-        "tensor_parallel": 1,
-        "expert_parallel": 1,
+        "tensor_parallel": scoring.tensor_parallel,
+        "expert_parallel": scoring.expert_parallel,
         "context_parallel": 1,
+        "pipeline_parallel": 1,
         "zero_stage": 3,
         "activation_checkpointing": False,
-        "cpu_offload": False,
+        "cpu_offload": scoring.cpu_offload,
         "compile": False,
     }
     return spec.model_copy(update={"trainer": spec.trainer.model_copy(update=changes)})
@@ -388,7 +392,7 @@ def _scoring_spec(spec: RunSpec) -> RunSpec:
 
 def _topology(spec: RunSpec, settings: TrainerSettings) -> RankTopology:
     device, world_size = device_of(settings), settings.world_size
-    if world_size == spec.trainer.world_size == 1:
+    if world_size == spec.trainer.world_size == 1 and not spec.trainer.offloads_weights:
         # Nothing is sharded, and the weights already have the right dtype.
         return RankTopology(device=device, data=Ranks())
     return build_topology(spec.trainer, device=device, rank=settings.rank, world_size=world_size)

@@ -294,6 +294,10 @@ def test_a_value_in_a_message_can_be_copied_into_a_specification(value: object) 
             changed(trainer={"engine": "stages", "world_size": 3, "pipeline_parallel": 2}),
             ["world_size (3)", "multiple", "trainer.pipeline_parallel (2)"],
         ),
+        (
+            changed(topology={"scoring": {"cpu_offload": True}}),
+            ["topology.scoring", "ref_logp", "topology.task_groups"],
+        ),
         (changed(trainer={"zero_stage": 1, "cpu_offload": True}), ["zero_stage", "cpu_offload"]),
         (changed(validation={"only": True}), ["data.heldout"]),
         (
