@@ -59,15 +59,17 @@ class Memory:
 
     Args:
         total: Memory of a GPU in bytes; None if unknown, in which case everything fits.
+        gpus: Number of GPUs; if it is lower than the workers need, some share GPUs. None means enough.
     """
 
-    def __init__(self, spec: RunSpec, total: int | None) -> None:
+    def __init__(self, spec: RunSpec, total: int | None, *, gpus: int | None = None) -> None:
         self._spec = spec
         self._total = total
+        self._gpus = gpus
 
-    def like(self, spec: RunSpec) -> "Memory":
-        """Returns the memory of another specification of the same model on the same GPUs."""
-        return Memory(spec, self._total)
+    def like(self, spec: RunSpec, *, gpus: int | None = None) -> "Memory":
+        """Returns the memory of another specification of the same model on GPUs of the same size."""
+        return Memory(spec, self._total, gpus=gpus)
 
     @property
     def weights(self) -> float:
@@ -147,7 +149,7 @@ class Memory:
         trainer = self._spec.trainer.model_copy(update={"world_size": trainer_gpus})
         spec = self._spec.model_copy(update={"trainer": trainer})
         assert self._total is not None
-        return run_memory(spec, self._config, gpu_bytes=self._total)
+        return run_memory(spec, self._config, gpu_bytes=self._total, gpus=self._gpus)
 
     @cached_property
     def _config(self) -> Any:

@@ -170,6 +170,7 @@ def advise(
     others: Iterable[Setting] = (),
     gpus: int | None = None,
     allows: Callable[[Setting], bool] = lambda _: True,
+    slots: Callable[[int], int] | None = None,
 ) -> Advice:
     """Analyzes the newest steps of a run. Takes up to a second of processor time.
 
@@ -180,6 +181,7 @@ def advise(
         gpus: Number of GPUs that trainer and rollouts may use; None if only their current ones are
             known. No change that needs more is advised.
         allows: Returns False for a setting that the specification's rules reject; it is not advised.
+        slots: Returns the slots of a rollout at a staleness bound; None if they do not depend on it.
 
     Raises:
         TooFewStepsError: If there are too few steps.
@@ -200,7 +202,13 @@ def advise(
         return found
     spare = 0 if gpus is None else gpus - setting.gpus
     found_changes = _changes(
-        rates, setting, now, bottleneck=found.bottleneck, spare_gpus=spare, allows=allows
+        rates,
+        setting,
+        now,
+        bottleneck=found.bottleneck,
+        spare_gpus=spare,
+        allows=allows,
+        slots=slots,
     )
     changes = sorted(found_changes, key=lambda change: -change.gain)
     helpful = [change for change in changes if change.gain >= _MIN_GAIN]
@@ -227,6 +235,7 @@ def _changes(
     bottleneck: Bottleneck,
     spare_gpus: int,
     allows: Callable[[Setting], bool],
+    slots: Callable[[int], int] | None,
 ) -> Iterator[Change]:
     """Yields one change for each part of the setting that can be changed alone: the best value tried."""
     tried: dict[str, list[int]] = {
@@ -251,7 +260,12 @@ def _changes(
             if not allows(changed):
                 continue
             if name == "max_staleness":
-                changed = replace(changed, partial_rollout=True, accumulate_early=False)
+                changed = replace(
+                    changed,
+                    slots=setting.slots if slots is None else slots(value),
+                    partial_rollout=True,
+                    accumulate_early=False,
+                )
             gains[value] = _gain(rates, changed, now)
         if gains:
             best = max(gains, key=lambda value: gains[value])

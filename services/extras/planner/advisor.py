@@ -3,17 +3,18 @@
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
+from services.common.runspec.run import RunSpec, default_slots
 from services.common.runspec.workers import total_gpus
 from services.controller.run.observe.observers import ObserverArgs
 from services.controller.store.records import Note
 from services.extras.planner.advice import Advice, advise
-from services.extras.planner.gpu_splits import allows, other_placements
+from services.extras.planner.gpu_splits import allows, on_one_gpu, other_placements
 from services.extras.planner.inputs import (
     Step,
     TooFewStepsError,
@@ -88,6 +89,8 @@ class Advisor:
         if gpus is not None:
             # The GPUs of other task groups, such as a critic's, are not free.
             gpus -= total_gpus(spec) - setting.gpus
+        if gpus == 1 < setting.gpus and setting.rollouts == setting.trainer_gpus == 1:
+            setting = on_one_gpu(setting) or setting
 
         def work() -> Advice | None:
             rates = None
@@ -98,9 +101,10 @@ class Advisor:
                     steps,
                     rates,
                     setting,
-                    others=other_placements(spec),
+                    others=other_placements(spec, setting),
                     gpus=gpus,
                     allows=partial(allows, spec),
+                    slots=_default_slots(spec),
                 )
             except ValueError:
                 return None
@@ -149,6 +153,16 @@ class Advisor:
             for bound, count in step.get("histograms", {}).get("response_tokens", {}).items():
                 found[int(bound)] = found.get(int(bound), 0) + count
         return found
+
+
+def _default_slots(spec: RunSpec) -> Callable[[int], int] | None:
+    """Returns the function of the staleness bound that gives the slots; None if the user has set them."""
+
+    def follows(bound: int) -> int:
+        return default_slots(spec, max_staleness=bound, replicas=spec.rollout.replicas)
+
+    is_default = spec.rollout.max_running_samples == follows(spec.algorithm.max_staleness)
+    return follows if is_default else None
 
 
 def advisor(args: ObserverArgs) -> Advisor:

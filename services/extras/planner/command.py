@@ -91,7 +91,7 @@ def plan(  # noqa: PLR0913, PLR0917 -- the options of a command
         memory = Memory(loaded, gpu_bytes(gpu_memory) if gpu_memory else None)
         known = _known(loaded, memory, from_, rates, url=url)
         found = _planned(loaded, memory, known.rates, gpus=gpus, most_staleness=max_staleness)
-        memory = memory.like(with_setting(loaded, found.best.setting))
+        memory = _memory_of(memory, loaded, found.best.setting)
     except (ValueError, OSError) as error:
         fail(str(error))
         raise typer.Exit(2) from error
@@ -173,9 +173,8 @@ def _planned(
         return max(1, min(base.slots if has_own else follows(max_staleness, rollouts), maximum))
 
     def refused(setting: Setting) -> str:
-        changed = with_setting(spec, setting)
-        unplaced = next(pod_problems(changed), "")
-        return unplaced or memory.like(changed).refused(setting.trainer_gpus)
+        unplaced = next(pod_problems(with_setting(spec, setting)), "")
+        return unplaced or _memory_of(memory, spec, setting).refused(setting.trainer_gpus)
 
     count = gpus or base.gpus
     return plan_splits(
@@ -197,6 +196,10 @@ def _planned(
         refused=refused,
         may_colocate=lambda way: may_colocate(spec, way),
     )
+
+
+def _memory_of(memory: Memory, spec: RunSpec, setting: Setting) -> Memory:
+    return memory.like(with_setting(spec, setting), gpus=1 if setting.shares_gpu else None)
 
 
 def _show(spec: RunSpec, found: SplitPlan, known: _Rates, *, memory: Memory) -> None:
@@ -253,6 +256,7 @@ def _why(found: SplitPlan) -> str:
 def _cells(split: Split) -> Iterator[str]:
     setting, found = split.setting, split.prediction
     together = f", {setting.colocated_rollouts} colocated" if setting.is_colocated else ""
+    together = ", same GPU" if setting.shares_gpu else together
     yield from (str(setting.trainer_gpus), f"{setting.rollouts}{together}")
     yield from map(str, (setting.max_staleness, setting.slots))
     yield from (f"{found.step_s:.2f}", f"{found.samples_per_s:.1f}")

@@ -31,7 +31,18 @@ def on_gpus(setting: Setting, gpus: int, *, trainer_gpus: int, is_colocated: boo
         trainer_gpus=trainer_gpus,
         rollouts=left // setting.engine_gpus,
         colocated_rollouts=trainer_gpus // setting.engine_gpus if is_colocated else 0,
+        shares_gpu=False,
     )
+
+
+def on_one_gpu(setting: Setting) -> Setting | None:
+    """Returns the setting with trainer and one rollout on the same GPU at the same time.
+
+    ``run`` starts a disaggregated run so on a machine with one GPU. None if one side needs several.
+    """
+    if setting.engine_gpus > 1:
+        return None
+    return replace(setting, trainer_gpus=1, rollouts=1, colocated_rollouts=0, shares_gpu=True)
 
 
 def with_setting(spec: RunSpec, setting: Setting) -> RunSpec:
@@ -67,9 +78,17 @@ def trainer_unit(spec: RunSpec) -> int:
     return trainer.tensor_parallel * lcm(trainer.expert_parallel, trainer.context_parallel)
 
 
-def other_placements(spec: RunSpec) -> Iterator[Setting]:
-    """Yields the settings of a run in the other possible placements on the same GPUs."""
-    now, unit = setting_of(spec), trainer_unit(spec)
+def other_placements(spec: RunSpec, now: Setting) -> Iterator[Setting]:
+    """Yields the settings of a run in the other possible placements on the same GPUs.
+
+    Args:
+        now: Current setting. On one GPU, the other placement of a colocated run is that of a
+            disaggregated one, whose sides share the GPU.
+    """
+    unit = trainer_unit(spec)
+    if now.gpus == 1 and now.is_colocated and (shared := on_one_gpu(now)) is not None:
+        yield shared
+        return
     gpus, engine_gpus = now.gpus, now.engine_gpus
     half = gpus // 2 // unit * unit
     apart = half if now.placement == "colocated" else now.trainer_gpus
@@ -138,7 +157,8 @@ class SplitPlan:
     """All splits that were tried."""
 
     splits: tuple[Split, ...]
-    """Disaggregated splits, then colocated ones; by the trainer's GPUs, then by staleness bound."""
+    """Disaggregated splits, then those that share one GPU, then colocated ones; by the trainer's GPUs,
+    then by staleness bound."""
     best: Split
     """Recommended split: among those with nearly the best throughput, the one with the least
     staleness."""
@@ -146,7 +166,7 @@ class SplitPlan:
     """Split of the specification, if it uses no more GPUs."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """Reasons for which splits are impossible, by number of trainer GPUs, followed by ``colocated``
-    if colocated."""
+    or ``shared``."""
 
 
 def plan_splits(
@@ -190,10 +210,13 @@ def plan_splits(
         ]
 
     turns = [way for way in ways(room.shared_sizes(), is_colocated=True) if may_colocate(way)]
+    one = on_one_gpu(base) if room.gpus == room.trainer_unit == 1 else None
+    at_once = [] if one is None else [replace(one, max_staleness=bound) for bound in sorted(bounds)]
     reasons: dict[str, str] = {}
     found = []
-    for way in (*ways(room.trainer_sizes(), is_colocated=False), *turns):
-        name = f"{way.trainer_gpus}{' colocated' if way.is_colocated else ''}"
+    for way in (*ways(room.trainer_sizes(), is_colocated=False), *at_once, *turns):
+        kind = " colocated" if way.is_colocated else " shared" if way.shares_gpu else ""
+        name = f"{way.trainer_gpus}{kind}"
         # Memory does not depend on the staleness bound.
         if name not in reasons:
             reasons[name] = refused(way)
@@ -214,12 +237,11 @@ def plan_splits(
     if more.slots <= max_slots:
         found.append(Split(setting=more, prediction=_predict(rates, more)))
         best = _recommended(found)
+    now = base if base.gpus <= room.gpus else one if base.rollouts == 1 else None
     return SplitPlan(
         splits=tuple(found),
         best=Split(setting=best.setting, prediction=predict(rates, best.setting)),
-        now=Split(setting=base, prediction=predict(rates, base))
-        if base.gpus <= room.gpus
-        else None,
+        now=None if now is None else Split(setting=now, prediction=predict(rates, now)),
         refused={name: reason for name, reason in reasons.items() if reason},
     )
 

@@ -13,6 +13,10 @@ from services.common.runspec.run import RunSpec
 from services.controller.rules.statistics import DECODE_TIMES, lower_bound_of
 
 _MAX_SIGMA = 5.0
+# Forward and backward take 1.65 times as long beside a decoding engine (``bench/results/gsm8k-1.5b.json``,
+# trainer_works_s of lag 4 and synchronous), and an engine makes 17,547 tokens/s beside a trainer that works
+# 63 % of the time, of 19,374 alone (``one-gpu-duel.json``, seventh host).
+_TRAIN_SLOWDOWN, _DECODE_SLOWDOWN = 1.65, 1.17
 
 
 class Lengths(Protocol):
@@ -206,6 +210,10 @@ class Rates:
     """Pause of an engine to adopt weights."""
     gpu_switch_s: float = 1.0
     """Time of both switches of shared GPUs in a step, there and back."""
+    train_slowdown: float = _TRAIN_SLOWDOWN
+    """Time of the trainer's work while an engine decodes on the same GPU, relative to its time alone."""
+    decode_slowdown: float = _DECODE_SLOWDOWN
+    """Time of a decode step while a trainer works on the same GPU, relative to its time alone."""
 
     def __post_init__(self) -> None:
         decode = self.decode
@@ -217,6 +225,11 @@ class Rates:
         others = [field.name for field in fields(self) if field.name.endswith("_s")]
         least = {name: getattr(self, name) for name in others}
         least |= {"decode.fixed_s": decode.fixed_s, "decode.sample_s": decode.sample_s}
+        slowdowns = {name: getattr(self, name) for name in ("train_slowdown", "decode_slowdown")}
+        if slow := [
+            f"{name} is {value}" for name, value in slowdowns.items() if not 1 <= value < 100
+        ]:
+            raise ValueError(f"slowdowns must be at least 1 (none), but {'; '.join(slow)}")
         wrong = [f"{name} is {value}" for name, value in positive.items() if not 0 < value < 1e12]
         wrong += [f"{name} is {value}" for name, value in least.items() if not 0 <= value < 1e12]
         if wrong:
@@ -248,6 +261,9 @@ class Setting:
     """GPUs of one rollout."""
     colocated_rollouts: int = 0
     """Number of colocated rollouts, which use the trainer's GPUs by turns."""
+    shares_gpu: bool = False
+    """True if trainer and rollouts use the same GPU at the same time, as ``run`` starts them on a machine
+    with one GPU."""
 
     def __post_init__(self) -> None:
         numbers = {
@@ -264,10 +280,14 @@ class Setting:
             raise ValueError(
                 f"max_staleness must be 0 (synchronous) or more, got {self.max_staleness}"
             )
+        if self.shares_gpu and self.colocated_rollouts:
+            raise ValueError(
+                "rollouts use the trainer's GPU at the same time or by turns, not both"
+            )
 
     @property
     def is_colocated(self) -> bool:
-        """True if both sides share GPUs."""
+        """True if rollouts use the trainer's GPUs by turns."""
         return self.colocated_rollouts > 0
 
     @property
@@ -284,6 +304,8 @@ class Setting:
     @property
     def gpus(self) -> int:
         """Number of GPUs of both sides."""
+        if self.shares_gpu:
+            return self.trainer_gpus
         return self.trainer_gpus + self.engine_gpus * self.dedicated_rollouts
 
     @property
@@ -323,6 +345,8 @@ ASSUMPTIONS = (
     "GPU switches (colocated): 0.01 s per step if trainer and engines fit into memory together, otherwise "
     "0.41 s (measured with 1.5 billion parameters) and the time to move the trainer's state to host memory "
     "and back at 50 GB/s",
+    "one GPU that trainer and engine share: the trainer's work takes 1.65 times as long beside a decoding "
+    "engine, a decode step 1.17 times as long beside a working trainer",
     "weight sync: copy 10 ms, transfer 80 ms, adopt 35 ms at 1.31 billion parameters",
 )
 """Assumptions that replace measured rates; all for H200s (``bench/results/e2e-geometric.json``)."""
@@ -526,6 +550,11 @@ def rates_of(steps: Sequence[Step], lengths: Mapping[int, int], *, setting: Sett
     fixed_s, sample_s, most = (
         fmean(_number_of(step, name) for step in decoding) for name in DECODE_TIMES
     )
+    if setting.shares_gpu and setting.max_staleness > 0:
+        # The steps have the times that each side takes beside the other one; rates are those alone.
+        a_gpu *= _TRAIN_SLOWDOWN
+        beside = 1 + (_DECODE_SLOWDOWN - 1) * (1 - waited_fraction(found))
+        fixed_s, sample_s = fixed_s / beside, sample_s / beside
     return Rates(
         train_tokens_per_s=a_gpu / trainer_speedup(setting.trainer_gpus),
         decode=DecodeTime(fixed_s=fixed_s, sample_s=sample_s, max_samples=max(1.0, most)),

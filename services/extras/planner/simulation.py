@@ -235,6 +235,14 @@ class _Trainer:
     """Groups of the next batch that it has trained already."""
     idle_since: float = 0.0
     why: str = "no_data"
+    work_left_s: float = 0.0
+    """Seconds of its current work if the GPU were its own; 0 if it does not compute."""
+    slowdown: float = 1.0
+    """Factor of the time of its current work."""
+    changed_at: float = 0.0
+    """Time up to which ``work_left_s`` counts."""
+    stamp: int = 0
+    """Counter of changes of ``slowdown``: an end computed before a change is invalid."""
 
 
 class Simulation:
@@ -248,7 +256,7 @@ class Simulation:
         )
         self._use = SlotUsage(setting.slots, setting.group_size)
         self._engines = [
-            SimulatedEngine[SimulatedGroup](setting.slots, rates.decode, self._on_start)
+            SimulatedEngine[SimulatedGroup](setting.slots, self._decode_s, self._on_start)
             for _ in range(setting.rollouts)
         ]
         self._lengths: Iterator[int] = rates.lengths.draws(Random(0))  # noqa: S311 -- no secret
@@ -272,6 +280,8 @@ class Simulation:
         self._staleness: list[int] = []
         self._begin_s = 0.0
         self._idle_before = self._used_before = 0.0
+        self._on_computed: Callable[[], None] = lambda: None
+        """Called when the trainer has computed, on a shared GPU."""
 
     def run(self, num_steps: int) -> Prediction:
         filling = _WARMUP_STEPS + self._setting.max_staleness
@@ -317,6 +327,53 @@ class Simulation:
     def _after(self, seconds: float, act: Callable[[], None]) -> None:
         heappush(self._events, (self._now + seconds, next(self._order), act))
 
+    # One GPU that both sides share
+
+    def _decode_s(self, num_running: int) -> float:
+        """Returns the seconds of a decode step, which takes longer beside a working trainer."""
+        is_beside = self._setting.shares_gpu and self._trainer.work_left_s > 0
+        return self._rates.decode(num_running) * (self._rates.decode_slowdown if is_beside else 1.0)
+
+    def _compute(self, seconds: float, then: Callable[[], None]) -> None:
+        """Makes the trainer compute; on a shared GPU this takes longer while an engine decodes."""
+        if not self._setting.shares_gpu:
+            self._work_s.append(seconds)
+            self._after(seconds, then)
+            return
+        trainer, began = self._trainer, self._now
+
+        def ended() -> None:
+            self._work_s.append(self._now - began)
+            trainer.work_left_s = 0.0
+            for number in range(len(self._engines)):
+                self._update_engine(number)
+            then()
+
+        self._on_computed = ended
+        trainer.work_left_s, trainer.changed_at = seconds, self._now
+        for number in range(len(self._engines)):
+            self._update_engine(number)
+        self._adjust_trainer()
+
+    def _adjust_trainer(self) -> None:
+        """Sets the speed of the trainer's work by whether an engine decodes, and schedules its end."""
+        trainer = self._trainer
+        if not trainer.work_left_s:
+            return
+        trainer.work_left_s -= (self._now - trainer.changed_at) / trainer.slowdown
+        is_beside = any(engine.num_running for engine in self._engines)
+        trainer.slowdown = self._rates.train_slowdown if is_beside else 1.0
+        trainer.changed_at = self._now
+        trainer.stamp += 1
+        stamp = trainer.stamp
+        trainer.work_left_s = max(trainer.work_left_s, 1e-9)
+
+        def act() -> None:
+            if trainer.stamp == stamp:
+                self._on_computed()
+
+        self._after(trainer.work_left_s * trainer.slowdown, act)
+
     # Engines
 
     def _on_start(self, made: SimulatedGroup) -> None:
@@ -338,9 +395,12 @@ class Simulation:
     def _update_engine(self, number: int) -> None:
         """Advances an engine, fills its slots, and schedules the end of its next sample."""
         engine = self._engines[number]
+        was_running = engine.num_running > 0
         self._advance(number)
         engine.admit()
         self._schedule_end(number)
+        if was_running != (engine.num_running > 0):
+            self._adjust_trainer()
 
     def _schedule_end(self, number: int) -> None:
         engine = self._engines[number]
@@ -445,9 +505,10 @@ class Simulation:
         tokens = sum(made.tokens for made in groups)
         trained_s = work_s(self._rates, self._setting, tokens)
         fixed_s = self._rates.piece_s if self._setting.accumulate_early else self._rates.step_s
-        self._work_s.append(trained_s + fixed_s)
         switched_s = self._switch_gpus(trained_s + fixed_s) if self._setting.is_colocated else 0.0
-        self._occupy(switched_s + trained_s + fixed_s, self._trained)
+        self._note_wait(self._trainer.why)
+        self._trainer.is_busy = True
+        self._after(switched_s, lambda: self._compute(trained_s + fixed_s, self._trained))
 
     def _switch_gpus(self, work_s: float) -> float:
         """Switches the shared GPUs to the trainer; returns the seconds that it waits for them.
@@ -466,12 +527,6 @@ class Simulation:
             engine.pause(rates.gpu_switch_s + work_s + rates.copy_s + rates.transfer_s)
             self._schedule_end(number)
         return rates.gpu_switch_s / 2
-
-    def _occupy(self, seconds: float, then: Callable[[], None]) -> None:
-        """Makes the trainer busy for some seconds."""
-        self._note_wait(self._trainer.why)
-        self._trainer.is_busy = True
-        self._after(seconds, then)
 
     def _note_wait(self, why: str) -> None:
         """Adds the idle time until now to the current reason, and sets the reason from now on."""

@@ -75,14 +75,14 @@ def test_what_cannot_be_is_left_out_with_its_reason():
 
 def test_too_few_gpus_are_refused_with_the_figures():
     with pytest.raises(ValueError, match="--gpus"):
-        planned(gpus=1)
+        planned(gpus=2, engine_gpus=2)
 
 
 def test_a_plan_without_a_fitting_split_gives_the_reason():
     with pytest.raises(ValueError, match="with 3 for the trainer: needs 90 GB"):
         planned(gpus=4, refused=lambda way: "needs 90 GB")
-    # One GPU suffices if trainer and rollouts take turns, so only its memory excludes this plan.
-    with pytest.raises(ValueError, match="1 colocated for the trainer: needs 90 GB"):
+    # One GPU suffices if trainer and rollouts share it, so only its memory excludes this plan.
+    with pytest.raises(ValueError, match="1 shared for the trainer: needs 90 GB"):
         planned(gpus=1, refused=lambda way: "needs 90 GB", may_colocate=lambda way: True)
 
 
@@ -103,12 +103,14 @@ def test_turns_on_all_gpus_are_tried_where_they_may_be():
     assert not [split for split in planned().splits if split.setting.is_colocated]
 
 
-def test_one_gpu_can_only_be_used_in_turns():
-    (split,) = planned(gpus=1, bounds=(0,), may_colocate=_in_turns).splits
-    assert (split.setting.trainer_gpus, split.setting.rollouts) == (1, 1)
-    assert split.setting.is_colocated
-    with pytest.raises(ValueError, match="--gpus"):
-        planned(gpus=1, bounds=(0,))
+def test_one_gpu_is_used_at_once_or_in_turns():
+    splits = planned(gpus=1, bounds=(0,), may_colocate=_in_turns).splits
+    settings = [split.setting for split in splits]
+    assert [(s.trainer_gpus, s.rollouts, s.gpus) for s in settings] == 2 * [(1, 1, 1)]
+    assert [s.shares_gpu for s in settings] == [True, False]
+    assert [s.is_colocated for s in settings] == [False, True]
+    (split,) = planned(gpus=1, bounds=(0,)).splits
+    assert split.setting.shares_gpu
 
 
 def test_turns_are_recommended_if_gpu_switches_cost_little():
