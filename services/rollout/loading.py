@@ -174,6 +174,7 @@ class RolloutLoader:
             or weight_mode(spec.weight_sync.mode).is_in_place,
             sleeps=spec.is_colocated(self._settings.worker_id),
             images=images if spec.model.images else None,
+            top_logprobs=spec.algorithm.score_centering or 0,
         )
 
     async def _open_images(self, engine: Engine, tokenizer: Tokenizer) -> ImageReader | None:

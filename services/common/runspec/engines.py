@@ -74,6 +74,10 @@ class EngineKind:
     """True if the engine can receive weights into its live weights (``weight_sync.mode: inplace``)."""
     reports_masks: bool = False
     """True if the engine reports which tokens could be drawn under ``top_p`` and ``top_k``."""
+    reports_masks_on_cpu: bool = False
+    """True if it reports them on a CPU too."""
+    reports_masks_with_speculation: bool = False
+    """True if it reports them with ``rollout.speculation`` too."""
     reports_top_logprobs: bool = False
     """True if the engine reports the most likely tokens, with their logprobs, in place of each token."""
     sleeps: bool = False

@@ -966,6 +966,15 @@ def _sampling(spec: RunSpec) -> Iterator[str]:
             f"engine {rollout.engine!r} does not report which, so that the trainer's logprobs would be those "
             f"of another distribution; set top_p to 1 and top_k to 0, or rollout.engine to {', '.join(able)}"
         )
+    elif (
+        sampling.is_truncated
+        and rollout.speculation is not None
+        and not engine_kind(rollout.engine).reports_masks_with_speculation
+    ):
+        yield (
+            f"{key} excludes tokens, and engine {rollout.engine!r} does not report which with "
+            "rollout.speculation; set that to null, or top_p to 1 and top_k to 0"
+        )
     elif sampling.top_p < 1 and sampling.top_k == 0:
         yield (
             f"rollout.sampling.top_p is {sampling.top_p:g} and top_k 0, so up to the whole vocabulary would "

@@ -41,6 +41,7 @@ def build_engine(  # noqa: PLR0913 -- what a run says about its engine
     is_written_in_place: bool = False,
     sleeps: bool = False,
     images: ImageLimits | None = None,
+    top_logprobs: int = 0,
 ) -> Engine:
     """Builds the engine with random weights; weight sync delivers the real ones.
 
@@ -49,6 +50,7 @@ def build_engine(  # noqa: PLR0913 -- what a run says about its engine
         is_written_in_place: True if weights are received directly into the live weights.
         sleeps: True if the engine must release its GPU memory from time to time.
         images: Limits of images; None if prompts have none.
+        top_logprobs: Max number of most likely tokens that a request asks for.
 
     Raises:
         ValueError: If the engine is not installed, or lacks a feature that the run needs.
@@ -78,6 +80,8 @@ def build_engine(  # noqa: PLR0913 -- what a run says about its engine
         arguments=arguments,
         decode=tokenizer.decode,
         returns_experts=spec.routing_replay != "off",
+        returns_masks=spec.sampling.is_truncated,
+        top_logprobs=top_logprobs,
         is_written_in_place=is_written_in_place,
         sleeps=sleeps,
         quantization=spec.quantization,
@@ -124,6 +128,11 @@ def make_engine(name: str, order: EngineConfig) -> Engine:
             f"rollout.speculation is set, which {name} supports on a GPU only: with proposals its CPU build "
             "draws at wrong temperatures and reports wrong logprobs; on a CPU set rollout.engine to torch, "
             "or rollout.speculation to null"
+        )
+    if order.returns_masks and order.device.type == "cpu" and not kind.reports_masks_on_cpu:
+        raise ValueError(
+            f"rollout.sampling.top_k or top_p excludes tokens, and {name} reports which on a GPU only; on a "
+            "CPU set rollout.engine to torch, or top_p to 1 and top_k to 0"
         )
     if kind.package is not None and not is_installed(kind.package):
         raise ValueError(

@@ -87,6 +87,10 @@ class EngineConfig:
     """Converts token ids to text; needed for stop texts."""
     returns_experts: bool = False
     """True if results include the chosen experts."""
+    returns_masks: bool = False
+    """True if results include the tokens that could be drawn."""
+    top_logprobs: int = 0
+    """Max number of most likely tokens that a request asks for."""
     is_written_in_place: bool = False
     """True if weights are received directly into the engine's parameters."""
     sleeps: bool = False

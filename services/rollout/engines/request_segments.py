@@ -5,16 +5,21 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from services.common.models.families import RoutingShape
 from services.rollout.engines.base import (
+    NO_LOGPROB,
     Decode,
     FinishReason,
     GenerationRequest,
     GenerationResult,
     RoutedExperts,
+    SamplingMask,
+    TopLogprobs,
     VersionRun,
     append_version,
     ends_in_stop_text,
@@ -57,6 +62,10 @@ class TokenChunk:
     """``stop``, ``length`` or ``abort`` in the last chunk, else None."""
     routed_experts: RoutedExperts | None = None
     """Chosen experts of the tokens that are not reported yet, from the segment's ``experts_from``."""
+    sampling_mask: SamplingMask | None = None
+    """Tokens that could be drawn for each token, if the request asks for them."""
+    top_logprobs: TopLogprobs | None = None
+    """Most likely tokens in place of each token, if the request asks for them."""
 
 
 class RequestProgress:
@@ -68,6 +77,8 @@ class RequestProgress:
         self.logprobs: list[float] = []
         self.version_runs: list[VersionRun] = []
         self.experts: list[RoutedExperts] = []
+        self.masks: list[SamplingMask] = []
+        self.top: list[TopLogprobs] = []
         self.segment_id: str | None = None
         self.segment_ended = asyncio.Event()
         self.is_aborted = False
@@ -122,6 +133,10 @@ class RequestProgress:
             num_left -= min(count, num_left)
         if chunk.routed_experts is not None:
             self.experts.append(chunk.routed_experts)
+        if chunk.sampling_mask is not None:
+            self.masks.append(first_masks(chunk.sampling_mask, num_kept))
+        if chunk.top_logprobs is not None:
+            self.top.append(chunk.top_logprobs[:num_kept])
         if self.request.on_tokens is not None and num_kept:
             self.request.on_tokens(self.token_ids[first:], self.logprobs[first:])
         return end is not None
@@ -147,6 +162,8 @@ class RequestProgress:
             version_runs=tuple(self.version_runs),
             finish_reason=reason,
             routed_experts=self._known_experts(),
+            sampling_mask=np.concatenate(self.masks) if self.masks else None,
+            top_logprobs=np.concatenate(self.top) if self.top else None,
         )
 
     def _known_experts(self) -> RoutedExperts | None:
@@ -166,6 +183,41 @@ def convert_experts(experts: RoutedExperts, routing: RoutingShape) -> RoutedExpe
         experts = experts[:, routing.layers]
     converted: RoutedExperts = experts.astype(routing.dtype)
     return converted
+
+
+def first_masks(masks: SamplingMask, count: int) -> SamplingMask:
+    """Returns the masks of the first ``count`` tokens."""
+    starts = np.flatnonzero(masks < 0)
+    return masks if count >= len(starts) else masks[: starts[count]]
+
+
+def encoded_masks(ids: NDArray[Any], starts: NDArray[Any]) -> SamplingMask:
+    """Encodes the tokens that could be drawn as in the data dictionary.
+
+    Args:
+        ids: ``[S]`` tokens that could be drawn, for one token after the other.
+        starts: ``[n]`` place of each token's first entry.
+    """
+    masks = np.array(ids, np.int32)
+    masks[starts] = ~masks[starts]
+    return masks
+
+
+def top_table(ids: NDArray[Any], logprobs: NDArray[Any], count: int) -> TopLogprobs:
+    """Returns ``[n, K + 1, 2]`` most likely tokens, with all other tokens at the end.
+
+    Args:
+        ids: ``[n, M]`` most likely tokens, most likely first.
+        logprobs: ``[n, M]`` their log probabilities; -inf for those that cannot be drawn.
+        count: Max number ``K`` of tokens.
+    """
+    values = np.maximum(np.asarray(logprobs, np.float64)[:, :count], NO_LOGPROB)
+    rest = np.maximum(1.0 - np.exp(values).sum(1), 0.0)
+    table = np.full((len(values), values.shape[1] + 1, 2), -1.0, np.float32)
+    table[:, :-1, 0], table[:, :-1, 1] = ids[:, :count], values
+    with np.errstate(divide="ignore"):
+        table[:, -1, 1] = np.maximum(np.log(rest), NO_LOGPROB)
+    return table
 
 
 def segment_seed(seed: int, draw_offset: int) -> int:

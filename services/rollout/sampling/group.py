@@ -211,7 +211,9 @@ class RunningGroup:
                 temperature=assignment.temperatures[place],
                 top_p=self._spec.sampling.top_p,
                 top_k=self._spec.sampling.top_k,
-                returns_mask=self._spec.sampling.is_truncated and self._is_training,
+                # Some engines truncate only if they report masks, which held-out samples do not need.
+                returns_mask=self._spec.sampling.is_truncated
+                and (self._is_training or not self._tools.engine.capabilities.truncation),
                 top_logprobs=self._tools.top_logprobs if self._is_training else 0,
                 max_response_tokens=self._spec.max_response_tokens,
                 max_tokens=self._tools.engine.max_tokens,

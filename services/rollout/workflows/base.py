@@ -67,7 +67,7 @@ class EpisodeLimits:
     top_k: int = 0
     """Number of most likely tokens that may be drawn; 0 allows all."""
     returns_mask: bool = False
-    """True if the trainer needs to know which tokens could be drawn."""
+    """True if the engine reports which tokens could be drawn."""
     top_logprobs: int = 0
     """Number of most likely tokens that the trainer needs to know in place of each sampled one."""
     max_response_tokens: int

@@ -269,6 +269,24 @@ def test_a_value_in_a_message_can_be_copied_into_a_specification(value: object) 
         (changed(rollout={"group_size": 1}), ["rollout.group_size", "algorithm.min_group_size"]),
         (changed(rollout={"sampling": {"temperature": 0}}), ["temperature", "greedy"]),
         (changed(rollout={"sampling": {"top_p": 0.9}}), ["top_p", "top_k"]),
+        (
+            changed(
+                rollout={
+                    "engine": "vllm",
+                    "sampling": {"top_k": 8},
+                    "speculation": {"method": "ngram"},
+                }
+            ),
+            ["rollout.sampling.top_k", "'vllm'", "rollout.speculation"],
+        ),
+        (
+            changed(rollout={"engine": "vllm", "engine_arguments": {"return_sampling_mask": True}}),
+            ["rollout.engine_arguments.return_sampling_mask", "rollout.sampling.top_k"],
+        ),
+        (
+            changed(rollout={"engine": "sglang", "sampling": {"top_k": 8}}),
+            ["rollout.sampling.top_k", "'sglang'", "torch, vllm"],
+        ),
         (changed(trainer={"updates_per_step": 5}), ["updates_per_step", "prompts_per_step"]),
         (changed(trainer={"accumulate_early": True}), ["accumulate_early", "max_staleness", "0"]),
         (

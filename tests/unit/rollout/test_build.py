@@ -57,6 +57,11 @@ def test_vllm_does_not_speculate_on_a_cpu(method: str) -> None:
         build(engine="vllm", speculation={"method": method})
 
 
+def test_vllm_reports_no_masks_on_a_cpu() -> None:
+    with pytest.raises(ValueError, match=r"rollout\.sampling\.top_k"):
+        build(engine="vllm", sampling={"top_k": 8})
+
+
 @pytest.mark.parametrize(
     ("package", "is_cpu", "begun"),
     [(None, False, ["json.tool"]), (None, True, []), ("a_package_that_is_missing", False, [])],

@@ -23,10 +23,15 @@ from sglang.srt.utils import MultiprocessingSerializer
 from services.common.models.families import exact_tokens, routing_shape
 from services.common.models.vision import checkpoint_config
 from services.common.runspec.engines import engine_kind
-from services.rollout.engines.base import EngineCapabilities, RoutedExperts
+from services.rollout.engines.base import EngineCapabilities, RoutedExperts, TopLogprobs
 from services.rollout.engines.engine_config import EngineConfig, write_sglang_config
 from services.rollout.engines.external import EngineDiedError, ExternalEngine
-from services.rollout.engines.request_segments import Segment, TokenChunk, convert_experts
+from services.rollout.engines.request_segments import (
+    Segment,
+    TokenChunk,
+    convert_experts,
+    top_table,
+)
 from services.rollout.engines.sglang.images import ImageInputs
 from services.wire.data.model_inputs import ModelInputs
 
@@ -136,8 +141,10 @@ class SglangBackend:
             seeds=bool(self._arguments["enable_deterministic_inference"]),
             routed_experts=_TELLS_EXPERTS in _OPTIONS
             and (order.device.type != "cpu" or pins_memory()),
+            top_logprobs=True,
             model_inputs=order.images is not None,
         )
+        self._vocab_size = int(order.config.get_text_config().vocab_size)
         self._images = (
             None
             if order.images is None
@@ -208,7 +215,8 @@ class SglangBackend:
             sampling["sampling_seed"] = request.seed % 2**63
         # SGLang aborts by name prefix, so no name may be a prefix of another.
         name = f"{part.segment_id};"
-        wanted = {} if self.routing is None else {"return_routed_experts": True}
+        wanted: dict[str, Any] = {} if self.routing is None else {"return_routed_experts": True}
+        num_top = min(request.top_logprobs, self._vocab_size)
         outputs = self._request(
             name,
             part.context_ids,
@@ -218,8 +226,9 @@ class SglangBackend:
             stream=True,
             extra_key=part.cache_salt,
             logprob_start_len=-1,
+            top_logprobs_num=num_top,
         )
-        stream = _Stream(self, name, outputs, experts_from=part.experts_from)
+        stream = _Stream(self, name, outputs, experts_from=part.experts_from, num_top=num_top)
         # The stream's first turn in the event loop sends the request; only then can an abort find
         # it.
         await asyncio.sleep(0)
@@ -346,8 +355,9 @@ class _Stream:
     """Token stream of one segment."""
 
     def __init__(
-        self, backend: SglangBackend, name: str, outputs: Any, *, experts_from: int
+        self, backend: SglangBackend, name: str, outputs: Any, *, experts_from: int, num_top: int
     ) -> None:
+        self._num_top = num_top
         self._experts_from = experts_from
         self._backend = backend
         self._name = name
@@ -369,6 +379,7 @@ class _Stream:
         # Outputs are cumulative; one that was aborted before it began lacks most fields.
         entries = info.get("output_token_logprobs", ())[self._num_seen :]
         is_first = self._num_seen == 0
+        top = self._top(info, len(entries))
         self._num_seen += len(entries)
         finish = info["finish_reason"]
         if finish is None:
@@ -381,7 +392,17 @@ class _Stream:
             cached_tokens=info.get("cached_tokens", 0) if is_first else 0,
             finish_reason=None if finish is None else finish["type"],
             routed_experts=self._experts(info) if self._is_over else None,
+            top_logprobs=top,
         )
+
+    def _top(self, info: Mapping[str, Any], count: int) -> TopLogprobs | None:
+        """Converts the most likely tokens in place of the newest ``count`` tokens."""
+        if not self._num_top or not count:
+            return None
+        rows = info["output_top_logprobs"][self._num_seen :]
+        logprobs = np.array([[entry[0] for entry in row] for row in rows], np.float64)
+        ids = np.array([[entry[1] for entry in row] for row in rows])
+        return top_table(ids, logprobs, self._num_top)
 
     def _experts(self, info: Mapping[str, Any]) -> RoutedExperts | None:
         """Converts SGLang's experts, which cover all tokens but the last.

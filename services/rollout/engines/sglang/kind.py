@@ -47,6 +47,7 @@ KIND: Final = EngineKind(
     cache_dtypes={"fp8": "fp8_e4m3"},
     why_unquantized="its quantized parameters do not accept new weights",
     sleeps=True,
+    reports_top_logprobs=True,
     gpu_arguments=("tp_size", "pp_size", "dp_size"),
     shared_gpu_arguments={"dp_size": "enable_dp_attention"},
     replica_argument="dp_size",

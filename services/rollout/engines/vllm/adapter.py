@@ -15,6 +15,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import vllm
 from transformers import PretrainedConfig
 from vllm import SamplingParams, envs
 from vllm.config import VllmConfig
@@ -26,6 +27,7 @@ from vllm.v1.engine import EngineCoreOutput, utils
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
+from vllm.v1.outputs import LogprobsLists
 
 from services.common.errors import DataLossError
 from services.common.host import usable_processors
@@ -37,7 +39,10 @@ from services.common.runspec.rollout import SpeculationSpec
 from services.rollout.engines.base import (
     DraftTotals,
     EngineCapabilities,
+    GenerationRequest,
     RoutedExperts,
+    SamplingMask,
+    TopLogprobs,
     VersionRun,
 )
 from services.rollout.engines.engine_config import (
@@ -50,13 +55,18 @@ from services.rollout.engines.request_segments import (
     Segment,
     TokenChunk,
     convert_experts,
+    encoded_masks,
     segment_seed,
+    top_table,
 )
 from services.rollout.engines.vllm.images import MAX_IMAGE_TOKENS, ImageInputs
 from services.rollout.engines.vllm.process import EngineContext
 from services.rollout.engines.vllm.versions import prepare_speculation
 from services.wire.data.model_inputs import ModelInputs
 
+_MASKS = "return_sampling_mask"
+"""vLLM's argument to report the tokens that could be drawn; versions before 0.28 lack it."""
+_DEFAULT_MAX_LOGPROBS = 20
 _SCHEDULERS = "services.rollout.engines.vllm.scheduler"
 _CPU_WORKERS = "services.rollout.engines.vllm.cpu_worker"
 _CORES_FOR_TWO_PROCESSES = 4
@@ -78,7 +88,7 @@ def start(arguments: AsyncEngineArgs, *, reports_experts: bool) -> AsyncLLM:
         arguments = replace(arguments, enable_return_routed_experts=True)
     # Without a context, vLLM schedules at most 2,048 tokens a step, also on GPUs where its server takes more.
     context = None if current_platform.is_cpu() else UsageContext.OPENAI_API_SERVER
-    config = arguments.create_engine_config(usage_context=context)
+    config = _engine_config(arguments, context)
     prepare_speculation(config)
     if reports_on_cpu:
         if not config.cache_config.enable_prefix_caching:
@@ -111,6 +121,19 @@ def start(arguments: AsyncEngineArgs, *, reports_experts: bool) -> AsyncLLM:
         if "Engine core initialization failed" not in str(error):
             raise
         raise EngineDiedError(_DID_NOT_START) from error
+
+
+def _engine_config(arguments: AsyncEngineArgs, context: UsageContext | None) -> VllmConfig:
+    try:
+        return arguments.create_engine_config(usage_context=context)
+    except ValueError as error:
+        if not getattr(arguments, _MASKS, False) or "Model Runner V2" not in str(error):
+            raise
+        raise ValueError(
+            "rollout.sampling.top_k or top_p excludes tokens, and vLLM reports which with its Model Runner "
+            "V2 only, which it does not use for this run (its log names the reason; the variable "
+            "VLLM_USE_V2_MODEL_RUNNER can be one); set top_p to 1 and top_k to 0, or rollout.engine to torch"
+        ) from error
 
 
 def _separate_worker(config: VllmConfig) -> None:
@@ -191,8 +214,15 @@ def build(order: EngineConfig) -> ExternalEngine:
     """Builds the engine; :meth:`ExternalEngine.run` starts it.
 
     Raises:
-        ValueError: If proposals need a package that is not installed.
+        ValueError: If proposals need a package that is not installed, or vLLM is too old to report the tokens
+            that could be drawn.
     """
+    if order.returns_masks and _MASKS not in {each.name for each in fields(AsyncEngineArgs)}:
+        raise ValueError(
+            "rollout.sampling.top_k or top_p excludes tokens, and vLLM reports which from version 0.28 on, "
+            f"but {vllm.__version__} is installed; upgrade it, set top_p to 1 and top_k to 0, or "
+            "rollout.engine to torch"
+        )
     is_suffix = order.speculation is not None and order.speculation.method == "suffix"
     if is_suffix and importlib.util.find_spec("arctic_inference") is None:
         raise ValueError(
@@ -223,8 +253,11 @@ class VllmBackend:
             # Versions of vLLM without this parameter report all experts at the end, including those of
             # recomputed tokens.
             routed_experts=hasattr(SamplingParams(), "routed_experts_prompt_start"),
+            sampling_masks=order.returns_masks,
+            top_logprobs=True,
             model_inputs=order.images is not None,
         )
+        self._vocab_size = int(order.config.get_text_config().vocab_size)
         self._images = (
             None
             if order.images is None
@@ -284,6 +317,7 @@ class VllmBackend:
             self._sampling(part),
             part.cache_salt,
             part.request.model_inputs,
+            part.request,
         )
 
     async def abort_segments(self, segment_ids: Collection[str]) -> None:
@@ -344,6 +378,7 @@ class VllmBackend:
     ) -> tuple[float, ...]:
         """Requests the log probabilities of a prompt; vLLM then uses no cached prefix."""
         parameters = SamplingParams(
+            **self._any_tokens,
             max_tokens=1,
             prompt_logprobs=0,
             detokenize=False,
@@ -392,6 +427,7 @@ class VllmBackend:
             "stream_interval": _STREAM_INTERVAL,
             # With a common seed, replicas would give the same prompt the same responses.
             "seed": secrets.randbits(31),
+            **self._reports(),
             **self._order.precision_arguments(engine_kind("vllm")),
         }
         if self._order.quantization is not None:
@@ -434,6 +470,13 @@ class VllmBackend:
             given["compilation_config"] = {**arguments["compilation_config"], **compilation}
         return AsyncEngineArgs(**(arguments | given))
 
+    def _reports(self) -> dict[str, Any]:
+        """Returns the arguments that let vLLM report other tokens than those that it drew."""
+        arguments: dict[str, Any] = {_MASKS: True} if self._order.returns_masks else {}
+        if self._order.top_logprobs > _DEFAULT_MAX_LOGPROBS:
+            arguments["max_logprobs"] = self._order.top_logprobs
+        return arguments
+
     def _image_arguments(self, limits: ImageLimits) -> dict[str, Any]:
         head = {"head_dtype": "float32"}
         arguments = {
@@ -454,6 +497,7 @@ class VllmBackend:
         parameters: SamplingParams,
         cache_salt: str | None,
         model_inputs: ModelInputs | None = None,
+        given: GenerationRequest | None = None,
     ) -> "_Stream":
         asked: Any = {"type": "token", "prompt_token_ids": list(token_ids)}
         if model_inputs is not None and model_inputs.tensors:
@@ -465,7 +509,7 @@ class VllmBackend:
         self._num_asked += 1
         unique = f"{name}#{self._num_asked}"
         request = self.llm.input_processor.process_inputs(unique, asked, parameters, ("generate",))
-        stream = self._streams[unique] = _Stream(self, unique, segment_id=name)
+        stream = self._streams[unique] = _Stream(self, unique, segment_id=name, request=given)
         with _alive():
             await self.llm.engine_core.add_request_async(request)
         return stream
@@ -475,19 +519,39 @@ class VllmBackend:
         experts = {} if self.routing is None else {"routed_experts_prompt_start": part.experts_from}
         return SamplingParams(
             **experts,
+            **self._distribution(request),
             max_tokens=part.max_tokens,
-            temperature=request.temperature,
             seed=segment_seed(request.seed, part.draw_offset) if self.capabilities.seeds else None,
-            logprobs=0,
+            logprobs=min(request.top_logprobs, self._vocab_size),
             stop_token_ids=sorted(request.stop_token_ids),
             ignore_eos=True,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
 
+    def _distribution(self, request: GenerationRequest) -> dict[str, Any]:
+        """Returns the parameters of the distribution that tokens are drawn from."""
+        if not self._order.returns_masks:
+            return {"temperature": request.temperature}
+        # An engine that reports masks refuses greedy requests, and those without top_k.
+        if request.temperature == 0:
+            return {"temperature": 1.0, "top_k": 1}
+        return {
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "top_k": request.top_k or self._vocab_size,
+            "min_p": request.min_p,
+        }
+
+    @property
+    def _any_tokens(self) -> dict[str, Any]:
+        """Parameters of requests whose tokens do not matter."""
+        return {"top_k": 1} if self._order.returns_masks else {}
+
     async def _warm_up(self) -> None:
         """Decodes one request: the first one with log probabilities compiles GPU kernels for a second."""
         parameters = SamplingParams(
+            **self._any_tokens,
             max_tokens=2,
             seed=0 if self.capabilities.seeds else None,
             logprobs=0,
@@ -534,7 +598,15 @@ def _alive() -> Iterator[None]:
 class _Stream:
     """Token stream of one segment."""
 
-    def __init__(self, backend: VllmBackend, name: str, *, segment_id: str) -> None:
+    def __init__(
+        self,
+        backend: VllmBackend,
+        name: str,
+        *,
+        segment_id: str,
+        request: GenerationRequest | None = None,
+    ) -> None:
+        self._request = request
         self._backend = backend
         self._name = name
         self.segment_id = segment_id
@@ -579,13 +651,16 @@ class _Stream:
             return TokenChunk(token_ids=(), logprobs=(), finish_reason=reason)
         self._backend.first_token.record()
         eras, logprobs = output.new_logprobs.logprob_token_ids, output.new_logprobs.logprobs
+        drawn = logprobs if logprobs.ndim == 1 else logprobs[:, 0]
         return TokenChunk(
             token_ids=output.new_token_ids,
-            logprobs=logprobs.tolist(),
+            logprobs=drawn.tolist(),
             version_runs=self._backend.versions_of(eras.tolist(), len(output.new_token_ids)),
             cached_tokens=output.prefill_stats.num_cached_tokens if output.prefill_stats else 0,
             finish_reason=reason,
             routed_experts=self._experts(output),
+            sampling_mask=self._mask(output),
+            top_logprobs=self._top(output.new_logprobs),
         )
 
     def _experts(self, output: EngineCoreOutput) -> RoutedExperts | None:
@@ -594,6 +669,27 @@ class _Stream:
         if routing is None or experts is None:
             return None
         return convert_experts(experts, routing)
+
+    def _mask(self, output: EngineCoreOutput) -> SamplingMask | None:
+        """Converts vLLM's masks of the new tokens, if the request asks for them."""
+        if self._request is None or not self._request.returns_mask:
+            return None
+        if (masks := output.new_sampling_mask) is None:
+            # Before 0.32, vLLM loses them between the ranks of its batch-sharded sampling.
+            raise EngineDiedError(
+                "vLLM did not report which tokens could be drawn; upgrade it to 0.32 or later, or set "
+                "rollout.sampling.top_p to 1 and top_k to 0"
+            )
+        return encoded_masks(masks.token_ids, masks.offsets[:-1])
+
+    def _top(self, reported: LogprobsLists) -> TopLogprobs | None:
+        """Converts the most likely tokens in place of the new tokens, if the request asks for them."""
+        if self._request is None or not self._request.top_logprobs:
+            return None
+        if reported.logprobs.ndim == 1:
+            raise EngineDiedError("vLLM did not report the most likely tokens")
+        candidates, logprobs = reported.sampled_token_ranks, reported.logprobs[:, 1:]
+        return top_table(candidates, logprobs, self._request.top_logprobs)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

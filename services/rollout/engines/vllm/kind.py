@@ -32,6 +32,8 @@ KIND: Final = EngineKind(
         "skip_tokenizer_init": "",
         "worker_extension_cls": "",
         "logprobs_mode": "",
+        "max_logprobs": "algorithm.score_centering",
+        "return_sampling_mask": "rollout.sampling.top_k",
         "scheduler_cls": "",
         "limit_mm_per_prompt": "data.max_images",
         "enable_sleep_mode": "topology.placement",
@@ -60,6 +62,8 @@ KIND: Final = EngineKind(
     unplanned={"num_gpu_blocks_override": "kv_cache_memory_bytes"},
     length_argument="max_model_len",
     is_writable=True,
+    reports_masks=True,
+    reports_top_logprobs=True,
     environment={
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",

@@ -40,20 +40,29 @@ class _Gathered:
     prefill_stats: Any = None
     experts: list[np.ndarray[Any, Any]] = field(default_factory=list)
     """Experts of the tokens computed since the last batch, if vLLM reports them."""
+    tops: list[LogprobsLists] = field(default_factory=list)
+    """Logprobs of each step that has more than those of the tokens."""
+    masks: list[Any] = field(default_factory=list)
+    """vLLM's ``SamplingMaskLists`` of each step, if it reports the tokens that could be drawn."""
 
 
 class TokenBatcher:
     """Holds tokens back until a request has enough of them, or ends."""
 
-    def __init__(self, interval: int) -> None:
+    def __init__(self, interval: int, *, has_masks: bool = False) -> None:
         self.era = 0
         self._interval = interval
+        self._has_masks = has_masks
         self._held: dict[str, _Gathered] = {}
 
-    def passed(self, outputs: list[EngineCoreOutput]) -> list[EngineCoreOutput]:
+    def passed(  # noqa: C901 -- one loop over every token of the engine
+        self, outputs: list[EngineCoreOutput]
+    ) -> list[EngineCoreOutput]:
         """Returns the outputs of a step that are to be sent now.
 
-        Eras replace the ids of candidate tokens: ``[n, 2]``, an era and the index of its first token.
+        Eras replace the ids of candidate tokens: ``[n, 2]``, an era and the index of its first token. If all
+        ``n`` tokens have candidates, the logprobs are ``[n, 1 + M]``, and the candidates' ids, ``[n, M]``,
+        replace the ranks.
         """
         held, era, interval = self._held, self.era, self._interval
         ready = []
@@ -76,6 +85,10 @@ class TokenBatcher:
                 request.logprobs.append(new.logprobs.item(0))
             else:
                 request.logprobs += new.logprobs[:, 0].tolist()
+            if new.logprobs.shape[1] > 1:
+                request.tops.append(new)
+            if self._has_masks and output.new_sampling_mask is not None:
+                request.masks.append(output.new_sampling_mask)
             if output.prefill_stats is not None:
                 request.prefill_stats = output.prefill_stats
             if output.routed_experts is not None:
@@ -98,11 +111,30 @@ class TokenBatcher:
         output.prefill_stats = request.prefill_stats
         if request.experts:
             output.routed_experts = np.concatenate(request.experts)
+        if request.masks:
+            output.new_sampling_mask = _joined_masks(request.masks)
+        logprobs, candidates = np.array(request.logprobs, dtype=np.float32), _NOTHING
+        if sum(len(step.logprobs) for step in request.tops) == len(request.token_ids):
+            # A step has as many candidates as any of its requests asks for.
+            width = min(step.logprobs.shape[1] for step in request.tops)
+            logprobs = np.concatenate([step.logprobs[:, :width] for step in request.tops])
+            candidates = np.concatenate(
+                [step.logprob_token_ids[:, 1:width] for step in request.tops]
+            )
         output.new_logprobs = LogprobsLists(
-            np.array(request.eras, dtype=np.int32),
-            np.array(request.logprobs, dtype=np.float32),
-            _NOTHING,
+            np.array(request.eras, dtype=np.int32), logprobs, candidates
         )
+
+
+def _joined_masks(masks: list[Any]) -> Any:
+    """Joins the ``SamplingMaskLists`` of one request; a mask without offsets is that of one token."""
+    sizes = np.concatenate(
+        [[len(each.token_ids)] if each.offsets is None else np.diff(each.offsets) for each in masks]
+    )
+    return masks[0]._replace(
+        token_ids=np.concatenate([each.token_ids for each in masks]),
+        offsets=np.concatenate([[0], np.cumsum(sizes)]),
+    )
 
 
 class SpeculationMeter:
@@ -160,7 +192,11 @@ class _Gathering:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._gatherer = TokenBatcher(self.scheduler_config.stream_interval)  # type: ignore[attr-defined]
+        model = self.vllm_config.model_config  # type: ignore[attr-defined]
+        self._gatherer = TokenBatcher(
+            self.scheduler_config.stream_interval,  # type: ignore[attr-defined]
+            has_masks=getattr(model, "return_sampling_mask", False),
+        )
         self._meter: SpeculationMeter | None = None
         config = self.vllm_config.speculative_config  # type: ignore[attr-defined]
         if config is not None:

@@ -99,6 +99,18 @@ def test_the_default_number_of_rollouts_fits_the_gpus(
     )
 
 
+@pytest.mark.parametrize(
+    ("engine", "gpus", "is_met"), [("vllm", "", False), ("vllm", "0,1", True), ("torch", "", True)]
+)
+def test_vllm_needs_a_gpu_to_report_which_tokens_could_be_drawn(
+    monkeypatch: pytest.MonkeyPatch, engine: str, gpus: str, is_met: bool
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    monkeypatch.setenv("CC", sys.executable)
+    found = spec_with(rollout={"engine": engine, "sampling": {"top_k": 8}})
+    assert ("rollout.sampling.top_k" in " ".join(unmet_requirements(found))) is not is_met
+
+
 def test_gpus_need_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
