@@ -310,8 +310,8 @@ class Evaluator:
     async def _lease(self, begun: StartedEvaluation) -> AsyncIterator[Sequence[str]]:
         """Yields rollouts that serve the version and keep it; none if they serve another version already.
 
-        The caller holds the pin, which this method releases. An evaluation that is cancelled or fails
-        waits for nothing: the run's loops end with it, and with them the weight session.
+        The caller holds the pin, which this method releases. Its end waits for nothing, so that a loss
+        during an evaluation is recovered from at once.
         """
         reserved: Sequence[str] = ()
         try:
@@ -330,10 +330,9 @@ class Evaluator:
                     await self._rollout_pool.interrupt(reserved)
             await self._mark_leased()
             yield reserved or self._rollout_pool.present()
-            if reserved:
-                await self._weights.unreserve(reserved)
         finally:
             if reserved:
+                self._weights.unreserve(reserved)
                 self._rollout_pool.unreserve(reserved)
             else:
                 self._weights.pin.release()

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import TypeVar
 
@@ -159,7 +159,7 @@ class WeightMembers:
         for name in names:
             self._reserved[name] = self.rollouts.pop(name)
 
-    def unreserve(self, names: Sequence[str]) -> None:
+    def unreserve(self, names: Iterable[str]) -> None:
         """Includes reserved rollouts again."""
         for name in names:
             self.rollouts[name] = self._reserved.pop(name)

@@ -126,6 +126,8 @@ class WeightSession:
         self._epoch = first_epoch
         self._is_formed = False
         self._members = WeightMembers(run_id, spec)
+        self._returning: set[str] = set()
+        """Rollouts that are not reserved any more, and join the next publication."""
         self._backend = ""
         self._least_timeout_s = self._timeout_s = _MIN_TIMEOUT_S
         self._canary: tuple[int, Canary] | None = None
@@ -181,6 +183,7 @@ class WeightSession:
     async def remove_rollouts(self, names: Sequence[str]) -> None:
         """Removes rollouts before the next publication."""
         async with self.pin:
+            self._include_returning()
             self._members.remove_rollouts(names)
             self._is_formed = False
 
@@ -236,13 +239,22 @@ class WeightSession:
 
     def reserve(self, names: Sequence[str]) -> None:
         """Excludes rollouts from publications for now; the caller holds the pin."""
+        self._include_returning()
         self._members.reserve(names)
         self._is_formed = False
 
-    async def unreserve(self, names: Sequence[str]) -> None:
-        """Includes reserved rollouts again; they receive the next version, whichever they missed."""
-        async with self.pin:
-            self._members.unreserve(names)
+    def unreserve(self, names: Sequence[str]) -> None:
+        """Includes reserved rollouts in the next publication that starts, whichever versions they missed.
+
+        It needs no pin, which the trainer's turn on shared GPUs holds for a whole step.
+        """
+        self._returning.update(names)
+
+    def _include_returning(self) -> None:
+        """Includes rollouts that are not reserved any more; the caller holds the pin."""
+        if self._returning:
+            self._members.unreserve(self._returning)
+            self._returning.clear()
             self._is_formed = False
 
     async def publish(self, newest: Callable[[], int]) -> SyncReport:
@@ -274,6 +286,7 @@ class WeightSession:
         """
         if not self._members.sources:
             return await self._record_unsent(newest)
+        self._include_returning()
         lost: list[str] = []
         tries, version = 0, -1
 

@@ -91,9 +91,8 @@ class Weights:
         assert self.pin.locked()
         self.reserved |= set(names)
 
-    async def unreserve(self, names):
-        async with self.pin:
-            self.reserved -= set(names)
+    def unreserve(self, names):
+        self.reserved -= set(names)
 
 
 class Stage:
@@ -245,6 +244,19 @@ async def test_a_request_during_an_evaluation_gets_its_own():
         await stage.evaluator.wait_idle()
         assert stage.results == [(4, "ok", 6)] * 2
         assert stage.answered == [None, stage.request]
+        stage.end()
+
+
+async def test_an_evaluation_ends_while_weights_are_published():
+    async with asyncio.TaskGroup() as tasks, asyncio.timeout(10):
+        stage = Stage(tasks, replicas=1)
+        await stage.evaluator.published(4, step=4)
+        await stage.rollouts.has_started.wait()
+        async with stage.weights.pin:  # as during the trainer's turn on shared GPUs
+            stage.answer()
+            await stage.evaluator.wait_idle()
+        assert stage.results == [(4, "ok", 6)]
+        assert stage.weights.reserved == stage.rollouts.reserved == set()
         stage.end()
 
 
