@@ -14,6 +14,8 @@ INSTALL := deploy/with_progress.sh "installing" $(BIN)/pip install --quiet --no-
 # Marker files: the environment can run Slipstream; the environment also has the developers' tools.
 RUNS := $(VENV)/.runs-$(EXTRAS)
 READY := $(VENV)/.ready
+# A server of the S3 protocol for tests, whose dependencies exclude those of the developers' tools.
+S3_SERVER := .venv-s3/.ready
 SPEC ?= examples/sort4.yaml
 # On two cores, further processes of pytest use the time in which two wait for services and deadlines. Tests with whole
 # runs wait more than unit tests.
@@ -25,7 +27,7 @@ OTHERS := unit cluster gpu nodes
 ALL_MARKS := -o addopts='--import-mode=importlib --strict-markers -ra -p no:schemathesis'
 PROTOS := $(shell find proto/slipstream -name '*.proto')
 
-.PHONY: help setup constraints run unit test test-system test-api test-nightly test-faults check lint types imports dist proto proto-check docs docs-check site format clean
+.PHONY: help setup s3-server constraints run unit test test-system test-api test-nightly test-faults check lint types imports dist proto proto-check docs docs-check site format clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -44,6 +46,13 @@ $(READY): $(RUNS)
 	$(INSTALL) --editable '.[dev]' '$(TORCH)'
 	touch $@
 
+s3-server: $(S3_SERVER) ## Install a server of the S3 protocol, for the tests of object stores
+
+$(S3_SERVER): tests/helpers/s3_requirements.txt
+	$(PYTHON) -m venv .venv-s3
+	deploy/with_progress.sh "installing a server of the S3 protocol" .venv-s3/bin/pip install --quiet --requirement $<
+	touch $@
+
 constraints: $(READY) ## Write the newest compatible versions to constraints.txt
 	report=$$(mktemp) && $(BIN)/pip install --quiet --dry-run --ignore-installed --report $$report pip '.[dev,flash-attention,linear-attention]' '$(TORCH)' \
 		&& $(BIN)/python -m deploy.constraints < $$report > constraints.txt && rm $$report
@@ -51,10 +60,10 @@ constraints: $(READY) ## Write the newest compatible versions to constraints.txt
 run: $(RUNS) ## Train the example end to end (SPEC=examples/sort4.yaml)
 	$(BIN)/slipstream run $(SPEC)
 
-unit: $(READY) deploy-tools ## Run the unit tests
+unit: $(READY) $(S3_SERVER) deploy-tools ## Run the unit tests
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m '$(EVERY_COMMIT)' tests/unit
 
-test: test-system check ## Run everything that a commit must pass: check, then contract, API, integration and fault tests
+test: test-system $(S3_SERVER) check ## Run everything that a commit must pass: check, then contract, API, integration and fault tests
 	$(BIN)/python -m pytest -n $(RUN_WORKERS) --dist worksteal -m '$(EVERY_COMMIT)' $(OTHERS:%=--ignore tests/%)
 
 test-system: # Installs a browser and a sandbox; tests that need a missing one are skipped
@@ -109,6 +118,6 @@ docs-check: $(READY) ## Check the documentation for dead links
 	out=$$(mktemp -d) && NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir $$out && rm -rf $$out
 
 clean: ## Remove the environment, builds and caches
-	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .venv-s3 build dist site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
 -include bench/bench.mk deploy/deploy.mk tests/engines/engines.mk
