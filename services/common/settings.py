@@ -14,6 +14,7 @@ from services.common.errors import InvalidArgumentError
 from services.common.security.confinement import CodePolicy
 from services.common.security.credentials import Identity, read_key
 from services.common.security.tls import Peer, TlsFiles, peer_name
+from services.common.stores import OBJECT_CACHE
 
 _LOOPBACK = ("127.", "localhost:", "[::1]:")
 
@@ -173,6 +174,9 @@ class SpecSettings(ServiceSettings):
 
     allowed_roots: tuple[Path, ...] = ()
     """Folders, as workers see them, in which a specification may name files; empty allows all."""
+    allowed_urls: tuple[str, ...] = ()
+    """Begins of URLs in object stores, such as ``s3://bucket/team``, below which a specification may name
+    objects; only with ``allowed_roots``."""
     code_roots: tuple[Path, ...] = ()
     """Folders with Python code that a specification may name; only with ``allowed_roots``."""
     allowed_commands: tuple[tuple[str, ...], ...] = ()
@@ -192,6 +196,7 @@ class SpecSettings(ServiceSettings):
         """Policy for the files, code, commands and hosts that specifications may name."""
         return CodePolicy(
             roots=self.allowed_roots,
+            urls=self.allowed_urls,
             code_roots=self.code_roots,
             commands=self.allowed_commands,
             hosts=self.reward_hosts,
@@ -214,6 +219,8 @@ class WorkerSettings(SpecSettings):
     is bound to a loopback address.
     """
 
+    object_cache: Path = OBJECT_CACHE
+    """Folder of this host's copies of models, data and checkpoints in object stores."""
     secrets_directory: Path | None = None
     """Folder with a file per secret, for specifications that contain ``{"secret": "NAME"}``."""
 

@@ -21,6 +21,7 @@ from services.common.runspec.aliases import (
 from services.common.runspec.data import set_documents
 from services.common.runspec.examining import ValidationResult, validate_spec
 from services.common.runspec.run import TINY_PREFIX, RunSpec
+from services.common.stores import is_url, plain_path
 
 MAX_DOCUMENT_BYTES = 256 << 10
 """Max bytes of a request to the run API, over REST and over gRPC."""
@@ -340,6 +341,9 @@ def resolve_paths(spec: RunSpec, folder: Path) -> RunSpec:
 
 
 def _absolute(path: str, folder: Path) -> str:
+    if is_url(path):
+        return path
+    path = plain_path(path)
     # Path.expanduser raises for an unknown user. A path that does not exist is reported where it is opened.
     return real_path(folder / os.path.expanduser(path))  # noqa: PTH111
 

@@ -36,6 +36,7 @@ from services.common.runspec.run import TINY_PREFIX, RunSpec, TeacherSpec
 from services.common.runspec.topology import ScoringSpec, TaskGroupError
 from services.common.runspec.train_engines import train_engine_kind
 from services.common.runspec.trainer import CriticSpec, LoraSpec
+from services.common.runspec.urls import urls
 from services.common.runspec.weight_modes import (
     HANDLE,
     MIN_BUCKET_BYTES,
@@ -1572,6 +1573,7 @@ def _train_engine(spec: RunSpec) -> Iterator[str]:
 
 
 _RULES: tuple[Callable[[RunSpec], Iterator[str]], ...] = (
+    urls,
     models,
     teacher,
     data,

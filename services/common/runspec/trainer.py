@@ -7,6 +7,7 @@ from pydantic import Field, field_validator
 
 from services.common.runspec.base import MAX_SECONDS, NameIn, SpecPart
 from services.common.runspec.train_engines import ENGINES
+from services.common.stores import is_url, plain_path
 
 OF_EXPERTS = "experts."
 """Substring of the names of a layer's fused expert matrices."""
@@ -125,23 +126,30 @@ class CheckpointSpec(SpecPart):
     """Score by which the best checkpoint is selected; that checkpoint is kept in addition to the
     newest. null keeps only the newest."""
     directory: str | None = None
-    """Folder of the checkpoints. Default: ``checkpoints`` in the run's folder."""
+    """Folder of the checkpoints. Default: ``checkpoints`` in the run's folder. With a URL such as
+    ``s3://bucket/folder``, checkpoints are written to the run's folder, and uploaded while training
+    continues."""
     start_from: str | None = None
-    """Checkpoint folder of another run, from which this run starts: its weights, optimizer state
-    and step number. ``trainer.steps`` includes the steps of the checkpoint; the data starts with
-    the first prompt. ``POST /v1/runs/{run_id}/fork`` sets this key and also continues the data
-    order of the other run."""
+    """Checkpoint folder of another run, or its URL in an object store, from which this run starts: its
+    weights, optimizer state and step number. ``trainer.steps`` includes the steps of the checkpoint; the
+    data starts with the first prompt. ``POST /v1/runs/{run_id}/fork`` sets this key and also continues the
+    data order of the other run."""
 
-    @field_validator("start_from")
+    @field_validator("directory", "start_from")
     @classmethod
     def _normalize(cls, value: str | None) -> str | None:
         """Removes what does not change a path, as a slash at its end: paths of checkpoints are compared."""
-        return str(PurePath(value)) if value else value
+        value = value and plain_path(value)
+        if not value or is_url(value):
+            return value and value.rstrip("/")
+        return str(PurePath(value))
 
 
 def checkpoint_root(directory: str | None, run_folder: Path) -> Path:
-    """Returns the folder of a run's checkpoints."""
-    return Path(directory) if directory else run_folder / "checkpoints"
+    """Returns the folder of a run's checkpoints on the trainer's host."""
+    if directory and not is_url(directory):
+        return Path(directory)
+    return run_folder / "checkpoints"
 
 
 class TrainerSpec(SpecPart):

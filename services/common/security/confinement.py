@@ -21,6 +21,7 @@ from services.common.runspec.data import PromptSourceSpec
 from services.common.runspec.rollout import SandboxSpec
 from services.common.runspec.run import RunSpec
 from services.common.security import addresses
+from services.common.stores import is_url, url_problem
 
 Kind = Literal[
     "free",
@@ -42,7 +43,8 @@ Kind = Literal[
 """Kind of a value, which decides how it is judged.
 
 ``free``: not judged; a slash has no meaning in it. ``text``: anything, which may be a path or a
-reference to code. ``path``: a file or a folder. ``model``: a preset, a hub id, or a folder.
+reference to code. ``path``: a file or a folder, or its URL in an object store. ``model``: a preset, a
+hub id, or a ``path``.
 ``code``: a reference for :func:`~services.common.callables.load_callable`, the name of something
 built in, or an address, which workers judge when they connect
 (:mod:`services.rollout.calls.outside`). ``function``: a function that verifiers loads, also as
@@ -163,6 +165,8 @@ class CodePolicy:
 
     roots: tuple[Path, ...] = ()
     """Folders with data, models and checkpoints."""
+    urls: tuple[str, ...] = ()
+    """Begins of URLs of data, models and checkpoints in object stores."""
     code_roots: tuple[Path, ...] = ()
     """Folders with Python code that may run."""
     commands: tuple[tuple[str, ...], ...] = ()
@@ -221,11 +225,27 @@ class _Judge:
             yield from self._code_or_text(value, is_code=kind == "code")
         elif kind == "model" and value.startswith(_PRESETS):
             return
+        elif is_url(value):
+            yield from self._url(value)
         elif kind in ("path", "target") or not self._is_hub_id(value):
             # Not every library that opens the path expands a leading ~ or file:.
             meanings = {Path(value), _plain(value)}
             problems = list(self._path(value, self.allowance.roots, meanings))
             yield from problems or (self._target(value, meanings) if kind == "target" else ())
+
+    def _url(self, url: str) -> Iterator[str]:
+        below = [allowed.rstrip("/") for allowed in self.allowance.urls]
+        is_below = any(url == allowed or url.startswith(f"{allowed}/") for allowed in below)
+        if is_below and not (problem := url_problem(url)):
+            return
+        if is_below:
+            yield f"{url!r} {problem}"
+        else:
+            allowed = ", ".join(below) or "none"
+            yield (
+                f"{url!r} is not below the allowed URLs of this installation ({allowed}); ask the operator "
+                "to add one to allowed_urls"
+            )
 
     def _target(self, text: str, meanings: set[Path]) -> Iterator[str]:
         """Yields the folder with code or of the controller that has a path to write to."""

@@ -191,6 +191,7 @@ class ProcessLauncher(LauncherDefaults):
             f"{prefix}STATE_DIRECTORY": str(self._state_directory / run_id),
             f"{prefix}RUN_TOKEN": current_identity().token_for(run_id),
             f"{prefix}ALLOWED_ROOTS": json.dumps([*map(str, self._allowance.roots)]),
+            f"{prefix}ALLOWED_URLS": json.dumps(self._allowance.urls),
             f"{prefix}CODE_ROOTS": json.dumps([*map(str, self._allowance.code_roots)]),
             f"{prefix}ALLOWED_COMMANDS": json.dumps(self._allowance.commands),
         }

@@ -1,0 +1,64 @@
+"""Keys of a specification that may be URLs of object stores in place of paths, and the rule for them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from services.common.runspec.data import set_documents
+from services.common.runspec.run import RunSpec
+from services.common.stores import FetchKind, is_url, url_problem
+
+
+@dataclass(frozen=True, slots=True)
+class UrlKey:
+    """A key whose value is a URL."""
+
+    key: str
+    parent: dict[str, Any]
+    """Part of the document that has the value."""
+    name: str
+    """Name of the value there."""
+    kind: FetchKind | None
+    """What a local copy in its place is; None if the trainer reads the URL itself."""
+
+    @property
+    def url(self) -> str:
+        return str(self.parent[self.name])
+
+
+def url_keys(document: dict[str, Any]) -> list[UrlKey]:
+    """Returns the keys with URLs of a specification in JSON form."""
+    return [key for key in _path_keys(document) if is_url(key.parent.get(key.name))]
+
+
+def _path_keys(document: dict[str, Any]) -> Iterator[UrlKey]:
+    for name in ("model", "teacher"):
+        model = document.get(name)
+        if isinstance(model, dict):
+            yield UrlKey(f"{name}.path", model, "path", "model")
+            yield UrlKey(f"{name}.tokenizer", model, "tokenizer", "model without weights")
+    speculation = document["rollout"].get("speculation")
+    if isinstance(speculation, dict):
+        yield UrlKey("rollout.speculation.model", speculation, "model", "model")
+    for split, source in set_documents(document["data"]):
+        if source["source"] in ("jsonl", "parquet"):
+            yield UrlKey(f"{split}.path", source, "path", "file")
+        elif source["source"] == "huggingface":
+            yield UrlKey(f"{split}.path", source, "path", "folder")
+    checkpoint = document["trainer"]["checkpoint"]
+    yield UrlKey("trainer.checkpoint.directory", checkpoint, "directory", None)
+    yield UrlKey("trainer.checkpoint.start_from", checkpoint, "start_from", None)
+
+
+def urls(spec: RunSpec) -> Iterator[str]:
+    """Yields the URLs that no store can have, or that contain credentials."""
+    for key in url_keys(spec.model_dump(mode="json")):
+        if problem := url_problem(key.url):
+            yield f"{key.key}: {_without_login(key.url)!r} {problem}"
+
+
+def _without_login(url: str) -> str:
+    """Returns a URL in which nothing secret is left, for a message."""
+    scheme, _, rest = url.partition("://")
+    login, at, host = rest.partition("@")
+    return f"{scheme}://{'...@' + host if at else login}".partition("?")[0]

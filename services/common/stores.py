@@ -1,0 +1,235 @@
+"""Object stores that a specification names by URL, through the door ``slipstream.stores``.
+
+The core works on local folders. Where a specification has a URL such as ``s3://bucket/folder`` instead of a
+path, the core asks the entry of its scheme for a local copy (:func:`fetch`), or for the checkpoints below the
+URL (:func:`open_checkpoints`). Does not import the packages of the stores.
+"""
+
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any, Final, Literal, Protocol
+from urllib.parse import urlsplit
+
+from services.common.doors import Door, DoorError
+from services.common.errors import FailedPreconditionError
+
+OBJECT_CACHE: Final = Path("~/.cache/slipstream/objects")
+"""Default folder of local copies."""
+FetchKind = Literal["file", "folder", "model", "model without weights", "checkpoint"]
+"""``model`` leaves out weights in other formats than safetensors."""
+Report = Callable[[str], None]
+"""Called with one line that describes a running transfer; with an empty text when it has ended."""
+
+_URL = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<rest>.*)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class UploadStatus:
+    """State of the uploads of one process."""
+
+    step: int = 0
+    """Step whose checkpoint is being uploaded; 0 if none is."""
+    done_bytes: int = 0
+    """Bytes of that checkpoint that the store has."""
+    total_bytes: int = 0
+    """Size of that checkpoint."""
+    num_waiting: int = 0
+    """Checkpoints that wait for their upload, besides the current one."""
+    stored_step: int = 0
+    """Newest step that this process knows to be complete in the store."""
+    failing_s: float = 0.0
+    """Seconds since the upload first failed; 0 if it does not fail."""
+    cause: str = ""
+    """First cause of that failure."""
+
+
+class StoredCheckpoints(Protocol):
+    """Checkpoints of one run in an object store; each exists once its manifest does.
+
+    Methods block, except :meth:`submit`, :meth:`pending_steps` and :meth:`status`.
+    """
+
+    @property
+    def url(self) -> str:
+        """URL below which the checkpoints are."""
+
+    def check(self) -> None:
+        """Writes and deletes a small object, to find out early whether checkpoints can be written.
+
+        Raises:
+            ServiceError: If that fails.
+        """
+
+    def restore_newest(self, root: Path, *, before: int | None = None) -> None:
+        """Downloads the newest complete checkpoint, unless the folder has it or a newer one of its history.
+
+        Does nothing if the store has none.
+
+        Args:
+            root: Folder of the run's checkpoints on this host.
+            before: Step that the checkpoint must precede; None for any.
+
+        Raises:
+            UnavailableError: If the store cannot be read before the deadline.
+        """
+
+    def submit(self, folder: Path, *, keep: int | None, keep_steps: Collection[int]) -> None:
+        """Uploads a published checkpoint in the background, after those submitted before.
+
+        Args:
+            folder: The published folder; it must stay until its step is no longer in :meth:`pending_steps`.
+            keep: Number of newest checkpoints that the store keeps; None to delete none.
+            keep_steps: Steps that it keeps besides.
+        """
+
+    def pending_steps(self) -> set[int]:
+        """Returns the steps whose upload is not confirmed; their folders must stay."""
+
+    def status(self) -> UploadStatus: ...
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits until everything that was submitted is confirmed.
+
+        Raises:
+            DeadlineExceededError: If it is not in time; the message has the first cause.
+        """
+
+    def delete(self, name: str) -> None:
+        """Deletes a checkpoint, its manifest first; does nothing if there is none.
+
+        Args:
+            name: Name of its folder, such as ``step-00000010``.
+        """
+
+    def close(self) -> None:
+        """Ends the uploads; those that are not confirmed are repeated by the next process of the run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreKind:
+    """Entry of the door ``slipstream.stores``: the functions for the URLs of one scheme, as references."""
+
+    fetch: str
+    """Function as :func:`fetch`."""
+    checkpoints: str
+    """Function of a URL that returns :class:`StoredCheckpoints`; further arguments as
+    :func:`open_checkpoints`."""
+    upload: str
+    """Function as :func:`upload`."""
+    extra: str
+    """What ``pip install`` needs, for example ``slipstream[objects]``."""
+
+
+STORES: Final = Door("stores", StoreKind)
+"""Kinds of object stores, by the scheme of their URLs."""
+
+
+def is_url(text: str | None) -> bool:
+    """Returns True if a text is a URL of a store instead of a path; ``file://`` URLs are paths."""
+    return (
+        text is not None and (url := _URL.fullmatch(text)) is not None and url["scheme"] != "file"
+    )
+
+
+def plain_path(text: str) -> str:
+    """Returns the path of a ``file://`` URL; other texts are not changed."""
+    return text.removeprefix("file://") if text.startswith("file:///") else text
+
+
+def joined(url: str, *names: str) -> str:
+    """Returns the URL of an object below another URL."""
+    return "/".join((url.rstrip("/"), *names))
+
+
+def url_problem(url: str) -> str:
+    """Returns why a URL cannot name a store's objects, with the fix; empty if it can."""
+    matched = _URL.fullmatch(url)
+    assert matched is not None, "only URLs are judged"
+    if matched["scheme"] not in STORES:
+        known = ", ".join(f"{name}://" for name in STORES.names()) or "none"
+        return f"no installed package has a store for {matched['scheme']}://; use one of {known}"
+    try:
+        parts = urlsplit(url)
+        has_login, bucket = parts.username is not None or parts.password is not None, parts.hostname
+    except ValueError as error:
+        return f"is not a URL ({error}); use one such as s3://bucket/folder"
+    if has_login or parts.query or parts.fragment or "?" in url or "#" in url:
+        return (
+            "has credentials, a query or a fragment; use a plain URL such as s3://bucket/folder, and give "
+            "the credentials to the process (environment variables, or the identity of its pod)"
+        )
+    names = parts.path.split("/")[1:]
+    if not bucket or any(name in (".", "..") for name in names) or "" in names[:-1] or "\0" in url:
+        return (
+            "lacks a bucket, or has empty or relative parts; use a URL such as s3://bucket/folder"
+        )
+    return ""
+
+
+def fetch(
+    url: str, kind: FetchKind, *, cache: Path = OBJECT_CACHE, report: Report | None = None
+) -> Path:
+    """Returns a local copy of an object or of all objects below a URL, downloaded once per host.
+
+    Blocks. A copy is used again while sizes and entity tags in the store are those of the copy.
+
+    Args:
+        cache: Folder of the copies.
+
+    Raises:
+        NotFoundError: If there is nothing at the URL.
+        FailedPreconditionError: If the URL is refused, or its package is not installed.
+        UnavailableError: If the store cannot be read before the deadline.
+    """
+    function = _resolved(url, lambda entry: entry.fetch)
+    copy = function(url, kind, cache=cache.expanduser(), report=report or (lambda line: None))
+    assert isinstance(copy, Path)
+    return copy
+
+
+def open_checkpoints(url: str, *, rank: int = 0, world_size: int = 1) -> StoredCheckpoints:
+    """Returns the checkpoints below a URL. Connects to nothing.
+
+    Args:
+        rank: Rank of this process: rank 0 publishes; the others upload a part of the files.
+        world_size: Number of ranks.
+
+    Raises:
+        FailedPreconditionError: If the URL is refused, or its package is not installed.
+    """
+    function = _resolved(url, lambda entry: entry.checkpoints)
+    checkpoints: StoredCheckpoints = function(url, rank=rank, world_size=world_size)
+    return checkpoints
+
+
+def upload(folder: Path, url: str, *, report: Report | None = None) -> None:
+    """Uploads the files of a folder to a URL below which there is nothing yet. Blocks.
+
+    Readers see each file whole; ``config.json`` comes last, because a model without it cannot be loaded.
+
+    Raises:
+        FailedPreconditionError: If there are objects, the URL is refused, or its package is not installed.
+        UnavailableError: If the store does not take them before the deadline.
+    """
+    function = _resolved(url, lambda entry: entry.upload)
+    function(folder, url, report=report or (lambda line: None))
+
+
+def _resolved(url: str, reference: Callable[[StoreKind], str]) -> Callable[..., Any]:
+    """Returns the function of a URL's store."""
+    if problem := url_problem(url):
+        raise FailedPreconditionError(f"{url!r} {problem}")
+    try:
+        entry = STORES[url.partition("://")[0]]
+    except DoorError as error:
+        raise FailedPreconditionError(str(error)) from error
+    try:
+        function: Callable[..., Any] = resolve_name(reference(entry))
+    except ModuleNotFoundError as error:
+        raise FailedPreconditionError(
+            f"{url!r} needs the package {error.name}; pip install '{entry.extra}'"
+        ) from error
+    return function

@@ -1,0 +1,110 @@
+"""Tests that URLs of object stores are told from paths, and refused where they must be."""
+
+from pathlib import Path
+
+import pytest
+
+from services.common.runspec.loader import resolve_paths
+from services.common.runspec.rules import problems as broken_rules
+from services.common.runspec.run import RunSpec
+from services.common.runspec.trainer import CheckpointSpec, checkpoint_root
+from services.common.security.confinement import CodePolicy
+from services.common.stores import is_url, url_problem
+from tests.helpers.batches import spec_of
+
+ROOT = Path("/data")
+
+
+def spec_with(**paths: str) -> RunSpec:
+    """Returns a specification with paths at ``directory``, ``start_from``, ``model`` and ``data``."""
+    document = spec_of().model_dump(mode="json")
+    checkpoint = document["trainer"]["checkpoint"]
+    checkpoint |= {key: paths[key] for key in ("directory", "start_from") if key in paths}
+    document["model"]["path"] = paths.get("model", document["model"]["path"])
+    document["data"]["train"]["path"] = paths.get("data", "/data/rows.jsonl")
+    return RunSpec.model_validate(document)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("s3://bucket/folder", True),
+        ("gs://bucket", True),
+        ("file:///folder", False),
+        ("/folder", False),
+        ("tiny:qwen2-0.4m", False),
+        ("Qwen/Qwen2.5-0.5B", False),
+        (None, False),
+    ],
+)
+def test_a_url_is_told_from_a_path(text: str | None, expected: bool) -> None:
+    assert is_url(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("url", "problem"),
+    [
+        ("s3://bucket/a/b", ""),
+        ("az://container", ""),
+        ("s3://key:secret@bucket/a", "credentials"),
+        ("s3://bucket/a?X-Amz-Signature=1", "query"),
+        ("s3:///a", "lacks a bucket"),
+        ("s3://bucket/a/../b", "relative parts"),
+        ("s3://bucket//a", "empty"),
+        ("ftp://host/a", "no installed package has a store for ftp://; use one of s3://"),
+    ],
+)
+def test_a_url_with_more_than_a_place_is_refused(url: str, problem: str) -> None:
+    assert problem in url_problem(url)
+    assert bool(problem) == bool(url_problem(url))
+
+
+def test_credentials_in_a_url_break_a_rule_and_are_not_repeated() -> None:
+    spec = spec_with(directory="s3://key:secret@bucket/a", data="s3://b/x?token=secret")
+    problems = [p for p in broken_rules(spec) if "credentials" in p]
+    assert [p.partition(":")[0] for p in problems] == [
+        "data.train.path",
+        "trainer.checkpoint.directory",
+    ]
+    assert "secret" not in "".join(problems)
+
+
+def test_relative_paths_are_resolved_and_urls_stay(tmp_path: Path) -> None:
+    spec = spec_with(directory="s3://b/run/", start_from="gs://b/step-00000001/", data="rows.jsonl")
+    resolved = resolve_paths(spec, tmp_path)
+    checkpoint = resolved.trainer.checkpoint
+    assert (checkpoint.directory, checkpoint.start_from) == ("s3://b/run", "gs://b/step-00000001")
+    assert resolved.data.sets["train"].path == str(tmp_path / "rows.jsonl")
+
+
+def test_a_file_url_is_a_path(tmp_path: Path) -> None:
+    assert CheckpointSpec(directory="file:///a/b").directory == "/a/b"
+    spec = resolve_paths(spec_with(data=f"file://{tmp_path}/rows.jsonl"), Path("/"))
+    assert spec.data.sets["train"].path == f"{tmp_path}/rows.jsonl"
+
+
+def test_checkpoints_of_a_store_are_written_to_the_folder_of_the_run() -> None:
+    assert checkpoint_root("s3://bucket/run", Path("/runs/1")) == Path("/runs/1/checkpoints")
+
+
+@pytest.mark.parametrize(
+    ("url", "is_allowed"),
+    [
+        ("s3://bucket/team", True),
+        ("s3://bucket/team/a", True),
+        ("s3://bucket/team-2/a", False),
+        ("s3://bucket/team/../other", False),
+        ("gs://bucket/team/a", False),
+        ("s3://other/a", False),
+    ],
+)
+def test_a_specification_names_urls_below_the_allowed_ones(url: str, is_allowed: bool) -> None:
+    policy = CodePolicy(roots=(ROOT,), urls=("s3://bucket/team/",))
+    for key in ("directory", "start_from", "model", "data"):
+        problems = policy.problems(spec_with(**{key: url}))
+        assert bool(problems) != is_allowed, (key, problems)
+        assert policy.problems_here(spec_with(**{key: url})) == problems
+
+
+def test_without_allowed_roots_every_url_is_allowed() -> None:
+    assert CodePolicy().problems(spec_with(directory="s3://bucket/a")) == []
