@@ -1,0 +1,1 @@
+"""Object stores of clouds for checkpoints, models and data."""
