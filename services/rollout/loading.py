@@ -14,10 +14,12 @@ import torch
 
 from services.common.errors import DeadlineExceededError
 from services.common.fields import partition_id
+from services.common.local_copies import with_local_copies
 from services.common.models.families import routing_shape
 from services.common.models.loading import load_config
 from services.common.models.tokenizer import Tokenizer, load_chat_tokenizer
 from services.common.runspec.engines import engine_kind
+from services.common.runspec.run import RunSpec
 from services.common.runspec.weight_modes import weight_mode
 from services.common.security.secrets import with_secrets
 from services.common.task_group import TaskGroup, unwrapped
@@ -72,7 +74,9 @@ class RolloutLoader:
         self._session = session
         self._settings = settings
         self._device = device
-        self._spec = with_secrets(session.spec, settings.secrets_directory)
+        self._loop = asyncio.get_running_loop()
+        self.spec = with_secrets(session.spec, settings.secrets_directory)
+        """The run's specification with secrets and, once loaded, with paths of this host."""
         self._reach = AddressPolicy(settings.reward_hosts)
 
     async def load(self) -> tuple[Engine, GroupSampler, GroupPublisher]:
@@ -82,7 +86,8 @@ class RolloutLoader:
             ValueError: If something that the specification names cannot be loaded.
             DeadlineExceededError: If the trainer, which shares the GPUs, does not load in time.
         """
-        spec, session = self._spec, self._session
+        session = self._session
+        spec = self.spec = await asyncio.to_thread(self._on_this_host)
         importing = asyncio.ensure_future(asyncio.to_thread(self._import_engine))
         tokenizer = await self._open_tokenizer()
         sources = await asyncio.to_thread(open_sources, spec.data, needs_answers=spec.needs_answers)
@@ -129,18 +134,35 @@ class RolloutLoader:
         )
         return engine, await self._stack.enter_async_context(sampler), publisher
 
+    def _on_this_host(self) -> RunSpec:
+        """Returns the specification with local copies of models and data in object stores.
+
+        Blocks. The weights of the policy arrive from the trainer, unless adapters are merged here.
+        """
+        spec = self.spec
+
+        def report(line: str) -> None:
+            self._loop.call_soon_threadsafe(lambda: self._session.report(activity=line))
+
+        return with_local_copies(
+            spec,
+            cache=self._settings.object_cache,
+            has_weights=spec.sends_adapters or spec.rollout.speculation is not None,
+            report=report,
+        )
+
     def _import_engine(self) -> None:
         begin_imports(
-            engine_kind(self._spec.rollout.engine),
+            engine_kind(self.spec.rollout.engine),
             is_cpu=self._device.type == "cpu",
-            is_invariant=self._spec.rollout.reproducible == "batch_invariant",
+            is_invariant=self.spec.rollout.reproducible == "batch_invariant",
         )
 
     async def _open_tokenizer(self) -> Tokenizer:
         tokenizer = await asyncio.to_thread(
-            load_chat_tokenizer, self._spec, time=self._session.run_create_time
+            load_chat_tokenizer, self.spec, time=self._session.run_create_time
         )
-        if self._spec.data.chat_template:
+        if self.spec.data.chat_template:
             # Imports the template engine now, in a thread. Errors are reported later, with each prompt.
             with suppress(ValueError):
                 hello = {"role": "user", "content": "Hello"}
@@ -155,12 +177,12 @@ class RolloutLoader:
             async with TaskGroup() as loading:
                 building = loading.create_task(asyncio.to_thread(self._build_engine, tokenizer))
                 scorer = await self._stack.enter_async_context(
-                    ScorerOfSets.open(self._spec, rewards, self._reach)
+                    ScorerOfSets.open(self.spec, rewards, self._reach)
                 )
         return building.result(), scorer
 
     def _build_engine(self, tokenizer: Tokenizer) -> Engine:
-        spec = self._spec
+        spec = self.spec
         max_tokens = max(spec.data.max_prompt_tokens, spec.rollout.max_response_tokens)
         images = ImageLimits(max_images=spec.data.max_images, max_tokens=max_tokens)
         return build_engine(
@@ -183,7 +205,7 @@ class RolloutLoader:
         Raises:
             ValueError: If the engine takes token ids only.
         """
-        spec, capabilities = self._spec, engine.capabilities
+        spec, capabilities = self.spec, engine.capabilities
         if spec.model.images and not capabilities.model_inputs:
             raise ValueError(
                 f"model.images is true, but rollout.engine {capabilities.name!r} takes token ids "
@@ -207,7 +229,7 @@ class RolloutLoader:
 
     async def _connect(self) -> tuple[DataClient, TransferQueueClient]:
         address = self._session.transferqueue_address
-        put_timeout_s = self._spec.transferqueue.put_timeout_s
+        put_timeout_s = self.spec.transferqueue.put_timeout_s
         # This rollout keeps finished samples for longer than the controller waits for them: the controller
         # then gives their group to another rollout.
         data = await self._stack.enter_async_context(
@@ -220,7 +242,7 @@ class RolloutLoader:
     async def _open_publisher(
         self, data: DataClient, tokenizer: Tokenizer, prompts: PromptStore, engine: Engine
     ) -> GroupPublisher:
-        spec = self._spec
+        spec = self.spec
         replays = spec.rollout.routing_replay != "off"
         routing = routing_shape(load_config(spec.model, tokenizer).to_dict()) if replays else None
         num_heldout = sum(map(prompts.num_rows, spec.data.heldout_sets))
@@ -244,14 +266,14 @@ class RolloutLoader:
         )
 
     def _curriculum(self, calls: CallPool) -> Curriculum | None:
-        curriculum = self._spec.data.curriculum
+        curriculum = self.spec.data.curriculum
         if curriculum is None or curriculum.function is None:
             return None
         return Curriculum(curriculum, calls)
 
     async def _open_sandboxes(self) -> SandboxService | None:
         """Starts the service of the episodes' sandboxes, if the run has them."""
-        spec, settings = self._spec.rollout.sandbox, self._settings
+        spec, settings = self.spec.rollout.sandbox, self._settings
         if spec is None:
             return None
         hosts = SandboxHosts(
@@ -268,7 +290,7 @@ class RolloutLoader:
 
     async def _open_workflow(self, tokenizer: Tokenizer, calls: CallPool) -> Workflow:
         """Loads the workflow and starts the servers that it needs."""
-        spec, settings = self._spec, self._settings
+        spec, settings = self.spec, self._settings
         workflow = load_workflow(spec.rollout)
         if isinstance(workflow, MultiTurn):
             workflow.check(tokenizer if spec.data.chat_template else None)

@@ -68,12 +68,13 @@ async def run(settings: RolloutSettings) -> None:
             WorkerSession(settings, role="rollout", port=port)
         )
         session.report(state="loading", activity="importing the engine, opening the data")
-        engine, sampler, publisher = await RolloutLoader(stack, session, settings, device).load()
+        loader = RolloutLoader(stack, session, settings, device)
+        engine, sampler, publisher = await loader.load()
         session.report(activity="starting the engine")
         tasks = await stack.enter_async_context(TaskGroup())
         # Reads the frozen weights while the engine starts, but after the engine's model was created: both
         # create models under torch's process-wide default dtype.
-        reading = tasks.create_task(asyncio.to_thread(_frozen, session.spec, settings, device))
+        reading = tasks.create_task(asyncio.to_thread(_frozen, loader.spec, settings, device))
         background = [
             tasks.create_task(engine.run()),
             tasks.create_task(

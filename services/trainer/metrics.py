@@ -9,6 +9,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from services.common.telemetry.metrics import STEP
 
 if TYPE_CHECKING:
+    from services.common.stores import UploadStatus
     from services.trainer.ranks.leader import SavedCheckpoint
     from services.trainer.steps.step import StepResult
 
@@ -54,6 +55,19 @@ SAVING_BYTES = Gauge(
     "slipstream_checkpoint_saving_bytes", "Written and total bytes of the checkpoint that is being saved.",
     ["run", "part"],
 )  # fmt: skip
+UPLOAD_BYTES = Gauge(
+    "slipstream_checkpoint_upload_bytes", "Uploaded and total bytes of the checkpoint in upload.",
+    ["run", "part"],
+)  # fmt: skip
+UPLOAD_FAILING = Gauge(
+    "slipstream_checkpoint_upload_failing_seconds", "Time since uploads to the object store fail, or 0.",
+    ["run"],
+)  # fmt: skip
+UPLOADED_STEP = Gauge(
+    "slipstream_checkpoint_uploaded_step",
+    "Step of the newest checkpoint that the object store has.",
+    ["run"],
+)
 FREE_BYTES = Gauge(
     "slipstream_checkpoint_volume_free_bytes", "Free bytes on the checkpoint volume after the newest save.",
     ["run"],
@@ -174,6 +188,14 @@ def observe_saving(run: str, written: int, total: int) -> None:
     """Exports the progress of a checkpoint in bytes; zeros if none is running."""
     SAVING_BYTES.labels(run, "written").set(written)
     SAVING_BYTES.labels(run, "all").set(total)
+
+
+def observe_uploads(run: str, status: "UploadStatus") -> None:
+    """Exports the state of the uploads to an object store."""
+    UPLOAD_BYTES.labels(run, "uploaded").set(status.done_bytes)
+    UPLOAD_BYTES.labels(run, "all").set(status.total_bytes)
+    UPLOAD_FAILING.labels(run).set(status.failing_s)
+    UPLOADED_STEP.labels(run).set(status.stored_step)
 
 
 def observe_checkpoint(run: str, step: int, saved: "SavedCheckpoint") -> None:

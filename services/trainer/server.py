@@ -107,7 +107,14 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 saved = await self._leader.save(request.step, tuple(request.keep_steps))
                 reporting.cancel()
         metrics.observe_checkpoint(self._run_id, request.step, saved)
-        return pb.SaveCheckpointResponse(path=str(saved.folder), size_bytes=saved.num_bytes)
+        return pb.SaveCheckpointResponse(path=saved.location, size_bytes=saved.num_bytes)
+
+    async def AwaitUploads(
+        self, request: pb.AwaitUploadsRequest, context: _Context
+    ) -> pb.AwaitUploadsResponse:
+        """Waits until the object store has all saved checkpoints."""
+        await self._leader.await_uploads(request.timeout_s)
+        return pb.AwaitUploadsResponse()
 
     async def Sleep(self, request: pb.SleepRequest, context: _Context) -> pb.SleepResponse:
         """Moves the training state to host memory."""

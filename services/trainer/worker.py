@@ -11,6 +11,7 @@ import grpc
 
 from services.common.lifetime import report_ready
 from services.common.rpc.server import serve
+from services.common.task_group import TaskGroup
 from services.trainer import metrics
 from services.trainer.ranks.build import build_critic, build_rank, device_of, gpu_names
 from services.trainer.ranks.command_group import CommandGroup
@@ -21,6 +22,7 @@ from services.trainer.server import TrainerServicer
 from services.trainer.settings import TrainerSettings
 from services.trainer.steps.fields import lacking
 from services.trainer.steps.step import StepResult
+from services.trainer.uploads import report_uploads
 from services.weightsync.member import WeightMember
 from services.weightsync.server import serve_member
 from services.wire.batch import KVBatchMeta
@@ -72,7 +74,16 @@ async def serve_trainer(settings: TrainerSettings) -> None:
         report_ready(settings.ready_file, {"role": "trainer", "gpus": ",".join(gpu_names())})
         session.report(state="ready", activity="", weight_version=built.step)
         stack.push_async_callback(asyncio.to_thread, leader.stop)
+        await _train_until_stopped(leader, session, command_group, settings)
+
+
+async def _train_until_stopped(
+    leader: Leader, session: WorkerSession, command_group: CommandGroup, settings: TrainerSettings
+) -> None:
+    async with TaskGroup() as tasks:
+        reporting = tasks.create_task(report_uploads(leader, session, settings.run_id))
         await until_stopped(session, command_group)
+        reporting.cancel()
 
 
 async def follow_trainer(start: FollowerStart) -> None:
@@ -144,7 +155,7 @@ async def serve_critic(settings: TrainerSettings) -> None:
         report_ready(settings.ready_file, {"grpc": f"{settings.advertise_host}:{port}"})
         session.report(state="ready", activity="", weight_version=built.step)
         stack.push_async_callback(asyncio.to_thread, leader.stop)
-        await until_stopped(session, command_group)
+        await _train_until_stopped(leader, session, command_group, settings)
 
 
 async def follow_critic(start: FollowerStart) -> None:

@@ -44,6 +44,12 @@ def state_number(state: WorkerState) -> worker_pb2.WorkerState.ValueType:
 
 
 CUT_OFF_GAUGE: Final = "cut_off"
+UPLOAD_FAILING_GAUGE: Final = "checkpoint_upload_failing_s"
+"""Gauge of a worker that saves checkpoints: seconds since its uploads to the object store fail; 0 if they do
+not.
+"""
+UPLOADED_STEP_GAUGE: Final = "checkpoint_uploaded_step"
+"""Gauge of such a worker: step of the newest checkpoint that the object store has; 0 before the first."""
 """Gauge of a worker: 1 while it cannot reach the transferqueue, with the cause in its activity."""
 
 _CALL_TIMEOUT_S = 10.0

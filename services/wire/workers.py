@@ -118,6 +118,10 @@ class TrainedStep:
     """Tokens that were left out because they did not fit into memory, by sample key."""
 
 
+_ANSWER_S = 10.0
+"""Seconds for the answer of a worker that waited as long as it was asked to."""
+
+
 class TrainerClient:
     """Client of rank 0 of the trainer."""
 
@@ -187,6 +191,18 @@ class TrainerClient:
             self._stub.SaveCheckpoint, request, timeout_s=timeout_s, idempotent=True
         )
         return response.path, response.size_bytes
+
+    async def await_uploads(self, *, timeout_s: float) -> None:
+        """Waits until the object store has all saved checkpoints; returns at once without a store.
+
+        Raises:
+            DeadlineExceededError: If it has not in time; the message has the first cause.
+            FailedPreconditionError: If one cannot be uploaded.
+        """
+        request = trainer_pb2.AwaitUploadsRequest(timeout_s=timeout_s)
+        await call(
+            self._stub.AwaitUploads, request, timeout_s=timeout_s + _ANSWER_S, idempotent=True
+        )
 
     async def sleep(self, *, timeout_s: float) -> None:
         """Moves the training state of all ranks to host memory, after the running step. Safe to retry."""

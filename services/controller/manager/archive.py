@@ -9,8 +9,9 @@ from pathlib import Path
 
 import sqlalchemy as sa
 
-from services.common.errors import FailedPreconditionError
+from services.common.errors import FailedPreconditionError, ServiceError
 from services.common.runspec.run import RunSpec
+from services.common.stores import is_url, joined, open_checkpoints
 from services.controller.rules.run_state import RunState
 from services.controller.run.train.checkpoints import (
     Checkpoint,
@@ -208,6 +209,9 @@ def _remove(checkpoint: Checkpoint) -> None:
     """
     if not checkpoint.path:
         return
+    if is_url(checkpoint.path):
+        _delete_stored(checkpoint.path)
+        return
     policy = Path(checkpoint.path)
     for folder in (policy, policy.parent / "critic" / policy.name):
         renamed = folder.with_name(f".deleted-{folder.name}")
@@ -219,4 +223,16 @@ def _remove(checkpoint: Checkpoint) -> None:
         except OSError as error:  # for example, the trainer deletes it, too
             logger.warning(
                 "checkpoint not deleted", extra={"folder": str(folder), "error": str(error)}
+            )
+
+
+def _delete_stored(url: str) -> None:
+    """Deletes a checkpoint and that of a separate critic in an object store, if this controller may."""
+    parent, _, name = url.rpartition("/")
+    for folder in (parent, joined(parent, "critic")):
+        try:
+            open_checkpoints(folder).delete(name)
+        except ServiceError as error:
+            logger.warning(
+                "checkpoint not deleted", extra={"folder": f"{folder}/{name}", "error": str(error)}
             )

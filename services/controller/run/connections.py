@@ -55,6 +55,8 @@ class RunConnections:
     weights: WeightSession
     serving: list[Worker]
     """Workers that receive the trainer's weights; empty if the run neither samples nor scores."""
+    savers: list[Worker]
+    """Workers that save checkpoints: the trainer, and a critic with its own GPUs."""
     others: list[Worker]
     """Workers besides the trainer and the rollouts."""
     train_rows: Mapping[str, int]
@@ -238,6 +240,7 @@ async def connect(
         critic=critic,
         weights=weights,
         serving=serving,
+        savers=[trainer, *(worker for worker in others if worker.role == "critic")],
         others=others,
         train_rows=_agreed_rows(rollouts, spec.data.train_sets),
         heldout_rows=_agreed_rows(rollouts, spec.data.heldout_sets),

@@ -99,8 +99,13 @@ from typing import Never
 
 import sqlalchemy as sa
 
-from services.common.errors import UnavailableError
+from services.common.errors import (
+    DeadlineExceededError,
+    FailedPreconditionError,
+    UnavailableError,
+)
 from services.common.host import Clock
+from services.common.stores import is_url
 from services.common.task_group import TaskGroup
 from services.controller.membership import Worker
 from services.controller.rules.evaluation import (
@@ -119,6 +124,7 @@ from services.controller.run.dispatch.scheduler import (
 )
 from services.controller.run.evaluate.evaluator import Evaluator
 from services.controller.run.observe.progress import Progress
+from services.controller.run.observe.uploads import UploadReports
 from services.controller.run.observe.waits import StallReporter, Waits
 from services.controller.run.publisher import Publisher
 from services.controller.run.state.journal import Journal
@@ -138,6 +144,8 @@ logger = logging.getLogger(__name__)
 # Max steps by which the trainer may be ahead of the served weights: the largest allowed staleness
 # bound.
 _MAX_UNSERVED = 64
+# Seconds that the end of a run waits for the uploads of its checkpoints.
+_UPLOAD_TIMEOUT_S = 1800.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -255,7 +263,19 @@ class TrainingPipeline:
             self._raise_fault(),
             self._stall_reporter.watch(),
             self.steps.observers.watch(),
+            *self._upload_reports(),
         )
+
+    def _upload_reports(self) -> Sequence[Coroutine[None, None, None]]:
+        url = self.spec.now.trainer.checkpoint.directory
+        if url is None or not is_url(url):
+            return ()
+        reports = UploadReports(
+            url,
+            self.connections.savers,
+            record=lambda note: self.journal.record_event(note, self.ledger),
+        )
+        return (reports.watch(),)
 
     async def fail(self, failures: Sequence[GroupFailure]) -> None:
         """Processes reports of groups that produced no samples.
@@ -463,6 +483,7 @@ class TrainingPipeline:
                     tasks.create_task(self.save())
                 tasks.create_task(self.evaluator.wait_idle())
             self.activity = "FINALIZING"
+            await self._await_uploads()
             return
         # Weight transfers to rollouts are not awaited: the rollouts end, and receive weights when
         # they restart.
@@ -471,6 +492,25 @@ class TrainingPipeline:
         pause = self.request_queue.get("pause")
         if self._is_save_requested or pause is None or pause.options["checkpoint"]:
             await self.save()
+        await self._await_uploads()
+
+    async def _await_uploads(self) -> None:
+        """Waits, before the trainer ends, until the object store has what it saved.
+
+        A store that stays unreachable does not fail the run: an event says what is missing there.
+        """
+        url = self.spec.now.trainer.checkpoint.directory
+        if url is None or not is_url(url):
+            return
+        with self.waits("checkpoint"):
+            try:
+                await asyncio.gather(
+                    self.connections.trainer.await_uploads(timeout_s=_UPLOAD_TIMEOUT_S),
+                    self.connections.critic.await_uploads(timeout_s=_UPLOAD_TIMEOUT_S),
+                )
+            except (FailedPreconditionError, DeadlineExceededError) as error:
+                note = Note("CheckpointNotUploaded", error.message, {"url": url})
+                await self.journal.record_event(note, self.ledger)
 
     async def record_evaluation(
         self, what: StartedEvaluation | Evaluation, request: Request | None = None

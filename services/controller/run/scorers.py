@@ -104,6 +104,11 @@ class CriticClient:
         if self._trainer is not None:
             await self._trainer.save_checkpoint(step, keep_steps=keep_steps, timeout_s=timeout_s)
 
+    async def await_uploads(self, *, timeout_s: float) -> None:
+        """Waits until the object store has all checkpoints of the critic."""
+        if self._trainer is not None:
+            await self._trainer.await_uploads(timeout_s=timeout_s)
+
 
 def _shares(batch: KVBatchMeta, num_workers: int) -> list[list[int]]:
     """Returns sample indexes by worker; balances tokens by assigning the longest samples first."""

@@ -3,6 +3,9 @@
 snapshot   each engine copies its state into host memory; training waits only for this
 write      every rank writes its part; then rank 0 publishes the folder with its manifest
 load       each engine reads its part of the newest complete checkpoint
+
+With an object store, a published folder is then uploaded in the background, and the newest checkpoint in the
+store is downloaded before it is loaded.
 """
 
 from collections.abc import Collection, Mapping
@@ -11,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from services.common.errors import FailedPreconditionError
+from services.common.fields import new_id
+from services.common.stores import StoredCheckpoints, joined
 from services.trainer.checkpoint import compatibility, manifest
 from services.trainer.collectives import Ranks
 from services.trainer.engines.base import PendingSave, TrainEngine
@@ -40,6 +45,7 @@ class Checkpointer:
         root: Folder of all checkpoints of the run, visible to every rank.
         model: Result of :func:`compatibility.model_facts`: each checkpoint has it, and must have it to be
             loaded. None if the caller guarantees that checkpoints are of this model.
+        store: Object store that has the checkpoints besides the folder; None without one.
     """
 
     def __init__(
@@ -50,11 +56,14 @@ class Checkpointer:
         keep: int,
         ranks: Ranks,
         model: Mapping[str, Any] | None = None,
+        store: StoredCheckpoints | None = None,
     ) -> None:
         self._engines = engines
         self._model = model
         self._root = root
         self._keep = keep
+        self.store = store
+        self._ranks = ranks
         self._is_first = (ranks.everyone or ranks).rank == 0
         self._writing: Snapshot | None = None
 
@@ -92,6 +101,10 @@ class Checkpointer:
         finally:
             self._writing = None
 
+    def location(self, folder: Path) -> str:
+        """Returns the URL of a published folder in the object store, or the folder itself without a store."""
+        return str(folder) if self.store is None else joined(self.store.url, folder.name)
+
     def progress(self) -> tuple[int, int]:
         """Returns written and total bytes of all ranks, counted file by file; zeros if none is being written.
 
@@ -112,17 +125,22 @@ class Checkpointer:
         unfinished = manifest.unfinished_of(self._root, snapshot.step)
         if self._is_first:
             manifest.remove_leftovers(self._root)
-        for folder, part in snapshot.parts.items():
-            part.write(unfinished / folder)
+        for subfolder, part in snapshot.parts.items():
+            part.write(unfinished / subfolder)
+        folder = manifest.folder_of(self._root, snapshot.step)
         if self._is_first:
+            not_stored = set() if self.store is None else self.store.pending_steps()
             manifest.publish(
                 self._root,
                 snapshot.step,
                 dict(snapshot.facts),
                 keep=self._keep,
-                keep_steps=keep_steps,
+                keep_steps={*keep_steps, *not_stored},
+                upload="" if self.store is None else new_id("upload"),
             )
-        return manifest.folder_of(self._root, snapshot.step)
+        if self.store is not None:
+            self.store.submit(folder, keep=self._keep, keep_steps=keep_steps)
+        return folder
 
     def load(self, folder: Path | None = None, *, before: int | None = None) -> dict[str, Any]:
         """Loads a checkpoint in place; returns its facts. All ranks must call it.
@@ -137,6 +155,7 @@ class Checkpointer:
             OtherCheckpointError: If the checkpoint is of another model, or lacks one.
         """
         if folder is None:
+            self._restore_from_store(before)
             folder, facts = manifest.newest(self._root, before=before)
         else:
             facts = manifest.verify(folder)
@@ -147,3 +166,19 @@ class Checkpointer:
         for part, engine in self._engines.items():
             engine.load(folder / part, num_updates=int(facts[compatibility.counter(part)]))
         return facts
+
+    def _restore_from_store(self, before: int | None) -> None:
+        """Makes the newest checkpoint of the store available to all ranks."""
+        if self.store is None:
+            return
+        with self._ranks.fail_together("read the checkpoints of the object store"):
+            if self._is_first:
+                self.store.restore_newest(self._root, before=before)
+                if before is None:
+                    self._submit_newest()
+
+    def _submit_newest(self) -> None:
+        """Uploads the newest folder, unless the store has it: the last process may have ended before."""
+        assert self.store is not None
+        for folder in manifest.published_in(self._root)[:1]:
+            self.store.submit(folder, keep=None, keep_steps=())

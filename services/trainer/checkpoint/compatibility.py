@@ -6,7 +6,7 @@ A checkpoint of another model would fail with a missing tensor, or train on toke
 import hashlib
 import json
 from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any, Final
 
 from services.common.models.tokenizer import Tokenizer
@@ -124,9 +124,14 @@ class OtherCheckpointError(ValueError):
     reason = "OtherCheckpoint"
 
 
-def critic_folder(folder: Path) -> Path:
-    """Returns the checkpoint of a critic with its own processes, given that of its policy."""
-    return folder.parent / CRITIC / folder.name
+def critic_folder(folder: str) -> str:
+    """Returns the path or URL of the checkpoint of a critic with its own processes.
+
+    Args:
+        folder: Path or URL of the policy's checkpoint.
+    """
+    parent, _, name = folder.rpartition("/")
+    return f"{parent}/{CRITIC}/{name}" if parent else f"{CRITIC}/{name}"
 
 
 def counter(part: str) -> str:

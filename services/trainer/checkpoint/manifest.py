@@ -47,7 +47,13 @@ def remove_leftovers(root: Path) -> None:
 
 
 def publish(
-    root: Path, step: int, facts: dict[str, Any], *, keep: int, keep_steps: Collection[int] = ()
+    root: Path,
+    step: int,
+    facts: dict[str, Any],
+    *,
+    keep: int,
+    keep_steps: Collection[int] = (),
+    upload: str = "",
 ) -> Path:
     """Adds the manifest to a written folder, renames it, and deletes the oldest checkpoints.
 
@@ -59,6 +65,7 @@ def publish(
         facts: Further JSON content of the manifest.
         keep: Number of newest checkpoints to keep.
         keep_steps: Steps whose checkpoints are kept besides the newest ones.
+        upload: Unique name of this folder's upload to a store; empty without one.
 
     Returns:
         The published folder.
@@ -69,22 +76,30 @@ def publish(
         str(file.relative_to(unfinished)): {"size": file.stat().st_size, "sha256": digest}
         for file, digest in zip(written, _digests(written), strict=True)
     }
+    document = {"step": step, "facts": facts, "files": files}
+    if upload:
+        document["upload"] = upload
     with (unfinished / MANIFEST).open("w", encoding="utf-8") as output:
-        json.dump({"step": step, "facts": facts, "files": files}, output, indent=1)
+        json.dump(document, output, indent=1)
         output.flush()
         os.fsync(output.fileno())
+    install(unfinished, folder)
+    kept = {folder_of(root, step) for step in keep_steps}
+    published = published_in(root)
+    later = [each for each in published if each.name > folder.name]
+    for outdated in (*later, *published[len(later) + keep :]):
+        if outdated not in kept:
+            delete(outdated)
+    return folder
+
+
+def install(unfinished: Path, folder: Path) -> None:
+    """Renames a complete folder to that of its step, in place of an older one."""
     replaced = _aside(folder)
     if folder.exists():
         folder.rename(replaced)
     unfinished.rename(folder)
     shutil.rmtree(replaced, ignore_errors=True)
-    kept = {folder_of(root, step) for step in keep_steps}
-    published = _published(root)
-    later = [each for each in published if each.name > folder.name]
-    for outdated in (*later, *published[len(later) + keep :]):
-        if outdated not in kept:
-            _delete(outdated)
-    return folder
 
 
 def newest(root: Path, *, before: int | None = None) -> tuple[Path, dict[str, Any]]:
@@ -99,7 +114,7 @@ def newest(root: Path, *, before: int | None = None) -> tuple[Path, dict[str, An
         NotFoundError: If there is none.
     """
     refused = []
-    for folder in _published(root):
+    for folder in published_in(root):
         if before is not None and folder.name >= folder_of(root, before).name:
             continue
         try:
@@ -163,7 +178,7 @@ def verify(folder: Path) -> dict[str, Any]:
     return facts
 
 
-def _delete(folder: Path) -> None:
+def delete(folder: Path) -> None:
     """Deletes a checkpoint; the next checkpoint deletes the files that cannot be deleted now."""
     aside = _aside(folder)
     try:
@@ -177,7 +192,7 @@ def _aside(folder: Path) -> Path:
     return folder.with_name(f"{_DELETED}{folder.name}")
 
 
-def _published(root: Path) -> list[Path]:
+def published_in(root: Path) -> list[Path]:
     """Returns the published folders, newest first."""
     return sorted(root.glob(f"{STEP_PREFIX}*"), reverse=True)
 

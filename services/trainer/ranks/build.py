@@ -6,10 +6,11 @@ from pathlib import Path
 
 import torch
 
-from services.common.errors import DataLossError, NotFoundError
+from services.common.errors import DataLossError, FailedPreconditionError, NotFoundError
 from services.common.models.tokenizer import check_teacher, load_tokenizer
 from services.common.runspec.run import RunSpec
 from services.common.runspec.trainer import checkpoint_root
+from services.common.stores import StoredCheckpoints, fetch, is_url, joined, open_checkpoints
 from services.trainer.checkpoint.checkpointer import Checkpointer
 from services.trainer.checkpoint.compatibility import CRITIC, critic_folder, model_facts
 from services.trainer.checkpoint.manifest import STEP_PREFIX, UnusableCheckpointError
@@ -78,7 +79,6 @@ def build_rank(
         recorder = TrainingRecorder(transfers.store_records, spec)
         runner.on_trained = recorder.collect
     root = checkpoint_root(spec.trainer.checkpoint.directory, settings.state_directory)
-    start_from = spec.trainer.checkpoint.start_from
     step_recorder = make_recorder and make_recorder(root, settings.rank, policy)
     rank = _rank(
         runner,
@@ -89,7 +89,7 @@ def build_rank(
         recorder=recorder,
         step_recorder=step_recorder,
     )
-    step = _resume(rank, root, Path(start_from) if start_from else None, settings)
+    step = _resume(rank, root, spec.trainer.checkpoint.start_from, settings)
     if step_recorder is not None:
         step_recorder.begin(step, spec, policy)
     return LoadedRank(rank=rank, step=step)
@@ -123,8 +123,21 @@ def build_critic(
         shares_prefixes=spec.shares_prefixes,
     )
     start_from = spec.trainer.checkpoint.start_from
-    folder = critic_folder(Path(start_from)) if start_from else None
+    folder = critic_folder(start_from) if start_from else None
     return LoadedCritic(rank=rank, values=values, step=_resume(rank, root, folder, settings))
+
+
+def _store(spec: RunSpec, settings: TrainerSettings, folder: str) -> StoredCheckpoints | None:
+    """Returns the object store of the checkpoints; None without one.
+
+    Args:
+        folder: Subfolder of the critic's checkpoints; empty for those of the policy.
+    """
+    url = spec.trainer.checkpoint.directory
+    if url is None or not is_url(url):
+        return None
+    url = joined(url, folder) if folder else url
+    return open_checkpoints(url, rank=settings.rank, world_size=settings.world_size)
 
 
 def _rank(
@@ -150,6 +163,7 @@ def _rank(
             keep=spec.trainer.checkpoint.keep,
             ranks=engine.ranks,
             model=model_facts(spec, engine.model.config, load_tokenizer(spec.model)),
+            store=_store(spec, settings, folder),
         ),
         profiler=StepProfiler(
             settings.state_directory / "profiles" / folder,
@@ -161,20 +175,30 @@ def _rank(
     )
 
 
-def _resume(rank: Rank, root: Path, start_from: Path | None, settings: TrainerSettings) -> int:
+def _resume(rank: Rank, root: Path, start_from: str | None, settings: TrainerSettings) -> int:
     """Loads the checkpoint that training resumes from; returns its step, or 0 if there is none.
 
     A checkpoint of this run exists if its worker was lost before; it takes precedence over ``start_from``.
 
     Raises:
-        UnusableCheckpointError: If it is damaged or gone.
+        UnusableCheckpointError: If it is damaged or gone, or the object store refuses to give it.
         OtherCheckpointError: If it is of another model, or lacks one.
+        UnavailableError: If the object store does not answer before the deadline.
     """
+    is_expected = settings.resume or any(root.glob(f"{STEP_PREFIX}*"))
     try:
-        if settings.resume or any(root.glob(f"{STEP_PREFIX}*")):
-            return rank.restore()
-        return rank.restore(start_from) if start_from is not None else 0
-    except (DataLossError, NotFoundError) as error:
+        if is_expected or rank.checkpointer.store is not None:
+            try:
+                return rank.restore()
+            except NotFoundError:
+                if is_expected:
+                    raise
+        if start_from is None:
+            return 0
+        if is_url(start_from):
+            return rank.restore(fetch(start_from, "checkpoint", cache=settings.object_cache))
+        return rank.restore(Path(start_from))
+    except (DataLossError, NotFoundError, FailedPreconditionError) as error:
         raise UnusableCheckpointError(error.message) from error
 
 

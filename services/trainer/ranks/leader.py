@@ -14,6 +14,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from services.common.errors import FailedPreconditionError, UnavailableError
+from services.common.stores import UploadStatus
 from services.common.task_group import uninterrupted
 from services.common.telemetry.metrics import IdleClock, PhaseTimer
 from services.trainer.checkpoint.checkpointer import Snapshot
@@ -34,6 +35,8 @@ class SavedCheckpoint:
     """A checkpoint that is safe on disk."""
 
     folder: Path
+    location: str
+    """The folder, or the URL to which it is uploaded."""
     seconds: Mapping[str, float]
     """Seconds by phase; only ``snapshot`` blocks training, ``write`` does not."""
     num_bytes: int
@@ -179,7 +182,24 @@ class Leader:
                 snapshot = await asyncio.to_thread(self._snapshot, rank, step)
             with timer("write"):
                 folder = await asyncio.to_thread(self._write, rank, snapshot, keep_steps)
-            return await asyncio.to_thread(_saved, folder, timer.seconds)
+            location = rank.checkpointer.location(folder)
+            return await asyncio.to_thread(_saved, folder, location, timer.seconds)
+
+    async def await_uploads(self, timeout_s: float) -> None:
+        """Waits until the object store has all saved checkpoints; returns at once without a store.
+
+        Raises:
+            DeadlineExceededError: If it has not in time; the message has the first cause.
+            FailedPreconditionError: If one cannot be uploaded.
+        """
+        store = self._attached().checkpointer.store
+        if store is not None:
+            await asyncio.to_thread(store.wait, timeout_s)
+
+    def upload_status(self) -> UploadStatus | None:
+        """Returns the state of the uploads; None without an object store, and before the model is loaded."""
+        store = None if self._rank is None else self._rank.checkpointer.store
+        return None if store is None else store.status()
 
     def save_progress(self) -> tuple[int, int]:
         """Returns written and total bytes of the checkpoint that is being written; zeros if there is none."""
@@ -254,6 +274,8 @@ class Leader:
     def stop(self) -> None:
         with self._turn:
             self._command_group.broadcast(Command(CommandKind.STOP))
+        if self._rank is not None and self._rank.checkpointer.store is not None:
+            self._rank.checkpointer.store.close()
 
     @contextmanager
     def _awake(self) -> Iterator[None]:
@@ -280,9 +302,10 @@ async def _shielded(work: "Future[_T]") -> _T:
     return await asyncio.shield(waiting)
 
 
-def _saved(folder: Path, seconds: Mapping[str, float]) -> SavedCheckpoint:
+def _saved(folder: Path, location: str, seconds: Mapping[str, float]) -> SavedCheckpoint:
     return SavedCheckpoint(
         folder=folder,
+        location=location,
         seconds=seconds,
         num_bytes=sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()),
         free_bytes=shutil.disk_usage(folder).free,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from services.common.lifetime import wait_for_shutdown
+from services.common.local_copies import with_local_copies
 from services.common.runspec.loader import canonical_json
 from services.common.runspec.run import RunSpec
 from services.common.task_group import until_first
@@ -54,13 +55,21 @@ class FollowerStart:
 
     async def build(self, build: Build[_Built_co]) -> _Built_co:
         """Loads this rank's models."""
+        spec = await asyncio.to_thread(_on_this_host, self.spec, self.settings)
         return await asyncio.to_thread(
             build,
-            self.spec,
+            spec,
             self.settings,
             transfers=self.transfers,
             progress=lambda activity: None,
         )
+
+
+def _on_this_host(
+    spec: RunSpec, settings: TrainerSettings, report: Progress | None = None
+) -> RunSpec:
+    """Returns the specification with local copies of models in object stores. Blocks."""
+    return with_local_copies(spec, cache=settings.object_cache, report=report)
 
 
 def connect_data(address: str, spec: RunSpec) -> AbstractAsyncContextManager[DataClient]:
@@ -105,7 +114,7 @@ async def load(
     try:
         return await asyncio.to_thread(
             lambda: build(
-                session.spec,
+                _on_this_host(session.spec, settings, progress),
                 settings,
                 transfers=transfers,
                 progress=progress,

@@ -203,7 +203,7 @@ def test_a_rank_that_has_no_other_checkpoint_cannot_start(tmp_path: Path, is_own
     _, rank, _ = _trained(tmp_path)
     folder = rank.checkpointer.write(rank.snapshot(2))
     settings = TrainerSettings(controller_address="unused", run_id="run", worker_id="trainer-0")
-    root, start_from = (tmp_path, None) if is_own else (tmp_path / "new", folder)
+    root, start_from = (tmp_path, None) if is_own else (tmp_path / "new", str(folder))
     assert _resume(rank, root, start_from, settings) == 2
     next(folder.glob("*.safetensors")).unlink()
     with pytest.raises(manifest.UnusableCheckpointError):
@@ -236,9 +236,10 @@ async def test_the_controller_learns_that_a_worker_cannot_start(
     monkeypatch.setattr(start, "connect_data", lambda *_: nullcontext(None))
     monkeypatch.setattr(start, "QueueTransfers", lambda *_: SimpleNamespace(finish=nothing))
     ranks = SimpleNamespace(broadcast=lambda command: None)
+    settings = TrainerSettings(controller_address="unused", run_id="run", worker_id="trainer-0")
     with pytest.raises(type(error)):
         async with AsyncExitStack() as stack:
-            await start.load(stack, Session(), ranks, None, build)
+            await start.load(stack, Session(), ranks, settings, build)
     assert reports == [(str(error), error.reason)]
 
 

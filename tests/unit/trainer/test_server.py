@@ -28,7 +28,9 @@ class Leader:
         await self.may_end.wait()
         if self.fails:
             raise FailedPreconditionError("the disk is full")
-        return SavedCheckpoint(folder=Path("x"), seconds={}, num_bytes=7, free_bytes=1)
+        return SavedCheckpoint(
+            folder=Path("x"), location="x", seconds={}, num_bytes=7, free_bytes=1
+        )
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -28,6 +28,7 @@ from services.common.fields import new_id
 from services.common.host import Clock
 from services.common.quantities import size_text
 from services.common.runspec.trainer import CheckpointSpec
+from services.common.stores import is_url
 from services.controller.rules.ledger import Ledger
 from services.controller.rules.run_state import VOLATILE
 from services.controller.run.scorers import CriticClient
@@ -54,7 +55,7 @@ class Checkpoint:
     step: int
     weight_version: int
     path: str
-    """Folder that the trainer wrote."""
+    """Folder that the trainer wrote, or its URL in an object store."""
     state: CheckpointState
     message: str
     """Cause of the failure, or why the samples in flight are missing."""
@@ -105,6 +106,8 @@ def relocate_checkpoints(database: Database, state_directory: Path) -> None:
 
 def _moved(row: Any, state_directory: Path) -> str:
     """Returns the present path of a checkpoint that is not at its stored one; empty if it is or is gone."""
+    if is_url(row.path):
+        return ""
     _, is_in_run, rest = row.path.partition(f"/{row.run_id}/")
     path = state_directory.absolute() / row.run_id / rest
     return str(path) if is_in_run and not Path(row.path).exists() and path.is_dir() else ""

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from slipstream.type.v1 import batch_pb2 as slipstream_dot_type_dot_v1_dot_batch__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#slipstream/trainer/v1/trainer.proto\x12\x15slipstream.trainer.v1\x1a\x1eslipstream/type/v1/batch.proto\"\xec\x01\n\x10TrainStepRequest\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12.\n\x05\x62\x61tch\x18\x02 \x01(\x0b\x32\x1f.slipstream.type.v1.KVBatchMeta\x12\x16\n\x0eweight_version\x18\x03 \x01(\x03\x12\x41\n\x05waits\x18\x04 \x03(\x0b\x32\x32.slipstream.trainer.v1.TrainStepRequest.WaitsEntry\x12\x11\n\tnum_steps\x18\x05 \x01(\x03\x1a,\n\nWaitsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xa3\x02\n\x11TrainStepResponse\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x46\n\x07metrics\x18\x02 \x03(\x0b\x32\x35.slipstream.trainer.v1.TrainStepResponse.MetricsEntry\x12\x0f\n\x07skipped\x18\x03 \x01(\x08\x12G\n\x08left_out\x18\x04 \x03(\x0b\x32\x35.slipstream.trainer.v1.TrainStepResponse.LeftOutEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a.\n\x0cLeftOutEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"m\n\x15\x41\x63\x63umulateStepRequest\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12.\n\x05\x62\x61tch\x18\x02 \x01(\x0b\x32\x1f.slipstream.type.v1.KVBatchMeta\x12\x16\n\x0eweight_version\x18\x03 \x01(\x03\"\x18\n\x16\x41\x63\x63umulateStepResponse\"\x16\n\x14GetNewestStepRequest\"%\n\x15GetNewestStepResponse\x12\x0c\n\x04step\x18\x01 \x01(\x03\"9\n\x15SaveCheckpointRequest\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x12\n\nkeep_steps\x18\x02 \x03(\x03\":\n\x16SaveCheckpointResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\"\x0e\n\x0cSleepRequest\"\x0f\n\rSleepResponse\"\r\n\x0bWakeRequest\"\x0e\n\x0cWakeResponse2\xdf\x04\n\x0eTrainerService\x12^\n\tTrainStep\x12\'.slipstream.trainer.v1.TrainStepRequest\x1a(.slipstream.trainer.v1.TrainStepResponse\x12m\n\x0e\x41\x63\x63umulateStep\x12,.slipstream.trainer.v1.AccumulateStepRequest\x1a-.slipstream.trainer.v1.AccumulateStepResponse\x12j\n\rGetNewestStep\x12+.slipstream.trainer.v1.GetNewestStepRequest\x1a,.slipstream.trainer.v1.GetNewestStepResponse\x12m\n\x0eSaveCheckpoint\x12,.slipstream.trainer.v1.SaveCheckpointRequest\x1a-.slipstream.trainer.v1.SaveCheckpointResponse\x12R\n\x05Sleep\x12#.slipstream.trainer.v1.SleepRequest\x1a$.slipstream.trainer.v1.SleepResponse\x12O\n\x04Wake\x12\".slipstream.trainer.v1.WakeRequest\x1a#.slipstream.trainer.v1.WakeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#slipstream/trainer/v1/trainer.proto\x12\x15slipstream.trainer.v1\x1a\x1eslipstream/type/v1/batch.proto\"\xec\x01\n\x10TrainStepRequest\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12.\n\x05\x62\x61tch\x18\x02 \x01(\x0b\x32\x1f.slipstream.type.v1.KVBatchMeta\x12\x16\n\x0eweight_version\x18\x03 \x01(\x03\x12\x41\n\x05waits\x18\x04 \x03(\x0b\x32\x32.slipstream.trainer.v1.TrainStepRequest.WaitsEntry\x12\x11\n\tnum_steps\x18\x05 \x01(\x03\x1a,\n\nWaitsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xa3\x02\n\x11TrainStepResponse\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x46\n\x07metrics\x18\x02 \x03(\x0b\x32\x35.slipstream.trainer.v1.TrainStepResponse.MetricsEntry\x12\x0f\n\x07skipped\x18\x03 \x01(\x08\x12G\n\x08left_out\x18\x04 \x03(\x0b\x32\x35.slipstream.trainer.v1.TrainStepResponse.LeftOutEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a.\n\x0cLeftOutEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"m\n\x15\x41\x63\x63umulateStepRequest\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12.\n\x05\x62\x61tch\x18\x02 \x01(\x0b\x32\x1f.slipstream.type.v1.KVBatchMeta\x12\x16\n\x0eweight_version\x18\x03 \x01(\x03\"\x18\n\x16\x41\x63\x63umulateStepResponse\"\x16\n\x14GetNewestStepRequest\"%\n\x15GetNewestStepResponse\x12\x0c\n\x04step\x18\x01 \x01(\x03\"9\n\x15SaveCheckpointRequest\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x12\n\nkeep_steps\x18\x02 \x03(\x03\":\n\x16SaveCheckpointResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\"(\n\x13\x41waitUploadsRequest\x12\x11\n\ttimeout_s\x18\x01 \x01(\x01\"\x16\n\x14\x41waitUploadsResponse\"\x0e\n\x0cSleepRequest\"\x0f\n\rSleepResponse\"\r\n\x0bWakeRequest\"\x0e\n\x0cWakeResponse2\xc8\x05\n\x0eTrainerService\x12^\n\tTrainStep\x12\'.slipstream.trainer.v1.TrainStepRequest\x1a(.slipstream.trainer.v1.TrainStepResponse\x12m\n\x0e\x41\x63\x63umulateStep\x12,.slipstream.trainer.v1.AccumulateStepRequest\x1a-.slipstream.trainer.v1.AccumulateStepResponse\x12j\n\rGetNewestStep\x12+.slipstream.trainer.v1.GetNewestStepRequest\x1a,.slipstream.trainer.v1.GetNewestStepResponse\x12m\n\x0eSaveCheckpoint\x12,.slipstream.trainer.v1.SaveCheckpointRequest\x1a-.slipstream.trainer.v1.SaveCheckpointResponse\x12g\n\x0c\x41waitUploads\x12*.slipstream.trainer.v1.AwaitUploadsRequest\x1a+.slipstream.trainer.v1.AwaitUploadsResponse\x12R\n\x05Sleep\x12#.slipstream.trainer.v1.SleepRequest\x1a$.slipstream.trainer.v1.SleepResponse\x12O\n\x04Wake\x12\".slipstream.trainer.v1.WakeRequest\x1a#.slipstream.trainer.v1.WakeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -60,14 +60,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAVECHECKPOINTREQUEST']._serialized_end=884
   _globals['_SAVECHECKPOINTRESPONSE']._serialized_start=886
   _globals['_SAVECHECKPOINTRESPONSE']._serialized_end=944
-  _globals['_SLEEPREQUEST']._serialized_start=946
-  _globals['_SLEEPREQUEST']._serialized_end=960
-  _globals['_SLEEPRESPONSE']._serialized_start=962
-  _globals['_SLEEPRESPONSE']._serialized_end=977
-  _globals['_WAKEREQUEST']._serialized_start=979
-  _globals['_WAKEREQUEST']._serialized_end=992
-  _globals['_WAKERESPONSE']._serialized_start=994
-  _globals['_WAKERESPONSE']._serialized_end=1008
-  _globals['_TRAINERSERVICE']._serialized_start=1011
-  _globals['_TRAINERSERVICE']._serialized_end=1618
+  _globals['_AWAITUPLOADSREQUEST']._serialized_start=946
+  _globals['_AWAITUPLOADSREQUEST']._serialized_end=986
+  _globals['_AWAITUPLOADSRESPONSE']._serialized_start=988
+  _globals['_AWAITUPLOADSRESPONSE']._serialized_end=1010
+  _globals['_SLEEPREQUEST']._serialized_start=1012
+  _globals['_SLEEPREQUEST']._serialized_end=1026
+  _globals['_SLEEPRESPONSE']._serialized_start=1028
+  _globals['_SLEEPRESPONSE']._serialized_end=1043
+  _globals['_WAKEREQUEST']._serialized_start=1045
+  _globals['_WAKEREQUEST']._serialized_end=1058
+  _globals['_WAKERESPONSE']._serialized_start=1060
+  _globals['_WAKERESPONSE']._serialized_end=1074
+  _globals['_TRAINERSERVICE']._serialized_start=1077
+  _globals['_TRAINERSERVICE']._serialized_end=1789
 # @@protoc_insertion_point(module_scope)

@@ -288,7 +288,7 @@ class SaveCheckpointResponse(_message.Message):
     PATH_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     path: _builtins.str
-    """Folder of the checkpoint."""
+    """Folder of the checkpoint, or its URL in an object store, to which it may still be uploaded."""
     size_bytes: _builtins.int
     """Size of its files in bytes."""
     def __init__(
@@ -304,6 +304,45 @@ class SaveCheckpointResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SaveCheckpointResponse: _TypeAlias = SaveCheckpointResponse  # noqa: Y015
+
+@_typing.final
+class AwaitUploadsRequest(_message.Message):
+    """Request to wait for uploads."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    timeout_s: _builtins.float
+    """Max seconds to wait."""
+    def __init__(
+        self,
+        *,
+        timeout_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["timeout_s", b"timeout_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AwaitUploadsRequest: _TypeAlias = AwaitUploadsRequest  # noqa: Y015
+
+@_typing.final
+class AwaitUploadsResponse(_message.Message):
+    """Confirms that the object store has all saved checkpoints."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AwaitUploadsResponse: _TypeAlias = AwaitUploadsResponse  # noqa: Y015
 
 @_typing.final
 class SleepRequest(_message.Message):

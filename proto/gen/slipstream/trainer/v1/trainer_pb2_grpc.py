@@ -55,6 +55,11 @@ class TrainerServiceStub:
                 request_serializer=slipstream_dot_trainer_dot_v1_dot_trainer__pb2.SaveCheckpointRequest.SerializeToString,
                 response_deserializer=slipstream_dot_trainer_dot_v1_dot_trainer__pb2.SaveCheckpointResponse.FromString,
                 _registered_method=True)
+        self.AwaitUploads = channel.unary_unary(
+                '/slipstream.trainer.v1.TrainerService/AwaitUploads',
+                request_serializer=slipstream_dot_trainer_dot_v1_dot_trainer__pb2.AwaitUploadsRequest.SerializeToString,
+                response_deserializer=slipstream_dot_trainer_dot_v1_dot_trainer__pb2.AwaitUploadsResponse.FromString,
+                _registered_method=True)
         self.Sleep = channel.unary_unary(
                 '/slipstream.trainer.v1.TrainerService/Sleep',
                 request_serializer=slipstream_dot_trainer_dot_v1_dot_trainer__pb2.SleepRequest.SerializeToString,
@@ -101,6 +106,13 @@ class TrainerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AwaitUploads(self, request, context):
+        """Waits until the object store has all saved checkpoints, if there is one; before the trainer ends.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Sleep(self, request, context):
         """Moves the training state of all ranks from their GPUs to host memory, after a running step.
         Safe to repeat.
@@ -138,6 +150,11 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.SaveCheckpoint,
                     request_deserializer=slipstream_dot_trainer_dot_v1_dot_trainer__pb2.SaveCheckpointRequest.FromString,
                     response_serializer=slipstream_dot_trainer_dot_v1_dot_trainer__pb2.SaveCheckpointResponse.SerializeToString,
+            ),
+            'AwaitUploads': grpc.unary_unary_rpc_method_handler(
+                    servicer.AwaitUploads,
+                    request_deserializer=slipstream_dot_trainer_dot_v1_dot_trainer__pb2.AwaitUploadsRequest.FromString,
+                    response_serializer=slipstream_dot_trainer_dot_v1_dot_trainer__pb2.AwaitUploadsResponse.SerializeToString,
             ),
             'Sleep': grpc.unary_unary_rpc_method_handler(
                     servicer.Sleep,
@@ -259,6 +276,33 @@ class TrainerService:
             '/slipstream.trainer.v1.TrainerService/SaveCheckpoint',
             slipstream_dot_trainer_dot_v1_dot_trainer__pb2.SaveCheckpointRequest.SerializeToString,
             slipstream_dot_trainer_dot_v1_dot_trainer__pb2.SaveCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AwaitUploads(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.trainer.v1.TrainerService/AwaitUploads',
+            slipstream_dot_trainer_dot_v1_dot_trainer__pb2.AwaitUploadsRequest.SerializeToString,
+            slipstream_dot_trainer_dot_v1_dot_trainer__pb2.AwaitUploadsResponse.FromString,
             options,
             channel_credentials,
             insecure,

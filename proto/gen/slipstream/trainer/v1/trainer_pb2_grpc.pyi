@@ -45,6 +45,8 @@ class TrainerServiceStub:
     """Returns the newest trained step; waits for a running one."""
     SaveCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointResponse]
     """Saves the training state of the newest step."""
+    AwaitUploads: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.AwaitUploadsRequest, _trainer_pb2.AwaitUploadsResponse]
+    """Waits until the object store has all saved checkpoints, if there is one; before the trainer ends."""
     Sleep: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.SleepRequest, _trainer_pb2.SleepResponse]
     """Moves the training state of all ranks from their GPUs to host memory, after a running step.
     Safe to repeat.
@@ -69,6 +71,8 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     """Returns the newest trained step; waits for a running one."""
     SaveCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointResponse]  # type: ignore[assignment]
     """Saves the training state of the newest step."""
+    AwaitUploads: _aio.UnaryUnaryMultiCallable[_trainer_pb2.AwaitUploadsRequest, _trainer_pb2.AwaitUploadsResponse]  # type: ignore[assignment]
+    """Waits until the object store has all saved checkpoints, if there is one; before the trainer ends."""
     Sleep: _aio.UnaryUnaryMultiCallable[_trainer_pb2.SleepRequest, _trainer_pb2.SleepResponse]  # type: ignore[assignment]
     """Moves the training state of all ranks from their GPUs to host memory, after a running step.
     Safe to repeat.
@@ -114,6 +118,14 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.SaveCheckpointResponse, _abc.Awaitable[_trainer_pb2.SaveCheckpointResponse]]:
         """Saves the training state of the newest step."""
+
+    @_abc_1.abstractmethod
+    def AwaitUploads(
+        self,
+        request: _trainer_pb2.AwaitUploadsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trainer_pb2.AwaitUploadsResponse, _abc.Awaitable[_trainer_pb2.AwaitUploadsResponse]]:
+        """Waits until the object store has all saved checkpoints, if there is one; before the trainer ends."""
 
     @_abc_1.abstractmethod
     def Sleep(
