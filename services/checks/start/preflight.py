@@ -24,6 +24,8 @@ from services.checks.start.machine import (
 from services.checks.start.rows import MAX_ROWS, RowTrialResult, try_functions, try_rows
 from services.checks.start.settings import MachineSettings
 from services.common.callables import bind_callable, load_callable
+from services.common.errors import ServiceError
+from services.common.local_copies import with_local_copies
 from services.common.models.configs import begin_check, full_config, is_folder, read_config
 from services.common.models.families import (
     FAMILIES,
@@ -48,6 +50,7 @@ from services.common.runspec.train_engines import train_engine_kind
 from services.common.runspec.trainer import OF_EXPERTS, LoraSpec
 from services.common.runspec.weight_modes import MODES
 from services.common.security.secrets import find_plain_secrets
+from services.common.stores import OBJECT_CACHE, fetch, is_url, joined, open_checkpoints
 from services.rollout.data.prompts import check_prompt
 from services.rollout.data.sources import PromptSource, open_source
 from services.rollout.engines.base import split_stop_texts, unspelled_stop_texts
@@ -358,6 +361,10 @@ def check(spec: RunSpec) -> None:
 
 def _examined_here(spec: RunSpec, *, tries_functions: bool = True) -> RowTrialResult:
     problems: list[str] = []
+    try:
+        spec = with_local_copies(spec, has_weights=False)
+    except ValueError as error:
+        return RowTrialResult([str(error)], [])
     begin_check(spec.model)
     is_offline = hub_is_needed(spec) and not go_offline_unless_reachable()
     sources: dict[str, PromptSource] = {}
@@ -463,6 +470,8 @@ def _weights(key: str, model: ModelSpec) -> Iterator[str]:
             f"{key}.path: folder {path!r} does not exist; use a folder with a model, a Hugging Face id such "
             "as 'Qwen/Qwen2.5-0.5B', or a preset such as 'tiny:qwen2-0.4m'"
         )
+    if Path(path).is_relative_to(OBJECT_CACHE.expanduser()):
+        return  # the copy of a model in an object store, without its weights
     if is_folder(path) and not any(Path(path).glob("*.safetensors")):
         yield (
             f"{key}.path {path!r} has no weights; use a folder with config.json and *.safetensors files"
@@ -623,13 +632,17 @@ def _vocabulary(spec: RunSpec) -> Vocabulary:
 def _start(spec: RunSpec) -> Iterator[str]:
     checkpoint = spec.trainer.checkpoint
     if checkpoint.start_from is not None:
-        folder = Path(checkpoint.start_from)
         try:
-            for problem in _start_problems(spec, folder):
+            for problem in _start_problems(spec, checkpoint.start_from):
                 yield f"trainer.checkpoint.start_from {checkpoint.start_from!r}: {problem}"
-        except ValueError as error:
+        except (ValueError, ServiceError) as error:
             yield f"trainer.checkpoint.start_from: {error}"
-    if checkpoint.directory is not None:
+    if checkpoint.directory is not None and is_url(checkpoint.directory):
+        try:
+            open_checkpoints(checkpoint.directory).check()
+        except ServiceError as error:
+            yield f"trainer.checkpoint.directory: {error.message}"
+    elif checkpoint.directory is not None:
         folder = Path(checkpoint.directory).absolute()
         while not os.path.lexists(folder):  # no folder can be created at a dangling link
             folder = folder.parent
@@ -643,12 +656,19 @@ def _start(spec: RunSpec) -> Iterator[str]:
             )
 
 
-def _start_problems(spec: RunSpec, folder: Path) -> Iterator[str]:
+def _facts_of(folder: str) -> dict[str, Any]:
+    """Returns the facts of a checkpoint in a folder or in an object store, without its other files."""
+    if is_url(folder):
+        return manifest.facts_of(fetch(joined(folder, manifest.MANIFEST), "file").parent)
+    return manifest.facts_of(Path(folder))
+
+
+def _start_problems(spec: RunSpec, folder: str) -> Iterator[str]:
     """Yields reasons why the run cannot start from a checkpoint."""
     # This imports transformers, which takes a second.
     from services.common.models.tokenizer import load_tokenizer
 
-    facts = manifest.facts_of(folder)
+    facts = _facts_of(folder)
     if spec.trainer.steps is not None and facts["step"] >= spec.trainer.steps:
         yield (
             f"the checkpoint was saved at step {facts['step']}, but trainer.steps is {spec.trainer.steps}, "
@@ -664,7 +684,7 @@ def _start_problems(spec: RunSpec, folder: Path) -> Iterator[str]:
     parts = [""]
     if spec.algorithm.advantage_kind.needs_critic:
         if spec.topology.own_gpus("critic"):
-            manifest.facts_of(compatibility.critic_folder(folder))
+            _facts_of(compatibility.critic_folder(folder))
         else:
             parts.append(compatibility.CRITIC)
     yield from compatibility.mismatches(facts, own, parts=parts)

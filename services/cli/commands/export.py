@@ -11,8 +11,10 @@ from services.cli.api_calls import DEFAULT_STATE, RunId, StateDirectory, of_run
 from services.cli.controller_address import Url
 from services.cli.output import console, errors, fail, print_line
 from services.common.errors import ServiceError
+from services.common.local_copies import with_local_copies
 from services.common.runspec.loader import parse_spec
 from services.common.runspec.run import RunSpec
+from services.common.stores import fetch, is_url, upload
 from services.controller.api.operations import ListCheckpoints
 from services.controller.models import RunView
 
@@ -33,7 +35,10 @@ def export(
         ),
     ] = False,
     push: Annotated[
-        str, typer.Option(help="Also upload it to this Hugging Face repository, such as me/model.")
+        str,
+        typer.Option(
+            help="Also upload it to this Hugging Face repository, such as me/model, or URL of a store."
+        ),
     ] = "",
     url: Url = None,
     state_directory: StateDirectory = DEFAULT_STATE,
@@ -42,12 +47,18 @@ def export(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise typer.BadParameter(f"{folder} exists and is not an empty folder; use another one")
 
-    async def work(api: Api, found: str) -> tuple[Path, RunSpec]:
+    async def work(api: Api, found: str) -> tuple[str, RunSpec]:
         view = await api.get(found)
         kept = _best(view) if best else None
         return await _checkpoint(api, found, checkpoint_id, step=kept), parse_spec(view.spec)
 
-    checkpoint, spec = of_run(url, run_id, work, state_directory=state_directory)
+    location, spec = of_run(url, run_id, work, state_directory=state_directory)
+    try:
+        checkpoint = fetch(location, "checkpoint") if is_url(location) else Path(location)
+        spec = with_local_copies(spec)
+    except (ServiceError, ValueError) as error:
+        fail(str(error))
+        raise typer.Exit(1) from None
     if not checkpoint.is_dir():
         fail(
             f"{checkpoint} is not on this machine; run the export on the machine with the run's checkpoints"
@@ -74,7 +85,7 @@ def _best(run: RunView) -> int:
     return int(best["step"])
 
 
-async def _checkpoint(api: Api, run_id: str, checkpoint_id: str, *, step: int | None) -> Path:
+async def _checkpoint(api: Api, run_id: str, checkpoint_id: str, *, step: int | None) -> str:
     kept = (await api.call(ListCheckpoints(run_id=run_id))).items
     ready = [item for item in kept if item.state == "READY"]
     chosen = [
@@ -87,7 +98,7 @@ async def _checkpoint(api: Api, run_id: str, checkpoint_id: str, *, step: int | 
             if checkpoint_id
             else f"{run_id} has no checkpoint; 'slipstream checkpoint' saves one if the run is active"
         )
-    return Path(chosen[0].path)
+    return str(chosen[0].path)
 
 
 def _write(checkpoint: Path, spec: RunSpec, folder: Path) -> None:
@@ -103,6 +114,11 @@ def _write(checkpoint: Path, spec: RunSpec, folder: Path) -> None:
 
 
 def _upload(folder: Path, repository: str) -> None:
+    """Uploads the folder to a repository of Hugging Face or a URL of an object store."""
+    if is_url(repository):
+        upload(folder, repository, report=lambda line: print_line(errors, line) if line else None)
+        print_line(errors, f"uploaded to {repository}")
+        return
     from huggingface_hub import HfApi
 
     hub = HfApi()

@@ -1,0 +1,81 @@
+"""Runs with data, model and checkpoints in an object store."""
+
+import shutil
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from services.extras.objects.connection import ObjectFolder
+from services.extras.objects.layout import stored_checkpoints
+from tests.helpers.cli import slipstream, train
+from tests.helpers.s3 import environment, needs_s3, new_bucket, s3_server
+
+pytestmark = [needs_s3, pytest.mark.timeout(400)]
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    with s3_server() as port:
+        for name, value in environment(port).items():
+            monkeypatch.setenv(name, value)
+        yield new_bucket(port)
+
+
+def event_types(state: Path) -> set[str]:
+    with closing(sqlite3.connect(state / "slipstream.db")) as connection:
+        return {kind for (kind,) in connection.execute("SELECT type FROM events")}
+
+
+def steps_of(state: Path) -> list[int]:
+    with closing(sqlite3.connect(state / "slipstream.db")) as connection:
+        return [step for (step,) in connection.execute("SELECT step FROM steps ORDER BY step")]
+
+
+def stored_steps(url: str) -> list[int]:
+    found = stored_checkpoints(ObjectFolder(url).list()).values()
+    return sorted(checkpoint.step for checkpoint in found if checkpoint.is_published)
+
+
+def test_a_run_lives_in_a_bucket_and_another_starts_from_its_checkpoint(
+    bucket, plumbing, tmp_path
+) -> None:
+    rows = (tmp_path / "prompts.jsonl").read_bytes()
+    ObjectFolder(bucket).write("data/prompts.jsonl", rows)
+    (tmp_path / "prompts.jsonl").unlink()
+    data = f"data.train={{source: jsonl, path: {bucket}/data/prompts.jsonl}}"
+    first = train(
+        plumbing,
+        tmp_path / "one",
+        data,
+        f"trainer.checkpoint={{every: 1, keep: 2, directory: {bucket}/runs/first}}",
+    )
+    assert first.code == 0, first.out + first.err
+    assert stored_steps(f"{bucket}/runs/first") == [2, 3]
+    assert event_types(tmp_path / "one") >= {"CheckpointSaved", "CheckpointUploaded"}
+    assert not event_types(tmp_path / "one") & {"CheckpointUploadFailing", "CheckpointNotUploaded"}
+    # Everything that the first run has on this machine is lost, except for its record.
+    run_id = first.folder.name
+    shutil.rmtree(tmp_path / "one" / run_id / "checkpoints")
+    exported = slipstream(
+        "export",
+        run_id,
+        tmp_path / "model",
+        "--push",
+        f"{bucket}/model",
+        "--state-directory",
+        tmp_path / "one",
+    )
+    assert exported.code == 0, exported.out + exported.err
+    second = train(
+        plumbing,
+        tmp_path / "two",
+        data,
+        f"model={{path: {bucket}/model, tokenizer: bytes}}",
+        "trainer.steps=4",
+        f"trainer.checkpoint={{start_from: {bucket}/runs/first/step-00000003}}",
+    )
+    assert second.code == 0, second.out + second.err
+    assert steps_of(tmp_path / "two") == [4]
