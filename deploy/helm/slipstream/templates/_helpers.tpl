@@ -186,6 +186,8 @@ slipstream.dev/worker: "true"
 {{- $code := concat (list "/opt/slipstream/code") $workers.codeRoots -}}
 - name: {{ .prefix }}_ALLOWED_ROOTS
   value: {{ concat $code (list "/var/cache/slipstream" "/var/lib/slipstream") $workers.allowedRoots | toJson | quote }}
+- name: {{ .prefix }}_ALLOWED_URLS
+  value: {{ $workers.allowedUrls | toJson | quote }}
 - name: {{ .prefix }}_CODE_ROOTS
   value: {{ $code | toJson | quote }}
 - name: {{ .prefix }}_ALLOWED_COMMANDS

@@ -113,6 +113,8 @@ spec:
           value: /etc/slipstream/tls/ca.crt
         {{- end }}
         {{- include "slipstream.allowanceEnv" (dict "root" .root "prefix" $prefix) | nindent 8 }}
+        - name: {{ $prefix }}_OBJECT_CACHE
+          value: /var/cache/slipstream/objects
         {{- if $workers.secrets }}
         - name: {{ $prefix }}_SECRETS_DIRECTORY
           value: /etc/slipstream/secrets
