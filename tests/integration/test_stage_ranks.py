@@ -47,6 +47,20 @@ LAYOUTS: dict[str, tuple[str, dict[str, int]]] = {
         {"world_size": 8, "pipeline_parallel": 2, "expert_parallel": 2},
     ),
     "pp2-latent": (LATENT, {"world_size": 2, "pipeline_parallel": 2}),
+    "pp2-cp2": (TINY, {"world_size": 4, "pipeline_parallel": 2, "context_parallel": 2}),
+    "pp2-cp2-ep4": (
+        MIXTURE,
+        {"world_size": 8, "pipeline_parallel": 2, "context_parallel": 2, "expert_parallel": 4},
+    ),
+    "pp2-fsdp2-cp2": (TINY, {"world_size": 8, "pipeline_parallel": 2, "context_parallel": 2}),
+    "pp2-cp2-tp2": (
+        TINY,
+        {"world_size": 8, "pipeline_parallel": 2, "context_parallel": 2, "tensor_parallel": 2},
+    ),
+    "pp2-recomputed": (
+        FOUR_LAYERS,
+        {"world_size": 2, "pipeline_parallel": 2, "activation_checkpointing": True},
+    ),
     "pp4": (FOUR_LAYERS, {"world_size": 4, "pipeline_parallel": 4}),
     "pp2-fsdp2-tp2": (
         FOUR_LAYERS,
@@ -59,6 +73,10 @@ NIGHTLY = (
     "pp2-ep2-tp2",
     "pp2-fsdp2-ep2",
     "pp2-latent",
+    "pp2-cp2-ep4",
+    "pp2-fsdp2-cp2",
+    "pp2-cp2-tp2",
+    "pp2-recomputed",
     "pp4",
     "pp2-fsdp2-tp2",
     "pp4-fsdp2",

@@ -198,7 +198,8 @@ def needs_whole_weights(topology: TopologyView) -> bool:
 
 
 def _policy_unit(spec: SpecView) -> int:
-    return spec.trainer.tensor_parallel * spec.trainer.context_parallel
+    trainer = spec.trainer
+    return trainer.tensor_parallel * trainer.context_parallel * trainer.pipeline_parallel
 
 
 def scoring_ranks(spec: SpecView) -> int:

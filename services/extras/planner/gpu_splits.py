@@ -75,7 +75,8 @@ def allows(spec: RunSpec, setting: Setting) -> bool:
 def trainer_unit(spec: RunSpec) -> int:
     """Returns the number that divides the trainer's GPUs."""
     trainer = spec.trainer
-    return trainer.tensor_parallel * lcm(trainer.expert_parallel, trainer.context_parallel)
+    sharing = lcm(trainer.expert_parallel, trainer.context_parallel)
+    return trainer.pipeline_parallel * trainer.tensor_parallel * sharing
 
 
 def other_placements(spec: RunSpec, now: Setting) -> Iterator[Setting]:

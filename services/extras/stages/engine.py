@@ -63,6 +63,7 @@ class StagesEngine(FsdpEngine):
         if self._export is not None:
             self._export = StageExport(module, dtype=dtype, topology=topology)
         self._tied = self._tied_weights()
+        self._sharding = topology.sharding
         self._is_mixture = is_mixture(module.model.config.to_dict())
         self._expert_counts: Tensor | None = None
 
@@ -148,7 +149,7 @@ class StagesEngine(FsdpEngine):
         if learning_rate is None or not self._is_mixture:
             return taken
         if counts is not None:
-            counts = self.ranks.sum(counts)
+            counts = self._sharding.sum(counts)
         stages: list[Any] = [None] * self.module.stage.count
         distributed.all_gather_object(
             stages, None if counts is None else counts.cpu(), group=self.module.stage.group

@@ -8,7 +8,6 @@ STAGES: Final = TrainEngineKind(
     build="services.extras.stages.build:build",
     problems="services.extras.stages.problems:problems",
     supported={
-        "trainer.context_parallel": (1,),
         "trainer.lora": (None,),
         "trainer.optimizer.kind": ("adamw",),
         "trainer.compile": (False,),

@@ -1,7 +1,8 @@
 """Position of a process among pipeline stages, and the parts of a model that its stage has.
 
 mesh   stages x dp x tp; FSDP2 shards a stage over dp, tensor-parallel ranks share its layers. A rank's number
-       is its position in this mesh, so the ranks of a stage follow one another
+       is its position in this mesh, so the ranks of a stage follow one another. Context-parallel ranks are
+       neighbours in dp, and those that share experts in dp x tp
 stage  consecutive layers; the first stage also has the embedding, the last one the final norm and the head
 tied   if the head is the embedding, both the first and the last stage hold it, and add their gradients
 """
@@ -12,12 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PretrainedConfig, PreTrainedModel
 
 from services.common.models.loading import stored_buffers, stored_tensors
 from services.common.models.stages import stage_layers, stages_of
 from services.common.runspec.trainer import TrainerSpec
+from services.trainer.batch.context import ContextRanks
 from services.trainer.collectives import Ranks
 from services.trainer.engines.fsdp.parallel import RankTopology, use_few_threads
 from services.trainer.model.flops import active_weights
@@ -65,35 +67,39 @@ def build_stage(
             f"{spec.world_size}, for example with torchrun --nproc-per-node"
         )
     use_few_threads(spec, device)
-    shape = (
-        spec.pipeline_parallel,
-        spec.stage_ranks // spec.tensor_parallel,
-        spec.tensor_parallel,
-    )
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("stages", "dp", "tp"))
-    index, dp = mesh.get_local_rank("stages"), mesh["dp"]
+    count, tensor = spec.pipeline_parallel, spec.tensor_parallel
+
+    def mesh_of(**sizes: int) -> DeviceMesh:
+        shape = (count, *sizes.values())
+        return init_device_mesh(device.type, shape, mesh_dim_names=("stages", *sizes))
+
+    mesh = mesh_of(dp=spec.stage_ranks // tensor, tp=tensor)
+    index, data, context = mesh.get_local_rank("stages"), mesh["dp"], None
+    if spec.context_parallel > 1:
+        num_packs = spec.stage_ranks // (spec.context_parallel * tensor)
+        packs = mesh_of(data=num_packs, context=spec.context_parallel, tp=tensor)
+        data, sharing = packs["data"], packs["context"]
+        context = ContextRanks(sharing.get_group(), sharing.get_local_rank(), sharing.size())
     # Tensor-parallel ranks share experts too, as ``parallel.py`` of the engine fsdp arranges them.
-    sharing = spec.expert_parallel * spec.tensor_parallel
+    num_sharing = spec.expert_parallel * tensor
     experts = None
-    if sharing > 1:
-        experts = init_device_mesh(
-            device.type,
-            (spec.pipeline_parallel, spec.stage_ranks // sharing, sharing),
-            mesh_dim_names=("stages", "copies", "experts"),
-        )
+    if num_sharing > 1:
+        experts = mesh_of(copies=spec.stage_ranks // num_sharing, experts=num_sharing)
+    is_first = index == 0 and mesh.get_local_rank("tp") == 0
     topology = RankTopology(
         device=device,
         data=Ranks(
-            rank=dp.get_local_rank(),
-            size=dp.size(),
-            group=dp.get_group(),
+            rank=data.get_local_rank(),
+            size=data.size(),
+            group=data.get_group(),
             everyone=Ranks(rank=rank, size=world_size, group=distributed.group.WORLD),
-            is_first_of_peers=index == 0 and mesh.get_local_rank("tp") == 0,
+            is_first_of_peers=is_first and (context is None or context.rank == 0),
         ),
         rank=rank,
         world_size=world_size,
         mesh=mesh,
         experts=experts,
+        context=context,
     )
     size = spec.stage_ranks
     stage = Stage(

@@ -13,6 +13,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from services.extras.stages.layout import Stage, WholeModel, describe, keep_stage
+from services.trainer.batch.context import ContextRanks
 from services.trainer.batch.packing import PackedTokens
 from services.trainer.model.policy import Critic, Policy, decoder_states
 from services.trainer.model.routing import Routing
@@ -33,6 +34,7 @@ class StagePart:
     options: Mapping[str, Any]
     """Arguments of the last stage's forward pass, besides the pack."""
     model: PreTrainedModel
+    context: ContextRanks | None
     num_columns: int
     """Number of tensors that the last stage returns."""
     routing: Routing | None = None
@@ -43,21 +45,28 @@ class StagePart:
     def begin(self, packs: Sequence[PackedTokens], **options: Any) -> None:
         """Sets the micro-batches of a schedule."""
         self.packs, self.options, self.expert_counts = packs, options, None
-        self.width = max(len(packed.input_ids) for packed in packs)
+        self.width = max(self._num_tokens(packed) for packed in packs)
 
     def pass_states(self, received: tuple[Tensor, ...], number: Tensor) -> Tensor | PackedTokens:
         """Computes this stage's layers, or returns the pack with states for the last stage's."""
         self.number = int(number)
         packed = self.packs[self.number]
         if not self.stage.is_first:
-            packed = replace(packed, states=received[0][0, : len(packed.input_ids)])
+            packed = replace(packed, states=received[0][0, : self._num_tokens(packed)])
         if self.stage.is_last:
             return packed
+        if self.context is not None:
+            packed = packed.shared_with(self.context)
         if self.routing is not None:
             self.routing.begin(packed, "off")
         states = decoder_states(self.model, packed)
         self.count_experts()
         return functional.pad(states[None], (0, 0, 0, self.width - len(states)))
+
+    def _num_tokens(self, packed: PackedTokens) -> int:
+        """Returns the tokens of a whole pack that this rank computes."""
+        num_tokens = len(packed.input_ids)
+        return num_tokens if self.context is None else self.context.chunk(num_tokens)
 
     def count_experts(self) -> None:
         """Adds the choices of the newest forward pass."""

@@ -70,7 +70,6 @@ def test_a_critic_keeps_no_second_embedding():
         ({**PP2, "lora": {}}, {}, "trainer.lora"),
         ({**PP2, "compile": True}, {}, "trainer.compile"),
         ({**PP2, "cpu_offload": True}, {}, "trainer.cpu_offload"),
-        ({**PP2, "world_size": 4, "context_parallel": 2}, {}, "trainer.context_parallel"),
         ({**PP2, "optimizer": {"kind": "muon"}}, {}, "trainer.optimizer.kind"),
         (PP2, {"topology": {"placement": "colocated"}}, "topology.placement"),
         (PP2, {"weight_sync": {"senders": "leader"}}, "weight_sync.senders"),
