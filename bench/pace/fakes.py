@@ -1,6 +1,6 @@
 """A trainer, rollouts and weight transfers that take as long as real ones, but compute nothing.
 
-Rollouts decode with the :class:`~services.rollout.engines.fake.FakeEngine`: one token per running
+Rollouts decode with the :class:`~services.extras.fake_engine.engine.FakeEngine`: one token per running
 request and step. The trainer sleeps; its weights are copied between two steps, like those of the
 real one.
 """
@@ -15,9 +15,9 @@ from typing import Any, cast
 
 from bench.controller.peers import FakeQueue, FakeRollouts, FakeTrainer, FakeWeights, MadeGroup
 from services.common.telemetry.metrics import IdleClock
+from services.extras.fake_engine.engine import FakeEngine
 from services.extras.planner.inputs import DecodeTime, Geometric, Lengths, Lognormal, Rates
 from services.rollout.engines.base import GenerationRequest
-from services.rollout.engines.fake import FakeEngine
 from services.rollout.monitor import DecodeTimes
 from services.wire.batch import KVBatchMeta
 from services.wire.controller import GroupFailure

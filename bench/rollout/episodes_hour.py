@@ -12,7 +12,7 @@ import psutil
 
 from bench.rollout.served_episodes import Episodes, Load, milliseconds
 from bench.rollout.tool_agent import converse
-from services.rollout.engines.fake import VirtualTimeLoop
+from services.extras.fake_engine.virtual_time import VirtualTimeLoop
 from services.rollout.monitor import freeze_startup_objects
 from services.rollout.openai.agent import Agent
 from services.rollout.openai.endpoint import Endpoint

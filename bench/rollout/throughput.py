@@ -19,8 +19,8 @@ import torch
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from bench.report import report_to
+from services.extras.fake_engine.engine import LongTail
 from services.rollout.engines.base import GenerationRequest
-from services.rollout.engines.fake import LongTail
 from services.rollout.engines.torch.engine import TorchEngine
 
 MAX_TOKENS = 512

@@ -20,7 +20,7 @@ from bench.tails.served import measure
 from bench.tails.setting import Setting
 from bench.tails.simulated import simulate
 from services.controller.rules.prompts import sample_seed
-from services.rollout.engines.fake import LongTail
+from services.extras.fake_engine.engine import LongTail
 
 _SMALL: dict[str, Any] = {
     "replicas": 2,

@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from services.extras.fake_engine.engine import FakeEngine
 from services.rollout.engines.base import GenerationRequest, GenerationResult
-from services.rollout.engines.fake import FakeEngine
 
 
 class Caches:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from services.common.runspec.loader import parse_spec
 from services.common.runspec.run import RunSpec
-from services.rollout.engines.fake import Lengths, LongTail
+from services.extras.fake_engine.engine import Lengths, LongTail
 
 RUN = "run_tails"
 

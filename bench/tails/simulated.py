@@ -29,8 +29,8 @@ from services.controller.run.dispatch.scheduler import GenerationScheduler
 from services.controller.run.observe.waits import Waits
 from services.controller.run.state.requests import CurrentSpec
 from services.controller.run.train.train_step import take_batch
+from services.extras.fake_engine.virtual_time import VirtualTimeLoop
 from services.rollout.data.prompts import Prompt, PromptStore
-from services.rollout.engines.fake import VirtualTimeLoop
 from services.rollout.sampling.samples import Sample
 from services.wire.controller import GroupFailure
 from services.wire.workers import GroupAssignment

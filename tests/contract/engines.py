@@ -13,10 +13,10 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from services.common.runspec.engines import ENGINES
 from services.common.runspec.rollout import SpeculationSpec
+from services.extras.fake_engine.engine import FakeEngine, LongTail
 from services.rollout.engines.base import Engine
 from services.rollout.engines.build import make_engine
 from services.rollout.engines.engine_config import EngineConfig
-from services.rollout.engines.fake import FakeEngine, LongTail
 from services.rollout.engines.torch.engine import TorchEngine
 from tests.helpers.engines import running
 

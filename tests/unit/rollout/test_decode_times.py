@@ -4,8 +4,9 @@ import asyncio
 
 import pytest
 
+from services.extras.fake_engine.engine import FakeEngine, LongTail
+from services.extras.fake_engine.virtual_time import VirtualTimeLoop
 from services.rollout.engines.base import EngineStats, GenerationRequest
-from services.rollout.engines.fake import FakeEngine, LongTail, VirtualTimeLoop
 from services.rollout.monitor import DecodeTimes
 
 

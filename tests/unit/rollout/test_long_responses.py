@@ -4,9 +4,10 @@ import asyncio
 
 from services.common.runspec.data import DataSpec
 from services.common.runspec.rollout import RolloutSpec
+from services.extras.fake_engine.engine import FakeEngine
+from services.extras.fake_engine.virtual_time import VirtualTimeLoop
 from services.rollout.calls.pool import CallPool
 from services.rollout.data.prompts import PromptStore
-from services.rollout.engines.fake import FakeEngine, VirtualTimeLoop
 from services.rollout.sampling.group import GroupServices
 from services.rollout.sampling.sampler import EpisodeWatch, GroupSampler
 from services.rollout.workflows.base import SingleTurn

@@ -6,7 +6,7 @@ import pytest
 
 from services.controller.rules.ledger import Ledger
 from services.controller.run.observe.waits import StallReporter, Waits
-from services.rollout.engines.fake import VirtualTimeLoop
+from services.extras.fake_engine.virtual_time import VirtualTimeLoop
 
 
 class Journal:

@@ -5,8 +5,9 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
+from services.extras.fake_engine.engine import FakeEngine, LongTail
+from services.extras.fake_engine.virtual_time import VirtualTimeLoop
 from services.rollout.engines.base import GenerationResult
-from services.rollout.engines.fake import FakeEngine, LongTail, VirtualTimeLoop
 from tests.helpers.engines import request, running
 
 

@@ -1,12 +1,11 @@
 """Engine without a model, with deterministic tokens, lengths and times, for simulations and chaos tests.
 
-On a :class:`VirtualTimeLoop` its times are virtual.
+On a :class:`~services.extras.fake_engine.virtual_time.VirtualTimeLoop` its times are virtual.
 """
 
 import asyncio
 import heapq
 import math
-import selectors
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -67,16 +66,6 @@ def build(order: EngineConfig) -> "FakeEngine":
         stop_token=order.stop_token,
         vocab_size=order.vocab_size,
     )
-
-
-def build_none(order: EngineConfig) -> "FakeEngine":
-    """Builds an engine that receives no requests, because the data contains the answers.
-
-    Its max length is the model's.
-    """
-    engine = FakeEngine(max_running=order.max_running)
-    engine.max_tokens = int(order.config.max_position_embeddings)
-    return engine
 
 
 @dataclass(slots=True)
@@ -329,35 +318,3 @@ class FakeEngine:
             version_runs=tuple(row.version_runs),
             finish_reason=reason,
         )
-
-
-class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """Runs timers in order without waiting for them: simulates hours in seconds.
-
-    ``asyncio.sleep`` and time-outs are virtual; sockets, threads and processes are not, so a
-    simulation must not wait for them.
-    """
-
-    def __init__(self) -> None:
-        self._jumped_s = 0.0
-        super().__init__(_JumpingSelector(self._jump))
-
-    def time(self) -> float:
-        return self._jumped_s
-
-    def _jump(self, seconds: float) -> None:
-        self._jumped_s += seconds
-
-
-class _JumpingSelector(selectors.DefaultSelector):
-    """Never blocks while a timer is pending: turns the requested wait into a jump of the clock."""
-
-    def __init__(self, jump: Callable[[float], None]) -> None:
-        super().__init__()
-        self._jump = jump
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        events = super().select(0 if timeout is not None else None)
-        if not events and timeout is not None and timeout > 0:
-            self._jump(timeout)
-        return events

@@ -1,0 +1,9 @@
+"""Properties of the engine ``none``."""
+
+from typing import Final
+
+from services.common.runspec.engines import EngineKind
+
+KIND: Final = EngineKind(
+    adapter="services.rollout.engines.none:build", arguments=frozenset(), has_model=False
+)
