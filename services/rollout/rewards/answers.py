@@ -1,17 +1,12 @@
-"""Rewards that compare the response with the row's answer: as text, by the row's verifier or by its tests."""
+"""Rewards that compare the response with the row's answer: as text or by the row's verifier."""
 
 import functools
 import json
 import math
-import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from services.rollout.rewards.code_answers import OutputTests, read_tests
-from services.rollout.rewards.code_blocks import compiles, find_program
-from services.rollout.rewards.code_verdicts import judged, prints
 from services.rollout.rewards.reasoning import answer_part
-from services.rollout.sandbox.programs import Limits
 
 # Tasks whose verifiers compare boards as tuples, which JSON converts to lists.
 _BOARD_TASKS: Final = frozenset(("arc_agi", "rearc"))
@@ -96,41 +91,3 @@ def _gym_verifier(name: str, arguments: str) -> Callable[..., Any]:
         name, **json.loads(arguments)
     ).score_answer
     return verify
-
-
-def code_tests(
-    prompt: str,
-    response: str,
-    answer: Any,
-    row: Mapping[str, Any],
-    *,
-    seconds: float = 5.0,
-    memory_bytes: int = 512 << 20,
-    partial_credit: bool = False,
-    reads_files: bool = False,
-) -> float:
-    """Runs the Python program of the response in a sandbox, and its tests outside of its reach.
-
-    Args:
-        response: Text with a program; see :func:`services.rollout.rewards.code_blocks.find_program`.
-        answer: Tests; see :func:`services.rollout.rewards.code_answers.read_tests`.
-        row: Row of the data, whose ``entry_point`` and code of the prompt the tests may need.
-        seconds: CPU and wall time of one test; a program that takes longer fails the test.
-        memory_bytes: Address space of one test; a program that needs more fails the test.
-        partial_credit: True to return the fraction of passed tests.
-        reads_files: True to let programs read all files that this user can read; only for kernels without
-            Landlock.
-
-    Raises:
-        ValueError: If the answer is no test of a program.
-    """
-    tests = read_tests(answer, row)
-    program = find_program(answer_part(response))
-    limits = Limits(seconds=seconds, memory_bytes=memory_bytes, reads_files=reads_files)
-    if isinstance(tests, OutputTests):
-        passed = (prints(program, *pair, limits) for pair in tests.pairs)
-        return sum(passed) / len(tests.pairs) if partial_credit else float(all(passed))
-    completed = f"{row.get('prompt', '')}\n{textwrap.indent(program, '    ')}"
-    if not compiles(program) and compiles(completed):  # the body of the prompt's function
-        program = completed
-    return judged(program, tests, limits, partial_credit=partial_credit)

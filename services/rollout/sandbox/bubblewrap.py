@@ -2,7 +2,7 @@
 
 In bubblewrap no other process is visible, no network device exists, and no file except those listed here.
 Kernels and container runtimes may forbid user namespaces. ``code_tests`` then uses its other restrictions
-alone (:mod:`services.rollout.sandbox.programs`); sandboxes of episodes do not start.
+alone (:mod:`services.extras.code_tests.programs`); sandboxes of episodes do not start.
 """
 
 import asyncio

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from services.rollout.sandbox.judging.source import (
+from services.extras.code_tests.judging.source import (
     MODULES,
     builtin_under_test,
     free_names,
@@ -51,7 +51,7 @@ class JudgedTests:
     """Tests that use the names of a program."""
 
     tests: tuple[Mapping[str, Any], ...]
-    """Tests of :class:`services.rollout.sandbox.judging.judge.Judge`."""
+    """Tests of :class:`services.extras.code_tests.judging.judge.Judge`."""
     given: tuple[str, ...] = field(default=())
     """Code that runs before the program: names that the prompt or the site defines."""
     prelude: str = ""

@@ -1,6 +1,6 @@
 """Calls between a program and its judge, over a pair of pipes.
 
-Values travel as data (:mod:`services.rollout.sandbox.judging.values`). What cannot, a function, a class or
+Values travel as data (:mod:`services.extras.code_tests.judging.values`). What cannot, a function, a class or
 an object of the program's own class, stays where it is; the other side has a :class:`Remote` of it.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Final
 
-from services.rollout.sandbox.judging.values import Classes, Decoder, Nodes, encode
+from services.extras.code_tests.judging.values import Classes, Decoder, Nodes, encode
 
 _MAX_MESSAGE_BYTES: Final = 64 << 20
 _OPERATORS: Final = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")

@@ -6,8 +6,8 @@ from decimal import Decimal, InvalidOperation
 from math import isclose
 from typing import Any, Final
 
-from services.rollout.rewards.code_answers import JudgedTests
-from services.rollout.sandbox.programs import Limits, run_judged, run_python
+from services.extras.code_tests.answers import JudgedTests
+from services.extras.code_tests.programs import Limits, run_judged, run_python
 
 _START_S: Final = 10.0
 """Wall time of the start of two processes, which is no part of a test."""

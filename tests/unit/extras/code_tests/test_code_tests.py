@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.rewards.answers import code_tests
+from services.extras.code_tests.programs import Limits, run_python
+from services.extras.code_tests.reward import code_tests
 from services.rollout.sandbox import bubblewrap, confine, seccomp
-from services.rollout.sandbox.programs import Limits, run_python
 
 pytestmark = pytest.mark.skipif(not seccomp.is_supported(), reason="needs Linux")
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from services.rollout.rewards.answers import code_tests
-from services.rollout.rewards.code_answers import JudgedTests, OutputTests, read_tests
-from services.rollout.rewards.code_blocks import find_program
-from services.rollout.rewards.code_verdicts import same_output
+from services.extras.code_tests.answers import JudgedTests, OutputTests, read_tests
+from services.extras.code_tests.blocks import find_program
+from services.extras.code_tests.reward import code_tests
+from services.extras.code_tests.verdicts import same_output
 from services.rollout.sandbox import seccomp
 
 PROGRAMS = {

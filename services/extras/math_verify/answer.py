@@ -23,9 +23,9 @@ from math_verify.grader import (
 )
 from sympy import Abs, Add, Eq, Expr, I, Interval, MatrixBase, Symbol, Tuple, Union
 
-from services.rollout.rewards import math_spelling as spelling
+from services.extras.math_verify import spelling
+from services.extras.math_verify.numbers import relative_comparison
 from services.rollout.rewards.answers import answer_text
-from services.rollout.rewards.math_numbers import relative_comparison
 from services.rollout.rewards.reasoning import answer_part
 
 _MARK = "####"

@@ -4,8 +4,8 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from services.rollout.sandbox.judging.peer import Peer
-from services.rollout.sandbox.judging.source import MODULE
+from services.extras.code_tests.judging.peer import Peer
+from services.extras.code_tests.judging.source import MODULE
 
 
 def serve(parts: list[str], *, reader: int, writer: int) -> None:

@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from services.extras.code_tests.judging.source import LAST_LINE
 from services.rollout.sandbox import bubblewrap, confine, seccomp
-from services.rollout.sandbox.judging.source import LAST_LINE
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ _JUDGED_LAUNCHER = f"""\
 {_LIMITED}
 import json
 from services.rollout.sandbox import confine
-from services.rollout.sandbox.judging import judge, program
+from services.extras.code_tests.judging import judge, program
 reads_files, parts, tests = map(int, sys.argv[3:])
 from_judge, to_program = os.pipe()
 from_program, to_judge = os.pipe()
@@ -157,7 +157,7 @@ def run_judged(
 
     Args:
         parts: Code of the prompt, and the program.
-        request: Tests; see :func:`services.rollout.sandbox.judging.judge.judge`.
+        request: Tests; see :func:`services.extras.code_tests.judging.judge.judge`.
 
     Returns:
         The verdicts of the tests that ran.

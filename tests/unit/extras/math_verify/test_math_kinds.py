@@ -5,7 +5,7 @@ from itertools import islice
 
 import pytest
 
-from services.rollout.rewards.math_answer import math_answer
+from services.extras.math_verify.answer import math_answer
 
 COUNT = 20
 # Kind: for a number, the expected answer, right answers and wrong ones.

@@ -15,8 +15,8 @@ from contextlib import suppress
 from types import CodeType, ModuleType
 from typing import Any, Final
 
-from services.rollout.sandbox.judging.peer import Peer, PeerEndedError, Remote
-from services.rollout.sandbox.judging.source import (
+from services.extras.code_tests.judging.peer import Peer, PeerEndedError, Remote
+from services.extras.code_tests.judging.source import (
     LAST_LINE,
     MODULES,
     builtin_under_test,

@@ -1,0 +1,1 @@
+"""Reward ``math_verify``: compares mathematical answers by their values."""
