@@ -23,6 +23,7 @@ from sglang.srt.utils import MultiprocessingSerializer
 from services.common.models.families import exact_tokens, routing_shape
 from services.common.models.vision import checkpoint_config
 from services.common.runspec.engines import engine_kind
+from services.extras.sglang.images import ImageInputs
 from services.rollout.engines.base import EngineCapabilities, RoutedExperts, TopLogprobs
 from services.rollout.engines.engine_config import EngineConfig, write_sglang_config
 from services.rollout.engines.external import EngineDiedError, ExternalEngine
@@ -32,7 +33,6 @@ from services.rollout.engines.request_segments import (
     convert_experts,
     top_table,
 )
-from services.rollout.engines.sglang.images import ImageInputs
 from services.wire.data.model_inputs import ModelInputs
 
 
@@ -87,7 +87,7 @@ def memory_saver(order: EngineConfig) -> dict[str, bool]:
     return {"enable_memory_saver": True}
 
 
-_LOADER = "services.rollout.engines.sglang.worker.load"
+_LOADER = "services.extras.sglang.worker.load"
 _TELLS_EXPERTS = "enable_return_routed_experts"
 # ServerArgs is not a dataclass in newer releases, but has a signature in all of them.
 _OPTIONS = frozenset(inspect.signature(ServerArgs).parameters)

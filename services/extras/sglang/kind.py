@@ -5,7 +5,7 @@ from typing import Final
 from services.common.runspec.engines import FEW_THREADS, EngineKind
 
 KIND: Final = EngineKind(
-    adapter="services.rollout.engines.sglang.adapter:build",
+    adapter="services.extras.sglang.adapter:build",
     package="sglang",
     harmless_arguments=frozenset(
         {
