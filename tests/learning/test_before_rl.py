@@ -5,7 +5,7 @@ from runpy import run_path
 
 import pytest
 
-from services.rollout.rewards.classifier import Classifier
+from services.extras.reward_services.classifier import Classifier
 from tests.helpers.cli import REPOSITORY, SORT4, run_module, train
 
 pytestmark = [pytest.mark.nightly, pytest.mark.learning, pytest.mark.timeout(900)]

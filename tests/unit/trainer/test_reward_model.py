@@ -8,7 +8,7 @@ import torch
 
 from services.common.models.loading import SCORES_BEFORE_END, load_config
 from services.common.models.tokenizer import load_tokenizer
-from services.rollout.rewards.classifier import Classifier
+from services.extras.reward_services.classifier import Classifier
 from services.trainer.algorithm import loss
 from services.trainer.batch.plan import StepPlan
 from services.trainer.batch.samples import Samples

@@ -1,6 +1,6 @@
 """Reward service that scores with a reward model.
 
-``python -m services.rollout.rewards.classifier MODEL --bind HOST:PORT --token-file FILE``
+``python -m services.extras.reward_services.classifier MODEL --bind HOST:PORT --token-file FILE``
 
 Serves any ``AutoModelForSequenceClassification``, including models that ``algorithm.loss: reward_model``
 trained. Requests that arrive during a pass are scored together in the next one.

@@ -1,0 +1,1 @@
+"""Programs that serve rewards over HTTP."""
