@@ -7,7 +7,7 @@ from typing import Any
 
 from kubernetes.client import ApiException, CoreV1Api, CustomObjectsApi
 
-from services.controller.launch.job_set import GROUP, PLURAL, VERSION
+from services.extras.kubernetes.job_set import GROUP, PLURAL, VERSION
 from tests.cluster.definitions import defined
 from tests.cluster.release import eventually
 from tests.helpers.job_sets import NAME_LABEL, pods_of

@@ -18,10 +18,10 @@ from kubernetes.client import ApiClient, Configuration, CoreV1Api, CustomObjects
 from services.common.errors import FailedPreconditionError
 from services.common.runspec.loader import parse_spec
 from services.common.runspec.run import RunSpec
-from services.controller.launch.kubernetes import KubernetesLauncher
 from services.controller.launch.launcher import WorkerExit
-from services.controller.launch.pod_api import PodApi, follow, service_reference
-from services.controller.launch.worker_pods import RUN_LABEL
+from services.extras.kubernetes.launcher import KubernetesLauncher
+from services.extras.kubernetes.pod_api import PodApi, follow, service_reference
+from services.extras.kubernetes.worker_pods import RUN_LABEL
 from tests.cluster.definitions import defined
 from tests.cluster.fake_nodes import fake_nodes
 from tests.cluster.job_sets import job_set_kind, job_sets, names

@@ -18,7 +18,7 @@ from services.controller.manager.runs import RunManager
 from services.controller.rules.run_state import RunState
 from services.controller.store.database import Database
 from services.controller.store.records import Note, RunFilter
-from services.extras.rlruns.reconciler import GROUP, PLURAL, VERSION, RLRuns
+from services.extras.kubernetes.rlruns import GROUP, PLURAL, VERSION, RLRuns
 from tests.cluster.node import Cluster
 from tests.cluster.release import eventually
 from tests.cluster.test_control_plane import controller_account, helm, install, may

@@ -15,7 +15,7 @@ from sqlalchemy import create_engine, text
 
 from deploy.observability import dashboards
 from deploy.observability.panels import Dashboard
-from services.controller.launch.scale import GROUP, PLURAL, VERSION
+from services.extras.kubernetes.scale import GROUP, PLURAL, VERSION
 from tests.cluster.job_sets import job_set_kind, job_sets, names
 from tests.cluster.network import NODE_IP
 from tests.cluster.node import Cluster

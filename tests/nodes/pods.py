@@ -24,7 +24,7 @@ from services.common.runspec.run import RunSpec
 from services.common.security.credentials import issue_token, read_key
 from services.common.security.issuer import Issuer
 from services.common.security.tls import peer_name
-from services.controller.launch.worker_pods import TLS_FILES, build_pods, load_templates
+from services.extras.kubernetes.worker_pods import TLS_FILES, build_pods, load_templates
 from tests.helpers.chart import ROOT, Manifest, one, pods, render
 from tests.nodes.network import Node
 

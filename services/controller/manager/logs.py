@@ -1,6 +1,6 @@
 """Logs of a run's workers: the last lines, and new lines live.
 
-Processes write these files directly; ``manager.cluster`` copies the output of pods into them.
+Processes write these files directly; the extra ``kubernetes`` copies the output of pods into them.
 """
 
 import asyncio

@@ -13,8 +13,8 @@ from cryptography import x509
 from deploy.reference import rlrun
 from deploy.values_table import table
 from services.common.security.issuer import Issuer
-from services.controller.launch.scale import GROUP, PLURAL, VERSION
-from services.extras.rlruns import reconciler as rlruns
+from services.extras.kubernetes import rlruns
+from services.extras.kubernetes.scale import GROUP, PLURAL, VERSION
 from tests.helpers.chart import (
     CHART,
     EVERYTHING,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from services.controller.launch.worker_pods import run_policy
+from services.extras.kubernetes.worker_pods import run_policy
 from tests.helpers.chart import EVERYTHING, Manifest, pods, render, worker_templates
 
 # Allowed connections: (from, to, port).

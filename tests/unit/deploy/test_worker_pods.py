@@ -8,8 +8,8 @@ import pytest
 
 from services.common.errors import FailedPreconditionError
 from services.common.runspec.workers import WORKERS, WorkerKind
-from services.controller.launch import gang, job_set
-from services.controller.launch.worker_pods import (
+from services.extras.kubernetes import gang, job_set
+from services.extras.kubernetes.worker_pods import (
     Pod,
     build_pods,
     load_templates,

@@ -17,7 +17,7 @@ from services.controller.models import RunPatch
 from services.controller.rules.run_state import RunState
 from services.controller.store.records import Note, Run, RunFilter
 from services.controller.store.tables import RUNS
-from services.extras.rlruns.reconciler import (
+from services.extras.kubernetes.rlruns import (
     ACTOR,
     FINALIZER,
     RESUBMIT,
@@ -419,7 +419,7 @@ async def test_namespaces_are_projects(database, api) -> None:
 async def test_a_cluster_without_the_kind_or_the_right_is_reported_once(
     database, api, caplog, monkeypatch, status
 ) -> None:
-    monkeypatch.setattr("services.controller.launch.pod_api._RETRY_S", 0.02)
+    monkeypatch.setattr("services.extras.kubernetes.pod_api._RETRY_S", 0.02)
     api.error = ApiException(status=status, reason="no")
     async with open_manager(database) as manager, serving(manager, api):
         api.apply(BLUE, "one", changed())
@@ -432,8 +432,8 @@ async def test_a_cluster_without_the_kind_or_the_right_is_reported_once(
 
 
 async def test_an_api_in_trouble_delays_only_the_object(manager, api, monkeypatch) -> None:
-    monkeypatch.setattr("services.extras.rlruns.reconciler._RETRY_S", 0.05)
-    monkeypatch.setattr("services.extras.rlruns.reconciler._WRITES_PER_S", 10.0)
+    monkeypatch.setattr("services.extras.kubernetes.rlruns._RETRY_S", 0.05)
+    monkeypatch.setattr("services.extras.kubernetes.rlruns._WRITES_PER_S", 10.0)
     api.apply(BLUE, "one", changed())
     run_id = (await reached(api, "one", "Starting"))["runId"]
     api.error = ApiException(status=503, reason="busy")

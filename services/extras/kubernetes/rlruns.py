@@ -42,7 +42,6 @@ from services.common.runspec.loader import SpecError, canonical_json, parse_spec
 from services.common.runspec.run import RunSpec
 from services.common.task_group import TaskGroup
 from services.common.telemetry.logging import RareLog
-from services.controller.launch.pod_api import Seen, call_kubernetes, follow
 from services.controller.manager.changes import merged
 from services.controller.manager.runs import RunManager
 from services.controller.models import RunPatch
@@ -50,6 +49,7 @@ from services.controller.rules.run_state import TERMINAL, RunState, desired_stat
 from services.controller.settings import ControllerSettings
 from services.controller.store.records import Event, Run, RunFilter, Submission
 from services.controller.store.runs import InvalidTransitionError, StaleRevisionError
+from services.extras.kubernetes.pod_api import Seen, call_kubernetes, follow
 
 logger = logging.getLogger(__name__)
 _rare = RareLog(logger)

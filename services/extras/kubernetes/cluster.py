@@ -18,12 +18,7 @@ from kubernetes.client import ApiException, CoreV1Api, CustomObjectsApi
 from urllib3.exceptions import HTTPError
 
 from services.common.task_group import TaskGroup
-from services.controller.launch.job_set import place_of
-from services.controller.launch.kubernetes import KubernetesLauncher
 from services.controller.launch.launcher import WorkerExit
-from services.controller.launch.pod_api import PodApi, Seen, follow, service_reference
-from services.controller.launch.scale import GROUP, PLURAL, VERSION, RolloutScales
-from services.controller.launch.worker_pods import RUN_LABEL, WORKER_LABEL
 from services.controller.launch.worker_process import (
     MAX_LOG_BYTES,
     REPORTED_LINES,
@@ -34,6 +29,11 @@ from services.controller.manager.launchers import LauncherArgs
 from services.controller.manager.runs import RunManager
 from services.controller.models import RunPatch
 from services.controller.store.runs import StaleRevisionError
+from services.extras.kubernetes.job_set import place_of
+from services.extras.kubernetes.launcher import KubernetesLauncher
+from services.extras.kubernetes.pod_api import PodApi, Seen, follow, service_reference
+from services.extras.kubernetes.scale import GROUP, PLURAL, VERSION, RolloutScales
+from services.extras.kubernetes.worker_pods import RUN_LABEL, WORKER_LABEL
 
 logger = logging.getLogger(__name__)
 

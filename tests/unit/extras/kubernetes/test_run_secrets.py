@@ -10,7 +10,7 @@ from cryptography import x509
 from services.common.errors import UnavailableError
 from services.common.security.credentials import Identity, acting_as
 from services.common.security.issuer import Issuer
-from services.controller.launch.kubernetes import RunSecrets
+from services.extras.kubernetes.launcher import RunSecrets
 from tests.unit.common.security.test_issuer import DAY_S, Clock, make_issuer
 
 NAME = "run-01-identity"

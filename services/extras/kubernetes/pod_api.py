@@ -23,7 +23,7 @@ from kubernetes.client import (
 from urllib3.exceptions import HTTPError
 
 from services.common.errors import FailedPreconditionError, NotFoundError, UnavailableError
-from services.controller.launch import gang, job_set
+from services.extras.kubernetes import gang, job_set
 
 _TIMEOUT_S = 10
 # A deleted JobSet disappears only after its pods, which have ended before.

@@ -12,8 +12,8 @@ from typing import Any
 from kubernetes.client import CustomObjectsApi
 
 from services.common.errors import NotFoundError, ServiceError
-from services.controller.launch.pod_api import Seen, call_kubernetes, delete
-from services.controller.launch.worker_pods import RUN_LABEL, run_metadata
+from services.extras.kubernetes.pod_api import Seen, call_kubernetes, delete
+from services.extras.kubernetes.worker_pods import RUN_LABEL, run_metadata
 
 logger = logging.getLogger(__name__)
 

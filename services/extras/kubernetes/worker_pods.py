@@ -27,8 +27,8 @@ from services.common.runspec.workers import (
     total_gpus,
     worker_names,
 )
-from services.controller.launch import gang, job_set
 from services.controller.launch.gpus import HostGpus
+from services.extras.kubernetes import gang, job_set
 
 RUN_LABEL = "slipstream.dev/run"
 WORKER_LABEL = "slipstream.dev/worker"

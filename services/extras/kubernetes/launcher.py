@@ -22,12 +22,12 @@ from services.common.security.credentials import current_identity
 from services.common.security.tls import Certificate
 from services.common.stores import is_url
 from services.common.task_group import TaskGroup
-from services.controller.launch import gang, job_set, pod_state
 from services.controller.launch.launcher import ExitHandler, WorkerExit
-from services.controller.launch.pod_api import PodApi, Seen
-from services.controller.launch.pod_state import PodRecord, check_growth
-from services.controller.launch.scale import RolloutScales
-from services.controller.launch.worker_pods import (
+from services.extras.kubernetes import gang, job_set, pod_state
+from services.extras.kubernetes.pod_api import PodApi, Seen
+from services.extras.kubernetes.pod_state import PodRecord, check_growth
+from services.extras.kubernetes.scale import RolloutScales
+from services.extras.kubernetes.worker_pods import (
     RUN_LABEL,
     RUNS_FOLDER,
     TLS_FILES,

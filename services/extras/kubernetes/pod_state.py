@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from services.common.errors import FailedPreconditionError
-from services.controller.launch import gang, job_set
-from services.controller.launch.gang import QUEUE_LABEL
+from services.extras.kubernetes import gang, job_set
+from services.extras.kubernetes.gang import QUEUE_LABEL
 
 # Reasons that do not disappear by waiting. Others may, for example if a busy node receives its secrets
 # late.

@@ -15,9 +15,9 @@ from services.common.errors import FailedPreconditionError
 from services.common.runspec.loader import parse_spec
 from services.common.runspec.run import RunSpec
 from services.common.security.credentials import Identity, acting_as, bearer_of
-from services.controller.launch.kubernetes import KubernetesLauncher
 from services.controller.launch.launcher import WorkerExit
-from services.controller.launch.pod_api import Seen
+from services.extras.kubernetes.launcher import KubernetesLauncher
+from services.extras.kubernetes.pod_api import Seen
 from tests.helpers.job_sets import NAME_LABEL, pods_of
 from tests.helpers.specs import spec_with
 
@@ -743,7 +743,7 @@ async def test_a_pod_that_outlasts_its_grace_is_killed_and_its_node_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for deadline in ("_STOP_MARGIN_S", "_KILL_S"):
-        monkeypatch.setattr(f"services.controller.launch.kubernetes.{deadline}", 0.05)
+        monkeypatch.setattr(f"services.extras.kubernetes.launcher.{deadline}", 0.05)
     cluster = FakeCluster(ignores_deletion=True)
     async with launching(cluster, write_templates(tmp_path)) as (launcher, _):
         await launcher.start(RUN, SPEC)

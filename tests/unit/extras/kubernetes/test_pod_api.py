@@ -8,7 +8,7 @@ from kubernetes.client import ApiException
 from urllib3.exceptions import ProtocolError
 
 from services.common.errors import FailedPreconditionError, UnavailableError
-from services.controller.launch.pod_api import PodApi
+from services.extras.kubernetes.pod_api import PodApi
 
 POD = {"metadata": {"name": "run-01-trainer-0"}}
 

@@ -8,10 +8,10 @@ import pytest
 from urllib3.exceptions import ReadTimeoutError
 
 from services.controller.launch.launcher import WorkerExit
-from services.controller.launch.pod_api import Seen
-from services.controller.manager import cluster
-from services.controller.manager.cluster import PodLogs, with_copied_log
 from services.controller.manager.logs import RunLogs
+from services.extras.kubernetes import cluster
+from services.extras.kubernetes.cluster import PodLogs, with_copied_log
+from services.extras.kubernetes.pod_api import Seen
 
 
 class FakeCore:

@@ -6,8 +6,8 @@ from typing import Any
 from kubernetes.client import ApiException
 
 from services.common.errors import AbortedError
-from services.controller.launch.pod_api import Seen
-from services.controller.launch.scale import RolloutScales
+from services.extras.kubernetes.pod_api import Seen
+from services.extras.kubernetes.scale import RolloutScales
 
 RUN, NAME = "run_01", "run-01"
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from kubernetes.client import V1ListMeta, V1ObjectMeta, V1Pod, V1PodList
 
-from services.controller.launch.pod_api import Seen, follow
+from services.extras.kubernetes.pod_api import Seen, follow
 
 
 class Answer:

@@ -1,1 +1,0 @@
-"""RLRun objects of Kubernetes, each of which is a run of the project named like its namespace."""
