@@ -18,6 +18,7 @@ from services.cli.main import _COMMANDS, load
 from services.common.runspec.loader import parse_spec
 from tests.helpers.commands import Command, blocks, commands
 from tests.helpers.pages import ROOT
+from tests.helpers.specs import spec_with
 from tests.unit.test_repository import DOCUMENTS, named
 
 PAGES = [
@@ -246,6 +247,25 @@ def merged(defaults: dict, values: dict) -> dict:
         if isinstance(value, dict):
             both[name] = merged(defaults.get(name) or {}, value)
     return both
+
+
+COUNTERPARTS = [
+    pair
+    for line in (ROOT / "docs" / "coming-from.md").read_text().splitlines()
+    if line.startswith("| ") and not line.startswith("| ---")
+    for pair in re.findall(r"`([a-z_]+(?:\.\w+)+)(?:: ([^`]+))?`", line.split("|")[-2])
+]
+
+
+@pytest.mark.parametrize(("key", "value"), dict.fromkeys(COUNTERPARTS), ids=str)
+def test_the_counterparts_of_other_systems_settings_are_keys_and_values(key, value):
+    if f"## {key}" not in RUNSPEC:  # a list has a section of its items
+        assert_key_exists(key)
+    if value:
+        part, _, name = key.partition(".")
+        model = {"path": "Qwen/Qwen2-7B-Instruct"}  # a model that an engine on a GPU decodes
+        spec = spec_with(model=model, **{part: {name: yaml.safe_load(value)}})
+        assert getattr(getattr(spec, part), name) == value
 
 
 def test_the_translated_verl_command_is_a_specification():
