@@ -8,6 +8,7 @@ STAGES: Final = TrainEngineKind(
     build="services.extras.stages.build:build",
     problems="services.extras.stages.problems:problems",
     supported={
+        "algorithm.score_centering": (None,),
         "trainer.lora": (None,),
         "trainer.optimizer.kind": ("adamw",),
         "trainer.compile": (False,),

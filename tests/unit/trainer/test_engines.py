@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from services.common.fields import ALL_TOKENS
+from services.common.fields import ALL_TOKENS, SAMPLER_TOP_K
 from services.common.models.loading import build_model
 from services.common.runspec.run import RunSpec
 from services.common.runspec.train_engines import ENGINES
+from services.rollout.engines.torch.decoding import most_likely
+from services.trainer.algorithm.centering import score_centering
 from services.trainer.batch.plan import StepPlan
 from services.trainer.batch.samples import BatchFacts, Samples, build_samples
 from services.trainer.collectives import MetricTotals
@@ -53,7 +55,11 @@ ALL = ((tuple(range(6)), tuple(range(6, 16))),)
 def _fsdp(model: Any, role: ModelRole, spec: RunSpec) -> TrainEngine:
     if role == "critic":
         return engine_of(Critic(model), spec)
-    policy = Policy(model, temperature=spec.rollout.sampling.temperature)
+    policy = Policy(
+        model,
+        temperature=spec.rollout.sampling.temperature,
+        centering=score_centering(spec),
+    )
     return engine_of(policy if role == "policy" else freeze(policy), spec)
 
 
@@ -94,8 +100,9 @@ def _accumulate(
     *,
     unit: Tensor | None = None,
     loss_scale: float = 1.0,
+    spec: RunSpec = SPEC,
 ) -> PolicyLoss:
-    objective = Objective(SPEC.algorithm, correction="bypass", horizon=16)
+    objective = Objective(spec.algorithm, correction="bypass", horizon=16)
 
     def make_loss(work: Any) -> PolicyLoss:
         counts = num_counted(samples.counted, samples, work, engine.ranks)
@@ -298,6 +305,34 @@ def test_logprobs_and_gradients_relative_to_masks_are_those_of_the_reference() -
     for key, expected in gradients["reference"].items():
         difference = (gradients["fsdp"][key] - expected).norm()
         assert difference <= 1e-5 * expected.norm(), key
+
+
+def test_gradients_with_score_centering_are_those_of_the_reference() -> None:
+    spec = spec_of(algorithm={"loss": "reinforce", "score_centering": 3, "correction_cap": 1.2})
+    plain = _batch(spec=spec)
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(len(plain.responses.values), 16, generator=generator)
+    samples = plain.with_tokens(**{SAMPLER_TOP_K: most_likely(logits.log_softmax(-1), 3)})
+    gradients = {}
+    for name, build in BUILD.items():
+        model = policy_of(spec, scale=1.5).model
+        model.set_attn_implementation("sdpa")
+        engine: Any = build(model, "policy", spec)
+        assert len(engine.forward_logprobs(samples, StepPlan(ALL))) == len(logits)
+        _accumulate(engine, samples, spec=spec)
+        gradients[name] = {key: each.grad for key, each in engine.module.named_parameters()}
+    alone: Any = BUILD["fsdp"](policy_of(SPEC, scale=1.5).model, "policy", SPEC)
+    _accumulate(alone, plain, spec=spec.model_copy(update={"algorithm": _uncentered(spec)}))
+    for key, expected in gradients["reference"].items():
+        difference = (gradients["fsdp"][key] - expected).norm()
+        assert difference <= 2e-5 * expected.norm(), key
+    drift = alone.module.get_parameter("model.model.embed_tokens.weight").grad
+    centered = gradients["fsdp"]["model.model.embed_tokens.weight"]
+    assert (drift - centered).norm() > 0.01 * drift.norm()
+
+
+def _uncentered(spec: RunSpec) -> Any:
+    return spec.algorithm.model_copy(update={"score_centering": None})
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.nightly) for n in (1, 2))])

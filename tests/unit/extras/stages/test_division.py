@@ -68,6 +68,11 @@ def test_a_critic_keeps_no_second_embedding():
     [
         ({"world_size": 2, "pipeline_parallel": 2}, {}, "trainer.pipeline_parallel"),
         ({**PP2, "lora": {}}, {}, "trainer.lora"),
+        (
+            PP2,
+            {"algorithm": {"loss": "reinforce", "score_centering": 8}},
+            "algorithm.score_centering",
+        ),
         ({**PP2, "compile": True}, {}, "trainer.compile"),
         ({**PP2, "cpu_offload": True}, {}, "trainer.cpu_offload"),
         ({**PP2, "optimizer": {"kind": "muon"}}, {}, "trainer.optimizer.kind"),
