@@ -508,9 +508,10 @@ class TrainingPipeline:
                     self.connections.trainer.await_uploads(timeout_s=_UPLOAD_TIMEOUT_S),
                     self.connections.critic.await_uploads(timeout_s=_UPLOAD_TIMEOUT_S),
                 )
+                note = Note("CheckpointsUploaded", f"{url} has all checkpoints", {"url": url})
             except (FailedPreconditionError, DeadlineExceededError) as error:
                 note = Note("CheckpointNotUploaded", error.message, {"url": url})
-                await self.journal.record_event(note, self.ledger)
+            await self.journal.record_event(note, self.ledger)
 
     async def record_evaluation(
         self, what: StartedEvaluation | Evaluation, request: Request | None = None

@@ -20,7 +20,6 @@ from services.common.runspec.run import RunSpec
 from services.common.runspec.workers import WORKERS
 from services.common.security.credentials import current_identity
 from services.common.security.tls import Certificate
-from services.common.stores import is_url
 from services.common.task_group import TaskGroup
 from services.controller.launch.launcher import ExitHandler, WorkerExit
 from services.extras.kubernetes import gang, job_set, pod_state
@@ -101,12 +100,7 @@ class KubernetesLauncher:
         return installed_pod_problems(self._templates, spec)
 
     async def why_volatile(self, folder: str | None) -> str:
-        """Returns why files in a folder of the trainer are lost with its pod; empty if a claim keeps them.
-
-        Checkpoints in an object store outlive the pod.
-        """
-        if is_url(folder):
-            return ""
+        """Returns why files in a folder of the trainer are lost with its pod; empty if they are not."""
         try:
             templates = await asyncio.to_thread(load_templates, self._templates)
         except FailedPreconditionError:  # the start of the run reports it

@@ -27,6 +27,7 @@ from services.common.runspec.workers import (
     total_gpus,
     worker_names,
 )
+from services.common.stores import is_url
 from services.controller.launch.gpus import HostGpus
 from services.extras.kubernetes import gang, job_set
 
@@ -203,7 +204,12 @@ def _read_optional(file: Path) -> Pod | None:
 
 
 def why_volatile(template: Pod, folder: str) -> str:
-    """Returns why files in a folder are lost with the pod; empty if a volume that outlives it holds them."""
+    """Returns why files in a folder are lost with the pod; empty if a volume that outlives it holds them.
+
+    Those of an object store, whose folder is a URL, are not lost.
+    """
+    if is_url(folder):
+        return ""
     (container,) = template["spec"]["containers"]
     path = PurePosixPath(folder)
     mounts = [

@@ -34,7 +34,7 @@ CONCURRENCY: Final = 4
 _PARTS_AT_A_TIME = 4
 _CLIENT: Final[Any] = {
     "connect_timeout": timedelta(seconds=5),
-    "timeout": timedelta(seconds=120),
+    "timeout": timedelta(seconds=60),
     "pool_max_idle_per_host": "16",
     # Clouds are addressed by https://; only an endpoint that the administrator sets has http://.
     "allow_http": True,
@@ -203,9 +203,14 @@ def _explained(url: str, name: str = "") -> Iterator[None]:
         ) from error
     except (BaseError, ValueError) as error:
         raise UnavailableError(f"{where}: {_cause(error)}", url=where) from error
+    except BaseException as error:
+        # A panic of the library is no Exception, and would end the thread that uploads.
+        if type(error).__name__ != "PanicException":
+            raise
+        raise UnavailableError(f"{where}: {_cause(error)}", url=where) from error
 
 
-def _cause(error: Exception) -> str:
+def _cause(error: BaseException) -> str:
     """Returns the message of an error without the library's dump of its state."""
     text = str(error).partition("\n\nDebug source:")[0]
     return " ".join(text.split())[:_CAUSE_CHARACTERS]

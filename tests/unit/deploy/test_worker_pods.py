@@ -316,6 +316,10 @@ def test_a_folder_outlives_its_pod_if_a_claim_holds_it(folder: str, is_kept: boo
     assert (why_volatile(kept, folder) == "") == is_kept
 
 
+def test_an_object_store_outlives_every_pod() -> None:
+    assert why_volatile(worker_templates(render())["trainer"], "s3://bucket/run") == ""
+
+
 def numbers(pods: list[Pod]) -> list[int]:
     """Returns all ports that pods listen on or meet at."""
     found = []
