@@ -218,6 +218,19 @@ ALL = (
         ),
     ),
     Alert(
+        name="SlipstreamCheckpointUploadFailing",
+        expression="max by (run) (slipstream_checkpoint_upload_failing_seconds) > 300",
+        lasts="0m",
+        severity="page",
+        summary="Run {{ $labels.run }} cannot upload its checkpoints for {{ $value | humanizeDuration }}",
+        meaning="Training continues, and checkpoints stay on the trainer's host; if that host is lost, the run returns to the newest checkpoint in the object store.",
+        actions=(
+            "Read the cause in the event `CheckpointUploadFailing`: `slipstream events RUN`.",
+            "Check the store, its quota, the route to it (`networkPolicy.egress.workersTo`) and the credentials of the workers ([object storage](../object-storage.md#credentials)).",
+            "Do not delete the trainer's pod meanwhile, unless a claim holds its folder. Uploads continue by themselves.",
+        ),
+    ),
+    Alert(
         name="SlipstreamNonFiniteStep",
         expression="sum by (run) (increase(slipstream_trainer_nonfinite_total[10m])) > 0",
         lasts="0m",

@@ -165,6 +165,17 @@ OVERVIEW = Dashboard(
             is_stacked=True,
         ),
         Panel(
+            "Uploads of checkpoints",
+            "Bytes of the checkpoint in upload to an object store, and the time since uploads fail.",
+            [
+                (
+                    f"sum by (run, part) (slipstream_checkpoint_upload_bytes{{{RUN}}})",
+                    "{{run}} {{part}}",
+                ),
+                *each(failing_s="slipstream_checkpoint_upload_failing_seconds"),
+            ],
+        ),
+        Panel(
             "Space for checkpoints",
             "Free space of the volume after the newest checkpoint, and the size of one checkpoint.",
             each(

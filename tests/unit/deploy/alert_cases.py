@@ -117,6 +117,12 @@ CASES = [
         summary="A checkpoint of run r could not be saved",
     ),
     _case(
+        "SlipstreamCheckpointUploadFailing",
+        {'slipstream_checkpoint_upload_failing_seconds{run="r"}': "0x5 60+60x10"},
+        severity="page", run="r", quiet_at="9m", fires_at="12m",
+        summary="Run r cannot upload its checkpoints for 7m 0s",
+    ),
+    _case(
         "SlipstreamCheckpointVolumeFull",
         {
             'slipstream_checkpoint_volume_free_bytes{run="r"}': "4096x5 2048x10",
