@@ -278,6 +278,7 @@ for step in count(first):
 """
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("kills", [6, pytest.param(100, marks=pytest.mark.nightly)])
 def test_readers_see_whole_checkpoints_whenever_the_writer_is_killed(
     bucket: str, relay: Relay, tmp_path: Path, kills: int
