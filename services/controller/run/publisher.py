@@ -111,9 +111,13 @@ class Publisher:
         if report.lost:
             raise UnavailableError(f"{', '.join(report.lost)} did not receive weights")
         version, replicas = report.version, self.connections.replicas
+        missed: list[str] = []
         for worker in self.connections.serving:
             if worker.worker_id in report.receivers:
                 worker.weight_version = version
+            else:
+                missed.append(worker.worker_id)
+        replicas.exclude_missed(missed)
         replicas.readmit_current()
         self.progress.record_sync(report)
         message = f"weight version {version} is served by every rollout"

@@ -228,6 +228,9 @@ class Rollout:
     def finished(self, worker_id):
         """Does nothing: the pool does not track loads."""
 
+    def exclude_missed(self, names):
+        """Does nothing: the rollout receives each version."""
+
     def readmit_current(self):
         """Does nothing."""
 

@@ -151,6 +151,16 @@ class RolloutPool:
         self._outdated.update(names)
         self.readmit_current()
 
+    def exclude_missed(self, names: Iterable[str]) -> None:
+        """Stops assigning work to rollouts that a publication left out, until they serve the newest weights.
+
+        The evaluation of such a rollout ended while the publication ran, so that its weights were the
+        newest then. Groups that it would start now could exceed the staleness bound.
+        """
+        for name in self._clients.keys() & {*names} - self._reserved:
+            self._outdated.add(name)
+            self._placement.exclude(name)
+
     def readmit_current(self) -> None:
         """Resumes training work on rollouts that now serve the newest weights."""
         newest = self.newest_version()

@@ -21,7 +21,11 @@ class Parts:
         self.published, self.opened, self.lost = [], [], ()
         self.weights = self
         self.serving = [rollout("rollout-0")]
-        self.replicas = SimpleNamespace(readmit_current=lambda: None)
+        self.missed, self.is_missing = [], set()
+        self.replicas = SimpleNamespace(
+            readmit_current=lambda: None,
+            exclude_missed=lambda names: self.missed.append((names, [*self.opened])),
+        )
         self.is_reached, self.copied, self.near, self.version = True, -1, [], -1
         self.progress = SimpleNamespace(
             num_steps=0, record_sync=lambda report: None, summary=lambda ledger: {}
@@ -41,7 +45,8 @@ class Parts:
         await self.may_publish.wait()
         self.published.append(newest())
         self.copied = self.version = newest()
-        receivers = tuple(worker.worker_id for worker in self.serving)
+        names = [worker.worker_id for worker in self.serving]
+        receivers = tuple(name for name in names if name not in self.is_missing)
         times = dict.fromkeys(
             ("copy_s", "prepare_s", "transfer_s", "adopt_s", "check_s", "stall_s"), 0.0
         )
@@ -204,6 +209,19 @@ async def test_a_rollout_that_weights_do_not_reach_is_not_waited_for():
     one = publisher(connections)
     assert not await one.admit([rollout("rollout-1")])
     await one.wait_all_serve()
+
+
+async def test_a_rollout_that_misses_a_version_is_excluded_before_the_gate_opens():
+    connections = Parts()
+    connections.serving.append(rollout("rollout-1"))
+    connections.is_missing = {"rollout-1"}
+    one = publisher(connections)
+    task = asyncio.create_task(one.run())
+    await trained(one, 1)
+    await one.wait_served(1)
+    assert (connections.missed, connections.opened) == ([(["rollout-1"], [])], [1])
+    assert [worker.weight_version for worker in connections.serving] == [101, -1]
+    task.cancel()
 
 
 async def test_a_rollout_that_took_no_part_is_a_loss():

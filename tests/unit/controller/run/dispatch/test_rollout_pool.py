@@ -112,6 +112,33 @@ async def test_an_evaluation_reserves_no_rollout_that_sleeps_in_the_trainers_tur
     assert replicas.reserve(1) == []
 
 
+async def test_a_rollout_that_missed_a_publication_gets_no_groups_until_it_has_the_newest_weights(
+    opened,
+):
+    replicas, _ = await opened(2, colocated=0)
+    (reserved,) = replicas.reserve(1)
+    (other,) = {"rollout-0", "rollout-1"} - {reserved}
+    replicas.unreserve([reserved])  # while a publication runs that began without it
+    assert replicas.num_replicas == 2
+    replicas._workers[other].weight_version = 4
+    replicas.exclude_missed(["logp-0", reserved])
+    replicas.readmit_current()
+    assert replicas.present() == [other]
+    assert replicas.choose(reserved, room=4) == (other, 4)
+    replicas._workers[reserved].weight_version = 4
+    replicas.readmit_current()
+    assert replicas.choose(reserved, room=4) == (reserved, 4)
+
+
+async def test_a_reserved_rollout_that_misses_a_publication_stays_reserved(opened):
+    replicas, _ = await opened(2, colocated=0)
+    (reserved,) = replicas.reserve(1)
+    replicas.exclude_missed([reserved])
+    replicas.readmit_current()
+    assert replicas.has_reserved([reserved])
+    assert replicas.num_replicas == 1
+
+
 @pytest.mark.parametrize("reason", ["joined late", "leaving"])
 async def test_a_rollout_that_wakes_gets_no_groups_if_it_may_not_for_another_reason(
     opened, monkeypatch, reason
