@@ -197,6 +197,9 @@ class RolloutLoader:
             sleeps=spec.is_colocated(self._settings.worker_id),
             images=images if spec.model.images else None,
             top_logprobs=spec.algorithm.score_centering or 0,
+            reach=self._reach,
+            worker=f"{self._settings.run_id}/{self._settings.worker_id}",
+            report=self._session.report_event,
         )
 
     async def _open_images(self, engine: Engine, tokenizer: Tokenizer) -> ImageReader | None:

@@ -18,3 +18,15 @@ def test_training_learns_to_sort_with_responses_cut_every_two_tokens(tmp_path, e
     run_module("bench.rollout.learning", *options, "--out", results)
     found = json.loads(results.read_text())[engine]
     assert found["meets_bars"], found
+
+
+@pytest.mark.parametrize("engine", installed("vllm"))
+def test_training_learns_to_sort_with_servers_of_which_one_is_killed_and_restarted(
+    tmp_path, engine
+):
+    results = tmp_path / "fleet.json"
+    run_module("bench.rollout.fleet", "--seeds", "0", "--kill", "--out", results)
+    found = json.loads(results.read_text())
+    assert found["engine"] == f"{engine}-server"
+    assert found["meets_bars"], found
+    assert found["runs"][0]["kills"] >= 1

@@ -102,7 +102,7 @@ def gpu_shortages(spec: RunSpec, config: "PretrainedConfig") -> Iterator[str]:
     from services.checks.start.memory import needed_by_gpu  # imports torch
 
     gpus = visible_gpus(gpu_names(), gpu_memory())
-    if not gpus or not spec.has_engine:
+    if not gpus or not spec.runs_engines:
         return
     smallest = min(gpu.total for gpu in gpus.values())
     needed = needed_by_gpu(spec, config, gpu_bytes=smallest, gpus=[*gpus])

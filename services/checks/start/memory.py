@@ -204,7 +204,7 @@ class RunMemory:
             [
                 f"trainer.activation_checkpointing: {str(way).lower()}",
                 self.trainer.table(self.trainer_gpus),
-                *([self.rollout.table()] if self.chosen.has_engine else []),
+                *([self.rollout.table()] if self.chosen.runs_engines else []),
             ]
         )
 
@@ -250,7 +250,7 @@ def host_problem(spec: RunSpec, config: PretrainedConfig, *, host_bytes: int) ->
     ranks, memory = spec.trainer.world_size, trainer_memory(spec, config, gpu_bytes=host_bytes)
     state = ranks * sum(memory.parts.get(name, 0) + memory.host.get(name, 0) for name in STATE)
     dtype = getattr(torch, spec.trainer.dtype)
-    engines = spec.rollout.replicas * spec.has_engine * weight_bytes(config, dtype)
+    engines = spec.rollout.replicas * spec.runs_engines * weight_bytes(config, dtype)
     if state + engines > host_bytes:
         yield (
             f"model.path: the run does not fit into this machine's memory of {host_bytes / 1e9:.1f} GB: "
@@ -273,7 +273,7 @@ def _planned(
     why = ""
     try:
         trainer.check(spec.trainer.world_size)
-        if spec.has_engine:
+        if spec.runs_engines:
             plan_of(spec, config, gpu_bytes=gpu_bytes, roles=beside_rollout)
     except ValueError as error:
         why = str(error)

@@ -39,6 +39,7 @@ from services.common.runspec.trainer import CriticSpec, LoraSpec
 from services.common.runspec.urls import urls
 from services.common.runspec.weight_modes import (
     HANDLE,
+    HOST_MODE,
     MIN_BUCKET_BYTES,
     MODES,
     STAGING_SLOTS,
@@ -998,6 +999,8 @@ def _engine(spec: RunSpec) -> Iterator[str]:
                 f"rollout.engine_arguments.{stages} each worker has only some layers; use mode shadow, or "
                 "remove it"
             )
+    if engine_kind(name).is_remote:
+        yield from _elsewhere(spec)
     yield from _invariance(spec)
     yield from _quantization(spec)
     if rollout.speculation is not None:
@@ -1007,6 +1010,43 @@ def _engine(spec: RunSpec) -> Iterator[str]:
         engine_kind(name).check(rollout.engine_arguments, most_tokens=most_tokens)
     except ValueError as error:
         yield str(error)
+
+
+def _elsewhere(spec: RunSpec) -> Iterator[str]:
+    """Yields problems of an engine in servers that somebody else starts."""
+    name = spec.rollout.engine
+    if not MODES[spec.weight_sync.mode].through_host:
+        yield (
+            f"weight_sync.mode is {spec.weight_sync.mode}, but rollouts with engine {name!r} have no GPU, so "
+            f"that weights reach them through host memory; set it to {HOST_MODE}"
+        )
+    lacking = {
+        "rollout.kv_policy": ("keep", spec.rollout.kv_policy == "keep", "recompute"),
+        "rollout.routing_replay": (
+            spec.rollout.routing_replay,
+            spec.rollout.routing_replay != "off",
+            "'off'",
+        ),
+        "model.images": ("true", spec.model.images, "false"),
+        "data.model_inputs_column": (
+            spec.data.model_inputs_column,
+            spec.data.model_inputs_column is not None,
+            "null",
+        ),
+    }
+    for key, (value, is_set, instead) in lacking.items():
+        if is_set:
+            yield f"{key} is {value}, which engine {name!r} does not support; set it to {instead}"
+    if spec.topology.task_groups or spec.topology.is_colocated:
+        yield (
+            f"topology shares this installation's GPUs between the trainer and rollouts, but the engine "
+            f"{name!r} has its own elsewhere; remove topology.task_groups and topology.placement"
+        )
+    if spec.rollout.replicas != 1:
+        yield (
+            f"rollout.replicas is {spec.rollout.replicas}, but one rollout attaches to all servers of engine "
+            f"{name!r}; set it to 1, and add servers to rollout.engine_arguments.addresses"
+        )
 
 
 def _invariance(spec: RunSpec) -> Iterator[str]:

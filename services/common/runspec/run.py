@@ -502,6 +502,11 @@ class RunSpec(SpecPart):
         return self.rollout.engine != "none"
 
     @property
+    def runs_engines(self) -> bool:
+        """True if rollouts have an engine that runs where they do, not in servers of somebody else."""
+        return self.has_engine and not engine_kind(self.rollout.engine).is_remote
+
+    @property
     def colocated_rollouts(self) -> int:
         """Number of rollouts on the trainer's GPUs.
 

@@ -66,8 +66,8 @@ class SpecView(Protocol):
         """GPUs of one rollout."""
 
     @property
-    def has_engine(self) -> bool:
-        """True if rollouts have an engine."""
+    def runs_engines(self) -> bool:
+        """True if rollouts have an engine that runs where they do."""
 
     @property
     def needs_proximal(self) -> bool:
@@ -283,7 +283,7 @@ WORKERS: Final[Mapping[str, WorkerKind]] = {
         is_alone=True,
         program="rollout",
         count=lambda spec: spec.rollout.replicas,
-        gpus=lambda spec: spec.engine_gpus if spec.has_engine else 0,
+        gpus=lambda spec: spec.engine_gpus if spec.runs_engines else 0,
         unit=lambda spec: spec.engine_gpus,
         receives_weights=True,
         merges_adapters=True,

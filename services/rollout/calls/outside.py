@@ -7,8 +7,10 @@ import asyncio
 import ipaddress
 import random
 import socket
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final
 
 import httpx
@@ -197,6 +199,37 @@ class ExternalService:
             CallError: If the address is not allowed, or the response is too large or compressed.
             httpx.TransportError: If the service does not respond.
         """
+        content = bytearray()
+        body_bytes = None if body is None else json_text(body).encode()
+        async with self.stream(method, path, body_bytes) as response:
+            async for part in response.aiter_bytes():
+                content += part
+                if len(content) > self._max_answer_bytes:
+                    raise CallError(
+                        "invalid_value",
+                        f"{self._url} returned more than {self._max_answer_bytes} bytes",
+                    )
+        return httpx.Response(response.status_code, content=bytes(content))
+
+    @asynccontextmanager
+    async def stream(
+        self,
+        method: str,
+        path: str,
+        content: bytes | AsyncIterator[bytes] | None = None,
+        headers: Mapping[str, str] = MappingProxyType({}),
+    ) -> AsyncIterator[httpx.Response]:
+        """Sends a request like :meth:`send`; yields the response, whose body the caller reads and bounds.
+
+        Args:
+            content: Body, whole or in parts; JSON unless ``headers`` say otherwise.
+            headers: Further headers.
+
+        Raises:
+            BusyError: If the host does not resolve now.
+            CallError: If the address is not allowed, or the response is compressed.
+            httpx.TransportError: If the service does not respond.
+        """
         url = self._url
         if path:
             url = url.copy_with(path=url.path.rstrip("/") + path)
@@ -205,24 +238,16 @@ class ExternalService:
         request = self._http.build_request(
             method,
             url.copy_with(host=address),
-            content=None if body is None else json_text(body).encode(),
-            headers={**self._headers, **tracing.headers()},
+            content=content,
+            headers={**self._headers, **tracing.headers(), **headers},
             extensions={"sni_hostname": self._url.host},
         )
         response = await self._http.send(request, stream=True)
         try:
             self._check_encoding(response)
-            content = bytearray()
-            async for part in response.aiter_bytes():
-                content += part
-                if len(content) > self._max_answer_bytes:
-                    raise CallError(
-                        "invalid_value",
-                        f"{self._url} returned more than {self._max_answer_bytes} bytes",
-                    )
+            yield response
         finally:
             await response.aclose()
-        return httpx.Response(response.status_code, content=bytes(content))
 
     def _check_encoding(self, response: httpx.Response) -> None:
         # A few bytes may decompress to gigabytes, which no deadline would interrupt.

@@ -1,6 +1,7 @@
 """Builds the generation engine that a run specifies."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
@@ -15,6 +16,7 @@ from services.common.models.tokenizer import Tokenizer
 from services.common.runspec.engines import engine_kind
 from services.common.runspec.rollout import RolloutSpec
 from services.common.runspec.run import ModelSpec
+from services.rollout.calls.outside import AddressPolicy
 from services.rollout.engines.base import Engine, split_stop_texts
 from services.rollout.engines.engine_config import EngineConfig, ImageLimits
 from services.rollout.engines.imports import is_installed, prepare_environment
@@ -42,6 +44,9 @@ def build_engine(  # noqa: PLR0913 -- what a run says about its engine
     sleeps: bool = False,
     images: ImageLimits | None = None,
     top_logprobs: int = 0,
+    reach: AddressPolicy | None = None,
+    worker: str = "",
+    report: Callable[[str, str], None] | None = None,
 ) -> Engine:
     """Builds the engine with random weights; weight sync delivers the real ones.
 
@@ -51,6 +56,9 @@ def build_engine(  # noqa: PLR0913 -- what a run says about its engine
         sleeps: True if the engine must release its GPU memory from time to time.
         images: Limits of images; None if prompts have none.
         top_logprobs: Max number of most likely tokens that a request asks for.
+        reach: Addresses that an engine elsewhere may have.
+        worker: Run and worker, as an engine elsewhere names its user.
+        report: Receives events of the engine.
 
     Raises:
         ValueError: If the engine is not installed, or lacks a feature that the run needs.
@@ -91,6 +99,9 @@ def build_engine(  # noqa: PLR0913 -- what a run says about its engine
         vocab_size=tokenizer.vocab_size,
         stop_token=tokenizer.eos_id,
         speculation=speculation,
+        reach=reach,
+        worker=worker,
+        **({} if report is None else {"report": report}),
     )
     engine = make_engine(spec.engine, order)
     _check_supported(spec, engine, tokenizer)

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -17,6 +17,7 @@ from services.common.models.loading import build_model, stored_tensors
 from services.common.models.quantization import Fp8
 from services.common.runspec.engines import EngineKind
 from services.common.runspec.rollout import SpeculationSpec
+from services.rollout.calls.outside import AddressPolicy
 from services.rollout.engines.base import Decode
 from services.weightsync.plan import TensorSpec
 
@@ -61,6 +62,10 @@ class ImageLimits:
     """Max number of images."""
     max_tokens: int
     """Max tokens of one image."""
+
+
+def _ignore(kind: str, message: str) -> None:
+    """Does nothing with an event."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +114,12 @@ class EngineConfig:
     """The tokenizer's end-of-text token."""
     speculation: SpeculationSpec | None = None
     """Settings of proposals; None decodes one token per step."""
+    reach: AddressPolicy | None = None
+    """Addresses that an engine elsewhere may have; None for public ones."""
+    worker: str = ""
+    """Run and worker, as an engine elsewhere names its user."""
+    report: Callable[[str, str], None] = _ignore
+    """Receives events of the engine, as type and message, for the run's record."""
 
     @property
     def dtype_name(self) -> str:

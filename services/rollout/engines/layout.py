@@ -23,6 +23,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+import torch
 from torch import Tensor
 
 from services.weightsync.arena import copy_all
@@ -156,6 +157,38 @@ def copy_weights(
         [targets[p.target].narrow(p.dim, p.target_start, p.length) for p in pieces],
         [sources[p.source].narrow(p.dim, p.start, p.length) for p in pieces],
     )
+
+
+def differing_sources(
+    sources: Mapping[str, Tensor],
+    targets: Mapping[str, Tensor],
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    has_plain_experts: bool = False,
+) -> list[str]:
+    """Returns the checkpoint tensors whose parts an engine's parameters do not hold, to the last bit.
+
+    Arguments are those of :func:`copy_weights`, after which nothing differs. NaN equals NaN.
+
+    Raises:
+        UnknownLayoutError: If the layout of the parameters is unknown.
+    """
+    place = (rank, ranks, has_plain_experts)
+    pieces = _planned(tuple(_shapes(sources).items()), tuple(_shapes(targets).items()), place)
+    return sorted({piece.source for piece in pieces if not _holds(piece, sources, targets)})
+
+
+def _holds(piece: Piece, sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> bool:
+    parameter = targets[piece.target].narrow(piece.dim, piece.target_start, piece.length)
+    source = sources[piece.source].narrow(piece.dim, piece.start, piece.length)
+    expected = source.to(device=parameter.device, dtype=parameter.dtype)
+    return bool(torch.equal(_bits(parameter), _bits(expected)))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Returns ``[n]`` uint8, a copy if the tensor is not dense."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 @lru_cache(maxsize=4)

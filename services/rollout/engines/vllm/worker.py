@@ -113,7 +113,7 @@ class WeightLoader:
         if handle_weight_command(
             description,
             model,
-            **_place(model),
+            **tensor_place(model),
             make_writer=self._make_writer if quantizes(model) else None,
         ):
             self._wait()
@@ -138,7 +138,7 @@ class WeightLoader:
 
     def _begin_update(self, shapes: Mapping[str, Shape]) -> QuantizedUpdate:
         model = self.model_runner.model
-        place = _place(model)
+        place = tensor_place(model)
         return QuantizedUpdate(
             model, self.vllm_config, shapes, rank=place["rank"], ranks=place["ranks"]
         )
@@ -194,7 +194,7 @@ def _copy(model: Any, tensors: dict[str, Tensor]) -> bool:
         copy_weights(
             tensors,
             dict(model.named_parameters()),
-            **_place(model),
+            **tensor_place(model),
         )
     except UnknownLayoutError as error:
         logger.info("using vLLM's loader for weights", extra={"why": str(error)})
@@ -203,7 +203,7 @@ def _copy(model: Any, tensors: dict[str, Tensor]) -> bool:
 
 
 @lru_cache(maxsize=1)
-def _place(model: Any) -> dict[str, Any]:
+def tensor_place(model: Any) -> dict[str, Any]:
     """Returns the arguments that determine which parts of the tensors this worker holds."""
     return {
         "rank": get_tensor_model_parallel_rank(),

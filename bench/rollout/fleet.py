@@ -1,0 +1,136 @@
+"""Trains sort4 at lag 1 with the engine ``vllm-server`` attached to two of vLLM's servers on the CPU.
+
+Usage: PYTHON -m bench.rollout.fleet [--seeds 0 1 2] [--steps 50] [--kill] [--out FILE.json]
+
+``PYTHON`` is that of an environment with vLLM's CPU build; see ``tests/engines/run.sh``. With ``--kill``,
+one server is killed and started again, again and again, while each run trains.
+
+Bars: held-out greedy >= 0.9, and no run ends before its last step.
+"""
+
+import argparse
+import json
+import os
+import random
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from bench.report import report_to
+from bench.vllm_servers import TOKEN, VllmServer, vllm_servers
+from bench.whole_run import REPOSITORY, whole_run
+from services.common.models.loading import load_config
+from services.common.models.tokenizer import load_tokenizer
+from services.common.runspec.loader import load_spec
+
+_SPEC = REPOSITORY / "examples" / "sort4.yaml"
+_GREEDY = 0.9
+_MAX_TOKENS = 64
+_FIRST_KILL_S, _NEXT_KILL_S = 8.0, (5.0, 15.0)
+
+
+def overrides(servers: Sequence[VllmServer], *, seed: int, steps: int) -> list[str]:
+    """Returns the overrides of sort4 for a run that attaches to servers."""
+    addresses = json.dumps([server.address for server in servers])
+    return [
+        f"seed={seed}",
+        f"trainer.steps={steps}",
+        "rollout.engine=vllm-server",
+        f"rollout.engine_arguments.addresses={addresses}",
+        'rollout.engine_arguments.token={"secret": "FLEET_TOKEN"}',
+        f"rollout.engine_arguments.max_model_len={_MAX_TOKENS}",
+        "rollout.replicas=1",
+        "weight_sync.mode=cpu_async",
+    ]
+
+
+@contextmanager
+def killing(server: VllmServer, seed: int) -> Iterator[list[float]]:
+    """Kills a server and starts it again, at random times while the block runs; yields the kills' times."""
+    kills: list[float] = []
+    ended = threading.Event()
+    draws = random.Random(seed)
+
+    def kill() -> None:
+        pause_s = _FIRST_KILL_S
+        while not ended.wait(pause_s):
+            server.kill()
+            kills.append(round(pause_s, 1))
+            server.start()
+            server.wait()
+            pause_s = draws.uniform(*_NEXT_KILL_S)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    try:
+        yield kills
+    finally:
+        ended.set()
+        thread.join()
+
+
+def train(
+    servers: Sequence[VllmServer], folder: Path, *, seed: int, steps: int, kills: bool
+) -> dict[str, Any]:
+    """Trains one run; returns its scores, and the events of its servers."""
+    settings = overrides(servers, seed=seed, steps=steps)
+    if kills:
+        with killing(servers[0], seed) as times:
+            run = whole_run(folder, settings)
+    else:
+        times, run = [], whole_run(folder, settings)
+    sync = [step["weight_sync_s"] for step in run.steps if step.get("weight_sync_s")]
+    return {
+        "seed": seed,
+        "greedy": round(run.summary["heldout"]["greedy"], 3),
+        "sampled": round(run.summary["heldout"]["sampled"], 3),
+        "staleness": run.summary["staleness"],
+        "prompts": run.summary["prompts"],
+        "kills": len(times),
+        "weight_sync_p50_s": sorted(sync)[len(sync) // 2] if sync else None,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--kill", action="store_true", help="kill and restart one server meanwhile")
+    parser.add_argument("--out", type=Path, default=Path("bench/results/fleet.json"))
+    arguments = parser.parse_args()
+    spec = load_spec(_SPEC)
+    config = load_config(spec.model, load_tokenizer(spec.model))
+    runs = []
+    with tempfile.TemporaryDirectory() as name:
+        secrets = Path(name, "secrets")
+        secrets.mkdir()
+        (secrets / "FLEET_TOKEN").write_text(TOKEN)
+        os.environ["SLIPSTREAM_ROLLOUT_SECRETS_DIRECTORY"] = str(secrets)
+        os.environ["SLIPSTREAM_ROLLOUT_REWARD_HOSTS"] = '["127.0.0.1"]'
+        with vllm_servers(
+            config, 2, dtype=spec.trainer.dtype, max_model_len=_MAX_TOKENS
+        ) as servers:
+            for seed in arguments.seeds:
+                folder = Path(name, f"seed{seed}")
+                runs.append(
+                    train(servers, folder, seed=seed, steps=arguments.steps, kills=arguments.kill)
+                )
+                print(json.dumps(runs[-1]), flush=True)
+    report_to(
+        arguments.out,
+        {
+            "engine": "vllm-server",
+            "servers": 2,
+            "steps": arguments.steps,
+            "kills": arguments.kill,
+            "meets_bars": all(run["greedy"] >= _GREEDY for run in runs),
+            "runs": runs,
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()

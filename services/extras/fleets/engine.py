@@ -1,0 +1,260 @@
+"""Engine ``vllm-server``: vLLM servers that somebody else started, behind the engine protocol."""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Final
+
+from torch import Tensor
+
+from services.common.task_group import TaskGroup, unwrapped
+from services.extras.fleets.client import FleetServer, ServerRefusedError
+from services.extras.fleets.fleet import Fleet
+from services.extras.fleets.protocol import GENERATE
+from services.extras.fleets.stream import FleetStream
+from services.extras.fleets.weights import FleetWeights
+from services.rollout.calls.outside import AddressPolicy
+from services.rollout.engines.base import DraftTotals, EngineCapabilities, check_tensors
+from services.rollout.engines.engine_config import EngineConfig
+from services.rollout.engines.external import EngineDiedError, ExternalEngine
+from services.rollout.engines.request_segments import Segment, segment_seed
+from services.weightsync.canary import canary_tolerance
+from services.weightsync.endpoints import Place
+from services.weightsync.plan import WeightPlan
+from services.wire.data.model_inputs import ModelInputs
+
+logger = logging.getLogger(__name__)
+
+_SCORE_TIMEOUT_S: Final = 60.0
+
+
+def build(config: EngineConfig) -> "FleetEngine":
+    """Builds the engine; :meth:`FleetEngine.run` attaches to its servers."""
+    backend = FleetBackend(config)
+    return FleetEngine.ordered(backend, config, length_argument="max_model_len")
+
+
+class FleetBackend:
+    """Sends segments to the servers of a fleet.
+
+    Args:
+        config: Its arguments are ``addresses`` and, if the servers have one, ``token``.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.capabilities = EngineCapabilities(
+            name="vllm-server",
+            # A server cuts responses whose version it replaces, and their caches end with them.
+            kv_policies=frozenset({"recompute"}),
+            stop_texts=True,
+            truncation=False,
+            seeds=config.is_reproducible,
+        )
+        self._config = config
+        reach = config.reach or AddressPolicy()
+        # A restarted process of the same worker takes its servers over at once.
+        owner = config.worker or secrets.token_hex(8)
+        servers = [
+            FleetServer(
+                address, owner=owner, reach=reach, token=str(config.arguments.get("token", ""))
+            )
+            for address in config.arguments["addresses"]
+        ]
+        self.fleet = Fleet(
+            servers,
+            check=self._check,
+            score=self._score,
+            tolerance=canary_tolerance([config.dtype_name]),
+            report=config.report,
+            on_lost=self._cut_streams,
+        )
+        self._streams: dict[str, FleetStream] = {}
+
+    @property
+    def drafts(self) -> DraftTotals | None:
+        return None
+
+    @property
+    def kv_capacity_tokens(self) -> int:
+        engines = [server.facts.engine for server in self.fleet.attached if server.facts]
+        return max(1, sum(int(engine["kv_capacity_tokens"]) for engine in engines))
+
+    async def serve(self, started: Callable[[], None]) -> None:
+        """Attaches to the servers and keeps them on the newest weights until cancelled."""
+        try:
+            with unwrapped():
+                async with TaskGroup() as tasks:
+                    tasks.create_task(self.fleet.run())
+                    await self.fleet.wait_attached()
+                    started()
+        except ServerRefusedError as error:
+            raise EngineDiedError(f"no server can serve this run: {error}") from error
+        finally:
+            for stream in self._streams.values():
+                stream.cut()
+            await self.fleet.close()
+
+    async def submit(self, part: Segment) -> "_OwnedStream":
+        """Begins a segment under the fleet's version; it waits for a server by itself."""
+        request = part.request
+        prefix = hash(request.context_ids[: len(request.context_ids) - request.draw_offset])
+        stream = FleetStream(
+            part.segment_id,
+            lambda: self.fleet.lease(prefix),
+            lambda server: self._body(part, server),
+            self.fleet.lose,
+        )
+        self._streams[part.segment_id] = stream
+        return _OwnedStream(self._streams, stream)
+
+    def _cut_streams(self, server: FleetServer) -> None:
+        """Ends the segments on a server; a frozen one would never end them."""
+        for stream in self._streams.values():
+            if stream.server is server:
+                stream.cut()
+
+    async def abort_segments(self, segment_ids: Collection[str]) -> None:
+        for segment_id in segment_ids:
+            if (stream := self._streams.get(segment_id)) is not None:
+                stream.cut()
+
+    async def load(self, description: str) -> None:
+        """Is not used: a fleet receives weights by :meth:`FleetEngine.adopt_weights`."""
+        raise NotImplementedError("a fleet of servers has no memory in common with its rollout")
+
+    async def score(
+        self, name: str, token_ids: Sequence[int], model_inputs: ModelInputs | None = None
+    ) -> tuple[float, ...]:
+        return await self.fleet.score(token_ids)
+
+    async def sleep(self) -> None:
+        """Does nothing: the servers' memory is not this run's."""
+
+    async def wake(self) -> None:
+        """Does nothing."""
+
+    def _body(self, part: Segment, server: FleetServer) -> Mapping[str, Any]:
+        """Returns vLLM's request for a segment."""
+        request = part.request
+        parameters: dict[str, Any] = {
+            "max_tokens": part.max_tokens,
+            "temperature": request.temperature,
+            "logprobs": 0,
+            "stop_token_ids": sorted(request.stop_token_ids),
+            "ignore_eos": True,
+            "detokenize": False,
+        }
+        if self.capabilities.seeds:
+            parameters["seed"] = segment_seed(request.seed, part.draw_offset)
+        return {
+            "token_ids": part.context_ids,
+            "sampling_params": parameters,
+            "stream": True,
+            # Blocks of an earlier session may be those of other weights.
+            "cache_salt": f"{server.session}.{part.cache_salt}",
+        }
+
+    async def _score(self, server: FleetServer, token_ids: Sequence[int]) -> tuple[float, ...]:
+        body = {
+            "token_ids": list(token_ids),
+            "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False},
+            "stream": False,
+        }
+        answer = await server.ask(GENERATE, body, timeout_s=_SCORE_TIMEOUT_S)
+        try:
+            _, *entries = answer["prompt_logprobs"]
+            return tuple(
+                float(entry[str(token)]["logprob"])
+                for token, entry in zip(token_ids[1:], entries, strict=True)
+            )
+        except (LookupError, TypeError, ValueError) as error:
+            raise ServerRefusedError(
+                f"{server.address} returned no logprobs of a prompt ({error!r}); its vLLM is too old"
+            ) from error
+
+    def _check(self, server: FleetServer) -> None:
+        """Refuses a server whose engine cannot serve this run, with what it lacks."""
+        assert server.facts is not None, "the server has attached"
+        engine = server.facts.engine
+        text = self._config.config.get_text_config()
+        expected = {
+            "vocab_size": int(text.vocab_size),
+            "num_hidden_layers": int(text.num_hidden_layers),
+            "hidden_size": int(text.hidden_size),
+            "dtype": self._config.dtype_name,
+        }
+        fixes = {
+            "logprobs_mode": ("processed_logprobs", "--logprobs-mode processed_logprobs"),
+            "head_dtype": ("float32", """--hf-overrides '{"head_dtype": "float32"}'"""),
+            "takes_tokens": (True, "--enable-scale-out"),
+            "data_parallel_size": (1, "one server for each replica"),
+            "api_processes": (1, "--api-server-count 1"),
+        }
+        problems = [
+            f"{name} is {engine.get(name)!r}, but the run needs {value!r}"
+            for name, value in expected.items()
+            if engine.get(name) != value
+        ]
+        problems += [
+            f"{name} is {engine.get(name)!r}; start vLLM with {fix}"
+            for name, (value, fix) in fixes.items()
+            if engine.get(name) != value
+        ]
+        longest = int(text.max_position_embeddings)
+        needed = min(longest, self._config.arguments.get("max_model_len", longest))
+        if (most := int(engine["max_model_len"])) < needed:
+            problems.append(
+                f"max_model_len is {most}, but the run's requests may have {needed} tokens; raise "
+                f"--max-model-len, or set rollout.engine_arguments.max_model_len to {most}"
+            )
+        if problems:
+            raise ServerRefusedError(f"{server.address}: {'; '.join(problems)}")
+
+
+class _OwnedStream:
+    """A stream that its backend forgets when it is closed."""
+
+    def __init__(self, streams: dict[str, FleetStream], stream: FleetStream) -> None:
+        self._streams = streams
+        self._stream = stream
+        self.next = stream.next
+
+    async def close(self) -> None:
+        self._streams.pop(self._stream.segment_id, None)
+        await self._stream.close()
+
+
+class FleetEngine(ExternalEngine):
+    """External engine whose weights travel to servers while these serve the version before."""
+
+    backend: FleetBackend
+
+    async def adopt_weights(self, version: int, tensors: Mapping[str, Tensor]) -> float:
+        """Sends weights to all servers, then cuts running responses and puts the weights into service.
+
+        Returns at once if no server is there: the first one that comes gets the weights, and requests wait.
+        """
+        specs = self.weight_specs()
+        check_tensors({spec.name: spec.shape for spec in specs}, tensors)
+        await self._started.wait()
+        weights = await asyncio.to_thread(FleetWeights, version, specs, tensors)
+        fleet = self.backend.fleet
+        await fleet.upload(weights)
+        async with self._gate.closed():
+            loop = asyncio.get_running_loop()
+            started_at = loop.time()
+            await self._cut(self._running.values())
+            await fleet.load(weights)
+            await self._resume_segments(version)
+            return loop.time() - started_at
+
+    async def open_weights(self, plan: WeightPlan, slots: Sequence[Sequence[Tensor]]) -> Place:
+        """Refuses: the weights of servers cannot be written by another process.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            "rollout.engine vllm-server does not expose its live weights; use weight_sync.mode cpu_async"
+        )

@@ -1,0 +1,356 @@
+"""Servers of a run: attached, brought to the newest weights, verified, and chosen for each segment.
+
+A server gets work only while it serves the fleet's version, with the digest that this rollout computed, and
+with logprobs of the canary that agree with the other servers'. One that dies, restarts or differs is named
+once and gets no work before it has attached again and received the current version.
+"""
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Final
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from services.common.task_group import TaskGroup, gather_in_group, unwrapped
+from services.common.telemetry.metrics import SYNC
+from services.extras.fleets.client import (
+    FleetServer,
+    ServerAwayError,
+    ServerBusyError,
+    ServerRefusedError,
+)
+from services.extras.fleets.protocol import LEASE_S
+from services.extras.fleets.weights import FleetWeights
+from services.rollout.calls.outside import delays
+from services.weightsync.canary import difference
+
+logger = logging.getLogger(__name__)
+
+_PROBE_EVERY_S: Final = 2.0
+"""Interval of a server's checks, which also renew its session."""
+_MAX_WAIT_S: Final = 60.0
+"""Max interval at which a server that refused is asked again."""
+_SLACK: Final = 4
+"""Further running requests that a server may have before a sibling goes to another one."""
+_MAX_PREFIXES: Final = 4096
+
+SERVING: Final = Gauge(
+    "slipstream_fleet_serving_servers", "Servers of the fleet that serve its weight version."
+)
+CHANGES: Final = Counter(
+    "slipstream_fleet_server_changes_total",
+    "Servers that began to serve, that were lost, or that were refused.",
+    ["change"],
+)
+UPLOAD_SECONDS: Final = Histogram(
+    "slipstream_fleet_upload_duration_seconds",
+    "Time to send a weight version to one server.",
+    buckets=SYNC,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Canary:
+    version: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+Scorer = Callable[[FleetServer, Sequence[int]], Awaitable[tuple[float, ...]]]
+
+
+class Fleet:
+    """Keeps all servers of a run on its newest weights.
+
+    Args:
+        servers: The servers.
+        check: Raises ServerRefusedError if a server that has attached cannot serve the run.
+        score: Returns a server's logprobs of a text.
+        tolerance: Max mean absolute difference of the canary's logprobs between two servers.
+        report: Receives what happened to which server, for people.
+        on_lost: Called when a server gets no more work; its responses must end.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[FleetServer],
+        *,
+        check: Callable[[FleetServer], None],
+        score: Scorer,
+        tolerance: float,
+        report: Callable[[str, str], None],
+        on_lost: Callable[[FleetServer], None] = lambda server: None,
+    ) -> None:
+        self._servers = tuple(servers)
+        self._check = check
+        self._score = score
+        self._tolerance = tolerance
+        self._report = report
+        self._on_lost = on_lost
+        self._weights: FleetWeights | None = None
+        self._canary: _Canary | None = None
+        self._locks = {server.address: asyncio.Lock() for server in servers}
+        self._kicks = {server.address: asyncio.Event() for server in servers}
+        self._problems: dict[str, str] = {}
+        self._excluded: dict[str, ServerRefusedError] = {}
+        """Reasons of the servers that answered, but refused."""
+        self._prefixes: OrderedDict[Hashable, FleetServer] = OrderedDict()
+        self._changed = asyncio.Event()
+        self._num_scored = 0
+
+    @property
+    def version(self) -> int | None:
+        """Version that servers must serve; None before the first."""
+        return None if self._weights is None else self._weights.version
+
+    @property
+    def serving(self) -> list[FleetServer]:
+        """Servers that get work."""
+        return [server for server in self._servers if self._is_serving(server)]
+
+    @property
+    def attached(self) -> list[FleetServer]:
+        """Servers that have attached and can serve this run, whatever their weights."""
+        return [server for server in self._servers if server.session and server.is_fit]
+
+    async def run(self) -> None:
+        """Attaches servers and keeps them on the newest weights, until cancelled."""
+        with unwrapped():
+            async with TaskGroup() as tasks:
+                for server in self._servers:
+                    tasks.create_task(self._keep(server))
+
+    async def wait_attached(self) -> None:
+        """Waits until one server can serve this run.
+
+        Raises:
+            ServerRefusedError: If all servers answer, and none can.
+        """
+        clock = asyncio.get_running_loop().time
+        started_at = clock()
+        while not self.attached:
+            if len(self._excluded) == len(self._servers):
+                is_busy = any(isinstance(each, ServerBusyError) for each in self._excluded.values())
+                # An owner that was killed keeps its servers until its lease ends.
+                if not is_busy or clock() - started_at > LEASE_S + _PROBE_EVERY_S:
+                    raise ServerRefusedError("; ".join(map(str, self._excluded.values())))
+            await self._change()
+
+    async def close(self) -> None:
+        for server in self._servers:
+            await server.close()
+
+    async def upload(self, weights: FleetWeights) -> None:
+        """Sends a version to all attached servers, which keep serving the version before."""
+        await gather_in_group([self._upload(server, weights) for server in self.attached])
+
+    async def load(self, weights: FleetWeights) -> None:
+        """Makes a version the fleet's; servers that have received it load it at once, others as they come."""
+        self._weights, self._canary = weights, None
+        await gather_in_group(
+            [self._load(server, weights) for server in self._servers if server.uploaded is weights]
+        )
+        self._kick_all()
+
+    @asynccontextmanager
+    async def lease(self, prefix: Hashable) -> AsyncIterator[FleetServer]:
+        """Waits for a serving server, and holds a place on it while the block runs.
+
+        Args:
+            prefix: Requests with the same one go to the same server, whose cache has their prompt, unless it
+                has more to do than others.
+        """
+        while (server := self._choose(prefix)) is None:
+            await self._change()
+        server.num_running += 1
+        try:
+            yield server
+        finally:
+            server.num_running -= 1
+
+    def lose(self, server: FleetServer, reason: str) -> None:
+        """Gives a server no work until it has been checked again."""
+        if server.session:
+            self._name(server, reason, change="lost")
+        self._detach(server)
+        self._kicks[server.address].set()
+        self._notify()
+
+    async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+        """Returns the logprobs of a text, on which the serving servers agree; excludes those that do not.
+
+        Waits until a server serves.
+        """
+        while True:
+            version, servers = self.version, self.serving
+            results = await gather_in_group([self._try_score(s, token_ids) for s in servers])
+            scores = {
+                server.address: scored
+                for server, scored in zip(servers, results, strict=True)
+                if scored is not None
+            }
+            if scores and version == self.version:
+                break
+            await self._change()
+        agreeing = {
+            address: sum(difference(one, other) <= self._tolerance for other in scores.values())
+            for address, one in scores.items()
+        }
+        # With no majority another server decides each time: the trainer's logprobs show which one is right.
+        self._num_scored += 1
+        order = sorted(scores)
+        first = self._num_scored % len(order)
+        reference = max(order[first:] + order[:first], key=lambda address: agreeing[address])
+        for server in servers:
+            scored = scores.get(server.address)
+            if scored is not None:
+                self._compare(server, scored, scores[reference])
+        assert version is not None
+        self._canary = _Canary(version, tuple(token_ids), scores[reference])
+        return scores[reference]
+
+    async def _keep(self, server: FleetServer) -> None:
+        """Attaches a server, checks it, and brings it to the newest weights, again and again."""
+        kick = self._kicks[server.address]
+        refused = delays(_PROBE_EVERY_S, _MAX_WAIT_S)
+        while True:
+            kick.clear()
+            wait_s = _PROBE_EVERY_S
+            try:
+                async with self._locks[server.address]:
+                    await self._bring(server)
+                refused = delays(_PROBE_EVERY_S, _MAX_WAIT_S)
+            except ServerAwayError as error:
+                self._excluded.pop(server.address, None)
+                self._name(server, str(error), change="lost")
+                self._detach(server)
+            except ServerRefusedError as error:
+                self._excluded[server.address] = error
+                self._name(server, str(error), change="refused")
+                self._detach(server)
+                # Each try may send all weights.
+                if not isinstance(error, ServerBusyError):
+                    wait_s = next(refused)
+            self._notify()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await kick.wait()
+
+    async def _bring(self, server: FleetServer) -> None:
+        if not server.session:
+            await server.attach()
+            self._check(server)
+            server.is_fit = True
+            self._excluded.pop(server.address, None)
+            self._notify()
+        else:
+            await server.check()
+        weights = self._weights
+        if weights is None or (server.is_verified and server.serves(weights)):
+            return
+        if server.uploaded is not weights:
+            with UPLOAD_SECONDS.time():
+                await server.upload(weights)
+        if weights is not self._weights:
+            return  # the next version arrived meanwhile
+        await server.load(weights)
+        canary = self._canary
+        if canary is not None and canary.version == server.version:
+            scored = await self._score(server, canary.token_ids)
+            self._compare(server, scored, canary.logprobs)
+        if server.session:
+            self._began(server)
+
+    async def _upload(self, server: FleetServer, weights: FleetWeights) -> None:
+        async with self._locks[server.address]:
+            try:
+                with UPLOAD_SECONDS.time():
+                    await server.upload(weights)
+            except (ServerAwayError, ServerRefusedError) as error:
+                self.lose(server, str(error))
+
+    async def _load(self, server: FleetServer, weights: FleetWeights) -> None:
+        async with self._locks[server.address]:
+            try:
+                await server.load(weights)
+            except (ServerAwayError, ServerRefusedError) as error:
+                self.lose(server, str(error))
+            else:
+                if server.session:  # otherwise it was lost meanwhile
+                    self._began(server)
+
+    async def _try_score(
+        self, server: FleetServer, token_ids: Sequence[int]
+    ) -> tuple[float, ...] | None:
+        try:
+            return await self._score(server, token_ids)
+        except (ServerAwayError, ServerRefusedError) as error:
+            self.lose(server, str(error))
+            return None
+
+    def _compare(
+        self, server: FleetServer, scored: Sequence[float], expected: Sequence[float]
+    ) -> None:
+        """Excludes a server whose logprobs of the canary differ."""
+        found = difference(scored, expected)
+        if found > self._tolerance:
+            self.lose(
+                server,
+                f"{server.address} serves other weights than the fleet: the canary's logprobs differ by "
+                f"{found:.3g} on average, more than {self._tolerance:.3g}",
+            )
+
+    def _is_serving(self, server: FleetServer) -> bool:
+        return self._weights is not None and server.is_verified and server.serves(self._weights)
+
+    def _choose(self, prefix: Hashable) -> FleetServer | None:
+        servers = self.serving
+        if not servers:
+            return None
+        idlest = min(servers, key=lambda server: server.num_running)
+        near = self._prefixes.get(prefix)
+        is_near = near in servers and near.num_running <= idlest.num_running + _SLACK
+        chosen = near if near is not None and is_near else idlest
+        self._prefixes[prefix] = chosen
+        self._prefixes.move_to_end(prefix)
+        while len(self._prefixes) > _MAX_PREFIXES:
+            self._prefixes.popitem(last=False)
+        return chosen
+
+    def _detach(self, server: FleetServer) -> None:
+        server.detach()
+        self._on_lost(server)
+
+    def _began(self, server: FleetServer) -> None:
+        server.is_verified = True
+        if self._problems.pop(server.address, None) is not None:
+            self._report("EngineServerServes", f"{server.address} serves version {server.version}")
+            CHANGES.labels("serves").inc()
+        self._notify()
+
+    def _name(self, server: FleetServer, reason: str, *, change: str) -> None:
+        """Reports a server's problem once, until the server serves again."""
+        was_named = server.address in self._problems
+        self._problems[server.address] = reason
+        if not was_named:
+            CHANGES.labels(change).inc()
+            logger.warning("a server gets no work", extra={"server": server.address, "why": reason})
+            kind = "EngineServerRefused" if change == "refused" else "EngineServerLost"
+            self._report(kind, f"{server.address} gets no work: {reason}")
+
+    def _kick_all(self) -> None:
+        for kick in self._kicks.values():
+            kick.set()
+        self._notify()
+
+    def _notify(self) -> None:
+        SERVING.set(len(self.serving))
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def _change(self) -> None:
+        await self._changed.wait()

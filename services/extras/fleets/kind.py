@@ -1,0 +1,67 @@
+"""Properties of the engine ``vllm-server``. Imports neither vLLM nor torch."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from services.common.runspec.engines import EngineKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetKind(EngineKind):
+    """An engine whose servers are named in its arguments."""
+
+    def check(self, arguments: Mapping[str, Any], *, most_tokens: int) -> None:
+        super(FleetKind, self).check(arguments, most_tokens=most_tokens)
+        if problem := next(_problems(arguments), None):
+            raise ValueError(problem)
+
+
+def _problems(arguments: Mapping[str, Any]) -> Iterator[str]:
+    key = "rollout.engine_arguments"
+    addresses = arguments.get("addresses")
+    if not isinstance(addresses, list | tuple) or not addresses:
+        yield (
+            f"{key}.addresses must list the servers of rollout.engine vllm-server, such as "
+            f"[http://vllm-0:8000], got {addresses!r}"
+        )
+        return
+    for address in addresses:
+        if not _is_address(address):
+            yield (
+                f"{key}.addresses must be http://HOST:PORT or https://HOST:PORT without a path, got "
+                f"{address!r}"
+            )
+    if len({str(address).rstrip("/") for address in addresses}) != len(addresses):
+        yield f"{key}.addresses names a server twice: {', '.join(map(str, addresses))}; remove one"
+    token = arguments.get("token", "")
+    # Workers have the secret's value in place of its name.
+    is_secret = isinstance(token, Mapping) and set(token) == {"secret"}
+    if not (is_secret or isinstance(token, str)):
+        yield (
+            f'{key}.token must be {{"secret": "NAME"}}, where NAME is a file in the installation\'s secrets '
+            f"directory, got {type(token).__name__}"
+        )
+
+
+def _is_address(address: Any) -> bool:
+    if not isinstance(address, str) or not address.isprintable() or " " in address:
+        return False
+    try:
+        parts = urlsplit(address)
+        has_host = bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+    is_bare = parts.path in ("", "/") and not (parts.query or parts.fragment or parts.username)
+    return parts.scheme in ("http", "https") and has_host and is_bare
+
+
+KIND: Final = FleetKind(
+    adapter="services.extras.fleets.engine:build",
+    arguments=frozenset({"addresses", "token", "max_model_len"}),
+    harmless_arguments=frozenset({"addresses", "token", "max_model_len"}),
+    is_remote=True,
+    length_argument="max_model_len",
+    why_unquantized="its servers decide the precision of their products",
+)

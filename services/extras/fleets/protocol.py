@@ -1,0 +1,23 @@
+"""Names that a rollout and a server of a fleet share: paths, headers, and the version of this interface."""
+
+from typing import Final
+
+API: Final = 1
+"""Version of the interface; a server of another one is refused."""
+PREFIX: Final = "/slipstream/v1"
+STATE: Final = f"{PREFIX}/state"
+"""GET: the server's instance, owner and served weights. With a session, it also renews the session."""
+ATTACH: Final = f"{PREFIX}/attach"
+"""POST: begins a session; the server then serves weights to nobody before this session has loaded some.
+DELETE: ends it."""
+WEIGHTS: Final = f"{PREFIX}/weights"
+"""POST: announces a version. PUT ``/{bucket}``: one bucket of its bytes."""
+LOAD: Final = f"{PREFIX}/load"
+"""POST: verifies the announced version and puts it into service."""
+GENERATE: Final = "/inference/v1/generate"
+"""vLLM's own path for token ids in and out (``--enable-scale-out``)."""
+SESSION_HEADER: Final = "slipstream-session"
+VERSION_HEADER: Final = "slipstream-weight-version"
+"""Version that must be in service; otherwise the server answers 412 and samples nothing."""
+LEASE_S: Final = 15.0
+"""Seconds without a sign of life of its owner after which another owner may take a server over."""

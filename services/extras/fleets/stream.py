@@ -1,0 +1,174 @@
+"""Tokens of one segment from a server: an event stream, read by a task that a cut can end at once."""
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Final
+
+import httpx
+
+from services.extras.fleets.client import FleetServer, ServerAwayError, reason_of
+from services.extras.fleets.protocol import GENERATE
+from services.rollout.engines.external import EngineDiedError
+from services.rollout.engines.request_segments import TokenChunk
+from services.rollout.failures import BusyError, CallError
+
+_MAX_LINE_BYTES: Final = 16 << 20
+_DATA: Final = "data: "
+_DONE: Final = "[DONE]"
+_ABORTED: Final = TokenChunk(token_ids=(), logprobs=(), finish_reason="abort")
+"""The segment ends here, and the response continues in another one, on any server."""
+
+Lease = Callable[[], AbstractAsyncContextManager[FleetServer]]
+"""Waits for a server with the version of the segment, and holds a place on it."""
+
+
+class FleetStream:
+    """Stream of a segment; it ends with ``abort`` if its server is lost or gets other weights.
+
+    Args:
+        lease: Returns a context that holds a place on a server.
+        body: Returns the request in vLLM's form for a server.
+        on_lost: Receives the server and the reason if the server ended the stream before its time.
+    """
+
+    def __init__(
+        self,
+        segment_id: str,
+        lease: Lease,
+        body: Callable[[FleetServer], Mapping[str, Any]],
+        on_lost: Callable[[FleetServer, str], None],
+    ) -> None:
+        self.segment_id = segment_id
+        self.server: FleetServer | None = None
+        """The server that samples; None while the segment waits for one."""
+        self._lease = lease
+        self._body = body
+        self._on_lost = on_lost
+        self._chunks: deque[TokenChunk] = deque()
+        self._failure: BaseException | None = None
+        self._arrived = asyncio.Event()
+        self._is_ending = False
+        self._reading = asyncio.ensure_future(self._read())
+
+    async def next(self) -> TokenChunk:
+        """Returns the tokens since the last call. Raises EngineDiedError."""
+        while not self._chunks and self._failure is None:
+            self._arrived.clear()
+            await self._arrived.wait()
+        if self._chunks:
+            return self._chunks.popleft()
+        assert self._failure is not None
+        raise self._failure
+
+    def cut(self) -> None:
+        """Ends the segment after the tokens that have arrived."""
+        if not (self._is_ending or self._reading.done()):
+            self._cancel()
+            self._put(_ABORTED)
+
+    async def close(self) -> None:
+        self._cancel()
+        await asyncio.wait([self._reading])
+
+    def _cancel(self) -> None:
+        """Cancels the reader once: a second time would interrupt it while it closes its connection."""
+        if not self._is_ending:
+            self._is_ending = True
+            self._reading.cancel()
+
+    def _put(self, chunk: TokenChunk) -> None:
+        self._chunks.append(chunk)
+        self._arrived.set()
+
+    async def _read(self) -> None:
+        try:
+            async with self._lease() as server:
+                self.server = server
+                try:
+                    last = await self._read_from(server)
+                except (ServerAwayError, BusyError, httpx.TransportError) as error:
+                    self._is_ending = True
+                    self._put(_ABORTED)
+                    self._on_lost(server, str(error) or repr(error))
+                except CallError as error:
+                    raise EngineDiedError(f"{server.address}: {error}") from error
+                else:
+                    # The connection is closed or idle by now, so that the end of the segment, after which
+                    # this task is cancelled, does not interrupt that.
+                    self._is_ending = True
+                    self._put(last)
+        except Exception as error:  # noqa: BLE001 -- it is raised where the tokens are awaited
+            self._failure = error
+            self._arrived.set()
+
+    async def _read_from(self, server: FleetServer) -> TokenChunk:
+        """Passes on the tokens of a response but the last; returns these with their finish reason."""
+        async with server.stream(GENERATE, self._body(server)) as response:
+            if response.status_code != 200:
+                await _refuse(server, response)
+            last: TokenChunk | None = None
+            async for event in _events(response):
+                if error := event.get("error"):
+                    raise ServerAwayError(f"{server.address} ended a response: {str(error)[:300]}")
+                if last is None and (chunk := _chunk(event)) is not None:
+                    if chunk.finish_reason is None:
+                        self._put(chunk)
+                    else:
+                        last = chunk
+            if last is None:
+                raise ServerAwayError(f"{server.address} ended a response without a reason")
+        return last
+
+
+async def _refuse(server: FleetServer, response: httpx.Response) -> None:
+    """Raises the error that a status other than 200 means."""
+    status, text = response.status_code, await response.aread()
+    message = f"{server.address} answered {status} to a request for tokens: {reason_of(text)}"
+    if status in (401, 403, 404, 408, 412, 425, 429) or status >= 500:
+        raise ServerAwayError(message)
+    raise EngineDiedError(message)
+
+
+async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    """Yields the objects of an event stream until its end mark.
+
+    Raises:
+        ServerAwayError: If it has no end mark, or is no such stream.
+    """
+    is_done = False
+    async for line in response.aiter_lines():
+        if len(line) > _MAX_LINE_BYTES:
+            raise ServerAwayError(f"an event has more than {_MAX_LINE_BYTES} bytes")
+        if is_done or not line.startswith(_DATA):
+            continue  # reads to the end, so that the connection can be used again
+        text = line.removeprefix(_DATA)
+        if is_done := text.strip() == _DONE:
+            continue
+        try:
+            event = json.loads(text)
+        except ValueError as error:
+            raise ServerAwayError(f"an event is no JSON: {text[:200]}") from error
+        yield event
+    if not is_done:
+        raise ServerAwayError("the connection ended in the middle of a response")
+
+
+def _chunk(event: Mapping[str, Any]) -> TokenChunk | None:
+    """Reads the tokens of an event; None for an event without a choice.
+
+    Raises:
+        ServerAwayError: If it lacks a token's logprob.
+    """
+    if not event.get("choices"):
+        return None
+    (choice,) = event["choices"]
+    token_ids = choice.get("token_ids") or []
+    content = (choice.get("logprobs") or {}).get("content") or []
+    logprobs = [entry["logprob"] for entry in content if entry.get("token_id") is not None]
+    if len(logprobs) != len(token_ids):
+        raise ServerAwayError(f"{len(token_ids)} tokens came with {len(logprobs)} logprobs")
+    reason = choice.get("finish_reason")
+    return TokenChunk(token_ids=token_ids, logprobs=logprobs, finish_reason=reason)

@@ -1,0 +1,52 @@
+"""The newest weights of a run, kept by a rollout for the servers of its fleet."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from services.weightsync.arena import WeightArena, source_digest
+from services.weightsync.plan import TensorSpec, make_plan
+
+BUCKET_BYTES: Final = 16 << 20
+"""Bytes of one request with weights: several of them are sent at once, and a lost one is sent again."""
+_PART_BYTES: Final = 1 << 18
+
+
+class FleetWeights:
+    """One version in host memory, in the layout in which servers receive it.
+
+    Args:
+        version: Weight version.
+        specs: All tensors, in sending order.
+        tensors: Their values, which are copied. Blocks.
+    """
+
+    def __init__(
+        self, version: int, specs: Sequence[TensorSpec], tensors: Mapping[str, Tensor]
+    ) -> None:
+        self.version = version
+        self.plan = make_plan(specs, BUCKET_BYTES)
+        self._arena = WeightArena(self.plan, torch.device("cpu"))
+        with torch.no_grad():
+            for name, _, view in self._arena.pieces(0):
+                view.copy_(tensors[name])
+        self.digest = source_digest(self.plan.plan_hash, version, 0, self._arena.checksums(0))
+
+    @property
+    def num_buckets(self) -> int:
+        return len(self.plan.sources[0].buckets)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.plan.num_bytes
+
+    def bucket_bytes(self, index: int) -> int:
+        return int(self._arena.bucket(0, index).nbytes)
+
+    def parts(self, index: int) -> Iterator[bytes]:
+        """Yields the bytes of a bucket in parts that one write to a socket takes."""
+        bucket = self._arena.bucket(0, index).numpy().data
+        for start in range(0, len(bucket), _PART_BYTES):
+            yield bytes(bucket[start : start + _PART_BYTES])

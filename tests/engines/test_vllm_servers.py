@@ -1,0 +1,218 @@
+"""The engine vllm-server, attached to two of vLLM's servers on the CPU."""
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench.vllm_servers import VllmServer, engine_arguments, vllm_servers
+from services.extras.fleets.engine import FleetEngine
+from services.rollout.calls.outside import AddressPolicy
+from services.rollout.engines.base import Engine
+from services.rollout.engines.build import make_engine
+from services.rollout.engines.engine_config import EngineConfig
+from services.rollout.engines.external import EngineDiedError
+from tests.contract import test_engine_contract, test_engine_weights
+from tests.contract.checks import PROMPT, adopt, assert_agrees
+from tests.contract.engines import decode, expected_logprobs, model_config, weights
+from tests.helpers.engines import begun, made, request, running, until
+
+pytest.importorskip("vllm", reason="vllm is not installed here")
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
+
+_OTHERWISE = {
+    # Servers do not say how many tokens were cached.
+    "test_prefixes_that_were_computed_before_are_counted",
+    "test_what_follows_a_response_finds_what_was_computed_again_for_it",
+    # Servers sample while weights travel, so that the requests of these tests end before the updates; see
+    # the test of updates in the middle of responses below.
+    "test_updates_in_the_middle_of_generation_give_exact_versions",
+    "test_many_updates_in_a_row_meet_running_waiting_and_aborted_requests",
+}
+
+
+def _contract(module: ModuleType) -> dict[str, Callable[..., Any]]:
+    tests = {name: test for name, test in vars(module).items() if name.startswith("test_")}
+    return {name: test for name, test in tests.items() if name not in _OTHERWISE}
+
+
+CONTRACT = _contract(test_engine_contract) | _contract(test_engine_weights)
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[list[VllmServer]]:
+    """Two servers, which all tests share because their start takes long."""
+    with vllm_servers(model_config(), 2) as started:
+        yield started
+
+
+def _engine(
+    servers: list[VllmServer], events: list[str] | None = None, **changes: Any
+) -> FleetEngine:
+    options: dict[str, Any] = {
+        "config": model_config(),
+        "dtype": torch.float32,
+        "device": torch.device("cpu"),
+        "max_running": 8,
+        "decode": decode,
+        "arguments": engine_arguments(servers),
+        "reach": AddressPolicy(("127.0.0.1",)),
+        "worker": "test",
+        "report": lambda kind, message: (events if events is not None else []).append(
+            f"{kind}: {message}"
+        ),
+    }
+    engine = make_engine("vllm-server", EngineConfig(**(options | changes)))
+    assert isinstance(engine, FleetEngine)
+    return engine
+
+
+@asynccontextmanager
+async def _attached(engine: FleetEngine, number: int) -> AsyncIterator[FleetEngine]:
+    """Yields the engine once it has attached to a number of servers."""
+    async with running(engine), asyncio.timeout(300):
+        await engine.wait_ready()
+        await until(lambda: len(engine.backend.fleet.attached) == number, poll_s=0.01)
+        yield engine
+
+
+@pytest.mark.parametrize("name", CONTRACT)
+async def test_servers_keep_the_contract_of_engines(name: str, servers: list[VllmServer]) -> None:
+    @asynccontextmanager
+    async def opened(*, tied: bool = True) -> AsyncIterator[Engine]:
+        assert tied, "the servers' model has tied embeddings"
+        async with _attached(_engine(servers), 2) as engine:
+            yield engine
+
+    opener: Callable[..., AbstractAsyncContextManager[Engine]] = opened
+    takes_tied = "tied" in inspect.signature(CONTRACT[name]).parameters
+    await CONTRACT[name](opener, **({"tied": True} if takes_tied else {}))
+
+
+async def test_five_updates_are_exact_on_every_server(servers: list[VllmServer]) -> None:
+    async with _attached(_engine(servers), 2) as engine:
+        for version in range(5):
+            await adopt(engine, version)
+            fleet = engine.backend.fleet.serving
+            assert [server.version for server in fleet] == [version, version]
+            assert len({server.digest for server in fleet}) == 1
+            tasks = begun(engine, [PROMPT[:7], PROMPT[:11], PROMPT[:13]], max_tokens=12)
+            for context, task in zip((7, 11, 13), tasks, strict=True):
+                result = await task
+                assert result.version_runs == ((version, 12),)
+                expected = expected_logprobs(version, PROMPT[:context], result.token_ids)
+                _assert_equal(result.logprobs, expected)
+            expected = expected_logprobs(version, PROMPT[:1], PROMPT[1:])
+            _assert_equal(await engine.score(PROMPT), expected)
+
+
+def _assert_equal(logprobs: Sequence[float], expected: Tensor) -> None:
+    """Checks logprobs in float32: 1e-5 on average; rounding moves those of unlikely tokens most."""
+    difference = (torch.tensor(logprobs) - expected).abs()
+    assert float(difference.mean()) <= 1e-5
+    assert float(difference.max()) <= 1e-4
+
+
+async def test_updates_in_the_middle_of_responses_give_exact_versions(
+    servers: list[VllmServer],
+) -> None:
+    async with _attached(_engine(servers), 2) as engine:
+        await adopt(engine, 0)
+        tasks = begun(engine, [PROMPT[: 5 + seed] for seed in range(8)], max_tokens=480)
+        for version in range(1, 5):
+            await until(made(engine, 8))
+            await adopt(engine, version)
+        await engine.abort({"r0"})
+        results = [await task for task in tasks]
+        assert engine.stats().weight_version == 4
+    for seed, result in enumerate(results):
+        assert_agrees(result, PROMPT[: 5 + seed])
+    assert sum(len(result.version_runs) > 1 for result in results) >= 6
+
+
+async def test_siblings_of_a_group_share_a_server_and_groups_are_spread(
+    servers: list[VllmServer],
+) -> None:
+    async with _attached(_engine(servers), 2) as engine:
+        await adopt(engine, 0)
+        contexts = [PROMPT[:20]] * 4 + [PROMPT[1:20]] * 4
+        tasks = begun(engine, contexts, max_tokens=200)
+        await until(made(engine, 40))
+        assert [server.num_running for server in engine.backend.fleet.serving] == [4, 4]
+        await engine.abort()
+        await asyncio.gather(*tasks)
+
+
+async def test_a_server_that_another_run_uses_is_refused_by_name(
+    servers: list[VllmServer],
+) -> None:
+    async with _attached(_engine(servers), 2) as engine:
+        await adopt(engine, 0)
+        other = _engine(servers, worker="another")
+        with pytest.raises(EngineDiedError, match="'test' uses this server"):
+            await other.run()
+        result = await engine.generate(request("r", PROMPT))
+        assert_agrees(result, PROMPT)
+
+
+async def test_a_server_that_lacks_what_the_run_needs_is_refused_by_name(
+    servers: list[VllmServer],
+) -> None:
+    engine = _engine(servers, dtype=torch.bfloat16)
+    with pytest.raises(EngineDiedError, match="dtype is 'float32', but the run needs"):
+        await engine.run()
+
+
+async def test_a_killed_server_loses_no_response_and_returns_with_the_newest_weights(
+    servers: list[VllmServer],
+) -> None:
+    events: list[str] = []
+    killed, other = servers
+    async with _attached(_engine(servers, events), 2) as engine:
+        await adopt(engine, 0)
+        await engine.score(PROMPT)
+        tasks = begun(engine, [PROMPT[: 5 + seed] for seed in range(6)], max_tokens=480)
+        await until(made(engine, 30))
+        killed.kill()
+        await until(made(engine, 30))
+        await adopt(engine, 1)
+        for seed, task in enumerate(tasks):
+            result = await task
+            assert len(result.token_ids) == 480
+            assert {version for version, _ in result.version_runs} == {0, 1}
+            assert_agrees(result, PROMPT[: 5 + seed])
+        assert [server.address for server in engine.backend.fleet.serving] == [other.address]
+        (lost,) = events
+        assert lost.startswith(f"EngineServerLost: {killed.address} gets no work")
+        killed.start()
+        async with asyncio.timeout(300):
+            while len(engine.backend.fleet.serving) < 2:  # noqa: ASYNC110 -- a process loads
+                await asyncio.sleep(0.1)
+        assert events[1:] == [f"EngineServerServes: {killed.address} serves version 1"]
+        results = await asyncio.gather(
+            *begun(engine, [PROMPT[: 5 + seed] for seed in range(8)], max_tokens=20)
+        )
+        for seed, result in enumerate(results):
+            assert result.version_runs == ((1, 20),)
+            assert_agrees(result, PROMPT[: 5 + seed])
+
+
+async def test_weights_that_a_run_before_left_are_never_sampled_from(
+    servers: list[VllmServer],
+) -> None:
+    async with _attached(_engine(servers), 2) as engine:
+        await adopt(engine, 3)
+    async with _attached(_engine(servers), 2) as engine:
+        task = asyncio.ensure_future(engine.generate(request("early", PROMPT, max_tokens=5)))
+        await asyncio.sleep(0.1)
+        assert not task.done()
+        await engine.adopt_weights(3, weights(4))
+        result = await task
+        expected = expected_logprobs(4, PROMPT, result.token_ids)
+        _assert_equal(result.logprobs, expected)

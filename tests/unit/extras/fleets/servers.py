@@ -1,0 +1,187 @@
+"""A server with the fleet's middleware around an engine whose logprobs show its weights."""
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from torch import Tensor
+
+from services.extras.fleets.client import FleetServer
+from services.extras.fleets.server import FleetMember
+from services.extras.fleets.weights import FleetWeights
+from services.rollout.calls.outside import AddressPolicy
+from services.rollout.engines.shared_tensors import open_shared
+from services.weightsync.plan import TensorSpec
+
+TOKEN = "a-token"
+SPECS = (TensorSpec("bias", (4,), "float32"), TensorSpec("weight", (3, 5000), "float32"))
+LOCAL = AddressPolicy(("127.0.0.1",))
+
+
+def tensors(value: float) -> dict[str, Tensor]:
+    """Returns weights whose logprobs are ``-value``."""
+    return {"bias": torch.full((4,), value), "weight": torch.full((3, 5000), value)}
+
+
+def fleet_weights(version: int, value: float) -> FleetWeights:
+    return FleetWeights(version, SPECS, tensors(value))
+
+
+class FakeEngine:
+    """Engine in the place of vLLM's client: it samples token 7 with a logprob of its first weight."""
+
+    def __init__(self) -> None:
+        self.bias = 0.0
+        self.differing: list[str] = []
+        self.error: Exception | None = None
+        self.steps = asyncio.Semaphore(0)
+        """Released once for each token that may be sampled."""
+        self.num_sampled = 0
+        self.requests: list[dict[str, Any]] = []
+        self.vllm_config = SimpleNamespace(
+            model_config=SimpleNamespace(
+                max_model_len=512,
+                dtype=torch.float32,
+                head_dtype=torch.float32,
+                logprobs_mode="processed_logprobs",
+                hf_text_config=SimpleNamespace(vocab_size=16, num_hidden_layers=1, hidden_size=8),
+            ),
+            cache_config=SimpleNamespace(num_gpu_blocks=10, block_size=16),
+            parallel_config=SimpleNamespace(data_parallel_size=1, _api_process_count=1),
+            scheduler_config=SimpleNamespace(max_num_seqs=8),
+        )
+
+    async def collective_rpc(self, method: str, args: tuple[str, ...]) -> list[dict[str, Any]]:
+        assert method == "load_fleet_weights"
+        if self.error is not None:
+            raise self.error
+        first, *_ = open_shared(args[0]).values()
+        self.bias = float(first.flatten()[0])
+        return [{"way": "compared", "differing": self.differing}]
+
+    def logprob(self) -> float:
+        return -self.bias
+
+    async def tokens(self, number: int) -> AsyncIterator[dict[str, Any]]:
+        for index in range(number):
+            await self.steps.acquire()
+            self.num_sampled += 1
+            entry = {"token_id": 7, "logprob": self.logprob()}
+            reason = "length" if index == number - 1 else None
+            choice = {
+                "index": 0,
+                "token_ids": [7],
+                "logprobs": {"content": [entry]},
+                "finish_reason": reason,
+            }
+            yield {"choices": [choice]}
+
+
+async def _generate(request: Request) -> Response:
+    engine: FakeEngine = request.app.state.engine_client
+    body = await request.json()
+    engine.requests.append(body)
+    if not body["stream"]:
+        ids: Sequence[int] = body["token_ids"]
+        rows = [{str(token): {"logprob": engine.logprob()}} for token in ids[1:]]
+        return JSONResponse({"prompt_logprobs": [None, *rows]})
+
+    async def events() -> AsyncIterator[str]:
+        async for event in engine.tokens(body["sampling_params"]["max_tokens"]):
+            yield f"data: {json.dumps(event)}\n\n"
+        yield "data: [DONE]\n\n"
+
+    return StreamingResponse(events(), media_type="text/event-stream")
+
+
+async def _ok(request: Request) -> Response:
+    return Response()
+
+
+def application(engine: FakeEngine) -> Starlette:
+    """Returns the application that vLLM would serve with ``--middleware``."""
+    app = Starlette(
+        routes=[
+            Route("/inference/v1/generate", _generate, methods=["POST"]),
+            Route("/health", _ok),
+            Route("/metrics", _ok),
+        ]
+    )
+    app.state.engine_client = engine
+    app.state.args = SimpleNamespace(api_key=[TOKEN], enable_scale_out=True)
+    app.add_middleware(FleetMember)
+    return app
+
+
+class FakeServer:
+    """Server on a port of its own that can be restarted with a new engine."""
+
+    def __init__(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            self.port = probe.getsockname()[1]
+        self.address = f"http://127.0.0.1:{self.port}"
+        self.engine = FakeEngine()
+        self._server: uvicorn.Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Starts a process's worth of a server: a new engine, without weights and sessions."""
+        self.engine = FakeEngine()
+        config = uvicorn.Config(
+            application(self.engine), log_level="critical", timeout_graceful_shutdown=1
+        )
+        self._server = uvicorn.Server(config)
+        listener = socket.create_server(("127.0.0.1", self.port))
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+        while not self._server.started:  # noqa: ASYNC110 -- uvicorn sets no event
+            await asyncio.sleep(0.005)
+
+    async def stop(self) -> None:
+        """Ends the server with its connections."""
+        assert self._server is not None and self._serving is not None
+        for connection in list(self._server.server_state.connections):
+            connection.transport.abort()
+        self._server.force_exit = self._server.should_exit = True
+        await self._serving
+
+    async def restart(self) -> None:
+        await self.stop()
+        await self.start()
+
+    async def close(self) -> None:
+        if self._serving is not None and not self._serving.done():
+            await self.stop()
+
+
+@asynccontextmanager
+async def serving(number: int = 1) -> AsyncIterator[list[FakeServer]]:
+    """Yields started servers."""
+    servers = [FakeServer() for _ in range(number)]
+    try:
+        for server in servers:
+            await server.start()
+        yield servers
+    finally:
+        for server in servers:
+            await server.close()
+
+
+@asynccontextmanager
+async def attached(server: FakeServer, owner: str = "run/rollout-0") -> AsyncIterator[FleetServer]:
+    """Yields a client that has attached to a server."""
+    client = FleetServer(server.address, owner=owner, reach=LOCAL, token=TOKEN)
+    await client.attach()
+    try:
+        yield client
+    finally:
+        await client.close()

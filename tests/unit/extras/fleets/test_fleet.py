@@ -1,0 +1,272 @@
+"""A fleet gives work only to servers that serve its version, and no token has another one than it states."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen2Config
+
+from services.extras.fleets import fleet as fleet_module
+from services.extras.fleets.engine import FleetEngine, build
+from services.rollout.engines.base import GenerationResult
+from services.rollout.engines.engine_config import EngineConfig
+from services.rollout.engines.external import EngineDiedError
+from tests.helpers.engines import request, running, until
+from tests.unit.extras.fleets.servers import LOCAL, TOKEN, FakeServer, serving
+
+MANY = 1000
+
+
+@pytest.fixture(autouse=True)
+def fast_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "_PROBE_EVERY_S", 0.05)
+
+
+def _config(servers: list[FakeServer], events: list[str], **changes: Any) -> EngineConfig:
+    values: dict[str, Any] = {
+        "config": Qwen2Config(
+            vocab_size=16,
+            hidden_size=8,
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+            num_key_value_heads=1,
+            max_position_embeddings=512,
+        ),
+        "dtype": torch.float32,
+        "device": torch.device("cpu"),
+        "max_running": 8,
+        "arguments": {"addresses": [server.address for server in servers], "token": TOKEN},
+        "reach": LOCAL,
+        "worker": "run/rollout-0",
+        "report": lambda kind, message: events.append(f"{kind}: {message}"),
+    }
+    return EngineConfig(**(values | changes))
+
+
+@asynccontextmanager
+async def _engine(servers: list[FakeServer], events: list[str]) -> AsyncIterator[FleetEngine]:
+    engine = build(_config(servers, events))
+    async with running(engine), asyncio.timeout(30):
+        await until(lambda: len(engine.backend.fleet.attached) == len(servers), poll_s=0.005)
+        yield engine
+
+
+async def _adopt(engine: FleetEngine, version: int, value: float) -> None:
+    tensors = {spec.name: torch.full(spec.shape, value) for spec in engine.weight_specs()}
+    await engine.adopt_weights(version, tensors)
+
+
+def _allow(servers: list[FakeServer], number: int) -> None:
+    for server in servers:
+        for _ in range(number):
+            server.engine.steps.release()
+
+
+async def test_tokens_state_the_version_of_the_weights_that_sampled_them() -> None:
+    async with serving(2) as servers, _engine(servers, []) as engine:
+        await _adopt(engine, 1, 0.5)
+        task = asyncio.ensure_future(engine.generate(request("r", (1, 2), max_tokens=9)))
+        _allow(servers, 4)
+        await until(lambda: engine.stats().tokens_total == 4)
+        await _adopt(engine, 2, 0.25)
+        _allow(servers, MANY)
+        result = await task
+        assert result.version_runs == ((1, 4), (2, 5))
+        assert result.logprobs == (-0.5,) * 4 + (-0.25,) * 5
+        salts = {body["cache_salt"] for server in servers for body in server.engine.requests}
+        assert len(salts) == 2
+
+
+async def test_a_server_that_restarts_between_requests_gets_no_work_before_it_has_the_weights() -> (
+    None
+):
+    events: list[str] = []
+    async with serving() as (server,), _engine([server], events) as engine:
+        await _adopt(engine, 1, 0.5)
+        await server.restart()
+        _allow([server], MANY)
+        result = await engine.generate(request("r", (1, 2), max_tokens=3))
+        assert result.version_runs == ((1, 3),)
+        assert result.logprobs == (-0.5,) * 3
+        assert server.engine.num_sampled == 3
+    lost, serves = events
+    assert lost.startswith(f"EngineServerLost: {server.address} gets no work")
+    assert serves == f"EngineServerServes: {server.address} serves version 1"
+
+
+async def test_a_response_continues_elsewhere_when_its_server_is_lost() -> None:
+    events: list[str] = []
+    async with serving(2) as servers, _engine(servers, events) as engine:
+        await _adopt(engine, 1, 0.5)
+        task = asyncio.ensure_future(engine.generate(request("r", (1, 2), max_tokens=6)))
+        _allow(servers, 2)
+        await until(lambda: engine.stats().tokens_total == 2)
+        (used,) = [server for server in servers if server.engine.num_sampled]
+        (other,) = [server for server in servers if server is not used]
+        await used.stop()
+        _allow([other], MANY)
+        result = await task
+        assert result.token_ids == (7,) * 6
+        assert result.version_runs == ((1, 6),)
+        assert other.engine.num_sampled == 4
+        await used.start()
+        await until(lambda: len(engine.backend.fleet.serving) == 2, poll_s=0.005)
+        assert used.engine.bias == 0.5
+
+
+async def test_requests_wait_while_no_server_is_there_and_adoptions_do_not() -> None:
+    async with serving() as (server,), _engine([server], []) as engine:
+        await _adopt(engine, 1, 0.5)
+        await server.stop()
+        await until(lambda: not engine.backend.fleet.attached, poll_s=0.005)
+        task = asyncio.ensure_future(engine.generate(request("r", (1, 2), max_tokens=2)))
+        await _adopt(engine, 2, 0.25)
+        assert engine.stats().weight_version == 2
+        assert not task.done()
+        await server.start()
+        _allow([server], MANY)
+        result = await task
+        assert result.version_runs == ((2, 2),)
+        assert result.logprobs == (-0.25, -0.25)
+
+
+async def test_a_server_whose_logprobs_differ_gets_no_work_and_is_named() -> None:
+    events: list[str] = []
+    async with serving(3) as servers, _engine(servers, events) as engine:
+        await _adopt(engine, 1, 0.5)
+        wrong = servers[1]
+        wrong.engine.bias = 0.75
+        assert await engine.score((1, 2, 3)) == (-0.5, -0.5)
+        await until(lambda: len(events) == 2, poll_s=0.005)
+        assert events[0].startswith(
+            f"EngineServerLost: {wrong.address} gets no work: {wrong.address} serves other weights"
+        )
+        assert events[1] == f"EngineServerServes: {wrong.address} serves version 1"
+        assert wrong.engine.bias == 0.5
+
+
+async def test_a_server_that_comes_later_is_compared_by_the_canary_too() -> None:
+    events: list[str] = []
+    async with serving(2) as servers, _engine(servers, events) as engine:
+        first, second = servers
+        await _adopt(engine, 1, 0.5)
+        await engine.score((1, 2, 3))
+        await second.stop()
+        await until(lambda: len(engine.backend.fleet.serving) == 1, poll_s=0.005)
+        await second.start()
+
+        async def misplace(method: str, args: tuple[str, ...]) -> list[dict[str, Any]]:
+            second.engine.bias = 0.75
+            return [{"way": "reloaded", "differing": []}]
+
+        second.engine.collective_rpc = misplace  # type: ignore[method-assign]
+        await until(lambda: second.engine.bias == 0.75, poll_s=0.005)
+        _allow(servers, MANY)
+        results = await asyncio.gather(
+            *[engine.generate(request(f"r{n}", (n, 2), max_tokens=4)) for n in range(6)]
+        )
+        assert {result.logprobs for result in results} == {(-0.5,) * 4}
+        assert second.engine.num_sampled == 0
+        assert [server.address for server in engine.backend.fleet.serving] == [first.address]
+
+
+async def test_siblings_share_a_server_and_others_go_to_the_idlest() -> None:
+    async with serving(2) as servers, _engine(servers, []) as engine:
+        await _adopt(engine, 1, 0.5)
+        contexts = [(1, 2)] * 4 + [(3, 4)] * 4
+        tasks = [
+            asyncio.ensure_future(engine.generate(request(f"r{n}", context, max_tokens=2)))
+            for n, context in enumerate(contexts)
+        ]
+        await until(lambda: sum(len(server.engine.requests) for server in servers) == 8)
+        asked = [
+            {tuple(body["token_ids"]) for body in server.engine.requests} for server in servers
+        ]
+        assert sorted(map(len, asked)) == [1, 1]
+        _allow(servers, MANY)
+        await asyncio.gather(*tasks)
+
+
+async def test_an_engine_without_a_fitting_server_ends_with_what_each_lacks() -> None:
+    events: list[str] = []
+    async with serving(2) as servers:
+        servers[0].engine.vllm_config.model_config.logprobs_mode = "raw_logprobs"
+        servers[1].engine.vllm_config.model_config.hf_text_config.vocab_size = 32
+        with pytest.raises(EngineDiedError) as raised:
+            await build(_config(servers, events)).run()
+        assert "start vLLM with --logprobs-mode processed_logprobs" in str(raised.value)
+        assert "vocab_size is 32, but the run needs 16" in str(raised.value)
+        assert sorted(event.partition(":")[0] for event in events) == ["EngineServerRefused"] * 2
+
+
+async def test_an_address_outside_the_policy_is_refused() -> None:
+    config = _config([], [], arguments={"addresses": ["http://10.0.0.1:8000"]}, reach=None)
+    with pytest.raises(EngineDiedError, match="reward_hosts"):
+        await build(config).run()
+
+
+async def test_an_aborted_request_keeps_its_tokens() -> None:
+    async with serving() as (server,), _engine([server], []) as engine:
+        await _adopt(engine, 1, 0.5)
+        task = asyncio.ensure_future(engine.generate(request("r", (1, 2), max_tokens=9)))
+        _allow([server], 3)
+        await until(lambda: engine.stats().tokens_total == 3)
+        await engine.abort()
+        result = await task
+        assert (result.token_ids, result.finish_reason) == ((7,) * 3, "aborted")
+        assert result.version_runs == ((1, 3),)
+
+
+@pytest.mark.parametrize(
+    "updates", [30, pytest.param(200, marks=[pytest.mark.nightly, pytest.mark.timeout(600)])]
+)
+async def test_no_token_has_another_version_than_it_states_while_servers_restart_at_random(
+    updates: int,
+) -> None:
+    draws = random.Random(5)
+    results: list[GenerationResult] = []
+    async with serving(3) as servers:
+        engine = build(_config(servers, []))
+        async with running(engine), asyncio.timeout(20 * updates):
+            await engine.wait_ready()
+            await _adopt(engine, 0, _value(0))
+
+            async def sample(number: int) -> None:
+                for index in range(updates):
+                    asked = request(f"r{number}.{index}", (number, 2), max_tokens=6)
+                    results.append(await engine.generate(asked))
+
+            async def restart() -> None:
+                while True:
+                    server = draws.choice(servers)
+                    await server.restart()
+                    await asyncio.sleep(draws.uniform(0.02, 0.2))
+
+            async def allow() -> None:
+                while True:
+                    _allow(servers, 1)
+                    await asyncio.sleep(0.001)
+
+            async with asyncio.TaskGroup() as tasks:
+                ticking = [tasks.create_task(restart()), tasks.create_task(allow())]
+                sampling = [tasks.create_task(sample(number)) for number in range(4)]
+                for version in range(1, updates + 1):
+                    await _adopt(engine, version, _value(version))
+                await asyncio.wait(sampling)
+                for task in ticking:
+                    task.cancel()
+    assert len(results) == 4 * updates
+    for result in results:
+        assert len(result.token_ids) == 6
+        versions = [version for version, count in result.version_runs for _ in range(count)]
+        assert list(result.logprobs) == [-_value(version) for version in versions]
+
+
+def _value(version: int) -> float:
+    """Returns the weights of a version, which a float32 holds exactly."""
+    return (version + 1) / 256

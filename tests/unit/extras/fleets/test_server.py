@@ -1,0 +1,199 @@
+"""A server samples only under the version that a request names, for the rollout that attached last."""
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from services.extras.fleets import server as module
+from services.extras.fleets.client import (
+    FleetServer,
+    ServerAwayError,
+    ServerBusyError,
+    ServerRefusedError,
+)
+from services.extras.fleets.protocol import (
+    GENERATE,
+    LOAD,
+    SESSION_HEADER,
+    STATE,
+    VERSION_HEADER,
+    WEIGHTS,
+)
+from tests.unit.extras.fleets.servers import (
+    LOCAL,
+    TOKEN,
+    FakeServer,
+    attached,
+    fleet_weights,
+    serving,
+)
+
+BODY = {
+    "token_ids": [1, 2],
+    "sampling_params": {"max_tokens": 3},
+    "stream": True,
+}
+
+
+async def _post(server: FakeServer, path: str, body: Any = None, **headers: str) -> httpx.Response:
+    async with httpx.AsyncClient(trust_env=False) as client:
+        return await client.post(
+            f"{server.address}{path}",
+            json=body,
+            headers={"Authorization": f"Bearer {TOKEN}", **headers},
+        )
+
+
+async def _brought(client: FleetServer, version: int, value: float) -> None:
+    weights = fleet_weights(version, value)
+    await client.upload(weights)
+    await client.load(weights)
+
+
+async def test_only_health_checks_need_no_token() -> None:
+    async with serving() as (server,), httpx.AsyncClient(trust_env=False) as client:
+        for path, status in (("/health", 200), ("/metrics", 401), (STATE, 401), (GENERATE, 401)):
+            assert (await client.get(f"{server.address}{path}")).status_code == status, path
+            wrong = {"Authorization": "Bearer another"}
+            response = await client.get(f"{server.address}{path}", headers=wrong)
+            assert response.status_code == status, path
+        right = {"Authorization": f"Bearer {TOKEN}"}
+        assert (await client.get(f"{server.address}/metrics", headers=right)).status_code == 200
+
+
+async def test_a_request_samples_only_under_the_version_that_it_names() -> None:
+    async with serving() as (server,), attached(server) as client:
+        headers = client.request_headers() | {VERSION_HEADER: "1"}
+        assert (await _post(server, GENERATE, BODY, **headers)).status_code == 412
+        await _brought(client, 1, 0.5)
+        server.engine.steps = asyncio.Semaphore(3)
+        assert (await _post(server, GENERATE, BODY, **headers)).status_code == 200
+        await _brought(client, 2, 0.25)
+        assert (await _post(server, GENERATE, BODY, **headers)).status_code == 412
+        assert server.engine.num_sampled == 3
+
+
+async def test_a_restarted_server_refuses_the_session_of_the_one_before() -> None:
+    async with serving() as (server,), attached(server) as client:
+        await _brought(client, 1, 0.5)
+        headers = client.request_headers()
+        await server.restart()
+        response = await _post(server, GENERATE, BODY, **headers)
+        assert response.status_code == 412
+        assert "restarted" in response.json()["error"]
+        with pytest.raises(ServerAwayError, match="412"):
+            await client.check()
+
+
+async def test_another_owner_is_refused_until_the_first_one_is_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with serving() as (server,), attached(server) as client:
+        await _brought(client, 1, 0.5)
+        headers = client.request_headers()
+        other = FleetServer(server.address, owner="other", reach=LOCAL, token=TOKEN)
+        with pytest.raises(ServerBusyError, match="'run/rollout-0' uses this server"):
+            await other.attach()
+        monkeypatch.setattr(module, "LEASE_S", 0.0)
+        await other.attach()
+        assert other.version is None
+        assert (await _post(server, GENERATE, BODY, **headers)).status_code == 412
+        await other.close()
+
+
+async def test_a_new_process_of_the_same_worker_takes_over_at_once() -> None:
+    async with serving() as (server,), attached(server) as client:
+        await _brought(client, 1, 0.5)
+        headers = client.request_headers()
+        async with attached(server):
+            assert (await _post(server, GENERATE, BODY, **headers)).status_code == 412
+
+
+async def test_a_response_of_an_earlier_version_is_cut_when_the_next_one_loads() -> None:
+    async with serving() as (server,), attached(server) as client:
+        await _brought(client, 1, 0.5)
+        lines: list[str] = []
+        first = asyncio.Event()
+
+        async def read() -> None:
+            async with client.stream(GENERATE, BODY) as response:
+                async for line in response.aiter_lines():
+                    lines.append(line)
+                    first.set()
+
+        reading = asyncio.create_task(read())
+        server.engine.steps.release()
+        await first.wait()
+        await _brought(client, 2, 0.25)
+        server.engine.steps.release()
+        server.engine.steps.release()
+        with pytest.raises(httpx.TransportError):
+            await reading
+        assert sum(line.startswith("data:") for line in lines) == 1
+        assert "-0.5" in lines[0]
+
+
+async def test_weights_that_arrived_in_part_or_wrong_are_not_loaded() -> None:
+    weights = fleet_weights(1, 0.5)
+    async with serving() as (server,), attached(server) as client:
+        announced = {
+            "version": 1,
+            "bucket_bytes": 8192,
+            "tensors": [[spec.name, spec.shape, spec.dtype] for spec in weights.plan.tensors],
+        }
+        session = {SESSION_HEADER: client.session}
+        answer = await _post(server, WEIGHTS, announced, **session)
+        assert answer.json() == {"num_buckets": 8}
+        order = {"version": 1, "digest": weights.digest}
+        response = await _post(server, LOAD, order, **session)
+        assert response.status_code == 409
+        assert "8 of 8 buckets have not arrived" in response.json()["error"]
+        await client.upload(weights)
+        response = await _post(server, LOAD, {"version": 1, "digest": "0" * 64}, **session)
+        assert response.status_code == 422
+        response = await _post(server, LOAD, {"version": 2, "digest": weights.digest}, **session)
+        assert response.status_code == 409
+        assert server.engine.bias == 0
+        await client.check()
+        assert client.version is None
+
+
+async def test_a_server_whose_parameters_differ_serves_nothing() -> None:
+    async with serving() as (server,), attached(server) as client:
+        server.engine.differing = ["weight"]
+        weights = fleet_weights(1, 0.5)
+        await client.upload(weights)
+        with pytest.raises(ServerRefusedError, match="1 tensors differ, such as weight"):
+            await client.load(weights)
+        assert client.version is None
+        response = await _post(
+            server, GENERATE, BODY, **(client.request_headers() | {VERSION_HEADER: "1"})
+        )
+        assert response.status_code == 412
+
+
+async def test_a_worker_without_the_extension_is_named() -> None:
+    async with serving() as (server,), attached(server) as client:
+        server.engine.error = AttributeError("no attribute 'load_fleet_weights'")
+        weights = fleet_weights(1, 0.5)
+        await client.upload(weights)
+        with pytest.raises(ServerRefusedError, match="--worker-extension-cls"):
+            await client.load(weights)
+
+
+async def test_a_server_without_the_middleware_is_named() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 404, "headers": []})
+        await send({"type": "http.response.body", "body": b"Not Found"})
+
+    client = FleetServer(
+        "http://127.0.0.1:1",
+        owner="a",
+        reach=LOCAL,
+        transport=httpx.ASGITransport(app),
+    )
+    with pytest.raises(ServerRefusedError, match="--middleware"):
+        await client.attach()
+    await client.close()
