@@ -52,6 +52,10 @@ UPLOADED_STEP_GAUGE: Final = "checkpoint_uploaded_step"
 """Gauge of such a worker: step of the newest checkpoint that the object store has; 0 before the first."""
 """Gauge of a worker: 1 while it cannot reach the transferqueue, with the cause in its activity."""
 
+WORKER_EVENTS: Final = frozenset({"EngineServerLost", "EngineServerRefused", "EngineServerServes"})
+"""Types of the events that a worker may report. The controller records all others itself."""
+_MAX_EVENTS: Final = 32
+
 _CALL_TIMEOUT_S = 10.0
 _OUTAGE_EVERY_S = 1.0
 
@@ -106,6 +110,8 @@ class WorkerSession:
         self._incarnation = new_id("worker")
         self._spec_digest = ""
         self._report = _Report()
+        self._events: list[pb.WorkerEvent] = []
+        self._num_events = 0
         self._changed = asyncio.Event()
         self._stopped = asyncio.Event()
         self._interval_s = 1.0
@@ -164,6 +170,19 @@ class WorkerSession:
         self.report(state="failed", activity=cause)
         with suppress(UnavailableError, DeadlineExceededError):
             await self._send_heartbeat()
+
+    def report_event(self, kind: str, message: str) -> None:
+        """Records an event of the run, with the next heartbeat.
+
+        Args:
+            kind: One of ``WORKER_EVENTS``.
+            message: Explanation for people.
+        """
+        assert kind in WORKER_EVENTS, kind
+        self._num_events += 1
+        self._events.append(pb.WorkerEvent(number=self._num_events, type=kind, message=message))
+        del self._events[:-_MAX_EVENTS]
+        self._changed.set()
 
     def report_outages(self, outage: Callable[[], str]) -> None:
         """Reports, from now on, while this worker cannot reach the transferqueue.
@@ -275,10 +294,14 @@ class WorkerSession:
             gauges=self._report.gauges,
             spec_digest=self._spec_digest,
             failure_code=self._report.failure_code,
+            events=self._events,
         )
         response = await call(
             self._members.Heartbeat, request, timeout_s=_CALL_TIMEOUT_S, idempotent=True
         )
+        if request.events:
+            last = request.events[-1].number
+            self._events = [event for event in self._events if event.number > last]
         if response.spec_json:
             self._take_spec(response.spec_json, response.spec_digest)
             logger.info(

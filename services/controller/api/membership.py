@@ -12,12 +12,15 @@ from services.controller.manager.runs import RunManager
 from services.controller.membership import Membership, RendezvousStore, Worker
 from services.controller.settings import ControllerSettings
 from services.wire.controller import (
+    WORKER_EVENTS,
     GroupFailure,
     WorkerState,
     state_number,
 )
 from slipstream.controller.v1 import membership_pb2, membership_pb2_grpc
 
+_MAX_MESSAGE = 2048
+"""Max characters of an event's message."""
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 _STATES: dict[int, WorkerState] = {state_number(state): state for state in get_args(WorkerState)}
@@ -67,6 +70,16 @@ class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
             run_create_time=run.create_time,
         )
 
+    def _record_events(self, request: membership_pb2.HeartbeatRequest) -> None:
+        worker = self._membership.find(request.run_id, request.worker_id)
+        if worker is None:
+            return
+        for event in request.events:
+            if event.type in WORKER_EVENTS and worker.is_new_event(event.number):
+                self._manager.drivers.worker_reported(
+                    request.run_id, request.worker_id, event.type, event.message[:_MAX_MESSAGE]
+                )
+
     async def Heartbeat(
         self, request: membership_pb2.HeartbeatRequest, context: _Context
     ) -> membership_pb2.HeartbeatResponse:
@@ -87,6 +100,8 @@ class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
                 cause=request.activity,
                 final_code=request.failure_code,
             )
+        if outcome == "continue":
+            self._record_events(request)
         spec_json = spec_digest = ""
         # A worker of an earlier release sends no digest and does not read a specification here.
         if outcome == "continue" and request.spec_digest:

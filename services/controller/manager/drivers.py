@@ -221,6 +221,16 @@ class Drivers:
         if (driver := self.find(run_id)) is not None:
             driver.worker_lost(worker_id, f"{worker_id} was restarted", is_replaced=True)
 
+    def worker_reported(self, run_id: str, worker_id: str, kind: str, message: str) -> None:
+        """Records an event of the run that one of its workers reports.
+
+        Args:
+            kind: One of ``WORKER_EVENTS``.
+        """
+        note = Note(kind, f"{worker_id}: {message}", {"worker": worker_id})
+        if (driver := self.find(run_id)) is not None:
+            self._tasks.create_task(driver.record_event(note))
+
     def worker_pending(self, run_id: str, reason: str, message: str) -> None:
         """Records, as an event of the run, why a worker cannot start yet."""
         note = Note("WorkerPending", f"{reason}: {message}", {"reason": reason})

@@ -1,6 +1,7 @@
 import asyncio
 import dataclasses
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -129,6 +130,36 @@ async def test_the_heartbeat_interval_grows_with_the_number_of_workers(tmp_path)
             await membership.register(dataclasses.replace(worker(), worker_id=name))
         seen.append(await interval_s())
     assert seen == [1.0, 5.0, 7.5]
+
+
+async def test_events_of_workers_are_recorded_once_and_only_known_types(tmp_path):
+    membership = await registered()
+    settings = ControllerSettings(
+        transferqueue_address="127.0.0.1:1", state_directory=tmp_path, heartbeat_timeout_s=30.0
+    )
+    recorded = []
+    drivers = SimpleNamespace(
+        find=lambda run_id: None, worker_reported=lambda *event: recorded.append(event)
+    )
+    servicer = MembershipServicer(SimpleNamespace(drivers=drivers), membership, settings, time)
+    events = [
+        membership_pb2.WorkerEvent(number=1, type="EngineServerLost", message="a" * 5000),
+        membership_pb2.WorkerEvent(number=2, type="StepCommitted", message="not its own"),
+        membership_pb2.WorkerEvent(number=3, type="EngineServerServes", message="b"),
+    ]
+    for known in (events[:1], events, events):
+        request = membership_pb2.HeartbeatRequest(
+            run_id="run_1",
+            worker_id="rollout-0",
+            incarnation="a",
+            state=worker_pb2.WORKER_STATE_READY,
+            events=known,
+        )
+        await servicer.Heartbeat(request, None)
+    assert recorded == [
+        ("run_1", "rollout-0", "EngineServerLost", "a" * 2048),
+        ("run_1", "rollout-0", "EngineServerServes", "b"),
+    ]
 
 
 class Watch:

@@ -135,6 +135,7 @@ class HeartbeatRequest(_message.Message):
     GAUGES_FIELD_NUMBER: _builtins.int
     SPEC_DIGEST_FIELD_NUMBER: _builtins.int
     FAILURE_CODE_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Id of the run."""
     worker_id: _builtins.str
@@ -155,6 +156,10 @@ class HeartbeatRequest(_message.Message):
     def gauges(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Gauges such as "running_samples" or "prompts_train", by name."""
 
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerEvent]:
+        """Events that no answer has acknowledged, oldest first."""
+
     def __init__(
         self,
         *,
@@ -167,14 +172,45 @@ class HeartbeatRequest(_message.Message):
         gauges: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         spec_digest: _builtins.str = ...,
         failure_code: _builtins.str = ...,
+        events: _abc.Iterable[Global___WorkerEvent] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "failure_code", b"failure_code", "gauges", b"gauges", "incarnation", b"incarnation", "run_id", b"run_id", "spec_digest", b"spec_digest", "state", b"state", "weight_version", b"weight_version", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "events", b"events", "failure_code", b"failure_code", "gauges", b"gauges", "incarnation", b"incarnation", "run_id", b"run_id", "spec_digest", b"spec_digest", "state", b"state", "weight_version", b"weight_version", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HeartbeatRequest: _TypeAlias = HeartbeatRequest  # noqa: Y015
+
+@_typing.final
+class WorkerEvent(_message.Message):
+    """Event that a worker reports for its run's record."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    TYPE_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Number among the events of its process, from 1: one that arrives again is ignored."""
+    type: _builtins.str
+    """Type, such as "EngineServerLost"."""
+    message: _builtins.str
+    """Explanation for people."""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        type: _builtins.str = ...,
+        message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "number", b"number", "type", b"type"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerEvent: _TypeAlias = WorkerEvent  # noqa: Y015
 
 @_typing.final
 class HeartbeatResponse(_message.Message):
