@@ -32,6 +32,7 @@ _PROFILES: tuple[tuple[str, ...], ...] = (
     (),
     ("cpu-smoke",),
     ("one-gpu-node",),
+    ("vllm-servers",),
     ("multi-node",),
     ("multi-node", "rdma"),
 )
