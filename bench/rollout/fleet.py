@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from bench.report import report_to
-from bench.vllm_servers import TOKEN, VllmServer, vllm_servers
 from bench.whole_run import REPOSITORY, whole_run
 from services.common.models.loading import load_config
 from services.common.models.tokenizer import load_tokenizer
 from services.common.runspec.loader import load_spec
+from services.extras.fleets.local import TOKEN, LocalServer, local_servers
 
 _SPEC = REPOSITORY / "examples" / "sort4.yaml"
 _GREEDY = 0.9
@@ -32,7 +32,7 @@ _MAX_TOKENS = 64
 _FIRST_KILL_S, _NEXT_KILL_S = 8.0, (5.0, 15.0)
 
 
-def overrides(servers: Sequence[VllmServer], *, seed: int, steps: int) -> list[str]:
+def overrides(servers: Sequence[LocalServer], *, seed: int, steps: int) -> list[str]:
     """Returns the overrides of sort4 for a run that attaches to servers."""
     addresses = json.dumps([server.address for server in servers])
     return [
@@ -48,7 +48,7 @@ def overrides(servers: Sequence[VllmServer], *, seed: int, steps: int) -> list[s
 
 
 @contextmanager
-def killing(server: VllmServer, seed: int) -> Iterator[list[float]]:
+def killing(server: LocalServer, seed: int) -> Iterator[list[float]]:
     """Kills a server and starts it again, at random times while the block runs; yields the kills' times."""
     kills: list[float] = []
     ended = threading.Event()
@@ -73,7 +73,7 @@ def killing(server: VllmServer, seed: int) -> Iterator[list[float]]:
 
 
 def train(
-    servers: Sequence[VllmServer], folder: Path, *, seed: int, steps: int, kills: bool
+    servers: Sequence[LocalServer], folder: Path, *, seed: int, steps: int, kills: bool
 ) -> dict[str, Any]:
     """Trains one run; returns its scores, and the events of its servers."""
     settings = overrides(servers, seed=seed, steps=steps)
@@ -110,9 +110,9 @@ def main() -> None:
         (secrets / "FLEET_TOKEN").write_text(TOKEN)
         os.environ["SLIPSTREAM_ROLLOUT_SECRETS_DIRECTORY"] = str(secrets)
         os.environ["SLIPSTREAM_ROLLOUT_REWARD_HOSTS"] = '["127.0.0.1"]'
-        with vllm_servers(
-            config, 2, dtype=spec.trainer.dtype, max_model_len=_MAX_TOKENS
-        ) as servers:
+        lengths = ("--max-model-len", str(_MAX_TOKENS), "--max-num-batched-tokens", "2048")
+        dtype = ("--dtype", spec.trainer.dtype)
+        with local_servers(config, 2, *dtype, *lengths) as servers:
             for seed in arguments.seeds:
                 folder = Path(name, f"seed{seed}")
                 runs.append(

@@ -39,10 +39,10 @@ class ReusedConnections(httpx.AsyncBaseTransport):
         try:
             response = await connection.handle_async_request(request)
         except BaseException:
-            await release()
+            await connection.aclose()
             raise
         assert isinstance(response.stream, httpx.AsyncByteStream)
-        response.stream = _Stream(response.stream, release)
+        response.stream = _Stream(response.stream, release, connection.aclose)
         return response
 
     async def aclose(self) -> None:
@@ -62,11 +62,21 @@ class ReusedConnections(httpx.AsyncBaseTransport):
 
 
 class _Stream(httpx.AsyncByteStream):
-    """Body of a response, whose connection is idle once the body is closed."""
+    """Body of a response, whose connection is idle once the body is closed.
 
-    def __init__(self, body: httpx.AsyncByteStream, release: Callable[[], Awaitable[None]]) -> None:
+    A connection whose body was not closed completely, because its task was cancelled meanwhile, still counts
+    as used by its pool of one. It is closed, because a further request would wait for it forever.
+    """
+
+    def __init__(
+        self,
+        body: httpx.AsyncByteStream,
+        release: Callable[[], Awaitable[None]],
+        discard: Callable[[], Awaitable[None]],
+    ) -> None:
         self._body = body
         self._release = release
+        self._discard = discard
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         async for part in self._body:
@@ -75,5 +85,7 @@ class _Stream(httpx.AsyncByteStream):
     async def aclose(self) -> None:
         try:
             await self._body.aclose()
-        finally:
-            await self._release()
+        except BaseException:
+            await self._discard()
+            raise
+        await self._release()

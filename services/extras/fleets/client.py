@@ -88,9 +88,11 @@ class FleetServer:
         self.num_running = 0
         self.is_fit = False
         """True once the run has found that the engine can serve it."""
+        self.compared: object = None
+        """The canary by which the server was compared last."""
         self.is_verified = False
         """True once the version in service has passed all checks."""
-        self.uploaded: FleetWeights | None = None
+        self.received: FleetWeights | None = None
         """Weights that the server has received and has not loaded yet."""
         self._owner = owner
         self._session = ""
@@ -117,8 +119,9 @@ class FleetServer:
 
     def detach(self) -> None:
         """Forgets the session: the server gets no work before it has attached and loaded again."""
-        self._session, self.version, self.digest, self.uploaded = "", None, "", None
+        self._session, self.version, self.digest, self.received = "", None, "", None
         self.is_fit = self.is_verified = False
+        self.compared = None
 
     async def attach(self) -> None:
         """Begins a session, under which the server has no weights yet.
@@ -152,7 +155,7 @@ class FleetServer:
             ServerAwayError: If it does not receive it in time.
             ServerRefusedError: If it cannot hold it.
         """
-        self.uploaded = None
+        self.received = None
         announced = {
             "version": weights.version,
             "bucket_bytes": BUCKET_BYTES,
@@ -170,7 +173,7 @@ class FleetServer:
             raise ServerAwayError(
                 f"{self.address} did not receive version {weights.version} within {timeout_s:.0f} s"
             ) from error
-        self.uploaded = weights
+        self.received = weights
 
     async def _send(self, weights: FleetWeights, index: int, slots: asyncio.Semaphore) -> None:
         async def parts() -> AsyncIterator[bytes]:
@@ -191,14 +194,14 @@ class FleetServer:
             )
 
     async def load(self, weights: FleetWeights) -> None:
-        """Puts uploaded weights into service; the server cuts responses that still run.
+        """Puts received weights into service; the server cuts responses that still run.
 
         Raises:
             ServerAwayError: If it does not answer in time.
             ServerRefusedError: If it received or holds other weights.
         """
-        self.version, self.digest, self.uploaded = None, "", None
-        self.is_verified = False
+        self.version, self.digest, self.received = None, "", None
+        self.is_verified, self.compared = False, None
         answer = await self._ask(
             "POST",
             LOAD,

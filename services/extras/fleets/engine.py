@@ -242,12 +242,10 @@ class FleetEngine(ExternalEngine):
         fleet = self.backend.fleet
         await fleet.upload(weights)
         async with self._gate.closed():
-            loop = asyncio.get_running_loop()
-            started_at = loop.time()
             await self._cut(self._running.values())
-            await fleet.load(weights)
+            loading = fleet.switch(weights)
             await self._resume_segments(version)
-            return loop.time() - started_at
+        return await fleet.wait_loaded(weights, loading)
 
     async def open_weights(self, plan: WeightPlan, slots: Sequence[Sequence[Tensor]]) -> Place:
         """Refuses: the weights of servers cannot be written by another process.

@@ -37,6 +37,7 @@ _MAX_WAIT_S: Final = 60.0
 _SLACK: Final = 4
 """Further running requests that a server may have before a sibling goes to another one."""
 _MAX_PREFIXES: Final = 4096
+_GRACE_S: Final = 5.0
 
 SERVING: Final = Gauge(
     "slipstream_fleet_serving_servers", "Servers of the fleet that serve its weight version."
@@ -145,16 +146,45 @@ class Fleet:
             await server.close()
 
     async def upload(self, weights: FleetWeights) -> None:
-        """Sends a version to all attached servers, which keep serving the version before."""
-        await gather_in_group([self._upload(server, weights) for server in self.attached])
+        """Sends a version to the serving servers, which keep serving the version before.
 
-    async def load(self, weights: FleetWeights) -> None:
-        """Makes a version the fleet's; servers that have received it load it at once, others as they come."""
+        Before the first version, to all attached ones. A server that comes meanwhile receives it later.
+        """
+        servers = self.serving or self.attached
+        await gather_in_group([self._upload(server, weights) for server in servers])
+
+    def switch(self, weights: FleetWeights) -> list[FleetServer]:
+        """Makes a version the fleet's; returns the servers that have received it and load it now.
+
+        Others receive and load it as they come.
+        """
         self._weights, self._canary = weights, None
-        await gather_in_group(
-            [self._load(server, weights) for server in self._servers if server.uploaded is weights]
-        )
-        self._kick_all()
+        for kick in self._kicks.values():
+            kick.set()
+        self._notify()
+        return [server for server in self._servers if server.received is weights]
+
+    async def wait_loaded(self, weights: FleetWeights, loading: Sequence[FleetServer]) -> float:
+        """Waits until servers serve a version, or are lost.
+
+        A slow one delays the others by ``_GRACE_S`` seconds at most, in which they sample already.
+
+        Returns:
+            Seconds until the first one served; 0 if none did.
+        """
+        clock = asyncio.get_running_loop().time
+        started_at, first_s = clock(), None
+        while weights is self._weights:
+            if first_s is None and self.serving:
+                first_s = clock() - started_at
+            if not any(server.session and not self._is_serving(server) for server in loading):
+                break
+            try:
+                async with asyncio.timeout(None if first_s is None else _GRACE_S):
+                    await self._change()
+            except TimeoutError:
+                break
+        return first_s or 0.0
 
     @asynccontextmanager
     async def lease(self, prefix: Hashable) -> AsyncIterator[FleetServer]:
@@ -205,12 +235,12 @@ class Fleet:
         order = sorted(scores)
         first = self._num_scored % len(order)
         reference = max(order[first:] + order[:first], key=lambda address: agreeing[address])
-        for server in servers:
-            scored = scores.get(server.address)
-            if scored is not None:
-                self._compare(server, scored, scores[reference])
         assert version is not None
         self._canary = _Canary(version, tuple(token_ids), scores[reference])
+        for server in servers:
+            if (scored := scores.get(server.address)) is not None:
+                server.compared = self._canary
+                self._compare(server, scored, scores[reference])
         return scores[reference]
 
     async def _keep(self, server: FleetServer) -> None:
@@ -250,20 +280,29 @@ class Fleet:
         else:
             await server.check()
         weights = self._weights
-        if weights is None or (server.is_verified and server.serves(weights)):
+        if weights is None:
             return
-        if server.uploaded is not weights:
-            with UPLOAD_SECONDS.time():
-                await server.upload(weights)
-        if weights is not self._weights:
-            return  # the next version arrived meanwhile
-        await server.load(weights)
-        canary = self._canary
-        if canary is not None and canary.version == server.version:
-            scored = await self._score(server, canary.token_ids)
-            self._compare(server, scored, canary.logprobs)
-        if server.session:
+        if not (server.is_verified and server.serves(weights)):
+            if server.received is not weights:
+                with UPLOAD_SECONDS.time():
+                    await server.upload(weights)
+            if weights is not self._weights:
+                self._kicks[server.address].set()
+                return  # the next version arrived meanwhile
+            await server.load(weights)
+        await self._compare_canary(server)
+        # It may have been lost meanwhile, or be the one that other servers contradict.
+        if server.session and not server.is_verified:
             self._began(server)
+
+    async def _compare_canary(self, server: FleetServer) -> None:
+        """Compares a server with the others by the canary, once for each canary."""
+        canary = self._canary
+        if canary is None or canary.version != server.version or server.compared is canary:
+            return
+        scored = await self._score(server, canary.token_ids)
+        server.compared = canary
+        self._compare(server, scored, canary.logprobs)
 
     async def _upload(self, server: FleetServer, weights: FleetWeights) -> None:
         async with self._locks[server.address]:
@@ -272,16 +311,6 @@ class Fleet:
                     await server.upload(weights)
             except (ServerAwayError, ServerRefusedError) as error:
                 self.lose(server, str(error))
-
-    async def _load(self, server: FleetServer, weights: FleetWeights) -> None:
-        async with self._locks[server.address]:
-            try:
-                await server.load(weights)
-            except (ServerAwayError, ServerRefusedError) as error:
-                self.lose(server, str(error))
-            else:
-                if server.session:  # otherwise it was lost meanwhile
-                    self._began(server)
 
     async def _try_score(
         self, server: FleetServer, token_ids: Sequence[int]
@@ -341,11 +370,6 @@ class Fleet:
             logger.warning("a server gets no work", extra={"server": server.address, "why": reason})
             kind = "EngineServerRefused" if change == "refused" else "EngineServerLost"
             self._report(kind, f"{server.address} gets no work: {reason}")
-
-    def _kick_all(self) -> None:
-        for kick in self._kicks.values():
-            kick.set()
-        self._notify()
 
     def _notify(self) -> None:
         SERVING.set(len(self.serving))

@@ -2,6 +2,8 @@
 
 from typing import Final
 
+MIDDLEWARE: Final = "services.extras.fleets.server.FleetMember"
+WORKER_EXTENSION: Final = "services.extras.fleets.worker.FleetWorker"
 API: Final = 1
 """Version of the interface; a server of another one is refused."""
 PREFIX: Final = "/slipstream/v1"

@@ -104,3 +104,16 @@ async def test_closing_the_client_closes_idle_connections(server, client):
     await client.aclose()
     async with asyncio.timeout(5):
         await until(lambda: server.num_open == 0)
+
+
+async def test_a_response_whose_end_was_interrupted_delays_no_later_request(server, client):
+    """A task may be cancelled while it closes its response, whose connection then still counts as used."""
+
+    async def interrupted() -> None:
+        raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        async with client.stream("GET", "/") as response:
+            response.stream._stream._body.aclose = interrupted
+    assert await ask(client) == "hi"
+    assert server.num_begun == 2

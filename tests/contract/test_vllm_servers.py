@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.vllm_servers import VllmServer, engine_arguments, vllm_servers
 from services.extras.fleets.engine import FleetEngine
+from services.extras.fleets.local import LocalServer, engine_arguments, local_servers
 from services.rollout.calls.outside import AddressPolicy
 from services.rollout.engines.base import Engine
 from services.rollout.engines.build import make_engine
@@ -46,14 +46,16 @@ CONTRACT = _contract(test_engine_contract) | _contract(test_engine_weights)
 
 
 @pytest.fixture(scope="module")
-def servers() -> Iterator[list[VllmServer]]:
+def servers() -> Iterator[list[LocalServer]]:
     """Two servers, which all tests share because their start takes long."""
-    with vllm_servers(model_config(), 2) as started:
+    options = ("--dtype", "float32", "--max-model-len", "512", "--max-num-batched-tokens", "512")
+    cache = ("--kv-cache-memory-bytes", str(64 << 20))
+    with local_servers(model_config(), 2, *options, *cache) as started:
         yield started
 
 
 def _engine(
-    servers: list[VllmServer], events: list[str] | None = None, **changes: Any
+    servers: list[LocalServer], events: list[str] | None = None, **changes: Any
 ) -> FleetEngine:
     options: dict[str, Any] = {
         "config": model_config(),
@@ -83,7 +85,7 @@ async def _attached(engine: FleetEngine, number: int) -> AsyncIterator[FleetEngi
 
 
 @pytest.mark.parametrize("name", CONTRACT)
-async def test_servers_keep_the_contract_of_engines(name: str, servers: list[VllmServer]) -> None:
+async def test_servers_keep_the_contract_of_engines(name: str, servers: list[LocalServer]) -> None:
     @asynccontextmanager
     async def opened(*, tied: bool = True) -> AsyncIterator[Engine]:
         assert tied, "the servers' model has tied embeddings"
@@ -95,7 +97,7 @@ async def test_servers_keep_the_contract_of_engines(name: str, servers: list[Vll
     await CONTRACT[name](opener, **({"tied": True} if takes_tied else {}))
 
 
-async def test_five_updates_are_exact_on_every_server(servers: list[VllmServer]) -> None:
+async def test_five_updates_are_exact_on_every_server(servers: list[LocalServer]) -> None:
     async with _attached(_engine(servers), 2) as engine:
         for version in range(5):
             await adopt(engine, version)
@@ -120,7 +122,7 @@ def _assert_equal(logprobs: Sequence[float], expected: Tensor) -> None:
 
 
 async def test_updates_in_the_middle_of_responses_give_exact_versions(
-    servers: list[VllmServer],
+    servers: list[LocalServer],
 ) -> None:
     async with _attached(_engine(servers), 2) as engine:
         await adopt(engine, 0)
@@ -137,7 +139,7 @@ async def test_updates_in_the_middle_of_responses_give_exact_versions(
 
 
 async def test_siblings_of_a_group_share_a_server_and_groups_are_spread(
-    servers: list[VllmServer],
+    servers: list[LocalServer],
 ) -> None:
     async with _attached(_engine(servers), 2) as engine:
         await adopt(engine, 0)
@@ -150,7 +152,7 @@ async def test_siblings_of_a_group_share_a_server_and_groups_are_spread(
 
 
 async def test_a_server_that_another_run_uses_is_refused_by_name(
-    servers: list[VllmServer],
+    servers: list[LocalServer],
 ) -> None:
     async with _attached(_engine(servers), 2) as engine:
         await adopt(engine, 0)
@@ -162,7 +164,7 @@ async def test_a_server_that_another_run_uses_is_refused_by_name(
 
 
 async def test_a_server_that_lacks_what_the_run_needs_is_refused_by_name(
-    servers: list[VllmServer],
+    servers: list[LocalServer],
 ) -> None:
     engine = _engine(servers, dtype=torch.bfloat16)
     with pytest.raises(EngineDiedError, match="dtype is 'float32', but the run needs"):
@@ -170,7 +172,7 @@ async def test_a_server_that_lacks_what_the_run_needs_is_refused_by_name(
 
 
 async def test_a_killed_server_loses_no_response_and_returns_with_the_newest_weights(
-    servers: list[VllmServer],
+    servers: list[LocalServer],
 ) -> None:
     events: list[str] = []
     killed, other = servers
@@ -204,7 +206,7 @@ async def test_a_killed_server_loses_no_response_and_returns_with_the_newest_wei
 
 
 async def test_weights_that_a_run_before_left_are_never_sampled_from(
-    servers: list[VllmServer],
+    servers: list[LocalServer],
 ) -> None:
     async with _attached(_engine(servers), 2) as engine:
         await adopt(engine, 3)

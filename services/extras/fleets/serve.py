@@ -1,0 +1,63 @@
+"""Starts vLLM's server as a member of a fleet: ``python -m services.extras.fleets.serve --model NAME ...``.
+
+It takes the options of ``vllm serve`` and adds those that a fleet needs (docs/fleets.md).
+"""
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from services.common.runspec.engines import ENGINES
+from services.extras.fleets.protocol import MIDDLEWARE, WORKER_EXTENSION
+
+_MODULE: Final = "vllm.entrypoints.openai.api_server"
+OPTIONS: Final = (
+    *("--middleware", MIDDLEWARE, "--worker-extension-cls", WORKER_EXTENSION),
+    *("--enable-scale-out", "--load-format", "dummy", "--skip-tokenizer-init"),
+    *("--logprobs-mode", "processed_logprobs"),
+    *("--hf-overrides", json.dumps({"head_dtype": "float32"})),
+)
+"""Options that a fleet needs."""
+_OF_CPU: Final = ("--no-enable-chunked-prefill",)
+"""Options that requests with seeds need on a CPU."""
+
+
+def server_command(options: Sequence[str], *, is_cpu: bool) -> list[str]:
+    """Returns the command line of a server.
+
+    Args:
+        options: Options of ``vllm serve``, which take precedence.
+        is_cpu: True for vLLM's CPU build.
+    """
+    of_cpu = [*_OF_CPU, *_as_options(ENGINES["vllm"].cpu_arguments)] if is_cpu else []
+    return [sys.executable, "-m", _MODULE, *OPTIONS, *of_cpu, *options]
+
+
+def server_environment(*, is_cpu: bool) -> Mapping[str, str]:
+    """Returns the environment variables of a server, of which those that are set already are kept."""
+    kind = ENGINES["vllm"]
+    return {**kind.environment, **(kind.cpu_environment if is_cpu else {}), **os.environ}
+
+
+def _as_options(arguments: Mapping[str, Any]) -> list[str]:
+    options: list[str] = []
+    for name, value in arguments.items():
+        options.append(f"--{name.replace('_', '-')}")
+        if value is not True:
+            options.append(str(value))
+    return options
+
+
+def main() -> None:
+    """Replaces this process by the server."""
+    import torch  # the command line of a server does not need it
+
+    is_cpu = not torch.cuda.is_available()
+    command = server_command(sys.argv[1:], is_cpu=is_cpu)
+    os.execve(command[0], command, server_environment(is_cpu=is_cpu))  # noqa: S606 -- as the user asked
+
+
+if __name__ == "__main__":
+    main()
