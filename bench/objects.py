@@ -1,13 +1,15 @@
 """Runs of sort4 with everything in an object store: ``python -m bench.objects [--smoke]``.
 
 Model, data and checkpoints are in a bucket of a server of the S3 protocol on this machine
-(``make s3-server``). Two measurements:
+(``make s3-server``). Three measurements:
 
 kills    the trainer, or all processes at once, are killed at random moments, every second time with the
          loss of the local checkpoints; after each kill every visible checkpoint is downloaded and
          verified. Bar: the run goes on each time, and no checkpoint is torn.
 steps    intervals between steps with a checkpoint of each step, with and without the store, alternating.
          Bar: the median with the store is at most 5 % longer.
+outage   the server is stopped for a time, so that requests neither fail nor end. Bar: steps go on at the
+         same pace, the run reports the failure, and the store has its last checkpoints at the end.
 
 Results go to ``bench/results/objects.json``.
 """
@@ -17,14 +19,16 @@ import json
 import os
 import random
 import shutil
+import signal
+import sqlite3
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
@@ -57,7 +61,7 @@ _PATIENCE_S = 600.0
 
 
 @contextmanager
-def served(python: Path) -> Iterator[None]:
+def served(python: Path) -> Iterator[subprocess.Popen[str]]:
     """Starts a server with an empty bucket; its address and keys are in this process's environment."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     server = subprocess.Popen([python, "-c", SERVER], text=True, **pipes)
@@ -73,7 +77,7 @@ def served(python: Path) -> Iterator[None]:
         }
         bucket = urllib.request.Request(f"{address}/bench", method="PUT")
         with urllib.request.urlopen(bucket, timeout=30):
-            yield
+            yield server
     finally:
         server.kill()
         server.wait()
@@ -281,6 +285,42 @@ def measure_kills(folder: Path, *, kills: int, seed: int) -> dict[str, Any]:
     }
 
 
+def measure_outage(
+    folder: Path, server: subprocess.Popen[str], *, steps: int, seconds: float
+) -> dict[str, Any]:
+    """Stops the server while a run trains; returns what the steps did meanwhile."""
+    name = "outage"
+    command = Command(in_bucket(folder, name, steps=steps), folder / name)
+    try:
+        command.start()
+        wait_for_steps(command, 5)
+        began = time.time()
+        server.send_signal(signal.SIGSTOP)
+        time.sleep(seconds)
+        server.send_signal(signal.SIGCONT)
+        ended = time.time()
+        command.wait()
+        times = [step_time(step) for step in command.steps()]
+    finally:
+        server.send_signal(signal.SIGCONT)
+        command.close()
+    intervals = [(begin, end - begin) for begin, end in pairwise(times)][4:]
+    meanwhile = [length for begin, length in intervals if began <= begin < ended]
+    others = [length for begin, length in intervals if not began <= begin < ended]
+    with closing(sqlite3.connect(command.state / "slipstream.db")) as connection:
+        events = [kind for (kind,) in connection.execute("SELECT type FROM events ORDER BY seq")]
+    published = stored_checkpoints(ObjectFolder(f"{BUCKET}/{name}").list()).values()
+    return {
+        "seconds": seconds,
+        "steps_meanwhile": len(meanwhile),
+        "median_meanwhile_s": round(statistics.median(meanwhile), 4),
+        "longest_meanwhile_s": round(max(meanwhile), 4),
+        "median_otherwise_s": round(statistics.median(others), 4) if others else None,
+        "events": [kind for kind in events if "Upload" in kind and kind != "CheckpointUploaded"],
+        "stored_steps": sorted(each.step for each in published if each.is_published),
+    }
+
+
 def wait_for_steps(command: Command, count: int) -> None:
     end = time.monotonic() + _PATIENCE_S
     while len(command.steps()) < count:
@@ -317,29 +357,37 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--steps", type=int, default=45)
     parser.add_argument("--pairs", type=int, default=2)
-    parser.add_argument("--only", choices=("kills", "steps"))
+    parser.add_argument("--outage", type=float, default=120.0, help="seconds")
+    parser.add_argument("--only", choices=("kills", "steps", "outage"))
     parser.add_argument("--server", type=Path, default=REPOSITORY / ".venv-s3/bin/python")
     arguments = parser.parse_args()
-    kills = 3 if arguments.smoke else arguments.kills
-    steps, pairs = (8, 1) if arguments.smoke else (arguments.steps, arguments.pairs)
-    results = read_json(RESULTS)
-    results |= {"device": device_name(), "cores": os.cpu_count()}
-    with tempfile.TemporaryDirectory() as temporary, served(arguments.server):
+    kills, steps, pairs, outage_s = (
+        arguments.kills,
+        arguments.steps,
+        arguments.pairs,
+        arguments.outage,
+    )
+    if arguments.smoke:
+        kills, steps, pairs, outage_s = 3, 12, 1, 10.0
+    with tempfile.TemporaryDirectory() as temporary, served(arguments.server) as server:
         folder = Path(temporary)
         models = str(folder / "models")
         os.environ["SLIPSTREAM_TRAINER_MODEL_CACHE"] = models  # noqa: TID251 -- runs inherit it
         train(on_disk(folder, steps=1), folder / "base")
         fill_bucket(folder / "models")
-        if arguments.only != "steps":
-            results["kills"] = measure_kills(folder, kills=kills, seed=1)
-            print(json.dumps(results["kills"]), flush=True)
+        parts: Mapping[str, Callable[[], dict[str, Any]]] = {
+            "kills": lambda: measure_kills(folder, kills=kills, seed=1),
+            "steps": lambda: measure_steps(folder, steps=steps, pairs=pairs),
+            "outage": lambda: measure_outage(folder, server, steps=6 * steps, seconds=outage_s),
+        }
+        for name, measure in parts.items():
+            if arguments.only not in (None, name):
+                continue
+            part = {name: measure()}
+            print(json.dumps(part, indent=1), flush=True)
             if not arguments.smoke:
-                write_json(RESULTS, results)
-        if arguments.only != "kills":
-            results["steps"] = measure_steps(folder, steps=steps, pairs=pairs)
-    print(json.dumps(results, indent=1))
-    if not arguments.smoke:
-        write_json(RESULTS, results)
+                facts = {"device": device_name(), "cores": os.cpu_count()}
+                write_json(RESULTS, read_json(RESULTS) | facts | part)
 
 
 if __name__ == "__main__":
