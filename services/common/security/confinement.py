@@ -349,10 +349,15 @@ def runs_named(spec: RunSpec, paths: Collection[Path]) -> set[str]:
 def paths_named(spec: RunSpec) -> set[Path]:
     """Returns the absolute paths that a specification names, without ``..``, and what they link to.
 
+    URLs of object stores are among them, as ``Path`` writes them (``s3:/bucket/folder``).
+
     Blocks: symbolic links are resolved, where this process sees the files.
     """
     paths: set[Path] = set()
     for _, value in _texts(spec.model_dump(mode="json"), ""):
+        if is_url(value):
+            paths.add(Path(value))
+            continue
         path = os.path.normpath(_plain(value))
         if os.path.isabs(path) and "\0" not in path:  # noqa: PTH117
             paths |= {Path(path), Path(real_path(path))}

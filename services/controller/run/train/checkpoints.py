@@ -11,7 +11,7 @@ import itertools
 import json
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Literal
 
 import sqlalchemy as sa
@@ -168,12 +168,10 @@ class CheckpointStore:
         query = sa.select(CHECKPOINTS.c.run_id, CHECKPOINTS.c.path)
         with self._database.read() as connection:
             rows = connection.execute(query.where(CHECKPOINTS.c.state != "DELETED")).all()
+        # URLs are compared as Path writes them, too.
+        saved = [(row.run_id, PurePath(row.path)) for row in rows]
         return sorted(
-            {
-                row.run_id
-                for row in rows
-                if row.path in around or row.path.rpartition("/")[0] in here
-            }
+            {run for run, path in saved if str(path) in around or str(path.parent) in here}
         )
 
 

@@ -287,6 +287,7 @@ async def test_files_of_another_projects_runs_are_not_there(manager, database, t
         run_id = (await client.post("/v1/runs", json=SPEC)).json()["id"]
     saved_elsewhere = "/data/blue/step-1"
     save(database, run_id, step=1, path=saved_elsewhere)
+    save(database, run_id, step=2, path="s3://bucket/blue/step-2")
     by_id = {**named(2), "model": {"path": f"/var/lib/slipstream/{run_id}/checkpoints/step-1"}}
     stealing = [by_id] + [
         {**named(3), "trainer": {**SPEC["trainer"], "checkpoint": checkpoint}}
@@ -294,6 +295,8 @@ async def test_files_of_another_projects_runs_are_not_there(manager, database, t
             {"start_from": saved_elsewhere},
             {"start_from": "/data/./x/../blue/step-1/model"},
             {"directory": "/data/blue"},
+            {"start_from": "s3://bucket/blue/step-2"},
+            {"directory": "s3://bucket/blue"},
         )
     ]
     for query in ({"validate_only": True}, {}):
