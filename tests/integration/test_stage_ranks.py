@@ -14,6 +14,7 @@ from services.common.runspec.run import RunSpec
 from services.extras.stages.engine import StagesEngine
 from services.extras.stages.layout import build_stage
 from services.extras.stages.modules import StagedPolicy
+from services.extras.stages.passes import BoundedStage
 from services.trainer.engines.base import score_text
 from services.trainer.engines.fsdp.parallel import distribute
 from services.trainer.engines.reference import ReferenceEngine
@@ -177,12 +178,30 @@ def _join(rank: int, spec: RunSpec, folder: str) -> None:
     )
 
 
+def counting(counts: list[int]) -> Any:
+    """Returns a method that records how many buffers of states a stage has when it sends states."""
+    original = BoundedStage.get_fwd_send_ops
+
+    def get_fwd_send_ops(stage: BoundedStage, chunk: int) -> Any:
+        infos = [info for group in stage.args_recv_info.values() for info in group]
+        held = [info for info in infos if info.buffer is not None and not info.buffer.is_meta]
+        counts.append(len(held) if stage.has_backward else 0)
+        return original(stage, chunk)
+
+    return get_fwd_send_ops
+
+
 def _train_stage(rank: int, folder: str, spec_json: str) -> None:
     """Trains and saves one rank's stage, then loads what the reference engine saved."""
     spec = RunSpec.model_validate_json(spec_json)
     _join(rank, spec, folder)
     engine = engine_of_stage(spec, rank)
-    outcome = train(engine, spec)
+    counts: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BoundedStage, "get_fwd_send_ops", counting(counts))
+        outcome = train(engine, spec)
+    stage = engine.module.stage
+    assert len(counts) > 2 * stage.count >= 2 * max(counts)
     outcome["rows"] = {name: rows.clone() for name, rows in engine.export_weights(rows=True)}
     outcome["specs"] = engine.weights.specs
     engine.save().write(Path(folder) / "stages")

@@ -29,7 +29,7 @@ from services.common.models.quantization import (
 from services.common.models.stages import stage_layers, stages_of
 from services.common.runspec.engines import engine_kind
 from services.common.runspec.run import RunSpec
-from services.common.runspec.trainer import TrainerSpec
+from services.common.runspec.trainer import OF_EXPERTS, TrainerSpec
 from services.common.runspec.weight_modes import MODES
 
 _BLOCK_TOKENS: Final = 16
@@ -351,7 +351,6 @@ def _memory_of_stage(
     trainer, shapes = spec.trainer, stage.shapes
     weights = _num_weights(shapes)
     trained = weights if trainer.lora is None else adapter_weights(shapes, trainer.lora)
-    frozen = 0.0 if trainer.lora is None else weights
     item = getattr(torch, trainer.dtype).itemsize
     base_dtype = None if trainer.lora is None else trainer.lora.base_dtype
     base = base_bytes(shapes, base_dtype, item=item)
@@ -361,30 +360,38 @@ def _memory_of_stage(
     critics = int(
         spec.algorithm.advantage_kind.needs_critic and not spec.topology.own_gpus("critic")
     )
-    # A critic is trained without adapters.
-    trained_in_all = trained + critics * weights
+    sharded, computed = _sharded(trainer, shapes), _computed(trainer, shapes)
+    if trainer.lora is None:
+        sharded, computed = (1 + critics) * sharded, (1 + critics) * computed
+    else:
+        # A critic is trained without adapters.
+        sharded = trained / ranks + critics * sharded
+        computed = trained / trainer.tensor_parallel + critics * computed
     in_8bit = trainer.optimizer.kind == "adamw_8bit"
     activations = _activations(
         trainer, config, item=item, layers=stage.num_layers, num_packs=stage.num_packs
     )
     num_tokens = _max_micro_batch_tokens(spec)
+    gathers_all = trainer.keeps_gathered and not trainer.offloads_weights
+    gathered = 0.0
+    if _has_mesh(trainer):
+        gathered = item * computed
+        if not gathers_all:
+            gathered = (1 + critics) * _gathered(trainer, config, shapes, item=item)
     parts = {
-        "weights, float32": _FLOAT32 * trained_in_all / ranks,
+        "weights, float32": _FLOAT32 * sharded,
         "weights, frozen": base / frozen_ranks if trainer.lora is not None else 0.0,
-        "optimizer": (
-            moment_bytes(shapes) * (1 + critics) if in_8bit else _MOMENTS * trained_in_all
-        )
-        / ranks,
-        "gradients": _gradients(trainer, trained_in_all),
-        "weights gathered for a forward pass": _gathered(
-            trainer, config, trained, frozen, item=item
-        )
-        + critics * _gathered(trainer, config, weights, 0.0, item=item),
+        "optimizer": moment_bytes(shapes) * (1 + critics) / ranks
+        if in_8bit
+        else _MOMENTS * sharded,
+        "gradients": _FLOAT32 * (computed if gathers_all else sharded),
+        "weights gathered for a forward pass": gathered,
         "a weight, dequantized": 0.0 if base_dtype is None else item * largest_quantized(shapes),
         "moments, dequantized": _DEQUANTIZED * PART_BYTES * in_8bit,
         "activations": num_tokens * activations.here,
         "logits": stage.has_head * min(_LOGITS, 3.0 * _FLOAT32 * config.vocab_size * num_tokens),
-        "states between stages": _exchanged(spec, config, item=item),
+        "states between stages": _exchanged(trainer, config, item=item, num_packs=stage.num_packs)
+        * num_tokens,
         "weights in transfer": _sent(spec, shapes, item=item),
         "context": _CONTEXT,
     }
@@ -392,9 +399,9 @@ def _memory_of_stage(
         parts[SLEEPING] = item * weights / spec.engine_gpus + _SLEEPING
     if spec.needs_reference and not spec.topology.own_gpus("ref_logp"):
         reference = base if spec.teacher is None else item * weights
-        parts["reference"] = reference / frozen_ranks + _gathered(
-            trainer, config, 0.0, weights, item=item
-        )
+        parts["reference"] = reference / frozen_ranks
+        if _has_mesh(trainer) and not gathers_all:
+            parts["reference"] += _gathered(trainer, config, shapes, item=item)
     moved = {False: (), "optimizer": ("optimizer",), True: STATE}[trainer.cpu_offload]
     host = {name: parts.pop(name) for name in moved if name in parts}
     host["activations"] = num_tokens * activations.there
@@ -473,25 +480,39 @@ def _has_mesh(trainer: TrainerSpec) -> bool:
     return trainer.world_size > 1 or trainer.dtype != "float32" or trainer.offloads_weights
 
 
-def _gradients(trainer: TrainerSpec, trained: float) -> float:
-    """Returns the bytes of float32 gradients: unsharded if reduced only after the last micro-batch."""
-    if trainer.keeps_gathered and not trainer.offloads_weights:
-        return _FLOAT32 * trained / trainer.tensor_parallel
-    return _FLOAT32 * trained / trainer.stage_ranks
+def _sharded(trainer: TrainerSpec, shapes: Mapping[str, tuple[int, ...]]) -> float:
+    """Returns the number of weights that a rank holds between two passes.
+
+    FSDP2 shards everything over data-parallel ranks. Tensor-parallel ranks divide layers, and each has its
+    own shards of what is outside of them.
+    """
+    outside = sum(prod(shape) for name, shape in shapes.items() if ".layers." not in name)
+    layers = _num_weights(shapes) - outside
+    return (outside * trainer.tensor_parallel + layers) / trainer.stage_ranks
+
+
+def _computed(trainer: TrainerSpec, shapes: Mapping[str, tuple[int, ...]]) -> float:
+    """Returns the number of weights that a rank computes with once its shards are gathered."""
+    tensor = trainer.tensor_parallel
+    return sum(
+        prod(shape)
+        / (tensor if ".layers." in name else 1)
+        / (trainer.expert_parallel if OF_EXPERTS in name else 1)
+        for name, shape in shapes.items()
+    )
 
 
 def _gathered(
-    trainer: TrainerSpec, config: PretrainedConfig, trained: float, frozen: float, *, item: int
+    trainer: TrainerSpec,
+    config: PretrainedConfig,
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    item: int,
 ) -> float:
-    """Returns the bytes of weights in the dtype of the pass: all trained ones, or two layers and the rest."""
-    if not _has_mesh(trainer):
-        return 0.0
-    if trainer.keeps_gathered and not trainer.offloads_weights:
-        return item * trained / trainer.tensor_parallel
-    weights = trained + frozen
+    """Returns the bytes of gathered weights in the dtype of the pass: two layers, and what is outside."""
     outside = _outside(config)
-    layer = (weights - outside) / config.get_text_config().num_hidden_layers
-    return float(item * (outside + 2 * layer / trainer.tensor_parallel))
+    layer = (_computed(trainer, shapes) - outside) / config.get_text_config().num_hidden_layers
+    return float(item * (outside + 2 * layer))
 
 
 def _outside(config: PretrainedConfig) -> int:
@@ -517,19 +538,13 @@ class _Activations:
     """Bytes in host memory."""
 
 
-def _exchanged(spec: RunSpec, config: PretrainedConfig, *, item: int) -> float:
-    """Returns the bytes of states and gradients that a pipeline stage receives, at most, in one update.
-
-    Torch's stages have a buffer of both for every micro-batch of an update.
-    """
-    trainer = spec.trainer
+def _exchanged(
+    trainer: TrainerSpec, config: PretrainedConfig, *, item: int, num_packs: int
+) -> float:
+    """Returns the bytes per token of states and gradients that a pipeline stage holds for others."""
     if trainer.pipeline_parallel == 1:
         return 0.0
-    longest = spec.data.max_prompt_tokens + spec.rollout.max_response_tokens
-    num_samples = trainer.prompts_per_step * spec.samples_per_group
-    data_parallel = trainer.stage_ranks // trainer.tensor_parallel
-    tokens = num_samples * longest / trainer.updates_per_step / data_parallel
-    return 2.0 * item * float(config.get_text_config().hidden_size) * tokens
+    return 2.0 * item * float(config.get_text_config().hidden_size) * num_packs
 
 
 def _activations(

@@ -91,7 +91,7 @@ class StagesEngine(FsdpEngine):
                 if micro:
                     result[samples.places(micro)] = scores.cpu()
             return result
-        micro = micros[self.module.number]
+        micro = micros[self._passes.newest]
         part = samples.select(micro) if micro else idle_samples()
         size = f"{num_tokens(part):,} tokens in {len(micro)} sequence(s) to score"
         if micro:

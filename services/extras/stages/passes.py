@@ -7,7 +7,7 @@ than stages. Its stages exchange tensors of one shape, known beforehand, so no p
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, distributed
@@ -18,8 +18,58 @@ from services.extras.stages.modules import StagedCritic, StagedPolicy
 from services.trainer.batch.packing import PackedTokens
 from services.trainer.engines.fsdp.oom import catch_oom
 
+_ROUND: Final = 4
+"""Micro-batches of one scoring schedule, for each stage: it keeps the states of all of them until it ends."""
 Columns = tuple[Tensor, ...]
 """What the last stage computes for a micro-batch: ``[R, ...]`` each."""
+
+
+class BoundedStage(PipelineStage):
+    """A stage whose buffers exist from the reception of a micro-batch until its backward pass has ended.
+
+    Torch's stage allocates them for all micro-batches at the begin of a schedule, which would be most of
+    the memory of a large model. Here they have no memory at first, so that a stage never has more of them
+    than the micro-batches that it has begun.
+    """
+
+    def _setup_forward_recv_info(self, *arguments: Any, **options: Any) -> None:
+        with self._without_memory():
+            super()._setup_forward_recv_info(*arguments, **options)
+
+    def _setup_backward_recv_info(self, *arguments: Any, **options: Any) -> None:
+        with self._without_memory():
+            super()._setup_backward_recv_info(*arguments, **options)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[distributed.P2POp]:
+        """Returns the receptions of a micro-batch's states."""
+        self._allocate(self.args_recv_info[fwd_chunk_id])
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[distributed.P2POp]:
+        """Returns the receptions of the gradients of a micro-batch's states."""
+        if self.has_backward and not self.is_last:
+            self._allocate(self.grad_recv_info[bwd_chunk_id])
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[distributed.P2POp]:
+        """Returns the sending of a micro-batch's gradients, after its backward pass."""
+        for infos in (self.args_recv_info, self.grad_recv_info):
+            for info in infos.get(bwd_chunk_id, ()):
+                info.buffer = None
+        return super().get_bwd_send_ops(bwd_chunk_id)
+
+    @contextmanager
+    def _without_memory(self) -> Iterator[None]:
+        device, self.device = self.device, torch.device("meta")
+        try:
+            yield
+        finally:
+            self.device = device
+
+    def _allocate(self, infos: Sequence[Any]) -> None:
+        for info in infos:
+            if info.buffer is not None and info.buffer.is_meta:
+                info.buffer = torch.empty_like(info.buffer, device=self.device)
 
 
 class StagePasses:
@@ -35,6 +85,8 @@ class StagePasses:
         self._module = module
         self._device = device
         self._dtype = dtype
+        self.newest = 0
+        """Micro-batch of the newest forward pass, in the order of the pass."""
 
     def train(
         self, packs: Sequence[PackedTokens], loss_of: Callable[[int, Columns], Tensor]
@@ -57,7 +109,11 @@ class StagePasses:
         schedule = (Schedule1F1B if is_filled else ScheduleGPipe)(
             stage, len(packs), loss_fn=loss, scale_grads=False
         )
-        self._run(schedule, len(packs))
+        try:
+            self._run(schedule, len(packs))
+        except torch.OutOfMemoryError:
+            with catch_oom(self.newest):
+                raise
         return self._shared(columns)
 
     @torch.no_grad()
@@ -67,13 +123,18 @@ class StagePasses:
         Args:
             options: Arguments of the last stage's forward pass.
         """
-        stage = self._begin(packs, trains=False, **options)
-        self._run(ScheduleGPipe(stage, len(packs)), len(packs))
-        return self._shared([_as_columns(output) for output in stage.output_chunks])
+        count = _ROUND * self._module.stage.count
+        columns: list[Columns] = []
+        for start in range(0, len(packs), count):
+            part = packs[start : start + count]
+            stage = self._begin(part, trains=False, **options)
+            self._run(ScheduleGPipe(stage, len(part)), len(part), first=start)
+            columns += self._shared([_as_columns(output) for output in stage.output_chunks])
+        return columns
 
     def _begin(
         self, packs: Sequence[PackedTokens], *, trains: bool, **options: Any
-    ) -> PipelineStage:
+    ) -> BoundedStage:
         self._module.begin(packs, **options)
         stage = self._module.stage
         states = torch.empty(
@@ -82,7 +143,7 @@ class StagePasses:
             device="meta",
             requires_grad=trains,
         )
-        return PipelineStage(
+        return BoundedStage(
             self._module,
             stage.index,
             stage.count,
@@ -95,26 +156,22 @@ class StagePasses:
             group=stage.group,
         )
 
-    def _run(self, schedule: Any, count: int) -> None:
+    def _run(self, schedule: Any, count: int, *, first: int = 0) -> None:
+        """Runs a schedule.
+
+        Args:
+            first: Number of its first micro-batch in the pass.
+        """
         numbers = torch.arange(count)
         arguments = (numbers,) if self._module.stage.is_first else ()
         try:
-            with self._first_causes():
-                schedule.step(*arguments, number=numbers, target=numbers)
+            schedule.step(*arguments, number=numbers, target=numbers)
+        except RuntimeError as error:
+            # The schedule wraps an error of a forward pass in a description of its tensors.
+            raise (error.__cause__ or error) from None
         finally:
+            self.newest = first + self._module.number
             self._module.packs = ()
-
-    @contextmanager
-    def _first_causes(self) -> Iterator[None]:
-        """Raises the error of a forward pass as it was; one of too little memory with its micro-batch."""
-        with catch_oom(self._module.number):
-            try:
-                yield
-            except RuntimeError as error:
-                # The schedule wraps an error of a forward pass in a description of its tensors.
-                if error.__cause__ is not None:
-                    raise error.__cause__ from None
-                raise
 
     def _shared(self, columns: Sequence[Columns]) -> list[Columns]:
         """Returns the columns of the last stage on all stages."""

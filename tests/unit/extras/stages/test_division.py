@@ -131,7 +131,21 @@ def test_memory_is_that_of_the_stage_that_needs_the_most():
     shared = memory_of(**PP2 | {"world_size": 4})
     assert shared.parts["optimizer"] == two.parts["optimizer"] / 2
     assert shared.parts["gradients"] == two.parts["gradients"]
-    assert shared.parts["states between stages"] == two.parts["states between stages"] / 2
+    # States and gradients of two micro-batches, in bfloat16.
+    assert two.parts["states between stages"] == 2 * 2 * 2 * 1536 * 8192
+
+
+def test_experts_are_counted_on_the_ranks_that_hold_them():
+    config = tiny_config("qwen3_moe", num_experts=64, num_hidden_layers=4)
+    trainer = {"engine": "stages", "pipeline_parallel": 2, "dtype": "bfloat16", "world_size": 16}
+    memories = [
+        trainer_memory(
+            spec_with(trainer={**trainer, "expert_parallel": experts}), config, gpu_bytes=10**11
+        ).parts["gradients"]
+        for experts in (1, 8)
+    ]
+    expert_bytes = 4 * 2 * 64 * 3 * 24 * 32  # of the two layers of a stage
+    assert memories[0] - memories[1] == pytest.approx(expert_bytes * 7 / 8)
 
 
 @pytest.mark.parametrize(("stages", "packs", "share"), [(1, 8, 0), (2, 4, 1 / 5), (4, 16, 3 / 19)])
