@@ -15,6 +15,7 @@ New runs, runs whose worker died, and runs whose controller died take the same p
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -93,70 +94,121 @@ async def restore(
         summary=partial(progress.summary, ledger),
     )
     evaluator = Evaluator(spec, run_id, connections, queue=queue, request_queue=request_queue)
-    waits = Waits()
-    gpu_time_sharing = GpuTimeSharing(spec=spec, connections=connections, evaluator=evaluator)
-    steps = TrainSteps(
-        run_id=run_id,
+    parts = _Parts(
         spec=spec,
-        journal=journal,
-        waits=waits,
         connections=connections,
-        ledger=ledger,
-        mixture=order.mixture,
-        scheduler=scheduler,
-        progress=progress,
-        gpu_time_sharing=gpu_time_sharing,
-        observers=Observers(
-            ObserverArgs(
-                spec=spec,
-                journal=journal,
-                progress=progress,
-                ledger=ledger,
-                clock=clock,
-                gpus=partial(launcher.gpus_for, run_id),
-            )
-        ),
-        version_offset=recovered.version_offset,
-    )
-    publisher = Publisher(
-        spec=spec,
         journal=journal,
-        connections=connections,
-        ledger=ledger,
-        scheduler=scheduler,
-        evaluator=evaluator,
-        progress=progress,
-        gpu_time_sharing=gpu_time_sharing,
-        version_offset=recovered.version_offset,
-    )
-    pipeline = TrainingPipeline(
-        spec=spec,
         clock=clock,
-        journal=journal,
-        request_queue=request_queue,
-        waits=waits,
-        connections=connections,
+        recovered=recovered,
         ledger=ledger,
+        progress=progress,
         scheduler=scheduler,
         evaluator=evaluator,
-        progress=progress,
-        steps=steps,
-        early=EarlyTraining(
-            trainer=connections.trainer, ledger=ledger, scheduler=scheduler, waits=waits
-        ),
-        publisher=publisher,
-        gpu_time_sharing=gpu_time_sharing,
+        gpu_time_sharing=GpuTimeSharing(spec=spec, connections=connections, evaluator=evaluator),
+        waits=Waits(),
+    )
+    pipeline = parts.pipeline(
+        steps=parts.steps(order.mixture, gpus=partial(launcher.gpus_for, run_id)),
         checkpoints=await _checkpoints(
             spec, recovered, journal=journal, queue=queue, clock=clock, launcher=launcher
         ),
-        version_offset=recovered.version_offset,
-        step=recovered.step,
-        begun=recovered.begun.step if recovered.begun is not None else None,
-        published=recovered.published,
+        request_queue=request_queue,
     )
     await evaluator.restore(recovered.evaluations, num_steps=spec.num_steps)
     await scheduler.restore(lost_workers, is_queue_empty=connections.is_queue_empty)
     return pipeline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    """What the stages of a run's pipeline share."""
+
+    spec: CurrentSpec
+    connections: RunConnections
+    journal: Journal
+    clock: Clock
+    recovered: Recovered
+    ledger: Ledger
+    progress: Progress
+    scheduler: GenerationScheduler
+    evaluator: Evaluator
+    gpu_time_sharing: GpuTimeSharing
+    waits: Waits
+
+    def steps(self, mixture: Mixture, *, gpus: Callable[[], int | None]) -> TrainSteps:
+        """Returns the stage that trains.
+
+        Args:
+            gpus: Returns the number of GPUs that the run may use; None if it is unknown.
+        """
+        observers = ObserverArgs(
+            spec=self.spec,
+            journal=self.journal,
+            progress=self.progress,
+            ledger=self.ledger,
+            clock=self.clock,
+            gpus=gpus,
+        )
+        return TrainSteps(
+            run_id=self.journal.run_id,
+            spec=self.spec,
+            journal=self.journal,
+            waits=self.waits,
+            connections=self.connections,
+            ledger=self.ledger,
+            mixture=mixture,
+            scheduler=self.scheduler,
+            progress=self.progress,
+            gpu_time_sharing=self.gpu_time_sharing,
+            observers=Observers(observers),
+            version_offset=self.recovered.version_offset,
+        )
+
+    def publisher(self) -> Publisher:
+        """Returns the stage that publishes weights."""
+        return Publisher(
+            spec=self.spec,
+            journal=self.journal,
+            connections=self.connections,
+            ledger=self.ledger,
+            scheduler=self.scheduler,
+            evaluator=self.evaluator,
+            progress=self.progress,
+            gpu_time_sharing=self.gpu_time_sharing,
+            version_offset=self.recovered.version_offset,
+        )
+
+    def pipeline(
+        self, *, steps: TrainSteps, checkpoints: Checkpoints, request_queue: RequestQueue
+    ) -> TrainingPipeline:
+        """Returns the pipeline at the step where the run continues."""
+        recovered = self.recovered
+        return TrainingPipeline(
+            spec=self.spec,
+            clock=self.clock,
+            journal=self.journal,
+            request_queue=request_queue,
+            waits=self.waits,
+            connections=self.connections,
+            ledger=self.ledger,
+            scheduler=self.scheduler,
+            evaluator=self.evaluator,
+            progress=self.progress,
+            steps=steps,
+            early=EarlyTraining(
+                trainer=self.connections.trainer,
+                ledger=self.ledger,
+                scheduler=self.scheduler,
+                waits=self.waits,
+            ),
+            publisher=self.publisher(),
+            gpu_time_sharing=self.gpu_time_sharing,
+            checkpoints=checkpoints,
+            version_offset=recovered.version_offset,
+            step=recovered.step,
+            begun=recovered.begun.step if recovered.begun is not None else None,
+            published=recovered.published,
+        )
 
 
 async def _reconciled(
