@@ -27,7 +27,7 @@ OTHERS := unit cluster gpu nodes
 ALL_MARKS := -o addopts='--import-mode=importlib --strict-markers -ra -p no:schemathesis'
 PROTOS := $(shell find proto/slipstream -name '*.proto')
 
-.PHONY: help setup s3-server constraints run unit test test-system test-api test-nightly test-faults check lint types imports dist proto proto-check docs docs-check site format clean
+.PHONY: help setup s3-server constraints run unit test test-system test-api test-nightly test-faults test-slurm check lint types imports dist proto proto-check docs docs-check site format clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -67,7 +67,7 @@ test: test-system $(S3_SERVER) check ## Run everything that a commit must pass: 
 	$(BIN)/python -m pytest -n $(RUN_WORKERS) --dist worksteal -m '$(EVERY_COMMIT)' $(OTHERS:%=--ignore tests/%)
 
 test-system: # Installs a browser and a sandbox; tests that need a missing one are skipped
-	tests/system.sh --or-skip chromium bwrap=bubblewrap
+	tests/system.sh --or-skip chromium bwrap=bubblewrap slurmctld=slurm-wlm munged=munge
 
 test-nightly: $(READY) ## Run all sweeps, every algorithm over three seeds with its controls, all faults, and long fuzzing
 	$(BIN)/python -m pytest -m nightly $(ALL_MARKS)
@@ -75,6 +75,10 @@ test-nightly: $(READY) ## Run all sweeps, every algorithm over three seeds with 
 
 test-faults: $(READY) ## Inject every kind of fault, then 300 random kills over all kinds of runs; hours (OPTIONS="table --minutes 4" for a part)
 	$(BIN)/python -m tests.faults $(OPTIONS)
+
+test-slurm: $(READY) ## Train over the nodes of a Slurm on this machine, with lost nodes and requeues; needs root, ten minutes
+	tests/system.sh slurmctld=slurm-wlm munged=munge
+	CI=true $(BIN)/python -m pytest $(ALL_MARKS) tests/slurm
 
 test-api: $(READY) ## Fuzz the REST API of a live server as two tenants
 	SLIPSTREAM_API_EXAMPLES=50 $(BIN)/python -m pytest tests/api

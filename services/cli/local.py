@@ -25,8 +25,11 @@ import psutil
 
 from services.cli.output import REPEAT_EVERY_S, errors, print_line
 from services.cli.state_directory import known_token, lock_state_directory, process_folder
+from services.common.callables import load_callable
 from services.common.host import free_port
+from services.common.launchers import LAUNCHERS
 from services.common.parent import module_command
+from services.common.security.issuer import create_authority
 from services.common.task_group import TaskGroup
 from services.controller.launch.worker_process import AdoptedProcess, last_lines
 
@@ -100,14 +103,15 @@ PreparedServices = MutableMapping[str, "subprocess.Popen[bytes]"]
 
 
 @contextmanager
-def prepared_services() -> Iterator[PreparedServices]:
+def prepared_services(launcher: str = "process") -> Iterator[PreparedServices]:
     """Starts processes that import the services, for :func:`local_services`; finally kills unused ones.
 
-    The imports take seconds. Meanwhile this process can check the specification.
+    The imports take seconds. Meanwhile this process can check the specification. With other launchers than
+    ``process`` there are none, because they also import what starts workers on this machine.
     """
     prepared: PreparedServices = {}
     try:
-        for name in _SERVICES if sys.platform == "linux" else ():
+        for name in _SERVICES if sys.platform == "linux" and launcher == "process" else ():
             prepared[name] = subprocess.Popen(  # noqa: S603 -- a module of this project
                 module_command("services.common.prepared", f"services.{name}"),
                 stdin=subprocess.PIPE,
@@ -210,18 +214,22 @@ async def local_services(
     port: int = 0,
     max_restarts: int = 0,
     prepared: PreparedServices | None = None,
+    launcher: str = "process",
 ) -> AsyncIterator[LocalServices]:
-    """Starts a transferqueue and a controller on loopback; ends them with all their children.
+    """Starts a transferqueue and a controller on this host; ends them with all their children.
 
     Args:
+        launcher: Name of the launcher of workers, which determines the address of the services.
         state_directory: Folder of the database, the runs and the logs.
         port: Port of the REST API; 0 selects a free one.
         prepared: Processes of :func:`prepared_services`. Each process that is used is removed.
 
     Raises:
         ServiceExitedError: If a service does not start.
+        SpecError: If the launcher cannot start workers from this host.
         StateInUseError: If another process uses the state directory.
     """
+    site = load_callable(LAUNCHERS[launcher].site)()
     logs = state_directory / "logs"
     _adopt_orphans()
     prepared = {} if prepared is None else prepared
@@ -242,14 +250,19 @@ async def local_services(
         key, token = folder / "key", folder / "token"
         key.write_text(secrets.token_hex(32), encoding="ascii")
         token.write_text(services.token, encoding="ascii")
+        common = {"SERVICE_KEY_FILE": str(key), "ADVERTISE_HOST": site.host}
+        if site.has_other_hosts:
+            create_authority(folder / "authority")
+            common["TLS_ISSUER"] = str(folder / "authority")
         try:
             transferqueue = service(
                 "transferqueue",
                 {
-                    "BIND": free_address(),
+                    **common,
+                    "BIND": free_address(site.host),
+                    "DATA_BIND": f"{site.host}:0",
                     "SNAPSHOT_FOLDER": f"{folder}/snapshots",
                     "SAMPLE_FOLDER": f"{state_directory}/{SAMPLE_FOLDER}",
-                    "SERVICE_KEY_FILE": str(key),
                     # Workers of this user share the service's memory, but other users can reach
                     # its port too.
                     "USE_CURVE": "true",
@@ -259,17 +272,20 @@ async def local_services(
             controller = service(
                 "controller",
                 {
+                    **common,
+                    "LAUNCHER": launcher,
                     "TRANSFERQUEUE_ADDRESS": address,
                     "STATE_DIRECTORY": str(state_directory),
-                    "BIND": free_address(),
+                    "BIND": free_address(site.host),
                     "REST_BIND": f"127.0.0.1:{port}" if port else free_address(),
                     "ADMIN_TOKEN_FILE": str(token),
                     "GRPC_REFLECTION": "true",
-                    "SERVICE_KEY_FILE": str(key),
                 },
             )
             found = await services.start(controller)
-            services.url, services.grpc_address = found["rest"], found["grpc"]
+            # The API is served on loopback only, whatever host name the controller advertises to workers.
+            rest_port = found["rest"].rpartition(":")[2]
+            services.url, services.grpc_address = f"http://127.0.0.1:{rest_port}", found["grpc"]
             # Restarted services must keep their addresses.
             transferqueue.settings["BIND"] = address
             controller.settings["BIND"] = services.grpc_address
@@ -280,9 +296,9 @@ async def local_services(
             await _stop_everything(services, strangers)
 
 
-def free_address() -> str:
+def free_address(host: str = "127.0.0.1") -> str:
     """Returns an address of this host that a service finds free when it restarts; see :func:`free_port`."""
-    return f"127.0.0.1:{free_port(_PORTS)}"
+    return f"{host}:{free_port(_PORTS, host)}"
 
 
 @contextmanager

@@ -50,14 +50,14 @@ def write_atomically(path: Path, text: str) -> None:
 _PORTS_TRIED = 100
 
 
-def free_port(ports: range) -> int:
-    """Returns a random free loopback port of a range; 0 if the ports that were tried are in use.
+def free_port(ports: range, host: str = "127.0.0.1") -> int:
+    """Returns a random port of a range that is free at an address; 0 if the ports that were tried are in use.
 
     A process may listen on the port later, or again after a restart, if the range is below Linux' ephemeral
     ports: the kernel gives those to any process that connects or binds port 0.
     """
     for port in random.sample(ports, _PORTS_TRIED):
-        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+        with suppress(OSError), socket.create_server((host, port)):
             return port
     return 0
 

@@ -16,6 +16,7 @@ from services.common.callables import load_callable
 from services.common.errors import FailedPreconditionError, InvalidArgumentError
 from services.common.http.limits import raise_descriptor_limit
 from services.common.http.server import serve_http
+from services.common.launchers import LAUNCHERS
 from services.common.lifetime import report_ready, wait_for_shutdown
 from services.common.rpc.client import open_channel
 from services.common.rpc.server import serve
@@ -70,7 +71,7 @@ async def run_controller(settings: ControllerSettings) -> None:
         leadership = Leadership(database, holder=settings.holder, ttl_s=settings.lease_ttl_s)
         await leadership.acquire()
         stack.push_async_callback(leadership.release)
-        if settings.launcher == "process":
+        if LAUNCHERS[settings.launcher].shares_files:
             relocate_checkpoints(database, settings.state_directory)
         channel = await stack.enter_async_context(
             open_channel(settings.transferqueue_address, "transferqueue")

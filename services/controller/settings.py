@@ -11,6 +11,7 @@ from pydantic_settings import SettingsConfigDict
 
 from services.common.doors import References
 from services.common.errors import InvalidArgumentError
+from services.common.launchers import LAUNCHERS
 from services.common.runspec.base import NameIn
 from services.common.security.confinement import CodePolicy
 from services.common.security.tls import Peer
@@ -40,8 +41,6 @@ DATABASE_FILE = "slipstream.db"
 """Name of the SQLite database file in the state directory."""
 EXTENSIONS: Final = References("controller_extensions")
 """Asynchronous context managers that take the settings and the run manager, and serve beside them."""
-LAUNCHERS: Final = References("launchers")
-"""The launchers by the value of ``SLIPSTREAM_CONTROLLER_LAUNCHER``."""
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
@@ -59,7 +58,7 @@ class ControllerSettings(KeySettings, SpecSettings):
     """Folder of the database and of each run's logs and checkpoints."""
     launcher: Annotated[str, NameIn(LAUNCHERS)] = "process"
     """Launcher of a run's workers: ``process`` starts processes of this host, ``kubernetes`` pods; ``none``
-    if another system starts them; or the launcher of an installed package."""
+    if another system starts them; or the launcher of an extra or an installed package."""
     namespace: str = ""
     """Namespace of worker pods; only with the Kubernetes launcher."""
     workers_service: str = ""
@@ -150,7 +149,7 @@ class ControllerSettings(KeySettings, SpecSettings):
     def allowance(self) -> CodePolicy:
         """Policy for what specifications may name; runs may not write beside the controller's files."""
         # Pods have volumes of their own at the same path.
-        is_shared = self.launcher == "process"
+        is_shared = LAUNCHERS[self.launcher].shares_files
         return replace(super().allowance, unwritable=(self.state_directory,) if is_shared else ())
 
     @property

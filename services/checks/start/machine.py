@@ -29,8 +29,12 @@ _MEASURED_SIZE, _MEASURED_TIMES = 256, 5
 _NOTABLE_SLOWDOWN = 1.5
 
 
-def unmet_requirements(spec: RunSpec) -> Iterator[str]:
-    """Yields requirements of a run that this machine does not meet."""
+def unmet_requirements(spec: RunSpec, *, has_workers: bool = True) -> Iterator[str]:
+    """Yields requirements of a run that this machine does not meet.
+
+    Args:
+        has_workers: True if the run's workers run on this machine; otherwise it only has their packages.
+    """
     engine = spec.rollout.engine
     package = engine_kind(engine).package
     if package is not None and importlib.util.find_spec(package) is None:
@@ -45,6 +49,8 @@ def unmet_requirements(spec: RunSpec) -> Iterator[str]:
                 f"trackers.{index}.kind is {tracker.kind!r}, but the package {package} is not installed; "
                 f"pip install 'slipstream[{tracker.kind}]', or remove the tracker"
             )
+    if not has_workers:
+        return
     gpus = num_gpus()
     if gpus == 0 and spec.weight_sync.backend == "nccl":
         yield (
@@ -70,13 +76,16 @@ class MachineDefault:
     why: str
 
 
-def machine_defaults(spec: RunSpec, left_out: Collection[str]) -> Iterator[MachineDefault]:
+def machine_defaults(
+    spec: RunSpec, left_out: Collection[str], *, has_workers: bool = True
+) -> Iterator[MachineDefault]:
     """Yields the defaults that this machine's GPUs change.
 
     Args:
         left_out: Keys that the user did not set; other keys keep their values.
+        has_workers: True if all workers of the run run on this machine.
     """
-    if "rollout.replicas" in left_out:
+    if "rollout.replicas" in left_out and has_workers:
         yield from _fewer_rollouts(spec)
     if "trainer.dtype" in left_out and has_gpus() and not spec.model.is_tiny:
         yield MachineDefault(

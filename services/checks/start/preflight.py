@@ -317,6 +317,7 @@ def read_checked(
     overrides: Sequence[str] = (),
     *,
     is_here: bool = True,
+    has_workers: bool = True,
     capturing: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Draft:
     """Reads a specification file and checks it and all resources that it names.
@@ -324,6 +325,8 @@ def read_checked(
     Args:
         is_here: If true, the run will be on this machine, which must have all resources that it
             needs and names.
+        has_workers: If false, the run's workers are on other machines that share the files and packages of
+            this one.
         capturing: Opens a block that takes what the user's functions write while they are tried.
 
     Raises:
@@ -331,7 +334,12 @@ def read_checked(
     """
     draft = read_draft(path, overrides)
     spec = draft.examined.spec
-    if is_here and spec is not None and (better := [*machine_defaults(spec, draft.left_out)]):
+    better = (
+        [*machine_defaults(spec, draft.left_out, has_workers=has_workers)]
+        if is_here and spec is not None
+        else []
+    )
+    if better:
         # Read the file again, because other defaults follow from these values.
         draft = read_draft(path, [*overrides, *(f"{each.key}={each.value}" for each in better)])
         draft = replace(draft, notes=(*draft.notes, *(each.why for each in better)))
@@ -341,7 +349,9 @@ def read_checked(
         problems += find_plain_secrets(examined.spec)
     if examined.spec is not None and is_here:
         with capturing():
-            found = _examined_here(examined.spec, tries_functions=not problems)
+            found = _examined_here(
+                examined.spec, tries_functions=not problems, has_workers=has_workers
+            )
         problems += [each for each in found.problems if not examined.is_about_stand_ins(each)]
         draft = replace(draft, notes=(*draft.notes, *found.notes))
     if problems:
@@ -359,7 +369,9 @@ def check(spec: RunSpec) -> None:
         raise SpecError(problems)
 
 
-def _examined_here(spec: RunSpec, *, tries_functions: bool = True) -> RowTrialResult:
+def _examined_here(
+    spec: RunSpec, *, tries_functions: bool = True, has_workers: bool = True
+) -> RowTrialResult:
     problems: list[str] = []
     try:
         spec = with_local_copies(spec, has_weights=False)
@@ -378,12 +390,12 @@ def _examined_here(spec: RunSpec, *, tries_functions: bool = True) -> RowTrialRe
         "rollout.workflow": _workflow,
         "algorithm": _formulas,
         "data.curriculum": _curriculum,
-        "this machine": unmet_requirements,
+        "this machine": partial(unmet_requirements, has_workers=has_workers),
     }
     for key, step in steps.items():
         _collect(problems, step, spec, key)
     if not problems:
-        _collect(problems, _built, spec, "model")
+        _collect(problems, partial(_built, has_workers=has_workers), spec, "model")
     notes: list[str] = []
     if is_tokenizer_right:
         notes = _try(problems, spec, sources, tries_functions=tries_functions)
@@ -579,14 +591,14 @@ def _engine_model(spec: RunSpec, config: Mapping[str, Any]) -> Iterator[str]:
         yield from find_problems(spec, config)
 
 
-def _built(spec: RunSpec) -> Iterator[str]:
+def _built(spec: RunSpec, *, has_workers: bool) -> Iterator[str]:
     """Yields problems of a model's modules and their sizes; called if there is no other problem."""
     if spec.trainer.lora is None and spec.model.is_tiny:
         return  # the checks below import torch
     try:
         if spec.trainer.lora is not None:
             yield from _adapter_names(spec)
-        if not spec.model.is_tiny:
+        if not spec.model.is_tiny and has_workers:
             yield from memory_problems(spec, full_config(spec.model))
     except Exception as error:  # noqa: BLE001 -- a family's own code builds the model of a user's numbers
         yield (

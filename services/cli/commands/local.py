@@ -4,8 +4,15 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    nullcontext,
+    suppress,
+)
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +21,7 @@ from rich.console import Console
 
 from services.cli.api import Api, ApiError
 from services.cli.api_calls import DEFAULT_STATE, UP_FILE, StateDirectory, run_until_signal
-from services.cli.commands.spec import Overrides, SpecPath, load_checked
+from services.cli.commands.spec import Overrides, SpecPath, load_checked, startable_launcher
 from services.cli.follow import follow
 from services.cli.local import (
     LocalServices,
@@ -132,6 +139,8 @@ class SignalHandler:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, self._interrupted)
         loop.add_signal_handler(signal.SIGTERM, self._came.set)
+        # Batch systems announce the end of a job's time with a signal that the job selects.
+        loop.add_signal_handler(signal.SIGUSR1, self._came.set)
         loop.add_signal_handler(signal.SIGHUP, self._hung_up)
 
     async def pause_runs(self, api: Api, console: Console) -> None:
@@ -196,6 +205,15 @@ Port = Annotated[
     int, typer.Option(help="Port of the REST API; 0 for any free port.", min=0, max=65_535)
 ]
 
+Launcher = Annotated[
+    str,
+    typer.Option(
+        "--launcher",
+        help="What starts the workers: 'process' on this machine, 'slurm' on the nodes of this allocation.",
+        callback=startable_launcher,
+    ),
+]
+
 _RETRY_S = 30.0
 # Max restarts of a service before ``slipstream up`` ends.
 _UP_RESTARTS = 20
@@ -208,6 +226,7 @@ def run(
     overrides: Overrides = None,
     state_directory: StateDirectory = DEFAULT_STATE,
     port: Port = 0,
+    launcher: Launcher = "process",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the path of summary.json as the last line.")
     ] = False,
@@ -221,7 +240,7 @@ def run(
 ) -> None:
     """Start all services on this machine, train, show progress, and stop the services.
 
-    Ctrl-C, a closed terminal, kill, and the end of a command that reads the output, such as
+    Ctrl-C, a closed terminal, kill, SIGUSR1, and the end of a command that reads the output, such as
     ``tee``, pause the run after its current step, with a checkpoint; a second Ctrl-C cancels it.
 
     The same command resumes a run that was paused or interrupted.
@@ -229,11 +248,12 @@ def run(
     write_bytecode()
     start = StartReport()
     start.record_imports()
-    with prepared_services() as prepared:
+    with prepared_services(launcher) as prepared:
         with describe(f"checking {spec}", console), start.measured("checks"):
-            loaded = load_checked(spec, overrides, is_start=True)
+            loaded = load_checked(spec, overrides, is_start=True, launcher=launcher)
         folder = state_directory.resolve()
-        work = _run(loaded, folder, port, resume=resume, prepared=prepared, start=start)
+        services = partial(_started, folder, port=port, launcher=launcher, prepared=prepared)
+        work = _run(loaded, folder, services, resume=resume, start=start)
         ended = run_until_signal(work, needs_reader=False)
     if ended is None:
         raise typer.Exit(_INTERRUPTED)
@@ -243,33 +263,34 @@ def run(
         raise typer.Exit(1)
 
 
-def up(state_directory: StateDirectory = DEFAULT_STATE, port: Port = 8700) -> None:
+def up(
+    state_directory: StateDirectory = DEFAULT_STATE,
+    port: Port = 8700,
+    launcher: Launcher = "process",
+) -> None:
     """Start the controller and the transferqueue, and keep them running for submitted runs.
 
     Ctrl-C, a closed terminal and kill pause the runs, with checkpoints; a second Ctrl-C cancels
     them.
     """
     write_bytecode()
-    run_until_signal(_up(state_directory.resolve(), port), needs_reader=False)
+    run_until_signal(_up(state_directory.resolve(), port, launcher), needs_reader=False)
     raise typer.Exit(_INTERRUPTED)
 
 
 async def _run(
     spec: RunSpec,
     state_directory: Path,
-    port: int,
+    start_services: Callable[..., AbstractAsyncContextManager[tuple[LocalServices, Api]]],
     *,
     resume: bool,
-    prepared: PreparedServices,
     start: StartReport,
 ) -> dict[str, Any] | None:
     """Returns the ended run, or None if a signal came first."""
     restarts = spec.limits.max_restarts
     async with AsyncExitStack() as stack:
         with start.measured("services"):
-            services, api = await stack.enter_async_context(
-                _started(state_directory, port=port, max_restarts=restarts, prepared=prepared)
-            )
+            services, api = await stack.enter_async_context(start_services(max_restarts=restarts))
         run_id = await submit_or_resume(api, spec, console, resume=resume)
         link = (await api.page_link()).replace("/page/", f"/runs/{run_id}")
         print_line(console, f"run page (link for one browser): {link}")
@@ -297,8 +318,9 @@ async def _beside(
     return None if ended.cancelled() else ended.result()
 
 
-async def _up(state_directory: Path, port: int) -> None:
-    async with _started(state_directory, port=port, max_restarts=_UP_RESTARTS) as (services, api):
+async def _up(state_directory: Path, port: int, launcher: str) -> None:
+    starting = _started(state_directory, port=port, max_restarts=_UP_RESTARTS, launcher=launcher)
+    async with starting as (services, api):
         print_line(
             console,
             f"controller at {services.url}, API documentation at {services.url}/docs, gRPC at "
@@ -324,6 +346,7 @@ async def _started(
     *,
     port: int,
     max_restarts: int,
+    launcher: str,
     prepared: PreparedServices | None = None,
 ) -> AsyncIterator[tuple[LocalServices, Api]]:
     """Starts the services and yields them with an API client that waits for a restarted controller.
@@ -334,7 +357,11 @@ async def _started(
         with describe("starting the controller and the transferqueue", console):
             services = await stack.enter_async_context(
                 local_services(
-                    state_directory, port=port, max_restarts=max_restarts, prepared=prepared
+                    state_directory,
+                    port=port,
+                    max_restarts=max_restarts,
+                    prepared=prepared,
+                    launcher=launcher,
                 )
             )
         api = Api(services.url, token=services.token, retry_s=_RETRY_S)

@@ -17,8 +17,12 @@ from services.checks.start.preflight import read_checked, record_note
 from services.checks.start.settings import num_gpus
 from services.cli.controller_address import Url, is_controller_here
 from services.cli.output import console, errors, escaping_descriptors, fail, print_line, write
+from services.common.callables import load_callable
+from services.common.doors import DoorError
+from services.common.launchers import LAUNCHERS
 from services.common.models.configs import full_config
 from services.common.models.stages import bubble, most_packs
+from services.common.runspec.base import did_you_mean
 from services.common.runspec.loader import SpecError
 from services.common.runspec.run import RunSpec
 
@@ -36,6 +40,46 @@ Overrides = Annotated[
 ]
 
 
+def checked_launcher(name: str | None) -> str | None:
+    """Returns the name of a launcher.
+
+    Raises:
+        typer.BadParameter: If no package provides it, or its package is broken.
+    """
+    if name is not None and name not in LAUNCHERS:
+        raise typer.BadParameter(
+            f"expected one of {', '.join(LAUNCHERS.names())}, got {name!r}."
+            f"{did_you_mean(name, LAUNCHERS.names())}"
+        )
+    try:
+        return name if name is None or LAUNCHERS[name] else None
+    except DoorError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def startable_launcher(name: str) -> str:
+    """Returns the name of a launcher whose services a command can start on this machine.
+
+    Raises:
+        typer.BadParameter: If it is none.
+    """
+    checked_launcher(name)
+    if not LAUNCHERS[name].site:
+        startable = [other for other in LAUNCHERS if LAUNCHERS[other].site]
+        raise typer.BadParameter(
+            f"expected one of {', '.join(startable)}, got {name!r}, whose controller is installed otherwise; "
+            "submit the run to that controller (slipstream submit --url)"
+        )
+    return name
+
+
+def _check_launcher(spec: RunSpec, launcher: str | None) -> None:
+    """Raises SpecError with the reasons why a launcher can never start a run."""
+    reference = LAUNCHERS[launcher].problems if launcher is not None else ""
+    if reference and (problems := [*load_callable(reference)(spec)]):
+        raise SpecError(problems)
+
+
 def load_checked(
     path: Path,
     overrides: list[str] | None,
@@ -45,6 +89,7 @@ def load_checked(
     is_here: bool = True,
     checks_memory: bool = False,
     is_start: bool = False,
+    launcher: str | None = None,
 ) -> RunSpec:
     """Reads a specification and checks it and all resources that it names; problems end the command.
 
@@ -52,19 +97,29 @@ def load_checked(
         is_here: True if the run will be on this machine.
         checks_memory: True if the run must fit on this machine's GPUs, if ``gpu_gb`` is not given.
         is_start: True if the run starts now, so that the GPUs must have enough free memory.
+        launcher: Name of the launcher of the run's workers; None if it is not known.
     """
+    has_workers = is_here and launcher in (None, "process")
     try:
-        draft = read_checked(path, overrides or (), is_here=is_here, capturing=escaping_descriptors)
+        draft = read_checked(
+            path,
+            overrides or (),
+            is_here=is_here,
+            has_workers=has_workers,
+            capturing=escaping_descriptors,
+        )
         for note in draft.notes:
             print_line(errors, f"note: {note}")
         spec = draft.examined.spec
         assert spec is not None
-        for note in (record_note(spec), shared_gpus(spec), slow_settings(spec)) if is_here else ():
-            if note:
-                print_line(errors, f"note: {note}")
-        _check_free_memory(spec, is_here=is_here, is_start=is_start)
+        _check_launcher(spec, launcher)
+        notes = [record_note(spec)] if is_here else []
+        notes += [shared_gpus(spec), slow_settings(spec)] if has_workers else []
+        for note in filter(None, notes):
+            print_line(errors, f"note: {note}")
+        _check_free_memory(spec, is_here=has_workers, is_start=is_start)
         gpu_bytes = int(gpu_gb * 1e9) if gpu_gb is not None else None
-        if gpu_bytes is None and checks_memory and is_here and has_gpus():
+        if gpu_bytes is None and checks_memory and has_workers and has_gpus():
             gpu_bytes = gpu_bytes_here()
             gpus = gpus or num_gpus() or None
         if gpu_bytes is not None:
@@ -120,6 +175,17 @@ def validate(
             )
         ),
     ] = None,
+    launcher: Annotated[
+        str | None,
+        typer.Option(
+            "--launcher",
+            help=(
+                "Check whether this launcher can start the run, such as 'slurm' or 'kubernetes', in place of "
+                "this machine."
+            ),
+            callback=checked_launcher,
+        ),
+    ] = None,
     url: Url = None,
 ) -> None:
     """Check a specification and everything that it refers to, without starting anything.
@@ -135,6 +201,7 @@ def validate(
         gpus=gpus,
         is_here=is_here and not elsewhere and pods is None,
         checks_memory=True,
+        launcher=launcher,
     )
     if pods is not None and (problems := [*pod_problems(loaded, pods)]):
         for problem in problems:

@@ -23,6 +23,7 @@ from services.common.telemetry.logging import RareLog
 logger = logging.getLogger(__name__)
 
 LIFETIME = timedelta(days=3)
+_AUTHORITY_LIFETIME = timedelta(days=3650)
 # Tolerates clock differences between nodes.
 _EARLIER = timedelta(minutes=5)
 _failures = RareLog(logger)
@@ -105,6 +106,37 @@ class Issuer:
                 f"the certificate {self._folder / 'tls.crt'} must be a CA certificate (CA:TRUE)"
             )
         return signer, key  # type: ignore[return-value]  # other kinds of keys have no certificates
+
+
+def create_authority(folder: Path) -> None:
+    """Creates a folder with a new authority, which only this user can read, for an :class:`Issuer`.
+
+    For the services of one command on one or several hosts, whose folder is deleted with the command.
+    """
+    folder.mkdir(mode=0o700)
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "slipstream")])
+    now = datetime.now(UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _EARLIER)
+        .not_valid_after(now + _AUTHORITY_LIFETIME)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(key, hashes.SHA256())
+        .public_bytes(serialization.Encoding.PEM)
+    )
+    private = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+    for file, content in (("tls.crt", certificate), ("tls.key", private), ("ca.crt", certificate)):
+        (folder / file).touch(mode=0o600)
+        (folder / file).write_bytes(content)
 
 
 class IssuedTls:

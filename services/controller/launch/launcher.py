@@ -85,6 +85,12 @@ class Launcher(Protocol):
     async def end(self, run_id: str, worker_id: str) -> None:
         """Kills one worker because it does not answer; returns when it is gone."""
 
+    async def report_lost_hosts(self, run_id: str) -> None:
+        """Reports the workers of hosts that do not answer, if the platform may take longer to notice.
+
+        Called when a run has a failure of which no worker's exit was reported.
+        """
+
     async def stop(self, run_id: str) -> None:
         """Stops all workers of a run; returns when they are gone."""
 
@@ -96,7 +102,7 @@ ExitHandler = Callable[[WorkerExit], None]
 
 
 class LauncherDefaults:
-    """Answers of a launcher that adds no rules, has no queues, and whose files outlive its workers."""
+    """Answers of a launcher without rules and queues, whose files outlive its workers."""
 
     def problems(self, spec: RunSpec) -> Iterable[str]:
         """Returns nothing: any run may be started."""
@@ -113,6 +119,9 @@ class LauncherDefaults:
     async def admitted(self, run_id: str, worker_ids: Collection[str]) -> Collection[str]:
         """Returns all of the workers."""
         return worker_ids
+
+    async def report_lost_hosts(self, run_id: str) -> None:
+        """Does nothing: the platform reports lost hosts itself."""
 
 
 class ExternalLauncher(LauncherDefaults):

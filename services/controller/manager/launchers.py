@@ -1,7 +1,8 @@
 """Opens the launcher that the controller's settings name.
 
-A launcher of another package is an entry point in the group ``slipstream.launchers``: an asynchronous context
-manager that takes :class:`LauncherArgs` and yields a :class:`~services.controller.launch.launcher.Launcher`.
+A launcher of another package is an entry point in the group ``slipstream.launchers``: a
+:class:`~services.common.launchers.LauncherKind`, whose opener takes :class:`LauncherArgs` and yields a
+:class:`~services.controller.launch.launcher.Launcher`.
 """
 
 from collections.abc import AsyncIterator
@@ -9,11 +10,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from services.common.callables import load_callable
+from services.common.launchers import LAUNCHERS
 from services.common.task_group import TaskGroup
 from services.controller.launch.launcher import ExternalLauncher, Launcher
 from services.controller.launch.process import open_process_launcher
 from services.controller.manager.runs import RunManager
-from services.controller.settings import LAUNCHERS, ControllerSettings
+from services.controller.settings import ControllerSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +37,7 @@ async def open_launcher(args: LauncherArgs) -> AsyncIterator[Launcher]:
 
     Only this launcher is imported: the Kubernetes client takes a second.
     """
-    opener = load_callable(LAUNCHERS[args.settings.launcher])
+    opener = load_callable(LAUNCHERS[args.settings.launcher].opener)
     async with opener(args) as launcher:
         yield launcher
 

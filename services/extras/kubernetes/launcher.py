@@ -21,7 +21,7 @@ from services.common.runspec.workers import WORKERS
 from services.common.security.credentials import current_identity
 from services.common.security.tls import Certificate
 from services.common.task_group import TaskGroup
-from services.controller.launch.launcher import ExitHandler, WorkerExit
+from services.controller.launch.launcher import ExitHandler, LauncherDefaults, WorkerExit
 from services.extras.kubernetes import gang, job_set, pod_state
 from services.extras.kubernetes.pod_api import PodApi, Seen
 from services.extras.kubernetes.pod_state import PodRecord, check_growth
@@ -55,7 +55,7 @@ PendingHandler = Callable[[str, str, str], None]
 """Called with run, reason and message when a pod of the run cannot start."""
 
 
-class KubernetesLauncher:
+class KubernetesLauncher(LauncherDefaults):
     """Starts each run's workers as pods.
 
     Args:

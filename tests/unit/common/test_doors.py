@@ -6,6 +6,7 @@ import pytest
 
 from services.common import doors
 from services.common.doors import OWN_PACKAGE, DoorError
+from services.common.launchers import LAUNCHERS
 from services.common.runspec import engines, environments, trackers, train_engines, weight_modes
 from services.common.runspec.data import SOURCES
 from services.common.runspec.engines import EngineKind
@@ -16,6 +17,7 @@ from tests.helpers.pages import example
 from tests.helpers.specs import changed
 
 KINDS = """
+from services.common.launchers import LauncherKind
 from services.common.runspec.engines import EngineKind
 from services.common.runspec.environments import EnvironmentKind
 from services.common.runspec.trackers import TrackerKind
@@ -27,6 +29,7 @@ TRAIN_ENGINE = TrainEngineKind(build="theirs:build")
 TRANSPORT = Transport(opener="theirs:open", least_rate=1e6)
 MODE = WeightMode(receiver="theirs:receive")
 TRACKER = TrackerKind("json", "theirs:open_run")
+LAUNCHER = LauncherKind(opener="theirs:open_workers")
 ENVIRONMENT = EnvironmentKind(title="Theirs", opens="theirs:open_server", passes_sandbox=True)
 """
 DOORS = {
@@ -37,6 +40,7 @@ DOORS = {
         "TRANSPORT",
         {"weight_sync": {"backend": "theirs"}},
     ),
+    "launchers": (LAUNCHERS, "LAUNCHER", {}),
     "weight_modes": (weight_modes.MODES, "MODE", {"weight_sync": {"mode": "theirs"}}),
     "trackers": (trackers.TRACKERS, "TRACKER", {"trackers": [{"kind": "theirs"}]}),
     "environments": (

@@ -398,6 +398,8 @@ class RunDriver:
         with suppress(TimeoutError):
             async with asyncio.timeout(_EXIT_REPORT_S):
                 await self._lost.wait()
+        if not self._exits:
+            await self._services.launcher.report_lost_hosts(self._run_id)
         # A worker refuses calls a moment before its state says that it is leaving.
         workers = self._services.membership.workers(self._run_id)
         if any(worker.state == "draining" for worker in workers):

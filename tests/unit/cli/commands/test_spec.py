@@ -1,4 +1,4 @@
-"""Tests of ``validate`` and ``submit`` for a controller of other machines."""
+"""Tests of ``validate`` and ``submit`` for other machines: of a controller, or of another launcher."""
 
 import json
 import threading
@@ -71,6 +71,40 @@ def test_a_run_of_this_machine_must_fit_it(file: str) -> None:
     checked = CliRunner().invoke(app, ["validate", file])
     assert checked.exit_code == 2
     assert "trainer.world_size" in checked.output
+
+
+@pytest.mark.parametrize("launcher", ["slurm", "kubernetes"])
+def test_a_run_of_another_launcher_must_fit_its_nodes_and_not_this_machine(
+    file: str, tmp_path: Path, launcher: str
+) -> None:
+    rows = [f'{{"prompt": "1+{row}=", "answer": "{row + 1}"}}\n' for row in range(8)]
+    (tmp_path / "prompts.jsonl").write_text("".join(rows))
+    document = changed(
+        data={"train": {"source": "jsonl", "path": str(tmp_path / "prompts.jsonl")}},
+        trainer={"world_size": 64},
+    )
+    Path(file).write_text(yaml.safe_dump(document))
+    here = CliRunner().invoke(app, ["validate", file])
+    assert "worker processes" in here.output
+    there = ["validate", file, "--launcher", launcher]
+    valid = CliRunner().invoke(app, there)
+    assert valid.exit_code == 0, valid.output
+    wide = [*there, "--set", "topology.placement=colocated", "--set", "rollout.replicas=64"]
+    refused = CliRunner().invoke(app, wide)
+    assert refused.exit_code == 2
+    assert "topology.placement" in refused.output
+
+
+def test_a_launcher_that_no_package_provides_is_refused(file: str) -> None:
+    refused = CliRunner().invoke(app, ["validate", file, "--launcher", "slrum"])
+    assert refused.exit_code == 2
+    assert "slurm" in refused.output
+
+
+def test_a_launcher_without_services_on_this_machine_does_not_run(file: str) -> None:
+    refused = CliRunner().invoke(app, ["run", file, "--launcher", "kubernetes"])
+    assert refused.exit_code == 2
+    assert "submit" in refused.output
 
 
 def test_a_run_of_other_machines_is_submitted_without_checks_of_this_one(

@@ -12,7 +12,7 @@ from services.common import errors
 from services.common.rpc.client import call, open_channel
 from services.common.rpc.server import serve
 from services.common.security.credentials import Identity, acting_as, issue_token
-from services.common.security.issuer import LIFETIME, IssuedTls, Issuer
+from services.common.security.issuer import LIFETIME, IssuedTls, Issuer, create_authority
 from services.common.security.tls import TlsFiles
 from slipstream.controller.v1 import membership_pb2 as pb
 from slipstream.controller.v1 import membership_pb2_grpc as pb_grpc
@@ -59,10 +59,14 @@ def ends_of(certificate):
     return x509.load_pem_x509_certificate(certificate.chain).not_valid_after_utc.timestamp()
 
 
-@pytest.mark.parametrize("is_under_another", [False, True])
-async def test_a_worker_reaches_a_service_with_an_issued_certificate(tmp_path, is_under_another):
-    above = make_issuer(tmp_path / "root") if is_under_another else None
-    make_issuer(tmp_path / "issuer", above=above)
+@pytest.mark.parametrize("kind", ["root", "intermediate", "of one command"])
+async def test_a_worker_reaches_a_service_with_an_issued_certificate(tmp_path, kind):
+    if kind == "of one command":
+        create_authority(tmp_path / "issuer")
+        assert {file.stat().st_mode & 0o777 for file in (tmp_path / "issuer").iterdir()} == {0o600}
+    else:
+        above = make_issuer(tmp_path / "root") if kind == "intermediate" else None
+        make_issuer(tmp_path / "issuer", above=above)
     issuer = Issuer(tmp_path / "issuer")
     service = Identity(tls=IssuedTls(issuer, "controller.slipstream"), issue=issuer.issue, key=KEY)
     made = service.certificate_for("run_a")

@@ -1,0 +1,10 @@
+"""Entry point of the launcher."""
+
+from typing import Final
+
+from services.common.launchers import LauncherKind
+
+KIND: Final = LauncherKind(
+    opener="services.extras.kubernetes.cluster:open_pods",
+    problems="services.checks.pods:pod_problems",
+)

@@ -1,0 +1,124 @@
+"""Asks every node of the allocation, by a step, for its address, GPUs, processors and free ports."""
+
+import asyncio
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from services.common.errors import FailedPreconditionError
+from services.common.fields import new_id
+from services.extras.slurm.address import in_url
+from services.extras.slurm.allocation import Allocation, Component, node_daemons
+from services.extras.slurm.placement import Node
+from services.extras.slurm.settings import SlurmSettings, step_environment
+from services.extras.slurm.steps import StepRequest, srun_command
+
+
+async def ask_nodes(
+    allocation: Allocation, settings: SlurmSettings, state_directory: Path
+) -> list[Node]:
+    """Returns the nodes of the allocation, in Slurm's order.
+
+    Raises:
+        FailedPreconditionError: If a node does not answer in time, does not see the state directory, or has
+            no usable address.
+    """
+    daemons = await asyncio.to_thread(node_daemons, allocation.nodes)
+    addresses = {name: address for name, (address, _) in daemons.items()}
+    stamp = state_directory / f".{new_id('nodes')}"
+    stamp.touch()
+    arguments = {
+        "network": str(settings.network or ""),
+        "addresses": addresses,
+        "peer": next(iter(addresses.values()), ""),
+        "stamp": str(stamp),
+    }
+    try:
+        answers = await asyncio.gather(
+            *(_ask(allocation, each, settings, arguments) for each in allocation.components)
+        )
+    finally:
+        stamp.unlink()
+    nodes = []
+    for index, (component, facts) in enumerate(zip(allocation.components, answers, strict=True)):
+        for name, tasks in component.tasks.items():
+            _check(facts[name], state_directory)
+            nodes.append(
+                Node(
+                    name=name,
+                    component=index,
+                    address=in_url(facts[name]["address"]),
+                    gpus=tuple(facts[name]["gpus"]),
+                    tasks=tasks,
+                    processors=facts[name]["processors"],
+                    ports=tuple(facts[name]["ports"]),
+                    daemon=daemons.get(name, ("", 0)),
+                )
+            )
+    return nodes
+
+
+async def silence(node: Node, timeout_s: float) -> str:
+    """Returns why a node does not answer, though Slurm may not have noticed; empty if its slurmd accepts."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            _, writer = await asyncio.open_connection(*node.daemon)
+    except (OSError, TimeoutError) as error:
+        told = getattr(error, "strerror", None) or f"no answer within {timeout_s:.0f} s"
+        return f"node {node.name} does not answer at the port of its slurmd: {told}"
+    writer.close()
+    return ""
+
+
+def _check(facts: Mapping[str, Any], state_directory: Path) -> None:
+    name = facts["name"]
+    if not facts["sees_state"]:
+        raise FailedPreconditionError(
+            f"the state directory {state_directory} is another folder on node {name}, or none; set "
+            "--state-directory to a folder on a file system that all nodes share"
+        )
+    if facts["problem"]:
+        raise FailedPreconditionError(f"node {name}: {facts['problem']}")
+
+
+async def _ask(
+    allocation: Allocation,
+    component: Component,
+    settings: SlurmSettings,
+    arguments: Mapping[str, Any],
+) -> dict[str, dict[str, Any]]:
+    """Returns what the nodes of a component report, by node."""
+    request = StepRequest(
+        name="slipstream-nodes",
+        group=component.group,
+        nodes=list(component.tasks),
+        tasks_per_node=1,
+        module="services.extras.slurm.probe",
+        arguments=[json.dumps(arguments)],
+    )
+    command = srun_command(request, job_id=allocation.job_id, extra=settings.srun_arguments)
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        env=step_environment(),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    output = told = b""
+    try:
+        async with asyncio.timeout(settings.node_timeout_s):
+            output, told = await process.communicate()
+    except TimeoutError:
+        process.terminate()
+        output, told = await process.communicate()
+    facts = {line["name"]: line for line in map(json.loads, output.splitlines())}
+    if missing := [name for name in component.tasks if name not in facts]:
+        why = told.decode(errors="replace").strip() or "no error output"
+        raise FailedPreconditionError(
+            f"nodes {', '.join(missing)} of the allocation did not answer within "
+            f"{settings.node_timeout_s:.0f} s; {sys.executable} and Slipstream must be at the same path on "
+            f"all nodes; srun said: {why}"
+        )
+    return facts
