@@ -4,7 +4,7 @@ import json
 import re
 import sqlite3
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ from tests.slurm.cluster import Cluster
 
 ROOT = Path(__file__).parents[2]
 _ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+NO_VARIABLES: Mapping[str, str] = {}
 QUICK = {"model.warm_start.steps": 50, "validation.every": 0, "trainer.world_size": 2}
 """Keys with which a run is about its workers rather than about what it learns."""
 
@@ -36,13 +37,11 @@ class Job:
 
     def steps(self) -> int:
         """Returns the number of finished steps."""
-        return int(self._value("SELECT COUNT(*) FROM steps WHERE is_committed"))
+        return len(self._column("SELECT step FROM steps WHERE is_committed"))
 
     def events(self, kind: str) -> list[str]:
         """Returns the messages of the run's events of a kind."""
-        with closing(self._database()) as database:
-            query = "SELECT message FROM events WHERE type = ? ORDER BY seq"
-            return [message for (message,) in database.execute(query, (kind,))]
+        return self._column("SELECT message FROM events WHERE type = ? ORDER BY seq", kind)
 
     def heldout(self) -> float:
         """Returns the last greedy score on held-out prompts that the run printed."""
@@ -76,15 +75,13 @@ class Job:
         (plan,) = self.state_directory.glob(f"run_*/logs/{worker_id}.plan")
         return list(json.loads(plan.read_text())["nodes"])
 
-    def _value(self, query: str) -> int:
+    def _column(self, query: str, *values: str) -> list[str]:
+        database = f"file:{self.state_directory / 'slipstream.db'}?mode=ro"
         try:
-            with closing(self._database()) as database:
-                return int(database.execute(query).fetchone()[0])
+            with closing(sqlite3.connect(database, uri=True)) as connection:
+                return [value for (value,) in connection.execute(query, values)]
         except sqlite3.OperationalError:  # the controller has not created it yet
-            return 0
-
-    def _database(self) -> sqlite3.Connection:
-        return sqlite3.connect(f"file:{self.state_directory / 'slipstream.db'}?mode=ro", uri=True)
+            return []
 
 
 def submit(
@@ -94,6 +91,7 @@ def submit(
     options: Sequence[str],
     keys: dict[str, object],
     components: Sequence[Sequence[str]] = ((),),
+    variables: Mapping[str, str] = NO_VARIABLES,
 ) -> Job:
     """Submits one of the example scripts with the example specification.
 
@@ -101,11 +99,12 @@ def submit(
         options: Options of sbatch, which replace those of the script.
         keys: Values of keys of the specification.
         components: Further options for each component of a heterogeneous job.
+        variables: Environment variables of the job.
     """
     folder = cluster.root / "job"
     folder.mkdir()
     overrides = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
-    environment = {"SLIPSTREAM_STATE": str(folder / "runs")}
+    environment = {**variables, "SLIPSTREAM_STATE": str(folder / "runs")}
     exported = ",".join(["ALL", *(f"{name}={value}" for name, value in environment.items())])
     common = (f"--output={folder}/output", f"--export={exported}", *options)
     job = cluster.submit(

@@ -40,14 +40,24 @@ def test_the_example_learns_over_two_nodes_of_two_tasks(cluster: Cluster):
 
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
-def test_ranks_of_a_trainer_on_two_nodes_train_together(cluster: Cluster):
+def test_ranks_on_two_nodes_train_together_with_a_shard_on_each_further_node(cluster: Cluster):
     options = ("--nodes=3", "--ntasks-per-node=1", "--gpus-per-node=1", *_TIME)
     keys = {**QUICK, "trainer.steps": 3, "rollout.replicas": 1}
-    job = submit(cluster, "several-nodes.sbatch", options=options, keys=keys)
+    job = submit(
+        cluster,
+        "several-nodes.sbatch",
+        options=options,
+        keys=keys,
+        variables={"SLIPSTREAM_SLURM_SHARDS": "true"},
+    )
     job.until(lambda: job.steps() >= 1, timeout_s=240)
     assert job.nodes_of("trainer-0") == ["n1", "n2"]
     assert job.nodes_of("rollout-0") == ["n3"]
+    for name in ("n2", "n3"):
+        log = job.state_directory / "logs" / f"shard-{name}.log"
+        assert f"shard_id=shard-{name}" in log.read_text()
     job.wait(timeout_s=240)
+    assert not (job.state_directory / "shards").exists(), "it has the key of the services"
     check_run(job.state_directory)
 
 

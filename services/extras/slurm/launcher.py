@@ -9,7 +9,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 
 import psutil
@@ -38,6 +38,7 @@ from services.extras.slurm.placement import Node, Placement, PlacementError, Pla
 from services.extras.slurm.plan import placement_of, worker_plan
 from services.extras.slurm.rules import problems
 from services.extras.slurm.settings import SlurmSettings, slurm_environment, step_environment
+from services.extras.slurm.shards import Shards, further_nodes
 from services.extras.slurm.steps import (
     NODE_FAILURE,
     StepProcess,
@@ -391,8 +392,14 @@ async def open_steps(args: LauncherArgs) -> AsyncIterator[SlurmLauncher]:
         tasks=args.tasks,
         allowance=args.settings.allowance,
     )
-    renewing = args.tasks.create_task(launcher.identities.keep_renewed())
-    try:
-        yield launcher
-    finally:
-        renewing.cancel()
+    shards = Shards(allocation, settings, args.settings)
+    further = further_nodes(nodes, args.address) if settings.shards else []
+    with shards.identity() if further else nullcontext():
+        keeping = [args.tasks.create_task(launcher.identities.keep_renewed())]
+        keeping += [args.tasks.create_task(shards.keep(node)) for node in further]
+        try:
+            yield launcher
+        finally:
+            for task in keeping:
+                task.cancel()
+            await asyncio.wait(keeping)

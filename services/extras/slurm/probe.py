@@ -28,7 +28,8 @@ def main() -> None:
     network = ip_network(arguments["network"]) if arguments["network"] else None
     facts = {
         "name": name,
-        "gpus": host_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")),
+        # Without the variable, Slurm allocated no GPU of this node, even if the node has some.
+        "gpus": host_gpus(os.environ.get("CUDA_VISIBLE_DEVICES", "").replace("NoDevFiles", "")),
         "processors": usable_processors(),
         "ports": _free_ports(),
         "sees_state": Path(arguments["stamp"]).exists(),

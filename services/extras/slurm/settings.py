@@ -24,6 +24,9 @@ class SlurmSettings(BaseSettings):
     of the node, otherwise its address on the route to the first node."""
     srun_arguments: tuple[str, ...] = ()
     """JSON list of further arguments of srun, such as those of a container plugin."""
+    shards: bool = False
+    """True to start a storage shard of the transferqueue on each further node, for samples that are too many
+    for the memory or the network of one."""
     node_timeout_s: float = Field(120.0, gt=0)
     """Max. seconds until every node of the allocation has answered at the start."""
 
@@ -36,14 +39,14 @@ def slurm_environment() -> dict[str, str]:
 def step_environment() -> dict[str, str]:
     """Returns the environment of a step.
 
-    It is that of this process without the settings of the services, which contain their key, and without the
+    It is that of this process without the settings of the controller, which contain its key, and without the
     variables that srun would read as requests.
     """
     return {name: value for name, value in os.environ.items() if _is_passed(name)}
 
 
 def _is_passed(name: str) -> bool:
-    if name.startswith(("SLIPSTREAM_CONTROLLER_", "SLIPSTREAM_TRANSFERQUEUE_")):
+    if name.startswith("SLIPSTREAM_CONTROLLER_"):
         return False
     if name.startswith(("SLURM", "SBATCH_", "SRUN_", "SALLOC_")):
         return name in _PASSED or _OF_COMPONENTS in name
