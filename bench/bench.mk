@@ -16,6 +16,7 @@ bench-trainer: $(READY) ## Packed against padded training steps (OPTIONS=--smoke
 	$(BIN)/python -m bench.trainer.prefixes $(OPTIONS)
 	$(BIN)/python -m bench.trainer.mixtures $(OPTIONS)
 	$(BIN)/python -m bench.trainer.memory $(OPTIONS)
+	$(BIN)/python -m bench.trainer.layouts
 
 bench-trainer-peer: $(READY) ## Shared prefixes against TRL's trie; needs trl (OPTIONS=--smoke without a GPU)
 	$(BIN)/python -m bench.trainer.peer $(OPTIONS)
