@@ -10,30 +10,30 @@ _TIME = ("--time=30", "--cpus-per-task=1")
 _TWO_BY_TWO = ("--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2", *_TIME)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_job_that_is_told_of_its_end_pauses_and_its_requeued_job_loses_no_step(cluster: Cluster):
     job = submit(
         cluster, "preemptible.sbatch", options=_TWO_BY_TWO, keys={**QUICK, "trainer.steps": 4}
     )
-    job.until(lambda: job.steps() >= 1, timeout_s=120)
+    job.until(lambda: job.steps() >= 1, timeout_s=240)
     # The trainer's ranks are on the first node, whose GPUs they use, and the rollouts on the second.
     placed = {name: job.nodes_of(name) for name in ("trainer-0", "rollout-0", "rollout-1")}
     assert placed == {"trainer-0": ["n1"], "rollout-0": ["n2"], "rollout-1": ["n2"]}
     # As Slurm does before the time limit with --signal=B:USR1@300.
     cluster.command("scancel", "--batch", "--signal=USR1", job.id)
-    job.wait(timeout_s=180)
+    job.wait(timeout_s=300)
     assert "paused; the same command resumes it" in job.output
     counts = check_run(job.state_directory)
     assert (counts["rewinds"], counts["losses"]) == (0, 0)
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1900)
 def test_the_example_learns_over_two_nodes_of_two_tasks(cluster: Cluster):
     job = submit(
         cluster, "several-nodes.sbatch", options=_TWO_BY_TWO, keys={"trainer.world_size": 2}
     )
-    job.wait(timeout_s=840)
+    job.wait(timeout_s=1800)
     assert job.heldout() > 0.5, job.output
     check_run(job.state_directory)
 

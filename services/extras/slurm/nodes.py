@@ -117,8 +117,8 @@ async def _ask(
     if missing := [name for name in component.tasks if name not in facts]:
         why = told.decode(errors="replace").strip() or "no error output"
         raise FailedPreconditionError(
-            f"nodes {', '.join(missing)} of the allocation did not answer within "
-            f"{settings.node_timeout_s:.0f} s; {sys.executable} and Slipstream must be at the same path on "
-            f"all nodes; srun said: {why}"
+            f"nodes {', '.join(missing)} of the allocation gave no answer ({why}); {sys.executable} and "
+            "Slipstream must be at the same path on all nodes, and SLIPSTREAM_SLURM_NODE_TIMEOUT_S is "
+            f"{settings.node_timeout_s:.0f}"
         )
     return facts
