@@ -72,8 +72,13 @@ class Job:
 
     def nodes_of(self, worker_id: str) -> list[str]:
         """Returns the nodes on which a running worker was started."""
+        return list(self.gpus_of(worker_id))
+
+    def gpus_of(self, worker_id: str) -> dict[str, list[str]]:
+        """Returns the GPUs of a running worker by node."""
         (plan,) = self.state_directory.glob(f"run_*/logs/{worker_id}.plan")
-        return list(json.loads(plan.read_text())["nodes"])
+        nodes = json.loads(plan.read_text())["nodes"]
+        return {name: share["gpus"] for name, share in nodes.items()}
 
     def _column(self, query: str, *values: str) -> list[str]:
         database = f"file:{self.state_directory / 'slipstream.db'}?mode=ro"

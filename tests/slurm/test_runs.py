@@ -108,3 +108,16 @@ def test_rollouts_are_on_the_second_component_of_a_heterogeneous_job(cluster: Cl
     assert placed == {"trainer-0": ["n1"], "rollout-0": ["n2"], "rollout-1": ["n3"]}
     job.wait(timeout_s=240)
     check_run(job.state_directory)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_trainer_and_rollout_take_turns_on_the_gpu_of_one_node(cluster: Cluster):
+    options = ("--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=1", *_TIME)
+    turns = {"trainer.world_size": 1, "rollout.replicas": 1, "topology.placement": "colocated"}
+    keys = {**QUICK, **turns, "trainer.steps": 3}
+    job = submit(cluster, "one-node.sbatch", options=options, keys=keys)
+    job.until(lambda: job.steps() >= 1, timeout_s=240)
+    assert job.gpus_of("trainer-0") == job.gpus_of("rollout-0") == {"n1": ["0"]}
+    job.wait(timeout_s=240)
+    check_run(job.state_directory)

@@ -10,6 +10,7 @@ import json
 import logging
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
+from itertools import cycle
 from pathlib import Path
 
 import psutil
@@ -100,7 +101,7 @@ class SlurmLauncher(LauncherDefaults):
         self._specs: dict[str, RunSpec] = {}
         # Nodes on which a worker did not end when it was killed.
         self._suspects: set[str] = set()
-        self._ports = {node.name: iter([*node.ports] * 1000) for node in nodes}
+        self._ports = {node.name: cycle(node.ports or (0,)) for node in nodes}
         self._starting = asyncio.Lock()
         self._changed = asyncio.Condition()
         self.identities = RunIdentities(state_directory)
