@@ -33,7 +33,7 @@ from services.extras.kubernetes.job_set import place_of
 from services.extras.kubernetes.launcher import KubernetesLauncher
 from services.extras.kubernetes.pod_api import PodApi, Seen, follow, service_reference
 from services.extras.kubernetes.scale import GROUP, PLURAL, VERSION, RolloutScales
-from services.extras.kubernetes.worker_pods import RUN_LABEL, WORKER_LABEL
+from services.extras.kubernetes.worker_pods import RUN_LABEL, WORKER_LABEL, accounting_labels
 
 logger = logging.getLogger(__name__)
 
@@ -139,6 +139,12 @@ def with_copied_log(exit_: WorkerExit, state_directory: Path) -> WorkerExit:
     return replace(exit_, last_lines="\n".join(filter(None, lines)))
 
 
+async def _labels_of(manager: RunManager, run_id: str) -> Mapping[str, str]:
+    """Returns the labels that assign a run's pods to its project and user."""
+    run = await manager.get(run_id)
+    return accounting_labels(project=run.project, user=run.created_by)
+
+
 @asynccontextmanager
 async def open_pods(args: LauncherArgs) -> AsyncIterator[KubernetesLauncher]:
     """Opens the launcher ``kubernetes``, which watches its pods until the block ends.
@@ -167,6 +173,7 @@ async def open_pods(args: LauncherArgs) -> AsyncIterator[KubernetesLauncher]:
         pending_timeout_s=settings.pending_timeout_s,
         scales=scales,
     )
+    launcher.labels_of = partial(_labels_of, manager)
     selector = f"{WORKER_LABEL}=true,{RUN_LABEL}"
     pods = partial(core.list_namespaced_pod, namespace, label_selector=selector)
     warnings = partial(

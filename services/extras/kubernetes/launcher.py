@@ -9,7 +9,7 @@ stop    deletes them and waits until they are gone
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,8 @@ class KubernetesLauncher(LauncherDefaults):
         pending_timeout_s: float,
         scales: RolloutScales | None = None,
     ) -> None:
+        self.labels_of: Callable[[str], Awaitable[Mapping[str, str]]] | None = None
+        """Returns further labels of a run's pods; None for none."""
         self._api = api
         self._templates = templates
         self._owner = owner
@@ -127,6 +129,7 @@ class KubernetesLauncher(LauncherDefaults):
             controller_address=self._controller_address,
             owner=self._owner,
             used=used_ports(others),
+            labels=None if self.labels_of is None else await self.labels_of(run_id),
         )
         known = await self._remove_leftovers(run_id, bodies)
         check_growth(bodies, known)

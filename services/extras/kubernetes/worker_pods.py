@@ -8,6 +8,7 @@ bundled         one pod with the containers of all workers
 import copy
 import hashlib
 import json
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -30,9 +31,12 @@ from services.common.runspec.workers import (
 from services.common.stores import is_url
 from services.controller.launch.gpus import HostGpus
 from services.extras.kubernetes import gang, job_set
+from services.extras.kubernetes.pod_resources import size_pod
 
 RUN_LABEL = "slipstream.dev/run"
 WORKER_LABEL = "slipstream.dev/worker"
+PROJECT_LABEL = "slipstream.dev/project"
+USER_LABEL = "slipstream.dev/user"
 
 _GPU_ANNOTATION = "slipstream.dev/gpu-resource"
 _PORTS_ANNOTATION = "slipstream.dev/node-ports"
@@ -170,6 +174,16 @@ def run_policy(run_id: str, *, owner: Mapping[str, str]) -> Pod:
     }
 
 
+def accounting_labels(*, project: str, user: str) -> dict[str, str]:
+    """Returns the labels by which costs of pods are assigned; without characters that labels cannot have."""
+    values = {PROJECT_LABEL: project, USER_LABEL: user}
+    shown = {
+        name: re.sub(r"[^A-Za-z0-9_.-]", "-", value)[:63].strip("-_.")
+        for name, value in values.items()
+    }
+    return {name: value for name, value in shown.items() if value}
+
+
 def policy_name(run_id: str) -> str:
     return f"{run_id.replace('_', '-')}-workers"
 
@@ -233,6 +247,7 @@ def build_pods(
     controller_address: str,
     owner: Mapping[str, str],
     used: Collection[int] = frozenset(),
+    labels: Mapping[str, str] | None = None,
 ) -> list[Pod]:
     """Builds all pods of a run, named by their places. Each container is named like its worker.
 
@@ -242,6 +257,7 @@ def build_pods(
         controller_address: ``host:port`` at which workers reach the controller.
         owner: Owner reference; the pods are deleted with the owner.
         used: Ports of other pods in the networks of nodes.
+        labels: Further labels of the pods, such as those of :func:`accounting_labels`.
 
     Raises:
         FailedPreconditionError: If no node has room for a pod; with one line per problem.
@@ -254,7 +270,11 @@ def build_pods(
         pod = copy.deepcopy(templates.pods[place.kind.program])
         metadata = pod["metadata"]
         metadata["name"] = place.pod_name(run_id)
-        metadata["labels"] |= {RUN_LABEL: run_id, "slipstream.dev/run-name": spec.name}
+        metadata["labels"] |= {
+            RUN_LABEL: run_id,
+            "slipstream.dev/run-name": spec.name,
+            **(labels or {}),
+        }
         metadata["ownerReferences"] = [dict(owner)]
         pod["spec"]["hostname"] = metadata["name"]
         (container,) = pod["spec"]["containers"]
@@ -262,10 +282,12 @@ def build_pods(
         _name_worker(container, place, run_id, controller_address)
         _add_certificate(pod, run_id)
         _add_ports(pod, place, ports)
+        num_gpus = place.kind.num_gpus(spec) // place.nodes
+        size_pod(pod, role=place.role, gpus=num_gpus)
         if spec.is_colocated(place.worker_id):
             join_trainer_pod(container, place.worker_id, spec, ready_file=_ready_file("trainer-0"))
         else:
-            _ask_for_gpus(pod, place.kind.num_gpus(spec) // place.nodes)
+            _ask_for_gpus(pod, num_gpus)
         first, rank = place.first_name(run_id), str(place.node)
         if templates.job_set is not None and place.nodes > 1:
             job_set.join_job_set(pod, name=first, node=place.node)

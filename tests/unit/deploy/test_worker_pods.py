@@ -1,5 +1,6 @@
 """Tests of the pods that the controller creates from the chart's templates."""
 
+import json
 from pathlib import Path
 from typing import Any, cast
 
@@ -9,8 +10,10 @@ import pytest
 from services.common.errors import FailedPreconditionError
 from services.common.runspec.workers import WORKERS, WorkerKind
 from services.extras.kubernetes import gang, job_set
+from services.extras.kubernetes.pod_resources import more
 from services.extras.kubernetes.worker_pods import (
     Pod,
+    accounting_labels,
     build_pods,
     load_templates,
     used_ports,
@@ -52,6 +55,89 @@ def gpus(pod: Pod) -> list[str]:
         assert resources["requests"]["nvidia.com/gpu"] == resources["limits"]["nvidia.com/gpu"]
         asked.append(resources["limits"]["nvidia.com/gpu"])
     return asked
+
+
+def sizes(pod: Pod) -> tuple[str, str, str, str]:
+    """Returns requested processors and memory, the limit of memory, and the size of /dev/shm."""
+    (container,) = pod["spec"]["containers"]
+    asked, limits = container["resources"]["requests"], container["resources"]["limits"]
+    (shm,) = [volume for volume in pod["spec"]["volumes"] if volume["name"] == "shm"]
+    return asked["cpu"], asked["memory"], limits["memory"], shm["emptyDir"]["sizeLimit"]
+
+
+def test_processors_and_memory_follow_the_gpus_of_a_pod(tmp_path: Path) -> None:
+    pods = build(
+        tmp_path,
+        profiles=("multi-node",),
+        rollout={"engine": "vllm", "engine_arguments": {"tensor_parallel_size": 2}},
+        algorithm={"kl": {"coefficient": 0.1}},
+        topology={
+            "task_groups": ["train", "ref_logp", "generate"],
+            "ratios": [0.5, 0.25, 0.25],
+            "gpus": 16,
+        },
+    )
+    by_worker = {pod["spec"]["containers"][0]["name"]: sizes(pod) for pod in pods}
+    assert by_worker["trainer-0"] == ("32", "512Gi", "1Ti", "34Gi")
+    assert by_worker["ref-logp-0"] == ("4", "64Gi", "128Gi", "6Gi")
+    assert by_worker["rollout-0"] == ("8", "64Gi", "128Gi", "10Gi")
+    assert all("resources-per-gpu" not in str(pod["metadata"]["annotations"]) for pod in pods)
+    for pod in pods:
+        kubernetes_validate.validate(pod, "1.33", strict=True)
+
+
+def test_a_kind_of_worker_may_have_its_own_resources(tmp_path: Path) -> None:
+    kinds = {
+        "ref_logp": {
+            "resources": {"requests": {"cpu": "2", "memory": "24Gi"}, "limits": {"memory": "48Gi"}},
+            "perGpu": {"requests": {"cpu": "500m"}},
+        }
+    }
+    pods = build(
+        tmp_path,
+        "--set-json",
+        f"workers.kinds={json.dumps(kinds)}",
+        profiles=("multi-node",),
+        algorithm={"kl": {"coefficient": 0.1}},
+        topology={
+            "task_groups": ["train", "ref_logp", "generate"],
+            "ratios": [0.5, 0.25, 0.25],
+            "gpus": 8,
+        },
+    )
+    by_worker = {pod["spec"]["containers"][0]["name"]: sizes(pod) for pod in pods}
+    assert by_worker["ref-logp-0"] == ("2500m", "24Gi", "48Gi", "2Gi")
+    assert by_worker["trainer-0"] == ("16", "256Gi", "512Gi", "18Gi")
+
+
+def test_without_amounts_per_gpu_resources_stay_those_of_the_values(tmp_path: Path) -> None:
+    for pod in build(tmp_path, profiles=(), trainer={"world_size": 4}):
+        assert sizes(pod) == ("4", "32Gi", "64Gi", "2Gi")
+
+
+@pytest.mark.parametrize(
+    ("quantity", "added", "times", "total"),
+    [
+        ("16Gi", "64Gi", 8, "528Gi"),
+        ("512Gi", "512Gi", 1, "1Ti"),
+        ("0", "4", 8, "32"),
+        ("4", "500m", 3, "5500m"),
+        ("100Mi", "1", 5, "104857605"),
+        ("2Gi", "4Gi", 0, "2Gi"),
+    ],
+)
+def test_quantities_are_added_as_kubernetes_reads_them(
+    quantity: str, added: str, times: int, total: str
+) -> None:
+    assert more(quantity, added, times=times) == total
+
+
+def test_labels_of_project_and_user_are_valid() -> None:
+    labels = accounting_labels(project="team-a", user="https://id/ann@example.com" + 80 * "x")
+    assert labels["slipstream.dev/project"] == "team-a"
+    assert labels["slipstream.dev/user"].startswith("https---id-ann-example.com")
+    assert len(labels["slipstream.dev/user"]) == 63
+    assert accounting_labels(project="team-a", user="@") == {"slipstream.dev/project": "team-a"}
 
 
 def environment(container: Pod) -> dict[str, str]:

@@ -29,6 +29,12 @@ metadata:
     {{- else if $own.gpu.resourceName }}
     slipstream.dev/gpu-resource: {{ $own.gpu.resourceName }}
     {{- end }}
+    {{- with $own.perGpu }}
+    slipstream.dev/resources-per-gpu: {{ toJson . | quote }}
+    {{- end }}
+    {{- with $workers.kinds }}
+    slipstream.dev/resources-of-kinds: {{ toJson . | quote }}
+    {{- end }}
     {{- if eq $gang "volcano" }}
     scheduling.k8s.io/group-name: $(GROUP)
     {{- else if eq $gang "kai" }}

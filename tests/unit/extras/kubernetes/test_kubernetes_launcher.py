@@ -18,6 +18,7 @@ from services.common.security.credentials import Identity, acting_as, bearer_of
 from services.controller.launch.launcher import WorkerExit
 from services.extras.kubernetes.launcher import KubernetesLauncher
 from services.extras.kubernetes.pod_api import Seen
+from services.extras.kubernetes.worker_pods import accounting_labels
 from tests.helpers.job_sets import NAME_LABEL, pods_of
 from tests.helpers.specs import spec_with
 
@@ -209,6 +210,20 @@ async def test_a_pod_per_worker_is_created_and_stop_waits_until_all_are_gone(
         await launcher.stop(RUN)
         assert cluster.pods == {}
         assert received.exits == []
+
+
+async def test_pods_have_the_labels_of_their_project_and_user(tmp_path: Path) -> None:
+    async def labels(run_id: str) -> dict[str, str]:
+        return accounting_labels(project="team-a", user=f"ann of {run_id}")
+
+    cluster = FakeCluster()
+    async with launching(cluster, write_templates(tmp_path)) as (launcher, _):
+        launcher.labels_of = labels
+        await launcher.start(RUN, SPEC)
+        for pod in cluster.pods.values():
+            shown = pod["metadata"]["labels"]
+            assert shown["slipstream.dev/project"] == "team-a"
+            assert shown["slipstream.dev/user"] == f"ann-of-{RUN}"
 
 
 async def test_pods_take_the_token_of_their_run_from_a_secret_that_goes_with_the_run(
