@@ -22,6 +22,9 @@ STAGES = ("trainer.engine=stages", "trainer.pipeline_parallel=2")
         pytest.param(
             ("trainer.world_size=4", "algorithm.advantage=gae"), marks=pytest.mark.nightly
         ),
+        pytest.param(
+            ("trainer.world_size=2", "algorithm.kl.coefficient=0.1"), marks=pytest.mark.nightly
+        ),
     ],
 )
 def test_stages_train_what_one_rank_trains(plumbing, system, layout):

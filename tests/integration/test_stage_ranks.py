@@ -15,12 +15,23 @@ from services.extras.stages.engine import StagesEngine
 from services.extras.stages.layout import build_stage
 from services.extras.stages.modules import StagedPolicy
 from services.extras.stages.passes import BoundedStage
+from services.trainer.batch.packing import pack
 from services.trainer.engines.base import score_text
+from services.trainer.engines.fsdp.engine import FsdpEngine
 from services.trainer.engines.fsdp.parallel import distribute
 from services.trainer.engines.reference import ReferenceEngine
 from services.weightsync.plan import row_shards
+from services.wire.data.jagged import Jagged
 from services.wire.step_command import StepCommand
-from tests.helpers.batches import CPU, policy_of, random_queue, rank_of, spec_of
+from tests.helpers.batches import (
+    CPU,
+    Queue,
+    engine_of,
+    policy_of,
+    random_queue,
+    rank_of,
+    spec_of,
+)
 from tests.helpers.mixtures import tiny_config
 from tests.helpers.ranks import run_ranks
 
@@ -109,10 +120,11 @@ def path_of(model: str, folder: Path) -> str:
     return str(folder / "model")
 
 
-def spec_with_stages(model: str = TINY, **trainer: Any) -> RunSpec:
+def spec_with_stages(model: str = TINY, *, replay: str = "off", **trainer: Any) -> RunSpec:
     """Returns a run whose micro-batches are small enough that the pipeline is filled."""
     return spec_of(
         model={"path": model},
+        rollout={"routing_replay": replay},
         trainer={
             "optimizer": {"learning_rate": 1e-3, "max_grad_norm": 0.5},
             "tokens_per_micro_batch": 40,
@@ -121,7 +133,7 @@ def spec_with_stages(model: str = TINY, **trainer: Any) -> RunSpec:
     )
 
 
-def gradients_of(engine: StagesEngine | ReferenceEngine) -> list[dict[str, Tensor]]:
+def gradients_of(engine: FsdpEngine | ReferenceEngine) -> list[dict[str, Tensor]]:
     """Returns the gradients of each coming optimizer step, after they are clipped, by name."""
     steps: list[dict[str, Tensor]] = []
     optimizer: Any = engine.optimizer
@@ -142,9 +154,27 @@ def gradients_of(engine: StagesEngine | ReferenceEngine) -> list[dict[str, Tenso
     return steps
 
 
-def train(engine: StagesEngine | ReferenceEngine, spec: RunSpec) -> Outcome:
+def queue_for(spec: RunSpec) -> Queue:
+    """Returns random samples; with routing replay, with experts that partly differ and partly are unknown."""
+    policy = policy_of(spec, seed=1, scale=1.5)
+    queue = random_queue(policy)
+    if spec.rollout.routing_replay == "off":
+        return queue
+    prompts, responses = queue.fields["prompt_ids"], queue.fields["response_ids"]
+    with torch.no_grad():
+        policy(pack(prompts, responses, device=CPU))
+    assert policy.routing is not None
+    chosen = policy.routing._chosen
+    experts = torch.stack([chosen[place] for place in sorted(chosen)], 1)
+    experts[::2] = (experts[::2] + 1) % 8
+    experts[::5] = 255
+    lengths = prompts.lengths + responses.lengths - 1
+    return queue.replaced(routed_experts=Jagged(experts.to(torch.uint8), lengths))
+
+
+def train(engine: FsdpEngine | ReferenceEngine, spec: RunSpec) -> Outcome:
     """Trains two batches, the first with a masked sequence; returns what can be compared."""
-    queue = random_queue(policy_of(spec, seed=1, scale=1.5))
+    queue = queue_for(spec)
     lengths = queue.fields["response_mask"].lengths
     queue.fields["response_mask"].values[: int(lengths[0])] = False
     gradients = gradients_of(engine)
@@ -164,7 +194,8 @@ def engine_of_stage(spec: RunSpec, rank: int) -> StagesEngine:
         spec.trainer, device=CPU, rank=rank, world_size=spec.trainer.world_size
     )
     model = policy_of(spec, scale=1.5).model
-    module = StagedPolicy(model, stage, temperature=1.0)
+    replay = spec.rollout.routing_replay
+    module = StagedPolicy(model, stage, temperature=1.0, routing_replay=replay)
     distribute(module, spec.trainer, topology)
     return StagesEngine(module, spec=spec, topology=topology)
 
@@ -296,3 +327,21 @@ def test_stages_train_save_and_send_what_the_reference_does(layout: str, tmp_pat
         reference.load(tmp_path / "stages", num_updates=2)
         for name, value in reference.export_weights():
             assert torch.equal(stages[0]["weights"][name], value), name
+
+
+@pytest.mark.parametrize(
+    ("model", "replay"),
+    [(MIXTURE, "replay"), pytest.param(LATENT, "compare", marks=pytest.mark.nightly)],
+)
+def test_stages_replay_the_experts_of_the_engine(model: str, replay: str, tmp_path: Path) -> None:
+    model = path_of(model, tmp_path)
+    spec = spec_with_stages(model, replay=replay)
+    alone = engine_of(policy_of(spec, scale=1.5), spec)
+    expected = train(alone, spec)
+    alone.save().write(tmp_path / "reference")
+    pp2 = {"world_size": 2, "pipeline_parallel": 2, "engine": "stages"}
+    stages = trained_stages(spec_with_stages(model, replay=replay, **pp2), tmp_path)
+    assert_close(stages, expected)
+    for metrics, others in zip(stages[0]["metrics"], expected["metrics"], strict=True):
+        assert 0 < others["routing_differs"] == pytest.approx(metrics["routing_differs"])
+        assert others["expert_load_max"] == pytest.approx(metrics["expert_load_max"])

@@ -512,6 +512,9 @@ def _teacher(spec: RunSpec) -> Iterator[str]:
                 context_parallel=spec.trainer.context_parallel,
             ):
                 yield _of_teacher(problem)
+            for problem in _engine_model(spec, config):
+                if "model.path" in problem:  # others are reported with the run's own model
+                    yield _of_teacher(problem)
         else:
             load_tokenizer(spec.teacher)
     except (ValueError, OSError) as error:  # of functions that load any model

@@ -17,7 +17,7 @@ def stage_layers(num_layers: int, num_stages: int) -> list[range]:
     """
     if num_layers < num_stages:
         raise ValueError(
-            f"trainer.pipeline_parallel is {num_stages}, but the model has {num_layers} layers, and every "
+            f"trainer.pipeline_parallel is {num_stages}, but model.path has {num_layers} layers, and every "
             f"stage needs one; set it to at most {num_layers}"
         )
     counts = [num_layers // num_stages] * num_stages

@@ -50,7 +50,12 @@ def _stage_of(
     """Loads this process's stage of the model of a role."""
 
     def make_policy(model: PreTrainedModel) -> Policy:
-        policy = StagedPolicy(model, stage, temperature=spec.rollout.sampling.temperature)
+        policy = StagedPolicy(
+            model,
+            stage,
+            temperature=spec.rollout.sampling.temperature,
+            routing_replay="off" if role == "reference" else spec.rollout.routing_replay,
+        )
         return freeze(policy) if role == "reference" else policy
 
     def make_critic(model: PreTrainedModel) -> Critic:

@@ -4,7 +4,7 @@ The last stage computes logprobs and the loss. The other stages get the logprobs
 compute the same loss without gradients, so that metrics, records and decisions are the same on every rank.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -126,6 +126,9 @@ class StagesEngine(FsdpEngine):
 
         columns = self._passes.train(packs, trained)
         self._count(self.module.expert_counts)
+        if self._spec.rollout.routing_replay != "off" and self._is_mixture:
+            differs, known = self._differences(packs)
+            loss_of.tally.mean("routing_differs", differs.float(), known)
         idle = torch.tensor(bubble(self.module.stage.count, len(packs)))
         loss_of.tally.mean("pipeline_bubble", idle, torch.tensor(True))
         if not self.module.stage.is_last:
@@ -135,6 +138,17 @@ class StagesEngine(FsdpEngine):
         for packed in packs:
             passes.work += packed.work
         return passes
+
+    def _differences(self, packs: Sequence[PackedTokens]) -> tuple[Tensor, Tensor]:
+        """Returns the tokens that any layer routed otherwise, and those with known experts: ``[T]`` bool."""
+        flags = []
+        for number, packed in enumerate(packs):
+            nothing = torch.zeros(len(packed.input_ids), dtype=torch.bool, device=self.device)
+            flags.append(torch.stack(self.module.differs.get(number, (nothing, nothing))))
+        all_flags = torch.cat(flags, 1).to(torch.uint8)
+        distributed.all_reduce(all_flags, distributed.ReduceOp.MAX, group=self.module.stage.group)
+        differs, known = all_flags.bool().unbind()
+        return differs, known
 
     def _count(self, counts: Tensor | None) -> None:
         known = self._expert_counts

@@ -15,7 +15,6 @@ STAGES: Final = TrainEngineKind(
         "trainer.cpu_offload": (False,),
         "trainer.activation_offloading": (False,),
         "trainer.balancing.kind": ("none",),
-        "rollout.routing_replay": ("off",),
         "model.images": (False,),
         "weight_sync.senders": ("ranks",),
         "topology.placement": ("disaggregated",),

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from services.common.models.experts import routers_of
 from services.extras.stages.layout import Stage, WholeModel, describe, keep_stage
 from services.trainer.batch.context import ContextRanks
 from services.trainer.batch.packing import PackedTokens
@@ -37,20 +38,31 @@ class StagePart:
     context: ContextRanks | None
     num_columns: int
     """Number of tensors that the last stage returns."""
+    replay: str = "off"
+    """Use of the engine's choice of experts: value of ``rollout.routing_replay``."""
     routing: Routing | None = None
     """Routers of this stage's layers; None if it has none."""
     expert_counts: Tensor | None = None
     """``[layers, E]`` int64: tokens that chose each expert in the newest schedule, in this stage's layers."""
 
+    routers: slice = slice(0)
+    """Place of this stage's routers among those of the whole model."""
+    differs: dict[int, tuple[Tensor, Tensor]]
+    """By micro-batch of the newest schedule, ``[T]`` bool each: tokens for which a layer of this stage and
+    the engine chose other experts, and tokens whose experts are known.
+    """
+
     def begin(self, packs: Sequence[PackedTokens], **options: Any) -> None:
         """Sets the micro-batches of a schedule."""
-        self.packs, self.options, self.expert_counts = packs, options, None
+        self.packs, self.options, self.expert_counts, self.differs = packs, options, None, {}
         self.width = max(self._num_tokens(packed) for packed in packs)
 
     def pass_states(self, received: tuple[Tensor, ...], number: Tensor) -> Tensor | PackedTokens:
         """Computes this stage's layers, or returns the pack with states for the last stage's."""
         self.number = int(number)
         packed = self.packs[self.number]
+        if packed.experts is not None:
+            packed = replace(packed, experts=packed.experts[:, self.routers])
         if not self.stage.is_first:
             packed = replace(packed, states=received[0][0, : self._num_tokens(packed)])
         if self.stage.is_last:
@@ -58,9 +70,9 @@ class StagePart:
         if self.context is not None:
             packed = packed.shared_with(self.context)
         if self.routing is not None:
-            self.routing.begin(packed, "off")
+            self.routing.begin(packed, self.replay)
         states = decoder_states(self.model, packed)
-        self.count_experts()
+        self.observe_routing()
         return functional.pad(states[None], (0, 0, 0, self.width - len(states)))
 
     def _num_tokens(self, packed: PackedTokens) -> int:
@@ -68,12 +80,15 @@ class StagePart:
         num_tokens = len(packed.input_ids)
         return num_tokens if self.context is None else self.context.chunk(num_tokens)
 
-    def count_experts(self) -> None:
-        """Adds the choices of the newest forward pass."""
-        if self.routing is not None and self.routing.num_layers > 0:
-            counts = self.routing.counts()
-            known = self.expert_counts
-            self.expert_counts = counts if known is None else known + counts
+    def observe_routing(self) -> None:
+        """Adds the choices of the newest forward pass, and keeps how they differ from the engine's."""
+        if self.routing is None or self.routing.num_layers == 0:
+            return
+        counts = self.routing.counts()
+        known = self.expert_counts
+        self.expert_counts = counts if known is None else known + counts
+        if (differences := self.routing.differences()) is not None:
+            self.differs[self.number] = differences
 
 
 class StagedPolicy(StagePart, Policy):
@@ -87,10 +102,13 @@ class StagedPolicy(StagePart, Policy):
     num_columns = 2
 
     def __init__(self, model: PreTrainedModel, stage: Stage, **options: Any) -> None:
-        whole = describe(model)
+        whole, routers = describe(model), list(routers_of(model))
         keep_stage(model, stage, uses_head=True)
         super().__init__(model, **options)
-        self.stage, self.whole, self.options = stage, whole, {}
+        self.stage, self.whole, self.options, self.differs = stage, whole, {}, {}
+        self.replay = str(options.get("routing_replay", "off"))
+        own = [place for place, router in enumerate(routers) if router in [*routers_of(model)]]
+        self.routers = slice(own[0], own[-1] + 1) if own else slice(0)
 
     def forward(  # type: ignore[override]
         self, *received: Tensor, number: Tensor
@@ -99,7 +117,7 @@ class StagedPolicy(StagePart, Policy):
         if isinstance(passed, Tensor):
             return passed
         scores = super().forward(passed, **self.options)
-        self.count_experts()
+        self.observe_routing()
         return scores
 
 
@@ -116,7 +134,7 @@ class StagedCritic(StagePart, Critic):
         whole = describe(model)
         keep_stage(model, stage, uses_head=False)
         super().__init__(model)
-        self.stage, self.whole, self.options = stage, whole, {}
+        self.stage, self.whole, self.options, self.differs = stage, whole, {}, {}
         if not stage.is_last:
             del self.head
 

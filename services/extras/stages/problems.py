@@ -38,6 +38,13 @@ def problems(spec: RunSpec, config: Mapping[str, Any]) -> Iterator[str]:
             stage_layers(layers, spec.trainer.pipeline_parallel)
         except ValueError as error:
             yield str(error)
+    recomputed = spec.trainer.activation_checkpointing
+    if spec.rollout.routing_replay != "off" and recomputed is not False:
+        yield (
+            f"rollout.routing_replay is {spec.rollout.routing_replay!r}, but with trainer.engine 'stages' "
+            f"and trainer.activation_checkpointing {recomputed!r} a layer is recomputed after later "
+            "micro-batches were routed; set trainer.activation_checkpointing to false"
+        )
     if spec.distillation is not None:
         yield (
             "trainer.engine 'stages' computes no distributions of a teacher, but algorithm.loss is "

@@ -160,3 +160,12 @@ def test_micro_batches_of_a_pipeline_are_at_most_its_samples():
     assert most_packs(spec) == 8  # 16 samples of 50 tokens on each of two pipelines
     longer = spec_with(trainer=trainer, rollout=rollout | {"max_response_tokens": 4000})
     assert most_packs(longer) == 16
+
+
+def test_replayed_routing_is_refused_with_recomputed_layers():
+    config = {"model_type": "qwen3_moe", "num_hidden_layers": 4}
+    rollout = {"routing_replay": "replay", "rewards": [{"name": "exact_match"}]}
+    (problem,) = problems(spec_with(trainer=PP2, rollout=rollout), config)
+    assert "rollout.routing_replay" in problem
+    kept = PP2 | {"activation_checkpointing": False}
+    assert not list(problems(spec_with(trainer=kept, rollout=rollout), config))
