@@ -117,8 +117,8 @@ def running_cluster(root: Path, names: Sequence[str]) -> Iterator[Cluster]:
     for number in (0, 1):
         os.mknod(root / f"gpu{number}", 0o600 | 0o020000, os.makedev(1, 3))
     (root / "gres.conf").write_text(f"Name=gpu File={root}/gpu[0-1] Flags=nvidia_gpu_env\n")
-    kept = {name: text for name, text in os.environ.items() if not name.startswith("SLURM")}
-    cluster = Cluster(root, names, {**kept, "SLURM_CONF": str(configuration)})
+    environment = {name: text for name, text in os.environ.items() if not name.startswith("SLURM")}
+    cluster = Cluster(root, names, {**environment, "SLURM_CONF": str(configuration)})
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     try:
         _start_munge(root / "munge")

@@ -37,8 +37,8 @@ def interface_of(address: str) -> str:
     loopback = ip_address(address).is_loopback
     for name, addresses in psutil.net_if_addrs().items():
         for candidate in addresses:
-            own = candidate.address.partition("%")[0]
-            if own == address or (loopback and own in {"127.0.0.1", "::1"}):
+            host_address = candidate.address.partition("%")[0]
+            if host_address == address or (loopback and host_address in {"127.0.0.1", "::1"}):
                 return name
     return ""
 
@@ -49,28 +49,28 @@ def in_url(address: str) -> str:
 
 
 def _in_network(network: IPv4Network | IPv6Network) -> str:
-    own = [
+    host_addresses = [
         candidate.address.partition("%")[0]
         for addresses in psutil.net_if_addrs().values()
         for candidate in addresses
         if candidate.family in (socket.AF_INET, socket.AF_INET6)
     ]
-    for address in own:
+    for address in host_addresses:
         if ip_address(address) in network:
             return address
     raise AddressError(
-        f"SLIPSTREAM_SLURM_NETWORK is {network}, but {socket.gethostname()} has only {', '.join(own)}; set "
-        "it to a network of all nodes"
+        f"SLIPSTREAM_SLURM_NETWORK is {network}, but {socket.gethostname()} has only "
+        f"{', '.join(host_addresses)}; set it to a network of all nodes"
     )
 
 
 def _resolved(name: str) -> list[str]:
     try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM) if name else []
+        entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM) if name else []
     except OSError:
         return []
     # IPv4 first: some libraries that workers use know no other.
-    return sorted((str(entry[4][0]) for entry in found), key=lambda address: ":" in address)
+    return sorted((str(entry[4][0]) for entry in entries), key=lambda address: ":" in address)
 
 
 def _is_own(address: str) -> bool:

@@ -138,8 +138,8 @@ def scontrol(*arguments: str) -> str:
             command, check=True, capture_output=True, text=True, timeout=_SCONTROL_S
         )
     except (subprocess.SubprocessError, OSError) as error:
-        told = getattr(error, "stderr", None) or str(error)
+        error_output = getattr(error, "stderr", None) or str(error)
         raise SpecError(
-            [f"--launcher slurm: {' '.join(command)} failed: {str(told).strip()}"]
+            [f"--launcher slurm: {' '.join(command)} failed: {str(error_output).strip()}"]
         ) from error
     return done.stdout

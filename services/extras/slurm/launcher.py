@@ -108,8 +108,8 @@ class SlurmLauncher(LauncherDefaults):
 
     def problems(self, spec: RunSpec) -> Iterable[str]:
         """Yields reasons why the nodes of this allocation can never run a specification."""
-        if told := [*problems(spec)]:
-            return told
+        if rule_problems := [*problems(spec)]:
+            return rule_problems
         try:
             Placements([*self._nodes.values()]).assign("", spec)
         except PlacementError as error:
@@ -168,8 +168,7 @@ class SlurmLauncher(LauncherDefaults):
     async def end(self, run_id: str, worker_id: str) -> None:
         """Kills one worker; a node that does not do so gets no further worker if others have room."""
         process = self._processes.get(run_id, {}).pop(worker_id, None)
-        if process is None and (left := adopt(self._record(run_id, worker_id))) is not None:
-            process = StepProcess(left)
+        process = process or self._unwatched(run_id, worker_id)
         if process is None:
             return
         placement = self._placements.find(run_id, worker_id)
@@ -182,8 +181,10 @@ class SlurmLauncher(LauncherDefaults):
         running = self._processes.get(run_id, {})
         placed = {name: self._placements.find(run_id, name) for name in running}
         nodes = {node for placement in placed.values() if placement for node in placement.nodes}
-        told = await asyncio.gather(*(silence(self._nodes[name], _SILENCE_S) for name in nodes))
-        silent = {name: why for name, why in zip(nodes, told, strict=True) if why}
+        causes_by_node = await asyncio.gather(
+            *(silence(self._nodes[name], _SILENCE_S) for name in nodes)
+        )
+        silent = {name: why for name, why in zip(nodes, causes_by_node, strict=True) if why}
         self._suspects.update(silent)
         for worker_id, placement in placed.items():
             causes = (
@@ -198,8 +199,8 @@ class SlurmLauncher(LauncherDefaults):
         """Stops all workers of a run with SIGTERM, and kills those that do not end in time."""
         processes = self._processes.pop(run_id, {})
         for record in self._logs(run_id).glob("*.process"):
-            if record.stem not in processes and (left := adopt(record)) is not None:
-                processes[record.stem] = StepProcess(left)
+            if record.stem not in processes and (process := self._unwatched(run_id, record.stem)):
+                processes[record.stem] = process
         for process in processes.values():
             process.stop()
         ended = [self._tasks.create_task(process.wait()) for process in processes.values()]
@@ -234,11 +235,16 @@ class SlurmLauncher(LauncherDefaults):
         """Returns the workers that an earlier controller process started and that still run."""
         adopted = {}
         for _, worker_id in worker_names(spec):
-            if worker_id not in running and (left := adopt(self._record(run_id, worker_id))):
-                adopted[worker_id] = StepProcess(left)
+            if worker_id not in running and (process := self._unwatched(run_id, worker_id)):
+                adopted[worker_id] = process
                 placement = placement_of(self._plan(run_id, worker_id), self._nodes)
                 self._placements.restore(run_id, worker_id, placement)
         return adopted
+
+    def _unwatched(self, run_id: str, worker_id: str) -> StepProcess | None:
+        """Returns the running process of a worker by its record; None if it has ended."""
+        srun = adopt(self._record(run_id, worker_id))
+        return None if srun is None else StepProcess(srun)
 
     async def _place(self, run_id: str, spec: RunSpec) -> Mapping[str, Placement]:
         present = await self._steps.nodes()

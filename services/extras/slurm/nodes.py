@@ -37,7 +37,10 @@ async def ask_nodes(
     }
     try:
         answers = await asyncio.gather(
-            *(_ask(allocation, each, settings, arguments) for each in allocation.components)
+            *(
+                _ask(allocation, component, settings, arguments)
+                for component in allocation.components
+            )
         )
     finally:
         stamp.unlink()
@@ -66,8 +69,8 @@ async def silence(node: Node, timeout_s: float) -> str:
         async with asyncio.timeout(timeout_s):
             _, writer = await asyncio.open_connection(*node.daemon)
     except (OSError, TimeoutError) as error:
-        told = getattr(error, "strerror", None) or f"no answer within {timeout_s:.0f} s"
-        return f"node {node.name} does not answer at the port of its slurmd: {told}"
+        cause = getattr(error, "strerror", None) or f"no answer within {timeout_s:.0f} s"
+        return f"node {node.name} does not answer at the port of its slurmd: {cause}"
     writer.close()
     return ""
 
@@ -106,16 +109,16 @@ async def _ask(
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
-    output = told = b""
+    output = error_output = b""
     try:
         async with asyncio.timeout(settings.node_timeout_s):
-            output, told = await process.communicate()
+            output, error_output = await process.communicate()
     except TimeoutError:
         process.terminate()
-        output, told = await process.communicate()
+        output, error_output = await process.communicate()
     facts = {line["name"]: line for line in map(json.loads, output.splitlines())}
     if missing := [name for name in component.tasks if name not in facts]:
-        why = told.decode(errors="replace").strip() or "no error output"
+        why = error_output.decode(errors="replace").strip() or "no error output"
         raise FailedPreconditionError(
             f"nodes {', '.join(missing)} of the allocation gave no answer ({why}); {sys.executable} and "
             "Slipstream must be at the same path on all nodes, and SLIPSTREAM_SLURM_NODE_TIMEOUT_S is "

@@ -65,8 +65,8 @@ class Shards:
 
     async def keep(self, node: Node) -> None:
         """Keeps the shard of a node running until cancelled, or until the node is lost."""
-        left = adopt(self._folder / f"{node.name}.process")
-        process = StepProcess(left) if left is not None else await self._start(node)
+        adopted = adopt(self._folder / f"{node.name}.process")
+        process = StepProcess(adopted) if adopted is not None else await self._start(node)
         while True:
             try:
                 code = await process.wait()
@@ -74,8 +74,8 @@ class Shards:
                 await process.kill(_KILL_S)
                 raise
             why = await silence(node, _SILENCE_S)
-            told = why or last_lines(self._logs / f"shard-{node.name}.log", 1)
-            extra = {"node": node.name, "code": code, "why": told}
+            cause = why or last_lines(self._logs / f"shard-{node.name}.log", 1)
+            extra = {"node": node.name, "code": code, "why": cause}
             logger.warning("a shard of the transferqueue ended", extra=extra)
             if why:
                 return

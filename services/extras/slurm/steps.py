@@ -159,13 +159,13 @@ class Steps:
         )
         try:
             async with asyncio.timeout(_COMMAND_S):
-                output, told = await process.communicate()
+                output, error_output = await process.communicate()
         except TimeoutError:
             process.kill()
             await process.wait()
-            output, told = b"", b"no answer in time"
+            output, error_output = b"", b"no answer in time"
         if process.returncode:
-            why = told.decode(errors="replace").strip()
+            why = error_output.decode(errors="replace").strip()
             logger.warning("a command of Slurm failed", extra={"command": command[0], "why": why})
             return ""
         return output.decode()
