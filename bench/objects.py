@@ -247,8 +247,14 @@ def measure_steps(folder: Path, *, steps: int, pairs: int) -> dict[str, Any]:
     }
 
 
-def measure_kills(folder: Path, *, kills: int, seed: int) -> dict[str, Any]:
-    """Kills a run again and again; returns counts."""
+def measure_kills(
+    folder: Path, *, kills: int, seed: int, report: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """Kills a run again and again; returns counts.
+
+    Args:
+        report: Receives the counts after each kill, so that an interruption loses none.
+    """
     rng = random.Random(seed)
     name = "killed"
     command = Command(in_bucket(folder, name, steps=3 * kills + 4), folder / name)
@@ -271,7 +277,16 @@ def measure_kills(folder: Path, *, kills: int, seed: int) -> dict[str, Any]:
                 command.kill_trainer(loses_disk=loses_disk)
             whole, damaged = verify_all(f"{BUCKET}/{name}", folder / f"read-{number}")
             verified, torn = verified + whole, torn + damaged
-            print(f"kill {number + 1}: {len(command.steps())} steps", flush=True)
+            report(
+                {
+                    "kills": number + 1,
+                    **counts,
+                    "verified_checkpoints": verified,
+                    "torn_checkpoints": torn,
+                    "steps": max(int(step["step"]) for step in command.steps()),
+                    "ended": False,
+                }
+            )
         command.wait()
     finally:
         command.close()
@@ -282,6 +297,7 @@ def measure_kills(folder: Path, *, kills: int, seed: int) -> dict[str, Any]:
         "verified_checkpoints": verified,
         "torn_checkpoints": torn,
         "steps": max(steps),
+        "ended": True,
     }
 
 
@@ -369,6 +385,13 @@ def main() -> None:
     )
     if arguments.smoke:
         kills, steps, pairs, outage_s = 3, 12, 1, 10.0
+
+    def store(part: Mapping[str, Any]) -> None:
+        print(json.dumps(part, indent=1), flush=True)
+        if not arguments.smoke:
+            facts = {"device": device_name(), "cores": os.cpu_count()}
+            write_json(RESULTS, {**read_json(RESULTS), **facts, **part})
+
     with tempfile.TemporaryDirectory() as temporary, served(arguments.server) as server:
         folder = Path(temporary)
         models = str(folder / "models")
@@ -376,18 +399,16 @@ def main() -> None:
         train(on_disk(folder, steps=1), folder / "base")
         fill_bucket(folder / "models")
         parts: Mapping[str, Callable[[], dict[str, Any]]] = {
-            "kills": lambda: measure_kills(folder, kills=kills, seed=1),
+            "kills": lambda: measure_kills(
+                folder, kills=kills, seed=1, report=lambda counts: store({"kills": counts})
+            ),
             "steps": lambda: measure_steps(folder, steps=steps, pairs=pairs),
             "outage": lambda: measure_outage(folder, server, steps=6 * steps, seconds=outage_s),
         }
         for name, measure in parts.items():
             if arguments.only not in (None, name):
                 continue
-            part = {name: measure()}
-            print(json.dumps(part, indent=1), flush=True)
-            if not arguments.smoke:
-                facts = {"device": device_name(), "cores": os.cpu_count()}
-                write_json(RESULTS, read_json(RESULTS) | facts | part)
+            store({name: measure()})
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -117,6 +117,8 @@ class ObjectCheckpoints:
         self._stored_step = stored[0].step
         if manifests_read[0] is not None:
             self._delete_overtaken(root, stored)
+            if before is None and _is_ahead(root, stored):
+                return
         for manifest in stored:
             if before is not None and manifest.step >= before:
                 continue
@@ -415,6 +417,18 @@ def _local(root: Path, before: int | None) -> dict[int, Path]:
         if (folder / manifests.MANIFEST).is_file()
     }
     return {step: folder for step, folder in folders.items() if before is None or step < before}
+
+
+def _is_ahead(root: Path, stored: Sequence[StoredManifest]) -> bool:
+    """Returns True if this folder has gone on from the newest upload, even to an earlier step.
+
+    A run that went back deletes later checkpoints on disk when it saves, and in the store once that is
+    uploaded.
+    """
+    uploads = {_upload_of(folder) for folder in _local(root, None).values()}
+    newest = stored[0].upload
+    has_more = bool(uploads - {manifest.upload for manifest in stored})
+    return newest == _recorded(root) and newest not in uploads and has_more
 
 
 def _upload_of(folder: Path) -> str:

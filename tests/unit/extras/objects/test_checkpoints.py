@@ -170,6 +170,21 @@ def test_the_next_process_uploads_what_the_last_one_did_not(
     assert stored_steps(second) == [1, 2]
 
 
+def test_a_run_that_went_back_resumes_from_its_own_disk(
+    opened: Opener, tmp_path: Path, relay: Relay
+) -> None:
+    first = opened()
+    for step in (4, 5):
+        save(first, tmp_path, step)
+    first.wait(LONG_S)
+    relay.set("refuse")
+    save(first, tmp_path, 3)  # deletes the later steps on disk, and cannot yet in the store
+    first.close()
+    relay.set("forward")
+    opened().restore_newest(tmp_path)
+    assert manifest.newest(tmp_path)[0].name == "step-00000003"
+
+
 def test_what_another_machine_overtook_is_not_resumed(
     opened: Opener, tmp_path: Path, relay: Relay
 ) -> None:
