@@ -17,8 +17,8 @@ from services.extras.fleets.weights import FleetWeights
 from services.rollout.calls.outside import AddressPolicy
 from services.rollout.engines.base import DraftTotals, EngineCapabilities, check_tensors
 from services.rollout.engines.engine_config import EngineConfig
-from services.rollout.engines.external import EngineDiedError, ExternalEngine
-from services.rollout.engines.request_segments import Segment, segment_seed
+from services.rollout.engines.external import EngineDiedError, ExternalEngine, SegmentStream
+from services.rollout.engines.request_segments import Segment, TokenChunk, segment_seed
 from services.weightsync.canary import canary_tolerance
 from services.weightsync.endpoints import Place
 from services.weightsync.plan import WeightPlan
@@ -95,8 +95,10 @@ class FleetBackend:
                 stream.cut()
             await self.fleet.close()
 
-    async def submit(self, part: Segment) -> "_OwnedStream":
+    async def submit(self, part: Segment) -> SegmentStream:
         """Begins a segment under the fleet's version; it waits for a server by itself."""
+        if part.max_tokens < 1:  # it was cut between its last token and the reason of its end
+            return _Ended()
         request = part.request
         prefix = hash(request.context_ids[: len(request.context_ids) - request.draw_offset])
         stream = FleetStream(
@@ -210,6 +212,16 @@ class FleetBackend:
             )
         if problems:
             raise ServerRefusedError(f"{server.address}: {'; '.join(problems)}")
+
+
+class _Ended:
+    """Stream of a segment without tokens."""
+
+    async def next(self) -> TokenChunk:
+        return TokenChunk(token_ids=(), logprobs=(), finish_reason="length")
+
+    async def close(self) -> None:
+        """Does nothing."""
 
 
 class _OwnedStream:

@@ -1,0 +1,98 @@
+"""A run that attaches to servers: it trains, and continues while one of them is killed and started again."""
+
+import json
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.helpers.cli import environment, started
+from tests.helpers.ports import free_port
+
+pytestmark = pytest.mark.timeout(300)
+
+TOKEN = "a-token-of-servers"
+STEPS = 8
+
+
+class Server:
+    """Process of ``tests.helpers.torch_server``."""
+
+    def __init__(self, spec: Path) -> None:
+        self.port = free_port()
+        self.address = f"http://127.0.0.1:{self.port}"
+        module = (sys.executable, "-m", "tests.helpers.torch_server")
+        self._command = (*module, str(self.port), str(spec), TOKEN)
+        self.start()
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(self._command, env=environment())
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def wait(self) -> None:
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            try:
+                httpx.get(f"{self.address}/health", trust_env=False)
+                return
+            except httpx.TransportError:
+                assert self._process.poll() is None, "the server ended"
+                time.sleep(0.1)
+        raise TimeoutError(self.address)
+
+
+@pytest.fixture
+def servers(plumbing: Path) -> Iterator[list[Server]]:
+    with closing(Server(plumbing)) as first, closing(Server(plumbing)) as second:
+        for server in (first, second):
+            server.wait()
+        yield [first, second]
+
+
+def test_a_run_trains_with_servers_of_which_one_is_killed_and_started_again(
+    plumbing: Path, servers: list[Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secrets = tmp_path / "secrets"
+    secrets.mkdir()
+    (secrets / "FLEET").write_text(TOKEN)
+    monkeypatch.setenv("SLIPSTREAM_ROLLOUT_SECRETS_DIRECTORY", str(secrets))
+    monkeypatch.setenv("SLIPSTREAM_ROLLOUT_REWARD_HOSTS", '["127.0.0.1"]')
+    addresses = [server.address for server in servers]
+    overrides = {
+        "rollout.engine": "vllm-server",
+        "rollout.engine_arguments": json.dumps(
+            {"addresses": addresses, "token": {"secret": "FLEET"}}
+        ),
+        "rollout.replicas": "1",
+        "rollout.max_response_tokens": "32",
+        "weight_sync.mode": "cpu_async",
+        "trainer.steps": str(STEPS),
+    }
+    settings = [part for item in overrides.items() for part in ("--set", "=".join(item))]
+    arguments = ("run", plumbing, "--state-directory", tmp_path / "state", *settings)
+    killed = servers[0]
+    with started(*arguments, until=r"step +2/") as (process, lines):
+        killed.close()
+        killed.start()
+        out, _ = process.communicate(timeout=240)
+        assert process.returncode == 0, "".join(lines) + out
+    (summary,) = tmp_path.glob("state/run_*/summary.json")
+    result = json.loads(summary.read_text())
+    assert (result["state"], result["steps"]) == ("SUCCEEDED", STEPS)
+    assert result["staleness"]["max"] <= 1
+    # Tokens under other weights than those of their version would differ by whole nats.
+    steps = summary.with_name("metrics.jsonl").read_text().splitlines()
+    assert max(json.loads(step)["kl_rollout"] for step in steps) < 1e-5
+    with closing(sqlite3.connect(tmp_path / "state" / "slipstream.db")) as database:
+        query = "SELECT message FROM events WHERE type = 'EngineServerLost'"
+        lost = [message for (message,) in database.execute(query)]
+    assert [killed.address in message for message in lost] == [True]
