@@ -40,7 +40,7 @@ async def test_a_rollout_stops_serving_before_its_engine_closes(monkeypatch):
 
     class Loader:
         def __init__(self, stack, *arguments):
-            self.stack = stack
+            self.stack, self.spec = stack, Session.spec
 
         async def load(self):
             sampler = await self.stack.enter_async_context(until("sampler", object()))

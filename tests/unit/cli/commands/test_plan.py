@@ -76,7 +76,6 @@ def test_lags_stay_below_the_one_that_is_given(spec):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--gpus", "1", "--set", "rollout.kv_policy=keep"], "--gpus"),
         (["--gpus", "0"], "--gpus"),
         (["--gpu-memory", "many"], "such as 141GB"),
         (["--gpu-memory", "1GB"], "does not fit"),
