@@ -6,7 +6,14 @@ import gc
 import logging
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager, nullcontext
+from contextlib import (
+    AsyncExitStack,
+    asynccontextmanager,
+    closing,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from typing import Any
 
 from grpc_reflection.v1alpha import reflection
@@ -46,9 +53,10 @@ from services.controller.membership import Membership
 from services.controller.run.lifecycle.loop import Services
 from services.controller.run.train.checkpoints import relocate_checkpoints
 from services.controller.settings import DATABASE_FILE, EXTENSIONS, ControllerSettings
+from services.controller.standby import Standby, shown_address
 from services.controller.store.copies import in_use
-from services.controller.store.database import Database, LeaseLostError
-from services.controller.store.lease import Leadership
+from services.controller.store.database import Database, DatabaseError, LeaseLostError
+from services.controller.store.lease import Leadership, leader_address
 from services.controller.store.runs import RunStore
 from services.wire.transferqueue.client import TransferQueueClient
 from slipstream.controller.v1 import membership_pb2_grpc, run_pb2_grpc
@@ -68,9 +76,17 @@ async def run_controller(settings: ControllerSettings) -> None:
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(settings.serving_metrics())
         database = stack.enter_context(_opened_database(settings))
-        leadership = Leadership(database, holder=settings.holder, ttl_s=settings.lease_ttl_s)
+        standby = await stack.enter_async_context(_forwarding(settings, database))
+        leadership = Leadership(
+            database,
+            holder=settings.holder,
+            ttl_s=settings.lease_ttl_s,
+            address=_address(settings, standby),
+        )
         await leadership.acquire()
         stack.push_async_callback(leadership.release)
+        if standby is not None:
+            standby.lead()
         if LAUNCHERS[settings.launcher].shares_files:
             relocate_checkpoints(database, settings.state_directory)
         channel = await stack.enter_async_context(
@@ -96,6 +112,11 @@ async def run_controller(settings: ControllerSettings) -> None:
         await manager.recover()
         members = MembershipServicer(manager, membership, settings, time)
         rendezvous = RendezvousServicer(membership.rendezvous)
+        if standby is not None and settings.bind.endswith(":0"):
+            # Others know the port on which this controller has waited.
+            settings = settings.model_copy(
+                update={"bind": f"{settings.bind.removesuffix('0')}{standby.grpc_port}"}
+            )
         address = await stack.enter_async_context(_serve_grpc(api, members, rendezvous, settings))
         manager.drivers.services = Services(
             membership=membership,
@@ -111,11 +132,36 @@ async def run_controller(settings: ControllerSettings) -> None:
         stack.push_async_callback(manager.close, leave=settings.leave_runs)
         await manager.start()
         await stack.enter_async_context(_serve_rlruns(settings, manager))
-        rest_url = await stack.enter_async_context(_serve_rest(api, tokens, settings))
+        rest_url = await stack.enter_async_context(_serve_rest(api, tokens, settings, standby))
         report_ready(settings.ready_file, {"grpc": address, "rest": rest_url})
         keeping = tasks.create_task(_keep_leading(leadership))
         await wait_for_shutdown(stop_on_stdin_eof=settings.stop_on_stdin_eof)
         keeping.cancel()
+
+
+@asynccontextmanager
+async def _forwarding(
+    settings: ControllerSettings, database: Database
+) -> AsyncIterator[Standby | None]:
+    """Listens on the ports of a controller that may have to wait; yields None if others do not forward."""
+    if not (settings.peer_host and settings.database_url):
+        yield None
+        return
+
+    async def leader() -> str:
+        with suppress(DatabaseError):
+            return await database.query(leader_address, database)
+        return ""
+
+    opened = Standby.opened(leader, rest_bind=settings.rest_bind, grpc_bind=settings.bind)
+    async with opened as standby:
+        yield standby
+
+
+def _address(settings: ControllerSettings, standby: Standby | None) -> str:
+    if standby is None:
+        return ""
+    return shown_address(settings.peer_host, rest=standby.rest_port, grpc=standby.grpc_port)
 
 
 async def _keep_leading(leadership: Leadership) -> None:
@@ -181,15 +227,19 @@ async def _serve_grpc(
 
 @asynccontextmanager
 async def _serve_rest(
-    api: RunApi, tokens: TokenStore, settings: ControllerSettings
+    api: RunApi, tokens: TokenStore, settings: ControllerSettings, standby: Standby | None
 ) -> AsyncIterator[str]:
-    """Serves the REST API and the run page until the block ends; yields their address."""
+    """Serves the REST API and the run page until the block ends; yields their address.
+
+    A controller that waited keeps the socket on which it listened, so that no connection is refused.
+    """
     app = build_app(api, hosts=settings.hosts)
     add_page_links(app, api, PageLinks(tokens, api.check_valid))
     with_run_page(app)
     serving = serve_http(
         settings.rest_bind,
         Measured(app),
+        listener=None if standby is None else standby.take_rest_listener(),
         certificate=settings.rest_tls_certificate,
         key=settings.rest_tls_key,
         # The other half of the descriptors is left for gRPC, the database and other files.

@@ -94,6 +94,10 @@ class ControllerSettings(KeySettings, SpecSettings):
     holder: str = Field(default_factory=lambda: f"{socket.gethostname()}:{os.getpid()}")
     """Name of this controller among several; a controller of the same name takes its own lease back
     at once."""
+    peer_host: str = ""
+    """Address under which other controllers of the same database reach this one. With it, a controller
+    that waits to lead forwards connections of its REST and gRPC ports to the leader; without it, it
+    opens no port. Only with ``database_url``."""
     lease_ttl_s: float = Field(15.0, gt=0)
     """Time in seconds after which a leader that did not renew its lease is replaced."""
     leave_runs: bool = False

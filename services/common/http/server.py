@@ -49,6 +49,7 @@ async def serve_http(  # noqa: PLR0913 -- as many limits
     bind: str,
     app: ASGIApp,
     *,
+    listener: socket.socket | None = None,
     certificate: Path | None = None,
     key: Path | None = None,
     connections_per_peer: int = 0,
@@ -64,6 +65,7 @@ async def serve_http(  # noqa: PLR0913 -- as many limits
         bind: Address as for :func:`listen`.
         app: The application; it calls :func:`services.common.http.limits.admit` for each request that
             it has authenticated.
+        listener: Listening socket to use in place of ``bind``; it is closed with the server.
         certificate: PEM file with a certificate chain, to serve HTTPS; reloaded when it changes.
         connections_per_peer: Max. simultaneous connections of one address; 0 for no limit.
         authenticates: False if peers need not authenticate, because only this user can connect.
@@ -84,7 +86,7 @@ async def serve_http(  # noqa: PLR0913 -- as many limits
         authenticates=authenticates,
         max_unauthenticated=max_unauthenticated,
     )
-    listener = counted(listen(bind), connections)
+    listener = counted(listen(bind) if listener is None else listener, connections)
     logging.getLogger("asyncio").addFilter(_ACCEPTS)
     config = uvicorn.Config(
         _ending_quietly(app),

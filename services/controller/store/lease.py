@@ -15,6 +15,9 @@ from services.controller.store.tables import LEASES
 
 logger = logging.getLogger(__name__)
 
+_POLL_S = 0.5
+"""Max seconds until a waiting controller notices that the lease is free."""
+
 
 class Leadership:
     """Lease with which this controller is the leader.
@@ -23,18 +26,20 @@ class Leadership:
         holder: Name of this controller; a controller of the same name takes its own lease back at
             once.
         ttl_s: Seconds without renewal after which a lease is free.
+        address: Where this controller serves, for others that forward to it; empty if none does.
     """
 
-    def __init__(self, database: Database, *, holder: str, ttl_s: float) -> None:
+    def __init__(self, database: Database, *, holder: str, ttl_s: float, address: str = "") -> None:
         self._database = database
         self._holder = holder
         self._ttl_s = ttl_s
+        self._address = address
 
     async def acquire(self) -> int:
         """Waits until this controller leads; returns its epoch."""
         while (rest_s := await self._database.run(self._try)) > 0:
-            logger.info("another controller is the leader", extra={"rest_s": round(rest_s, 1)})
-            await asyncio.sleep(min(rest_s, self._ttl_s / 3))
+            logger.debug("another controller is the leader", extra={"rest_s": round(rest_s, 1)})
+            await asyncio.sleep(min(rest_s, self._ttl_s / 3, _POLL_S))
         epoch = self._database.epoch
         assert epoch is not None
         logger.info("this controller is the leader", extra={"epoch": epoch, "holder": self._holder})
@@ -83,7 +88,11 @@ class Leadership:
             is_taken = row is not None and row.expire_time > now and row.holder != self._holder
             if row is not None and is_taken and not self._database.is_sqlite:
                 return max(float(row.expire_time) - now, 0.01)
-            values = {"holder": self._holder, "expire_time": now + self._ttl_s}
+            values = {
+                "holder": self._holder,
+                "expire_time": now + self._ttl_s,
+                "address": self._address,
+            }
             epoch = 1 if row is None else int(row.epoch) + 1
             if row is None:
                 connection.execute(LEASES.insert().values(name=LEADER_LEASE, epoch=1, **values))
@@ -95,6 +104,16 @@ class Leadership:
     def _renew(self) -> None:
         with self._database.write() as connection:
             connection.execute(_this().values(expire_time=_now(connection) + self._ttl_s))
+
+
+def leader_address(database: Database) -> str:
+    """Returns the address of the leading controller; empty if none leads or it has none."""
+    with database.read() as connection:
+        query = sa.select(LEASES.c.address, LEASES.c.expire_time).where(
+            LEASES.c.name == LEADER_LEASE
+        )
+        row = connection.execute(query).first()
+        return row.address if row is not None and row.expire_time > _now(connection) else ""
 
 
 def _this() -> sa.Update:

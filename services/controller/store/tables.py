@@ -219,9 +219,10 @@ LEASES = sa.Table(
     sa.Column("holder", sa.String(128), nullable=False),
     sa.Column("epoch", sa.BigInteger, nullable=False),
     sa.Column("expire_time", sa.Float(53), nullable=False),
+    sa.Column("address", sa.String(255), nullable=False, server_default=""),
 )
-"""Lease of the leading controller. Every write checks the epoch, so a replaced leader writes no
-more."""
+"""Lease of the leading controller, with its host and ports if others forward to it. Every write checks the
+epoch, so a replaced leader writes no more."""
 
 API_TOKENS = sa.Table(
     "api_tokens",

@@ -39,7 +39,7 @@ _PROFILES: tuple[tuple[str, ...], ...] = (
 _CUSTOM = {"PodMonitor", "PrometheusRule", "Certificate", "HTTPRoute", "GRPCRoute"}
 _BAD_VALUES = [
     ("trainer.gpu.count=8", ("trainer", "count")),
-    ("controller.replicas=2", ("controller", "replicas")),
+    ("controller.replicas=0", ("controller", "replicas")),
     ("controler.logLevel=INFO", ("controler",)),
     ("controller.logLevel=LOUD", ("controller", "logLevel")),
     ("workers.topology=ring", ("workers", "topology")),
@@ -251,6 +251,54 @@ def test_every_pod_is_locked_down(profiles: tuple[str, ...]) -> None:
             assert context["capabilities"]["drop"] == ["ALL"]
             assert container["resources"]["limits"]["memory"]
             assert container["resources"]["requests"]["ephemeral-storage"]
+
+
+_TWO = ("--set", "controller.replicas=2,controller.database.existingSecret=database")
+
+
+def test_several_controllers_need_a_database_server() -> None:
+    done = helm("template", "demo", str(CHART), "--set", "controller.replicas=2")
+    assert done.returncode != 0
+    assert "database" in done.stderr
+    assert "existingSecret" in done.stderr
+
+
+def test_several_controllers_are_replaced_one_by_one_and_answer_all_the_time() -> None:
+    manifests = render(*_TWO)
+    spec = one(manifests, "Deployment", "demo-slipstream-controller")["spec"]
+    assert spec["replicas"] == 2
+    assert spec["strategy"] == {
+        "type": "RollingUpdate",
+        "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1},
+    }
+    pod = spec["template"]["spec"]
+    (container,) = pod["containers"]
+    env = {entry["name"]: entry for entry in container["env"]}
+    fields = {
+        name: env[f"SLIPSTREAM_CONTROLLER_{name}"]["valueFrom"]["fieldRef"]["fieldPath"]
+        for name in ("HOLDER", "PEER_HOST")
+    }
+    assert fields == {"HOLDER": "metadata.name", "PEER_HOST": "status.podIP"}
+    # An ending pod serves until the Service no longer routes calls to it.
+    assert container["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", "5"]
+    assert pod["terminationGracePeriodSeconds"] > 5
+    (state,) = [volume for volume in pod["volumes"] if volume["name"] == "state"]
+    assert "emptyDir" in state
+    assert not [
+        m
+        for m in manifests
+        if m["kind"] == "PersistentVolumeClaim"
+        and m["metadata"]["name"] == "demo-slipstream-controller"
+    ]
+    budget = one(manifests, "PodDisruptionBudget", "demo-slipstream-controller")["spec"]
+    assert budget["minAvailable"] == 1
+
+
+def test_one_controller_is_replaced_before_the_next_starts() -> None:
+    spec = one(render(), "Deployment", "demo-slipstream-controller")["spec"]
+    assert (spec["replicas"], spec["strategy"]) == (1, {"type": "Recreate"})
+    (container,) = spec["template"]["spec"]["containers"]
+    assert "SLIPSTREAM_CONTROLLER_PEER_HOST" not in {entry["name"] for entry in container["env"]}
 
 
 def test_further_shards_register_with_the_index() -> None:

@@ -35,6 +35,7 @@ def test_an_older_database_is_migrated(database, database_url):
             "ADD COLUMN returned_json TEXT NOT NULL DEFAULT '{}'",
         ):
             connection.execute(sa.text(f"ALTER TABLE ledgers {change}"))
+        connection.execute(sa.text("ALTER TABLE leases DROP COLUMN address"))
         connection.execute(sa.text("UPDATE alembic_version SET version_num = '0001'"))
         run = NewRun(run_id="run_1", name="one", spec_json="{}", spec_digest="d")
     RunStore(database).create(run)
