@@ -8,7 +8,8 @@ from typing import Final
 
 import httpx
 
-_KEEPALIVE_S: Final = 5.0
+_KEEPALIVE_S: Final = 3.0
+"""Below the 5 s after which uvicorn, which serves vLLM too, closes an idle connection."""
 
 
 class ReusedConnections(httpx.AsyncBaseTransport):
