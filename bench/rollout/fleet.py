@@ -82,7 +82,6 @@ def train(
             run = whole_run(folder, settings)
     else:
         times, run = [], whole_run(folder, settings)
-    sync = [step["weight_sync_s"] for step in run.steps if step.get("weight_sync_s")]
     return {
         "seed": seed,
         "greedy": round(run.summary["heldout"]["greedy"], 3),
@@ -90,7 +89,7 @@ def train(
         "staleness": run.summary["staleness"],
         "prompts": run.summary["prompts"],
         "kills": len(times),
-        "weight_sync_p50_s": sorted(sync)[len(sync) // 2] if sync else None,
+        "sync_ms": run.summary["sync_ms"],
     }
 
 
