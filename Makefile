@@ -67,7 +67,7 @@ test: test-system $(S3_SERVER) check ## Run everything that a commit must pass: 
 	$(BIN)/python -m pytest -n $(RUN_WORKERS) --dist worksteal -m '$(EVERY_COMMIT)' $(OTHERS:%=--ignore tests/%)
 
 test-system: # Installs a browser and a sandbox; tests that need a missing one are skipped
-	tests/system.sh --or-skip chromium bwrap=bubblewrap slurmctld=slurm-wlm munged=munge
+	tests/system.sh --or-skip chromium bwrap=bubblewrap pg_ctlcluster=postgresql slurmctld=slurm-wlm munged=munge
 
 test-nightly: $(READY) ## Run all sweeps, every algorithm over three seeds with its controls, all faults, and long fuzzing
 	$(BIN)/python -m pytest -m nightly $(ALL_MARKS)
