@@ -66,7 +66,7 @@ unit: $(READY) $(S3_SERVER) deploy-tools ## Run the unit tests
 test: test-system $(S3_SERVER) check ## Run everything that a commit must pass: check, then contract, API, integration and fault tests
 	$(BIN)/python -m pytest -n $(RUN_WORKERS) --dist worksteal -m '$(EVERY_COMMIT)' $(OTHERS:%=--ignore tests/%)
 
-test-system: # Installs a browser and a sandbox; tests that need a missing one are skipped
+test-system: # Installs a browser, a sandbox, PostgreSQL and Slurm; tests that need a missing one are skipped
 	tests/system.sh --or-skip chromium bwrap=bubblewrap pg_ctlcluster=postgresql slurmctld=slurm-wlm munged=munge
 
 test-nightly: $(READY) ## Run all sweeps, every algorithm over three seeds with its controls, all faults, and long fuzzing
