@@ -69,7 +69,7 @@ class EngineKind:
     has_model: bool = True
     """True if the engine loads a model and takes GPU memory."""
     is_remote: bool = False
-    """True if the engine runs in servers that somebody else starts: a rollout then takes no GPU, and the
+    """True if the engine runs in servers that run separately: a rollout then takes no GPU, and the
     weights leave the trainer through host memory."""
     most_running: int = 1024
     """Upper bound of the default of ``rollout.max_running_samples``."""

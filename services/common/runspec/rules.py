@@ -1013,7 +1013,7 @@ def _engine(spec: RunSpec) -> Iterator[str]:
 
 
 def _elsewhere(spec: RunSpec) -> Iterator[str]:
-    """Yields problems of an engine in servers that somebody else starts."""
+    """Yields problems of an engine in servers that run separately."""
     name = spec.rollout.engine
     if not MODES[spec.weight_sync.mode].through_host:
         yield (

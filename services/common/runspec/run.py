@@ -503,7 +503,7 @@ class RunSpec(SpecPart):
 
     @property
     def runs_engines(self) -> bool:
-        """True if rollouts have an engine that runs where they do, not in servers of somebody else."""
+        """True if rollouts have an engine that runs where they do, not in separate servers."""
         return self.has_engine and not engine_kind(self.rollout.engine).is_remote
 
     @property

@@ -1,1 +1,1 @@
-"""Extra: engines in servers that somebody else starts, to which rollouts bring weights and verify them."""
+"""Extra: engines in servers that run separately, to which rollouts bring weights and verify them."""

@@ -1,4 +1,4 @@
-"""Engine ``vllm-server``: vLLM servers that somebody else started, behind the engine protocol."""
+"""Engine ``vllm-server``: vLLM servers that run separately, behind the engine protocol."""
 
 import asyncio
 import logging
