@@ -35,12 +35,26 @@ _SERVED = {
 }
 
 
+_INGRESS = ("--set", "networkPolicy.egress.enabled=false")
+_TWO = ("--set", "controller.replicas=2,controller.database.existingSecret=database")
+_FORWARDED = ("controller", "controller", "grpc")
+
+
 @pytest.mark.parametrize(
-    "options",
-    [("--set", "networkPolicy.egress.enabled=false"), (), EVERYTHING],
-    ids=["ingress", "default", "everything"],
+    ("options", "further"),
+    [
+        (_INGRESS, set()),
+        ((), set()),
+        (EVERYTHING, set()),
+        ((*_INGRESS, *_TWO), {_FORWARDED}),
+        (_TWO, {_FORWARDED}),
+        ((*EVERYTHING, *_TWO), {_FORWARDED}),
+    ],
+    ids=["ingress", "default", "everything", "ingress, two", "two", "everything, two"],
 )
-def test_network_policies_allow_the_connection_matrix_and_no_more(options: Sequence[str]) -> None:
+def test_network_policies_allow_the_connection_matrix_and_no_more(
+    options: Sequence[str], further: set[tuple[str, str, str]]
+) -> None:
     manifests = render(*options, "--set", "transferqueue.shards=3")
     labels = _labels(pods(manifests))
     policies = _policies(manifests)
@@ -58,7 +72,7 @@ def test_network_policies_allow_the_connection_matrix_and_no_more(options: Seque
         for port in ("grpc", "data")
         if port in _SERVED[target] and _allows(policies, labels[source], labels[target], port)
     }
-    assert allowed == _CONNECTIONS
+    assert allowed == _CONNECTIONS | further
 
 
 def test_the_code_of_runs_reaches_only_what_the_installation_names() -> None:
