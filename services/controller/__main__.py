@@ -153,7 +153,9 @@ async def _forwarding(
             return await database.query(leader_address, database)
         return ""
 
-    opened = Standby.opened(leader, rest_bind=settings.rest_bind, grpc_bind=settings.bind)
+    opened = Standby.opened(
+        leader, host=settings.peer_host, rest_bind=settings.rest_bind, grpc_bind=settings.bind
+    )
     async with opened as standby:
         yield standby
 

@@ -18,6 +18,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Final, Self
 
 from services.common.admission import listen
+from services.common.task_group import TaskGroup, unwrapped
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +26,8 @@ _HOLD_S: Final = 30.0
 """Max seconds for which a connection waits for a leader."""
 _RETRY_S: Final = 0.1
 _CONNECT_TIMEOUT_S: Final = 2.0
+_DRAIN_S: Final = 60.0
+"""Max seconds for which a side may read nothing of what waits for it."""
 _CHUNK_BYTES: Final = 1 << 16
 _MAX_CONNECTIONS: Final = 2048
 """Max forwarded connections; further ones are closed."""
@@ -46,10 +49,13 @@ class Standby:
     Args:
         leader: Returns the address of the leader, as :func:`shown_address` writes it; empty if no
             controller leads.
+        host: Host at which other controllers reach this one. An earlier process of this controller may
+            still be named as the leader, and connections must not be forwarded in a circle.
     """
 
-    def __init__(self, leader: Callable[[], Awaitable[str]]) -> None:
+    def __init__(self, leader: Callable[[], Awaitable[str]], *, host: str) -> None:
         self._leader = leader
+        self._host = host
         self._servers: dict[Port, asyncio.Server] = {}
         self._forwarding: set[asyncio.Task[None]] = set()
         self._connected: set[asyncio.Task[None]] = set()
@@ -62,14 +68,14 @@ class Standby:
     @classmethod
     @asynccontextmanager
     async def opened(
-        cls, leader: Callable[[], Awaitable[str]], *, rest_bind: str, grpc_bind: str
+        cls, leader: Callable[[], Awaitable[str]], *, host: str, rest_bind: str, grpc_bind: str
     ) -> AsyncIterator[Self]:
         """Listens on both ports until the block ends.
 
         Raises:
             InvalidArgumentError: If an address cannot be bound.
         """
-        standby = cls(leader)
+        standby = cls(leader, host=host)
         try:
             standby._rest_listener = await standby._listen("rest", rest_bind)
             standby.rest_port = standby._rest_listener.getsockname()[1]
@@ -119,7 +125,9 @@ class Standby:
             assert task is not None
             self._forwarding.add(task)
             try:
-                await self._forward(port, reader, writer)
+                # asyncio would log the traceback of each cancelled connection.
+                with suppress(asyncio.CancelledError):
+                    await self._forward(port, reader, writer)
             finally:
                 self._forwarding.discard(task)
                 self._connected.discard(task)
@@ -144,7 +152,7 @@ class Standby:
         if not self._own and task is not None:
             self._connected.add(task)
         try:
-            await asyncio.gather(_copy(reader, upstream[1]), _copy(upstream[0], writer))
+            await _copy_both(reader, upstream[1], upstream[0], writer)
         except OSError as error:
             logger.debug("a forwarded connection ended", extra={"cause": str(error)})
         finally:
@@ -154,11 +162,15 @@ class Standby:
         """Connects to the leader's port; waits while nobody leads."""
         while True:
             target = self._own.get(port) or _target(await self._leader(), port)
-            if target is not None:
+            if target is not None and (self._own or target != self._address(port)):
                 with suppress(OSError, TimeoutError):
                     async with asyncio.timeout(_CONNECT_TIMEOUT_S):
                         return await asyncio.open_connection(*target)
             await asyncio.sleep(_RETRY_S)
+
+    def _address(self, port: Port) -> tuple[str, int]:
+        """Returns the address at which other controllers reach a port of this one."""
+        return self._host, self.rest_port if port == "rest" else self.grpc_port
 
 
 def _target(address: str, port: Port) -> tuple[str, int] | None:
@@ -170,10 +182,25 @@ def _target(address: str, port: Port) -> tuple[str, int] | None:
     return host, int(rest if port == "rest" else grpc)
 
 
+async def _copy_both(
+    reader: asyncio.StreamReader,
+    to_leader: asyncio.StreamWriter,
+    from_leader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+) -> None:
+    """Copies bytes both ways until the leader ends its side, as the leader has the limits of connections."""
+    with unwrapped(OSError):
+        async with TaskGroup() as copying:
+            sending = copying.create_task(_copy(reader, to_leader))
+            await _copy(from_leader, writer)
+            sending.cancel()
+
+
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Copies bytes until the reader's side ends, and ends the writer's side then."""
     while data := await reader.read(_CHUNK_BYTES):
         writer.write(data)
-        await writer.drain()
+        async with asyncio.timeout(_DRAIN_S):
+            await writer.drain()
     if writer.can_write_eof():
         writer.write_eof()

@@ -31,7 +31,7 @@ async def standby_of(leader: list[str]):
         return leader[0]
 
     binds = {"rest_bind": "127.0.0.1:0", "grpc_bind": "127.0.0.1:0"}
-    async with Standby.opened(address, **binds) as standby:
+    async with Standby.opened(address, host="127.0.0.1", **binds) as standby:
         yield standby
 
 
@@ -137,3 +137,44 @@ async def test_an_address_that_is_not_whole_is_none(address):
         done, _ = await asyncio.wait([waiting], timeout=0.3)
         assert not done
         waiting.cancel()
+
+
+async def test_a_connection_ends_when_the_leader_ends_it_although_the_client_does_not():
+    async def close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        writer.close()
+
+    server = await asyncio.start_server(close, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        async with standby_of([shown_address("127.0.0.1", rest=port, grpc=port)]) as standby:
+            reader, writer = await asyncio.open_connection("127.0.0.1", standby.rest_port)
+            writer.write(b"a\n")
+            assert await reader.read() == b""
+            await asyncio.wait_for(asyncio.gather(*standby._forwarding), 10)
+            writer.close()
+
+
+async def test_a_restarted_leader_does_not_forward_to_itself():
+    leader = [""]
+    async with standby_of(leader) as standby:
+        leader[0] = shown_address("127.0.0.1", rest=standby.rest_port, grpc=standby.grpc_port)
+        waiting = asyncio.create_task(asked(standby.rest_port, "a"))
+        await asyncio.sleep(0.5)
+        assert len(standby._forwarding) == 1
+        async with answering("new") as port:
+            leader[0] = shown_address("127.0.0.1", rest=port, grpc=port)
+            assert await waiting == "new a"
+
+
+async def test_a_takeover_logs_no_traceback_of_the_connections_that_it_ends(caplog):
+    leader = [""]
+    async with answering("old") as port, standby_of(leader) as standby:
+        leader[0] = shown_address("127.0.0.1", rest=port, grpc=port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", standby.rest_port)
+        writer.write(b"a\n")
+        assert await reader.readline() == b"old a\n"
+        standby.lead()
+        assert await reader.read() == b""
+        writer.close()
+    assert caplog.text == ""
