@@ -23,3 +23,5 @@ VERSION_HEADER: Final = "slipstream-weight-version"
 """Version that must be in service; otherwise the server answers 412 and samples nothing."""
 LEASE_S: Final = 15.0
 """Seconds without a sign of life of its owner after which another owner may take a server over."""
+WITHOUT_TOKEN: Final = "SLIPSTREAM_FLEET_WITHOUT_TOKEN"  # noqa: S105 -- a variable's name
+"""Environment variable of a server: ``1`` lets it receive weights although it has no token."""

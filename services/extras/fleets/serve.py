@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from services.common.runspec.engines import ENGINES
-from services.extras.fleets.protocol import MIDDLEWARE, WORKER_EXTENSION
+from services.extras.fleets.protocol import MIDDLEWARE, WITHOUT_TOKEN, WORKER_EXTENSION
 
 _MODULE: Final = "vllm.entrypoints.openai.api_server"
 OPTIONS: Final = (
@@ -52,6 +52,11 @@ def _as_options(arguments: Mapping[str, Any]) -> list[str]:
 
 def main() -> None:
     """Replaces this process by the server."""
+    if os.environ.get("VLLM_API_KEY") == "":
+        sys.exit(
+            "VLLM_API_KEY is set but empty, so that the server would have no token; set it to the token, or "
+            f"unset it and set {WITHOUT_TOKEN}=1 for a server that only trusted hosts reach"
+        )
     import torch  # the command line of a server does not need it
 
     is_cpu = not torch.cuda.is_available()

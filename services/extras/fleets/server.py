@@ -16,7 +16,8 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -35,8 +36,9 @@ from services.extras.fleets.protocol import (
     STATE,
     VERSION_HEADER,
     WEIGHTS,
+    WITHOUT_TOKEN,
 )
-from services.extras.fleets.staging import StagedWeights
+from services.extras.fleets.staging import SharedMemory, StagedWeights
 from services.weightsync.plan import TensorSpec
 
 logger = logging.getLogger(__name__)
@@ -101,7 +103,7 @@ class FleetMember:
         request = Request(scope, receive)
         try:
             if path not in _OPEN:
-                _authorize(request)
+                _authorize(request, path)
             if path.startswith(PREFIX):
                 response = JSONResponse(dict(await self._answer(request, path)))
             elif path == GENERATE and SESSION_HEADER in request.headers:
@@ -128,16 +130,17 @@ class FleetMember:
 
     async def _attach(self, request: Request) -> Mapping[str, Any]:
         owner = str((await _body(request)).get("owner", ""))
-        session = self._session
-        if session is not None and session.owner != owner:
-            idle_s = time.monotonic() - session.seen_at
-            if idle_s < LEASE_S:
-                raise _RefusedError(
-                    409,
-                    f"{session.owner!r} uses this server and was active {idle_s:.0f} s ago; end that run, or "
-                    "name another server",
-                )
-        async with self._changing:
+        async with self._change():
+            # Checked here, because an owner whose weights load now is silent until they are loaded.
+            session = self._session
+            if session is not None and session.owner != owner:
+                idle_s = time.monotonic() - session.seen_at
+                if idle_s < LEASE_S:
+                    raise _RefusedError(
+                        409,
+                        f"{session.owner!r} uses this server and was active {idle_s:.0f} s ago; end that "
+                        "run, or name another server",
+                    )
             self._session = _Session(uuid.uuid4().hex, owner, time.monotonic())
             self._withdraw()
             logger.warning("a rollout attached", extra={"owner": owner})
@@ -145,7 +148,8 @@ class FleetMember:
 
     async def _detach(self, request: Request) -> Mapping[str, Any]:
         self._check_session(request)
-        async with self._changing:
+        async with self._change():
+            self._check_session(request)
             self._session = None
             self._withdraw()
         return {}
@@ -153,7 +157,8 @@ class FleetMember:
     async def _announce(self, request: Request) -> Mapping[str, Any]:
         self._check_session(request)
         body = await _body(request)
-        async with self._changing:
+        async with self._change():
+            self._check_session(request)
             memory = None if self._staged is None else self._staged.memory
             self._staged = None
             try:
@@ -164,24 +169,35 @@ class FleetMember:
                     StagedWeights, int(body["version"]), tensors, int(body["bucket_bytes"]), memory
                 )
             except (KeyError, TypeError, ValueError) as error:
+                _close(memory)
                 raise _RefusedError(
                     400, f"the announced weights have no layout: {error}"
                 ) from error
             except (OSError, RuntimeError) as error:
+                _close(memory)
                 raise _RefusedError(507, f"no memory for the announced weights: {error}") from error
-        return {"num_buckets": self._staged.num_buckets}
+            return {"num_buckets": self._staged.num_buckets}
 
     async def _receive(self, request: Request) -> Mapping[str, Any]:
         self._check_session(request)
         staged = self._staged_version(request.headers.get(VERSION_HEADER))
         try:
             index = int(request.url.path.rpartition("/")[2])
-            bucket = staged.bucket(index).numpy()
-        except (ValueError, IndexError) as error:
+        except ValueError as error:
             raise _RefusedError(404, f"no such bucket: {error}") from error
+        try:
+            bucket = staged.begin(index).numpy()
+        except IndexError as error:
+            raise _RefusedError(404, f"no such bucket: {error}") from error
+        except ValueError as error:
+            raise _RefusedError(409, f"{error}; announce the version again") from error
         position = 0
         try:
             async for part in request.stream():
+                # A later announcement reuses the memory.
+                self._check_session(request)
+                if staged is not self._staged:
+                    raise _RefusedError(409, f"version {staged.version} is no longer expected")
                 end = position + len(part)
                 if end > len(bucket):
                     raise _RefusedError(413, f"bucket {index} has {len(bucket)} bytes, not more")
@@ -197,7 +213,8 @@ class FleetMember:
     async def _load(self, request: Request) -> Mapping[str, Any]:
         session = self._check_session(request)
         body = await _body(request)
-        async with self._changing:
+        async with self._change():
+            self._check_session(request)
             staged = self._staged_version(body.get("version"))
             if staged.missing:
                 raise _RefusedError(
@@ -213,6 +230,7 @@ class FleetMember:
             self._withdraw()
             # An update that ends half-way must end in the workers nevertheless, whoever still waits for it.
             workers = await asyncio.shield(self._load_in_workers(request, staged))
+            session.seen_at = time.monotonic()
             if self._session is not session:
                 raise _RefusedError(412, "another owner attached during the update")
             differing = sorted({name for worker in workers for name in worker["differing"]})
@@ -261,6 +279,25 @@ class FleetMember:
             if self._era == era:
                 raise
             logger.debug("response cut", extra={"version": version})
+
+    @asynccontextmanager
+    async def _change(self) -> AsyncIterator[None]:
+        """Holds the right to change the session or the weights while the block runs.
+
+        Raises:
+            _RefusedError: With status 503 if another change takes longer than ``LEASE_S``.
+        """
+        try:
+            async with asyncio.timeout(LEASE_S):
+                await self._changing.acquire()
+        except TimeoutError as error:
+            raise _RefusedError(
+                503, f"weights have been loading for more than {LEASE_S:.0f} s; ask again later"
+            ) from error
+        try:
+            yield
+        finally:
+            self._changing.release()
 
     def _withdraw(self) -> None:
         """Takes the version out of service; responses that still run end without further tokens."""
@@ -323,21 +360,33 @@ def describe_engine(config: Any, arguments: Any) -> dict[str, Any]:
     }
 
 
-def _authorize(request: Request) -> None:
-    """Refuses a request without the server's token, if it has one.
+def _authorize(request: Request, path: str) -> None:
+    """Refuses a request without the server's token; without a token, one that may replace weights.
 
     Raises:
-        _RefusedError: With status 401.
+        _RefusedError: With status 401 or 403.
     """
     arguments = getattr(request.app.state, "args", None)
     keys = getattr(arguments, "api_key", None) or [
         os.environ.get("VLLM_API_KEY", "")  # noqa: TID251 -- vLLM's own variable, in vLLM's process
     ]
-    keys = [keys] if isinstance(keys, str) else [key for key in keys if key]
+    keys = [key for key in ([keys] if isinstance(keys, str) else keys) if key]
+    is_open = os.environ.get(WITHOUT_TOKEN) == "1"  # noqa: TID251 -- it has only vLLM's settings
+    if not keys and not is_open and path.startswith(PREFIX):
+        raise _RefusedError(
+            403,
+            "this server has no token, so that anyone could replace its weights; start it with "
+            f"VLLM_API_KEY, or with {WITHOUT_TOKEN}=1 if only trusted hosts reach it",
+        )
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
     given = token.encode() if scheme.lower() == "bearer" else b""
     if keys and not any(hmac.compare_digest(key.encode(), given) for key in keys):
         raise _RefusedError(401, "the token is missing or wrong; vLLM has it from VLLM_API_KEY")
+
+
+def _close(memory: SharedMemory | None) -> None:
+    if memory is not None:
+        memory.close()
 
 
 async def _body(request: Request) -> dict[str, Any]:

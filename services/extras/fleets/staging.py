@@ -18,13 +18,19 @@ class SharedMemory:
 
     def __init__(self, num_bytes: int) -> None:
         self._file = os.memfd_create("slipstream-weights")
-        os.truncate(self._file, num_bytes)
-        self.path = f"/proc/{os.getpid()}/fd/{self._file}"
-        self.buffer = torch.from_file(self.path, shared=True, size=num_bytes, dtype=torch.uint8)
+        try:
+            os.truncate(self._file, num_bytes)
+            self.path = f"/proc/{os.getpid()}/fd/{self._file}"
+            self.buffer = torch.from_file(self.path, shared=True, size=num_bytes, dtype=torch.uint8)
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
-        """Frees the memory once no process uses it."""
-        os.close(self._file)
+        """Frees the memory once no process uses it; does nothing the second time."""
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)
 
 
 class StagedWeights:
@@ -56,6 +62,7 @@ class StagedWeights:
         self.memory = memory or SharedMemory(self._layout.arena_bytes)
         self._sums = torch.zeros(self.num_buckets, 2, dtype=torch.int64)
         self._missing = set(range(self.num_buckets))
+        self._begun: set[int] = set()
 
     @property
     def num_buckets(self) -> int:
@@ -66,26 +73,34 @@ class StagedWeights:
         """Number of buckets that have not arrived."""
         return len(self._missing)
 
-    def bucket(self, index: int) -> Tensor:
+    def begin(self, index: int) -> Tensor:
         """Returns the bytes of a bucket, ``[n]`` uint8, to write into.
+
+        Each bucket has one writer, so that its bytes are those of its checksum.
 
         Raises:
             IndexError: If there is no such bucket.
+            ValueError: If the bucket has arrived, arrives now, or was interrupted.
         """
         if not 0 <= index < self.num_buckets:
             raise IndexError(
                 f"the version has {self.num_buckets} buckets, not one of number {index}"
             )
-        bucket = self._layout.buckets[index]
-        self._missing.add(index)
-        return self.memory.buffer[bucket.start : bucket.stop]
+        if index in self._begun:
+            raise ValueError(f"bucket {index} of version {self.version} was sent before")
+        self._begun.add(index)
+        return self._bytes(index)
 
     def finish(self, index: int) -> None:
         """Computes the checksum of a bucket that has arrived. Blocks."""
         sums = torch.zeros(2, dtype=torch.int64)
-        write_checksum(self.bucket(index), sums)
+        write_checksum(self._bytes(index), sums)
         self._sums[index] = sums
         self._missing.discard(index)
+
+    def _bytes(self, index: int) -> Tensor:
+        bucket = self._layout.buckets[index]
+        return self.memory.buffer[bucket.start : bucket.stop]
 
     def digest(self) -> str:
         """Returns the hex digest of the bytes that arrived: equal to the sender's only for equal weights."""

@@ -131,15 +131,15 @@ class FakeServer:
             self.port = probe.getsockname()[1]
         self.address = f"http://127.0.0.1:{self.port}"
         self.engine = FakeEngine()
+        self.app: Starlette | None = None
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Starts a process's worth of a server: a new engine, without weights and sessions."""
         self.engine = FakeEngine()
-        config = uvicorn.Config(
-            application(self.engine), log_level="critical", timeout_graceful_shutdown=1
-        )
+        self.app = application(self.engine)
+        config = uvicorn.Config(self.app, log_level="critical", timeout_graceful_shutdown=1)
         self._server = uvicorn.Server(config)
         listener = socket.create_server(("127.0.0.1", self.port))
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))

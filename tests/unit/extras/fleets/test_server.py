@@ -1,11 +1,14 @@
 """A server samples only under the version that a request names, for the rollout that attached last."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from services.extras.fleets import serve
 from services.extras.fleets import server as module
 from services.extras.fleets.client import (
     FleetServer,
@@ -20,7 +23,9 @@ from services.extras.fleets.protocol import (
     STATE,
     VERSION_HEADER,
     WEIGHTS,
+    WITHOUT_TOKEN,
 )
+from services.extras.fleets.weights import BUCKET_BYTES
 from tests.unit.extras.fleets.servers import (
     LOCAL,
     TOKEN,
@@ -61,6 +66,29 @@ async def test_only_health_checks_need_no_token() -> None:
             assert response.status_code == status, path
         right = {"Authorization": f"Bearer {TOKEN}"}
         assert (await client.get(f"{server.address}/metrics", headers=right)).status_code == 200
+
+
+@pytest.mark.parametrize("keys", [None, [], [""]])
+async def test_a_server_without_a_token_receives_weights_only_if_it_is_told_to(
+    keys: list[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "")
+    async with serving() as (server,):
+        assert server.app is not None
+        server.app.state.args.api_key = keys
+        client = FleetServer(server.address, owner="a", reach=LOCAL)
+        with pytest.raises(ServerRefusedError, match="403: this server has no token"):
+            await client.attach()
+        assert (await _post(server, "/metrics")).status_code != 403
+        monkeypatch.setenv(WITHOUT_TOKEN, "1")
+        await client.attach()
+        await client.close()
+
+
+def test_serve_refuses_an_empty_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "")
+    with pytest.raises(SystemExit, match="VLLM_API_KEY is set but empty"):
+        serve.main()
 
 
 async def test_a_request_samples_only_under_the_version_that_it_names() -> None:
@@ -158,6 +186,105 @@ async def test_weights_that_arrived_in_part_or_wrong_are_not_loaded() -> None:
         assert server.engine.bias == 0
         await client.check()
         assert client.version is None
+
+
+def _announced(version: int) -> dict[str, Any]:
+    specs = fleet_weights(version, 0.5).plan.tensors
+    return {
+        "version": version,
+        "bucket_bytes": BUCKET_BYTES,
+        "tensors": [[spec.name, spec.shape, spec.dtype] for spec in specs],
+    }
+
+
+async def test_a_late_upload_of_an_earlier_version_does_not_change_the_next_one() -> None:
+    earlier, later = fleet_weights(5, 0.5), fleet_weights(6, 0.25)
+    async with serving() as (server,), attached(server) as client:
+        started, go_on = asyncio.Event(), asyncio.Event()
+
+        async def parts() -> AsyncIterator[bytes]:
+            first, *rest = b"".join(earlier.parts(0)), b""
+            yield first[:10]
+            started.set()
+            await go_on.wait()
+            yield first[10:] + b"".join(rest)
+
+        await _post(server, WEIGHTS, _announced(5), **{SESSION_HEADER: client.session})
+        async with httpx.AsyncClient(trust_env=False) as http:
+            late = asyncio.ensure_future(
+                http.put(
+                    f"{server.address}{WEIGHTS}/0",
+                    content=parts(),
+                    headers={
+                        "Authorization": f"Bearer {TOKEN}",
+                        SESSION_HEADER: client.session,
+                        VERSION_HEADER: "5",
+                        "Content-Length": str(earlier.bucket_bytes(0)),
+                    },
+                )
+            )
+            await started.wait()
+            await client.upload(later)
+            go_on.set()
+            response = await late
+        assert response.status_code == 409
+        assert "version 5 is no longer expected" in response.json()["error"]
+        await client.load(later)
+        assert server.engine.bias == 0.25
+
+
+async def test_a_bucket_has_one_upload_for_each_announcement() -> None:
+    weights = fleet_weights(1, 0.5)
+    async with serving() as (server,), attached(server) as client:
+        await client.upload(weights)
+        with pytest.raises(ServerBusyError, match="bucket 0 of version 1 was sent before"):
+            await client._send(weights, 0, asyncio.Semaphore(1))
+        await client.load(weights)
+
+
+async def test_a_refused_layout_frees_the_memory_of_the_version_before() -> None:
+    async with serving() as (server,), attached(server) as client:
+        await client.upload(fleet_weights(1, 0.5))
+        files = _num_memories()
+        wrong = _announced(2) | {"bucket_bytes": 0}
+        response = await _post(server, WEIGHTS, wrong, **{SESSION_HEADER: client.session})
+        assert response.status_code == 400
+        assert _num_memories() == files - 1
+        await _brought(client, 3, 0.25)
+
+
+def _num_memories() -> int:
+    """Returns how many memories for weights are open in this process."""
+    targets = [str(file.resolve()) for file in Path("/proc/self/fd").iterdir()]
+    return sum("slipstream-weights" in target for target in targets)
+
+
+async def test_an_owner_whose_weights_load_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving() as (server,), attached(server) as client:
+        monkeypatch.setattr(module, "LEASE_S", 0.4)
+        weights = fleet_weights(1, 0.5)
+        await client.upload(weights)
+        started, go_on = asyncio.Event(), asyncio.Event()
+
+        async def slow(method: str, args: tuple[str, ...]) -> list[dict[str, Any]]:
+            started.set()
+            await go_on.wait()
+            return [{"way": "compared", "differing": []}]
+
+        server.engine.collective_rpc = slow  # type: ignore[method-assign]
+        loading = asyncio.ensure_future(client.load(weights))
+        await started.wait()
+        other = FleetServer(server.address, owner="other", reach=LOCAL, token=TOKEN)
+        with pytest.raises(ServerAwayError, match="503: weights have been loading"):
+            await other.attach()
+        attaching = asyncio.ensure_future(other.attach())
+        await asyncio.sleep(0.1)  # it waits for the load
+        go_on.set()
+        with pytest.raises(ServerBusyError, match="uses this server"):
+            await attaching
+        await loading
+        assert client.version == 1
+        await other.close()
 
 
 async def test_a_server_whose_parameters_differ_serves_nothing() -> None:
