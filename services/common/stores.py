@@ -24,6 +24,8 @@ Report = Callable[[str], None]
 """Called with one line that describes a running transfer; with an empty text when it has ended."""
 
 _URL = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<rest>.*)", re.DOTALL)
+_REWRITTEN = re.compile(r"[%\\\s\x00-\x20\x7f]")
+"""Characters that the stores' libraries decode, strip or replace, so that they open another URL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +153,11 @@ def url_problem(url: str) -> str:
     if matched["scheme"] not in STORES:
         known = ", ".join(f"{name}://" for name in STORES.names()) or "none"
         return f"no installed package has a store for {matched['scheme']}://; use one of {known}"
+    if (rewritten := _REWRITTEN.search(url)) is not None:
+        return (
+            f"has the character {rewritten.group()!r}; a store may read such a URL as another one, so use "
+            "names without percent signs, backslashes, spaces and control characters"
+        )
     try:
         parts = urlsplit(url)
         has_login, bucket = parts.username is not None or parts.password is not None, parts.hostname
@@ -162,7 +169,7 @@ def url_problem(url: str) -> str:
             "the credentials to the process (environment variables, or the identity of its pod)"
         )
     names = parts.path.split("/")[1:]
-    if not bucket or any(name in (".", "..") for name in names) or "" in names[:-1] or "\0" in url:
+    if not bucket or any(name in (".", "..") for name in names) or "" in names[:-1]:
         return (
             "lacks a bucket, or has empty or relative parts; use a URL such as s3://bucket/folder"
         )

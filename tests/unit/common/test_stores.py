@@ -1,15 +1,17 @@
 """Tests that URLs of object stores are told from paths, and refused where they must be."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from services.common.errors import FailedPreconditionError
 from services.common.runspec.loader import resolve_paths
 from services.common.runspec.rules import problems as broken_rules
 from services.common.runspec.run import RunSpec
 from services.common.runspec.trainer import CheckpointSpec, checkpoint_root
 from services.common.security.confinement import CodePolicy
-from services.common.stores import is_url, url_problem
+from services.common.stores import fetch, is_url, open_checkpoints, upload, url_problem
 from tests.helpers.batches import spec_of
 
 ROOT = Path("/data")
@@ -51,6 +53,16 @@ def test_a_url_is_told_from_a_path(text: str | None, expected: bool) -> None:
         ("s3:///a", "lacks a bucket"),
         ("s3://bucket/a/../b", "relative parts"),
         ("s3://bucket//a", "empty"),
+        ("s3://bucket/allowed/%2e%2e/other", "has the character '%'"),
+        ("s3://bucket/allowed/.%2E/other", "has the character '%'"),
+        ("s3://bucket/team/%72un_1", "has the character '%'"),
+        ("s3://bucket/allowed/.. ", "has the character ' '"),
+        ("s3://bucket/allowed/..\\other", "has the character '\\\\'"),
+        ("s3://bucket/a\n", r"has the character '\n'"),
+        ("s3://bucket/allowed/.\t./other", r"has the character '\t'"),
+        ("s3://bucket/a\0", r"has the character '\x00'"),
+        ("s3://bucket/a\x7f", r"has the character '\x7f'"),
+        ("s3://bucket/a\u00a0", r"has the character '\xa0'"),
         ("ftp://host/a", "no installed package has a store for ftp://; use one of s3://"),
     ],
 )
@@ -67,6 +79,21 @@ def test_credentials_in_a_url_break_a_rule_and_are_not_repeated() -> None:
         "trainer.checkpoint.directory",
     ]
     assert "secret" not in "".join(problems)
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://bucket/a/%2e%2e/b", "s3://bucket/team/%72un_1", "s3://b/.. "]
+)
+def test_a_url_that_its_store_would_rewrite_is_opened_by_nobody(url: str, tmp_path: Path) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: fetch(url, "file", cache=tmp_path),
+        lambda: open_checkpoints(url),
+        lambda: upload(tmp_path, url),
+    ]
+    for call in calls:
+        with pytest.raises(FailedPreconditionError, match="has the character"):
+            call()
+    assert any("has the character" in problem for problem in broken_rules(spec_with(data=url)))
 
 
 def test_relative_paths_are_resolved_and_urls_stay(tmp_path: Path) -> None:
@@ -94,6 +121,9 @@ def test_checkpoints_of_a_store_are_written_to_the_folder_of_the_run() -> None:
         ("s3://bucket/team/a", True),
         ("s3://bucket/team-2/a", False),
         ("s3://bucket/team/../other", False),
+        ("s3://bucket/team/%2e%2e/other", False),
+        ("s3://bucket/team/.. ", False),
+        ("s3://bucket/team/.%2E", False),
         ("gs://bucket/team/a", False),
         ("s3://other/a", False),
     ],
