@@ -123,10 +123,11 @@ class Policy(nn.Module):
         )
         return tuple(packed.of_responses(each) for each in scores)
 
-    def _divergence(self, head: OutputHead, temperature: float) -> ChunkDivergence:
+    def _divergence(self, head: OutputHead, temperature: float) -> ChunkDivergence | None:
         if self._centering is not None:
             return self._centering
-        assert self._distill is not None, "only the loss distill has a teacher's distributions"
+        if self._distill is None:
+            return None  # a reference, whose packs have the distributions that the policy needs
         teacher_head = None
         if self._distill.top_k is None:
             teacher_head = self.teacher_head or replace(head, weight=head.weight.detach())

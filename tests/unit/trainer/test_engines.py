@@ -331,6 +331,19 @@ def test_gradients_with_score_centering_are_those_of_the_reference() -> None:
     assert (drift - centered).norm() > 0.01 * drift.norm()
 
 
+def test_a_reference_scores_samples_that_have_the_samplers_distributions() -> None:
+    spec = spec_of(algorithm={"loss": "reinforce", "score_centering": 3, "correction_cap": 1.2})
+    plain = _batch(spec=spec)
+    samples = plain.with_tokens(**{SAMPLER_TOP_K: torch.zeros(len(plain.responses.values), 4, 2)})
+    model = policy_of(spec).model
+    # As ``engines/fsdp/build.py`` makes it: without centering.
+    reference = engine_of(freeze(Policy(model, temperature=1.0)), spec)
+    scored = reference.forward_logprobs(samples, StepPlan(ALL))
+    torch.testing.assert_close(
+        scored, reference.forward_logprobs(plain, StepPlan(ALL)), atol=1e-5, rtol=0
+    )
+
+
 def _uncentered(spec: RunSpec) -> Any:
     return spec.algorithm.model_copy(update={"score_centering": None})
 
