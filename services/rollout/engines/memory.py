@@ -114,7 +114,10 @@ class WeightPlane:
             sync.senders == "leader"
             or trainer.lora is not None
             or (trainer.tensor_parallel > 1 and trainer.pipeline_parallel == 1)
-            or trainer.expert_parallel not in (1, trainer.world_size)
+            or (
+                trainer.pipeline_parallel == 1
+                and trainer.expert_parallel not in (1, trainer.world_size)
+            )
         )
         num_sources = 1 if is_whole else trainer.world_size
         # Modes that keep the received rows need a second copy for whole tensors. NCCL cannot send

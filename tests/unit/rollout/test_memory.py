@@ -359,3 +359,12 @@ def test_no_memory_is_taken_for_merging_ahead_where_it_has_no_use(changes: dict[
     spec = spec_with(**ADAPTERS | changed)
     plan = plan_of(spec, qwen_7b(), gpu_bytes=140 * GB, roles=["trainer"])
     assert plan.merged_slots == 0
+
+
+def test_stages_that_divide_experts_send_their_own_rows() -> None:
+    changes = {"engine": "stages", "world_size": 8, "pipeline_parallel": 2}
+    senders = [
+        WeightPlane.of(spec_with(trainer={**changes, "expert_parallel": size}), qwen_7b())
+        for size in (1, 2, 4)
+    ]
+    assert [plane.num_sources for plane in senders] == [8, 8, 8]
