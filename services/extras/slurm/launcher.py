@@ -10,6 +10,7 @@ import json
 import logging
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 
@@ -130,7 +131,7 @@ class SlurmLauncher(LauncherDefaults):
             self._logs(run_id).mkdir(parents=True, exist_ok=True)
             running = self._processes.setdefault(run_id, {})
             adopted = self._adopt(run_id, spec, running)
-            placements = await self._place(run_id, spec)
+            placements = await self._place(run_id, spec, {*running, *adopted})
             hosts = gpu_hosts(spec)
             for role, worker_id in worker_names(spec):
                 gate = self._logs(run_id) / f"{worker_id}.gpus-free"
@@ -246,19 +247,20 @@ class SlurmLauncher(LauncherDefaults):
         srun = adopt(self._record(run_id, worker_id))
         return None if srun is None else StepProcess(srun)
 
-    async def _place(self, run_id: str, spec: RunSpec) -> Mapping[str, Placement]:
+    async def _place(
+        self, run_id: str, spec: RunSpec, running: Collection[str]
+    ) -> Mapping[str, Placement]:
         present = await self._steps.nodes()
         # If Slurm does not answer, no node counts as lost.
         lost = set(self._nodes) - present if present else set()
+        assign = partial(self._placements.assign, run_id, spec, running=running)
         try:
             try:
-                placements, absent = self._placements.assign(
-                    run_id, spec, lost_nodes=lost | self._suspects
-                )
+                placements, absent = assign(lost_nodes=lost | self._suspects)
                 if absent and self._suspects - lost:
-                    placements, absent = self._placements.assign(run_id, spec, lost_nodes=lost)
+                    placements, absent = assign(lost_nodes=lost)
             except PlacementError:
-                placements, absent = self._placements.assign(run_id, spec, lost_nodes=lost)
+                placements, absent = assign(lost_nodes=lost)
         except PlacementError as error:
             raise FailedPreconditionError(str(error)) from error
         for worker_id, why in absent.items():

@@ -103,9 +103,18 @@ class Placements:
         return self.num_gpus - len(_used_gpus(others))
 
     def assign(
-        self, run_id: str, spec: RunSpec, *, lost_nodes: Collection[str] = ()
+        self,
+        run_id: str,
+        spec: RunSpec,
+        *,
+        lost_nodes: Collection[str] = (),
+        running: Collection[str] = (),
     ) -> tuple[Mapping[str, Placement], Mapping[str, str]]:
         """Places the workers of a run that have no place or whose node is lost; others keep theirs.
+
+        Args:
+            lost_nodes: Nodes that get no worker.
+            running: Workers that keep their GPUs on a lost node too, because they still use them.
 
         Returns:
             The placements by worker, and the reason for each rollout without one: another node had its GPUs.
@@ -116,7 +125,7 @@ class Placements:
         placed = self._runs.setdefault(run_id, {})
         wanted = list(needs(spec))
         for worker_id in [*placed]:
-            if set(placed[worker_id].nodes) & set(lost_nodes):
+            if worker_id not in running and set(placed[worker_id].nodes) & set(lost_nodes):
                 del placed[worker_id]
         for worker_id in placed.keys() - {need.worker_id for need in wanted}:
             del placed[worker_id]

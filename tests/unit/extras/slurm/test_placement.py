@@ -93,6 +93,20 @@ def test_a_restarted_worker_keeps_its_gpus_and_moves_when_its_node_is_lost():
     assert not absent
 
 
+def test_a_worker_that_still_runs_on_a_suspect_node_keeps_its_gpus():
+    placements = Placements([node("n1", gpus=2), node("n2", gpus=2)])
+    spec = spec_with(rollout={"replicas": 2})
+    before, _ = placements.assign("run", spec)
+    assert before["rollout-0"].nodes == ["n1"]
+    after, absent = placements.assign(
+        "run", spec, lost_nodes=["n1"], running={"rollout-0", "rollout-1"}
+    )
+    assert after["rollout-0"] == before["rollout-0"]
+    assert after["rollout-1"] == before["rollout-1"]
+    assert after["trainer-0"].nodes == ["n2"]
+    assert not absent
+
+
 def test_rollouts_of_a_lost_node_wait_until_others_have_room():
     placements = Placements([node("n1", gpus=2), node("n2", gpus=1)])
     spec = spec_with(rollout={"replicas": 2})
