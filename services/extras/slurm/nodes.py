@@ -2,18 +2,25 @@
 
 import asyncio
 import json
+import signal
 import sys
+from asyncio.subprocess import Process
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from services.common.errors import FailedPreconditionError
 from services.common.fields import new_id
+from services.common.task_group import TaskGroup
 from services.extras.slurm.address import in_url
 from services.extras.slurm.allocation import Allocation, Component, node_daemons
 from services.extras.slurm.placement import Node
 from services.extras.slurm.settings import SlurmSettings, step_environment
 from services.extras.slurm.steps import StepRequest, srun_command
+
+_KILL_S: Final = 5.0
+"""Seconds in which srun ends after each of SIGTERM and SIGKILL."""
 
 
 async def ask_nodes(
@@ -109,14 +116,10 @@ async def _ask(
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
-    output = error_output = b""
-    try:
-        async with asyncio.timeout(settings.node_timeout_s):
-            output, error_output = await process.communicate()
-    except TimeoutError:
-        process.terminate()
-        output, error_output = await process.communicate()
-    facts = {line["name"]: line for line in map(json.loads, output.splitlines())}
+    output, error_output = await _read(process, settings.node_timeout_s)
+    # A line without its end is part of an answer.
+    lines = [line for line in output.splitlines(keepends=True) if line.endswith(b"\n")]
+    facts = {line["name"]: line for line in map(json.loads, lines)}
     if missing := [name for name in component.tasks if name not in facts]:
         why = error_output.decode(errors="replace").strip() or "no error output"
         raise FailedPreconditionError(
@@ -125,3 +128,31 @@ async def _ask(
             f"{settings.node_timeout_s:.0f}"
         )
     return facts
+
+
+async def _read(process: Process, timeout_s: float) -> tuple[bytes, bytes]:
+    """Returns what a process writes to its output and error output until it ends or has been ended."""
+    assert process.stdout is not None
+    assert process.stderr is not None
+    output, error_output = bytearray(), bytearray()
+    async with TaskGroup() as tasks:
+        pending = {
+            tasks.create_task(_append(process.stdout, output)),
+            tasks.create_task(_append(process.stderr, error_output)),
+            tasks.create_task(process.wait()),
+        }
+        _, pending = await asyncio.wait(pending, timeout=timeout_s)
+        # srun may ignore SIGTERM, and its own children may keep the pipes open after SIGKILL.
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if pending:
+                with suppress(ProcessLookupError):
+                    process.send_signal(number)
+                _, pending = await asyncio.wait(pending, timeout=_KILL_S)
+        for task in pending:
+            task.cancel()
+    return bytes(output), bytes(error_output)
+
+
+async def _append(stream: asyncio.StreamReader, received: bytearray) -> None:
+    while part := await stream.read(1 << 16):
+        received += part
