@@ -6,7 +6,7 @@ the backward pass; it was within 5 % of the peak of two runs on H200s (a 1.5B mo
 tokens: 110 GiB on one GPU, 96 on two with ``zero_stage`` 1).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import lcm, prod
@@ -318,19 +318,30 @@ def _memory_of(
     shapes: Mapping[str, tuple[int, ...]],
 ) -> TrainerMemory:
     """Predicts the memory of the rank that needs the most; ranks differ between pipeline stages."""
-    trainer, shape = spec.trainer, config.get_text_config()
-    division = stage_layers(int(shape.num_hidden_layers), trainer.pipeline_parallel)
-    stages = []
+    num_layers = int(config.get_text_config().num_hidden_layers)
+    division = stage_layers(num_layers, spec.trainer.pipeline_parallel)
+    memories = [
+        _memory_of_stage(spec, config, stage, gpu_bytes=gpu_bytes)
+        for stage in _stages(config, shapes, division)
+    ]
+    return max(memories, key=lambda memory: memory.used)
+
+
+def _stages(
+    config: PretrainedConfig, shapes: Mapping[str, tuple[int, ...]], division: Sequence[range]
+) -> "Iterator[_Stage]":
+    """Yields what each pipeline stage holds at most."""
+    is_tied = bool(config.get_text_config().tie_word_embeddings)
     for number, layers in enumerate(division):
         held = {
             name: size
             for name, size in shapes.items()
-            if number in stages_of(name, division, is_tied=bool(shape.tie_word_embeddings))
+            if number in stages_of(name, division, is_tied=is_tied)
         }
-        # Under 1F1B, a stage begins that many micro-batches before the first backward pass.
-        part = _Stage(held, len(layers), len(division) - number, number == len(division) - 1)
-        stages.append(_memory_of_stage(spec, config, part, gpu_bytes=gpu_bytes))
-    return max(stages, key=lambda memory: memory.used)
+        # Micro-batches before the first backward pass: under 1F1B as many as there are stages from this
+        # one on, and all if there are fewer of them than stages.
+        num_packs = len(division) - min(number, 1)
+        yield _Stage(held, len(layers), num_packs, has_head=number == len(division) - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -497,7 +508,7 @@ def _computed(trainer: TrainerSpec, shapes: Mapping[str, tuple[int, ...]]) -> fl
     return sum(
         prod(shape)
         / (tensor if ".layers." in name else 1)
-        / (trainer.expert_parallel if OF_EXPERTS in name else 1)
+        / (trainer.expert_parallel if f".{OF_EXPERTS}" in name else 1)
         for name, shape in shapes.items()
     )
 

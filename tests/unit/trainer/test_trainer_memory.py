@@ -8,7 +8,13 @@ import torch
 from transformers import AutoConfig
 
 from services.common.models.loading import build_model
-from services.common.models.training_memory import trainer_memory
+from services.common.models.stages import stage_layers
+from services.common.models.training_memory import (
+    _computed,
+    _stages,
+    shapes_of,
+    trainer_memory,
+)
 from services.common.runspec.trainer import LoraSpec
 from services.trainer.engines.fsdp.lora import add_adapters
 from services.trainer.model.flops import model_weights
@@ -162,3 +168,23 @@ def test_the_longest_sequence_must_fit_and_ranks_may_share_it():
     memory_of(
         response=131_072, world_size=2, context_parallel=2, activation_checkpointing=True
     ).check(2)
+
+
+def test_stages_hold_all_micro_batches_of_an_update_that_has_fewer_than_stages():
+    config = AutoConfig.for_model(
+        "qwen2", vocab_size=128, hidden_size=1024, num_hidden_layers=8, num_attention_heads=8
+    )
+    spec = spec_with(trainer={"engine": "stages", "world_size": 4, "pipeline_parallel": 4})
+    division = stage_layers(8, 4)
+    held = [stage.num_packs for stage in _stages(config, shapes_of(config), division)]
+    assert held == [4, 3, 3, 3]
+    assert trainer_memory(spec, config, gpu_bytes=10**11).used > 0
+
+
+def test_ranks_that_divide_experts_hold_shared_ones_whole():
+    shapes = {
+        "model.layers.0.mlp.experts.down_proj": (4, 8, 8),
+        "model.layers.0.mlp.shared_experts.down_proj.weight": (8, 8),
+    }
+    spec = spec_with(trainer={"world_size": 4, "expert_parallel": 4})
+    assert _computed(spec.trainer, shapes) == 64 + 64
