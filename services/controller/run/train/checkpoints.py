@@ -143,7 +143,11 @@ class CheckpointStore:
         )
 
     def deleted(self) -> list[Checkpoint]:
-        """Returns deleted checkpoints of all runs whose folders no other checkpoint has or may get."""
+        """Returns deleted checkpoints of all runs whose folders no other checkpoint has or may get.
+
+        In an object store, those of a run with a READY checkpoint are left to the trainer's retention: the
+        store may lack the READY one, whose upload is pending or failed, and needs the older one until then.
+        """
         query = sa.select(CHECKPOINTS, IS_UNFINISHED.label("is_unfinished"))
         query = query.select_from(CHECKPOINTS.join(RUNS))
         with self._database.read() as connection:
@@ -157,6 +161,7 @@ class CheckpointStore:
             for row in rows
             if row["state"] == "DELETED"
             and row["path"] not in ready
+            and not (is_url(row["path"]) and row["run_id"] in newest)
             # A rewound run may be saving its later steps again.
             and (not row["is_unfinished"] or row["step"] < newest.get(row["run_id"], 0))
         ]

@@ -6,7 +6,12 @@ import pytest
 
 from services.common.errors import UnavailableError
 from services.controller.manager import archive
-from services.controller.run.train.checkpoints import Checkpoint
+from services.controller.run.train.checkpoints import Checkpoint, CheckpointStore
+from services.controller.store.database import Database
+from services.controller.store.records import NewRun
+from services.controller.store.runs import RunStore
+from services.controller.store.tables import RUNS
+from tests.helpers.rest import save
 
 Deleted = list[tuple[str, str]]
 
@@ -46,3 +51,18 @@ def test_a_deleted_checkpoint_is_deleted_in_its_store(monkeypatch: pytest.Monkey
         ("s3://bucket/run", "step-00000001"),
         ("s3://bucket/run/critic", "step-00000001"),
     ]
+
+
+@pytest.mark.parametrize("newest", ["READY", "DELETED"])
+def test_the_store_keeps_old_checkpoints_until_the_trainer_has_uploaded_the_newest(
+    database: Database, newest: str
+) -> None:
+    run_id = "run_1"
+    RunStore(database).create(NewRun(run_id=run_id, name="one", spec_json="{}", spec_digest="d"))
+    save(database, run_id, step=1, path="s3://bucket/run/step-00000001", state="DELETED")
+    save(database, run_id, step=2, path="/runs/step-00000002", state="DELETED")
+    save(database, run_id, step=3, path="s3://bucket/run/step-00000003", state=newest)
+    with database.write() as connection:
+        connection.execute(RUNS.update().values(state="FAILED"))
+    deleted = [checkpoint.step for checkpoint in CheckpointStore(database).deleted()]
+    assert deleted == ([2] if newest == "READY" else [1, 2, 3])
