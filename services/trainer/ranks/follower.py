@@ -74,7 +74,10 @@ class Follower:
             DeadlineExceededError: If ranks gather their rows together, and rank 0 does not begin in time.
         """
         if self._engine.weights.gathers_rows:
-            yield from self._gathered.wait()
+            rows = self._gathered.wait()
+            yield from rows
+            # A sender that failed before it had all of them asks again, but rank 0 may not gather again.
+            self._gathered.clear(rows)
             return
         with self._turn:
             self._rank.check_awake()
@@ -124,7 +127,7 @@ class Follower:
 
 
 class GatheredRows:
-    """Rows that all ranks gathered together, until training changes the weights.
+    """Rows that all ranks gathered together, until they are sent or training changes the weights.
 
     Rank 0 and the sender of this rank's weights are called at about the same time, in any order.
     """
@@ -140,9 +143,11 @@ class GatheredRows:
             self._rows = gathered
             self._change.notify_all()
 
-    def clear(self) -> None:
+    def clear(self, rows: Sequence[tuple[str, Tensor]] | None = None) -> None:
+        """Drops the rows; given some, only if no newer ones replaced them."""
         with self._change:
-            self._rows = None
+            if rows is None or rows is self._rows:
+                self._rows = None
 
     def wait(self, timeout_s: float = GATHER_TIMEOUT_S) -> Sequence[tuple[str, Tensor]]:
         """Returns the rows of the current weights.
