@@ -279,9 +279,11 @@ class ObjectCheckpoints:
             self._request(
                 lambda: self._store.write(f"{name}/{manifests.MANIFEST}", manifest.content)
             )
-        _record(upload.folder.parent, manifest)
-        with self._changed:
-            self._stored_step = upload.step
+        # An older folder, which a new process submits again, is not what the folders continue from.
+        if upload.keep is not None or upload.step >= self._stored_step:
+            _record(upload.folder.parent, manifest)
+            with self._changed:
+                self._stored_step = upload.step
         logger.info("checkpoint stored", extra={"url": f"{self._store.url}/{name}"})
         if upload.keep is not None:
             self._request(lambda: self._retain(upload))

@@ -154,7 +154,7 @@ class Checkpointer:
             DataLossError: If ``folder`` is not complete.
             OtherCheckpointError: If the checkpoint is of another model, or lacks one.
         """
-        if folder is None:
+        if is_own := folder is None:
             self._restore_from_store(before)
             folder, facts = manifest.newest(self._root, before=before)
         else:
@@ -165,6 +165,8 @@ class Checkpointer:
             )
         for part, engine in self._engines.items():
             engine.load(folder / part, num_updates=int(facts[compatibility.counter(part)]))
+        if is_own and before is None and self._is_first:
+            self._submit_until(folder)
         return facts
 
     def _restore_from_store(self, before: int | None) -> None:
@@ -174,11 +176,12 @@ class Checkpointer:
         with self._ranks.fail_together("read the checkpoints of the object store"):
             if self._is_first:
                 self.store.restore_newest(self._root, before=before)
-                if before is None:
-                    self._submit_newest()
 
-    def _submit_newest(self) -> None:
-        """Uploads the newest folder, unless the store has it: the last process may have ended before."""
-        assert self.store is not None
-        for folder in manifest.published_in(self._root)[:1]:
-            self.store.submit(folder, keep=None, keep_steps=())
+    def _submit_until(self, loaded: Path) -> None:
+        """Uploads the folders that the store lacks, oldest first: the last process may have ended before.
+
+        Later folders than the loaded one are damaged.
+        """
+        for folder in reversed(manifest.published_in(self._root)):
+            if self.store is not None and folder.name <= loaded.name:
+                self.store.submit(folder, keep=None, keep_steps=())

@@ -119,6 +119,20 @@ def test_a_trainer_on_an_empty_disk_resumes_from_the_store(
     assert [folder.name for folder in store.waiting] == ["step-00000003"]
 
 
+def test_a_trainer_that_starts_again_submits_all_sound_folders_oldest_first(
+    tmp_path: Path, store: FolderStore
+) -> None:
+    first = rank_with(tmp_path / "disk", store)
+    for step in (1, 2, 3):
+        first.checkpointer.write(first.snapshot(step))
+    store.waiting.clear()  # the process ended before its uploads
+    damaged = next((tmp_path / "disk" / "step-00000003").rglob("*.safetensors"))
+    damaged.write_bytes(b"")
+    second = rank_with(tmp_path / "disk", store)
+    assert _resume(second, tmp_path / "disk", None, settings(resume=True)) == 2
+    assert [folder.name for folder in store.waiting] == ["step-00000001", "step-00000002"]
+
+
 def test_a_new_run_with_an_empty_store_starts_at_its_beginning(
     tmp_path: Path, store: FolderStore
 ) -> None:

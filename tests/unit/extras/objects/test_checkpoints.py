@@ -170,6 +170,25 @@ def test_the_next_process_uploads_what_the_last_one_did_not(
     assert stored_steps(second) == [1, 2]
 
 
+def test_older_folders_reach_the_store_and_the_reported_step_stays(
+    opened: Opener, tmp_path: Path, relay: Relay
+) -> None:
+    first = opened()
+    relay.set("refuse")
+    old = save(first, tmp_path, 1)
+    first.close()
+    relay.set("forward")
+    second = opened()
+    save(second, tmp_path, 2)
+    second.wait(LONG_S)
+    third = opened()
+    third.restore_newest(tmp_path)
+    third.submit(old, keep=None, keep_steps=())
+    third.wait(LONG_S)
+    assert stored_steps(third) == [1, 2]
+    assert third.status().stored_step == 2
+
+
 def test_a_run_that_went_back_resumes_from_its_own_disk(
     opened: Opener, tmp_path: Path, relay: Relay
 ) -> None:
