@@ -105,7 +105,7 @@ class StagesEngine(FsdpEngine):
         """Returns the samples and the pack of each micro-batch."""
         parts = [samples.select(micro) if micro else idle_samples() for micro in micros]
         pack = partial(pack_samples, device=self.device, shares_prefixes=self._spec.shares_prefixes)
-        return parts, [pack(part) for part in parts]
+        return parts, [self.module.with_own_experts(pack(part)) for part in parts]
 
     def _attempt(
         self,

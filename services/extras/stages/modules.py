@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
@@ -57,12 +58,23 @@ class StagePart:
         self.packs, self.options, self.expert_counts, self.differs = packs, options, None, {}
         self.width = max(self._num_tokens(packed) for packed in packs)
 
+    def with_own_experts(self, packed: PackedTokens) -> PackedTokens:
+        """Returns a pack with the engine's experts for this stage's layers only, as int16.
+
+        A schedule has all of its packs on the GPU. Stages share the same prefixes only if they pack with the
+        experts of all layers.
+        """
+        if packed.experts is None:
+            return packed
+        own = packed.experts[:, self.routers].to(torch.int16, copy=True)
+        return replace(packed, experts=own)
+
     def pass_states(self, received: tuple[Tensor, ...], number: Tensor) -> Tensor | PackedTokens:
         """Computes this stage's layers, or returns the pack with states for the last stage's."""
         self.number = int(number)
         packed = self.packs[self.number]
         if packed.experts is not None:
-            packed = replace(packed, experts=packed.experts[:, self.routers])
+            packed = replace(packed, experts=packed.experts.long())
         if not self.stage.is_first:
             packed = replace(packed, states=received[0][0, : self._num_tokens(packed)])
         if self.stage.is_last:
