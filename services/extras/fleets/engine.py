@@ -10,11 +10,11 @@ from torch import Tensor
 
 from services.common.task_group import TaskGroup, unwrapped
 from services.extras.fleets.client import FleetServer, ServerRefusedError
-from services.extras.fleets.fleet import Fleet
+from services.extras.fleets.fleet import Fleet, NoServerError
 from services.extras.fleets.protocol import GENERATE
 from services.extras.fleets.stream import FleetStream
 from services.extras.fleets.weights import FleetWeights
-from services.rollout.calls.outside import AddressPolicy
+from services.rollout.calls.outside import AddressPolicy, delays
 from services.rollout.engines.base import DraftTotals, EngineCapabilities, check_tensors
 from services.rollout.engines.engine_config import EngineConfig
 from services.rollout.engines.external import EngineDiedError, ExternalEngine, SegmentStream
@@ -27,6 +27,7 @@ from services.wire.data.model_inputs import ModelInputs
 logger = logging.getLogger(__name__)
 
 _SCORE_TIMEOUT_S: Final = 60.0
+_FIRST_RETRY_S: Final = 0.1
 
 
 def build(config: EngineConfig) -> "FleetEngine":
@@ -258,6 +259,20 @@ class FleetEngine(ExternalEngine):
             loading = fleet.switch(weights)
             await self._resume_segments(version)
         return await fleet.wait_loaded(weights, loading)
+
+    async def score(
+        self, token_ids: Sequence[int], model_inputs: ModelInputs | None = None
+    ) -> tuple[float, ...]:
+        """Scores a text as other engines do, but lets adoptions pass while no server is there."""
+        await self._started.wait()
+        for wait_s in delays(_FIRST_RETRY_S, _SCORE_TIMEOUT_S):
+            await self.backend.fleet.wait_serving()
+            try:
+                return await super().score(token_ids, model_inputs)
+            except NoServerError:
+                # Each server that failed receives all weights again.
+                await asyncio.sleep(wait_s)
+        raise AssertionError("delays end")
 
     async def open_weights(self, plan: WeightPlan, slots: Sequence[Sequence[Tensor]]) -> Place:
         """Refuses: the weights of servers cannot be written by another process.

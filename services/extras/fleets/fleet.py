@@ -8,7 +8,7 @@ once and gets no work before it has attached again and received the current vers
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Hashable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
@@ -52,6 +52,10 @@ UPLOAD_SECONDS: Final = Histogram(
     "Time to send a weight version to one server.",
     buckets=SYNC,
 )
+
+
+class NoServerError(RuntimeError):
+    """No server of the fleet serves its version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,34 +177,47 @@ class Fleet:
             Seconds until the first one served; 0 if none did.
         """
         clock = asyncio.get_running_loop().time
-        started_at, first_s = clock(), None
+        started_at, first_s, until = clock(), None, None
         while weights is self._weights:
             if first_s is None and self.serving:
                 first_s = clock() - started_at
+                until = clock() + _GRACE_S
             if not any(server.session and not self._is_serving(server) for server in loading):
                 break
             try:
-                async with asyncio.timeout(None if first_s is None else _GRACE_S):
+                async with asyncio.timeout_at(until):
                     await self._change()
             except TimeoutError:
                 break
         return first_s or 0.0
 
+    async def wait_serving(self) -> None:
+        """Waits until a server gets work."""
+        while not self.serving:
+            await self._change()
+
     @asynccontextmanager
-    async def lease(self, prefix: Hashable) -> AsyncIterator[FleetServer]:
+    async def lease(
+        self, prefix: Hashable, avoided: Collection[str] = ()
+    ) -> AsyncIterator[FleetServer]:
         """Waits for a serving server, and holds a place on it while the block runs.
 
         Args:
             prefix: Requests with the same one go to the same server, whose cache has their prompt, unless it
                 has more to do than others.
+            avoided: Addresses of servers that get the request only if no other one serves.
         """
-        while (server := self._choose(prefix)) is None:
+        while (server := self._choose(prefix, avoided)) is None:
             await self._change()
         server.num_running += 1
         try:
             yield server
         finally:
             server.num_running -= 1
+
+    def recheck(self, server: FleetServer) -> None:
+        """Checks a server now; it keeps its work unless the check fails."""
+        self._kicks[server.address].set()
 
     def lose(self, server: FleetServer, reason: str) -> None:
         """Gives a server no work until it has been checked again."""
@@ -213,19 +230,19 @@ class Fleet:
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         """Returns the logprobs of a text, on which the serving servers agree; excludes those that do not.
 
-        Waits until a server serves.
+        Raises:
+            NoServerError: If no server serves, or none until it has answered.
         """
-        while True:
-            version, servers = self.version, self.serving
-            results = await gather_in_group([self._try_score(s, token_ids) for s in servers])
-            scores = {
-                server.address: scored
-                for server, scored in zip(servers, results, strict=True)
-                if scored is not None
-            }
-            if scores and version == self.version:
-                break
-            await self._change()
+        version, servers = self.version, self.serving
+        sessions = [server.session for server in servers]
+        results = await gather_in_group([self._try_score(s, token_ids) for s in servers])
+        scores = {
+            server.address: scored
+            for server, session, scored in zip(servers, sessions, results, strict=True)
+            if scored is not None and server.session == session
+        }
+        if not scores or version != self.version:
+            raise NoServerError("no server of the fleet scored the text")
         agreeing = {
             address: sum(difference(one, other) <= self._tolerance for other in scores.values())
             for address, one in scores.items()
@@ -240,7 +257,8 @@ class Fleet:
         for server in servers:
             if (scored := scores.get(server.address)) is not None:
                 server.compared = self._canary
-                self._compare(server, scored, scores[reference])
+                if problem := self._contradiction(server, scored, scores[reference]):
+                    self.lose(server, problem)
         return scores[reference]
 
     async def _keep(self, server: FleetServer) -> None:
@@ -257,6 +275,10 @@ class Fleet:
             except ServerAwayError as error:
                 self._excluded.pop(server.address, None)
                 self._name(server, str(error), change="lost")
+                if (
+                    server.session
+                ):  # it attached, so that the failure may have been that of an upload
+                    wait_s = next(refused)
                 self._detach(server)
             except ServerRefusedError as error:
                 self._excluded[server.address] = error
@@ -296,13 +318,19 @@ class Fleet:
             self._began(server)
 
     async def _compare_canary(self, server: FleetServer) -> None:
-        """Compares a server with the others by the canary, once for each canary."""
+        """Compares a server with the others by the canary, once for each canary.
+
+        Raises:
+            ServerAwayError: If it does not answer.
+            ServerRefusedError: If its logprobs differ.
+        """
         canary = self._canary
         if canary is None or canary.version != server.version or server.compared is canary:
             return
         scored = await self._score(server, canary.token_ids)
         server.compared = canary
-        self._compare(server, scored, canary.logprobs)
+        if problem := self._contradiction(server, scored, canary.logprobs):
+            raise ServerRefusedError(problem)
 
     async def _upload(self, server: FleetServer, weights: FleetWeights) -> None:
         async with self._locks[server.address]:
@@ -315,29 +343,41 @@ class Fleet:
     async def _try_score(
         self, server: FleetServer, token_ids: Sequence[int]
     ) -> tuple[float, ...] | None:
+        """Returns the logprobs of a text; None if the server is lost before it has answered."""
+        session = server.session
+        scoring = asyncio.ensure_future(self._score(server, token_ids))
         try:
-            return await self._score(server, token_ids)
+            while server.session == session and not scoring.done():
+                changing = asyncio.ensure_future(self._change())
+                await asyncio.wait({scoring, changing}, return_when=asyncio.FIRST_COMPLETED)
+                changing.cancel()
+            return scoring.result() if scoring.done() else None
         except (ServerAwayError, ServerRefusedError) as error:
-            self.lose(server, str(error))
+            # A new session of the server is not at fault.
+            if server.session == session:
+                self.lose(server, str(error))
             return None
+        finally:
+            scoring.cancel()
 
-    def _compare(
+    def _contradiction(
         self, server: FleetServer, scored: Sequence[float], expected: Sequence[float]
-    ) -> None:
-        """Excludes a server whose logprobs of the canary differ."""
+    ) -> str:
+        """Returns how the logprobs of the canary differ; empty if they agree."""
         found = difference(scored, expected)
-        if found > self._tolerance:
-            self.lose(
-                server,
-                f"{server.address} serves other weights than the fleet: the canary's logprobs differ by "
-                f"{found:.3g} on average, more than {self._tolerance:.3g}",
-            )
+        if found <= self._tolerance:
+            return ""
+        return (
+            f"{server.address} serves other weights than the fleet: the canary's logprobs differ by "
+            f"{found:.3g} on average, more than {self._tolerance:.3g}"
+        )
 
     def _is_serving(self, server: FleetServer) -> bool:
         return self._weights is not None and server.is_verified and server.serves(self._weights)
 
-    def _choose(self, prefix: Hashable) -> FleetServer | None:
-        servers = self.serving
+    def _choose(self, prefix: Hashable, avoided: Collection[str]) -> FleetServer | None:
+        serving = self.serving
+        servers = [server for server in serving if server.address not in avoided] or serving
         if not servers:
             return None
         idlest = min(servers, key=lambda server: server.num_running)

@@ -46,6 +46,9 @@ class FakeEngine:
         self.error: Exception | None = None
         self.steps = asyncio.Semaphore(0)
         """Released once for each token that may be sampled."""
+        self.scores = asyncio.Event()
+        """Set while prompts are scored at once; otherwise they wait."""
+        self.scores.set()
         self.num_sampled = 0
         self.requests: list[dict[str, Any]] = []
         self.vllm_config = SimpleNamespace(
@@ -93,6 +96,7 @@ async def _generate(request: Request) -> Response:
     engine.requests.append(body)
     if not body["stream"]:
         ids: Sequence[int] = body["token_ids"]
+        await engine.scores.wait()
         rows = [{str(token): {"logprob": engine.logprob()}} for token in ids[1:]]
         return JSONResponse({"prompt_logprobs": [None, *rows]})
 

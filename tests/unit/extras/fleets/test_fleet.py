@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -173,6 +173,119 @@ async def test_a_server_that_comes_later_is_compared_by_the_canary_too() -> None
         assert {result.logprobs for result in results} == {(-0.5,) * 4}
         assert second.engine.num_sampled == 0
         assert [server.address for server in engine.backend.fleet.serving] == [first.address]
+
+
+async def test_a_server_that_freezes_while_it_scores_does_not_delay_the_others() -> None:
+    async with serving(2) as servers, _engine(servers, []) as engine:
+        await _adopt(engine, 1, 0.5)
+        fleet = engine.backend.fleet
+        frozen = servers[0]
+        frozen.engine.scores.clear()
+        scoring = asyncio.ensure_future(engine.score((1, 2, 3)))
+        await until(lambda: len(frozen.engine.requests) == 1)
+        (lost,) = [server for server in fleet.serving if server.address == frozen.address]
+        fleet.lose(lost, "its check failed")
+        assert await scoring == (-0.5, -0.5)
+
+
+async def test_a_failure_of_an_old_session_does_not_end_the_new_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with serving() as (server,), _engine([server], []) as engine:
+        await _adopt(engine, 1, 0.5)
+        fleet = engine.backend.fleet
+        (client,) = fleet.serving
+        went_on = asyncio.Event()
+
+        async def fail(*_: object) -> tuple[float, ...]:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                went_on.set()
+            return ()
+
+        monkeypatch.setattr(fleet, "_score", fail)
+        trying = asyncio.ensure_future(fleet._try_score(client, (1, 2)))
+        await asyncio.sleep(0)
+        fleet.lose(client, "its check failed")
+        assert await trying is None
+        await went_on.wait()
+        await until(lambda: bool(fleet.serving), poll_s=0.005)
+
+
+async def test_a_score_does_not_delay_an_adoption_while_no_server_is_there() -> None:
+    async with serving() as (server,), _engine([server], []) as engine:
+        await _adopt(engine, 1, 0.5)
+        server.engine.scores.clear()
+        scoring = asyncio.ensure_future(engine.score((1, 2, 3)))
+        await until(lambda: len(server.engine.requests) == 1)
+        await server.stop()
+        await until(lambda: not engine.backend.fleet.attached, poll_s=0.005)
+        await asyncio.wait_for(_adopt(engine, 2, 0.25), 5)
+        assert not scoring.done()
+        await server.start()
+        assert await scoring == (-0.25, -0.25)
+
+
+async def test_a_server_that_always_differs_is_tried_less_and_less_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits: list[float] = []
+
+    def hour(first_s: float, max_s: float) -> Iterator[float]:
+        while True:
+            waits.append(3600.0)
+            yield 3600.0
+
+    events: list[str] = []
+    monkeypatch.setattr(fleet_module, "delays", hour)
+    async with serving(3) as servers, _engine(servers, events) as engine:
+        await _adopt(engine, 1, 0.5)
+        wrong = servers[1].engine
+        num_loads = 0
+
+        async def misplace(method: str, args: tuple[str, ...]) -> list[dict[str, Any]]:
+            nonlocal num_loads
+            num_loads += 1
+            wrong.bias = 0.75
+            return [{"way": "reloaded", "differing": []}]
+
+        wrong.collective_rpc = misplace  # type: ignore[method-assign]
+        wrong.bias = 0.75
+        await engine.score((1, 2, 3))
+        await until(lambda: bool(waits), poll_s=0.005)
+        assert num_loads == 1
+        assert len(engine.backend.fleet.serving) == 2
+
+
+async def test_notifications_do_not_extend_the_wait_for_a_slow_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fleet_module, "_GRACE_S", 0.2)
+    async with serving(2) as servers, _engine(servers, []) as engine:
+        await _adopt(engine, 1, 0.5)
+        slow, fleet = servers[0].engine, engine.backend.fleet
+        go_on = asyncio.Event()
+
+        async def wait(method: str, args: tuple[str, ...]) -> list[dict[str, Any]]:
+            await go_on.wait()
+            slow.bias = 0.25
+            return [{"way": "compared", "differing": []}]
+
+        slow.collective_rpc = wait  # type: ignore[method-assign]
+
+        async def notify() -> None:
+            while True:
+                fleet._notify()
+                await asyncio.sleep(0.02)
+
+        notifying = asyncio.ensure_future(notify())
+        try:
+            await asyncio.wait_for(_adopt(engine, 2, 0.25), 5)
+            assert len(fleet.serving) == 1
+        finally:
+            notifying.cancel()
+            go_on.set()
 
 
 async def test_siblings_share_a_server_and_others_go_to_the_idlest() -> None:
