@@ -3,8 +3,8 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AbstractAsyncContextManager, suppress
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -132,13 +132,16 @@ class FleetServer:
         """
         self.detach()
         answer = await self._ask("POST", ATTACH, {"owner": self._owner}, is_new=True)
-        if answer.get("api") != API:
+        with self._reading(answer):
+            api = answer.get("api")
+        if api != API:
             raise ServerRefusedError(
-                f"{self.address} has version {answer.get('api')} of the fleet's interface, expected {API}; "
+                f"{self.address} has version {api} of the fleet's interface, expected {API}; "
                 "install the same release of slipstream there"
             )
-        self._session = str(answer["session"])
-        self.facts = ServerFacts(instance=str(answer["instance"]), engine=answer["engine"])
+        with self._reading(answer):
+            facts = ServerFacts(instance=str(answer["instance"]), engine=dict(answer["engine"]))
+            self._session, self.facts = str(answer["session"]), facts
 
     async def check(self) -> None:
         """Renews the session and asks for the version in service.
@@ -208,7 +211,9 @@ class FleetServer:
             {"version": weights.version, "digest": weights.digest},
             timeout_s=_LOAD_TIMEOUT_S,
         )
-        if differing := answer.get("differing"):
+        with self._reading(answer):
+            differing = [str(name) for name in answer.get("differing") or ()]
+        if differing:
             raise ServerRefusedError(
                 f"{self.address} holds other weights than version {weights.version}: {len(differing)} "
                 f"tensors differ, such as {', '.join(differing[:3])}; check how vLLM was started there"
@@ -248,7 +253,24 @@ class FleetServer:
         return await self._ask("POST", path, body, headers=headers, timeout_s=timeout_s)
 
     def _take(self, state: Mapping[str, Any]) -> None:
-        self.version, self.digest = state["version"], str(state["digest"])
+        with self._reading(state):
+            version = state["version"]
+            self.version = None if version is None else int(version)
+            self.digest = str(state["digest"])
+
+    @contextmanager
+    def _reading(self, answer: object) -> Iterator[None]:
+        """Names the server if its answer has not the form that this block reads.
+
+        Raises:
+            ServerRefusedError: If so.
+        """
+        try:
+            yield
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise ServerRefusedError(
+                f"{self.address} sent a malformed answer ({error!r}): {answer!s:.300}"
+            ) from error
 
     async def _ask(
         self,

@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 
 _SCORE_TIMEOUT_S: Final = 60.0
 _FIRST_RETRY_S: Final = 0.1
+_MAX_ATTEMPTS: Final = 3
+"""Failures of one request, without a token between them, after which the engine ends."""
+_MAX_FAILED: Final = 4096
 
 
 def build(config: EngineConfig) -> "FleetEngine":
@@ -71,6 +74,8 @@ class FleetBackend:
             on_lost=self._cut_streams,
         )
         self._streams: dict[str, FleetStream] = {}
+        self._failures: dict[str, dict[str, list[str]]] = {}
+        """Reasons by server, of each request that failed and has received no token since."""
 
     @property
     def drafts(self) -> DraftTotals | None:
@@ -104,12 +109,34 @@ class FleetBackend:
         prefix = hash(request.context_ids[: len(request.context_ids) - request.draw_offset])
         stream = FleetStream(
             part.segment_id,
-            lambda: self.fleet.lease(prefix),
+            lambda: self.fleet.lease(prefix, self._failures.get(request.request_id, {})),
             lambda server: self._body(part, server),
             self.fleet.lose,
+            lambda server, reason: self._fail(request.request_id, server, reason),
+            lambda: self._failures.pop(request.request_id, None),
         )
         self._streams[part.segment_id] = stream
         return _OwnedStream(self._streams, stream)
+
+    def _fail(self, request_id: str, server: FleetServer, reason: str) -> None:
+        """Counts a failure in a request, which goes to another server then if there is one.
+
+        Raises:
+            EngineDiedError: If all attempts of the request have failed.
+        """
+        reasons = self._failures.setdefault(request_id, {}).setdefault(server.address, [])
+        reasons.append(reason)
+        logger.warning("a server failed in a request", extra={"why": reason})
+        self.fleet.recheck(server)
+        failures = self._failures[request_id]
+        if sum(map(len, failures.values())) >= _MAX_ATTEMPTS:
+            del self._failures[request_id]
+            first = next(iter(failures.values()))[0]
+            raise EngineDiedError(
+                f"a request failed {_MAX_ATTEMPTS} times in turn; the first time: {first}"
+            )
+        while len(self._failures) > _MAX_FAILED:
+            del self._failures[next(iter(self._failures))]
 
     def _cut_streams(self, server: FleetServer) -> None:
         """Ends the segments on a server; a frozen one would never end them."""
@@ -171,7 +198,7 @@ class FleetBackend:
                 float(entry[str(token)]["logprob"])
                 for token, entry in zip(token_ids[1:], entries, strict=True)
             )
-        except (LookupError, TypeError, ValueError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise ServerRefusedError(
                 f"{server.address} returned no logprobs of a prompt ({error!r}); its vLLM is too old"
             ) from error
@@ -206,7 +233,14 @@ class FleetBackend:
         ]
         longest = int(text.max_position_embeddings)
         needed = min(longest, self._config.arguments.get("max_model_len", longest))
-        if (most := int(engine["max_model_len"])) < needed:
+        try:
+            most, _ = int(engine["max_model_len"]), int(engine["kv_capacity_tokens"])
+        except (LookupError, TypeError, ValueError) as error:
+            raise ServerRefusedError(
+                f"{server.address} describes its engine without max_model_len and kv_capacity_tokens: "
+                f"{dict(engine)!s:.300}"
+            ) from error
+        if most < needed:
             problems.append(
                 f"max_model_len is {most}, but the run's requests may have {needed} tokens; raise "
                 f"--max-model-len, or set rollout.engine_arguments.max_model_len to {most}"

@@ -16,13 +16,20 @@ from services.rollout.engines.request_segments import TokenChunk
 from services.rollout.failures import BusyError, CallError
 
 _MAX_LINE_BYTES: Final = 16 << 20
-_DATA: Final = "data: "
-_DONE: Final = "[DONE]"
+_MAX_ERROR_BYTES: Final = 64 << 10
+_RETRY_S: Final = 1.0
+"""Seconds between a server's failure in a request and the request's next segment."""
+_DATA: Final = b"data: "
+_DONE: Final = b"[DONE]"
 _ABORTED: Final = TokenChunk(token_ids=(), logprobs=(), finish_reason="abort")
 """The segment ends here, and the response continues in another one, on any server."""
 
 Lease = Callable[[], AbstractAsyncContextManager[FleetServer]]
 """Waits for a server with the version of the segment, and holds a place on it."""
+
+
+class ServerFailedError(RuntimeError):
+    """A server failed in one request, which may be at fault itself: the server keeps its other work."""
 
 
 class FleetStream:
@@ -32,6 +39,9 @@ class FleetStream:
         lease: Returns a context that holds a place on a server.
         body: Returns the request in vLLM's form for a server.
         on_lost: Receives the server and the reason if the server ended the stream before its time.
+        on_failed: Receives the server and the reason if the server failed in this request; an error that it
+            raises ends the stream.
+        on_tokens: Called when tokens arrive.
     """
 
     def __init__(
@@ -40,6 +50,8 @@ class FleetStream:
         lease: Lease,
         body: Callable[[FleetServer], Mapping[str, Any]],
         on_lost: Callable[[FleetServer, str], None],
+        on_failed: Callable[[FleetServer, str], None],
+        on_tokens: Callable[[], None],
     ) -> None:
         self.segment_id = segment_id
         self.server: FleetServer | None = None
@@ -47,6 +59,8 @@ class FleetStream:
         self._lease = lease
         self._body = body
         self._on_lost = on_lost
+        self._on_failed = on_failed
+        self._on_tokens = on_tokens
         self._chunks: deque[TokenChunk] = deque()
         self._failure: BaseException | None = None
         self._arrived = asyncio.Event()
@@ -93,6 +107,11 @@ class FleetStream:
                     self._is_ending = True
                     self._put(_ABORTED)
                     self._on_lost(server, str(error) or repr(error))
+                except ServerFailedError as error:
+                    self._on_failed(server, str(error))
+                    await asyncio.sleep(_RETRY_S)
+                    self._is_ending = True
+                    self._put(_ABORTED)
                 except CallError as error:
                     raise EngineDiedError(f"{server.address}: {error}") from error
                 else:
@@ -110,38 +129,68 @@ class FleetStream:
             if response.status_code != 200:
                 await _refuse(server, response)
             last: TokenChunk | None = None
-            async for event in _events(response):
+            async for event in _events(server, response):
                 if error := event.get("error"):
-                    raise ServerAwayError(f"{server.address} ended a response: {str(error)[:300]}")
-                if last is None and (chunk := _chunk(event)) is not None:
+                    raise ServerFailedError(
+                        f"{server.address} ended a response: {str(error)[:300]}"
+                    )
+                if last is None and (chunk := _chunk(server, event)) is not None:
+                    if chunk.token_ids:
+                        self._on_tokens()
                     if chunk.finish_reason is None:
                         self._put(chunk)
                     else:
                         last = chunk
             if last is None:
-                raise ServerAwayError(f"{server.address} ended a response without a reason")
+                raise ServerFailedError(f"{server.address} ended a response without a reason")
         return last
 
 
 async def _refuse(server: FleetServer, response: httpx.Response) -> None:
     """Raises the error that a status other than 200 means."""
-    status, text = response.status_code, await response.aread()
-    message = f"{server.address} answered {status} to a request for tokens: {reason_of(text)}"
-    if status in (401, 403, 404, 408, 412, 425, 429) or status >= 500:
+    status, text = response.status_code, bytearray()
+    async for part in response.aiter_bytes():
+        text += part
+        if len(text) > _MAX_ERROR_BYTES:
+            break
+    message = (
+        f"{server.address} answered {status} to a request for tokens: {reason_of(bytes(text))}"
+    )
+    if status in (401, 403, 404, 408, 412, 425):
         raise ServerAwayError(message)
+    if status == 429 or status >= 500:
+        raise ServerFailedError(message)
     raise EngineDiedError(message)
 
 
-async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+async def _lines(server: FleetServer, response: httpx.Response) -> AsyncIterator[bytes]:
+    """Yields the lines of a response, and no rest without an end.
+
+    Raises:
+        ServerFailedError: If a line has more than ``_MAX_LINE_BYTES``.
+    """
+    line = bytearray()
+    async for part in response.aiter_bytes():
+        for piece in part.splitlines(keepends=True):
+            line += piece
+            if len(line) > _MAX_LINE_BYTES:
+                raise ServerFailedError(
+                    f"{server.address} sent an event of more than {_MAX_LINE_BYTES} bytes"
+                )
+            if line.endswith(b"\n"):
+                yield bytes(line)
+                line.clear()
+
+
+async def _events(server: FleetServer, response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
     """Yields the objects of an event stream until its end mark.
 
     Raises:
-        ServerAwayError: If it has no end mark, or is no such stream.
+        ServerAwayError: If it has no end mark.
+        ServerFailedError: If it is no such stream.
     """
     is_done = False
-    async for line in response.aiter_lines():
-        if len(line) > _MAX_LINE_BYTES:
-            raise ServerAwayError(f"an event has more than {_MAX_LINE_BYTES} bytes")
+    async for line in _lines(server, response):
         if is_done or not line.startswith(_DATA):
             continue  # reads to the end, so that the connection can be used again
         text = line.removeprefix(_DATA)
@@ -150,25 +199,41 @@ async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
         try:
             event = json.loads(text)
         except ValueError as error:
-            raise ServerAwayError(f"an event is no JSON: {text[:200]}") from error
+            raise _malformed(server, text) from error
+        if not isinstance(event, dict):
+            raise _malformed(server, text)
         yield event
     if not is_done:
-        raise ServerAwayError("the connection ended in the middle of a response")
+        raise ServerAwayError(
+            f"the connection to {server.address} ended in the middle of a response"
+        )
 
 
-def _chunk(event: Mapping[str, Any]) -> TokenChunk | None:
+def _chunk(server: FleetServer, event: Mapping[str, Any]) -> TokenChunk | None:
     """Reads the tokens of an event; None for an event without a choice.
 
     Raises:
-        ServerAwayError: If it lacks a token's logprob.
+        ServerFailedError: If it is malformed, or lacks a token's logprob.
     """
     if not event.get("choices"):
         return None
-    (choice,) = event["choices"]
-    token_ids = choice.get("token_ids") or []
-    content = (choice.get("logprobs") or {}).get("content") or []
-    logprobs = [entry["logprob"] for entry in content if entry.get("token_id") is not None]
+    try:
+        (choice,) = event["choices"]
+        token_ids = [int(token) for token in choice.get("token_ids") or []]
+        content = (choice.get("logprobs") or {}).get("content") or []
+        logprobs = [
+            float(entry["logprob"]) for entry in content if entry.get("token_id") is not None
+        ]
+        reason = choice.get("finish_reason")
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise _malformed(server, json.dumps(event).encode()) from error
     if len(logprobs) != len(token_ids):
-        raise ServerAwayError(f"{len(token_ids)} tokens came with {len(logprobs)} logprobs")
-    reason = choice.get("finish_reason")
+        raise ServerFailedError(
+            f"{server.address} sent {len(token_ids)} tokens with {len(logprobs)} logprobs"
+        )
     return TokenChunk(token_ids=token_ids, logprobs=logprobs, finish_reason=reason)
+
+
+def _malformed(server: FleetServer, text: bytes) -> ServerFailedError:
+    shown = text[:200].decode(errors="replace")
+    return ServerFailedError(f"{server.address} sent a malformed event: {shown}")

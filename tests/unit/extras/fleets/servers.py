@@ -44,6 +44,10 @@ class FakeEngine:
         self.bias = 0.0
         self.differing: list[str] = []
         self.error: Exception | None = None
+        self.poison: set[int] = set()
+        """First tokens of the requests in which the engine fails."""
+        self.malformed: list[str] = []
+        """Events that each response begins with."""
         self.steps = asyncio.Semaphore(0)
         """Released once for each token that may be sampled."""
         self.scores = asyncio.Event()
@@ -94,6 +98,8 @@ async def _generate(request: Request) -> Response:
     engine: FakeEngine = request.app.state.engine_client
     body = await request.json()
     engine.requests.append(body)
+    if body["token_ids"][0] in engine.poison:
+        return JSONResponse({"error": "the kernel failed"}, status_code=500)
     if not body["stream"]:
         ids: Sequence[int] = body["token_ids"]
         await engine.scores.wait()
@@ -101,6 +107,8 @@ async def _generate(request: Request) -> Response:
         return JSONResponse({"prompt_logprobs": [None, *rows]})
 
     async def events() -> AsyncIterator[str]:
+        for line in engine.malformed:
+            yield f"data: {line}\n\n"
         async for event in engine.tokens(body["sampling_params"]["max_tokens"]):
             yield f"data: {json.dumps(event)}\n\n"
         yield "data: [DONE]\n\n"

@@ -11,6 +11,7 @@ import torch
 from transformers import Qwen2Config
 
 from services.extras.fleets import fleet as fleet_module
+from services.extras.fleets import stream as stream_module
 from services.extras.fleets.engine import FleetEngine, build
 from services.rollout.engines.base import GenerationResult
 from services.rollout.engines.engine_config import EngineConfig
@@ -24,6 +25,7 @@ MANY = 1000
 @pytest.fixture(autouse=True)
 def fast_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_module, "_PROBE_EVERY_S", 0.05)
+    monkeypatch.setattr(stream_module, "_RETRY_S", 0.01)
 
 
 def _config(servers: list[FakeServer], events: list[str], **changes: Any) -> EngineConfig:
@@ -286,6 +288,41 @@ async def test_notifications_do_not_extend_the_wait_for_a_slow_server(
         finally:
             notifying.cancel()
             go_on.set()
+
+
+async def test_a_request_in_which_every_server_fails_takes_no_server_down() -> None:
+    events: list[str] = []
+    async with serving(2) as servers, _engine(servers, events) as engine:
+        await _adopt(engine, 1, 0.5)
+        sessions = {server.session for server in engine.backend.fleet.serving}
+        for server in servers:
+            server.engine.poison.add(9)
+        with pytest.raises(EngineDiedError, match=r"failed 3 times .* the kernel failed"):
+            await engine.generate(request("r", (9, 2), max_tokens=3))
+        assert sorted(len(server.engine.requests) for server in servers) == [1, 2]
+        assert {server.session for server in engine.backend.fleet.serving} == sessions
+    assert not events
+
+
+async def test_a_request_goes_to_another_server_than_the_one_that_failed_in_it() -> None:
+    async with serving(2) as servers, _engine(servers, []) as engine:
+        await _adopt(engine, 1, 0.5)
+        servers[0].engine.poison.add(9)
+        _allow(servers, MANY)
+        for index in range(4):
+            result = await engine.generate(request(f"r{index}", (9, index), max_tokens=3))
+            assert result.token_ids == (7,) * 3
+        assert servers[0].engine.requests
+        assert len(engine.backend.fleet.serving) == 2
+
+
+@pytest.mark.parametrize("line", ["[]", '{"choices": [3]}', '{"choices": [{"token_ids": ["a"]}]}'])
+async def test_a_malformed_event_names_the_server(line: str) -> None:
+    async with serving() as (server,), _engine([server], []) as engine:
+        await _adopt(engine, 1, 0.5)
+        server.engine.malformed.append(line)
+        with pytest.raises(EngineDiedError, match=rf"{server.address} sent a malformed event"):
+            await engine.generate(request("r", (1, 2), max_tokens=3))
 
 
 async def test_siblings_share_a_server_and_others_go_to_the_idlest() -> None:

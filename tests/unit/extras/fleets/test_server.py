@@ -324,3 +324,17 @@ async def test_a_server_without_the_middleware_is_named() -> None:
     with pytest.raises(ServerRefusedError, match="--middleware"):
         await client.attach()
     await client.close()
+
+
+@pytest.mark.parametrize("answer", [[], {"api": 1}, {"api": 1, "session": "a", "instance": "b"}])
+async def test_a_malformed_answer_names_the_server(answer: Any) -> None:
+    client = FleetServer(
+        "http://127.0.0.1:1",
+        owner="a",
+        reach=LOCAL,
+        transport=httpx.MockTransport(lambda _: httpx.Response(200, json=answer)),
+    )
+    with pytest.raises(ServerRefusedError, match=r"127\.0\.0\.1:1 sent a malformed answer"):
+        await client.attach()
+    assert not client.session
+    await client.close()
