@@ -51,7 +51,7 @@ class FleetStream:
         body: Callable[[FleetServer], Mapping[str, Any]],
         on_lost: Callable[[FleetServer, str], None],
         on_failed: Callable[[FleetServer, str], None],
-        on_tokens: Callable[[], None],
+        on_tokens: Callable[[], object],
     ) -> None:
         self.segment_id = segment_id
         self.server: FleetServer | None = None
