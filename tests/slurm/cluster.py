@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -118,7 +119,9 @@ def running_cluster(root: Path, names: Sequence[str]) -> Iterator[Cluster]:
         os.mknod(root / f"gpu{number}", 0o600 | 0o020000, os.makedev(1, 3))
     (root / "gres.conf").write_text(f"Name=gpu File={root}/gpu[0-1] Flags=nvidia_gpu_env\n")
     environment = {name: text for name, text in os.environ.items() if not name.startswith("SLURM")}
-    cluster = Cluster(root, names, {**environment, "SLURM_CONF": str(configuration)})
+    # The jobs run the command of this environment, which need not be active.
+    path = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    cluster = Cluster(root, names, {**environment, "PATH": path, "SLURM_CONF": str(configuration)})
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     try:
         _start_munge(root / "munge")
