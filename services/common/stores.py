@@ -146,6 +146,17 @@ def joined(url: str, *names: str) -> str:
     return "/".join((url.rstrip("/"), *names))
 
 
+def without_secrets(url: str) -> str:
+    """Returns a URL without login, query and fragment, for messages.
+
+    A password may contain ``@``, ``/``, ``?`` and ``#``, so a login ends at the last ``@``.
+    """
+    scheme, _, rest = url.partition("://")
+    before, _, after = rest.rpartition("@")
+    has_login = "@" in rest.partition("/")[0] or ":" in before
+    return f"{scheme}://" + re.split(r"[?#]", f"...@{after}" if has_login else rest)[0]
+
+
 def url_problem(url: str) -> str:
     """Returns why a URL cannot name a store's objects, with the fix; empty if it can."""
     matched = _URL.fullmatch(url)
@@ -161,8 +172,8 @@ def url_problem(url: str) -> str:
     try:
         parts = urlsplit(url)
         has_login, bucket = parts.username is not None or parts.password is not None, parts.hostname
-    except ValueError as error:
-        return f"is not a URL ({error}); use one such as s3://bucket/folder"
+    except ValueError:  # its message may have the credentials
+        return "is not a URL; use one such as s3://bucket/folder"
     if has_login or parts.query or parts.fragment or "?" in url or "#" in url:
         return (
             "has credentials, a query or a fragment; use a plain URL such as s3://bucket/folder, and give "
@@ -228,7 +239,7 @@ def upload(folder: Path, url: str, *, report: Report | None = None) -> None:
 def _resolved(url: str, reference: Callable[[StoreKind], str]) -> Callable[..., Any]:
     """Returns the function of a URL's store."""
     if problem := url_problem(url):
-        raise FailedPreconditionError(f"{url!r} {problem}")
+        raise FailedPreconditionError(f"{without_secrets(url)!r} {problem}")
     try:
         entry = STORES[url.partition("://")[0]]
     except DoorError as error:
@@ -237,6 +248,6 @@ def _resolved(url: str, reference: Callable[[StoreKind], str]) -> Callable[..., 
         function: Callable[..., Any] = resolve_name(reference(entry))
     except ModuleNotFoundError as error:
         raise FailedPreconditionError(
-            f"{url!r} needs the package {error.name}; pip install '{entry.extra}'"
+            f"{without_secrets(url)!r} needs the package {error.name}; pip install '{entry.extra}'"
         ) from error
     return function

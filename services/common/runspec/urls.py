@@ -6,7 +6,7 @@ from typing import Any
 
 from services.common.runspec.data import set_documents
 from services.common.runspec.run import RunSpec
-from services.common.stores import FetchKind, is_url, url_problem
+from services.common.stores import FetchKind, is_url, url_problem, without_secrets
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +54,4 @@ def urls(spec: RunSpec) -> Iterator[str]:
     """Yields the URLs that no store can have, or that contain credentials."""
     for key in url_keys(spec.model_dump(mode="json")):
         if problem := url_problem(key.url):
-            yield f"{key.key}: {_without_login(key.url)!r} {problem}"
-
-
-def _without_login(url: str) -> str:
-    """Returns a URL in which nothing secret is left, for a message."""
-    scheme, _, rest = url.partition("://")
-    login, at, host = rest.partition("@")
-    return f"{scheme}://{'...@' + host if at else login}".partition("?")[0]
+            yield f"{key.key}: {without_secrets(key.url)!r} {problem}"

@@ -21,7 +21,7 @@ from services.common.runspec.data import PromptSourceSpec
 from services.common.runspec.rollout import SandboxSpec
 from services.common.runspec.run import RunSpec
 from services.common.security import addresses
-from services.common.stores import is_url, url_problem
+from services.common.stores import is_url, url_problem, without_secrets
 
 Kind = Literal[
     "free",
@@ -239,12 +239,12 @@ class _Judge:
         if is_below and not (problem := url_problem(url)):
             return
         if is_below:
-            yield f"{url!r} {problem}"
+            yield f"{without_secrets(url)!r} {problem}"
         else:
             allowed = ", ".join(below) or "none"
             yield (
-                f"{url!r} is not below the allowed URLs of this installation ({allowed}); ask the operator "
-                "to add one to allowed_urls"
+                f"{without_secrets(url)!r} is not below the allowed URLs of this installation "
+                f"({allowed}); ask the operator to add one to allowed_urls"
             )
 
     def _target(self, text: str, meanings: set[Path]) -> Iterator[str]:
