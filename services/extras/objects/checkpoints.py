@@ -333,10 +333,14 @@ class ObjectCheckpoints:
             self._count(files[file])
 
         def send(file: str) -> None:
-            def attempt() -> None:
-                self._store.upload(
-                    upload.folder / file, f"{name}/{manifest.upload}/{file}", on_bytes=self._count
+            path = upload.folder / file
+            if (size := path.stat().st_size) != manifest.sizes[file]:
+                raise DataLossError(
+                    f"{path} has {size} bytes, but its manifest says {manifest.sizes[file]}"
                 )
+
+            def attempt() -> None:
+                self._store.upload(path, f"{name}/{manifest.upload}/{file}", on_bytes=self._count)
 
             self._request(attempt)
 

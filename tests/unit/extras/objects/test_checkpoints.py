@@ -170,6 +170,19 @@ def test_the_next_process_uploads_what_the_last_one_did_not(
     assert stored_steps(second) == [1, 2]
 
 
+def test_a_damaged_folder_is_left_out_and_does_not_hold_up_the_next_one(
+    opened: Opener, tmp_path: Path, relay: Relay
+) -> None:
+    store = opened()
+    relay.set("refuse")
+    folder = save(store, tmp_path, 1)
+    next(folder.glob("*.safetensors")).write_bytes(b"")
+    save(store, tmp_path, 2)
+    relay.set("forward")
+    store.wait(LONG_S)
+    assert stored_steps(store) == [2]
+
+
 def test_older_folders_reach_the_store_and_the_reported_step_stays(
     opened: Opener, tmp_path: Path, relay: Relay
 ) -> None:
