@@ -113,10 +113,12 @@ class WeightPlane:
         is_whole = (
             sync.senders == "leader"
             or trainer.lora is not None
-            or (trainer.tensor_parallel > 1 and trainer.pipeline_parallel == 1)
             or (
                 trainer.pipeline_parallel == 1
-                and trainer.expert_parallel not in (1, trainer.world_size)
+                and (
+                    trainer.tensor_parallel > 1
+                    or trainer.expert_parallel not in (1, trainer.world_size)
+                )
             )
         )
         num_sources = 1 if is_whole else trainer.world_size
