@@ -93,7 +93,7 @@ def weights_of(seed: int) -> dict[str, torch.Tensor]:
 
 
 def begun(model: Any, engine_config: Any, weights: dict[str, torch.Tensor]) -> Any:
-    from services.rollout.engines.vllm.quantized import QuantizedUpdate
+    from services.extras.vllm.quantized import QuantizedUpdate
 
     shapes = {name: tuple(value.shape) for name, value in weights.items()}
     return QuantizedUpdate(model, engine_config, shapes, rank=0, ranks=1)
@@ -109,7 +109,7 @@ def replaced(model: Any, engine_config: Any, weights: dict[str, torch.Tensor]) -
 
 
 def test_every_replacement_is_verified_and_serves_the_new_weights(model: tuple[Any, Any]) -> None:
-    from services.rollout.engines.vllm.quantized import quantizes
+    from services.extras.vllm.quantized import quantizes
 
     llm, engine_config = model
     assert quantizes(llm)
@@ -140,7 +140,7 @@ def test_every_replacement_is_verified_and_serves_the_new_weights(model: tuple[A
 def test_a_parameter_that_was_not_replaced_is_named(
     model: tuple[Any, Any], name: str, is_scale: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from services.rollout.engines.vllm import quantized
+    from services.extras.vllm import quantized
 
     llm, engine_config = model
     assert replaced(llm, engine_config, weights_of(0)) == []
@@ -160,7 +160,7 @@ def test_a_parameter_that_was_not_replaced_is_named(
 def test_a_large_parameter_that_was_not_replaced_is_named(
     model: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from services.rollout.engines.vllm import quantized
+    from services.extras.vllm import quantized
 
     llm, engine_config = model
     assert replaced(llm, engine_config, weights_of(0)) == []

@@ -23,8 +23,8 @@ from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.outputs import LogprobsLists, SamplingMaskLists
 
-from services.rollout.engines.vllm import adapter
-from services.rollout.engines.vllm.scheduler import TokenBatcher
+from services.extras.vllm import adapter
+from services.extras.vllm.scheduler import TokenBatcher
 
 ORDER = EngineConfig(
     config=Qwen2Config(vocab_size=50, architectures=["Qwen2ForCausalLM"]),

@@ -11,8 +11,8 @@ import numpy as np
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.outputs import LogprobsLists
 
-from services.rollout.engines.vllm.adapter import captured_sizes
-from services.rollout.engines.vllm.scheduler import SpeculationMeter, TokenBatcher
+from services.extras.vllm.adapter import captured_sizes
+from services.extras.vllm.scheduler import SpeculationMeter, TokenBatcher
 
 
 def sampled(name: str, token: int, *, reason: FinishReason | None = None) -> EngineCoreOutput:

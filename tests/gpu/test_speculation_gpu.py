@@ -117,11 +117,11 @@ async def check_logprobs(*, is_eager: bool) -> None:
 
 
 def test_proposals_on_the_gpu_are_those_of_the_torch_engine() -> None:
-    from services.rollout.engines.vllm import versions
+    from services.extras.vllm import versions
 
     if not versions.ADDS_NGRAMS:
         pytest.skip("this vLLM proposes by itself")
-    from services.rollout.engines.vllm.ngram_worker import NgramProposer  # needs Triton
+    from services.extras.vllm.ngram_worker import NgramProposer  # needs Triton
 
     drawn = random.Random(0)
     for _ in range(40):

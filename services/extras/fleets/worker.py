@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
+from services.extras.vllm.worker import WeightLoader, tensor_place
 from services.rollout.engines.layout import differing_sources
 from services.rollout.engines.shared_tensors import open_shared
-from services.rollout.engines.vllm.worker import WeightLoader, tensor_place
 
 
 class FleetWorker(WeightLoader):

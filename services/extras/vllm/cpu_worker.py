@@ -17,8 +17,8 @@ from vllm.distributed.aux_output_connector.worker import (
 from vllm.model_executor.layers import utils
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from services.rollout.engines.vllm.scheduler import BatchingScheduler
-from services.rollout.engines.vllm.worker import WeightLoader
+from services.extras.vllm.scheduler import BatchingScheduler
+from services.extras.vllm.worker import WeightLoader
 
 _custom_ops._supports_onednn = False  # noqa: SLF001 -- vLLM has no setting for it
 utils.check_cpu_sgl_kernel = lambda n, k, dtype: False

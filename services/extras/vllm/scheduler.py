@@ -22,9 +22,9 @@ from vllm.v1.outputs import DraftTokenIds, LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
+from services.extras.vllm import images as _images  # noqa: F401 -- replaces a function of vLLM
+from services.extras.vllm import versions as _versions  # noqa: F401 -- replaces a function of vLLM
 from services.rollout.engines.speculation import SpeculationSwitch
-from services.rollout.engines.vllm import images as _images  # noqa: F401 -- replaces a function of vLLM
-from services.rollout.engines.vllm import versions as _versions  # noqa: F401 -- replaces a function of vLLM
 
 _NOTHING = np.zeros(0, dtype=np.int32)
 

@@ -7,11 +7,11 @@ from multiprocessing.connection import wait
 
 import pytest
 
-from services.rollout.engines.vllm.process import EngineContext
+from services.extras.vllm.process import EngineContext
 
 _PARENT = """
 import time
-from services.rollout.engines.vllm.process import {context}
+from services.extras.vllm.process import {context}
 
 if __name__ == "__main__":
     process = {context}().Process(target=time.sleep, args=(600,))

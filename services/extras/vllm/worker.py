@@ -24,16 +24,16 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from services.common.models.experts import checkpoint_names, is_fused_on_hub
 from services.common.models.vision import TOWER
+from services.extras.vllm import images as _images  # noqa: F401 -- replaces a function of vLLM
+from services.extras.vllm import invariant as _invariant  # noqa: F401 -- replaces functions of vLLM
+from services.extras.vllm import versions
+from services.extras.vllm.quantized import QuantizedUpdate, QuantizedWriter, quantizes
 from services.rollout.engines.in_place import handle_weight_command
 from services.rollout.engines.layout import Shape, UnknownLayoutError, copy_weights
 from services.rollout.engines.shared_tensors import open_shared
-from services.rollout.engines.vllm import images as _images  # noqa: F401 -- replaces a function of vLLM
-from services.rollout.engines.vllm import invariant as _invariant  # noqa: F401 -- replaces functions of vLLM
-from services.rollout.engines.vllm import versions
-from services.rollout.engines.vllm.quantized import QuantizedUpdate, QuantizedWriter, quantizes
 
 if versions.ADDS_NGRAMS:
-    from services.rollout.engines.vllm import ngram_worker as _ngram_worker  # noqa: F401 -- replaces classes of vLLM
+    from services.extras.vllm import ngram_worker as _ngram_worker  # noqa: F401 -- replaces classes of vLLM
 
 _COPIED = ("w13_weight", "w2_weight", "w13_bias", "w2_bias", "sinks")
 

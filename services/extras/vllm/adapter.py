@@ -2,7 +2,7 @@
 
 The backend sends requests directly to vLLM's engine process, and one task receives all outputs.
 Tokens arrive in batches with their log probabilities in arrays (see
-:mod:`services.rollout.engines.vllm.scheduler`), without an object per token.
+:mod:`services.extras.vllm.scheduler`), without an object per token.
 """
 
 import asyncio
@@ -36,6 +36,9 @@ from services.common.models.vision import checkpoint_config
 from services.common.models.vllm_operators import missing_operators
 from services.common.runspec.engines import engine_kind
 from services.common.runspec.rollout import SpeculationSpec
+from services.extras.vllm.images import MAX_IMAGE_TOKENS, ImageInputs
+from services.extras.vllm.process import EngineContext
+from services.extras.vllm.versions import prepare_speculation
 from services.rollout.engines.base import (
     DraftTotals,
     EngineCapabilities,
@@ -59,16 +62,13 @@ from services.rollout.engines.request_segments import (
     segment_seed,
     top_table,
 )
-from services.rollout.engines.vllm.images import MAX_IMAGE_TOKENS, ImageInputs
-from services.rollout.engines.vllm.process import EngineContext
-from services.rollout.engines.vllm.versions import prepare_speculation
 from services.wire.data.model_inputs import ModelInputs
 
 _MASKS = "return_sampling_mask"
 """vLLM's argument to report the tokens that could be drawn; versions before 0.28 lack it."""
 _DEFAULT_MAX_LOGPROBS = 20
-_SCHEDULERS = "services.rollout.engines.vllm.scheduler"
-_CPU_WORKERS = "services.rollout.engines.vllm.cpu_worker"
+_SCHEDULERS = "services.extras.vllm.scheduler"
+_CPU_WORKERS = "services.extras.vllm.cpu_worker"
 _CORES_FOR_TWO_PROCESSES = 4
 """The trainer, the rollout and the engine's two processes can occupy one core each."""
 
@@ -148,8 +148,8 @@ def _separate_worker(config: VllmConfig) -> None:
         config.parallel_config.distributed_executor_backend = "mp"
 
 
-_WORKER = "services.rollout.engines.vllm.worker.WeightLoader"
-_PLAIN_WORKER = "services.rollout.engines.vllm.cpu_worker.PlainWeightLoader"
+_WORKER = "services.extras.vllm.worker.WeightLoader"
+_PLAIN_WORKER = "services.extras.vllm.cpu_worker.PlainWeightLoader"
 _ROUTERS = r"re:.*\.gate$"
 """Layers that are not quantized, in vLLM's notation: a wrong choice of experts has the largest effect."""
 _DIED = "the vLLM engine died; see its log lines above"

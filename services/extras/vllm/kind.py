@@ -5,7 +5,7 @@ from typing import Final
 from services.common.runspec.engines import FEW_THREADS, EngineKind
 
 KIND: Final = EngineKind(
-    adapter="services.rollout.engines.vllm.adapter:build",
+    adapter="services.extras.vllm.adapter:build",
     package="vllm",
     harmless_arguments=frozenset(
         {
@@ -76,8 +76,8 @@ KIND: Final = EngineKind(
         "vllm.v1.engine.core",
         "vllm.v1.worker.gpu_worker",
         "vllm.model_executor.models.qwen2",
-        "services.rollout.engines.vllm.scheduler",
-        "services.rollout.engines.vllm.worker",
+        "services.extras.vllm.scheduler",
+        "services.extras.vllm.worker",
     ),
     environment_without={"flashinfer": {"VLLM_USE_FLASHINFER_SAMPLER": "0"}},
     cpu_environment=FEW_THREADS

@@ -1,6 +1,6 @@
 """Qwen3.5's language models for versions of vLLM that serve them only with a vision tower, such as 0.26.
 
-The methods are those of later versions. :mod:`services.rollout.engines.vllm.versions` registers the
+The methods are those of later versions. :mod:`services.extras.vllm.versions` registers the
 classes by name, so that only engines of such a model import this module.
 """
 

@@ -4,7 +4,7 @@ Models: registers those that the version implements but does not serve.
 
 N-grams: versions before 0.32 decode with n-grams in their first model runner only. There they schedule no
 step while another runs, and launch most kernels of a step one by one. Importing this module makes such a
-version accept n-grams in its second runner, where :mod:`services.rollout.engines.vllm.ngram_worker` proposes
+version accept n-grams in its second runner, where :mod:`services.extras.vllm.ngram_worker` proposes
 them.
 """
 
@@ -25,7 +25,7 @@ ADDS_NGRAMS = (
     and "req_states" not in inspect.signature(init_speculator).parameters
 )
 """True if vLLM has a second runner that does not propose n-grams by itself."""
-_CLASSES = "services.rollout.engines.vllm.language_models"
+_CLASSES = "services.extras.vllm.language_models"
 
 
 def _unsupported_besides(config: VllmConfig) -> list[str]:
