@@ -11,7 +11,6 @@ session instead of sampling under weights that their sender does not know.
 
 import asyncio
 import hmac
-import json
 import logging
 import os
 import time
@@ -25,6 +24,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from services.extras.fleets.answers import RefusedError, read_body
 from services.extras.fleets.protocol import (
     API,
     ATTACH,
@@ -45,15 +45,6 @@ logger = logging.getLogger(__name__)
 
 _OPEN: Final = frozenset({"/health", "/ping"})
 """Paths without a token: probes of an orchestrator have none."""
-_MAX_BODY_BYTES: Final = 64 << 20
-"""Max bytes of a request in JSON: the list of a model's tensors."""
-
-
-class _RefusedError(Exception):
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
 
 
 class _CutError(RuntimeError):
@@ -112,7 +103,7 @@ class FleetMember:
             else:
                 await self._app(scope, receive, send)
                 return
-        except _RefusedError as error:
+        except RefusedError as error:
             response = JSONResponse({"error": error.message}, status_code=error.status)
         await response(scope, receive, send)
 
@@ -120,7 +111,7 @@ class FleetMember:
         route = WEIGHTS if path.startswith(f"{WEIGHTS}/") else path
         handler = self._routes.get((request.method, route))
         if handler is None:
-            raise _RefusedError(404, f"{request.method} {path} is no operation of a fleet")
+            raise RefusedError(404, f"{request.method} {path} is no operation of a fleet")
         return await handler(request)
 
     async def _state(self, request: Request) -> Mapping[str, Any]:
@@ -129,14 +120,14 @@ class FleetMember:
         return self._described(request)
 
     async def _attach(self, request: Request) -> Mapping[str, Any]:
-        owner = str((await _body(request)).get("owner", ""))
+        owner = str((await read_body(request)).get("owner", ""))
         async with self._change():
             # Checked here, because an owner whose weights load now is silent until they are loaded.
             session = self._session
             if session is not None and session.owner != owner:
                 idle_s = time.monotonic() - session.seen_at
                 if idle_s < LEASE_S:
-                    raise _RefusedError(
+                    raise RefusedError(
                         409,
                         f"{session.owner!r} uses this server and was active {idle_s:.0f} s ago; end that "
                         "run, or name another server",
@@ -156,7 +147,7 @@ class FleetMember:
 
     async def _announce(self, request: Request) -> Mapping[str, Any]:
         self._check_session(request)
-        body = await _body(request)
+        body = await read_body(request)
         async with self._change():
             self._check_session(request)
             memory = None if self._staged is None else self._staged.memory
@@ -170,12 +161,10 @@ class FleetMember:
                 )
             except (KeyError, TypeError, ValueError) as error:
                 _close(memory)
-                raise _RefusedError(
-                    400, f"the announced weights have no layout: {error}"
-                ) from error
+                raise RefusedError(400, f"the announced weights have no layout: {error}") from error
             except (OSError, RuntimeError) as error:
                 _close(memory)
-                raise _RefusedError(507, f"no memory for the announced weights: {error}") from error
+                raise RefusedError(507, f"no memory for the announced weights: {error}") from error
             return {"num_buckets": self._staged.num_buckets}
 
     async def _receive(self, request: Request) -> Mapping[str, Any]:
@@ -184,45 +173,45 @@ class FleetMember:
         try:
             index = int(request.url.path.rpartition("/")[2])
         except ValueError as error:
-            raise _RefusedError(404, f"no such bucket: {error}") from error
+            raise RefusedError(404, f"no such bucket: {error}") from error
         try:
             bucket = staged.begin(index).numpy()
         except IndexError as error:
-            raise _RefusedError(404, f"no such bucket: {error}") from error
+            raise RefusedError(404, f"no such bucket: {error}") from error
         except ValueError as error:
-            raise _RefusedError(409, f"{error}; announce the version again") from error
+            raise RefusedError(409, f"{error}; announce the version again") from error
         position = 0
         try:
             async for part in request.stream():
                 # A later announcement reuses the memory.
                 self._check_session(request)
                 if staged is not self._staged:
-                    raise _RefusedError(409, f"version {staged.version} is no longer expected")
+                    raise RefusedError(409, f"version {staged.version} is no longer expected")
                 end = position + len(part)
                 if end > len(bucket):
-                    raise _RefusedError(413, f"bucket {index} has {len(bucket)} bytes, not more")
+                    raise RefusedError(413, f"bucket {index} has {len(bucket)} bytes, not more")
                 bucket[position:end] = memoryview(part)
                 position = end
         except ClientDisconnect as error:
-            raise _RefusedError(400, f"bucket {index} was interrupted") from error
+            raise RefusedError(400, f"bucket {index} was interrupted") from error
         if position != len(bucket):
-            raise _RefusedError(400, f"bucket {index} has {len(bucket)} bytes, got {position}")
+            raise RefusedError(400, f"bucket {index} has {len(bucket)} bytes, got {position}")
         await asyncio.to_thread(staged.finish, index)
         return {}
 
     async def _load(self, request: Request) -> Mapping[str, Any]:
         session = self._check_session(request)
-        body = await _body(request)
+        body = await read_body(request)
         async with self._change():
             self._check_session(request)
             staged = self._staged_version(body.get("version"))
             if staged.missing:
-                raise _RefusedError(
+                raise RefusedError(
                     409, f"{staged.missing} of {staged.num_buckets} buckets have not arrived"
                 )
             digest = staged.digest()
             if digest != body.get("digest"):
-                raise _RefusedError(
+                raise RefusedError(
                     422,
                     f"the digest of the received weights is {digest[:12]}, expected "
                     f"{str(body.get('digest'))[:12]}",
@@ -232,7 +221,7 @@ class FleetMember:
             workers = await asyncio.shield(self._load_in_workers(request, staged))
             session.seen_at = time.monotonic()
             if self._session is not session:
-                raise _RefusedError(412, "another owner attached during the update")
+                raise RefusedError(412, "another owner attached during the update")
             differing = sorted({name for worker in workers for name in worker["differing"]})
             if not differing:
                 self._version, self._digest = staged.version, digest
@@ -249,7 +238,7 @@ class FleetMember:
             )
         except Exception as error:
             logger.exception("weights were not loaded")
-            raise _RefusedError(
+            raise RefusedError(
                 422,
                 f"the engine did not load version {staged.version}: {error}; start vLLM with "
                 "--worker-extension-cls services.extras.fleets.worker.FleetWorker",
@@ -261,7 +250,7 @@ class FleetMember:
         self._check_session(request)
         version = request.headers.get(VERSION_HEADER)
         if self._version is None or version != str(self._version):
-            raise _RefusedError(
+            raise RefusedError(
                 412,
                 f"the request is for weight version {version}, but this server serves {self._version}",
             )
@@ -285,13 +274,13 @@ class FleetMember:
         """Holds the right to change the session or the weights while the block runs.
 
         Raises:
-            _RefusedError: With status 503 if another change takes longer than ``LEASE_S``.
+            RefusedError: With status 503 if another change takes longer than ``LEASE_S``.
         """
         try:
             async with asyncio.timeout(LEASE_S):
                 await self._changing.acquire()
         except TimeoutError as error:
-            raise _RefusedError(
+            raise RefusedError(
                 503, f"weights have been loading for more than {LEASE_S:.0f} s; ask again later"
             ) from error
         try:
@@ -307,7 +296,7 @@ class FleetMember:
     def _check_session(self, request: Request) -> _Session:
         session, given = self._session, request.headers.get(SESSION_HEADER, "")
         if session is None or not hmac.compare_digest(session.session_id, given):
-            raise _RefusedError(
+            raise RefusedError(
                 412, "this session has ended: the server was restarted, or another owner attached"
             )
         session.seen_at = time.monotonic()
@@ -316,7 +305,7 @@ class FleetMember:
     def _staged_version(self, version: object) -> StagedWeights:
         if self._staged is None or str(self._staged.version) != str(version):
             staged = None if self._staged is None else self._staged.version
-            raise _RefusedError(409, f"version {version} is not announced (announced: {staged})")
+            raise RefusedError(409, f"version {version} is not announced (announced: {staged})")
         return self._staged
 
     def _described(self, request: Request) -> Mapping[str, Any]:
@@ -364,7 +353,7 @@ def _authorize(request: Request, path: str) -> None:
     """Refuses a request without the server's token; without a token, one that may replace weights.
 
     Raises:
-        _RefusedError: With status 401 or 403.
+        RefusedError: With status 401 or 403.
     """
     arguments = getattr(request.app.state, "args", None)
     keys = getattr(arguments, "api_key", None) or [
@@ -373,7 +362,7 @@ def _authorize(request: Request, path: str) -> None:
     keys = [key for key in ([keys] if isinstance(keys, str) else keys) if key]
     is_open = os.environ.get(WITHOUT_TOKEN) == "1"  # noqa: TID251 -- it has only vLLM's settings
     if not keys and not is_open and path.startswith(PREFIX):
-        raise _RefusedError(
+        raise RefusedError(
             403,
             "this server has no token, so that anyone could replace its weights; start it with "
             f"VLLM_API_KEY, or with {WITHOUT_TOKEN}=1 if only trusted hosts reach it",
@@ -381,24 +370,9 @@ def _authorize(request: Request, path: str) -> None:
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
     given = token.encode() if scheme.lower() == "bearer" else b""
     if keys and not any(hmac.compare_digest(key.encode(), given) for key in keys):
-        raise _RefusedError(401, "the token is missing or wrong; vLLM has it from VLLM_API_KEY")
+        raise RefusedError(401, "the token is missing or wrong; vLLM has it from VLLM_API_KEY")
 
 
 def _close(memory: SharedMemory | None) -> None:
     if memory is not None:
         memory.close()
-
-
-async def _body(request: Request) -> dict[str, Any]:
-    content = bytearray()
-    async for part in request.stream():
-        content += part
-        if len(content) > _MAX_BODY_BYTES:
-            raise _RefusedError(413, f"the request has more than {_MAX_BODY_BYTES} bytes")
-    try:
-        body = json.loads(content)
-    except ValueError as error:
-        raise _RefusedError(400, f"the request is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise _RefusedError(400, "the request is not a JSON object")
-    return body
