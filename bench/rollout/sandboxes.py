@@ -28,7 +28,7 @@ import psutil
 from bench.report import report_to
 from bench.rollout.parts import machine_state, run_before_others
 from services.common.runspec.rollout import SandboxSpec
-from services.rollout.sandbox.bubblewrap import Bubblewrap, BubblewrapSandbox
+from services.extras.bubblewrap.bubblewrap import Bubblewrap, BubblewrapSandbox
 from services.rollout.sandbox.pool import SandboxPool
 
 _END_S = 30.0

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from services.common.runspec.rollout import SandboxSpec
+from services.extras.bubblewrap import bubblewrap
 from services.rollout.calls.outside import AddressPolicy
 from services.rollout.openai.agent import Agent
-from services.rollout.sandbox import bubblewrap
 from services.rollout.sandbox.pool import SandboxPool
 from services.rollout.sandbox.service import SandboxService
 from services.rollout.workflows.turns import token_ids

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.rollout.sandbox import bubblewrap
+from services.extras.bubblewrap import bubblewrap
 from tests.helpers.cli import REPOSITORY, train
 
 pytestmark = [

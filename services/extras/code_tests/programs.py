@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from services.extras.bubblewrap import bubblewrap, confine, seccomp
 from services.extras.code_tests.judging.source import LAST_LINE
-from services.rollout.sandbox import bubblewrap, confine, seccomp
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ for limit, value in (
 # earlier part contains it.
 _LAUNCHER = f"""\
 {_LIMITED}
-from services.rollout.sandbox import confine
+from services.extras.bubblewrap import confine
 reads_files, parts = map(int, sys.argv[3:])
 confine.confine(os.getcwd(), reads_files=bool(reads_files))
 sys.argv = ["program.py"]
@@ -105,7 +105,7 @@ while size := int.from_bytes(os.read(parts, 8), "big"):
 _JUDGED_LAUNCHER = f"""\
 {_LIMITED}
 import json
-from services.rollout.sandbox import confine
+from services.extras.bubblewrap import confine
 from services.extras.code_tests.judging import judge, program
 reads_files, parts, tests = map(int, sys.argv[3:])
 from_judge, to_program = os.pipe()

@@ -1,1 +1,1 @@
-"""Sandboxes: one for each episode, and one for each program of the reward ``code_tests``."""
+"""Sandboxes of episodes: their protocol, the pool of a rollout, and the service that agents use."""

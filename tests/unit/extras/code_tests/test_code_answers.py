@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from services.extras.bubblewrap import seccomp
 from services.extras.code_tests.answers import JudgedTests, OutputTests, read_tests
 from services.extras.code_tests.blocks import find_program
 from services.extras.code_tests.reward import code_tests
 from services.extras.code_tests.verdicts import same_output
-from services.rollout.sandbox import seccomp
 
 PROGRAMS = {
     kind: {name: "\n".join(lines) for name, lines in programs.items()}

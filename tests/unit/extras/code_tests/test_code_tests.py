@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from services.extras.bubblewrap import bubblewrap, confine, seccomp
 from services.extras.code_tests.programs import Limits, run_python
 from services.extras.code_tests.reward import code_tests
-from services.rollout.sandbox import bubblewrap, confine, seccomp
 
 pytestmark = pytest.mark.skipif(not seccomp.is_supported(), reason="needs Linux")
 

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from services.common.runspec.rollout import RewardSpec, SandboxSpec
+from services.extras.bubblewrap import bubblewrap
 from services.rollout.calls.outside import AddressPolicy
 from services.rollout.environments.workflow import Environments
 from services.rollout.failures import CallError
 from services.rollout.rewards.terms import earned_terms, weighted_score
-from services.rollout.sandbox import bubblewrap
 from services.rollout.sandbox.pool import EpisodeSandbox, SandboxPool
 from services.rollout.sandbox.service import SandboxService
 from services.rollout.workflows.base import Episode, Interrupted

@@ -9,10 +9,10 @@ import pytest
 
 from services.common.http.server import serve_http
 from services.common.runspec.rollout import SandboxSpec
+from services.extras.bubblewrap import bubblewrap
 from services.rollout.calls.outside import AddressPolicy
 from services.rollout.failures import CallError
 from services.rollout.openai.agent import Agent
-from services.rollout.sandbox import bubblewrap
 from services.rollout.sandbox.pool import SandboxPool
 from services.rollout.sandbox.service import SandboxService
 from services.rollout.workflows.base import Interrupted

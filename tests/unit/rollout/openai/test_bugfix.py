@@ -8,9 +8,9 @@ import pytest
 from services.checks.start.preflight import check
 from services.common.callables import load_callable
 from services.common.runspec.loader import load_spec
+from services.extras.bubblewrap import bubblewrap
 from services.rollout.calls.outside import AddressPolicy
 from services.rollout.openai.agent import Agent
-from services.rollout.sandbox import bubblewrap
 from services.rollout.sandbox.pool import SandboxPool
 from services.rollout.sandbox.service import SandboxService
 from tests.helpers.served_episode import Scripted, make_episode

@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from services.common.runspec.rollout import SandboxSpec
+from services.extras.bubblewrap import bubblewrap, cgroup
 from services.rollout.failures import CallError
-from services.rollout.sandbox import bubblewrap, cgroup
 from services.rollout.sandbox import service as sandbox_service
 from services.rollout.sandbox.base import SandboxError
 from services.rollout.sandbox.pool import SandboxPool

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from services.common.parent import die_with_parent
-from services.rollout.sandbox import seccomp
+from services.extras.bubblewrap import seccomp
 
 _SYSTEM = (
     *("/usr", "/lib", "/lib64", "/bin"),

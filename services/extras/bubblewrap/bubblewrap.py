@@ -26,7 +26,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from services.common.callables import real_path
-from services.rollout.sandbox import cgroup, seccomp
+from services.extras.bubblewrap import cgroup, seccomp
+from services.extras.bubblewrap.cgroup import CgroupSet
+from services.extras.bubblewrap.confine import software
 from services.rollout.sandbox.base import (
     END_TIMEOUT_S,
     START_TIMEOUT_S,
@@ -36,8 +38,6 @@ from services.rollout.sandbox.base import (
     restore,
     starts_on_this_host,
 )
-from services.rollout.sandbox.cgroup import CgroupSet
-from services.rollout.sandbox.confine import software
 
 if TYPE_CHECKING:  # each process of a built-in reward would import pydantic for it
     from services.common.runspec.rollout import SandboxSpec

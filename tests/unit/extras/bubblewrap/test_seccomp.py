@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.sandbox import seccomp, system_calls
-from services.rollout.sandbox.system_calls import (
+from services.extras.bubblewrap import seccomp, system_calls
+from services.extras.bubblewrap.system_calls import (
     ALLOWED,
     ARGUMENTS,
     CHECKED,

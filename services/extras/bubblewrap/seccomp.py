@@ -15,7 +15,7 @@ import platform
 import struct
 from collections.abc import Sequence
 
-from services.rollout.sandbox.system_calls import (
+from services.extras.bubblewrap.system_calls import (
     ALLOWED,
     ARGUMENTS,
     CHECKED,
