@@ -20,8 +20,8 @@ from bench.report import report_to
 from bench.rollout.parts import machine_state
 from bench.whole_run import REPOSITORY
 from services.common.http.limits import raise_descriptor_limit
-from services.rollout.environments import local
-from services.rollout.environments.local import LocalEnvironments, local_environments
+from services.extras.environments import local
+from services.extras.environments.local import LocalEnvironments, local_environments
 
 RESULTS = REPOSITORY / "bench" / "results" / "rollout-environments.json"
 _LOOKING = f"{REPOSITORY}/examples/looking/looking.py:Looking"

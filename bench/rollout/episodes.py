@@ -50,10 +50,12 @@ from bench.rollout.parts import machine_state, run_before_others
 from bench.rollout.served_episodes import Asked, Episodes, Load, TimedEndpoint, milliseconds
 from bench.rollout.tool_agent import PROTOCOLS
 from services.common.http.limits import raise_descriptor_limit
+from services.extras.agents import agent
+from services.extras.agents.agent import Agent
 from services.rollout.calls.outside import AddressPolicy
+from services.rollout.calls.pool import CallPool
 from services.rollout.monitor import freeze_startup_objects
-from services.rollout.openai import agent
-from services.rollout.openai.agent import Agent
+from services.rollout.workflows.base import WorkflowResources
 
 
 async def measure(load: Load, *, seconds: float) -> dict[str, Any]:
@@ -69,11 +71,8 @@ async def measure(load: Load, *, seconds: float) -> dict[str, Any]:
     workflow = Agent(agent="bench.rollout.tool_agent:use_tools")
     episodes = Episodes(load)
     freeze_startup_objects()
-    reach, here = AddressPolicy(("127.0.0.1",)), "127.0.0.1"
-    async with (
-        workflow.serving(f"{here}:0", host=here, temperature=1.0, reach=reach),
-        episodes.running(workflow),
-    ):
+    resources = WorkflowResources(calls=CallPool(1), reach=AddressPolicy(("127.0.0.1",)))
+    async with workflow.serving(resources), episodes.running(workflow):
         began = time.monotonic()
         await asyncio.sleep(2 * load.sleep_s[1])
         begin, idle, cpu = time.monotonic(), episodes.engine.stats().idle_seconds, _cpu()

@@ -12,10 +12,10 @@ import psutil
 
 from bench.rollout.served_episodes import Episodes, Load, milliseconds
 from bench.rollout.tool_agent import converse
+from services.extras.agents.agent import Agent
+from services.extras.agents.endpoint import Endpoint
 from services.extras.fake_engine.virtual_time import VirtualTimeLoop
 from services.rollout.monitor import freeze_startup_objects
-from services.rollout.openai.agent import Agent
-from services.rollout.openai.endpoint import Endpoint
 
 _WARM_MINUTES = 3
 

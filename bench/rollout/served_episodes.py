@@ -18,14 +18,14 @@ from services.common.models.loading import load_config
 from services.common.runspec.data import DataSpec
 from services.common.runspec.rollout import RolloutSpec
 from services.common.runspec.run import LimitsSpec
+from services.extras.agents.agent import Agent
+from services.extras.agents.endpoint import Endpoint
 from services.extras.fake_engine.engine import FakeEngine, LongTail
 from services.rollout.calls.pool import CallPool
 from services.rollout.data.prompts import Prompt, PromptStore
 from services.rollout.engines.base import Engine, GenerationRequest, GenerationResult
 from services.rollout.engines.build import make_engine
 from services.rollout.monitor import monitor
-from services.rollout.openai.agent import Agent
-from services.rollout.openai.endpoint import Endpoint
 from services.rollout.rewards.base import RewardInput, Score
 from services.rollout.sampling.group import GroupServices
 from services.rollout.sampling.progress_cache import TransferQueueCache

@@ -33,9 +33,6 @@ from services.rollout.engines.build import build_engine
 from services.rollout.engines.engine_config import ImageLimits
 from services.rollout.engines.imports import begin_imports
 from services.rollout.engines.memory import plan_of
-from services.rollout.environments.workflow import Environments
-from services.rollout.failures import CallError
-from services.rollout.openai.agent import Agent
 from services.rollout.rewards.scorer import ScorerOfSets
 from services.rollout.sampling.group import GroupServices
 from services.rollout.sampling.progress_cache import TransferQueueCache
@@ -47,8 +44,12 @@ from services.rollout.sandbox.base import SandboxHosts
 from services.rollout.sandbox.pool import SandboxPool
 from services.rollout.sandbox.service import SandboxService
 from services.rollout.settings import RolloutSettings
-from services.rollout.workflows.base import Workflow, load_workflow
-from services.rollout.workflows.multi_turn import MultiTurn
+from services.rollout.workflows.base import (
+    ServingWorkflow,
+    Workflow,
+    WorkflowResources,
+    load_workflow,
+)
 from services.wire.controller import GroupFailure, WorkerSession
 from services.wire.data.client import DataClient
 from services.wire.transferqueue.client import TransferQueueClient
@@ -295,22 +296,16 @@ class RolloutLoader:
         """Loads the workflow and starts the servers that it needs."""
         spec, settings = self.spec, self._settings
         workflow = load_workflow(spec.rollout)
-        if isinstance(workflow, MultiTurn):
-            workflow.check(tokenizer if spec.data.chat_template else None)
-            try:
-                await workflow.describe_tools(calls, functions=spec.data.chat_template)
-            except CallError as error:
-                raise ValueError(f"rollout.workflow_arguments: {error.message}") from error
-        if isinstance(workflow, Agent):
-            serving = workflow.serving(
-                settings.agent_bind,
-                host=settings.advertise_host,
-                temperature=spec.rollout.sampling.temperature,
+        if isinstance(workflow, ServingWorkflow):
+            resources = WorkflowResources(
+                calls=calls,
                 reach=self._reach,
+                tokenizer=tokenizer if spec.data.chat_template else None,
+                temperature=spec.rollout.sampling.temperature,
+                bind=settings.agent_bind,
+                host=settings.advertise_host,
             )
-            await self._stack.enter_async_context(serving)
-        if isinstance(workflow, Environments):
-            await self._stack.enter_async_context(workflow.serving(self._reach))
+            await self._stack.enter_async_context(workflow.serving(resources))
         return workflow
 
 

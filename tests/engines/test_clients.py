@@ -18,13 +18,13 @@ import pytest
 import pytest_asyncio
 import torch
 
+from services.extras.agents.endpoint import Access, Endpoint
 from services.extras.bubblewrap import bubblewrap
 from services.rollout.calls.pool import CallPool
 from services.rollout.data.prompts import Prompt
 from services.rollout.engines.base import Engine, GenerationRequest, GenerationResult
 from services.rollout.engines.build import make_engine
 from services.rollout.engines.engine_config import EngineConfig
-from services.rollout.openai.endpoint import Access, Endpoint
 from services.rollout.workflows.base import Episode, EpisodeLimits
 from services.rollout.workflows.turns import token_ids
 from tests.helpers.engines import installed

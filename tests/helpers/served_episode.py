@@ -8,10 +8,10 @@ import httpx
 
 from services.common.models.tokenizer import load_tokenizer
 from services.common.runspec.run import ModelSpec
+from services.extras.agents.endpoint import Endpoint
 from services.rollout.calls.pool import CallPool
 from services.rollout.data.prompts import Prompt
 from services.rollout.engines.base import GenerationRequest, GenerationResult
-from services.rollout.openai.endpoint import Endpoint
 from services.rollout.workflows.base import Episode, EpisodeLimits
 from services.rollout.workflows.turns import Turn
 

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 
 from services.common.runspec.rollout import SandboxSpec
+from services.extras.agents.agent import Agent
 from services.extras.bubblewrap import bubblewrap
 from services.rollout.calls.outside import AddressPolicy
-from services.rollout.openai.agent import Agent
+from services.rollout.calls.pool import CallPool
 from services.rollout.sandbox.pool import SandboxPool
 from services.rollout.sandbox.service import SandboxService
+from services.rollout.workflows.base import WorkflowResources
 from services.rollout.workflows.turns import token_ids
 from tests.helpers.served_episode import Scripted, make_episode
 
@@ -97,7 +99,7 @@ async def test_mini_swe_agent_fixes_a_bug_in_its_sandbox(tmp_path: Path) -> None
     workflow = Agent(agent=f"{tmp_path / 'coder.py'}:solve", timeout_s=300)
     service = SandboxService(SandboxPool(SandboxSpec()))
     async with (
-        workflow.serving("127.0.0.1:0", host="127.0.0.1", temperature=1.0, reach=AddressPolicy()),
+        workflow.serving(WorkflowResources(calls=CallPool(1), reach=AddressPolicy())),
         service.serving("127.0.0.1:0", host="127.0.0.1"),
         service.open({}) as sandbox,
     ):

@@ -16,13 +16,13 @@ from services.common.models.tokenizer import Tokenizer, load_tokenizer
 from services.common.runspec.data import DataSpec
 from services.common.runspec.rollout import RolloutSpec
 from services.common.security.confinement import CodePolicy
+from services.extras.environments.workflow import Environments
 from services.rollout.calls.outside import AddressPolicy
 from services.rollout.calls.pool import CallPool
 from services.rollout.data.images import ImageReader
 from services.rollout.data.prompts import Prompt
 from services.rollout.engines.base import GenerationRequest, GenerationResult
 from services.rollout.engines.torch.engine import TorchEngine
-from services.rollout.environments.workflow import Environments
 from services.rollout.failures import GroupError
 from services.rollout.rewards.base import RewardInput, Score
 from services.rollout.sampling.group import GroupServices, RunningGroup
@@ -33,6 +33,7 @@ from services.rollout.sampling.progress_cache import (
 )
 from services.rollout.sampling.publisher import GroupPublisher
 from services.rollout.sampling.samples import Sample
+from services.rollout.workflows.base import WorkflowResources
 from services.rollout.workflows.turns import divided, joined_inputs, observed, token_ids
 from services.trainer.batch.plan import Bounds
 from services.trainer.engines.fsdp.oom import OomLimits
@@ -121,7 +122,10 @@ class Rollout:
         workflow = Environments(
             environment=f"{self.file}:Gallery", chat=False, max_turn_tokens=5, arguments=arguments
         )
-        async with workflow.serving(AddressPolicy()), CallPool(1) as calls:
+        async with (
+            workflow.serving(WorkflowResources(calls=CallPool(1), reach=AddressPolicy())),
+            CallPool(1) as calls,
+        ):
             yield GroupServices(
                 engine=engine,
                 tokenizer=self.tokenizer,

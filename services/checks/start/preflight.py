@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, cast
 
 from services.checks.start.hub import go_offline_unless_reachable, hub_is_needed, model_config
 from services.checks.start.machine import (
@@ -54,9 +54,8 @@ from services.common.stores import OBJECT_CACHE, fetch, is_url, joined, open_che
 from services.rollout.data.prompts import check_prompt
 from services.rollout.data.sources import PromptSource, open_source
 from services.rollout.engines.base import split_stop_texts, unspelled_stop_texts
-from services.rollout.workflows.base import load_workflow
+from services.rollout.workflows.base import TokenizerWorkflow, load_workflow
 from services.rollout.workflows.chat_turns import kept_marks
-from services.rollout.workflows.multi_turn import MultiTurn
 from services.trainer.checkpoint import compatibility, manifest
 
 _SHOWN = 300
@@ -272,9 +271,9 @@ def _tool_result_problems(spec: RunSpec, tokenizer: Vocabulary) -> Iterator[str]
     except (ValueError, ImportError):  # reported where workflows are judged
         return
     try:
-        if isinstance(workflow, MultiTurn):
-            is_used = spec.data.chat_template
-            workflow.check(tokenizer if is_used and isinstance(tokenizer, Tokenizer) else None)
+        if isinstance(workflow, TokenizerWorkflow):
+            is_rendered = spec.data.chat_template and isinstance(tokenizer, Tokenizer)
+            workflow.check_tokenizer(cast("Tokenizer", tokenizer) if is_rendered else None)
     except (TypeError, ValueError) as error:
         yield str(error)
 

@@ -17,7 +17,7 @@ class EnvironmentKind:
     """Name of the protocol in messages."""
     opens: str
     """Reference ``module:function`` of an
-    :class:`~services.rollout.environments.client.OpenEnvironment`."""
+    :class:`~services.extras.environments.client.OpenEnvironment`."""
     passes_sandbox: bool = False
     """True if an environment gets the sandbox of its episode."""
 

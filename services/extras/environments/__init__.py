@@ -1,1 +1,1 @@
-"""Environments of other projects: tasks of Harbor, servers of OpenEnv, environments of verifiers."""
+"""Environments: the workflow that plays them, their processes and hosts, and those of other projects."""

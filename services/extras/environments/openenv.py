@@ -13,10 +13,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from services.common.runspec.environments import plain_url
-from services.rollout.calls.json_text import json_text
-from services.rollout.calls.outside import AddressPolicy, delays
-from services.rollout.environments.client import EnvironmentArgs
-from services.rollout.environments.protocol import (
+from services.extras.environments.client import EnvironmentArgs
+from services.extras.environments.protocol import (
     FIRST_DELAY_S,
     MAX_ANSWER_BYTES,
     MAX_DELAY_S,
@@ -24,6 +22,8 @@ from services.rollout.environments.protocol import (
     Observation,
     parse_observation,
 )
+from services.rollout.calls.json_text import json_text
+from services.rollout.calls.outside import AddressPolicy, delays
 from services.rollout.failures import BusyError, CallError
 
 _BUSY = "CAPACITY_REACHED"

@@ -11,9 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from services.rollout.openai.protocols import AgentProtocol
-from services.rollout.openai.record import Choice, Replies
-from services.rollout.openai.requests import (
+from services.extras.agents.protocols import AgentProtocol
+from services.extras.agents.record import Choice, Replies
+from services.extras.agents.requests import (
     ApiError,
     ChatRequest,
     FunctionCall,
@@ -23,8 +23,8 @@ from services.rollout.openai.requests import (
     parse_body,
     single_reply,
 )
-from services.rollout.openai.session import Session, new_id
-from services.rollout.openai.streaming import NewTokens, Piece
+from services.extras.agents.session import Session, new_id
+from services.extras.agents.streaming import NewTokens, Piece
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _ERROR_TYPES = {
@@ -133,7 +133,7 @@ class _CountRequest(MessagesRequest):
 
 
 class MessagesFormatter:
-    """Formats the answer to one request; a :class:`~services.rollout.openai.streaming.Formatter`."""
+    """Formats the answer to one request; a :class:`~services.extras.agents.streaming.Formatter`."""
 
     def __init__(self, request: MessagesRequest, *, reply_id: str) -> None:
         self._head: dict[str, Any] = {

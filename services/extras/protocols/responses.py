@@ -12,9 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from services.rollout.openai.protocols import AgentProtocol
-from services.rollout.openai.record import Choice, Replies
-from services.rollout.openai.requests import (
+from services.extras.agents.protocols import AgentProtocol
+from services.extras.agents.record import Choice, Replies
+from services.extras.agents.requests import (
     ApiError,
     ChatRequest,
     FunctionCall,
@@ -24,8 +24,8 @@ from services.rollout.openai.requests import (
     parse_body,
     single_reply,
 )
-from services.rollout.openai.session import Session, new_id
-from services.rollout.openai.streaming import NewTokens, Piece
+from services.extras.agents.session import Session, new_id
+from services.extras.agents.streaming import NewTokens, Piece
 
 # Parameters that affect neither sampling nor rendering.
 _IGNORED = frozenset(
@@ -102,7 +102,7 @@ class ResponsesRequest(BaseModel):
 
 
 class ResponsesFormatter:
-    """Formats the answer to one request; a :class:`~services.rollout.openai.streaming.Formatter`.
+    """Formats the answer to one request; a :class:`~services.extras.agents.streaming.Formatter`.
 
     Args:
         created: Unix seconds.

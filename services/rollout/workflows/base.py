@@ -11,13 +11,15 @@ import inspect
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from services.common.callables import load_callable
 from services.common.models.tokenizer import Tokenizer
 from services.common.runspec.examining import argument_problems
 from services.common.runspec.rollout import WORKFLOWS, RolloutSpec
+from services.rollout.calls.outside import AddressPolicy
 from services.rollout.calls.pool import CallPool
 from services.rollout.data.prompts import Prompt
 from services.rollout.engines.base import (
@@ -119,7 +121,7 @@ class Episode:
         is_complete: True after the workflow finished.
         is_full: True if something did not fit into the response.
         is_served: True if an agent drives the episode over HTTP. Then the first turn is the prompt,
-            as the agent wrote it; see :mod:`services.rollout.openai.record`.
+            as the agent wrote it; see the extra ``agents``.
         is_interrupted: True after a stop at the next opportunity was requested.
         earned: Reward that the environment or the agent gave; see
             :func:`services.rollout.rewards.terms.earned_terms`.
@@ -471,6 +473,44 @@ class Workflow(Protocol):
 
     async def run(self, episode: Episode) -> None:
         """Asks the episode for turns until the response is complete."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkflowResources:
+    """What the rollout offers to a workflow with servers or processes of its own."""
+
+    calls: CallPool
+    """Processes that call functions of users."""
+    reach: AddressPolicy
+    """Policy of the addresses that the workflow may reach."""
+    tokenizer: Tokenizer | None = None
+    """The model's tokenizer; None if prompts do not use its chat template."""
+    temperature: float = 1.0
+    """Sampling temperature of the run."""
+    bind: str = "127.0.0.1:0"
+    """``host:port`` of an endpoint for agents; port 0 selects a free one."""
+    host: str = "127.0.0.1"
+    """Host name by which agents reach that endpoint."""
+
+
+@runtime_checkable
+class ServingWorkflow(Protocol):
+    """A workflow with servers or processes of its own, which run as long as the rollout."""
+
+    def serving(self, resources: WorkflowResources) -> AbstractAsyncContextManager[None]:
+        """Starts them for the block. Raises ValueError, with the key, if the run cannot use them."""
+
+
+@runtime_checkable
+class TokenizerWorkflow(Protocol):
+    """A workflow that only some tokenizers and chat templates allow."""
+
+    def check_tokenizer(self, tokenizer: Tokenizer | None) -> None:
+        """Raises ValueError, with the key and the fix, if the workflow cannot use the tokenizer.
+
+        Args:
+            tokenizer: The model's tokenizer; None if prompts do not use its chat template.
+        """
 
 
 def load_workflow(spec: RolloutSpec) -> Workflow:

@@ -7,13 +7,13 @@ import pytest
 
 from services.common.models.tokenizer import load_tokenizer
 from services.common.runspec.run import ModelSpec
+from services.extras.agents.chat import text_before
 from services.rollout.engines.base import (
     GenerationRequest,
     ends_in_stop_text,
     split_stop_texts,
     unspelled_stop_texts,
 )
-from services.rollout.openai.chat import text_before
 
 TOKENIZER = load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m", tokenizer="bytes"))
 

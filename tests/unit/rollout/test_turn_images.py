@@ -14,13 +14,13 @@ from services.common.models.tokenizer import load_tokenizer
 from services.common.runspec.data import DataSpec
 from services.common.runspec.run import ModelSpec
 from services.common.security.confinement import CodePolicy
+from services.extras.multi_turn.workflow import MultiTurn
 from services.rollout.calls.outside import AddressPolicy
 from services.rollout.calls.pool import CallPool
 from services.rollout.data.images import ImageReader
 from services.rollout.data.prompts import PromptStore
 from services.rollout.failures import CallError
 from services.rollout.workflows.base import Episode, EpisodeLimits
-from services.rollout.workflows.multi_turn import MultiTurn
 from services.rollout.workflows.turns import Turn
 from services.wire.data.model_inputs import ModelInputs
 from tests.helpers.served_episode import Scripted, chat, client_of, make_episode

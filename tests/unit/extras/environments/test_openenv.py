@@ -10,12 +10,15 @@ import pytest
 import uvicorn
 
 from services.extras.environments.openenv import OpenEnv
+from services.extras.environments.workflow import Environments
 from services.rollout.calls.outside import AddressPolicy
-from services.rollout.environments.workflow import Environments
+from services.rollout.calls.pool import CallPool
 from services.rollout.failures import BusyError, CallError
+from services.rollout.workflows.base import WorkflowResources
 from tests.helpers.served_episode import Scripted, make_episode
 
 HERE = AddressPolicy({"127.0.0.1"})
+RESOURCES = WorkflowResources(calls=CallPool(1), reach=HERE)
 
 
 def openenv_app(*, most: int = 4) -> Any:
@@ -75,7 +78,7 @@ def workflow(port: int, **changes: Any) -> Environments:
 
 async def test_an_openenv_server_shapes_an_episode(port: int) -> None:
     played = workflow(port)
-    async with played.serving(HERE):
+    async with played.serving(RESOURCES):
         episodes = [make_episode(Scripted(["hello ", "you"])) for _ in range(3)]
         await asyncio.gather(*[played.run(episode) for episode in episodes])
     for episode in episodes:
@@ -86,14 +89,14 @@ async def test_an_openenv_server_shapes_an_episode(port: int) -> None:
 
 async def test_errors_of_an_openenv_server_have_its_name(port: int) -> None:
     played = workflow(port)
-    async with played.serving(HERE):
+    async with played.serving(RESOURCES):
         with pytest.raises(CallError, match=rf"'openenv\+http://127.0.0.1:{port}'.*loud"):
             await played.run(make_episode(Scripted(["raise"])))
     wrong = Environments(
         environment=f"openenv+http://127.0.0.1:{port}", arguments={"observe": "board"}
     )
     with pytest.raises(ValueError, match="'board'"):
-        async with wrong.serving(HERE):
+        async with wrong.serving(RESOURCES):
             pass
 
 

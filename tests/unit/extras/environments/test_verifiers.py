@@ -8,7 +8,7 @@ import pytest
 
 from services.common.http.server import serve_http
 from services.common.runspec.rollout import RewardSpec
-from services.rollout.openai.endpoint import Endpoint
+from services.extras.agents.endpoint import Endpoint
 from services.rollout.rewards.terms import earned_terms, weighted_score
 from tests.helpers.served_episode import Scripted, make_episode
 

@@ -12,10 +12,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from services.extras.environments.client import HttpEnvironment
+from services.extras.environments.host import Host
 from services.rollout.calls.guard import Guard, serve_guarded
 from services.rollout.calls.outside import AddressPolicy, ExternalService
-from services.rollout.environments.client import HttpEnvironment
-from services.rollout.environments.host import Host
 from services.rollout.failures import CallError
 
 TOKEN = b"0123456789abcdef0123456789abcdef"

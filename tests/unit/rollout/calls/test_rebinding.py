@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from services.extras.agents.runner import AgentService
 from services.extras.environments.openenv import OpenEnv
 from services.rollout.calls import outside
-from services.rollout.calls.agents import AgentService
 from services.rollout.calls.outside import AddressPolicy, ExternalService
 from services.rollout.data.images import ImageReader
 from services.rollout.failures import BusyError, CallError, GroupError

@@ -1,0 +1,1 @@
+"""Workflow of turns with tools: Python functions and servers of the Model Context Protocol."""

@@ -1,1 +1,0 @@
-"""Environments, which give an episode its prompt, tools, observations, end and reward."""
