@@ -2,65 +2,53 @@
 
 import asyncio
 import json
-import logging
-from collections.abc import AsyncIterator, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 import httpx
 
-from services.common.task_group import gather_in_group
-from services.extras.fleets.protocol import (
-    API,
-    ATTACH,
-    LOAD,
-    SESSION_HEADER,
-    STATE,
-    VERSION_HEADER,
-    WEIGHTS,
-)
-from services.extras.fleets.weights import BUCKET_BYTES, FleetWeights
+from services.extras.fleets.weights import FleetWeights
 from services.rollout.calls.json_text import json_text
 from services.rollout.calls.outside import AddressPolicy, ExternalService
+from services.rollout.engines.engine_config import EngineConfig
+from services.rollout.engines.request_segments import Segment, TokenChunk
 from services.rollout.failures import BusyError, CallError
-
-logger = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S: Final = 10.0
 """Time-out of a question to a server that it answers at once."""
-_END_TIMEOUT_S: Final = 2.0
-_LOAD_TIMEOUT_S: Final = 120.0
+END_TIMEOUT_S: Final = 2.0
+"""Time-out of the end of a session, after which the server ends it by itself."""
+LOAD_TIMEOUT_S: Final = 120.0
 """Time-out of a load in the server's workers; the longest one copies all weights of a large model."""
-_LEAST_RATE: Final = 20e6
+SCORE_TIMEOUT_S: Final = 60.0
+"""Time-out of the logprobs of a prompt."""
+LEAST_RATE: Final = 20e6
 """Lowest bandwidth that the time-out of a transfer allows for, in bytes per second."""
-_BUCKETS_AT_ONCE: Final = 2
 _MAX_ANSWER_BYTES: Final = 64 << 20
+
+ReadEvent = Callable[[Mapping[str, Any]], TokenChunk | None]
+"""Reads the tokens of an event of a response; None for an event without tokens."""
 
 
 class ServerAwayError(RuntimeError):
     """The server does not answer, or no longer has the session: it may come back."""
 
 
+class ServerFailedError(RuntimeError):
+    """A server failed in one request, which may be at fault itself: the server keeps its other work."""
+
+
 class ServerRefusedError(RuntimeError):
     """The server answers, but cannot serve this run; only its operator can change that."""
-
-
-@dataclass(slots=True, kw_only=True)
-class ServerFacts:
-    """What a server says about its engine."""
-
-    instance: str
-    """Id of the server's process."""
-    engine: Mapping[str, Any] = field(default_factory=dict)
-    """Result of ``server.describe_engine``."""
 
 
 class ServerBusyError(ServerRefusedError):
     """The server belongs to another owner, who may be about to end."""
 
 
-class FleetServer:
+class FleetServer(ABC):
     """Attaches to one server, brings weights to it and sends requests.
 
     Args:
@@ -68,8 +56,12 @@ class FleetServer:
         owner: Name under which this rollout attaches.
         reach: Addresses that servers may have.
         token: The servers' token; empty for none.
+        draws_by_seed: True if the same seed must draw the same tokens.
         transport: Replaces the network in tests.
     """
+
+    wrong_path: str
+    """What a server that answers 404 lacks, and how to start it."""
 
     def __init__(
         self,
@@ -78,10 +70,11 @@ class FleetServer:
         owner: str,
         reach: AddressPolicy,
         token: str = "",
+        draws_by_seed: bool = False,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self.address = address
-        self.facts: ServerFacts | None = None
+        self.draws_by_seed = draws_by_seed
         self.version: int | None = None
         """Version in service, by the server's last answer; None for none."""
         self.digest = ""
@@ -109,157 +102,128 @@ class FleetServer:
         """Id of the session; empty if this rollout is not attached."""
         return self._session
 
-    async def close(self) -> None:
-        """Ends the session, so that others can attach at once, and the connections."""
-        if self._session:
-            with suppress(ServerAwayError, ServerRefusedError):
-                await self._ask("DELETE", ATTACH, timeout_s=_END_TIMEOUT_S)
-        self.detach()
-        await self._service.close()
+    @property
+    @abstractmethod
+    def kv_capacity_tokens(self) -> int:
+        """Capacity of the KV cache in tokens, of a server that has attached."""
 
-    def detach(self) -> None:
-        """Forgets the session: the server gets no work before it has attached and loaded again."""
-        self._session, self.version, self.digest, self.received = "", None, "", None
-        self.is_fit = self.is_verified = False
-        self.compared = None
+    @property
+    @abstractmethod
+    def path(self) -> str:
+        """Path of requests for tokens."""
 
+    @abstractmethod
     async def attach(self) -> None:
         """Begins a session, under which the server has no weights yet.
 
         Raises:
             ServerAwayError: If it does not answer.
-            ServerRefusedError: If it is not a member of a fleet, or belongs to another owner.
+            ServerRefusedError: If it has not the interface of a fleet, or belongs to another owner.
         """
-        self.detach()
-        answer = await self._ask("POST", ATTACH, {"owner": self._owner}, is_new=True)
-        with self._reading(answer):
-            api = answer.get("api")
-        if api != API:
-            raise ServerRefusedError(
-                f"{self.address} has version {api} of the fleet's interface, expected {API}; "
-                "install the same release of slipstream there"
-            )
-        with self._reading(answer):
-            facts = ServerFacts(instance=str(answer["instance"]), engine=dict(answer["engine"]))
-            self._session, self.facts = str(answer["session"]), facts
 
+    @abstractmethod
+    def problems(self, config: EngineConfig) -> Iterator[str]:
+        """Yields why the engine of a server that has attached cannot serve a run."""
+
+    @abstractmethod
     async def check(self) -> None:
         """Renews the session and asks for the version in service.
 
         Raises:
             ServerAwayError: If the server does not answer, or was restarted.
         """
-        self._take(await self._ask("GET", STATE))
 
+    @abstractmethod
     async def upload(self, weights: FleetWeights) -> None:
-        """Sends a version, which the server verifies but does not load yet.
+        """Sends a version while the server serves another one.
 
         Raises:
             ServerAwayError: If it does not receive it in time.
             ServerRefusedError: If it cannot hold it.
         """
-        self.received = None
-        announced = {
-            "version": weights.version,
-            "bucket_bytes": BUCKET_BYTES,
-            "tensors": [[spec.name, spec.shape, spec.dtype] for spec in weights.plan.tensors],
-        }
-        timeout_s = ANSWER_TIMEOUT_S + weights.num_bytes / _LEAST_RATE
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._ask("POST", WEIGHTS, announced, timeout_s=timeout_s)
-                slots = asyncio.Semaphore(_BUCKETS_AT_ONCE)
-                await gather_in_group(
-                    [self._send(weights, index, slots) for index in range(weights.num_buckets)]
-                )
-        except TimeoutError as error:
-            raise ServerAwayError(
-                f"{self.address} did not receive version {weights.version} within {timeout_s:.0f} s"
-            ) from error
-        self.received = weights
 
-    async def _send(self, weights: FleetWeights, index: int, slots: asyncio.Semaphore) -> None:
-        async def parts() -> AsyncIterator[bytes]:
-            for part in weights.parts(index):
-                yield part
-
-        async with slots:
-            await self._ask(
-                "PUT",
-                f"{WEIGHTS}/{index}",
-                parts(),
-                headers={
-                    "Content-Type": "application/octet-stream",
-                    "Content-Length": str(weights.bucket_bytes(index)),
-                    VERSION_HEADER: str(weights.version),
-                },
-                timeout_s=None,
-            )
-
+    @abstractmethod
     async def load(self, weights: FleetWeights) -> None:
-        """Puts received weights into service; the server cuts responses that still run.
+        """Puts an uploaded version into service; no response that runs receives tokens of two versions.
 
         Raises:
             ServerAwayError: If it does not answer in time.
             ServerRefusedError: If it received or holds other weights.
         """
-        self.version, self.digest, self.received = None, "", None
+
+    @abstractmethod
+    async def end(self) -> None:
+        """Ends the session, so that others can attach at once.
+
+        Raises:
+            ServerAwayError: If it does not answer.
+            ServerRefusedError: If it answers that it cannot.
+        """
+
+    @abstractmethod
+    def body(self, segment: Segment) -> Mapping[str, Any]:
+        """Returns the request for the tokens of a segment."""
+
+    @abstractmethod
+    def read_events(self, segment: Segment) -> ReadEvent:
+        """Returns the function that reads the events of the response to :meth:`body`.
+
+        It raises ServerFailedError for a malformed event, and ServerAwayError for tokens under other weights.
+        """
+
+    @abstractmethod
+    async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+        """Returns the logprob of each token of a text but the first.
+
+        Raises:
+            ServerAwayError: If the server does not answer in time, or no longer serves its version.
+            ServerRefusedError: If it refuses the request.
+        """
+
+    async def close(self) -> None:
+        """Ends the session and the connections."""
+        if self._session:
+            with suppress(ServerAwayError, ServerRefusedError):  # its lease ends
+                await self.end()
+        self.detach()
+        await self._service.close()
+
+    def detach(self) -> None:
+        """Forgets the session: the server gets no work before it has attached and loaded again."""
+        self._session, self.received = "", None
+        self.withdraw()
+        self.is_fit = False
+
+    def withdraw(self) -> None:
+        """Forgets the version in service: the server gets no work before it has loaded another one."""
+        self.version, self.digest = None, ""
         self.is_verified, self.compared = False, None
-        answer = await self._ask(
-            "POST",
-            LOAD,
-            {"version": weights.version, "digest": weights.digest},
-            timeout_s=_LOAD_TIMEOUT_S,
-        )
-        with self._reading(answer):
-            differing = [str(name) for name in answer.get("differing") or ()]
-        if differing:
-            raise ServerRefusedError(
-                f"{self.address} holds other weights than version {weights.version}: {len(differing)} "
-                f"tensors differ, such as {', '.join(differing[:3])}; check how vLLM was started there"
-            )
-        self._take(answer)
-        if not self.serves(weights):
-            raise ServerRefusedError(
-                f"{self.address} serves version {self.version} with digest {self.digest[:12]}, expected "
-                f"{weights.version} with {weights.digest[:12]}"
-            )
-        logger.debug("weights loaded", extra={"server": self.address, "ways": answer.get("ways")})
 
     def serves(self, weights: FleetWeights) -> bool:
         """Returns True if a version is in service, with the digest that this rollout computed."""
         return (self.version, self.digest) == (weights.version, weights.digest)
 
-    def request_headers(self) -> dict[str, str]:
-        """Returns the headers of a request that must sample under the version in service."""
-        return {SESSION_HEADER: self._session, VERSION_HEADER: str(self.version)}
-
-    def stream(
-        self, path: str, body: Mapping[str, Any]
-    ) -> AbstractAsyncContextManager[httpx.Response]:
-        """Sends a request for tokens; see :meth:`ExternalService.stream`."""
-        return self._service.stream(
-            "POST", path, json_text(body).encode(), headers=self.request_headers()
-        )
-
-    async def ask(self, path: str, body: Mapping[str, Any], *, timeout_s: float) -> Any:
-        """Sends a request for one answer under the version in service.
+    def check_fit(self, config: EngineConfig) -> None:
+        """Checks that the engine can serve a run.
 
         Raises:
-            ServerAwayError: If the server does not answer in time, or no longer serves that version.
-            ServerRefusedError: If it refuses the request.
+            ServerRefusedError: If it cannot, with everything that it lacks.
         """
-        headers = self.request_headers()
-        return await self._ask("POST", path, body, headers=headers, timeout_s=timeout_s)
+        if problems := [*self.problems(config)]:
+            raise ServerRefusedError(f"{self.address}: {'; '.join(problems)}")
 
-    def _take(self, state: Mapping[str, Any]) -> None:
-        with self._reading(state):
-            version = state["version"]
-            self.version = None if version is None else int(version)
-            self.digest = str(state["digest"])
+    def request_headers(self) -> dict[str, str]:
+        """Returns the headers of a request that must sample under the version in service."""
+        return {}
+
+    def stream(self, body: Mapping[str, Any]) -> AbstractAsyncContextManager[httpx.Response]:
+        """Sends a request for tokens; see :meth:`ExternalService.stream`."""
+        return self._service.stream(
+            "POST", self.path, json_text(body).encode(), headers=self.request_headers()
+        )
 
     @contextmanager
-    def _reading(self, answer: object) -> Iterator[None]:
+    def reading(self, answer: object) -> Iterator[None]:
         """Names the server if its answer has not the form that this block reads.
 
         Raises:
@@ -272,7 +236,7 @@ class FleetServer:
                 f"{self.address} sent a malformed answer ({error!r}): {answer!s:.300}"
             ) from error
 
-    async def _ask(
+    async def ask(
         self,
         method: str,
         path: str,
@@ -280,14 +244,18 @@ class FleetServer:
         *,
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = ANSWER_TIMEOUT_S,
-        is_new: bool = False,
     ) -> Any:
-        sent = dict(headers or {}) if is_new else {SESSION_HEADER: self._session, **(headers or {})}
+        """Sends a request; returns the content of the answer.
+
+        Raises:
+            ServerAwayError: If the server does not answer in time.
+            ServerRefusedError: If it refuses the request.
+        """
         content = json_text(body).encode() if isinstance(body, Mapping) else body
         try:
             async with (
                 asyncio.timeout(timeout_s),
-                self._service.stream(method, path, content, sent) as response,
+                self._service.stream(method, path, content, headers or {}) as response,
             ):
                 status, text = response.status_code, await _text(response)
         except TimeoutError as error:
@@ -308,10 +276,7 @@ class FleetServer:
         if status == 409:
             raise ServerBusyError(f"{self.address}: {shown}")
         if status == 404:
-            raise ServerRefusedError(
-                f"{self.address} is no member of a fleet ({shown}); start vLLM with --middleware "
-                "services.extras.fleets.server.FleetMember and --enable-scale-out"
-            )
+            raise ServerRefusedError(f"{self.address} {self.wrong_path} ({shown})")
         if status != 200:
             raise ServerRefusedError(f"{self.address} answered {status}: {shown}")
         try:

@@ -1,24 +1,23 @@
-"""Engine ``vllm-server``: vLLM servers that run separately, behind the engine protocol."""
+"""Engines ``vllm-server`` and ``sglang-server``: servers that run separately, behind the engine protocol."""
 
 import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 from torch import Tensor
 
 from services.common.task_group import TaskGroup, unwrapped
-from services.extras.fleets.client import FleetServer, ServerRefusedError
+from services.extras.fleets.client import SCORE_TIMEOUT_S, FleetServer, ServerRefusedError
 from services.extras.fleets.fleet import Fleet, NoServerError
-from services.extras.fleets.protocol import GENERATE
 from services.extras.fleets.stream import FleetStream
 from services.extras.fleets.weights import FleetWeights
 from services.rollout.calls.outside import AddressPolicy, delays
 from services.rollout.engines.base import DraftTotals, EngineCapabilities, check_tensors
 from services.rollout.engines.engine_config import EngineConfig
 from services.rollout.engines.external import EngineDiedError, ExternalEngine, SegmentStream
-from services.rollout.engines.request_segments import Segment, TokenChunk, segment_seed
+from services.rollout.engines.request_segments import Segment, TokenChunk
 from services.weightsync.canary import canary_tolerance
 from services.weightsync.endpoints import Place
 from services.weightsync.plan import WeightPlan
@@ -26,17 +25,10 @@ from services.wire.data.model_inputs import ModelInputs
 
 logger = logging.getLogger(__name__)
 
-_SCORE_TIMEOUT_S: Final = 60.0
 _FIRST_RETRY_S: Final = 0.1
 _MAX_ATTEMPTS: Final = 3
 """Failures of one request, without a token between them, after which the engine ends."""
 _MAX_FAILED: Final = 4096
-
-
-def build(config: EngineConfig) -> "FleetEngine":
-    """Builds the engine; :meth:`FleetEngine.run` attaches to its servers."""
-    backend = FleetBackend(config)
-    return FleetEngine.ordered(backend, config, length_argument="max_model_len")
 
 
 class FleetBackend:
@@ -44,31 +36,30 @@ class FleetBackend:
 
     Args:
         config: Its arguments are ``addresses`` and, if the servers have one, ``token``.
+        kind: Class of the servers.
+        capabilities: Features of the servers.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
-        self.capabilities = EngineCapabilities(
-            name="vllm-server",
-            # A server cuts responses whose version it replaces, and their caches end with them.
-            kv_policies=frozenset({"recompute"}),
-            stop_texts=True,
-            truncation=False,
-            seeds=config.is_reproducible,
-        )
-        self._config = config
+    def __init__(
+        self, config: EngineConfig, kind: type[FleetServer], capabilities: EngineCapabilities
+    ) -> None:
+        self.capabilities = capabilities
         reach = config.reach or AddressPolicy()
         # A restarted process of the same worker takes its servers over at once.
         owner = config.worker or secrets.token_hex(8)
         servers = [
-            FleetServer(
-                address, owner=owner, reach=reach, token=str(config.arguments.get("token", ""))
+            kind(
+                address,
+                owner=owner,
+                reach=reach,
+                token=str(config.arguments.get("token", "")),
+                draws_by_seed=capabilities.seeds,
             )
             for address in config.arguments["addresses"]
         ]
         self.fleet = Fleet(
             servers,
-            check=self._check,
-            score=self._score,
+            check=lambda server: server.check_fit(config),
             tolerance=canary_tolerance([config.dtype_name]),
             report=config.report,
             on_lost=self._cut_streams,
@@ -83,8 +74,7 @@ class FleetBackend:
 
     @property
     def kv_capacity_tokens(self) -> int:
-        engines = [server.facts.engine for server in self.fleet.attached if server.facts]
-        return max(1, sum(int(engine["kv_capacity_tokens"]) for engine in engines))
+        return max(1, sum(server.kv_capacity_tokens for server in self.fleet.attached))
 
     async def serve(self, started: Callable[[], None]) -> None:
         """Attaches to the servers and keeps them on the newest weights until cancelled."""
@@ -108,9 +98,8 @@ class FleetBackend:
         request = part.request
         prefix = hash(request.context_ids[: len(request.context_ids) - request.draw_offset])
         stream = FleetStream(
-            part.segment_id,
+            part,
             lambda: self.fleet.lease(prefix, self._failures.get(request.request_id, {})),
-            lambda server: self._body(part, server),
             self.fleet.lose,
             lambda server, reason: self._fail(request.request_id, server, reason),
             lambda: self._failures.pop(request.request_id, None),
@@ -164,90 +153,6 @@ class FleetBackend:
     async def wake(self) -> None:
         """Does nothing."""
 
-    def _body(self, part: Segment, server: FleetServer) -> Mapping[str, Any]:
-        """Returns vLLM's request for a segment."""
-        request = part.request
-        parameters: dict[str, Any] = {
-            "max_tokens": part.max_tokens,
-            "temperature": request.temperature,
-            "logprobs": 0,
-            "stop_token_ids": sorted(request.stop_token_ids),
-            "ignore_eos": True,
-            "detokenize": False,
-        }
-        if self.capabilities.seeds:
-            parameters["seed"] = segment_seed(request.seed, part.draw_offset)
-        return {
-            "token_ids": part.context_ids,
-            "sampling_params": parameters,
-            "stream": True,
-            # Blocks of an earlier session may be those of other weights.
-            "cache_salt": f"{server.session}.{part.cache_salt}",
-        }
-
-    async def _score(self, server: FleetServer, token_ids: Sequence[int]) -> tuple[float, ...]:
-        body = {
-            "token_ids": list(token_ids),
-            "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False},
-            "stream": False,
-        }
-        answer = await server.ask(GENERATE, body, timeout_s=_SCORE_TIMEOUT_S)
-        try:
-            _, *entries = answer["prompt_logprobs"]
-            return tuple(
-                float(entry[str(token)]["logprob"])
-                for token, entry in zip(token_ids[1:], entries, strict=True)
-            )
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise ServerRefusedError(
-                f"{server.address} returned no logprobs of a prompt ({error!r}); its vLLM is too old"
-            ) from error
-
-    def _check(self, server: FleetServer) -> None:
-        """Refuses a server whose engine cannot serve this run, with what it lacks."""
-        assert server.facts is not None, "the server has attached"
-        engine = server.facts.engine
-        text = self._config.config.get_text_config()
-        expected = {
-            "vocab_size": int(text.vocab_size),
-            "num_hidden_layers": int(text.num_hidden_layers),
-            "hidden_size": int(text.hidden_size),
-            "dtype": self._config.dtype_name,
-        }
-        fixes = {
-            "logprobs_mode": ("processed_logprobs", "--logprobs-mode processed_logprobs"),
-            "head_dtype": ("float32", """--hf-overrides '{"head_dtype": "float32"}'"""),
-            "takes_tokens": (True, "--enable-scale-out"),
-            "data_parallel_size": (1, "one server for each replica"),
-            "api_processes": (1, "--api-server-count 1"),
-        }
-        problems = [
-            f"{name} is {engine.get(name)!r}, but the run needs {value!r}"
-            for name, value in expected.items()
-            if engine.get(name) != value
-        ]
-        problems += [
-            f"{name} is {engine.get(name)!r}; start vLLM with {fix}"
-            for name, (value, fix) in fixes.items()
-            if engine.get(name) != value
-        ]
-        longest = int(text.max_position_embeddings)
-        needed = min(longest, self._config.arguments.get("max_model_len", longest))
-        try:
-            most, _ = int(engine["max_model_len"]), int(engine["kv_capacity_tokens"])
-        except (LookupError, TypeError, ValueError) as error:
-            raise ServerRefusedError(
-                f"{server.address} describes its engine without max_model_len and kv_capacity_tokens: "
-                f"{dict(engine)!s:.300}"
-            ) from error
-        if most < needed:
-            problems.append(
-                f"max_model_len is {most}, but the run's requests may have {needed} tokens; raise "
-                f"--max-model-len, or set rollout.engine_arguments.max_model_len to {most}"
-            )
-        if problems:
-            raise ServerRefusedError(f"{server.address}: {'; '.join(problems)}")
-
 
 class _Ended:
     """Stream of a segment without tokens."""
@@ -299,7 +204,7 @@ class FleetEngine(ExternalEngine):
     ) -> tuple[float, ...]:
         """Scores a text as other engines do, but lets adoptions pass while no server is there."""
         await self._started.wait()
-        for wait_s in delays(_FIRST_RETRY_S, _SCORE_TIMEOUT_S):
+        for wait_s in delays(_FIRST_RETRY_S, SCORE_TIMEOUT_S):
             await self.backend.fleet.wait_serving()
             try:
                 return await super().score(token_ids, model_inputs)
@@ -315,5 +220,6 @@ class FleetEngine(ExternalEngine):
             ValueError: Always.
         """
         raise ValueError(
-            "rollout.engine vllm-server does not expose its live weights; use weight_sync.mode cpu_async"
+            f"rollout.engine {self.capabilities.name} does not expose its live weights; use "
+            "weight_sync.mode cpu_async"
         )

@@ -8,7 +8,7 @@ once and gets no work before it has attached again and received the current vers
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Hashable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Hashable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
@@ -65,16 +65,12 @@ class _Canary:
     logprobs: tuple[float, ...]
 
 
-Scorer = Callable[[FleetServer, Sequence[int]], Awaitable[tuple[float, ...]]]
-
-
 class Fleet:
     """Keeps all servers of a run on its newest weights.
 
     Args:
         servers: The servers.
         check: Raises ServerRefusedError if a server that has attached cannot serve the run.
-        score: Returns a server's logprobs of a text.
         tolerance: Max mean absolute difference of the canary's logprobs between two servers.
         report: Receives what happened to which server, for people.
         on_lost: Called when a server gets no more work; its responses must end.
@@ -85,14 +81,12 @@ class Fleet:
         servers: Sequence[FleetServer],
         *,
         check: Callable[[FleetServer], None],
-        score: Scorer,
         tolerance: float,
         report: Callable[[str, str], None],
         on_lost: Callable[[FleetServer], None] = lambda server: None,
     ) -> None:
         self._servers = tuple(servers)
         self._check = check
-        self._score = score
         self._tolerance = tolerance
         self._report = report
         self._on_lost = on_lost
@@ -327,7 +321,7 @@ class Fleet:
         canary = self._canary
         if canary is None or canary.version != server.version or server.compared is canary:
             return
-        scored = await self._score(server, canary.token_ids)
+        scored = await server.score(canary.token_ids)
         server.compared = canary
         if problem := self._contradiction(server, scored, canary.logprobs):
             raise ServerRefusedError(problem)
@@ -345,7 +339,7 @@ class Fleet:
     ) -> tuple[float, ...] | None:
         """Returns the logprobs of a text; None if the server is lost before it has answered."""
         session = server.session
-        scoring = asyncio.ensure_future(self._score(server, token_ids))
+        scoring = asyncio.ensure_future(server.score(token_ids))
         try:
             while server.session == session and not scoring.done():
                 changing = asyncio.ensure_future(self._change())

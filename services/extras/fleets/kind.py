@@ -58,7 +58,7 @@ def _is_address(address: Any) -> bool:
 
 
 KIND: Final = FleetKind(
-    adapter="services.extras.fleets.engine:build",
+    adapter="services.extras.fleets.vllm_server:build",
     arguments=frozenset({"addresses", "token", "max_model_len"}),
     harmless_arguments=frozenset({"addresses", "token", "max_model_len"}),
     is_remote=True,

@@ -3,16 +3,20 @@
 import asyncio
 import json
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Final
 
 import httpx
 
-from services.extras.fleets.client import FleetServer, ServerAwayError, reason_of
-from services.extras.fleets.protocol import GENERATE
+from services.extras.fleets.client import (
+    FleetServer,
+    ServerAwayError,
+    ServerFailedError,
+    reason_of,
+)
 from services.rollout.engines.external import EngineDiedError
-from services.rollout.engines.request_segments import TokenChunk
+from services.rollout.engines.request_segments import Segment, TokenChunk
 from services.rollout.failures import BusyError, CallError
 
 _MAX_LINE_BYTES: Final = 16 << 20
@@ -28,16 +32,11 @@ Lease = Callable[[], AbstractAsyncContextManager[FleetServer]]
 """Waits for a server with the version of the segment, and holds a place on it."""
 
 
-class ServerFailedError(RuntimeError):
-    """A server failed in one request, which may be at fault itself: the server keeps its other work."""
-
-
 class FleetStream:
     """Stream of a segment; it ends with ``abort`` if its server is lost or gets other weights.
 
     Args:
         lease: Returns a context that holds a place on a server.
-        body: Returns the request in vLLM's form for a server.
         on_lost: Receives the server and the reason if the server ended the stream before its time.
         on_failed: Receives the server and the reason if the server failed in this request; an error that it
             raises ends the stream.
@@ -46,18 +45,17 @@ class FleetStream:
 
     def __init__(
         self,
-        segment_id: str,
+        segment: Segment,
         lease: Lease,
-        body: Callable[[FleetServer], Mapping[str, Any]],
         on_lost: Callable[[FleetServer, str], None],
         on_failed: Callable[[FleetServer, str], None],
         on_tokens: Callable[[], object],
     ) -> None:
-        self.segment_id = segment_id
+        self.segment_id = segment.segment_id
+        self._segment = segment
         self.server: FleetServer | None = None
         """The server that samples; None while the segment waits for one."""
         self._lease = lease
-        self._body = body
         self._on_lost = on_lost
         self._on_failed = on_failed
         self._on_tokens = on_tokens
@@ -125,7 +123,8 @@ class FleetStream:
 
     async def _read_from(self, server: FleetServer) -> TokenChunk:
         """Passes on the tokens of a response but the last; returns these with their finish reason."""
-        async with server.stream(GENERATE, self._body(server)) as response:
+        read = server.read_events(self._segment)
+        async with server.stream(server.body(self._segment)) as response:
             if response.status_code != 200:
                 await _refuse(server, response)
             last: TokenChunk | None = None
@@ -134,7 +133,7 @@ class FleetStream:
                     raise ServerFailedError(
                         f"{server.address} ended a response: {str(error)[:300]}"
                     )
-                if last is None and (chunk := _chunk(server, event)) is not None:
+                if last is None and (chunk := read(event)) is not None:
                     if chunk.token_ids:
                         self._on_tokens()
                     if chunk.finish_reason is None:
@@ -207,31 +206,6 @@ async def _events(server: FleetServer, response: httpx.Response) -> AsyncIterato
         raise ServerAwayError(
             f"the connection to {server.address} ended in the middle of a response"
         )
-
-
-def _chunk(server: FleetServer, event: Mapping[str, Any]) -> TokenChunk | None:
-    """Reads the tokens of an event; None for an event without a choice.
-
-    Raises:
-        ServerFailedError: If it is malformed, or lacks a token's logprob.
-    """
-    if not event.get("choices"):
-        return None
-    try:
-        (choice,) = event["choices"]
-        token_ids = [int(token) for token in choice.get("token_ids") or []]
-        content = (choice.get("logprobs") or {}).get("content") or []
-        logprobs = [
-            float(entry["logprob"]) for entry in content if entry.get("token_id") is not None
-        ]
-        reason = choice.get("finish_reason")
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise _malformed(server, json.dumps(event).encode()) from error
-    if len(logprobs) != len(token_ids):
-        raise ServerFailedError(
-            f"{server.address} sent {len(token_ids)} tokens with {len(logprobs)} logprobs"
-        )
-    return TokenChunk(token_ids=token_ids, logprobs=logprobs, finish_reason=reason)
 
 
 def _malformed(server: FleetServer, text: bytes) -> ServerFailedError:

@@ -16,8 +16,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from torch import Tensor
 
-from services.extras.fleets.client import FleetServer
 from services.extras.fleets.server import FleetMember
+from services.extras.fleets.vllm_server import VllmServer
 from services.extras.fleets.weights import FleetWeights
 from services.rollout.calls.outside import AddressPolicy
 from services.rollout.engines.shared_tensors import open_shared
@@ -189,9 +189,9 @@ async def serving(number: int = 1) -> AsyncIterator[list[FakeServer]]:
 
 
 @asynccontextmanager
-async def attached(server: FakeServer, owner: str = "run/rollout-0") -> AsyncIterator[FleetServer]:
+async def attached(server: FakeServer, owner: str = "run/rollout-0") -> AsyncIterator[VllmServer]:
     """Yields a client that has attached to a server."""
-    client = FleetServer(server.address, owner=owner, reach=LOCAL, token=TOKEN)
+    client = VllmServer(server.address, owner=owner, reach=LOCAL, token=TOKEN)
     await client.attach()
     try:
         yield client

@@ -12,7 +12,8 @@ from transformers import Qwen2Config
 
 from services.extras.fleets import fleet as fleet_module
 from services.extras.fleets import stream as stream_module
-from services.extras.fleets.engine import FleetEngine, build
+from services.extras.fleets.engine import FleetEngine
+from services.extras.fleets.vllm_server import build
 from services.rollout.engines.base import GenerationResult
 from services.rollout.engines.engine_config import EngineConfig
 from services.rollout.engines.external import EngineDiedError
@@ -206,7 +207,7 @@ async def test_a_failure_of_an_old_session_does_not_end_the_new_one(
                 went_on.set()
             return ()
 
-        monkeypatch.setattr(fleet, "_score", fail)
+        monkeypatch.setattr(client, "score", fail)
         trying = asyncio.ensure_future(fleet._try_score(client, (1, 2)))
         await asyncio.sleep(0)
         fleet.lose(client, "its check failed")

@@ -11,7 +11,6 @@ import pytest
 from services.extras.fleets import serve
 from services.extras.fleets import server as module
 from services.extras.fleets.client import (
-    FleetServer,
     ServerAwayError,
     ServerBusyError,
     ServerRefusedError,
@@ -25,6 +24,7 @@ from services.extras.fleets.protocol import (
     WEIGHTS,
     WITHOUT_TOKEN,
 )
+from services.extras.fleets.vllm_server import VllmServer
 from services.extras.fleets.weights import BUCKET_BYTES
 from tests.unit.extras.fleets.servers import (
     LOCAL,
@@ -51,7 +51,7 @@ async def _post(server: FakeServer, path: str, body: Any = None, **headers: str)
         )
 
 
-async def _brought(client: FleetServer, version: int, value: float) -> None:
+async def _brought(client: VllmServer, version: int, value: float) -> None:
     weights = fleet_weights(version, value)
     await client.upload(weights)
     await client.load(weights)
@@ -76,7 +76,7 @@ async def test_a_server_without_a_token_receives_weights_only_if_it_is_told_to(
     async with serving() as (server,):
         assert server.app is not None
         server.app.state.args.api_key = keys
-        client = FleetServer(server.address, owner="a", reach=LOCAL)
+        client = VllmServer(server.address, owner="a", reach=LOCAL)
         with pytest.raises(ServerRefusedError, match="403: this server has no token"):
             await client.attach()
         assert (await _post(server, "/metrics")).status_code != 403
@@ -121,7 +121,7 @@ async def test_another_owner_is_refused_until_the_first_one_is_silent(
     async with serving() as (server,), attached(server) as client:
         await _brought(client, 1, 0.5)
         headers = client.request_headers()
-        other = FleetServer(server.address, owner="other", reach=LOCAL, token=TOKEN)
+        other = VllmServer(server.address, owner="other", reach=LOCAL, token=TOKEN)
         with pytest.raises(ServerBusyError, match="'run/rollout-0' uses this server"):
             await other.attach()
         monkeypatch.setattr(module, "LEASE_S", 0.0)
@@ -146,7 +146,7 @@ async def test_a_response_of_an_earlier_version_is_cut_when_the_next_one_loads()
         first = asyncio.Event()
 
         async def read() -> None:
-            async with client.stream(GENERATE, BODY) as response:
+            async with client.stream(BODY) as response:
                 async for line in response.aiter_lines():
                     lines.append(line)
                     first.set()
@@ -274,7 +274,7 @@ async def test_an_owner_whose_weights_load_is_not_silent(monkeypatch: pytest.Mon
         server.engine.collective_rpc = slow  # type: ignore[method-assign]
         loading = asyncio.ensure_future(client.load(weights))
         await started.wait()
-        other = FleetServer(server.address, owner="other", reach=LOCAL, token=TOKEN)
+        other = VllmServer(server.address, owner="other", reach=LOCAL, token=TOKEN)
         with pytest.raises(ServerAwayError, match="503: weights have been loading"):
             await other.attach()
         attaching = asyncio.ensure_future(other.attach())
@@ -315,7 +315,7 @@ async def test_a_server_without_the_middleware_is_named() -> None:
         await send({"type": "http.response.start", "status": 404, "headers": []})
         await send({"type": "http.response.body", "body": b"Not Found"})
 
-    client = FleetServer(
+    client = VllmServer(
         "http://127.0.0.1:1",
         owner="a",
         reach=LOCAL,
@@ -328,7 +328,7 @@ async def test_a_server_without_the_middleware_is_named() -> None:
 
 @pytest.mark.parametrize("answer", [[], {"api": 1}, {"api": 1, "session": "a", "instance": "b"}])
 async def test_a_malformed_answer_names_the_server(answer: Any) -> None:
-    client = FleetServer(
+    client = VllmServer(
         "http://127.0.0.1:1",
         owner="a",
         reach=LOCAL,

@@ -1,0 +1,289 @@
+"""A vLLM server of a fleet, whose middleware (``server.py``) keeps sessions and receives weights."""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from services.common.task_group import gather_in_group
+from services.extras.fleets.client import (
+    ANSWER_TIMEOUT_S,
+    END_TIMEOUT_S,
+    LEAST_RATE,
+    LOAD_TIMEOUT_S,
+    SCORE_TIMEOUT_S,
+    FleetServer,
+    ReadEvent,
+    ServerAwayError,
+    ServerFailedError,
+    ServerRefusedError,
+)
+from services.extras.fleets.engine import FleetBackend, FleetEngine
+from services.extras.fleets.protocol import (
+    API,
+    ATTACH,
+    GENERATE,
+    LOAD,
+    SESSION_HEADER,
+    STATE,
+    VERSION_HEADER,
+    WEIGHTS,
+)
+from services.extras.fleets.weights import BUCKET_BYTES, FleetWeights
+from services.rollout.engines.base import EngineCapabilities
+from services.rollout.engines.engine_config import EngineConfig
+from services.rollout.engines.request_segments import Segment, TokenChunk, segment_seed
+
+logger = logging.getLogger(__name__)
+
+_BUCKETS_AT_ONCE: Final = 2
+
+
+def build(config: EngineConfig) -> FleetEngine:
+    """Builds the engine ``vllm-server``; :meth:`FleetEngine.run` attaches to its servers."""
+    capabilities = EngineCapabilities(
+        name="vllm-server",
+        # A server cuts responses whose version it replaces, and their caches end with them.
+        kv_policies=frozenset({"recompute"}),
+        stop_texts=True,
+        truncation=False,
+        seeds=config.is_reproducible,
+    )
+    backend = FleetBackend(config, VllmServer, capabilities)
+    return FleetEngine.ordered(backend, config, length_argument="max_model_len")
+
+
+class VllmServer(FleetServer):
+    """Speaks the interface of ``protocol`` to a server's middleware."""
+
+    path = GENERATE
+    wrong_path = (
+        "is no member of a fleet; start vLLM with --middleware services.extras.fleets.server.FleetMember "
+        "and --enable-scale-out"
+    )
+
+    def __init__(self, address: str, **options: Any) -> None:
+        super().__init__(address, **options)
+        self._engine: dict[str, Any] = {}
+        """Result of ``server.describe_engine``."""
+
+    @property
+    def kv_capacity_tokens(self) -> int:
+        return int(self._engine["kv_capacity_tokens"])
+
+    async def attach(self) -> None:
+        self.detach()
+        answer = await self._call("POST", ATTACH, {"owner": self._owner}, is_new=True)
+        with self.reading(answer):
+            api = answer.get("api")
+        if api != API:
+            raise ServerRefusedError(
+                f"{self.address} has version {api} of the fleet's interface, expected {API}; "
+                "install the same release of slipstream there"
+            )
+        with self.reading(answer):
+            self._engine = dict(answer["engine"])
+            self._session = str(answer["session"])
+
+    def problems(self, config: EngineConfig) -> Iterator[str]:
+        engine = self._engine
+        text = config.config.get_text_config()
+        expected = {
+            "vocab_size": int(text.vocab_size),
+            "num_hidden_layers": int(text.num_hidden_layers),
+            "hidden_size": int(text.hidden_size),
+            "dtype": config.dtype_name,
+        }
+        fixes = {
+            "logprobs_mode": ("processed_logprobs", "--logprobs-mode processed_logprobs"),
+            "head_dtype": ("float32", """--hf-overrides '{"head_dtype": "float32"}'"""),
+            "takes_tokens": (True, "--enable-scale-out"),
+            "data_parallel_size": (1, "one server for each replica"),
+            "api_processes": (1, "--api-server-count 1"),
+        }
+        for name, value in expected.items():
+            if engine.get(name) != value:
+                yield f"{name} is {engine.get(name)!r}, but the run needs {value!r}"
+        for name, (value, fix) in fixes.items():
+            if engine.get(name) != value:
+                yield f"{name} is {engine.get(name)!r}; start vLLM with {fix}"
+        longest = int(text.max_position_embeddings)
+        needed = min(longest, config.arguments.get("max_model_len", longest))
+        try:
+            most, _ = int(engine["max_model_len"]), int(engine["kv_capacity_tokens"])
+        except (LookupError, TypeError, ValueError) as error:
+            raise ServerRefusedError(
+                f"{self.address} describes its engine without max_model_len and kv_capacity_tokens: "
+                f"{dict(engine)!s:.300}"
+            ) from error
+        if most < needed:
+            yield (
+                f"max_model_len is {most}, but the run's requests may have {needed} tokens; raise "
+                f"--max-model-len, or set rollout.engine_arguments.max_model_len to {most}"
+            )
+
+    async def check(self) -> None:
+        self._take(await self._call("GET", STATE))
+
+    async def upload(self, weights: FleetWeights) -> None:
+        self.received = None
+        announced = {
+            "version": weights.version,
+            "bucket_bytes": BUCKET_BYTES,
+            "tensors": [[spec.name, spec.shape, spec.dtype] for spec in weights.plan.tensors],
+        }
+        timeout_s = ANSWER_TIMEOUT_S + weights.num_bytes / LEAST_RATE
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._call("POST", WEIGHTS, announced, timeout_s=timeout_s)
+                slots = asyncio.Semaphore(_BUCKETS_AT_ONCE)
+                await gather_in_group(
+                    [self._send(weights, index, slots) for index in range(weights.num_buckets)]
+                )
+        except TimeoutError as error:
+            raise ServerAwayError(
+                f"{self.address} did not receive version {weights.version} within {timeout_s:.0f} s"
+            ) from error
+        self.received = weights
+
+    async def _send(self, weights: FleetWeights, index: int, slots: asyncio.Semaphore) -> None:
+        async def parts() -> AsyncIterator[bytes]:
+            for part in weights.parts(index):
+                yield part
+
+        async with slots:
+            await self._call(
+                "PUT",
+                f"{WEIGHTS}/{index}",
+                parts(),
+                headers={
+                    "Content-Type": "application/octet-stream",
+                    "Content-Length": str(weights.bucket_bytes(index)),
+                    VERSION_HEADER: str(weights.version),
+                },
+                timeout_s=None,
+            )
+
+    async def load(self, weights: FleetWeights) -> None:
+        self.received = None
+        self.withdraw()
+        answer = await self._call(
+            "POST",
+            LOAD,
+            {"version": weights.version, "digest": weights.digest},
+            timeout_s=LOAD_TIMEOUT_S,
+        )
+        with self.reading(answer):
+            differing = [str(name) for name in answer.get("differing") or ()]
+        if differing:
+            raise ServerRefusedError(
+                f"{self.address} holds other weights than version {weights.version}: {len(differing)} "
+                f"tensors differ, such as {', '.join(differing[:3])}; check how vLLM was started there"
+            )
+        self._take(answer)
+        if not self.serves(weights):
+            raise ServerRefusedError(
+                f"{self.address} serves version {self.version} with digest {self.digest[:12]}, expected "
+                f"{weights.version} with {weights.digest[:12]}"
+            )
+        logger.debug("weights loaded", extra={"server": self.address, "ways": answer.get("ways")})
+
+    async def end(self) -> None:
+        await self._call("DELETE", ATTACH, timeout_s=END_TIMEOUT_S)
+
+    def request_headers(self) -> dict[str, str]:
+        """Returns the headers of a request that must sample under the version in service."""
+        return {SESSION_HEADER: self._session, VERSION_HEADER: str(self.version)}
+
+    def body(self, segment: Segment) -> Mapping[str, Any]:
+        request = segment.request
+        parameters: dict[str, Any] = {
+            "max_tokens": segment.max_tokens,
+            "temperature": request.temperature,
+            "logprobs": 0,
+            "stop_token_ids": sorted(request.stop_token_ids),
+            "ignore_eos": True,
+            "detokenize": False,
+        }
+        if self.draws_by_seed:
+            parameters["seed"] = segment_seed(request.seed, segment.draw_offset)
+        return {
+            "token_ids": segment.context_ids,
+            "sampling_params": parameters,
+            "stream": True,
+            # Blocks of an earlier session may be those of other weights.
+            "cache_salt": f"{self.session}.{segment.cache_salt}",
+        }
+
+    def read_events(self, segment: Segment) -> ReadEvent:
+        return self._chunk
+
+    def _chunk(self, event: Mapping[str, Any]) -> TokenChunk | None:
+        """Reads the tokens of an event; None for an event without a choice.
+
+        Raises:
+            ServerFailedError: If it is malformed, or lacks a token's logprob.
+        """
+        if not event.get("choices"):
+            return None
+        try:
+            (choice,) = event["choices"]
+            token_ids = [int(token) for token in choice.get("token_ids") or []]
+            content = (choice.get("logprobs") or {}).get("content") or []
+            logprobs = [
+                float(entry["logprob"]) for entry in content if entry.get("token_id") is not None
+            ]
+            reason = choice.get("finish_reason")
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise ServerFailedError(
+                f"{self.address} sent a malformed event: {json.dumps(event)[:200]}"
+            ) from error
+        if len(logprobs) != len(token_ids):
+            raise ServerFailedError(
+                f"{self.address} sent {len(token_ids)} tokens with {len(logprobs)} logprobs"
+            )
+        return TokenChunk(token_ids=token_ids, logprobs=logprobs, finish_reason=reason)
+
+    async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+        body = {
+            "token_ids": list(token_ids),
+            "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False},
+            "stream": False,
+        }
+        headers = self.request_headers()
+        answer = await self._call(
+            "POST", GENERATE, body, headers=headers, timeout_s=SCORE_TIMEOUT_S
+        )
+        try:
+            _, *entries = answer["prompt_logprobs"]
+            return tuple(
+                float(entry[str(token)]["logprob"])
+                for token, entry in zip(token_ids[1:], entries, strict=True)
+            )
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise ServerRefusedError(
+                f"{self.address} returned no logprobs of a prompt ({error!r}); its vLLM is too old"
+            ) from error
+
+    def _take(self, state: Mapping[str, Any]) -> None:
+        with self.reading(state):
+            version = state["version"]
+            self.version = None if version is None else int(version)
+            self.digest = str(state["digest"])
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | AsyncIterator[bytes] | None = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float | None = ANSWER_TIMEOUT_S,
+        is_new: bool = False,
+    ) -> Any:
+        """Sends a request of this session; see :meth:`ask`."""
+        session = {} if is_new else {SESSION_HEADER: self._session}
+        return await self.ask(
+            method, path, body, headers={**session, **(headers or {})}, timeout_s=timeout_s
+        )
