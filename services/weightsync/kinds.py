@@ -15,11 +15,6 @@ GLOO: Final = Transport(
     device="cpu",
     least_rate=100e6,
 )
-HANDLE: Final = Transport(
-    opener="services.weightsync.handle:open_handle",
-    least_rate=1e9,
-    ends_at_abort=True,
-)
 SHADOW: Final = WeightMode(receiver="services.weightsync.modes.shadow:shadow_receiver", lends=True)
 INPLACE: Final = WeightMode(
     receiver="services.weightsync.modes.inplace:InplaceReceiver", is_in_place=True

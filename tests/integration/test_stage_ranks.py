@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig
 
 from services.common.runspec.run import RunSpec
+from services.extras.reference_engine.engine import ReferenceEngine
 from services.extras.stages.engine import StagesEngine
 from services.extras.stages.layout import build_stage
 from services.extras.stages.modules import StagedPolicy
@@ -19,7 +20,6 @@ from services.trainer.batch.packing import pack
 from services.trainer.engines.base import score_text
 from services.trainer.engines.fsdp.engine import FsdpEngine
 from services.trainer.engines.fsdp.parallel import distribute
-from services.trainer.engines.reference import ReferenceEngine
 from services.weightsync.plan import row_shards
 from services.wire.data.jagged import Jagged
 from services.wire.step_command import StepCommand

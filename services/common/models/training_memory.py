@@ -178,7 +178,7 @@ _KV_SHARE: Final = 0.1
 _CHECKPOINTING_ORDER: Final = (False, "selective", True)
 """Values that ``trainer.activation_checkpointing: auto`` tries, in order."""
 ROOM: Final = 256 << 20
-"""Size of the shared buffer that ``weightsync/handle.py`` exports."""
+"""Size of the shared buffer that the transport ``handle`` exports."""
 # Tensors that a layer keeps of each token, in multiples of the hidden size, of all queries, and of
 # all keys, besides its feed-forward part, which keeps gate, up and their product.
 _HIDDENS, _QUERIES, _KEY_VALUES, _FEED_FORWARD = 4, 2, 2, 3

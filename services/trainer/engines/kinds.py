@@ -1,4 +1,4 @@
-"""Properties of the training engines. Imports no torch."""
+"""Properties of the training engine ``fsdp``. Imports no torch."""
 
 from typing import Final
 
@@ -7,22 +7,4 @@ from services.common.runspec.train_engines import TrainEngineKind
 FSDP: Final = TrainEngineKind(
     build="services.trainer.engines.fsdp.build:build",
     supported={"trainer.pipeline_parallel": (1,)},
-)
-REFERENCE: Final = TrainEngineKind(
-    build="services.trainer.engines.reference:build",
-    supported={
-        "trainer.world_size": (1,),
-        "trainer.pipeline_parallel": (1,),
-        "trainer.dtype": ("float32",),
-        "trainer.lora": (None,),
-        "trainer.optimizer.kind": ("adamw",),
-        "trainer.compile": (False,),
-        "trainer.cpu_offload": (False,),
-        "trainer.activation_offloading": (False,),
-        "trainer.activation_checkpointing": ("auto", False),
-        "trainer.balancing.kind": ("none",),
-        "rollout.routing_replay": ("off",),
-        "topology.placement": ("disaggregated",),
-    },
-    serves_own_gpus=False,
 )

@@ -16,6 +16,7 @@ from services.common.models.training_memory import (
 )
 from services.common.runspec.engines import ENGINES
 from services.common.runspec.run import RunSpec
+from services.extras.handle import transport as handle
 from services.rollout.engines.memory import (
     MemoryPlan,
     ModelSize,
@@ -25,7 +26,6 @@ from services.rollout.engines.memory import (
     plan_memory,
     plan_of,
 )
-from services.weightsync import handle
 from tests.helpers.specs import spec_with
 
 GB = 10**9

@@ -16,13 +16,13 @@ from services.common.fields import ALL_TOKENS, SAMPLER_TOP_K
 from services.common.models.loading import build_model
 from services.common.runspec.run import RunSpec
 from services.common.runspec.train_engines import ENGINES
+from services.extras.reference_engine.engine import ReferenceEngine
 from services.rollout.engines.torch.decoding import most_likely
 from services.trainer.algorithm.centering import score_centering
 from services.trainer.batch.plan import StepPlan
 from services.trainer.batch.samples import BatchFacts, Samples, build_samples
 from services.trainer.collectives import MetricTotals
 from services.trainer.engines.base import ModelRole, TrainEngine, score_text
-from services.trainer.engines.reference import ReferenceEngine
 from services.trainer.model.policy import Critic, Policy, freeze
 from services.trainer.steps.critic import CriticRunner
 from services.trainer.steps.objective import Objective, PolicyLoss, num_counted

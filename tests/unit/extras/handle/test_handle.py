@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from services.common.errors import DataLossError, FailedPreconditionError
-from services.weightsync import arena, handle, shared_buffers
+from services.extras.handle import transport as handle
+from services.weightsync import arena, shared_buffers
 from services.weightsync.group import Channel
 from tests.helpers.weight_members import Cluster
 

@@ -5,5 +5,5 @@ from typing import Final
 from services.common.runspec.engines import EngineKind
 
 KIND: Final = EngineKind(
-    adapter="services.rollout.engines.none:build", arguments=frozenset(), has_model=False
+    adapter="services.extras.no_engine.engine:build", arguments=frozenset(), has_model=False
 )

@@ -1,0 +1,1 @@
+"""Engine ``none`` of rollouts that only read rows."""

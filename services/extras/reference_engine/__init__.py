@@ -1,0 +1,1 @@
+"""Training engine ``reference``: one rank of plain transformers in float32."""
