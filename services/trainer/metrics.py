@@ -123,6 +123,9 @@ _LABELLED = {
     "kl_ref": (KL, "policy_ref"),
     "rank_tokens_min": (RANK_TOKENS, "min"),
     "rank_tokens_max": (RANK_TOKENS, "max"),
+    "gpu_memory_peak_bytes": (GPU_MEMORY, "peak"),
+    "gpu_memory_reserved_bytes": (GPU_MEMORY, "reserved"),
+    "gpu_memory_driver_bytes": (GPU_MEMORY, "driver"),
 }
 
 
@@ -148,8 +151,6 @@ def observe_step(run: str, step: int, result: "StepResult") -> None:
     LEFT_OUT.labels(run).inc(metrics.get("left_out_sequences", 0.0))
     if "mfu" in metrics:
         MFU.labels(run).set(metrics["mfu"])
-    if "gpu_memory_peak_bytes" in metrics:
-        GPU_MEMORY.labels(run, "peak").set(metrics["gpu_memory_peak_bytes"])
     if "tokens" in metrics:
         TOKEN_RATE.labels(run).set(metrics["tokens_per_s"])
         TOKENS.labels(run, "response").inc(metrics["response_tokens"])

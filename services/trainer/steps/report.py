@@ -232,6 +232,21 @@ def _by_staleness(metrics: dict[str, float]) -> dict[str, float]:
     return metrics
 
 
+def gpu_memory(device: torch.device) -> dict[str, float]:
+    """Returns the peak of a GPU's memory since the last reset of torch's statistics, in bytes.
+
+    Returns:
+        ``gpu_memory_peak_bytes`` of tensors; ``gpu_memory_reserved_bytes``, which torch's allocator holds
+        for them; ``gpu_memory_driver_bytes``, which all processes use now.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    return {
+        "gpu_memory_peak_bytes": float(torch.cuda.max_memory_allocated(device)),
+        "gpu_memory_reserved_bytes": float(torch.cuda.max_memory_reserved(device)),
+        "gpu_memory_driver_bytes": float(total - free),
+    }
+
+
 def utilization(early: StepAccumulator, engine: TrainEngine, *, num_gpus: int) -> dict[str, float]:
     """Returns the shared token fraction, the ranks' balance, compilations and, on GPUs, peak memory and MFU.
 
@@ -247,7 +262,7 @@ def utilization(early: StepAccumulator, engine: TrainEngine, *, num_gpus: int) -
     device = engine.device
     if device.type != "cuda":
         return used
-    used["gpu_memory_peak_bytes"] = float(torch.cuda.max_memory_allocated(device))
+    used |= gpu_memory(device)
     peak = peak_flops(device)
     if peak is not None:
         flops = training_flops(

@@ -43,6 +43,9 @@ def compile_ahead(module: Policy | Critic, spec: TrainerSpec, *, device: torch.d
         with _first_layers(module) if number else nullcontext():
             _score(module, packed)
             _train(module, packed, spec)
+    if device.type == "cuda":
+        # Kernels that the compiler tried had buffers that no step needs again.
+        torch.cuda.empty_cache()
 
 
 def compile_first_layers(module: Policy | Critic, spec: RunSpec, *, device: torch.device) -> None:
