@@ -35,7 +35,8 @@ def planned_gb(spec: RunSpec, model: Path) -> dict[str, float]:
 def watched_memory() -> Iterator[dict[str, float]]:
     """Yields the max GB of each service's processes on this run's GPU, as the driver counts them.
 
-    The dictionary is updated during the block; it stays empty without a GPU.
+    ``gpu`` is the max of all processes, and ``total`` the GPU's memory. The dictionary is updated during the
+    block; it stays empty without a GPU.
     """
     peaks: dict[str, float] = {}
     done = threading.Event()
@@ -47,6 +48,9 @@ def watched_memory() -> Iterator[dict[str, float]]:
                 pid, used = line.split(", ")
                 if name := _service(int(pid)):
                     now[name] = now.get(name, 0.0) + float(used) * 2**20 / 1e9
+            used, total = _query("memory.used,memory.total")[0].split(", ")
+            now["gpu"] = float(used) * 2**20 / 1e9
+            peaks["total"] = round(float(total) * 2**20 / 1e9, 2)
             for name, size in now.items():
                 peaks[name] = max(peaks.get(name, 0.0), round(size, 2))
 

@@ -18,30 +18,51 @@ installed), with ``--dense`` all attend, in as many weights; both go to ``bench/
 Bar: an MFU within 10 % of the dense model's. ``bench.trainer.hybrids`` names the kernels that take the time.
 
 With ``--duel`` the lengths are geometric with a mean of 600, as ``bench.one_gpu_peer`` trains them with TRL;
-each setting's entry goes to ``bench/results/one-gpu-duel.json``.
+each setting's entry goes to ``bench/results/one-gpu-duel.json``. With ``--tail`` their mean is 460 and the
+longest has 3,072 tokens (``one-gpu-tail.json``). Bar at lag 4 on an H200: 53.8 samples/s.
+
+With ``--whole-8b`` all 8.2 billion weights of Qwen3-8B's shape are trained, with moments in host memory and
+weights that arrive in place; each setting's entry goes to ``bench/results/one-gpu-8b.json``.
+
+With ``--mps`` the processes use a Multi-Process Service of their own, which ends with the run.
 """
 
 import argparse
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.e2e.shapes import DENSE, DUEL, HYBRID, QWEN_7B, QWEN_14B, SHAPES, Shape, smoke
+from bench.e2e.shapes import (
+    DENSE,
+    DUEL,
+    HYBRID,
+    QWEN3_8B,
+    QWEN_7B,
+    QWEN_14B,
+    SHAPES,
+    TAIL,
+    Shape,
+    smoke,
+)
 from bench.e2e.timeline import facts, time_line
 from bench.gpu_memory import planned_gb, watched_memory
+from bench.mps import serving_mps
 from bench.report import device_name, read_json, write_json
 from bench.switches import switches
 from bench.whole_run import REPOSITORY, run_folder, run_for
-from services.common.runspec.run import RunSpec
+from services.common.runspec.loader import load_spec
 
 RESULTS = REPOSITORY / "bench" / "results"
 HYBRIDS = RESULTS / "hybrid-gpu.json"
 _TASKS = REPOSITORY / "bench" / "e2e" / "tasks.py"
 _FIRST = 3
+_IN_PLACE = ("weight_sync.mode=inplace",)
+_DECODE = ("decode_fixed_s", "decode_sample_s", "decode_max_samples")
 # A vocabulary of real size: lengths are given, because a random model would not end its responses.
 _SHAPE = replace(
     SHAPES["geometric"],
@@ -64,7 +85,13 @@ def main() -> None:
     kinds.add_argument("--hybrid", action="store_true", help="a model with recurrent layers")
     kinds.add_argument("--dense", action="store_true", help="a model of the hybrid's size without")
     kinds.add_argument("--duel", action="store_true", help="the lengths of bench.one_gpu_peer")
+    kinds.add_argument("--tail", action="store_true", help="a mean of 460 tokens, at most 3,072")
+    kinds.add_argument("--whole-8b", action="store_true", help="all weights of a model of 8B")
+    parser.add_argument("--mps", action="store_true", help="the GPU serves both at the same time")
     parser.add_argument("--folder", type=Path, help="where run and logs stay; default: nowhere")
+    parser.add_argument(
+        "--out", type=Path, help="file of this result alone, instead of the usual one"
+    )
     arguments = parser.parse_args()
     shape = _shape(arguments)
     if arguments.lora is not None:
@@ -78,39 +105,84 @@ def main() -> None:
     if is_colocated:  # ``switches`` reads log lines of this level
         os.environ["SLIPSTREAM_ROLLOUT_LOG_LEVEL"] = "DEBUG"  # noqa: TID251 -- the run inherits it
     name = f"{'-'.join(filter(None, names))}.json"
-    with run_folder(arguments.folder) as folder, watched_memory() as peaks:
-        model, spec = folder / "model", folder / "spec.json"
-        if not model.exists():
-            shape.save_model(model)
-        document = shape.spec(model, steps=10_000)
-        if is_colocated:
-            document["topology"] = {"placement": "colocated"}
-        spec.write_text(json.dumps(document))
-        run = run_for(arguments.steps, folder, arguments.set, spec=spec)
-        print("\n".join(time_line(run, max_rate=20_000.0)))
-        found: dict[str, Any] = {
-            "device": device_name(),
-            "settings": arguments.set,
-            **facts(run, first=_FIRST),
-            **({"switch": switches(run.steps[_FIRST - 1 :], folder)} if is_colocated else {}),
-            "mfu": _median_of(run.steps, "mfu"),
-            "logprob_difference": median(step["rollout_logprob_abs_diff"] for step in run.steps),
-            "trainer_allocated_gb": max(
-                step.get("gpu_memory_peak_bytes", 0.0) for step in run.steps
-            )
-            / 1e9,
-            "peak_gb": peaks,
-            "planned_gb": planned_gb(RunSpec.model_validate(document), model) if peaks else {},
-        }
-    print(json.dumps(found, indent=1))
-    if arguments.smoke:
-        return
+    settings = [*(_IN_PLACE if arguments.whole_8b else ()), *arguments.set]
+    with (
+        run_folder(arguments.folder) as folder,
+        _mps() if arguments.mps else nullcontext(),
+        watched_memory() as peaks,
+    ):
+        entry = _measured(
+            shape, folder, settings, steps=arguments.steps, is_colocated=is_colocated, peaks=peaks
+        )
+    print(json.dumps(entry, indent=1))
+    if arguments.out is not None:
+        write_json(arguments.out, entry)
+    elif not arguments.smoke:
+        _keep(arguments, name, entry)
+
+
+def _measured(
+    shape: Shape,
+    folder: Path,
+    settings: Sequence[str],
+    *,
+    steps: int,
+    is_colocated: bool,
+    peaks: Mapping[str, float],
+) -> dict[str, Any]:
+    """Trains some steps; returns rates, times by part and memory."""
+    model, spec = folder / "model", folder / "spec.json"
+    if not model.exists():
+        shape.save_model(model)
+    document = shape.spec(model, steps=10_000)
+    if is_colocated:
+        document["topology"] = {"placement": "colocated"}
+    spec.write_text(json.dumps(document))
+    run = run_for(steps, folder, settings, spec=spec)
+    print("\n".join(time_line(run, max_rate=20_000.0)))
+    return {
+        "device": device_name(),
+        "settings": [*settings],
+        **facts(run, first=_FIRST),
+        **({"switch": switches(run.steps[_FIRST - 1 :], folder)} if is_colocated else {}),
+        "mfu": _median_of(run.steps, "mfu"),
+        "logprob_difference": median(step["rollout_logprob_abs_diff"] for step in run.steps),
+        **{
+            f"trainer_{kind}_gb": _largest_gb(run.steps, f"gpu_memory_{name}_bytes")
+            for kind, name in (("allocated", "peak"), ("reserved", "reserved"))
+        },
+        "decode": {name: _median_of(run.steps, name) for name in _DECODE},
+        "steps_s": [round(step["seconds"], 3) for step in run.steps],
+        "peak_gb": {**peaks},
+        "planned_gb": planned_gb(load_spec(spec, settings), model) if peaks else {},
+    }
+
+
+def _keep(arguments: argparse.Namespace, name: str, entry: dict[str, Any]) -> None:
+    """Writes a result to its usual file."""
+    setting = " ".join([*arguments.set, *(["MPS"] if arguments.mps else [])])
     if arguments.duel:
-        keep_in_duel(" ".join(arguments.set) or "algorithm.max_staleness=1", found)
+        keep_in(RESULTS / "one-gpu-duel.json", setting or "algorithm.max_staleness=1", entry)
+    elif arguments.tail:
+        keep_in(RESULTS / "one-gpu-tail.json", setting or "algorithm.max_staleness=1", entry)
     elif arguments.hybrid or arguments.dense:
-        write_json(HYBRIDS, read_json(HYBRIDS) | {"hybrid" if arguments.hybrid else "dense": found})
+        keep_in(HYBRIDS, "hybrid" if arguments.hybrid else "dense", entry)
+    elif arguments.whole_8b:
+        keep_in(RESULTS / "one-gpu-8b.json", setting or "shared", entry)
     else:
-        write_json(RESULTS / name, found)
+        write_json(RESULTS / name, entry)
+
+
+@contextmanager
+def _mps() -> Iterator[None]:
+    """Makes the processes that start in the block use a Multi-Process Service."""
+    with serving_mps() as environment:
+        os.environ.update(environment)  # noqa: TID251 -- the run inherits it
+        try:
+            yield
+        finally:
+            for name in environment:
+                del os.environ[name]  # noqa: TID251
 
 
 def _shape(arguments: argparse.Namespace) -> Shape:
@@ -121,15 +193,20 @@ def _shape(arguments: argparse.Namespace) -> Shape:
         chosen = HYBRID if arguments.hybrid else DENSE
     elif arguments.duel:
         chosen = DUEL
+    elif arguments.tail:
+        chosen = TAIL
+    elif arguments.whole_8b:
+        chosen = QWEN3_8B
     return smoke(chosen) if arguments.smoke else chosen
 
 
-def keep_in_duel(name: str, entry: dict[str, Any]) -> None:
-    """Adds one side's entry to the duel's results."""
-    results = RESULTS / "one-gpu-duel.json"
-    found = read_json(results)
-    found[name] = entry
-    write_json(results, found)
+def keep_in(results: Path, name: str, entry: dict[str, Any]) -> None:
+    """Adds one entry to a file of results."""
+    write_json(results, read_json(results) | {name: entry})
+
+
+def _largest_gb(steps: Sequence[Mapping[str, float]], name: str) -> float:
+    return max(step.get(name, 0.0) for step in steps) / 1e9
 
 
 def _median_of(steps: Sequence[Mapping[str, float]], name: str) -> float | None:

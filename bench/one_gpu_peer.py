@@ -21,7 +21,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from bench.e2e import tasks
 from bench.e2e.shapes import DUEL, Shape, smoke
-from bench.one_gpu import keep_in_duel
+from bench.one_gpu import RESULTS, keep_in
 from services.common.models.tokenizer import load_tokenizer
 from services.common.runspec.run import ModelSpec
 
@@ -119,7 +119,7 @@ def main() -> None:
         )
     print(json.dumps(entry), flush=True)
     if not arguments.smoke:
-        keep_in_duel("TRL 1.16 colocated", entry)
+        keep_in(RESULTS / "one-gpu-duel.json", "TRL 1.16 colocated", entry)
 
 
 if __name__ == "__main__":

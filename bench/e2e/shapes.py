@@ -182,10 +182,45 @@ DUEL = replace(
 )
 """1.3 B parameters, 16 groups of 8, geometric lengths with a mean of 600."""
 
+TAIL = replace(
+    _GEOMETRIC,
+    vocabulary=460,
+    max_response_tokens=3072,
+    mean_response_tokens=460,
+    prompts_per_step=24,
+)
+"""1.3 B parameters, 24 groups of 8, geometric lengths with a mean of 460 and a long tail."""
+
+QWEN3_8B = Shape(
+    layers=36,
+    hidden=4096,
+    intermediate=12_288,
+    heads=32,
+    kv_heads=8,
+    vocabulary=_REAL,
+    has_own_head=True,
+    max_response_tokens=1024,
+    mean_response_tokens=280,
+    prompts_per_step=16,
+    workflow=f"{_TASKS}:Lognormal",
+    workflow_arguments={"least": 16, "most": 1024, "median": 220.0, "sigma": 0.7},
+    family="qwen3",
+    architecture="Qwen3ForCausalLM",
+    further={"head_dim": 128},
+    trainer={
+        "compile": True,
+        "activation_checkpointing": True,
+        "tokens_per_micro_batch": 2048,
+        "cpu_offload": "optimizer",
+    },
+)
+"""Qwen3-8B's shape: 8.2 B parameters, all of which are trained, beside an engine on a GPU of 140 GB."""
+
 SHAPES = {
     # 1.31 B parameters; lengths are geometric.
     "geometric": _GEOMETRIC,
     "duel": DUEL,
+    "tail": TAIL,
     # Layers of a 7 B model, but fewer: master weights and AdamW of all 28 do not fit on one GPU.
     "lognormal": Shape(
         layers=16,

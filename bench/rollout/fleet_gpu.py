@@ -1,0 +1,152 @@
+"""A run that attaches to a vLLM server against the same run with its own engine, on one GPU.
+
+``python -m bench.rollout.fleet_gpu [--smoke] [--json FILE]``: 1.3 billion parameters at lag 1, geometric
+lengths, ten steps of each arm, one after the other. Own engine and server have equal slots and an equal KV
+cache. Bars: samples/s of the server's arm at least .97 of the own engine's, and the median of the
+weight sync at most 1.2 times as long. ``own, cpu_async`` separates the way through host memory, which servers
+need, from the server itself.
+
+With ``--smoke`` a tiny model trains on a CPU; name the arm ``own`` where vLLM is not installed.
+"""
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from bench.e2e.shapes import SHAPES, Shape, smoke
+from bench.e2e.timeline import facts
+from bench.gpu_memory import watched_memory
+from bench.report import GrowingReport, device_name
+from bench.whole_run import run_for
+from services.extras.fleets.local import TOKEN, LocalServer
+
+RESULTS = Path(__file__).parents[1] / "results" / "fleet-gpu.json"
+OWN, HOST, SERVER = "own", "own, cpu_async", "server"
+LEAST_SHARE, MOST_SYNC = 0.97, 1.2
+_FIRST = 3
+_SLOTS = 256
+_KV_BYTES = 16 << 30
+_CONTEXT = 2048
+# Weights, activations, graphs and KV cache of 1.3 B parameters, of 141 GB; vLLM checks it before it starts.
+_GPU_SHARE = 0.2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "arms", nargs="*", default=[OWN, SERVER, HOST], help="own; server; own, cpu_async"
+    )
+    parser.add_argument(
+        "--smoke", action="store_true", help="a tiny model and the own arm, on a CPU"
+    )
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--limit-s", type=float, default=560.0, help="no arm begins later")
+    parser.add_argument("--set", action="append", default=[], help="further settings of all arms")
+    parser.add_argument("--json", type=Path, default=RESULTS, help="where the result goes")
+    arguments = parser.parse_args()
+    shape = SHAPES["geometric"]
+    if arguments.smoke:
+        shape = smoke(shape)
+    begin = time.monotonic()
+    report = GrowingReport(
+        None if arguments.smoke else arguments.json,
+        {"device": device_name(), "slots": _SLOTS, "kv_bytes": _KV_BYTES},
+    )
+    arms: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        shape.save_model(folder / "model")
+        spec = folder / "spec.json"
+        spec.write_text(json.dumps(shape.spec(folder / "model", steps=10_000)))
+        for arm in arguments.arms:
+            if time.monotonic() - begin > arguments.limit_s:
+                arms[arm] = {"not_measured": "out of time"}
+            else:
+                arms[arm] = _arm(
+                    arm, shape, folder, spec, steps=arguments.steps, further=arguments.set
+                )
+            report.add({"arms": arms})
+    report.finish({"bars": bars(arms), "seconds": round(time.monotonic() - begin, 1)})
+
+
+def bars(arms: dict[str, Any]) -> dict[str, Any]:
+    """Compares the server's arm with the own engine's."""
+    own, server = arms.get(OWN, {}), arms.get(SERVER, {})
+    if "samples_per_s" not in own or "samples_per_s" not in server:
+        return {}
+    share = server["samples_per_s"] / own["samples_per_s"]
+    sync = server["sync_ms"]["p50"] / own["sync_ms"]["p50"]
+    return {
+        "samples_per_s_over_own": round(share, 3),
+        f"at least {LEAST_SHARE}": share >= LEAST_SHARE,
+        "sync_p50_over_own": round(sync, 3),
+        f"at most {MOST_SYNC}": sync <= MOST_SYNC,
+    }
+
+
+def _arm(
+    arm: str, shape: Shape, folder: Path, spec: Path, *, steps: int, further: Sequence[str]
+) -> dict[str, Any]:
+    """Trains one arm; a failure is its result, so that the other arms are measured."""
+    state = folder / arm.replace(", ", "-")
+    try:
+        with ExitStack() as stack:
+            settings = [*_settings(arm, shape, folder, stack), *further]
+            peaks = stack.enter_context(watched_memory())
+            run = run_for(steps, state, settings, spec=spec)
+            return {
+                "settings": settings,
+                **facts(run, first=_FIRST),
+                "logprob_difference": max(step["rollout_logprob_abs_diff"] for step in run.steps),
+                "peak_gb": dict(peaks),
+            }
+    except (RuntimeError, SystemExit) as error:
+        return {"failed": str(error)[-3000:]}
+
+
+def _settings(arm: str, shape: Shape, folder: Path, stack: ExitStack) -> list[str]:
+    """Returns the settings of an arm, and starts its server."""
+    common = ["algorithm.max_staleness=1", f"rollout.max_running_samples={_SLOTS}"]
+    if arm == HOST:
+        common.append("weight_sync.mode=cpu_async")
+    if arm != SERVER:
+        if shape.engine == "vllm":
+            common += [
+                f"rollout.engine_arguments.kv_cache_memory_bytes={_KV_BYTES}",
+                f"rollout.engine_arguments.max_model_len={_CONTEXT}",
+            ]
+        return common
+    secrets = folder / "secrets"
+    secrets.mkdir(exist_ok=True)
+    (secrets / "FLEET_TOKEN").write_text(TOKEN)
+    os.environ["SLIPSTREAM_ROLLOUT_SECRETS_DIRECTORY"] = str(secrets)  # noqa: TID251 -- of the run
+    os.environ["SLIPSTREAM_ROLLOUT_REWARD_HOSTS"] = '["127.0.0.1"]'  # noqa: TID251
+    server = LocalServer(
+        folder,
+        shape.config(),
+        *("--dtype", shape.dtype, "--max-model-len", str(_CONTEXT)),
+        *("--max-num-seqs", str(_SLOTS), "--kv-cache-memory-bytes", str(_KV_BYTES)),
+        *("--gpu-memory-utilization", str(_GPU_SHARE), "--stream-interval", "16"),
+    )
+    stack.callback(server.kill)
+    server.start()
+    server.wait()
+    return [
+        *common,
+        "rollout.engine=vllm-server",
+        f"rollout.engine_arguments.addresses={json.dumps([server.address])}",
+        'rollout.engine_arguments.token={"secret": "FLEET_TOKEN"}',
+        f"rollout.engine_arguments.max_model_len={_CONTEXT}",
+        "rollout.replicas=1",
+        "weight_sync.mode=cpu_async",
+    ]
+
+
+if __name__ == "__main__":
+    main()
