@@ -30,6 +30,8 @@ _TOLD = (
     "Waiting",
     "WorkerPending",
     "WorkerLost",
+    "Draining",
+    "Drained",
     "RolloutCutOff",
     "RolloutReconnected",
     "WorkerCutOff",

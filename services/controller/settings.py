@@ -71,6 +71,16 @@ class ControllerSettings(KeySettings, SpecSettings):
     whose other policies refuse all traffic; only with the Kubernetes launcher."""
     rollout_scales: bool = False
     """True to give each run a RolloutScale for autoscalers; only with the Kubernetes launcher."""
+    watch_nodes: bool = False
+    """True to move workers away from nodes that are cordoned or have one of ``drain_taints``; needs the
+    right to watch nodes. Only with the Kubernetes launcher."""
+    drain_taints: tuple[str, ...] = ()
+    """Keys of taints that announce the end of a node; only with ``watch_nodes``."""
+    transferqueue_namespace: str = ""
+    """Namespace of the transferqueue's pods, which leave drained nodes after runs have saved checkpoints;
+    empty to leave them alone. Only with ``watch_nodes``."""
+    transferqueue_selector: str = ""
+    """Label selector of the transferqueue's pods; only with ``watch_nodes``."""
     rlrun_namespaces: tuple[str, ...] = ()
     """Namespaces whose RLRun objects are runs of the project of the same name, for one installation
     each; only with the Kubernetes launcher."""

@@ -19,6 +19,7 @@ from services.common.errors import FailedPreconditionError
 from services.common.runspec.loader import parse_spec
 from services.common.runspec.run import RunSpec
 from services.controller.launch.launcher import WorkerExit
+from services.extras.kubernetes.drain import NodeDrains
 from services.extras.kubernetes.launcher import KubernetesLauncher
 from services.extras.kubernetes.pod_api import PodApi, follow, service_reference
 from services.extras.kubernetes.worker_pods import RUN_LABEL
@@ -102,7 +103,8 @@ def test_install_upgrade_rollback_uninstall_leave_nothing(
         ("controller", "watch", "pods", True),
         ("controller", "get", f"services/{OWNER}", True),
         ("controller", "get", "services/other", False),
-        ("controller", "patch", "pods", False),
+        ("controller", "patch", "pods", True),
+        ("controller", "update", "pods", False),
         ("controller", "get", "pods --subresource=log", True),
         ("controller", "create", "pods --subresource=exec", False),
         ("controller", "create", "secrets", True),
@@ -121,7 +123,14 @@ def test_accounts_may_do_what_they_need_and_no_more(
     cluster: Cluster, release: None, account: str, verb: str, resource: str, is_allowed: bool
 ) -> None:
     assert may(cluster, account, verb, resource, namespace=WORKERS) is is_allowed
-    assert not may(cluster, account, verb, resource, namespace=NAMESPACE), "where the secrets are"
+    is_pod_seen = (account, verb, resource) == (
+        "controller",
+        "watch",
+        "pods",
+    )  # of the transferqueue
+    assert may(cluster, account, verb, resource, namespace=NAMESPACE) is is_pod_seen
+    if verb in ("create", "delete", "patch"):
+        assert not may(cluster, account, verb, "nodes", namespace=WORKERS)
 
 
 def may(cluster: Cluster, account: str, verb: str, resource: str, *, namespace: str) -> bool:
@@ -284,6 +293,60 @@ async def test_a_run_that_cannot_be_scheduled_fails_with_the_reason(
         assert "nvidia.com/gpu" in message
         assert "could not start: Unschedulable" in exit_.last_lines
         await launcher.stop("run_a3")
+
+
+async def test_kubectl_drain_ends_once_the_workers_have_left_and_nothing_is_lost(
+    cluster: Cluster, release: None, nodes: list[str], tmp_path: Path
+) -> None:
+    spec, core = make_spec(replicas=1), controller_account(cluster)
+    async with AsyncExitStack() as stack:
+        launcher, events = await open_launcher(stack, cluster, tmp_path)
+        told: asyncio.Queue[frozenset[str]] = asyncio.Queue()
+        drains = NodeDrains(
+            [],
+            pods=launcher.placed_pods,
+            on_drained=lambda run_id, host, workers: told.put_nowait(workers),
+            on_in_service=lambda node: None,
+        )
+        launcher.on_placed = drains.notify
+        seen = await stack.enter_async_context(follow(core.list_node, "nodes"))
+        tasks = await stack.enter_async_context(asyncio.TaskGroup())
+        watching = tasks.create_task(drains.watch(seen))
+        stack.callback(watching.cancel)
+        await launcher.start("run_d1", spec)
+        trainer = "run-d1-trainer-0"
+        await until(lambda: run_pods(cluster, "run_d1").get(trainer, ("",))[0] == "Running")
+        drained = run_pods(cluster, "run_d1")[trainer][1]
+        draining = asyncio.ensure_future(
+            asyncio.to_thread(
+                cluster.command, "kubectl", "drain", drained, "--force", "--ignore-daemonsets",
+                "--delete-emptydir-data", "--timeout=120s",
+            )
+        )  # fmt: skip
+        try:
+            async with asyncio.timeout(30):
+                assert "trainer-0" in await told.get()
+            # The step in progress ends, and its checkpoint is saved; evictions are refused meanwhile.
+            await asyncio.sleep(7)
+            assert not draining.done()
+            assert run_pods(cluster, "run_d1")[trainer] == ("Running", drained)
+            await launcher.release("run_d1", {"trainer-0"})
+            starting = asyncio.ensure_future(launcher.start("run_d1", spec))
+            async with asyncio.timeout(60):
+                await draining
+            placed = [pods[1] for pods in run_pods(cluster, "run_d1").values()]
+            assert drained not in placed
+            if not starting.done():  # the rollout's GPU leaves no room for eight on the other node
+                async with asyncio.timeout(30):
+                    while (await events.pending.get())[1] != "NoRoom":
+                        pass
+                await asyncio.to_thread(cluster.command, "kubectl", "uncordon", drained)
+            async with asyncio.timeout(60):
+                await starting
+            assert events.exits.empty()
+        finally:
+            await asyncio.to_thread(cluster.command, "kubectl", "uncordon", drained)
+        await launcher.stop("run_d1")
 
 
 async def test_a_run_waits_for_its_queue_and_leaves_it(

@@ -85,6 +85,12 @@ class Launcher(Protocol):
     async def end(self, run_id: str, worker_id: str) -> None:
         """Kills one worker because it does not answer; returns when it is gone."""
 
+    async def release(self, run_id: str, worker_ids: Collection[str]) -> None:
+        """Ends workers whose host is drained, within their grace period; returns when they are gone.
+
+        The next :meth:`start` starts them on other hosts, and may wait for any time for one with room.
+        """
+
     async def report_lost_hosts(self, run_id: str) -> None:
         """Reports the workers of hosts that do not answer, if the platform may take longer to notice.
 
@@ -119,6 +125,9 @@ class LauncherDefaults:
     async def admitted(self, run_id: str, worker_ids: Collection[str]) -> Collection[str]:
         """Returns all of the workers."""
         return worker_ids
+
+    async def release(self, run_id: str, worker_ids: Collection[str]) -> None:
+        """Does nothing: the platform reports no drained hosts."""
 
     async def report_lost_hosts(self, run_id: str) -> None:
         """Does nothing: the platform reports lost hosts itself."""

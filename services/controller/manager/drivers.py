@@ -12,6 +12,7 @@ from services.common.task_group import TaskGroup
 from services.controller import metrics
 from services.controller.launch.launcher import Launcher, WorkerExit, log_command
 from services.controller.rules.run_state import RunEvent, RunState
+from services.controller.run.lifecycle.drains import DrainedHost
 from services.controller.run.lifecycle.driver import RunDriver
 from services.controller.run.lifecycle.loop import Services
 from services.controller.run.state.journal import Journal
@@ -230,6 +231,17 @@ class Drivers:
         note = Note(kind, f"{worker_id}: {message}", {"worker": worker_id})
         if (driver := self.find(run_id)) is not None:
             self._tasks.create_task(driver.record_event(note))
+
+    def host_drained(self, run_id: str, host: DrainedHost, worker_ids: Collection[str]) -> None:
+        """Notifies the driver that workers must leave a host; repeated as long as they have not left."""
+        if (driver := self.find(run_id)) is not None:
+            driver.host_drained(host, worker_ids)
+
+    def host_in_service(self, host: str) -> None:
+        """Notifies all drivers that a drained host is in service again."""
+        for driver in self._drivers.values():
+            if (note := driver.host_in_service(host)) is not None:
+                self._tasks.create_task(driver.record_event(note))
 
     def worker_pending(self, run_id: str, reason: str, message: str) -> None:
         """Records, as an event of the run, why a worker cannot start yet."""

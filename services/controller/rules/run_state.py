@@ -94,6 +94,7 @@ ConditionType = Literal[
     "Progressing",
     "Degraded",
     "CheckpointCurrent",
+    "Draining",
 ]
 ConditionStatus = Literal["True", "False", "Unknown"]
 
@@ -141,6 +142,8 @@ _CONDITION_OF_EVENT: Final[dict[str, tuple[ConditionType, ConditionStatus]]] = {
     "ResizeFailed": ("Degraded", "True"),
     "CheckpointSaved": ("CheckpointCurrent", "True"),
     "CheckpointFailed": ("CheckpointCurrent", "False"),
+    "Draining": ("Draining", "True"),
+    "Drained": ("Draining", "False"),
 }
 """Events that change exactly one condition."""
 

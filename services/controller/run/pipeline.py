@@ -130,7 +130,7 @@ from services.controller.run.publisher import Publisher
 from services.controller.run.state.journal import Journal
 from services.controller.run.state.requests import CurrentSpec, RequestQueue, end_quantization
 from services.controller.run.state.worker_failures import RolloutsOutdatedError
-from services.controller.run.train.checkpoints import Checkpoints
+from services.controller.run.train.checkpoints import Checkpoints, ready_checkpoints
 from services.controller.run.train.gpu_time_sharing import GpuTimeSharing
 from services.controller.run.train.train_step import EarlyTraining, TrainSteps, take_batch
 from services.controller.store import ledgers as ledger_store
@@ -355,7 +355,7 @@ class TrainingPipeline:
             await self.save()
 
     async def take_batch(self) -> list[Group] | None:
-        """Waits for the groups of the next step; returns None if a pause was requested first."""
+        """Waits for the groups of the next step; returns None if the steps are to end first."""
         self.activity, spec = "", self.spec.now
         version, meanwhile = self.step + self.version_offset, None
         if spec.trainer.accumulate_early:
@@ -471,8 +471,13 @@ class TrainingPipeline:
         served = max(self.evaluator.version - offset, self.step - _MAX_UNSERVED)
         return kept | set(range(served + 1, self.step))
 
+    async def is_saved(self) -> bool:
+        """Returns True if the run can resume after its last step."""
+        ready = await self.journal.read(ready_checkpoints)
+        return self.step == 0 or any(checkpoint.step == self.step for checkpoint in ready)
+
     async def finish(self) -> None:
-        """Ends or pauses the run; a paused run keeps unfinished groups in its checkpoint."""
+        """Ends the run, or its steps; a paused run keeps unfinished groups in its checkpoint."""
         self.activity = ""
         if self.is_done:
             await self.publisher.wait_idle()

@@ -29,6 +29,7 @@ from services.controller.manager.launchers import LauncherArgs
 from services.controller.manager.runs import RunManager
 from services.controller.models import RunPatch
 from services.controller.store.runs import StaleRevisionError
+from services.extras.kubernetes.drain import NodeDrains, QueueDrain, save_runs
 from services.extras.kubernetes.job_set import place_of
 from services.extras.kubernetes.launcher import KubernetesLauncher
 from services.extras.kubernetes.pod_api import PodApi, Seen, follow, service_reference
@@ -194,6 +195,8 @@ async def open_pods(args: LauncherArgs) -> AsyncIterator[KubernetesLauncher]:
             tasks.create_task(logs.watch(seen_logs)),
             tasks.create_task(launcher.secrets.keep_renewed()),
         ]
+        if settings.watch_nodes:
+            watches += await _watch_nodes(stack, tasks, core, args, launcher)
         if scales is not None:
             seen_scales = await stack.enter_async_context(follow(asked))
             watches.append(tasks.create_task(scales.watch(seen_scales)))
@@ -202,6 +205,41 @@ async def open_pods(args: LauncherArgs) -> AsyncIterator[KubernetesLauncher]:
         finally:
             for watch in watches:
                 watch.cancel()
+
+
+async def _watch_nodes(
+    stack: AsyncExitStack,
+    tasks: TaskGroup,
+    core: CoreV1Api,
+    args: LauncherArgs,
+    launcher: KubernetesLauncher,
+) -> list["asyncio.Task[None]"]:
+    """Starts to move workers, and the transferqueue, away from drained nodes; returns the tasks."""
+    settings, drivers = args.settings, args.manager.drivers
+    drains = NodeDrains(
+        settings.drain_taints,
+        pods=launcher.placed_pods,
+        on_drained=drivers.host_drained,
+        on_in_service=drivers.host_in_service,
+    )
+    launcher.on_placed = drains.notify
+    seen_nodes = await stack.enter_async_context(follow(core.list_node, "nodes"))
+    watches = [tasks.create_task(drains.watch(seen_nodes))]
+    if settings.transferqueue_namespace:
+        queue = QueueDrain(
+            PodApi(core, settings.transferqueue_namespace),
+            drains,
+            save=partial(save_runs, args.manager),
+        )
+        drains.on_changed = queue.notify
+        listing = partial(
+            core.list_namespaced_pod,
+            settings.transferqueue_namespace,
+            label_selector=settings.transferqueue_selector,
+        )
+        seen_pods = await stack.enter_async_context(follow(listing))
+        watches.append(tasks.create_task(queue.watch(seen_pods)))
+    return watches
 
 
 async def _scale(manager: RunManager, run_id: str, replicas: int) -> None:

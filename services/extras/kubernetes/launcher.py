@@ -2,6 +2,7 @@
 
 start   builds pods from the chart's templates   -> API server
         waits until their queue, if any, admits their group
+release waits until they are evicted, or deletes them; the next start creates them on other nodes
 watch   sees them pend, run, end and vanish      -> conditions and exits of the run
 stop    deletes them and waits until they are gone
 """
@@ -10,11 +11,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from services.checks.pods import installed_pod_problems
-from services.common.errors import FailedPreconditionError, ServiceError
+from services.common.errors import FailedPreconditionError, NotFoundError, ServiceError
 from services.common.host import Clock
 from services.common.runspec.run import RunSpec
 from services.common.runspec.workers import WORKERS
@@ -22,7 +24,8 @@ from services.common.security.credentials import current_identity
 from services.common.security.tls import Certificate
 from services.common.task_group import TaskGroup
 from services.controller.launch.launcher import ExitHandler, LauncherDefaults, WorkerExit
-from services.extras.kubernetes import gang, job_set, pod_state
+from services.extras.kubernetes import drain, gang, job_set, pod_state
+from services.extras.kubernetes.drain import PlacedPod
 from services.extras.kubernetes.pod_api import PodApi, Seen
 from services.extras.kubernetes.pod_state import PodRecord, check_growth
 from services.extras.kubernetes.scale import RolloutScales
@@ -81,6 +84,8 @@ class KubernetesLauncher(LauncherDefaults):
     ) -> None:
         self.labels_of: Callable[[str], Awaitable[Mapping[str, str]]] | None = None
         """Returns further labels of a run's pods; None for none."""
+        self.on_placed: Callable[[str], None] = lambda node: None
+        """Called with the node of each pod that is observed."""
         self._api = api
         self._templates = templates
         self._owner = owner
@@ -89,6 +94,8 @@ class KubernetesLauncher(LauncherDefaults):
         self._on_pending = on_pending
         self._pending_timeout_s = pending_timeout_s
         self._scales = scales
+        # Drained node of each released pod, by run and place, until the pod is created again.
+        self._released: dict[str, dict[str, str]] = {}
         self._runs: dict[str, dict[str, PodRecord]] = {}
         # Sizes stay known while all pods of a run are replaced: a queue may still hold the former group.
         self._group_sizes: dict[str, int] = {}
@@ -115,7 +122,8 @@ class KubernetesLauncher(LauncherDefaults):
         The rollouts in ``later`` are containers of the trainer's pod, and wait there.
 
         If the pods are in a queue, returns after the queue has admitted the run's group, or after one
-        of the pods is lost. Pods for which the group has no slot may still wait.
+        of the pods is lost. Pods for which the group has no slot may still wait. Pods that left drained
+        nodes are awaited until they have another node, except rollouts while another one has.
 
         Raises:
             FailedPreconditionError: If Kubernetes refuses an object; the message has its explanation.
@@ -146,6 +154,7 @@ class KubernetesLauncher(LauncherDefaults):
             self.secrets.take_over(run_id)
         else:
             await self.secrets.put(run_id)
+        self._mark_moved(bodies, self._released.pop(run_id, {}))
         for body in bodies:
             if body["metadata"]["name"] not in known:
                 await self._create(run_id, body, bodies, templates)
@@ -156,14 +165,22 @@ class KubernetesLauncher(LauncherDefaults):
             await self._changed.wait_for(
                 lambda: (
                     names - known.keys()
-                    or not any(pod.is_gated and not pod.is_extra for pod in known.values())
+                    or not any(self._is_awaited(pod, known) for pod in known.values())
                 )
             )
 
     def queued(self, run_id: str) -> set[str]:
-        """Returns the workers that wait in a queue separately from the run's group."""
-        pods = self._runs.get(run_id, {}).values()
-        return {name for pod in pods if pod.is_gated and pod.is_extra for name in pod.workers}
+        """Returns the workers that wait for a queue or a node, and without which the run goes on."""
+        pods = self._runs.get(run_id, {})
+        waiting = (pod for pod in pods.values() if pod.is_gated or pod.is_homeless)
+        return {name for pod in waiting if not self._is_awaited(pod, pods) for name in pod.workers}
+
+    def _is_awaited(self, pod: PodRecord, pods: Mapping[str, PodRecord]) -> bool:
+        """Returns True if a run cannot go on without a pod that waits for a queue or a node."""
+        if pod.is_gated:
+            return not pod.is_extra
+        has_others = any(other.has_rollout and other.node for other in pods.values())
+        return pod.is_homeless and not (pod.has_only_rollouts and has_others)
 
     async def admitted(self, run_id: str, worker_ids: Collection[str]) -> set[str]:
         """Waits until one of the workers is no longer in a queue; returns all that are in none."""
@@ -179,6 +196,58 @@ class KubernetesLauncher(LauncherDefaults):
             for name in [name for name, pod in pods.items() if worker_id in pod.workers]:
                 pods[name].reported.add(worker_id)
                 tasks.create_task(self._remove(run_id, name))
+
+    async def release(self, run_id: str, worker_ids: Collection[str]) -> None:
+        """Ends the pods of workers within their grace period; returns when they are gone.
+
+        Evictions are let through at first, because ``kubectl drain`` would take a new pod of the same name
+        for the one that it has to evict.
+        """
+        pods, names = self._runs.get(run_id, {}), set(worker_ids)
+        leaving = {name: pod for name, pod in pods.items() if not names.isdisjoint(pod.workers)}
+        for name, pod in leaving.items():
+            pod.stop_timer()
+            pod.reported.update(pod.workers)
+            self._released.setdefault(run_id, {})[name] = pod.node
+        async with TaskGroup() as tasks:
+            for name, pod in leaving.items():
+                tasks.create_task(self._release(run_id, name, pod))
+
+    async def _release(self, run_id: str, name: str, pod: PodRecord) -> None:
+        if pod.name:
+            with suppress(NotFoundError):
+                await self._api.allow_eviction(pod.name)
+        with suppress(TimeoutError):
+            await self._until(
+                lambda: pod.is_ending or pod.is_over or self._is_gone(run_id, name),
+                drain.EVICTION_S,
+            )
+        await self._delete(run_id, name)
+        with suppress(TimeoutError):
+            await self._until(
+                lambda: pod.is_over or self._is_gone(run_id, name),
+                pod.own_grace_s + _STOP_MARGIN_S,
+            )
+        await self._remove(run_id, name)
+
+    def placed_pods(self) -> list[PlacedPod]:
+        """Returns the pods of all runs that are on nodes and have not ended."""
+        return [
+            PlacedPod(
+                run_id=run_id,
+                node=pod.node,
+                workers=self._ending_with(run_id, pod),
+                tolerations=pod.tolerations,
+            )
+            for run_id, _, pod in self._pods()
+            if pod.node and not pod.is_over
+        ]
+
+    def _ending_with(self, run_id: str, pod: PodRecord) -> frozenset[str]:
+        """Returns the workers that end with a pod: those with a container in a pod of one of its workers."""
+        pods = self._runs[run_id].values()
+        fellows = (other.workers for other in pods if not {*pod.workers}.isdisjoint(other.workers))
+        return frozenset().union(*fellows)
 
     def gpus_for(self, run_id: str) -> None:
         """Returns None: nodes come and go, and only the Kubernetes scheduler knows the free GPUs."""
@@ -203,6 +272,7 @@ class KubernetesLauncher(LauncherDefaults):
         finally:
             self._runs.pop(run_id, None)
             self._group_sizes.pop(run_id, None)
+            self._released.pop(run_id, None)
         await self.secrets.remove(run_id)
         await self._api.delete_policy(policy_name(run_id))
         template = (await asyncio.to_thread(load_templates, self._templates)).pod_group
@@ -277,6 +347,13 @@ class KubernetesLauncher(LauncherDefaults):
             known[name].is_over |= pod_state.is_over(body)
         return known
 
+    @staticmethod
+    def _mark_moved(bodies: Sequence[Pod], released: Mapping[str, str]) -> None:
+        """Annotates pods that replace released ones, so that later controllers know it, too."""
+        for body in bodies:
+            if node := released.get(body["metadata"]["name"]):
+                body["metadata"]["annotations"][pod_state.MOVED_ANNOTATION] = node
+
     async def _create(
         self, run_id: str, body: Pod, bodies: list[Pod], templates: WorkerTemplates
     ) -> None:
@@ -313,6 +390,7 @@ class KubernetesLauncher(LauncherDefaults):
             self._unregister(run_id, name, code=-9, message="the pod was deleted")
         else:
             self._note_start(run_id, name, seen.body)
+            self.on_placed(pod.node)
             if pod.group_size and pod_state.is_deleted_unplaced(seen.body):
                 await self._clear(seen.body)
         async with self._changed:
@@ -360,7 +438,7 @@ class KubernetesLauncher(LauncherDefaults):
     def _note_start(self, run_id: str, name: str, body: Mapping[str, Any]) -> None:
         pod = self._runs[run_id][name]
         pod.update(body)
-        if pod.is_gated:
+        if pod.is_gated or pod.is_homeless:
             pod.stop_timer()
             pod.timer = None
         elif pod.timer is None:
@@ -368,7 +446,7 @@ class KubernetesLauncher(LauncherDefaults):
         if pod.is_running:
             pod.obstacle = None
             pod.stop_timer()
-        elif found := pod_state.obstacle(body):
+        elif found := pod.obstacle_of(body):
             self._record_obstacle(run_id, name, found)
 
     def _start_timer(self, run_id: str, name: str) -> None:

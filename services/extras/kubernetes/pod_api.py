@@ -31,6 +31,9 @@ _GONE_S = 20
 _PERIOD_S = 0.5
 
 _MERGE = "application/merge-patch+json"
+EVICTABLE_LABEL = "slipstream.dev/evictable"
+"""Label of pods that the chart's disruption budgets do not cover, because they have nothing to lose."""
+_EVICTABLE = {"metadata": {"labels": {EVICTABLE_LABEL: "true"}}}
 _JOB_SETS = {"group": job_set.GROUP, "version": job_set.VERSION, "plural": job_set.PLURAL}
 
 
@@ -99,6 +102,11 @@ class PodApi:
                     gang.KUEUE_LEAVE,
                 )
         return is_there
+
+    async def allow_eviction(self, name: str) -> None:
+        """Lets evictions of a pod through, which disruption budgets refused."""
+        patch = self._core.patch_namespaced_pod
+        await call_kubernetes(f"label of pod {name}", patch, name, self._namespace, _EVICTABLE)
 
     async def create_job_set(self, body: Mapping[str, Any]) -> None:
         """Creates a JobSet and replaces one of the same name.

@@ -24,6 +24,12 @@ _SIGNAL = 128
 # Kubernetes' reason for a pod that a queue or another scheduling gate holds back.
 _GATED = "SchedulingGated"
 
+MOVED_ANNOTATION = "slipstream.dev/moved-from"
+"""Annotation of a pod that replaces one on a drained node, with the node's name."""
+_UNSCHEDULABLE = "Unschedulable"
+NO_ROOM = "NoRoom"
+"""Reason for which a pod waits that replaces one on a drained node."""
+
 Json = Mapping[str, Any]
 
 
@@ -143,6 +149,11 @@ class PodRecord:
     """Name of the JobSet whose controller creates it; empty if the launcher creates it."""
     own_grace_s: float
     """Seconds between the request to end and the kill."""
+    moved_from: str = ""
+    """Drained node on which it replaces a pod; empty if it replaces none."""
+    tolerations: Sequence[Json] = ()
+    node: str = ""
+    """Node on which it was placed; empty before."""
     name: str = ""
     """Name of the pod; empty until it is observed."""
     uid: str = ""
@@ -170,12 +181,40 @@ class PodRecord:
             is_extra=gang.is_extra(body),
             job_set=job_set.name_of(body),
             own_grace_s=body["spec"]["terminationGracePeriodSeconds"],
+            moved_from=body["metadata"].get("annotations", {}).get(MOVED_ANNOTATION, ""),
+            tolerations=body["spec"].get("tolerations") or (),
         )
+
+    @property
+    def is_homeless(self) -> bool:
+        """True if it left a drained node and no other node has room, for which there is no time limit."""
+        return self.moved_from != "" and self.node == "" and not (self.is_ending or self.is_over)
+
+    @property
+    def has_rollout(self) -> bool:
+        return any(worker_id.startswith("rollout-") for worker_id in self.workers)
+
+    @property
+    def has_only_rollouts(self) -> bool:
+        return all(worker_id.startswith("rollout-") for worker_id in self.workers)
 
     def update(self, body: Mapping[str, Any]) -> None:
         self.name, self.uid = body["metadata"]["name"], body["metadata"]["uid"]
         self.is_running, self.is_gated = is_running(body), is_gated(body)
         self.is_over |= is_over(body)
+        self.is_ending |= "deletionTimestamp" in body["metadata"]
+        self.node = body["spec"].get("nodeName", "")
+
+    def obstacle_of(self, body: Mapping[str, Any]) -> StartFailure | None:
+        """Returns the known reason for which it does not run, or None."""
+        found = obstacle(body)
+        if found is None or found.reason != _UNSCHEDULABLE or not self.is_homeless:
+            return found
+        message = (
+            f"{found.message}; it left the drained node {self.moved_from}, nothing is lost, and it starts, "
+            f"without a time limit, once a node has room: uncordon {self.moved_from}, or add a node"
+        )
+        return StartFailure(reason=NO_ROOM, message=message)
 
     def why_not(self) -> str:
         """Returns the known reason for which it does not run."""

@@ -71,7 +71,7 @@ _ENDED = frozenset(state.value.capitalize() for state in TERMINAL)
 _DELETED = "Deleted"
 _LOST = "Lost"
 _WARNINGS = frozenset({"Rejected", "Recovering", "Failed", _DELETED, _LOST})
-_WARNED_OF = frozenset({"Rewound", "CheckpointsVolatile", "CheckpointFailed"})
+_WARNED_OF = frozenset({"Rewound", "CheckpointsVolatile", "CheckpointFailed", "Draining"})
 """Events of a run that are also warning events of its object."""
 _INVALID_SPEC = "INVALID_SPEC"
 _MAX_MESSAGE = 4000

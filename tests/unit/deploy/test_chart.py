@@ -14,6 +14,7 @@ from deploy.reference import rlrun
 from deploy.values_table import table
 from services.common.security.issuer import Issuer
 from services.extras.kubernetes import rlruns
+from services.extras.kubernetes.pod_api import EVICTABLE_LABEL
 from services.extras.kubernetes.scale import GROUP, PLURAL, VERSION
 from tests.helpers.chart import (
     CHART,
@@ -222,7 +223,7 @@ def test_a_release_whose_services_would_have_invalid_names_is_refused() -> None:
 
 def test_old_kubernetes_gets_what_it_knows() -> None:
     manifests = render(kube_version="1.20.2")
-    assert one(manifests, "PodDisruptionBudget", "demo-slipstream-trainer")["apiVersion"].endswith(
+    assert one(manifests, "PodDisruptionBudget", "demo-slipstream-worker")["apiVersion"].endswith(
         "v1beta1"
     )
     probes = pods(manifests)["transferqueue"]["spec"]["containers"][0]
@@ -368,7 +369,8 @@ def test_services_that_stay_have_all_three_probes() -> None:
 
 
 def test_controller_may_do_nothing_but_run_worker_pods() -> None:
-    (role,) = [m for m in render() if m["kind"] == "Role"]
+    unmoved = render("--set", "controller.drain.enabled=false")
+    (role,) = [m for m in unmoved if m["kind"] == "Role"]
     assert role["metadata"]["namespace"] == "train-workers"
     assert role["rules"] == [
         {"apiGroups": [""], "resources": ["pods"], "verbs": ["create", "delete", "list", "watch"]},
@@ -387,7 +389,64 @@ def test_controller_may_do_nothing_but_run_worker_pods() -> None:
             "verbs": ["get"],
         },
     ]
-    assert not [m for m in render() if m["kind"] in ("ClusterRole", "ClusterRoleBinding")]
+    assert not [m for m in unmoved if m["kind"] in ("ClusterRole", "ClusterRoleBinding")]
+
+
+def test_drains_need_the_right_to_see_nodes_and_to_release_pods() -> None:
+    manifests = render("--set", "transferqueue.shards=3")
+    nodes = one(manifests, "ClusterRole", "train-demo-slipstream-controller")
+    assert nodes["rules"] == [
+        {"apiGroups": [""], "resources": ["nodes"], "verbs": ["list", "watch"]}
+    ]
+    (subject,) = one(manifests, "ClusterRoleBinding", nodes["metadata"]["name"])["subjects"]
+    assert (subject["name"], subject["namespace"]) == ("demo-slipstream-controller", "train")
+    own = one(manifests, "Role", "demo-slipstream-drain")
+    assert own["metadata"]["namespace"] == "train"
+    assert own["rules"] == [
+        {"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]},
+        {
+            "apiGroups": [""],
+            "resources": ["pods"],
+            "resourceNames": [
+                "demo-slipstream-transferqueue-0",
+                "demo-slipstream-transferqueue-shard-0",
+                "demo-slipstream-transferqueue-shard-1",
+            ],
+            "verbs": ["delete", "patch"],
+        },
+    ]
+    workers = one(manifests, "Role", "demo-slipstream-controller")["rules"][0]
+    assert workers["verbs"] == ["create", "delete", "list", "watch", "patch"]
+    env = {
+        e["name"]: e.get("value")
+        for e in pods(manifests)["controller"]["spec"]["containers"][0]["env"]
+    }
+    assert env["SLIPSTREAM_CONTROLLER_WATCH_NODES"] == "true"
+    assert "ToBeDeletedByClusterAutoscaler" in json.loads(env["SLIPSTREAM_CONTROLLER_DRAIN_TAINTS"])
+    assert env["SLIPSTREAM_CONTROLLER_TRANSFERQUEUE_NAMESPACE"] == "train"
+
+
+def test_budgets_let_go_what_the_controller_has_released() -> None:
+    manifests = render("--set", "transferqueue.shards=3")
+    budgets = {m["metadata"]["name"]: m for m in manifests if m["kind"] == "PodDisruptionBudget"}
+    released = [{"key": EVICTABLE_LABEL, "operator": "DoesNotExist"}]
+    names = ("worker", "transferqueue", "transferqueue-shard")
+    assert set(budgets) == {f"demo-slipstream-{name}" for name in names}, "one controller may go"
+    for budget in budgets.values():
+        assert budget["spec"]["selector"]["matchExpressions"] == released
+    workers = budgets["demo-slipstream-worker"]
+    assert workers["metadata"]["namespace"] == "train-workers"
+    for template in worker_templates(manifests).values():
+        labels = template["metadata"]["labels"]
+        assert workers["spec"]["selector"]["matchLabels"].items() <= labels.items()
+        assert EVICTABLE_LABEL not in labels
+
+
+def test_without_drains_budgets_refuse_evictions_of_trainers_and_leave_rollouts_alone() -> None:
+    manifests = render("--set", "controller.drain.enabled=false")
+    selector = one(manifests, "PodDisruptionBudget", "demo-slipstream-trainer")["spec"]["selector"]
+    assert selector["matchLabels"]["app.kubernetes.io/component"] == "trainer"
+    assert "matchExpressions" not in selector
 
 
 def test_only_what_workers_need_is_in_their_namespace() -> None:
@@ -400,8 +459,8 @@ def test_only_what_workers_need_is_in_their_namespace() -> None:
         }  # fmt: skip
         for template in worker_templates(manifests).values():
             assert template["metadata"]["namespace"] == "train-workers"
-    (binding,) = [m for m in render() if m["kind"] == "RoleBinding"]
-    assert [subject["namespace"] for subject in binding["subjects"]] == ["train"]
+    bindings = [m for m in render() if m["kind"] == "RoleBinding"]
+    assert {subject["namespace"] for m in bindings for subject in m["subjects"]} == {"train"}
 
 
 def test_the_namespace_of_workers_is_made_and_goes_unless_it_holds_claims() -> None:
@@ -478,7 +537,9 @@ def test_served_namespaces_get_a_kind_and_the_rights_to_mirror_its_objects() -> 
             "rlruns/status",
             "events",
         }
-    elsewhere = render("--set", "rlruns.namespaces={blue},rlruns.define=false")
+    elsewhere = render(
+        "--set", "rlruns.namespaces={blue},rlruns.define=false,controller.drain.enabled=false"
+    )
     assert not [m for m in elsewhere if m["kind"] in ("CustomResourceDefinition", "ClusterRole")]
 
 

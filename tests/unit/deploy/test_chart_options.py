@@ -114,13 +114,15 @@ def test_quotas_of_projects_are_settings_of_the_controller() -> None:
     assert refused.returncode != 0
 
 
-def test_pods_may_be_changed_only_where_a_queue_keeps_them() -> None:
-    def verbs(*arguments: str) -> list[str]:
+def test_pods_may_be_changed_only_where_a_queue_keeps_them_or_nodes_are_drained() -> None:
+    def verbs(*values: str, drain: str = "false") -> list[str]:
+        arguments = ("--set", f"controller.drain.enabled={drain}", *values)
         role = one(render(*arguments), "Role", "demo-slipstream-controller")
         (found,) = [rule["verbs"] for rule in role["rules"] if rule["resources"] == ["pods"]]
         return found
 
     assert "patch" not in verbs()
+    assert "patch" in verbs(drain="true")
     assert "patch" in verbs("--set", "workers.kueue.queueName=gpus")
 
 

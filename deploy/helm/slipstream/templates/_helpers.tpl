@@ -146,6 +146,16 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 slipstream.dev/worker: "true"
 {{- end -}}
 
+{{/* Name of objects that belong to no namespace, and so must differ between releases of a cluster */}}
+{{- define "slipstream.clusterName" -}}
+{{ .Release.Namespace }}-{{ include "slipstream.fullname" . }}-controller
+{{- end -}}
+
+{{/* Part of a selector: pods that the controller has not released from a drained node */}}
+{{- define "slipstream.notEvictable" -}}
+matchExpressions: [{key: slipstream.dev/evictable, operator: DoesNotExist}]
+{{- end -}}
+
 {{/* Environment of the span collector, the same for every service */}}
 {{- define "slipstream.tracingEnv" -}}
 {{- with .Values.tracing }}

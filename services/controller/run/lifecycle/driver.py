@@ -5,6 +5,7 @@
     the run is admitted                        -> its workers start; the loops are entered
     rollouts must restart with another precision   -> the loops are left; all rollouts end; they start and
                                                   the loops are entered again
+    hosts are drained                          -> their workers move to other hosts (``drains.py``)
     a worker exits, is silent or is replaced   -> the loops are left; the missing workers start; the
                                                   loops are entered again. Lost rollouts are not
                                                   awaited while other rollouts remain: they join later.
@@ -25,6 +26,13 @@ from services.common.task_group import TaskGroup, leaves
 from services.controller.launch.launcher import WorkerExit, log_command
 from services.controller.rules.run_state import VOLATILE, RunEvent, RunState
 from services.controller.run.connections import delete_sample_records
+from services.controller.run.lifecycle.drains import (
+    DrainedHost,
+    HostDrainedError,
+    HostDrains,
+    left_note,
+    withdrawn_note,
+)
 from services.controller.run.lifecycle.elastic import ElasticSizing, SizeChangedError
 from services.controller.run.lifecycle.loop import Services, connected, train
 from services.controller.run.pipeline import TrainingPipeline
@@ -46,6 +54,10 @@ logger = logging.getLogger(__name__)
 # A broken call is the first sign of a dead worker; its exit report, which says more, follows within
 # this time.
 _EXIT_REPORT_S = 2.0
+
+_PLANNED = (SizeChangedError, RolloutsOutdatedError, HostDrainedError)
+# Errors after which the loops may be entered again.
+_LEAVING_ERRORS = (ServiceError, WorkerLostError, *_PLANNED)
 
 Transition = Callable[[RunEvent, str, str], Awaitable[RunState]]
 """Applies an event to the run's state (event, reason, message) and returns the new state."""
@@ -95,6 +107,10 @@ class RunDriver:
             journal=journal,
             request_queue=request_queue,
         )
+        self._drains = HostDrains()
+        self._sizing.on_left = self._record_left
+        self._may_leave: set[str] = set()
+        """Workers that have nothing to lose, so that they leave their hosts once the loops are left."""
         self.task: asyncio.Task[None] | None = None
 
     async def drive(self) -> None:
@@ -213,6 +229,20 @@ class RunDriver:
             raise UnavailableError("the run is being restored; report again")
         await self._pipeline.fail(failures)
 
+    def host_drained(self, host: DrainedHost, worker_ids: Collection[str]) -> None:
+        """Records workers that must leave a host; a repetition tries again what an obstacle prevented."""
+        self._drains.add(host, worker_ids)
+
+    def host_in_service(self, host: str) -> Note | None:
+        """Lets workers stay on a host that is in service again, unless they are leaving already.
+
+        Returns:
+            The event that tells of it; None if no worker had to leave.
+        """
+        staying = self._drains.withdraw(host)
+        self._sizing.stay(staying)
+        return withdrawn_note(host, staying) if staying else None
+
     def worker_exited(self, exit_: WorkerExit) -> None:
         if self._sizing.handles_exit(exit_):
             return
@@ -262,15 +292,14 @@ class RunDriver:
             self._pipeline = None
             try:
                 is_finished = await self._run_loops(lost)
-            except (
-                *(ServiceError, WorkerLostError, SizeChangedError, RolloutsOutdatedError),
-                ExceptionGroup,
-            ) as error:
+            except (*_LEAVING_ERRORS, ExceptionGroup) as error:
                 lost = await self._handle_loss(error)
                 continue
             if is_finished:
                 return RunEvent.FINISH, "Completed"
-            return RunEvent.DRAINED, "PausedByUser"
+            if self._request_queue.get("pause") is not None:
+                return RunEvent.DRAINED, "PausedByUser"
+            lost = await self._leave_hosts()
 
     async def _warn_of_volatile_checkpoints(self) -> None:
         """Records, when the run starts, that its checkpoints are lost with the trainer."""
@@ -294,6 +323,7 @@ class RunDriver:
             watches = [
                 tasks.create_task(self._watch_workers()),
                 tasks.create_task(self._sizing.watch(present, pipeline=pipeline)),
+                tasks.create_task(self._watch_drains(pipeline)),
             ]
             async with connected(
                 self._spec,
@@ -330,8 +360,7 @@ class RunDriver:
     async def _handle_loss(self, error: Exception) -> dict[str, str]:
         """Records lost workers and cleans up after them; raises ``error`` if the run cannot recover."""
         broken = leaves(error)
-        planned = (SizeChangedError, RolloutsOutdatedError)
-        errors = [each for each in broken if not isinstance(each, planned)]
+        errors = [each for each in broken if not isinstance(each, _PLANNED)]
         if not is_worker_failure(errors):
             raise error
         if len(errors) < len(broken) and not self._exits:
@@ -340,6 +369,8 @@ class RunDriver:
                 if self._state is RunState.RUNNING:
                     await self._transition(RunEvent.LOSE, "RolloutsRestart")
                 return {}
+            if any(isinstance(each, HostDrainedError) for each in broken):
+                return await self._leave_hosts()
             return await self._sizing.remove_surplus()
         for each in errors:
             # A restart of the trainer may lose trained steps, so it counts as lost only without heartbeats;
@@ -362,6 +393,92 @@ class RunDriver:
         if is_halted and self._state in (RunState.STARTING, RunState.RUNNING):
             await self._transition(RunEvent.LOSE, "WorkerLost", message.splitlines()[0])
         return lost
+
+    async def _watch_drains(self, entered: asyncio.Future[TrainingPipeline]) -> None:
+        """Moves workers away from drained hosts, and ends the steps if they cannot leave meanwhile.
+
+        Args:
+            entered: Pipeline of the run; done once the loops are entered.
+
+        Raises:
+            HostDrainedError: If workers leave at once, because they have nothing to lose.
+        """
+        while True:
+            self._drains.changed.clear()
+            if (leaving := self._drains.leaving()) and not self._drains.is_held:
+                if self._has_state(leaving):
+                    await asyncio.shield(entered)
+                await self._clear_hosts(self._drains.leaving(), entered)
+            await self._drains.changed.wait()
+
+    def _has_state(self, worker_ids: Collection[str]) -> bool:
+        """Returns True if a worker, other than a rollout, has loaded and may know steps that nobody saved."""
+        workers = [self._services.membership.find(self._run_id, name) for name in worker_ids]
+        return self._state is not RunState.STARTING and any(
+            worker is not None and worker.role != "rollout" and worker.state != "loading"
+            for worker in workers
+        )
+
+    async def _clear_hosts(
+        self, leaving: set[str], entered: asyncio.Future[TrainingPipeline]
+    ) -> None:
+        """Moves rollouts while others generate; otherwise ends the steps, after which all leave.
+
+        Raises:
+            HostDrainedError: If the workers leave at once, because they have nothing to lose.
+        """
+        rollouts = set(self._rollouts())
+        if entered.done() and leaving <= rollouts and rollouts - leaving:
+            await self._tell_drain()
+            self._sizing.move(leaving)
+            return
+        if self._has_state(leaving) and entered.result().step > 0:
+            folder = self.spec.trainer.checkpoint.directory
+            if why := await self._services.launcher.why_volatile(folder):
+                await self._tell_drain(
+                    "CheckpointsVolatile",
+                    f"their checkpoints would be lost with them ({why}); pause or cancel the run to let the "
+                    "drain end",
+                )
+                return
+        await self._tell_drain()
+        self._may_leave = leaving
+        if self.spec.validation.only or not entered.done():
+            raise HostDrainedError
+        self._request_queue.pausing.set()
+
+    async def _tell_drain(self, obstacle: str = "", why: str = "") -> None:
+        if (note := self._drains.note(obstacle=obstacle, why=why)) is not None:
+            await self._journal.record_event(note)
+
+    async def _leave_hosts(self) -> dict[str, str]:
+        """Ends workers on drained hosts after the loops are left; returns them with the cause.
+
+        Nobody leaves if the last step is not saved, because a trainer would lose it.
+        """
+        leaving, self._may_leave = self._may_leave & self._drains.leaving(), set()
+        self._request_queue.resume_steps()
+        pipeline = self._pipeline
+        if self._has_state(leaving) and pipeline is not None and not await pipeline.is_saved():
+            message = (
+                f"the checkpoint of step {pipeline.step} failed; it is tried again each minute"
+            )
+            await self._tell_drain("CheckpointFailed", message)
+            return {}
+        if not leaving:
+            return {}
+        cause = f"{', '.join(sorted(leaving))} leave their hosts"
+        if self._state is RunState.RUNNING:
+            await self._transition(RunEvent.LOSE, "HostDrained", cause)
+        await self._services.launcher.release(self._run_id, leaving)
+        for worker_id in sorted(leaving):
+            await self._services.membership.unregister(self._run_id, worker_id)
+        await self._record_left(leaving)
+        return dict.fromkeys(leaving, cause)
+
+    async def _record_left(self, worker_ids: Collection[str]) -> None:
+        if hosts := self._drains.left(worker_ids):
+            await self._journal.record_event(left_note(hosts, worker_ids))
 
     async def _end_outdated_rollouts(self) -> dict[str, str]:
         """Ends all rollouts if they must restart; returns them with the cause."""

@@ -6,6 +6,7 @@
                      those that a queue holds back follow when it admits them
     lost rollouts    replacements load while the others generate; then as above
     fewer rollouts   other rollouts continue or restart the unfinished groups; then workers are ended
+    drained hosts    as with fewer rollouts; then as with lost ones, on other hosts
 
 The loops are left and entered with all rollouts if new ones need another weight transport, or if a
 rollout is removed while the loops are not entered yet.
@@ -13,7 +14,7 @@ rollout is removed while the loops are not entered yet.
 
 import asyncio
 import logging
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection
 
 import sqlalchemy as sa
 
@@ -69,6 +70,10 @@ class ElasticSizing:
         self._started: set[str] = set()
         self._exited: set[str] = set()
         """Rollouts that exited before they joined, and may still be registered."""
+        self.on_left: Callable[[Collection[str]], Awaitable[None]]
+        """Called with rollouts that have left their hosts."""
+        self._moving: set[str] = set()
+        """Rollouts that must leave their hosts."""
 
     def resume_request(self) -> None:
         """Resumes a resize request that an earlier controller did not complete."""
@@ -89,6 +94,15 @@ class ElasticSizing:
         """Wakes the watcher after the specification changed."""
         self._changed.set()
 
+    def move(self, names: Collection[str]) -> None:
+        """Lets rollouts leave their hosts; others continue the groups until replacements have joined."""
+        self._moving |= set(names)
+        self._changed.set()
+
+    def stay(self, names: Collection[str]) -> None:
+        """Lets rollouts stay that have not left yet."""
+        self._moving -= set(names)
+
     def handles_exit(self, exit_: WorkerExit) -> bool:
         """Records the exit of a new rollout; returns True if the worker is a new or surplus rollout."""
         if exit_.worker_id in self._new():
@@ -99,7 +113,10 @@ class ElasticSizing:
         return exit_.worker_id.startswith("rollout-") and exit_.worker_id not in self._wanted()
 
     async def watch(
-        self, present: Collection[str], *, pipeline: asyncio.Future[TrainingPipeline]
+        self,
+        present: Collection[str],
+        *,
+        pipeline: asyncio.Future[TrainingPipeline],
     ) -> None:
         """Adds missing rollouts and removes surplus ones until it is cancelled.
 
@@ -129,6 +146,14 @@ class ElasticSizing:
                 self._started -= gone
                 self._size -= gone
                 await self._start(pipeline)  # platforms display the new number of rollouts
+            if pipeline.done() and (moving := self._moving & wanted):
+                await pipeline.result().detach(moving & here)
+                await self._launcher.release(self._run_id, moving)
+                for worker_id in sorted(moving):
+                    await self._membership.unregister(self._run_id, worker_id)
+                here -= moving
+                self._moving -= moving
+                await self.on_left(moving)
             if missing := wanted - here:
                 here |= await self._add_rollouts(missing, pipeline, request)
                 continue

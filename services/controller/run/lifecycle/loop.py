@@ -91,7 +91,7 @@ async def connected(
 
 
 async def train(pipeline: TrainingPipeline) -> bool:
-    """Trains all remaining steps; returns False if a pause request came first."""
+    """Trains all remaining steps; returns False if the steps were to end first."""
     async with TaskGroup() as tasks:
         background = [tasks.create_task(work) for work in pipeline.background()]
         await pipeline.catch_up()

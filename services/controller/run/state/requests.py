@@ -114,7 +114,7 @@ class RequestQueue:
         self._database = database
         self._waiting: dict[RequestKind, Request] = {}
         self.pausing = asyncio.Event()
-        """Set once a pause is requested."""
+        """Set once the steps are to end: a pause is requested, or workers must leave their hosts."""
 
     async def open(self) -> None:
         """Loads requests that an earlier controller did not complete."""
@@ -138,6 +138,11 @@ class RequestQueue:
         await self._database.run(write)
         if kind == "pause":
             self.pausing.set()
+
+    def resume_steps(self) -> None:
+        """Lets steps begin again after workers have left their hosts, unless a pause is requested."""
+        if "pause" not in self._waiting:
+            self.pausing.clear()
 
     def added(self, kind: RequestKind, **options: int) -> Work:
         """Returns the write that stores a request, for the transaction of the event with its cause."""

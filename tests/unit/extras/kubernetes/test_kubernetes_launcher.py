@@ -16,8 +16,9 @@ from services.common.runspec.loader import parse_spec
 from services.common.runspec.run import RunSpec
 from services.common.security.credentials import Identity, acting_as, bearer_of
 from services.controller.launch.launcher import WorkerExit
+from services.extras.kubernetes import drain
 from services.extras.kubernetes.launcher import KubernetesLauncher
-from services.extras.kubernetes.pod_api import Seen
+from services.extras.kubernetes.pod_api import EVICTABLE_LABEL, Seen
 from services.extras.kubernetes.worker_pods import accounting_labels
 from tests.helpers.job_sets import NAME_LABEL, pods_of
 from tests.helpers.specs import spec_with
@@ -61,6 +62,9 @@ class FakeCluster:
     job_sets: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     policies: dict[str, dict[str, Any]] = field(default_factory=dict)
+    evicts: bool = False
+    """True if an eviction is repeated until it is let through, as by ``kubectl drain``."""
+    evictable: list[str] = field(default_factory=list)
 
     async def put_policy(self, policy: Mapping[str, Any]) -> None:
         self.policies[policy["metadata"]["name"]] = dict(policy)
@@ -101,6 +105,25 @@ class FakeCluster:
             del self.pods[name]
             self.seen.put_nowait(Seen(name=name, body=None))
         return True
+
+    async def allow_eviction(self, name: str) -> None:
+        self.pods[name]["metadata"]["labels"][EVICTABLE_LABEL] = "true"
+        self.evictable.append(name)
+        if self.evicts:
+            await self.delete(name)
+
+    def place(self, name: str, node: str) -> None:
+        """Places a pod on a node, where it runs."""
+        pod = self.pods[name]
+        spec = {**pod["spec"], "nodeName": node}
+        states = [{"name": c["name"], "state": {"running": {}}} for c in spec["containers"]]
+        self.pods[name] = {**pod, "spec": spec}
+        self.change(name, phase="Running", containerStatuses=states)
+
+    def has_no_room(self, name: str) -> None:
+        """Reports that no node has room for a pod."""
+        why = {"reason": "Unschedulable", "message": "0/1 nodes are available"}
+        self.change(name, conditions=[{"type": "PodScheduled", "status": "False", **why}])
 
     async def create_job_set(self, body: Mapping[str, Any]) -> None:
         assert body["metadata"]["name"] not in self.job_sets
@@ -848,3 +871,91 @@ async def test_ended_pods_of_an_earlier_controller_go_with_their_job_set(tmp_pat
         assert set(cluster.pods) == {ROLLOUT}
         assert cluster.job_sets == {}
         assert received.exits == []
+
+
+@pytest.mark.parametrize("evicts", [True, False], ids=["evicted", "deleted by the launcher"])
+async def test_a_released_pod_is_replaced_and_waits_for_a_node_without_a_time_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, evicts: bool
+) -> None:
+    monkeypatch.setattr(drain, "EVICTION_S", 0.01)
+    cluster = FakeCluster(evicts=evicts)
+    settings = {"pending_timeout_s": 0.05}
+    async with launching(cluster, write_templates(tmp_path), **settings) as (launcher, received):
+        await launcher.start(RUN, SPEC)
+        cluster.place(TRAINER, "node-1")
+        cluster.place(ROLLOUT, "node-2")
+        await cluster.settle()
+        await launcher.release(RUN, {"trainer-0"})
+        assert cluster.evictable == [TRAINER]
+        assert set(cluster.pods) == {ROLLOUT}
+
+        starting = asyncio.ensure_future(launcher.start(RUN, SPEC))
+        while TRAINER not in cluster.pods:  # noqa: ASYNC110 -- the fake API is polled
+            await asyncio.sleep(0)
+        moved = cluster.pods[TRAINER]["metadata"]
+        assert moved["annotations"]["slipstream.dev/moved-from"] == "node-1"
+        cluster.has_no_room(TRAINER)
+        await cluster.settle()
+        ((_, reason, message),) = received.pending
+        assert reason == "NoRoom"
+        assert "uncordon node-1" in message and "0/1 nodes" in message
+        await asyncio.sleep(0.1)  # twice the limit of other pods
+        assert (starting.done(), received.exits) == (False, [])
+        cluster.place(TRAINER, "node-1")
+        await starting
+        assert received.exits == []
+
+
+async def test_a_later_controller_waits_for_a_node_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drain, "EVICTION_S", 0.01)
+    cluster, templates = FakeCluster(), write_templates(tmp_path)
+    async with launching(cluster, templates) as (launcher, _):
+        await launcher.start(RUN, SPEC)
+        cluster.place(TRAINER, "node-1")
+        await cluster.settle()
+        await launcher.release(RUN, {"trainer-0"})
+        starting = asyncio.ensure_future(launcher.start(RUN, SPEC))
+        while TRAINER not in cluster.pods:  # noqa: ASYNC110 -- the fake API is polled
+            await asyncio.sleep(0)
+        starting.cancel()
+    async with launching(cluster, templates, pending_timeout_s=0.05) as (launcher, received):
+        starting = asyncio.ensure_future(launcher.start(RUN, SPEC))
+        await asyncio.sleep(0.1)
+        assert not any(exit_.worker_id == "trainer-0" for exit_ in received.exits)
+        assert not starting.done()
+        cluster.place(TRAINER, "node-2")
+        await starting
+
+
+async def test_a_run_goes_on_without_a_moved_rollout_while_another_has_a_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drain, "EVICTION_S", 0.01)
+    cluster, spec = FakeCluster(), parse_spec({**SPEC.model_dump(), **MORE})
+    async with launching(cluster, write_templates(tmp_path)) as (launcher, _):
+        await launcher.start(RUN, spec)
+        for name in list(cluster.pods):
+            cluster.place(name, "node-1" if name == ROLLOUT else "node-2")
+        await cluster.settle()
+        await launcher.release(RUN, {"rollout-0"})
+        async with asyncio.timeout(5):
+            await launcher.start(RUN, spec)
+        assert launcher.queued(RUN) == {"rollout-0"}
+        waiting = asyncio.ensure_future(launcher.admitted(RUN, {"rollout-0"}))
+        cluster.place(ROLLOUT, "node-3")
+        assert await waiting == {"rollout-0"}
+
+
+async def test_all_workers_of_a_pod_leave_with_it(tmp_path: Path) -> None:
+    cluster = FakeCluster(evicts=True)
+    async with launching(cluster, write_templates(tmp_path, "bundled")) as (launcher, received):
+        await launcher.start(RUN, SPEC)
+        cluster.place("run-01-bundle", "node-1")
+        await cluster.settle()
+        (placed,) = launcher.placed_pods()
+        assert (placed.run_id, placed.node) == (RUN, "node-1")
+        assert placed.workers == {"trainer-0", "rollout-0"}
+        await launcher.release(RUN, placed.workers)
+        assert (cluster.pods, received.exits) == ({}, [])

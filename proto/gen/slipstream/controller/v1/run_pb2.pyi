@@ -94,8 +94,8 @@ class Run(_message.Message):
         OBSERVED_GENERATION_FIELD_NUMBER: _builtins.int
         LAST_TRANSITION_TIME_FIELD_NUMBER: _builtins.int
         type: _builtins.str
-        """Type: "Admitted", "Placed", "WeightGroupReady", "DataPlaneReady", "Progressing", "Degraded"
-        or "CheckpointCurrent".
+        """Type: "Admitted", "Placed", "WeightGroupReady", "DataPlaneReady", "Progressing", "Degraded",
+        "CheckpointCurrent" or "Draining".
         """
         status: _builtins.str
         """Status: "True", "False" or "Unknown"."""

@@ -42,6 +42,7 @@ class FakeLauncher:
     refuses: bool = False
     started: list[int] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
+    released: list[str] = field(default_factory=list)
     waiting: set[str] = field(default_factory=set)
     """Rollouts that a queue holds back."""
 
@@ -60,6 +61,9 @@ class FakeLauncher:
 
     async def end(self, run_id, worker_id):
         self.ended.append(worker_id)
+
+    async def release(self, run_id, worker_ids):
+        self.released += sorted(worker_ids)
 
 
 @dataclass
@@ -474,3 +478,50 @@ async def test_a_run_keeps_its_size_when_new_rollouts_do_not_come_up(refuses):
 async def test_the_end_of_a_rollout_that_the_run_needs_is_not_taken():
     ended = WorkerExit(run_id=RUN, worker_id="rollout-0", code=1, last_lines="")
     assert not Case().resizing.handles_exit(ended)
+
+
+async def test_rollouts_leave_a_drained_host_while_others_generate_and_are_replaced():
+    case, left = Case(replicas=2), []
+
+    async def on_left(names):
+        left.extend(sorted(names))
+        assert case.launcher.released == case.run.left == ["rollout-1"], (
+            "first detached, then ended"
+        )
+
+    case.resizing.on_left = on_left
+    for index in (0, 1):
+        await case.register(index)
+    case.entered.set_result(case.run)
+    async with asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(case.watch("rollout-0", "rollout-1"))
+        await asyncio.sleep(0)
+        case.resizing.move(["rollout-1"])
+        async with asyncio.timeout(5):
+            while not case.launcher.started:  # noqa: ASYNC110 -- the fake launcher is polled
+                await asyncio.sleep(0)
+        assert (left, case.run.joined) == (["rollout-1"], [])
+        case.run.may_serve.set()
+        replacement = worker(1)
+        replacement.incarnation = "another"
+        await case.membership.register(replacement)
+        async with asyncio.timeout(5):
+            while case.journal.kinds != ["Replaced"]:  # noqa: ASYNC110 -- the fake journal is polled
+                await asyncio.sleep(0)
+        assert case.run.joined == ["rollout-1"]
+        watching.cancel()
+
+
+async def test_rollouts_of_a_host_that_is_in_service_again_stay():
+    case = Case(replicas=2)
+    for index in (0, 1):
+        await case.register(index)
+    case.entered.set_result(case.run)
+    case.resizing.move(["rollout-1"])
+    case.resizing.stay(["rollout-1"])
+    async with asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(case.watch("rollout-0", "rollout-1"))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert (case.run.left, case.launcher.released) == ([], [])
+        watching.cancel()

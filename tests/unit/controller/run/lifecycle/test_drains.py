@@ -1,0 +1,206 @@
+"""Tests that workers leave drained hosts after a checkpoint, and that the run trains each step once."""
+
+import asyncio
+
+import pytest
+
+from services.common.errors import FailedPreconditionError
+from services.controller.launch.launcher import ExternalLauncher
+from services.controller.run.lifecycle.drains import DrainedHost
+from services.controller.store.records import EventFilter, Submission
+from tests.helpers.rest import open_manager
+from tests.unit.controller.workers import MemoryQueue, Workers, rollout_of, specification
+
+HOST = DrainedHost(name="node-1", reason="cordoned", since=5.0)
+
+
+class Drained:
+    """Launcher whose hosts are drained."""
+
+    def __init__(self, workers: Workers, monkeypatch) -> None:
+        self.released: list[list[str]] = []
+        self.steps_saved: list[list[int]] = []
+        self.why_volatile = ""
+
+        async def release(launcher, run_id, worker_ids):
+            self.released.append(sorted(worker_ids))
+            self.steps_saved.append([*workers.saved])
+
+        async def why_volatile(launcher, folder):
+            return self.why_volatile
+
+        monkeypatch.setattr(ExternalLauncher, "release", release)
+        monkeypatch.setattr(ExternalLauncher, "why_volatile", why_volatile)
+
+
+@pytest.fixture
+def workers(monkeypatch) -> Workers:
+    workers = Workers(MemoryQueue())
+    monkeypatch.setattr("services.controller.run.lifecycle.loop.connect", workers.assemble)
+    workers.held_from = 2
+    workers.may_train.clear()
+    return workers
+
+
+@pytest.fixture
+def hosts(workers, monkeypatch) -> Drained:
+    return Drained(workers, monkeypatch)
+
+
+async def events(manager, run_id, *types):
+    return await manager.feed.page(run_id, after_seq=0, only=EventFilter(types=types))
+
+
+async def reported(manager, run_id, type_):
+    """Waits for the first event of a type."""
+    async for batch in manager.feed.watch(run_id, 0):
+        for event in batch:
+            if event.type == type_:
+                return event
+    raise AssertionError(f"the run ended without {type_}")
+
+
+def condition(run, type_):
+    return next(each for each in run.conditions if each.type == type_)
+
+
+async def register_trainer(manager, run_id):
+    """Registers a trainer that has loaded, on the drained host."""
+    worker = rollout_of(run_id, 0)
+    worker.worker_id, worker.role = "trainer-0", "trainer"
+    await manager.drivers.services.membership.register(worker)
+
+
+async def test_a_trainer_leaves_after_its_step_is_saved_and_no_step_is_lost(
+    database, workers, hosts
+):
+    async with open_manager(database, queue=workers.queue) as manager, asyncio.timeout(20):
+        run_id = (await manager.create(Submission(spec=specification())))[0].run_id
+        await workers.trains.wait()
+        await register_trainer(manager, run_id)
+        manager.drivers.host_drained(run_id, HOST, {"trainer-0"})
+        draining = await reported(manager, run_id, "Draining")
+        run = await manager.get(run_id)
+        shown = condition(run, "Draining")
+        assert (run.state, shown.status, shown.reason) == ("RUNNING", "True", "HostDrained")
+        assert draining.data == {
+            "reason": "HostDrained",
+            "hosts": [{"name": "node-1", "reason": "cordoned", "since": 5.0}],
+            "workers": ["trainer-0"],
+        }
+        assert hosts.released == [], "the step in progress ends first"
+        workers.may_train.set()
+        left = await reported(manager, run_id, "Drained")
+        assert left.data["hosts"] == ["node-1"]
+        await manager.drivers.wait()
+        run = await manager.get(run_id)
+    assert (hosts.released, hosts.steps_saved) == ([["trainer-0"]], [[2]])
+    assert (run.state, run.step) == ("SUCCEEDED", 4)
+    assert condition(run, "Draining").status == "False"
+    steps = [event.data["step"] for event in await events(manager, run_id, "StepCommitted")]
+    assert steps == [1, 2, 3, 4]
+    assert await events(manager, run_id, "Rewound", "WorkerLost") == []
+    moves = await events(manager, run_id, "StateChanged")
+    assert [event.data["to"] for event in moves if event.data["reason"] == "HostDrained"] == [
+        "RECOVERING"
+    ]
+
+
+async def test_a_trainer_stays_while_its_checkpoints_would_be_lost_with_it(
+    database, workers, hosts
+):
+    hosts.why_volatile = "/var/lib/slipstream is a volume of the pod (emptyDir)"
+    async with open_manager(database, queue=workers.queue) as manager, asyncio.timeout(20):
+        run_id = (await manager.create(Submission(spec=specification())))[0].run_id
+        await workers.trains.wait()
+        await register_trainer(manager, run_id)
+        manager.drivers.host_drained(run_id, HOST, {"trainer-0"})
+        event = await reported(manager, run_id, "Draining")
+        assert event.data["reason"] == "CheckpointsVolatile"
+        assert "emptyDir" in event.message
+        manager.drivers.host_drained(run_id, HOST, {"trainer-0"})
+        workers.may_train.set()
+        await manager.drivers.wait()
+        assert (await manager.get(run_id)).state == "SUCCEEDED"
+    assert hosts.released == []
+    assert len(await events(manager, run_id, "Draining")) == 1, "repetitions tell nothing new"
+
+
+async def test_a_failed_checkpoint_keeps_the_trainer_until_the_next_notice(
+    database, workers, hosts, monkeypatch
+):
+    save, fails = workers.save_checkpoint, True
+
+    async def saves(step, **options):
+        if fails:
+            raise FailedPreconditionError("no space left")
+        return await save(step, **options)
+
+    monkeypatch.setattr(workers, "save_checkpoint", saves)
+    async with open_manager(database, queue=workers.queue) as manager, asyncio.timeout(20):
+        run_id = (await manager.create(Submission(spec=specification())))[0].run_id
+        await workers.trains.wait()
+        await register_trainer(manager, run_id)
+        manager.drivers.host_drained(run_id, HOST, {"trainer-0"})
+        await reported(manager, run_id, "Draining")
+        workers.held_from = 3
+        workers.may_train.set()
+        await reported(manager, run_id, "CheckpointFailed")
+        workers.may_train.clear()
+        await workers.trains.wait()
+        draining = (await events(manager, run_id, "Draining"))[-1]
+        assert draining.data["reason"] == "CheckpointFailed"
+        assert hosts.released == []
+        fails = False
+        manager.drivers.host_drained(run_id, HOST, {"trainer-0"})
+        workers.may_train.set()
+        await manager.drivers.wait()
+        assert (await manager.get(run_id)).state == "SUCCEEDED"
+    assert (hosts.released, hosts.steps_saved) == ([["trainer-0"]], [[3]])
+
+
+async def test_the_workers_of_a_host_that_is_in_service_again_stay(database, workers, hosts):
+    async with open_manager(database, queue=workers.queue) as manager, asyncio.timeout(20):
+        run_id = (await manager.create(Submission(spec=specification())))[0].run_id
+        await workers.trains.wait()
+        await register_trainer(manager, run_id)
+        manager.drivers.host_drained(run_id, HOST, {"trainer-0"})
+        await reported(manager, run_id, "Draining")
+        manager.drivers.host_in_service("node-1")
+        event = await reported(manager, run_id, "Drained")
+        assert event.data["reason"] == "InService"
+        workers.may_train.set()
+        await manager.drivers.wait()
+        assert (await manager.get(run_id)).state == "SUCCEEDED"
+    assert hosts.released == []
+
+
+async def test_workers_that_still_load_leave_at_once(database, workers, hosts):
+    workers.may_connect.clear()
+    async with open_manager(database, queue=workers.queue) as manager, asyncio.timeout(20):
+        run_id = (await manager.create(Submission(spec=specification())))[0].run_id
+        await workers.connects.wait()
+        manager.drivers.host_drained(run_id, HOST, {"trainer-0"})
+        await reported(manager, run_id, "Drained")
+        workers.may_connect.set()
+        workers.may_train.set()
+        await manager.drivers.wait()
+        run = await manager.get(run_id)
+    assert (hosts.released, hosts.steps_saved) == ([["trainer-0"]], [[]])
+    assert (run.state, run.step) == ("SUCCEEDED", 4)
+
+
+async def test_a_pause_during_a_drain_pauses_the_run(database, workers, hosts):
+    async with open_manager(database, queue=workers.queue) as manager, asyncio.timeout(20):
+        run_id = (await manager.create(Submission(spec=specification())))[0].run_id
+        await workers.trains.wait()
+        await register_trainer(manager, run_id)
+        manager.drivers.host_drained(run_id, HOST, {"trainer-0"})
+        await reported(manager, run_id, "Draining")
+        await manager.pause(run_id)
+        workers.may_train.set()
+        await manager.drivers.wait()
+        run = await manager.get(run_id)
+        assert (run.state, run.step) == ("PAUSED", 2)
+        assert condition(run, "Draining").status == "False"
+    assert hosts.released == [], "the pause ends all workers"
