@@ -58,10 +58,6 @@ _COMMANDS = {
             "List the checkpoints of a run, newest first.",
         ),
         "workers": ("inspect:workers", "List the workers of a run and their current activity."),
-        "track": (
-            "track:track",
-            "Send runs to wandb, tensorboard, mlflow or trackio, during or after the run.",
-        ),
         "compare": (
             "inspect:compare",
             "Compare two runs: results, and keys of their specifications that differ.",

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.trackers.tracker import COLUMNS, EventPosition
 from services.common.callables import load_callable
 from services.common.runspec.trackers import TRACKERS, TrackerSpec
 from services.controller.models import RunView
+from services.extras.trackers.tracker import COLUMNS, EventPosition
 
 Point = tuple[str, int, float]
 """Name, step, value."""

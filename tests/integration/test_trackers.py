@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 
 from services.cli.api import Api
-from services.cli.trackers.processes import TrackerProcesses, tracking
 from services.common.task_group import TaskGroup
 from services.controller.api.operations import CancelRun
+from services.extras.trackers.processes import TrackerProcesses, tracking
 from tests.helpers import tracked
 from tests.helpers.cli import SORT4, descendants, slipstream, started
 from tests.helpers.controllers import ADMIN, SPEC, running_controller
@@ -150,7 +150,7 @@ async def test_a_failed_tracker_is_reported_once_and_recovers(tmp_path, mood_fil
 
 
 async def test_a_tracker_that_is_not_complete_at_the_end_is_named(tmp_path, mood_file, monkeypatch):
-    monkeypatch.setattr("services.cli.trackers.processes._LAST_NUMBERS_S", 1.0)
+    monkeypatch.setattr("services.extras.trackers.processes._LAST_NUMBERS_S", 1.0)
     mood_file.write_text("hangs")
     output = io.StringIO()
     with running_controller(tmp_path) as controller:

@@ -9,7 +9,6 @@ from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
     asynccontextmanager,
-    nullcontext,
     suppress,
 )
 from functools import partial
@@ -22,6 +21,7 @@ from rich.console import Console
 from services.cli.api import Api, ApiError
 from services.cli.api_calls import DEFAULT_STATE, UP_FILE, StateDirectory, run_until_signal
 from services.cli.commands.spec import Overrides, SpecPath, load_checked, startable_launcher
+from services.cli.companions import CompanionArgs, companions
 from services.cli.follow import follow
 from services.cli.local import (
     LocalServices,
@@ -32,7 +32,6 @@ from services.cli.local import (
 )
 from services.cli.output import console, describe, print_line, write
 from services.cli.start_report import StartReport
-from services.cli.trackers.processes import FOLDER, TrackerProcesses, has_any_tracker, tracking
 from services.common.runspec.loader import SpecError
 from services.common.runspec.run import RunSpec
 from services.common.task_group import until_first
@@ -294,8 +293,7 @@ async def _run(
         run_id = await submit_or_resume(api, spec, console, resume=resume)
         link = (await api.page_link()).replace("/page/", f"/runs/{run_id}")
         print_line(console, f"run page (link for one browser): {link}")
-        tracked = tracking(_trackers(services, api, state_directory), console, run_id=run_id)
-        async with tracked if spec.trackers else nullcontext():
+        async with companions(_follows(services, api, state_directory, run_id), spec=spec):
             following = follow(
                 api, run_id, state_directory=state_directory, console=console, start=start
             )
@@ -329,14 +327,20 @@ async def _up(state_directory: Path, port: int, launcher: str) -> None:
             f"for other programs: export SLIPSTREAM_URL={services.url} SLIPSTREAM_TOKEN={services.token}",
         )
         interrupts = SignalHandler()
-        tracked = tracking(_trackers(services, api, state_directory), console)
-        async with tracked if has_any_tracker() else nullcontext():
+        async with companions(_follows(services, api, state_directory)):
             await until_first(interrupts.pause_runs(api, console), services.supervise())
 
 
-def _trackers(services: LocalServices, api: Api, state_directory: Path) -> TrackerProcesses:
-    return TrackerProcesses(
-        api, url=services.url, token=services.token, folder=state_directory / FOLDER
+def _follows(
+    services: LocalServices, api: Api, state_directory: Path, run_id: str = ""
+) -> CompanionArgs:
+    return CompanionArgs(
+        api=api,
+        url=services.url,
+        token=services.token,
+        state_directory=state_directory,
+        console=console,
+        run_id=run_id,
     )
 
 

@@ -20,7 +20,7 @@ class TrackerKind:
     """Package that must be installed where ``slipstream track`` runs; an extra of Slipstream has
     the same name."""
     opens: str
-    """Reference ``module:function`` of a :class:`~services.cli.trackers.tracker.OpenTracker`."""
+    """Reference ``module:function`` of a ``OpenTracker`` (``services/extras/trackers/tracker.py``)."""
 
 
 TRACKERS: Final = Door("trackers", TrackerKind)

@@ -7,10 +7,10 @@ from typing import Any
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunTag
 
-from services.cli.trackers.tracker import COLUMNS, EventPosition, NewestSteps, Split
 from services.common.runspec.keys import flat
 from services.common.runspec.trackers import TrackerSpec
 from services.controller.models import RunView
+from services.extras.trackers.tracker import COLUMNS, EventPosition, NewestSteps, Split
 
 _TAG = "slipstream.run"
 _STATUS = {"SUCCEEDED": "FINISHED", "CANCELLED": "KILLED", "FAILED": "FAILED"}

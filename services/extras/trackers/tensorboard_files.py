@@ -12,9 +12,9 @@ from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from services.cli.trackers.tracker import EventPosition, NewestSteps, Split, as_markdown
 from services.common.runspec.trackers import TrackerSpec
 from services.controller.models import RunView
+from services.extras.trackers.tracker import EventPosition, NewestSteps, Split, as_markdown
 
 
 class EventFiles:

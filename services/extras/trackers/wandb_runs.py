@@ -13,9 +13,9 @@ from typing import Any
 import wandb
 from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
 
-from services.cli.trackers.tracker import COLUMNS, EventPosition, Split
 from services.common.runspec.trackers import TrackerSpec
 from services.controller.models import RunView
+from services.extras.trackers.tracker import COLUMNS, EventPosition, Split
 
 
 class WandbRun:

@@ -9,10 +9,10 @@ from services.cli.api import Api, ApiError
 from services.cli.api_calls import find_controller, find_run, run_until_signal
 from services.cli.controller_address import Url
 from services.cli.output import console, errors, fail, print_line
-from services.cli.trackers.processes import DEADLINE_S, TrackerProcesses
 from services.common.runspec.base import did_you_mean
 from services.common.runspec.trackers import TRACKERS
 from services.controller.api.operations import GetVersion
+from services.extras.trackers.processes import DEADLINE_S, TrackerProcesses
 
 # Max seconds that calls wait for a controller that restarts.
 _RETRY_S = 600.0

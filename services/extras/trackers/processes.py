@@ -5,20 +5,21 @@ import importlib.util
 import os
 import signal
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from http import HTTPStatus
 from pathlib import Path
 
 from rich.console import Console
 
 from services.cli.api import Api, ApiError
+from services.cli.companions import CompanionArgs
 from services.cli.output import print_line
-from services.cli.trackers.tracker import CURSORS, GONE, Cursor, TrackerJob, cursor_path
 from services.common.parent import module_command
 from services.common.runspec.trackers import TRACKERS
 from services.common.task_group import TaskGroup, leaves
 from services.controller.api.operations import ListRuns, ReportTracker
 from services.controller.launch.worker_process import last_lines
+from services.extras.trackers.tracker import CURSORS, GONE, Cursor, TrackerJob, cursor_path
 
 FOLDER = "trackers"
 """Name of the trackers' folder in the state directory."""
@@ -32,6 +33,15 @@ _AGAIN_S = 5.0
 _LAST_NUMBERS_S = 60.0
 _IDLE = ("QUEUED", "PAUSED", "SUCCEEDED", "FAILED", "CANCELLED")
 _LISTED = 500
+
+
+def track_runs(args: CompanionArgs) -> AbstractAsyncContextManager[None]:
+    """Writes runs that name trackers; see :class:`~services.cli.companions.OpenCompanion`."""
+    if not args.run_id and not has_any_tracker():
+        return nullcontext()
+    folder = args.state_directory / FOLDER
+    processes = TrackerProcesses(args.api, url=args.url, token=args.token, folder=folder)
+    return tracking(processes, args.console, run_id=args.run_id)
 
 
 def has_any_tracker() -> bool:
@@ -202,7 +212,7 @@ class TrackerProcesses:
 
     async def _run(self, job: TrackerJob) -> int:
         return await run_to_end(
-            "services.cli.trackers",
+            "services.extras.trackers",
             job.model_dump_json(),
             log=self._log(job),
             grace_s=_STOP_GRACE_S,

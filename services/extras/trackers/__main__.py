@@ -1,4 +1,4 @@
-"""Writes one run to one tracker: ``python -m services.cli.trackers JOB``.
+"""Writes one run to one tracker: ``python -m services.extras.trackers JOB``.
 
 It is a separate process because trackers hang, leak and end their process. Unread events stay in
 the controller's database, so they do not accumulate here, and the next process continues after the
@@ -18,7 +18,13 @@ from typing import Any
 
 from services.cli.api import Api, ApiError
 from services.cli.settings import CliSettings
-from services.cli.trackers.tracker import (
+from services.common.callables import load_callable
+from services.common.lifetime import wait_for_shutdown
+from services.common.runspec.trackers import TRACKERS, TrackerSpec
+from services.common.task_group import until_first
+from services.controller.api.operations import ListSamples, ReportTracker
+from services.controller.models import RunView, SampleView
+from services.extras.trackers.tracker import (
     GONE,
     Cursor,
     EventPosition,
@@ -29,12 +35,6 @@ from services.cli.trackers.tracker import (
     cursor_path,
     row_of,
 )
-from services.common.callables import load_callable
-from services.common.lifetime import wait_for_shutdown
-from services.common.runspec.trackers import TRACKERS, TrackerSpec
-from services.common.task_group import until_first
-from services.controller.api.operations import ListSamples, ReportTracker
-from services.controller.models import RunView, SampleView
 
 _EXCERPT = 2000
 _RETRY_S = 30.0

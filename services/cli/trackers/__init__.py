@@ -1,1 +1,0 @@
-"""Writes runs to experiment trackers from the API's events, independently of training."""
