@@ -54,13 +54,14 @@ from bench.gpu_memory import planned_gb, watched_memory
 from bench.mps import serving_mps
 from bench.report import device_name, read_json, write_json
 from bench.switches import switches
-from bench.whole_run import REPOSITORY, run_folder, run_for
+from bench.whole_run import REPOSITORY, run_folder, run_for, whole_run
 from services.common.runspec.loader import load_spec
 
 RESULTS = REPOSITORY / "bench" / "results"
 HYBRIDS = RESULTS / "hybrid-gpu.json"
 _TASKS = REPOSITORY / "bench" / "e2e" / "tasks.py"
 _FIRST = 3
+_UNSAVED = ("trainer.checkpoint.every_s=0", "trainer.checkpoint.at_end=false")
 _IN_PLACE = ("weight_sync.mode=inplace",)
 _DECODE = ("decode_fixed_s", "decode_sample_s", "decode_max_samples")
 # A vocabulary of real size: lengths are given, because a random model would not end its responses.
@@ -112,7 +113,13 @@ def main() -> None:
         watched_memory() as peaks,
     ):
         entry = _measured(
-            shape, folder, settings, steps=arguments.steps, is_colocated=is_colocated, peaks=peaks
+            shape,
+            folder,
+            settings,
+            steps=arguments.steps,
+            is_colocated=is_colocated,
+            saves=not arguments.whole_8b,  # its state has 98 GB
+            peaks=peaks,
         )
     print(json.dumps(entry, indent=1))
     if arguments.out is not None:
@@ -128,9 +135,14 @@ def _measured(
     *,
     steps: int,
     is_colocated: bool,
+    saves: bool,
     peaks: Mapping[str, float],
 ) -> dict[str, Any]:
-    """Trains some steps; returns rates, times by part and memory."""
+    """Trains some steps; returns rates, times by part and memory.
+
+    Args:
+        saves: True if the run is ended after the steps, which saves its state; otherwise it ends by itself.
+    """
     model, spec = folder / "model", folder / "spec.json"
     if not model.exists():
         shape.save_model(model)
@@ -138,7 +150,10 @@ def _measured(
     if is_colocated:
         document["topology"] = {"placement": "colocated"}
     spec.write_text(json.dumps(document))
-    run = run_for(steps, folder, settings, spec=spec)
+    if saves:
+        run = run_for(steps, folder, settings, spec=spec)
+    else:
+        run = whole_run(folder, [*settings, *_UNSAVED, f"trainer.steps={steps}"], spec=spec)
     print("\n".join(time_line(run, max_rate=20_000.0)))
     return {
         "device": device_name(),
