@@ -127,12 +127,16 @@ def _settings(arm: str, shape: Shape, folder: Path, stack: ExitStack) -> list[st
     (secrets / "FLEET_TOKEN").write_text(TOKEN)
     os.environ["SLIPSTREAM_ROLLOUT_SECRETS_DIRECTORY"] = str(secrets)  # noqa: TID251 -- of the run
     os.environ["SLIPSTREAM_ROLLOUT_REWARD_HOSTS"] = '["127.0.0.1"]'  # noqa: TID251
+    of_gpu = (
+        *("--kv-cache-memory-bytes", str(_KV_BYTES)),
+        *("--gpu-memory-utilization", str(_GPU_SHARE)),
+    )
     server = LocalServer(
         folder,
         shape.config(),
         *("--dtype", shape.dtype, "--max-model-len", str(_CONTEXT)),
-        *("--max-num-seqs", str(_SLOTS), "--kv-cache-memory-bytes", str(_KV_BYTES)),
-        *("--gpu-memory-utilization", str(_GPU_SHARE), "--stream-interval", "16"),
+        *("--max-num-seqs", str(_SLOTS), "--stream-interval", "16"),
+        *(of_gpu if shape.engine == "vllm" else ("--max-num-batched-tokens", str(_CONTEXT))),
     )
     stack.callback(server.kill)
     server.start()
