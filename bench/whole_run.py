@@ -133,7 +133,7 @@ def exported(runs: Path, spec: Path) -> Path:
     folder = runs / "exported"
     if not folder.exists():
         (checkpoint,) = runs.glob("**/checkpoints/*/")
-        command = [sys.executable, "-m", "services.trainer.checkpoint.export"]
+        command = [sys.executable, "-m", "services.extras.export.checkpoint"]
         given = (str(checkpoint), str(spec), str(folder))
         subprocess.run([*command, *given], cwd=REPOSITORY, check=True)
     return folder

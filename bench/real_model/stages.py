@@ -15,7 +15,7 @@ from bench.real_model.__main__ import ON_CPU, RESULTS, keep, train
 from bench.real_model.smollm2 import make_folder
 from bench.whole_run import REPOSITORY, run_folder
 from services.common.runspec.loader import load_spec
-from services.trainer.checkpoint.export import export_checkpoint
+from services.extras.export.checkpoint import export_checkpoint
 
 EXAMPLES = REPOSITORY / "examples" / "addition"
 STAGES = ("sft", "rl", "dpo")

@@ -21,10 +21,6 @@ _COMMANDS = {
             "spec:validate",
             "Check a specification and everything that it refers to, without starting anything.",
         ),
-        "init": (
-            "init:init",
-            "Write a commented specification for a model and a data set.",
-        ),
         "doctor": (
             "doctor:doctor",
             "List the engines, rewards, sandboxes and other parts that are installed, and what is broken.",
@@ -90,10 +86,6 @@ _COMMANDS = {
             "control:fork",
             "Start a new run from a checkpoint of another one, and print its id.",
         ),
-        "export": (
-            "export:export",
-            "Write a run's weights as a Hugging Face folder, adapters merged, with its tokenizer.",
-        ),
         "delete": ("control:delete", "Delete a run that has ended."),
         "delete-checkpoint": (
             "control:delete_checkpoint",
@@ -129,6 +121,19 @@ class _Commands(TyperGroup):
             for panel, commands in _COMMANDS.items()
             for name, (_, summary) in commands.items()
         }
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Returns the names of all commands."""
+        self._add_commands_of_extras()
+        return super().list_commands(ctx)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Returns a command; looks among those of extras and other packages only if it is not built in."""
+        if cmd_name not in self.commands:
+            self._add_commands_of_extras()
+        return super().get_command(ctx, cmd_name)
+
+    def _add_commands_of_extras(self) -> None:
         for name, command in COMMANDS.items():
             self.commands.setdefault(
                 name, TyperCommand(name, help=command.summary, rich_help_panel=command.panel)

@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable
 from pkgutil import resolve_name
+from typing import Any
 
 import torch
 from torch import distributed
@@ -22,7 +23,7 @@ from services.common.errors import DataLossError
 from services.common.host import usable_processors
 from services.common.lifetime import ending_with_outages
 from services.common.runspec.loader import parse_spec
-from services.common.runspec.workers import WORKERS
+from services.common.runspec.workers import ROLES, WORKERS
 from services.common.security.credentials import acting_as
 from services.common.settings import set_defaults
 from services.common.task_group import TaskGroup, leaves, unwrapped
@@ -52,7 +53,7 @@ async def follow(settings: TrainerSettings) -> None:
                 sharing = tasks.create_task(share_outages(command_group, data.outage))
                 transfers = QueueTransfers(data, asyncio.get_running_loop())
                 start = FollowerStart(spec, settings, command_group, transfers)
-                await resolve_name(WORKERS[settings.role].follow)(start)
+                await _coroutine_of(WORKERS[settings.role].follow)(start)
                 await transfers.finish()
                 sharing.cancel()
 
@@ -95,12 +96,17 @@ def _work(settings: TrainerSettings) -> None:
         with acting_as(settings.identity()):
             asyncio.run(follow(settings))
         return
-    serve_role = resolve_name(WORKERS[settings.role].serve)
+    serve_role = _coroutine_of(WORKERS[settings.role].serve)
     with (
         acting_as(settings.identity()),
         settings.tracing("trainer", run=settings.run_id, worker=settings.worker_id),
     ):
         asyncio.run(_serve_measured(settings, serve_role))
+
+
+def _coroutine_of(name: str) -> Any:
+    """Returns a coroutine that ``WORKERS`` names."""
+    return resolve_name(ROLES.get(name, name))
 
 
 async def _serve_measured(

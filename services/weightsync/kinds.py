@@ -1,4 +1,4 @@
-"""Properties of the built-in weight transports and modes. Imports no torch."""
+"""Properties of the weight transports and of the mode of the core. Imports no torch."""
 
 from typing import Final
 
@@ -16,17 +16,3 @@ GLOO: Final = Transport(
     least_rate=100e6,
 )
 SHADOW: Final = WeightMode(receiver="services.weightsync.modes.shadow:shadow_receiver", lends=True)
-INPLACE: Final = WeightMode(
-    receiver="services.weightsync.modes.inplace:InplaceReceiver", is_in_place=True
-)
-CPU_ASYNC: Final = WeightMode(
-    sender="services.weightsync.modes.cpu_async:HostSender",
-    receiver="services.weightsync.modes.cpu_async:HostReceiver",
-    through_host=True,
-)
-DELTA: Final = WeightMode(
-    sender="services.weightsync.modes.delta:DeltaSender",
-    receiver="services.weightsync.modes.delta:DeltaReceiver",
-    lends=True,
-    keeps_rows=True,
-)

@@ -11,10 +11,10 @@ from torch import distributed
 
 from services.common.errors import NotFoundError, UnavailableError
 from services.common.runspec.run import RunSpec
+from services.extras.scoring.leader import ScoringLeader, follow
+from services.extras.scoring.worker import LoadedScorer, build_policy, build_reference
 from services.trainer.engines.base import UNSCORED
 from services.trainer.ranks.command_group import CommandGroup, RankFailedError
-from services.trainer.scoring.leader import ScoringLeader, follow
-from services.trainer.scoring.worker import LoadedScorer, build_policy, build_reference
 from services.trainer.settings import TrainerSettings
 from tests.helpers.batches import Queue, policy_of, random_queue, spec_of
 from tests.helpers.ranks import run_ranks

@@ -25,7 +25,7 @@ def test_demonstrations_teach_to_sort_and_rewards_improve_further(tmp_path, seed
     assert shown["sampled"] >= 0.55
     (checkpoint,) = (done.folder / "checkpoints").iterdir()
     base = tmp_path / "base"
-    run_module("services.trainer.checkpoint.export", checkpoint, SFT, base)
+    run_module("services.extras.export.checkpoint", checkpoint, SFT, base)
     rewarded = train(SORT4, tmp_path, f"model={{path: {base}}}", f"seed={seed}")
     assert rewarded.code == 0, rewarded.out + rewarded.err
     lines = (rewarded.folder / "metrics.jsonl").read_text().splitlines()
@@ -45,7 +45,7 @@ def test_a_reward_model_prefers_sorted_digits_that_it_has_not_seen(tmp_path):
     assert done.code == 0, done.out + done.err
     (checkpoint,) = (done.folder / "checkpoints").iterdir()
     folder = tmp_path / "model"
-    run_module("services.trainer.checkpoint.export", checkpoint, REWARD_MODEL, folder)
+    run_module("services.extras.export.checkpoint", checkpoint, REWARD_MODEL, folder)
     classifier, right = Classifier(str(folder)), []
     for row in run_path(str(REWARD_MODEL.parent / "sort4.py"))["heldout"]():
         digits = row["prompt"].removesuffix("=")

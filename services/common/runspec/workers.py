@@ -8,11 +8,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol
 
+from services.common.doors import References
 from services.common.runspec.algorithm import AlgorithmSpec
 from services.common.runspec.data import DataSpec
 from services.common.runspec.rollout import RolloutSpec
 from services.common.runspec.trainer import TrainerSpec
 from services.common.runspec.weight_modes import HOST_MODE, MODES
+
+ROLES: Final = References("worker_roles")
+"""Coroutines of roles that extras serve, by the name that ``WORKERS`` has."""
 
 
 class TopologyView(Protocol):
@@ -110,10 +114,10 @@ class WorkerKind:
     """Service whose program it runs, ``python -m services.<program>``. The chart has the image, the
     resources and the environment of this name; settings are ``SLIPSTREAM_<PROGRAM>_*``."""
     serve: str = ""
-    """Reference ``module:function`` of the coroutine that serves the role in the trainer's program
-    (rank 0), with the process's settings as its argument."""
+    """The coroutine that serves the role in the trainer's program (rank 0), with the process's settings as
+    its argument: a reference ``module:function``, or a name of the door ``ROLES``."""
     follow: str = ""
-    """Reference of the coroutine of the other ranks, with a ``FollowerStart`` as its argument."""
+    """The coroutine of the other ranks, with a ``FollowerStart`` as its argument; named in the same way."""
     count: Callable[[SpecView], int] | None = None
     """Number of workers; None if its task's own GPUs determine it."""
     ranks: Callable[[SpecView], int] = _one
@@ -291,8 +295,8 @@ WORKERS: Final[Mapping[str, WorkerKind]] = {
     ),
     "logp": WorkerKind(
         tasks=("logp",),
-        serve="services.trainer.scoring.worker:serve_logp",
-        follow="services.trainer.scoring.worker:follow_logp",
+        serve="logp",
+        follow="logp_follower",
         ranks=scoring_ranks,
         unit=scoring_ranks,
         problems=_logp_problems,
@@ -302,8 +306,8 @@ WORKERS: Final[Mapping[str, WorkerKind]] = {
     "ref_logp": WorkerKind(
         tasks=("ref_logp",),
         aliases=("ref",),
-        serve="services.trainer.scoring.worker:serve_ref_logp",
-        follow="services.trainer.scoring.worker:follow_ref_logp",
+        serve="ref_logp",
+        follow="ref_logp_follower",
         ranks=scoring_ranks,
         unit=scoring_ranks,
         problems=_ref_logp_problems,

@@ -18,8 +18,8 @@ from typing import Any, TextIO
 from services.common.callables import describe_error, load_callable
 from services.common.parent import call_ending_forks, die_with_parent, disconnect_forks
 from services.common.task_group import TaskGroup, is_cancelled
+from services.extras.agents.remote_sandbox import sandbox_argument
 from services.rollout.calls.json_text import json_text
-from services.rollout.sandbox.remote import sandbox_argument
 
 _LINE_BYTES = 64 << 20
 _MAX_THREADS = 512

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from services.rollout.sandbox.remote import RemoteSandbox
+from services.extras.agents.remote_sandbox import RemoteSandbox
 
 TESTS: Final = "/tests"
 """Folder of the tests in the sandbox, as in Harbor."""

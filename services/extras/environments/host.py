@@ -35,9 +35,9 @@ from services.common.callables import load_callable
 from services.common.errors import InvalidArgumentError
 from services.common.lifetime import wait_for_shutdown
 from services.common.parent import call_ending_forks, die_with_parent
+from services.extras.agents.remote_sandbox import sandbox_argument
+from services.extras.environments.guard import add_options, serve_guarded
 from services.extras.environments.protocol import MAX_ANSWER_BYTES, PROTOCOL, as_json
-from services.rollout.calls.guard import add_options, serve_guarded
-from services.rollout.sandbox.remote import sandbox_argument
 
 _MAX_THREADS = 512
 _MAX_EPISODES = 1024

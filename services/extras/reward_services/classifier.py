@@ -24,7 +24,7 @@ from services.common.lifetime import wait_for_shutdown
 from services.common.models.loading import SCORES_BEFORE_END
 from services.common.models.tokenizer import Tokenizer
 from services.common.task_group import TaskGroup
-from services.rollout.calls.guard import add_options, serve_guarded
+from services.extras.environments.guard import add_options, serve_guarded
 
 _MAX_WAITING = 4096
 

@@ -97,7 +97,7 @@ def mismatches(
         yield (
             f"trainer.lora: the checkpoint has {_adapters(saved['lora'])}, but this run trains "
             f"{_adapters(own['lora'])}; set trainer.lora, model.path and model.revision to those of the "
-            "checkpoint's run, or export it (python -m services.trainer.checkpoint.export) and set "
+            "checkpoint's run, or export it (python -m services.extras.export.checkpoint) and set "
             "model.path to the folder"
         )
     if saved.get("optimizer", own["optimizer"]) != own["optimizer"]:

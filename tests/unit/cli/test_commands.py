@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 
 from services.checks.start.memory import run_memory
 from services.cli.command import COMMANDS
-from services.cli.commands import init
 from services.cli.main import _COMMANDS, app, load
 from services.common.models.configs import preset_names
 from services.common.models.tokenizer import load_tokenizer
 from services.common.runspec.run import ModelSpec, RunSpec
+from services.extras.init import command as init
 
 SUMMARIES = {
     **{name: summary for panel in _COMMANDS.values() for name, (_, summary) in panel.items()},

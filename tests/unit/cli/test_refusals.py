@@ -5,10 +5,10 @@ import pytest
 from typer.testing import CliRunner
 
 from services.cli.api import Api, ApiError
-from services.cli.commands.export import _upload
 from services.cli.main import app
 from services.common.http.server import serve_http
 from services.controller.api.operations import GetVersion
+from services.extras.export.command import _upload
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.common.errors import FailedPreconditionError, NotFoundError
+from services.extras.export.checkpoint import export_checkpoint
 from services.trainer.checkpoint import manifest
 from services.trainer.checkpoint.compatibility import OtherCheckpointError
-from services.trainer.checkpoint.export import export_checkpoint
 from services.trainer.engines.fsdp import checkpoint
 from services.trainer.model.policy import Policy
 from services.trainer.ranks import start

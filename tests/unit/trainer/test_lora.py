@@ -18,8 +18,8 @@ from services.common.models.tokenizer import load_tokenizer
 from services.common.models.training_memory import trainer_memory
 from services.common.runspec.run import ModelSpec, RunSpec
 from services.common.runspec.trainer import LoraSpec
+from services.extras.export.checkpoint import export_checkpoint
 from services.rollout.frozen_weights import FrozenWeights
-from services.trainer.checkpoint.export import export_checkpoint
 from services.trainer.engines.fsdp.build import fitted_to_gpu
 from services.trainer.engines.fsdp.lora import add_adapters, begin_adapters
 from services.trainer.engines.fsdp.weights import WeightExport

@@ -14,8 +14,8 @@ from services.common.models.families import FAMILIES
 from services.common.models.loading import build_model, stored_tensors
 from services.common.runspec.algorithm import AlgorithmSpec
 from services.common.runspec.trainer import LoraSpec
+from services.extras.export.checkpoint import export_checkpoint
 from services.trainer.batch.packing import pack
-from services.trainer.checkpoint.export import export_checkpoint
 from services.trainer.engines.fsdp.lora import (
     add_adapters,
     begin_adapters,

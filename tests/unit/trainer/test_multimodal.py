@@ -21,8 +21,8 @@ from services.common.models.loading import (
 )
 from services.common.models.tokenizer import load_tokenizer
 from services.common.runspec.run import ModelSpec, RunSpec
+from services.extras.export.checkpoint import export_checkpoint
 from services.trainer.batch.packing import pack
-from services.trainer.checkpoint.export import export_checkpoint
 from services.trainer.model.policy import Policy
 from services.wire.data.jagged import Jagged
 from tests.helpers.batches import CPU, policy_of, random_queue, rank_of, spec_of

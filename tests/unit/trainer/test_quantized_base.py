@@ -14,9 +14,9 @@ from services.common.models.quantization import is_quantized, rounded
 from services.common.models.tokenizer import load_tokenizer
 from services.common.models.training_memory import trainer_memory
 from services.common.runspec.run import RunSpec
+from services.extras.export.checkpoint import export_checkpoint
 from services.rollout.frozen_weights import FrozenWeights
 from services.trainer.batch.packing import pack
-from services.trainer.checkpoint.export import export_checkpoint
 from services.trainer.engines.fsdp.build import fitted_to_gpu
 from services.trainer.engines.fsdp.lora import add_adapters, begin_adapters
 from services.trainer.engines.fsdp.weights import WeightExport

@@ -8,12 +8,12 @@ import torch
 
 from services.common.models.loading import SCORES_BEFORE_END, load_config
 from services.common.models.tokenizer import load_tokenizer
+from services.extras.export import checkpoint as export
 from services.extras.reward_services.classifier import Classifier
 from services.trainer.algorithm import loss
 from services.trainer.batch.plan import StepPlan
 from services.trainer.batch.samples import Samples
 from services.trainer.batch.segments import Segments
-from services.trainer.checkpoint import export
 from services.trainer.model.policy import Critic
 from services.wire.data.jagged import Jagged
 from tests.helpers.batches import engine_of, policy_of, spec_of

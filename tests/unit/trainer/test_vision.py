@@ -14,9 +14,9 @@ from services.common.fields import PROMPT_VERSION, TOOL_VERSION
 from services.common.models.loading import as_stored, load_model
 from services.common.models.tokenizer import load_tokenizer
 from services.common.models.weight_files import stored_names
+from services.extras.export.checkpoint import export_checkpoint
 from services.trainer.batch.packing import pack
 from services.trainer.batch.samples import SampleInputs, sequences_of
-from services.trainer.checkpoint.export import export_checkpoint
 from services.trainer.model.policy import Policy, freeze_tower, trainable
 from services.wire.data.jagged import Jagged
 from services.wire.data.model_inputs import ModelInputs, decode_bundles, encode_bundles

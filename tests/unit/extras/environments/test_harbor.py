@@ -6,10 +6,10 @@ from contextlib import asynccontextmanager
 import pytest
 
 from services.common.runspec.rollout import SandboxSpec
+from services.extras.agents.remote_sandbox import RemoteSandbox
 from services.extras.bubblewrap import bubblewrap
 from services.extras.environments.harbor import HarborTask, tasks
 from services.rollout.sandbox.pool import SandboxPool
-from services.rollout.sandbox.remote import RemoteSandbox
 from services.rollout.sandbox.service import SandboxService
 
 TASK = """

@@ -15,12 +15,12 @@ import psutil
 import pytest
 
 from services.common.runspec.rollout import SandboxSpec
+from services.extras.agents.remote_sandbox import RemoteSandbox, sandbox_argument
 from services.extras.bubblewrap import bubblewrap, cgroup
 from services.rollout.failures import CallError
 from services.rollout.sandbox import service as sandbox_service
 from services.rollout.sandbox.base import SandboxError
 from services.rollout.sandbox.pool import SandboxPool
-from services.rollout.sandbox.remote import RemoteSandbox, sandbox_argument
 from services.rollout.sandbox.service import SandboxService
 
 pytestmark = pytest.mark.skipif(not bubblewrap.is_usable(), reason="needs bubblewrap")

@@ -13,8 +13,8 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from services.extras.environments.client import HttpEnvironment
+from services.extras.environments.guard import Guard, serve_guarded
 from services.extras.environments.host import Host
-from services.rollout.calls.guard import Guard, serve_guarded
 from services.rollout.calls.outside import AddressPolicy, ExternalService
 from services.rollout.failures import CallError
 

@@ -33,6 +33,7 @@ from services.common.models.tokenizer import check_teacher
 from services.common.rpc.server import serve
 from services.common.runspec.run import RunSpec
 from services.common.task_group import TaskGroup, in_thread
+from services.extras.scoring.leader import Scorer, ScoringLeader, follow
 from services.trainer import metrics
 from services.trainer.collectives import Ranks
 from services.trainer.engines.base import Progress
@@ -44,7 +45,6 @@ from services.trainer.model.policy import Policy, computes_as, freeze
 from services.trainer.ranks.build import device_of
 from services.trainer.ranks.command_group import CommandGroup
 from services.trainer.ranks.start import FollowerStart, load, until_stopped
-from services.trainer.scoring.leader import Scorer, ScoringLeader, follow
 from services.trainer.settings import TrainerSettings
 from services.trainer.steps.fields import FieldScoring
 from services.trainer.transfers import QueueTransfers, of_vocabulary

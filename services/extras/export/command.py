@@ -103,7 +103,7 @@ async def _checkpoint(api: Api, run_id: str, checkpoint_id: str, *, step: int | 
 
 def _write(checkpoint: Path, spec: RunSpec, folder: Path) -> None:
     # This imports torch.
-    from services.trainer.checkpoint.export import export_checkpoint
+    from services.extras.export.checkpoint import export_checkpoint
 
     with warnings.catch_warnings():  # torch's, about the one process of an export
         warnings.simplefilter("ignore", UserWarning)

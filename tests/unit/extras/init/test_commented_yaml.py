@@ -4,8 +4,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.cli.commented_yaml import commented_yaml
 from services.common.runspec import loader
+from services.extras.init.commented_yaml import commented_yaml
 
 _VALUES = st.text(st.characters(exclude_categories=["Cs"])) | st.from_regex(
     r"[\w+.:'\"#&*!|>%@`{}\[\],~\n -]{0,12}", fullmatch=True

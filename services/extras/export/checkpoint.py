@@ -1,6 +1,6 @@
 """Exports a checkpoint as a Hugging Face folder that loads elsewhere.
 
-python -m services.trainer.checkpoint.export CHECKPOINT SPEC FOLDER
+python -m services.extras.export.checkpoint CHECKPOINT SPEC FOLDER
 """
 
 import argparse
@@ -159,7 +159,7 @@ def _classifier(
 
 
 def main() -> None:
-    """Runs ``python -m services.trainer.checkpoint.export``."""
+    """Runs ``python -m services.extras.export.checkpoint``."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkpoint", type=Path, help="folder such as checkpoints/step-00000050")
     parser.add_argument("spec", type=Path, help="the run's specification")

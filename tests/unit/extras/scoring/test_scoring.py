@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from services.common.errors import FailedPreconditionError
+from services.extras.scoring.leader import Scorer, ScoringLeader
 from services.trainer.batch.plan import Bounds
 from services.trainer.engines.base import UNSCORED
 from services.trainer.engines.fsdp.oom import OomLimits
 from services.trainer.model.policy import freeze
-from services.trainer.scoring.leader import Scorer, ScoringLeader
 from services.trainer.steps.fields import FieldScoring
 from services.wire.data.jagged import Jagged
 from services.wire.step_command import StepCommand

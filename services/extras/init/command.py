@@ -14,13 +14,13 @@ import typer
 
 from services.checks.start.machine import gpu_bytes_here, has_gpus
 from services.checks.start.settings import num_gpus
-from services.cli.commented_yaml import Comments, commented_yaml
 from services.cli.output import console, fail
 from services.common.models.configs import preset_config, preset_names
 from services.common.models.families import image_kind
 from services.common.runspec.base import SpecPart
 from services.common.runspec.data import DataSpec, PromptSourceSpec
 from services.common.runspec.run import TINY_PREFIX, RunSpec
+from services.extras.init.commented_yaml import Comments, commented_yaml
 from services.rollout.data.sources import Row, open_source
 
 _PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input", "messages")

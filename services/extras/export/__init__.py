@@ -1,0 +1,1 @@
+"""``slipstream export``: a run's weights as a Hugging Face folder."""

@@ -1,0 +1,1 @@
+"""``slipstream init``: a commented specification for a model and a data set."""

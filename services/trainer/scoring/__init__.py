@@ -1,1 +1,0 @@
-"""Workers of the roles logp and ref_logp, which compute logprobs of stored samples next to the trainer."""
