@@ -5,6 +5,7 @@ import importlib.util
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -20,11 +21,32 @@ _FORMS: Final = (
     "with its entry_point, test functions, a TestCase), or inputs and outputs, as a mapping, a list of "
     "mappings or their JSON text, with fn_name if they call a function; "
 )
-_CASES: Final = ("test_cases", "tests", "official_tests", "input_output")
-_SETS: Final = ("public_tests", "private_tests", "generated_tests")
-_CODE: Final = ("test_code", "test", "test_list", "asserts")
+_CASES: Final = ("test_cases", "tests", "official_tests", "input_output", "examples")
+_SETS: Final = (
+    *("public_tests", "private_tests", "generated_tests"),
+    *("public_test_cases", "private_test_cases"),
+)
+_CODE: Final = (
+    *("test_code", "test", "test_list", "asserts"),
+    *("unit_tests", "assert_case", "functional"),
+)
+_SET_UP: Final = ("test_imports", "test_setup_code", "setup_code")
+_OTHER_NAMES: Final = {
+    "stdin": "input",
+    "stdout": "output",
+    "expected_output": "output",
+    "expected": "output",
+}
 _FUNCTION: Final = ("fn_name", "func_name", "entry_point", "function_name")
 _FUNCTIONAL: Final = ("functional", "function_call", "call_based")
+_OF_PROCESS: Final = (
+    *("redirect_stdout", "redirect_stderr", "capsys", "capfd", "caplog", "monkeypatch", "patch"),
+    *("run_until_complete", "IsolatedAsyncioTestCase", "asyncio"),
+)
+_STREAMS: Final = (
+    *("sys.stdin", "sys.stdout", "sys.stderr", "sys.argv"),
+    *("builtins.input", "builtins.print", "builtins.open", "input", "print"),
+)
 _ASSIGNMENT: Final = re.compile(r"\s*[A-Za-z_]\w*\s*=(?!=)")
 _JSON_NAMES: Final = {"null": None, "true": True, "false": False}
 _LEETCODE: Final = """\
@@ -93,6 +115,11 @@ def _named(value: Any) -> str:
 
 def _parsed(value: Any) -> Any:
     """Returns the list or mapping that a text describes, as JSON or as Python prints it; others as is."""
+    if isinstance(value, bytes):
+        with suppress(UnicodeDecodeError):
+            value = value.decode()
+    if isinstance(value, str):
+        value = _decoded(value).removeprefix("\ufeff")
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         for read in (json.loads, ast.literal_eval):
             try:
@@ -103,11 +130,20 @@ def _parsed(value: Any) -> Any:
     return as_list() if callable(as_list) else value
 
 
+def _decoded(text: str) -> str:
+    """Returns the text that a text describes as JSON: some sets encode their tests twice."""
+    if text.lstrip().startswith('"'):
+        with suppress(ValueError, RecursionError):
+            inner = json.loads(text)
+            return inner if isinstance(inner, str) else text
+    return text
+
+
 def _mapping(answer: Mapping[str, Any], row: Mapping[str, Any]) -> Tests:
     language = str(answer.get("language") or "python").casefold()
     if not language.startswith("py"):
         raise _refused(f"got tests of a program in {language}")
-    row = {**row, **{key: answer[key] for key in _FUNCTION if answer.get(key)}}
+    row = {**row, **{key: answer[key] for key in (*_FUNCTION, *_SET_UP) if answer.get(key)}}
     for key in _CASES:
         if answer.get(key):
             return read_tests(answer[key], row)
@@ -124,13 +160,20 @@ def _mapping(answer: Mapping[str, Any], row: Mapping[str, Any]) -> Tests:
 def _cases(items: Sequence[Mapping[str, Any]], row: Mapping[str, Any]) -> Tests:
     if any(key in item for item in items for key in ("inputs", "outputs")):
         return _tests_of([pair for item in items for pair in _pairs(item, row)], row)
-    return _tests_of([*items], row)
+    return _tests_of([_renamed(item) for item in items], row)
+
+
+def _renamed(test: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a test with ``input`` and ``output`` in the place of names such as ``stdin``."""
+    names = {old: new for old, new in _OTHER_NAMES.items() if old in test and new not in test}
+    return {names.get(key, key): value for key, value in test.items()}
 
 
 def _pairs(answer: Any, row: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yields ``input``, ``output`` and the other keys of each test."""
     if not isinstance(answer, Mapping):
         raise _refused(f"got {_named(answer)}")
+    answer = _renamed(answer)
     plural = "inputs" in answer or "outputs" in answer
     names = ("inputs", "outputs") if plural else ("input", "output")
     if not set(names) <= answer.keys():
@@ -168,6 +211,10 @@ def _tests_of(cases: Sequence[Mapping[str, Any]], row: Mapping[str, Any]) -> Tes
     if not all(names):
         raise _refused("got tests with and without a function's name")
     tests = [_call(name, case) for name, case in zip(names, cases, strict=True)]
+    if all(test["expected"] in (None, [None]) for test in tests):
+        raise _refused(
+            "got only tests whose result is None, which a function that does nothing passes"
+        )
     prelude = _prelude(row)
     return JudgedTests(tuple(tests), (_LEETCODE, *_program_prelude(row)), prelude)
 
@@ -323,6 +370,7 @@ def _test(tree: ast.Module, row: Mapping[str, Any]) -> dict[str, Any]:
         else:
             functions += _test_functions([node], in_class=False)
     _check_modules(tree)
+    _check_reach(tree)
     return {"code": code, "entry": entry, "functions": functions, "cases": cases}
 
 
@@ -365,6 +413,22 @@ def _check_modules(tree: ast.Module) -> None:
             raise _refused(f"got tests that import {name}, which is not installed")
 
 
+def _check_reach(tree: ast.Module) -> None:
+    """Refuses tests that change or observe the program's process, in which they do not run."""
+    for node in ast.walk(tree):
+        name = str(
+            getattr(node, "arg", None) or getattr(node, "attr", None) or getattr(node, "id", "")
+        )
+        if isinstance(node, ast.arg | ast.Attribute | ast.Name) and name in _OF_PROCESS:
+            raise _refused(f"got tests that use {name}, which cannot reach the program's process")
+        if isinstance(node, ast.Await):
+            raise _refused("got tests that await what the program defines")
+        changed = node.targets if isinstance(node, ast.Assign) else []
+        for target in changed:
+            if ast.unparse(target) in _STREAMS:
+                raise _refused(f"got tests that replace {ast.unparse(target)} of the program")
+
+
 def _is_test_case(node: ast.ClassDef) -> bool:
     bases = [getattr(base, "attr", getattr(base, "id", "")) for base in node.bases]
     return any(base.endswith("TestCase") for base in bases)
@@ -400,5 +464,6 @@ def _program_prelude(row: Mapping[str, Any]) -> tuple[str, ...]:
 def _prelude(row: Mapping[str, Any]) -> str:
     imports = _parsed(row.get("test_imports"))
     lines = [str(line) for line in imports] if isinstance(imports, list) else []
-    setup = row.get("test_setup_code")
-    return "\n".join([*_program_prelude(row), *lines, setup if isinstance(setup, str) else ""])
+    texts = [row.get(key) for key in ("test_setup_code", "setup_code")]
+    set_up = [text for text in texts if isinstance(text, str)]
+    return "\n".join([*_program_prelude(row), *lines, *set_up])

@@ -10,6 +10,7 @@ import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import math_verify
@@ -24,7 +25,7 @@ from math_verify.grader import (
 from sympy import Abs, Add, Eq, Expr, I, Interval, MatrixBase, Symbol, Tuple, Union
 
 from services.extras.math_verify import spelling
-from services.extras.math_verify.numbers import relative_comparison
+from services.extras.math_verify.numbers import is_rounded, relative_comparison, same_numbers
 from services.rollout.rewards.answers import answer_text
 from services.rollout.rewards.reasoning import answer_part
 
@@ -33,6 +34,7 @@ _BOX = "\\boxed{"
 _BETWEEN_BOXES = re.compile(
     r"[\s$.)\\]*(?:[,;]|(?:[,;]\s*)?(?:and|or|\\text\s*\{\s*(?:and|or)\s*\}))[\s$(\\]*(?:\w+\s*=)?\s*"
 )
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.IGNORECASE | re.DOTALL)
 _ANNOUNCED = re.compile(
     r"\b(?:answer|result)(?:\s+is)?\s*[:=]?\s*(\S.*?)\s*\.?\s*$", re.IGNORECASE | re.MULTILINE
 )
@@ -65,7 +67,7 @@ def math_answer(prompt: str, response: str, answer: Any, row: Mapping[str, Any])
         ValueError: If there is no answer, or it is a list, empty or too long.
         TimeoutError: If the comparison takes too long; the result is then unknown.
     """
-    text = answer_text(answer, reward="math_verify")
+    text = spelling.normalized(answer_text(answer, reward="math_verify"))
     marked = _marked(text)
     expected = _single_spaced(text if marked is None else marked)
     if len(expected) > _MAX_EXPRESSION_CHARACTERS:
@@ -74,7 +76,8 @@ def math_answer(prompt: str, response: str, answer: Any, row: Mapping[str, Any])
             f"{len(expected)}; mark the final expression with \\boxed{{}} or {_MARK}"
         )
     with _cpu_time_limit(_CPU_TIMEOUT_S):
-        return float(_is_answered(expected, answer_part(response), answer))
+        part = spelling.normalized(answer_part(response))
+        return float(_is_answered(expected, _tagged(part), answer))
 
 
 def _is_answered(expected: str, response: str, answer: Any) -> bool:
@@ -83,10 +86,12 @@ def _is_answered(expected: str, response: str, answer: Any) -> bool:
     response, expected = spelling.without_emphasis(response), spelling.without_emphasis(expected)
     given = _marked(response)
     if given is not None:
-        given = spelling.without_emphasis(_single_spaced(given))
+        given = spelling.without_emphasis(_single_spaced(given)).removesuffix("\\")
         return len(given) <= _MAX_EXPRESSION_CHARACTERS and _same(expected, given)
-    lines = (_single_spaced(line) for line in response.splitlines())
-    response = "\n".join(line for line in lines if line)[-_MAX_PROSE_CHARACTERS:]
+    lines = [line for text in response.splitlines() if (line := _single_spaced(text))]
+    response = "\n".join(lines)[-_MAX_PROSE_CHARACTERS:]
+    if len(lines) == 1 and not spelling.has_words(response) and _same(expected, response):
+        return True
     announced = _ANNOUNCED.findall(response)
     given = announced[-1].strip("* ") if announced else response
     if announced and not spelling.has_words(given):
@@ -132,10 +137,17 @@ def _single_spaced(text: str) -> str:
     return " ".join(text.split())
 
 
+def _tagged(response: str) -> str:
+    """Returns the part in the last ``<answer>`` tags of a response; all of it if there are none."""
+    parts = _TAGGED.findall(response)
+    return str(parts[-1]) if parts else response
+
+
 def _marked(text: str) -> str | None:
+    text = text.replace("\\fbox{", _BOX)
     start = text.rfind(_BOX)
     if start < 0:
-        return text.rpartition(_MARK)[2].strip() if _MARK in text else None
+        return _after_mark(text.rpartition(_MARK)[2].strip()) if _MARK in text else None
     boxes = [_braced(text[start + len(_BOX) :])]
     while (before := text.rfind(_BOX, 0, start)) >= 0:
         box = _braced(text[before + len(_BOX) : start])
@@ -145,6 +157,12 @@ def _marked(text: str) -> str | None:
         boxes.insert(0, box)
         start = before
     return ", ".join(dict.fromkeys(boxes))
+
+
+def _after_mark(text: str) -> str:
+    """Returns the first line if others, such as a farewell, have no digit and no formula."""
+    first, _, others = text.partition("\n")
+    return text if re.search(r"[\d\\$]", others) else first.strip()
 
 
 def _braced(text: str) -> str:
@@ -160,8 +178,10 @@ def _braced(text: str) -> str:
 def _same(expected: str, given: str) -> bool:
     if spelling.same_text(expected, given):
         return True
+    if spelling.is_changed(given) and not spelling.is_changed(expected):
+        return False
     (wanted, value), (chosen, given_value) = spelling.choice(expected), spelling.choice(given)
-    if wanted and chosen and (value or given_value):
+    if wanted and chosen and (value or given_value or wanted == chosen):
         return wanted == chosen
     expected, given = value or expected, given_value or given
     bare = spelling.without_condition(expected), spelling.without_condition(given)
@@ -172,9 +192,28 @@ def _same(expected: str, given: str) -> bool:
     ratios = spelling.ratio_as_fraction(expected), spelling.ratio_as_fraction(given)
     if (ratios[0] is None) != (ratios[1] is None):
         expected, given = ratios[0] or expected, ratios[1] or given
-    if spelling.same_text(expected, given):
-        return True
-    return not spelling.is_text(expected) and _same_value(expected, given)
+    return spelling.same_text(expected, given) or (
+        not spelling.is_text(expected) and _same_number(expected, given)
+    )
+
+
+def _same_number(expected: str, given: str) -> bool:
+    """Compares values; a chain such as ``1 + 1 = 2`` must be true, and one part of it the answer."""
+    parts = spelling.numbers_of_chain(given)
+    if len(parts) == 1 or len(spelling.numbers_of_chain(expected)) > 1:
+        return _same_value(expected, given)
+    return _is_chain(parts) and any(_same_value(expected, part) for _, part in parts)
+
+
+def _is_chain(parts: list[tuple[str, str]]) -> bool:
+    """Returns True if each number of a chain such as ``1 + 1 = 2`` equals the next one, or is about it."""
+    values = [next(iter(_read(part)), None) for _, part in parts]
+    return all(
+        one is not None
+        and other is not None
+        and (same_numbers(one, other) or (bool(sign) and is_rounded(one, part)))
+        for (one, other), (sign, part) in zip(pairwise(values), parts[1:], strict=True)
+    )
 
 
 def _same_value(expected: str, given: str) -> bool:

@@ -4,6 +4,7 @@
 so all numbers far below one are equal.
 """
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -15,6 +16,7 @@ _TOLERANCE: Final = 1.01e-6
 """Relative difference of an approximation, such as 0.333333 of a third."""
 _DIGITS: Final = 60
 """Digits to which exact irrational numbers are evaluated."""
+_DECIMAL: Final = re.compile(r"[-+]?\d+(?:\.\d+)?|[-+]?\.\d+")
 _SAME: Final = 1e-50
 _MAX_DIGITS: Final = 15
 """Significant digits up to which a decimal is written in full, so that no other one approximates it."""
@@ -51,6 +53,15 @@ def same_numbers(one: Any, other: Any, *_: int) -> bool:
         return bool((one - other).evalf(n=_DIGITS) == 0)
     except Exception:  # noqa: BLE001 -- sympy raises errors of any type
         return False
+
+
+def is_rounded(value: Any, decimal: str) -> bool:
+    """Returns True if a decimal is a number rounded to the decimal's last digit."""
+    if not _DECIMAL.fullmatch(decimal.strip()) or not value.is_number:
+        return False
+    digits = len(decimal.strip().partition(".")[2])
+    difference = abs(value.evalf(n=_DIGITS) - Rational(decimal.strip()))
+    return bool(difference <= Rational(1, 2 * 10**digits))
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -7,9 +7,33 @@ variable of ``2t`` and ``\pi r^2 h``. In ``math_answers.json`` of the tests, ``m
 """
 
 import re
+import unicodedata
 from fractions import Fraction
+from typing import Final
 
-_FONT = re.compile(r"\\(?:text\w*|math(?:bf|rm|it|sf)|mbox|boldsymbol|operatorname)\s*\{([^{}]*)\}")
+_FONT = re.compile(
+    r"\\(?:text(?!color)\w*|math(?:bf|rm|it|sf)|mbox|boldsymbol|operatorname)\s*\{([^{}]*)\}"
+)
+_INVISIBLE = re.compile(
+    r"\\[hv]?phantom\s*\{[^{}]*\}|\\(?:text)?color\s*\{[^{}]*\}"
+    r"|\\(?:tiny|small|normalsize|large|Large|LARGE|huge|Huge)(?![A-Za-z])\s*"
+)
+_UNDERLINED = re.compile(r"\\underline\s*(?=\{)")
+_SPACED_DIGITS = re.compile(r"(?<=\d)(?:\s|~|\\[,;:! ]|\\q?quad\b)+(?=\d)")
+_SPACED_THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:(?:\s|~|\\[,;:! ])\d{3})+(?![\d/])")
+_RAISED: Final = str.maketrans(
+    "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ⁿⁱ₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎ₙᵢ", "0123456789+-=()ni0123456789+-=()ni"
+)
+_RAISED_TEXT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ⁿⁱ]+|[₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎ₙᵢ]+")
+_DASH = re.compile(r"[\u2212\ufe63\uff0d]|(?<![\w)}])[\u2010-\u2013](?=[\d.$\\])")
+"""Minus signs, and dashes in the place of one."""
+_COMPATIBLE = re.compile(r"[\uff01-\uff5e\U0001d400-\U0001d7ff]+")
+_CHANGED = re.compile(
+    r"\b(?:(?:or|and)\s+(?:more|less|fewer|greater|smaller|above|below|over|under|up|down|higher|lower"
+    r"|an?|one|half|two|three)|not|wrong|incorrect|false|factorial|plus|minus|remainder|mod(?:ulo)?)\b"
+    r"|\d[\s}]*(?:\\text\w*\s*\{)?\s*(?:squared|cubed)\b"
+)
+"""Words after a number that make it another one, which no unit does."""
 _LAYOUT = re.compile(r"\\(?:left|right|displaystyle)(?![a-zA-Z])|\\[,;:! ]|[$*~\s]|\\q?quad\b")
 _LONG_NAME = re.compile(r"\\(?:([lgn]e)q|[dtc](frac))(?![a-zA-Z])")
 _ARTICLE = re.compile(r"^\s*(?:an?|the)\s+(?=[A-Za-z]{3})")
@@ -17,6 +41,7 @@ _CONJUNCTION = re.compile(r"\s*,?(?<![A-Za-z\\])\s*(?:and|or)(?![A-Za-z])\s*")
 _CHOICE = re.compile(r"\(([a-z])\)")
 _RATIO_OR_TIME = re.compile(r"\d+(?::\d+)+|\d+[ap]\.?m")
 _RATIO = re.compile(r"([^:]*\d\}?\s*):([^:]*\d[^:]*)")
+_RATIO_WORD = re.compile(r"(?<=\d)\s*to\s*(?=\d)")
 _WORDS = re.compile(
     r"\\text\w*\s*\{[^{}]*[A-Za-z]{2}|(?<![\\A-Za-z{])(?:[A-Z][a-z]{2,}|[a-z]{4,})(?![A-Za-z}])"
 )
@@ -25,8 +50,14 @@ _EMPHASIS = re.compile(
     r"|(?<![\w`])(`{1,3})([^`]+)\3(?![\w`])|(?<!\w)(__)(?=\S)(.*?\S)\5(?!\w)"
 )
 _APPROXIMATELY = re.compile(
-    r"(?:\\(?:approx|simeq|thickapprox|cong)(?![A-Za-z])|\N{ALMOST EQUAL TO})\s*(?=[-+.\d\\$])"
+    r"(?:\\(?:approx|simeq|thickapprox|cong)(?![A-Za-z])|\N{ALMOST EQUAL TO}"
+    r"|(?<![A-Za-z])(?:\\text\w*\s*\{\s*)?(?:about|approximately|around|roughly)\s*\}?)\s*(?=[-+.\d\\$])"
 )
+_EQUALITY = re.compile(
+    r"\s*(=|\\(?:approx|simeq|thickapprox|cong)(?![A-Za-z])|\N{ALMOST EQUAL TO})\s*"
+)
+_NUMERIC_COMMAND = re.compile(r"\\(?:[dt]?frac|sqrt|times|cdot|div|pi|left|right)(?![A-Za-z])")
+_NO_NUMBER = re.compile(r"[A-Za-z\\<>,;:%]")
 _PLAIN_NUMBER = re.compile(
     r"([-+]?(?:\d+\.?\d*|\.\d+))(?:\s*(?:\\times|\\cdot|\*)\s*10\s*\^\s*\{?\s*([-+]?\d{1,4})\s*\}?)?"
 )
@@ -37,6 +68,8 @@ _ELLIPSIS = re.compile(r"(\d*\.\d*?)(\d+?)\2+(?:\\[lc]?dots|\.\.\.|…)")
 _REPEATING = re.compile(r"(\d*)\.(\d*)\\overline\{(\d+)\}")
 _THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|,\\!|\\[,:;! ])\s*(?=\d{3}(?!\d))")
 _POWER_OF_TEN = re.compile(r"(\d)[eE]([+-]?\d+)")
+_LETTER_TIMES = re.compile(r"(\d)\s*x\s*10\s*\^")
+_FUNCTION = re.compile(r"(?<![\\A-Za-z{])(ln|log|sin|cos|tan)(?=[\s(]*[\dA-Za-z\\])(?![A-Za-z]{2})")
 _MIXED = re.compile(r"(\d)\s+(\d+)/(\d+)(?!\d)")
 _ALL = re.compile(r"^\\text\w*\s*\{\s*all\b[^{}]*\}(?=.*(?:[<>]|\\[lg]e))")
 _ORDINAL = re.compile(
@@ -58,6 +91,7 @@ _SAME_SIGN = {
     "\\log_{e}": "\\ln",
     "\\lg": "\\log_{10}",
     "\\pounds": "",
+    "\\text{infinity}": "\\infty",
     "\\text{no solution}": "\\emptyset",
     "\\text{no solutions}": "\\emptyset",
     "\\text{all real numbers}": "\\mathbb{R}",
@@ -72,10 +106,7 @@ _UNICODE = str.maketrans(
         "\N{POUND SIGN}": "",
         "\N{INDIAN RUPEE SIGN}": "",
         "\N{YEN SIGN}": "",
-        "\N{MINUS SIGN}": "-",
         "\N{DEGREE SIGN}": "^\\circ ",
-        "\N{SUPERSCRIPT TWO}": "^2",
-        "\N{SUPERSCRIPT THREE}": "^3",
         "\N{EMPTY SET}": "\\emptyset ",
         "\N{INFINITY}": "\\infty ",
         "\N{GREEK SMALL LETTER PI}": "\\pi ",
@@ -126,6 +157,7 @@ _CONDITION = re.compile(
 _LETTER_AND_VALUE = re.compile(
     r"\s*\(?([A-J])(?:\)|[.:](?!\d))(?:[\s~]|\\[,;:! ]|\\q?quad)*(?![\s,;]|and\b|or\b)(\S.*)"
 )
+_OPTION = re.compile(r"^\s*(?:option|choice)\s+(?=\(?[A-J]\b)", re.IGNORECASE)
 _ONE_CHOICE = re.compile(r"\s*\(?([A-J])\)?\.?\s*")
 _MAGNITUDE = re.compile(
     r"(?<=\d)(?:[\s~]|\\[,;:! ])*(\\text\w*\s*\{\s*)?(thousand|million|billion|trillion)s?\b"
@@ -146,10 +178,44 @@ def same_text(expected: str, given: str) -> bool:
     return shorter == longer or (bool(_TIME.fullmatch(longer)) and longer[:-2] == shorter)
 
 
+def normalized(text: str) -> str:
+    """Returns a text with ASCII for compatible signs: raised digits, fractions, dashes, wide letters.
+
+    Styles that no reader sees as part of an answer, such as colors, are removed.
+    """
+    text = _COMPATIBLE.sub(lambda part: unicodedata.normalize("NFKC", part[0]), text)
+    text = _RAISED_TEXT.sub(_unraised, _DASH.sub("-", text))
+    text = "".join(map(_unfractioned, text))
+    return _UNDERLINED.sub("", _INVISIBLE.sub("", text))
+
+
+def _unraised(signs: re.Match[str]) -> str:
+    mark = "^" if signs[0][0] in "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ⁿⁱ" else "_"
+    plain = signs[0].translate(_RAISED)
+    return f"{mark}{plain}" if len(plain) == 1 else f"{mark}{{{plain}}}"
+
+
+def _unfractioned(sign: str) -> str:
+    if unicodedata.category(sign) != "No" or "\N{FRACTION SLASH}" not in unicodedata.normalize(
+        "NFKC", sign
+    ):
+        return sign
+    above, below = unicodedata.normalize("NFKC", sign).split("\N{FRACTION SLASH}")
+    return f"\\frac{{{above}}}{{{below}}}"
+
+
+def is_changed(answer: str) -> bool:
+    """Returns True if words change a number: ``72 or more``, ``5 and a half``, ``5 squared``."""
+    return bool(_CHANGED.search(answer))
+
+
 def as_text(answer: str) -> str:
     """Returns an answer without fonts, spacing and case, for comparison as text."""
-    plain = _CONJUNCTION.sub(",", _ARTICLE.sub("", _without_fonts(answer)))
-    text = _LONG_NAME.sub(r"\\\1\2", _LAYOUT.sub("", plain)).rstrip(".").casefold()
+    answer = _SPACED_THOUSANDS.sub(lambda number: _SPACED_DIGITS.sub("", number[0]), answer)
+    answer = _SPACED_DIGITS.sub("\N{OPEN BOX}", answer)
+    plain = _CONJUNCTION.sub(",", _ARTICLE.sub("", _spelled_ratio(_without_fonts(answer))))
+    text = _LONG_NAME.sub(r"\\\1\2", _LAYOUT.sub("", plain)).casefold()
+    text = text if text.endswith("...") else text.rstrip(".")
     text = _CHOICE.sub(r"\1", _DOTTED.sub(r"\1m", _ONE_SIGN.sub(r"\1", text)))
     return _NUMBER_WORDS.get(text, text)
 
@@ -188,7 +254,7 @@ def base(answer: str) -> str | None:
 
 def choice(answer: str) -> tuple[str, str]:
     """Splits a multiple-choice answer such as ``(B) 15`` into letter and value; either may be empty."""
-    plain = _without_fonts(_DELIMITER.sub("", answer))
+    plain = _OPTION.sub("", _without_fonts(_DELIMITER.sub("", answer)))
     if letter := _ONE_CHOICE.fullmatch(plain):
         return letter[1], ""
     found = _LETTER_AND_VALUE.fullmatch(plain)
@@ -198,8 +264,13 @@ def choice(answer: str) -> tuple[str, str]:
 
 def ratio_as_fraction(answer: str) -> str | None:
     r"""Converts ``3:2`` to ``\frac{3}{2}``; returns None if the answer is not a ratio."""
-    found = _RATIO.fullmatch(_without_fonts(_DELIMITER.sub(" ", answer)))
+    found = _RATIO.fullmatch(_spelled_ratio(_without_fonts(_DELIMITER.sub(" ", answer))))
     return found and f"\\frac{{{found[1]}}}{{{found[2]}}}"
+
+
+def _spelled_ratio(answer: str) -> str:
+    """Converts ``3 to 2`` to ``3:2``."""
+    return _RATIO_WORD.sub(":", answer)
 
 
 def without_condition(answer: str) -> str:
@@ -233,6 +304,23 @@ def with_magnitude(answer: str) -> str:
     )
 
 
+def numbers_of_chain(answer: str) -> list[tuple[str, str]]:
+    r"""Splits ``\frac{1}{3} \approx 0.33`` at its signs of equality, if all parts are numbers.
+
+    Returns:
+        Each part after the sign before it, which is empty for ``=`` and the first part; the entire answer
+        if it is no such chain.
+    """
+    pieces = _EQUALITY.split(_DELIMITER.sub(" ", answer))
+    parts = pieces[::2]
+    if not all(re.search(r"\d", part) for part in parts) or any(
+        _NO_NUMBER.search(_NUMERIC_COMMAND.sub("", part)) for part in parts
+    ):
+        return [("", answer)]
+    signs = ["" if sign == "=" else sign for sign in ["=", *pieces[1::2]]]
+    return list(zip(signs, parts, strict=True))
+
+
 def alternatives(answer: str) -> list[str]:
     """Splits an answer at each ``or``."""
     return re.split(
@@ -248,6 +336,7 @@ def as_latex(answer: str) -> str:
     tidy = _APPROXIMATELY.sub("=", tidy).strip().removeprefix("=").strip()
     tidy = _NUMBER_SET.sub(r"\\mathbb{\1}", _LETTER.sub(r" \1\2\3", tidy))
     tidy = _SPELLED_OTHERWISE.sub(lambda found: _SAME_SIGN[found[0]], tidy)
+    tidy = _FUNCTION.sub(r"\\\1", _LETTER_TIMES.sub(r"\1\\times 10^", tidy))
     tidy = _POWER_OF_TEN.sub(r"\1\\times 10^{\2}", _ORDINAL.sub("", tidy))
     tidy = _MIXED.sub(r"\1\\frac{\2}{\3}", _ALL.sub("", tidy))
     if whole := re.fullmatch(r"\\text\w*\s*\{([^{}]*\d[^{}]*)\}", tidy):

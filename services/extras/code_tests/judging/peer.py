@@ -170,8 +170,8 @@ class Peer:
         self._remotes: dict[int, Remote] = {}
         self._errors: dict[tuple[str, str], type[BaseException]] = {}
         self.classes = Classes(names, module)
-        self.deadline = float("inf")
-        """Monotonic time after which no answer is awaited."""
+        self.patience_s: float | None = None
+        """Seconds for which further answers are awaited, all together; None for ever."""
         self.num_answers = 0
         """Requests that the other side answered."""
 
@@ -247,10 +247,10 @@ class Peer:
 
     def _read(self, count: int) -> bytes:
         while len(self._buffer) < count:
-            left = self.deadline - time.monotonic()
-            ready, _, _ = select.select(
-                [self._reader], [], [], None if left == float("inf") else max(0.0, left)
-            )
+            start = time.monotonic()
+            ready, _, _ = select.select([self._reader], [], [], self.patience_s)
+            if self.patience_s is not None:
+                self.patience_s = max(0.0, self.patience_s - (time.monotonic() - start))
             more = os.read(self._reader, 1 << 20) if ready else b""
             if not more:
                 raise PeerEndedError

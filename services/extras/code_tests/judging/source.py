@@ -50,10 +50,18 @@ def _tested_name(test: ast.expr) -> str:
     return value.func.id if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) else ""
 
 
+def _is_always_true(test: ast.expr) -> bool:
+    """Returns True for ``True``, a tuple with items and ``... or True``, which no program fails."""
+    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or):
+        return any(map(_is_always_true, test.values))
+    is_constant = isinstance(test, ast.Constant) and bool(test.value)
+    return is_constant or (isinstance(test, ast.Tuple) and bool(test.elts))
+
+
 def is_check(node: ast.stmt) -> bool:
     """Returns True if a statement raises if the program is wrong."""
     if isinstance(node, ast.Assert):
-        return True
+        return not _is_always_true(node.test)
     if isinstance(node, ast.If):
         return any(isinstance(branch, ast.Raise) for branch in (*node.body, *node.orelse))
     calls: Iterable[ast.expr] = ()

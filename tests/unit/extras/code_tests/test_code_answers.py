@@ -1,9 +1,11 @@
 """Tests of the forms in which data sets write the tests of a program, and of programs that cheat on them."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from services.extras.bubblewrap import seccomp
@@ -213,6 +215,35 @@ FORMS: dict[str, tuple[Any, str, dict[str, Any]]] = {
         {},
     ),
     "a TestCase": (CASE, MUL, {}),
+    "JSON text of a JSON text": (
+        json.dumps(json.dumps({"inputs": ["2 3"], "outputs": ["6"]})),
+        STDIN,
+        {},
+    ),
+    "bytes": (json.dumps({"inputs": ["2 3"], "outputs": ["6"]}).encode(), STDIN, {}),
+    "an array of numpy": (np.array(["assert mul(2, 3) == 6"], dtype=object), MUL, {}),
+    "names of streams": ([{"stdin": "2 3", "stdout": "6"}], STDIN, {}),
+    "an expected output": ([{"input": "2 3", "expected_output": "6"}], STDIN, {}),
+    "asserts beside empty inputs": (
+        {"inputs": [""], "outputs": [""], "assert_case": ["assert mul(2, 3) == 6"]},
+        MUL,
+        {},
+    ),
+    "MBPP, a mapping with set-up code": (
+        {"setup_code": "SIX = 6", "test_list": ["assert mul(2, 3) == SIX"]},
+        MUL,
+        {},
+    ),
+    "an exception that is expected": (
+        "try:\n    mul('a', 'b')\n    assert False\nexcept TypeError:\n    pass\nassert mul(2, 3) == 6",
+        MUL,
+        {},
+    ),
+    "two results that are right": (
+        "try:\n    assert mul(2, 3) == 7\nexcept AssertionError:\n    assert mul(2, 3) == 6",
+        MUL,
+        {},
+    ),
     "a condition that raises": ("if mul(2, 3) != 6:\n    raise ValueError('wrong')", MUL, {}),
 }
 
@@ -239,6 +270,16 @@ REFUSED: dict[str, Any] = {
     "words": "The product of the numbers.",
     "an expression": "mul(2, 3) == 6",
     "an assert of nothing": "assert True",
+    "an assert of a tuple": "assert (mul(2, 3) == 6, 'the product')",
+    "an assert that is always true": "assert mul(2, 3) == 6 or True",
+    "no result": {"fn_name": "mul", "inputs": [[2, 3]], "outputs": [None]},
+    "output of a function": (
+        "import io, contextlib\nwith contextlib.redirect_stdout(io.StringIO()) as file:\n    mul(2, 3)\n"
+        "assert file.getvalue() == '6'"
+    ),
+    "input of a function": "import builtins\nbuiltins.input = lambda: '2'\nassert mul(2, 3) == 6",
+    "coroutines": "import asyncio\nassert asyncio.run(mul(2, 3)) == 6",
+    "a doctest": ">>> mul(2, 3)\n6",
     "no tests": {"inputs": [], "outputs": []},
     "an empty list": [],
     "different numbers": {"inputs": ["1", "2"], "outputs": ["1"]},
@@ -258,6 +299,51 @@ def test_what_tests_no_program_is_a_failure_not_a_score(answer: Any) -> None:
     for program in (MUL, "pass"):
         with pytest.raises(ValueError, match="code_tests"):
             code_tests("", f"```python\n{program}\n```", answer, {})
+
+
+SWALLOWED = {
+    "prints it": "try:\n    assert mul(2, 3) == 6\nexcept AssertionError as error:\n    print(error)",
+    "in a function": (
+        "def test():\n    try:\n        assert mul(2, 3) == 6\n        print('passed')\n"
+        "    except Exception as error:\n        print('failed', error)\ntest()"
+    ),
+    "goes on": (
+        "for a, b, c in [(2, 3, 6), (7, 8, 56)]:\n    try:\n        assert mul(a, b) == c\n"
+        "    except:\n        continue"
+    ),
+    "suppresses it": (
+        "import contextlib\nwith contextlib.suppress(Exception):\n    assert mul(2, 3) == 6"
+    ),
+    "expects any exception": (
+        "import pytest\ndef test_text():\n    with pytest.raises(Exception):\n        mul('a', 'b')"
+    ),
+}
+
+
+@pytest.mark.parametrize("tests", SWALLOWED.values(), ids=SWALLOWED)
+def test_tests_that_catch_their_own_failure_fail(tests: str) -> None:
+    assert code_tests("", MUL, tests, {}) == 1.0
+    for program in ("def mul(a, b):\n    return str(a) + str(b)", "pass"):
+        assert code_tests("", program, tests, {}) == 0.0
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        "np.allclose(mul(2.0, 3.0), 6.0)",
+        "np.testing.assert_allclose(mul(2.0, 3.0), 6.0) is None",
+        "np.testing.assert_array_equal(mul(2.0, 3.0), [6.0]) is None",
+    ],
+)
+def test_an_empty_result_is_close_to_nothing(check: str) -> None:
+    tests = f"import numpy as np\nassert {check}"
+    assert code_tests("", MUL, tests, {}) == 1.0
+    assert code_tests("", "def mul(a, b):\n    return []", tests, {}) == 0.0
+
+
+def test_the_time_of_the_tests_is_no_time_of_the_program() -> None:
+    tests = "import time\ntime.sleep(0.6)\nassert mul(2, 3) == 6"
+    assert code_tests("", MUL, tests, {}, seconds=0.5) == 1.0
 
 
 CHEATS = PROGRAMS["cheats"]
@@ -371,6 +457,52 @@ def test_the_last_program_counts() -> None:
     assert find_program(blocks) == "a = 2\n"
     assert find_program("```\na = 1\n```\n```\n6 7\n```") == "a = 1\n"
     assert find_program("```json\n{}\n```") == ""
+
+
+STRING = '    """\n    ```{}\n    mul(2, 3)\n    ```\n    """\n'
+WITH_STRING = MUL.replace("    return", STRING + "    return")
+RESPONSES = {
+    "another name of the language": f"```python-3\n{MUL}\n```",
+    "the name of a file": f"```solution.py\n{MUL}\n```",
+    "another label": f"```code\n{MUL}\n```",
+    "a fence in a string": f"```python\n{WITH_STRING.format('')}\n```",
+    "a labelled fence in a string": f"```python\n{WITH_STRING.format('python')}\n```",
+    "a fence at the start of a string's line": f'```python\ns = """\n```\n"""\n{MUL}\n```',
+    "a block of Markdown": f"````markdown\n```python\n{MUL}\n```\n````",
+    "an end on the last line": f"```python\n{MUL}```",
+    "an end with a token": f"```python\n{MUL}\n```<|im_end|>",
+    "a start on the first line": f"```python {MUL}\n```",
+    "lines of Windows": f"```python\n{MUL}\n```".replace("\n", "\r\n"),
+    "another separator of lines in a string": f"```python\ns = 'a\u2028b\x1c'\n{MUL}\n```",
+    "spaces that do not break": f"```python\n{MUL}\n```".replace("    ", "\xa0" * 4),
+    "a mark of the byte order": f"\ufeff```python\n{MUL}\n```",
+    "a command of a notebook": f"```python\n%load_ext x\n!pip install x\n{MUL}\n```",
+    "an interpreter's session": "```python\n>>> def mul(a, b):\n"
+    "...     return a * b\n...\n>>> mul(2, 3)\n6\n```",
+    "an example after it": f"```python\n{MUL}\n```\nSo:\n```python\nprint(mul(2, 3))\n```",
+    "a test after it": f"```python\n{MUL}\n```\n"
+    "```python\nfrom solution import mul\nassert mul(2, 3)\n```",
+    "two parts": "```python\ndef times(a, b):\n    return a * b\n```\n"
+    "```python\ndef mul(a, b):\n    return times(a, b)\n```",
+    "tags": f"<answer>\n{MUL}\n</answer>",
+    "HTML": f'<pre><code class="language-python">{MUL} if a &lt; 9 else 0\n</code></pre>',
+    "LaTeX": f"\\begin{{lstlisting}}[language=Python]\n{MUL}\n\\end{{lstlisting}}",
+    "no fence but the language": f"python\n{MUL}",
+}
+
+
+@pytest.mark.parametrize("response", RESPONSES.values(), ids=RESPONSES)
+def test_a_program_is_found_in_responses_of_other_kinds(response: str) -> None:
+    names: dict[str, Any] = {}
+    exec(find_program(response), names)
+    assert names["mul"](2, 3) == 6
+
+
+def test_a_response_of_fences_alone_takes_little_time() -> None:
+    start = time.process_time()
+    for line in ("```python", "x ```", "```", "``` `` ```"):
+        find_program("```python\n" + f"{line}\n" * 4000)
+    assert time.process_time() - start < 20
 
 
 @pytest.mark.parametrize(

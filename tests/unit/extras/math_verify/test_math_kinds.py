@@ -1,5 +1,6 @@
-"""Tests of ``math_verify`` with right and wrong answers of twelve kinds, made by rules from a number."""
+"""Tests of ``math_verify`` with right and wrong answers of twenty kinds, made by rules from a number."""
 
+# ruff: noqa: RUF001 -- signs that look like others are the subject
 from collections.abc import Callable, Iterator
 from itertools import islice
 
@@ -121,10 +122,139 @@ def thousands(n: int) -> tuple[str, list[str], list[str]]:
     )
 
 
+def mixed(n: int) -> tuple[str, list[str], list[str]]:
+    below = n + 100
+    return (
+        f"{n} 1/{below}",
+        [f"{n}\\frac{{1}}{{{below}}}", f"\\frac{{{n * below + 1}}}{{{below}}}", f"{n} 1/{below}"],
+        [f"{n}1/{below}", f"\\frac{{{n}1}}{{{below}}}", f"{n}", f"1/{below}"],
+    )
+
+
+def apart(n: int) -> tuple[str, list[str], list[str]]:
+    return (
+        f"{n}7",
+        [f"{n}7", f"{n}7.0", f" {n}7 "],
+        [f"\\boxed{{{n} 7}}", f"\\boxed{{{n}\\ 7}}", f"\\boxed{{{n},7}}", f"\\boxed{{{n}~7}}"],
+    )
+
+
+def chains(n: int) -> tuple[str, list[str], list[str]]:
+    return (
+        str(n + 1),
+        [
+            f"\\boxed{{{n}+1={n + 1}}}",
+            f"\\boxed{{x = {n}+1 = {n + 1}}}",
+            f"\\boxed{{\\frac{{{2 * n + 2}}}{{2}}={n + 1}}}",
+            f"\\boxed{{\\sqrt{{{(n + 1) ** 2}}} \\approx {n + 1}}}",
+        ],
+        [
+            f"\\boxed{{{n}={n + 1}}}",
+            f"\\boxed{{{n} \\approx {n + 1}}}",
+            f"\\boxed{{{n}+2={n + 1}}}",
+            f"\\boxed{{{n}.4 \\approx {n + 1}}}",
+        ],
+    )
+
+
+def changed(n: int) -> tuple[str, list[str], list[str]]:
+    return (
+        str(n),
+        [
+            f"\\boxed{{{n}\\text{{ boys and girls}}}}",
+            f"\\boxed{{\\text{{about }} {n}}}",
+            f"\\boxed{{{n}\\text{{ square units}}}}",
+            f"\\boxed{{{n} meters squared}}",
+        ],
+        [
+            f"\\boxed{{{n}\\text{{ or more}}}}",
+            f"\\boxed{{{n}\\text{{ and a half}}}}",
+            f"\\boxed{{{n} squared}}",
+            f"\\boxed{{{n}\\text{{ is wrong}}}}",
+            f"\\boxed{{{n}\\text{{ factorial}}}}",
+            f"\\boxed{{{n}\\text{{ and up}}}}",
+        ],
+    )
+
+
+RAISED = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
+LOWERED = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
+
+
+def unicode(n: int) -> tuple[str, list[str], list[str]]:
+    raised = str(n).translate(RAISED)
+    return (
+        f"x^{{{n}}}-\\frac{{1}}{{2}}",
+        [f"x{raised}−½", f"𝑥{raised} − ½", f"x^{n}-½", f"x{raised}-\\frac12"],
+        [f"x{raised}+½", f"x{n}−½", f"x{raised}−⅓", f"x{str(n + 1).translate(RAISED)}−½"],
+    )
+
+
+def indices(n: int) -> tuple[str, list[str], list[str]]:
+    lowered = str(n).translate(LOWERED)
+    return (
+        f"a_{{{n}}}\\cdot 10^{{-{n}}}",
+        [f"a{lowered}·10{f'-{n}'.translate(RAISED)}", f"a_{{{n}}} × 10^{{-{n}}}"],
+        [f"a{lowered}·10{str(n).translate(RAISED)}", f"a{lowered}", f"a_{{{n + 1}}}·10^{{-{n}}}"],
+    )
+
+
+def tags(n: int) -> tuple[str, list[str], list[str]]:
+    return (
+        str(n),
+        [
+            f"<answer>{n}</answer>",
+            f"<answer> \\boxed{{{n}}} </answer>",
+            f"#### {n}\nI hope it is correct.",
+            f"<answer>{n + 1}</answer> no: <answer>{n}</answer>",
+            f"\\fbox{{{n}}}",
+        ],
+        [
+            f"<answer>{n + 1}</answer>",
+            f"{n} <answer></answer>",
+            f"#### {n + 1}\nI hope {n} is wrong.",
+            f"<answer>{n}</answer> no: <answer>{n + 1}</answer>",
+        ],
+    )
+
+
+def styles(n: int) -> tuple[str, list[str], list[str]]:
+    return (
+        str(n),
+        [
+            f"\\boxed{{\\underline{{{n}}}}}",
+            f"\\boxed{{\\textcolor{{red}}{{{n}}}}}",
+            f"\\boxed{{\\large {n}}}",
+            f"\\boxed{{{n}\\ }}",
+        ],
+        [
+            f"\\boxed{{\\phantom{{{n}}}}}",
+            f"\\boxed{{\\underline{{{n + 1}}}}}",
+            f"\\boxed{{\\cancel{{{n}}}}}",
+            f"\\boxed{{\\textcolor{{red}}{{-{n}}}}}",
+        ],
+    )
+
+
+def letters(n: int) -> tuple[str, list[str], list[str]]:
+    right, wrong = "ABCDEFGHIJ"[n % 10], "ABCDEFGHIJ"[(n + 1) % 10]
+    forms = [
+        "\\boxed{(%s)}",
+        "\\boxed{%s)}",
+        "\\boxed{\\text{Option %s}}",
+        f"%s) {n}",
+        "\\boxed{%s}",
+    ]
+    return right, [form % right for form in forms], [form % wrong for form in forms]
+
+
 KINDS: list[Kind] = [
     *(tiny, decimals, long_decimals, huge, quotients, dollars, emphasis),
     *(approximate, per_cent, units, lists, equations, thousands),
+    *(mixed, unicode, indices),
 ]
+WHOLE: list[Kind] = [apart, chains, changed, tags, styles, letters]
+"""Kinds whose responses are no part of a sentence."""
 SENTENCES = ("\\boxed{%s}", "The answer is %s.", "#### %s", "Therefore it is %s.")
 
 
@@ -144,3 +274,15 @@ def test_right_answers_score_1_and_wrong_ones_0(kind: Kind) -> None:
         if math_answer("", sentence % text, answer, {}) != score
     ]
     assert misjudged == []
+
+
+@pytest.mark.parametrize("kind", WHOLE, ids=lambda kind: str(kind.__name__))
+def test_right_responses_score_1_and_wrong_ones_0(kind: Kind) -> None:
+    judged = [
+        (answer, text, score)
+        for n in range(2, 6)
+        for answer, right, wrong in [kind(n)]
+        for texts, score in ((right, 1.0), (wrong, 0.0))
+        for text in texts
+    ]
+    assert [case for case in judged if math_answer("", case[1], case[0], {}) != case[2]] == []
