@@ -1,9 +1,9 @@
-"""Trains sort4 at lag 1 with the engine ``vllm-server`` attached to two of vLLM's servers on the CPU.
+"""Trains sort4 at lag 1 with a run that is attached to two servers of vLLM or SGLang on the CPU.
 
-Usage: PYTHON -m bench.rollout.fleet [--seeds 0 1 2] [--steps 50] [--kill] [--out FILE.json]
+Usage: PYTHON -m bench.rollout.fleet [--engine vllm-server] [--seeds 0 1 2] [--steps 50] [--kill] [--out FILE]
 
-``PYTHON`` is that of an environment with vLLM's CPU build; see ``tests/engines/run.sh``. With ``--kill``,
-one server is killed and started again, again and again, while each run trains.
+``PYTHON`` is that of an environment with the engine's CPU build; see ``tests/engines/run.sh``. With
+``--kill``, one server is killed and started again, again and again, while each run trains.
 
 Bars: held-out greedy >= 0.9, and no run ends before its last step.
 """
@@ -14,7 +14,7 @@ import os
 import random
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,21 @@ from bench.report import report_to
 from bench.whole_run import REPOSITORY, whole_run
 from services.common.models.loading import load_config
 from services.common.models.tokenizer import load_tokenizer
+from services.common.runspec.engines import ENGINES
 from services.common.runspec.loader import load_spec
-from services.extras.fleets.local import TOKEN, LocalServer, local_servers
+from services.extras.fleets.local import TOKEN, LocalServer, LocalSglang, LocalVllm, local_servers
 
 _SPEC = REPOSITORY / "examples" / "sort4.yaml"
 _GREEDY = 0.9
 _MAX_TOKENS = 64
+_KINDS: Mapping[str, tuple[type[LocalServer], Sequence[str]]] = {
+    "vllm-server": (
+        LocalVllm,
+        ("--max-model-len", str(_MAX_TOKENS), "--max-num-batched-tokens", "2048"),
+    ),
+    "sglang-server": (LocalSglang, ()),
+}
+"""Class and options of each engine's servers."""
 _FIRST_KILL_S, _NEXT_KILL_S = 8.0, (5.0, 15.0)
 
 
@@ -38,10 +47,10 @@ def overrides(servers: Sequence[LocalServer], *, seed: int, steps: int) -> list[
     return [
         f"seed={seed}",
         f"trainer.steps={steps}",
-        "rollout.engine=vllm-server",
+        f"rollout.engine={servers[0].engine}",
         f"rollout.engine_arguments.addresses={addresses}",
         'rollout.engine_arguments.token={"secret": "FLEET_TOKEN"}',
-        f"rollout.engine_arguments.max_model_len={_MAX_TOKENS}",
+        f"rollout.engine_arguments.{ENGINES[servers[0].engine].length_argument}={_MAX_TOKENS}",
         "rollout.replicas=1",
         "weight_sync.mode=cpu_async",
     ]
@@ -95,6 +104,7 @@ def train(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--engine", choices=_KINDS, default="vllm-server")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--kill", action="store_true", help="kill and restart one server meanwhile")
@@ -109,9 +119,8 @@ def main() -> None:
         (secrets / "FLEET_TOKEN").write_text(TOKEN)
         os.environ["SLIPSTREAM_ROLLOUT_SECRETS_DIRECTORY"] = str(secrets)
         os.environ["SLIPSTREAM_ROLLOUT_REWARD_HOSTS"] = '["127.0.0.1"]'
-        lengths = ("--max-model-len", str(_MAX_TOKENS), "--max-num-batched-tokens", "2048")
-        dtype = ("--dtype", spec.trainer.dtype)
-        with local_servers(config, 2, *dtype, *lengths) as servers:
+        kind, options = _KINDS[arguments.engine]
+        with local_servers(kind, config, 2, "--dtype", spec.trainer.dtype, *options) as servers:
             for seed in arguments.seeds:
                 folder = Path(name, f"seed{seed}")
                 runs.append(
@@ -121,7 +130,7 @@ def main() -> None:
     report_to(
         arguments.out,
         {
-            "engine": "vllm-server",
+            "engine": arguments.engine,
             "servers": 2,
             "steps": arguments.steps,
             "kills": arguments.kill,

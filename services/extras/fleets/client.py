@@ -11,7 +11,7 @@ import httpx
 
 from services.extras.fleets.weights import FleetWeights
 from services.rollout.calls.json_text import json_text
-from services.rollout.calls.outside import AddressPolicy, ExternalService
+from services.rollout.calls.outside import AddressPolicy, ExternalService, delays
 from services.rollout.engines.engine_config import EngineConfig
 from services.rollout.engines.request_segments import Segment, TokenChunk
 from services.rollout.failures import BusyError, CallError
@@ -20,13 +20,17 @@ ANSWER_TIMEOUT_S: Final = 10.0
 """Time-out of a question to a server that it answers at once."""
 END_TIMEOUT_S: Final = 2.0
 """Time-out of the end of a session, after which the server ends it by itself."""
-LOAD_TIMEOUT_S: Final = 120.0
-"""Time-out of a load in the server's workers; the longest one copies all weights of a large model."""
 SCORE_TIMEOUT_S: Final = 60.0
 """Time-out of the logprobs of a prompt."""
 LEAST_RATE: Final = 20e6
 """Lowest bandwidth that the time-out of a transfer allows for, in bytes per second."""
 _MAX_ANSWER_BYTES: Final = 64 << 20
+OVERLOADED: Final = frozenset({429, 502, 503, 504})
+"""Statuses of a server or a proxy that may answer later."""
+_RETRY_S: Final = (0.1, 5.0)
+"""Max seconds before the first and before later repetitions of a question."""
+_LONGEST_RETRY_S: Final = 60.0
+"""Max seconds of a ``Retry-After`` that this side follows."""
 
 ReadEvent = Callable[[Mapping[str, Any]], TokenChunk | None]
 """Reads the tokens of an event of a response; None for an event without tokens."""
@@ -34,6 +38,20 @@ ReadEvent = Callable[[Mapping[str, Any]], TokenChunk | None]
 
 class ServerAwayError(RuntimeError):
     """The server does not answer, or no longer has the session: it may come back."""
+
+
+class ServerOverloadedError(RuntimeError):
+    """The server, or a proxy before it, has too much to do: it answers later.
+
+    Attributes:
+        retry_after_s: Seconds after which it wants to be asked again; 0 if it does not say.
+        is_reset: True if the connection ended instead, perhaps because the server died.
+    """
+
+    def __init__(self, message: str, retry_after_s: float = 0.0, *, is_reset: bool = False) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+        self.is_reset = is_reset
 
 
 class ServerFailedError(RuntimeError):
@@ -79,6 +97,12 @@ class FleetServer(ABC):
         """Version in service, by the server's last answer; None for none."""
         self.digest = ""
         self.num_running = 0
+        self.resumes_at = 0.0
+        """Time on the event loop's clock before which the server gets no further work: it is overloaded."""
+        self.refusals: Iterator[float] | None = None
+        """Delays after refusals, since the first one without a token after it; None without one."""
+        self.was_overloaded = False
+        """True once these refusals were reported."""
         self.is_fit = False
         """True once the run has found that the engine can serve it."""
         self.compared: object = None
@@ -192,7 +216,8 @@ class FleetServer(ABC):
         """Forgets the session: the server gets no work before it has attached and loaded again."""
         self._session, self.received = "", None
         self.withdraw()
-        self.is_fit = False
+        self.is_fit = self.was_overloaded = False
+        self.refusals, self.resumes_at = None, 0.0
 
     def withdraw(self) -> None:
         """Forgets the version in service: the server gets no work before it has loaded another one."""
@@ -247,9 +272,40 @@ class FleetServer(ABC):
     ) -> Any:
         """Sends a request; returns the content of the answer.
 
+        An overloaded server is asked again until the time-out.
+
         Raises:
             ServerAwayError: If the server does not answer in time.
             ServerRefusedError: If it refuses the request.
+        """
+        clock = asyncio.get_running_loop().time
+        until = None if timeout_s is None else clock() + timeout_s
+        for wait_s in delays(*_RETRY_S):
+            left_s = None if until is None else until - clock()
+            status, text, after_s = await self.send(
+                method, path, body, headers=headers, timeout_s=left_s
+            )
+            wait_s = max(wait_s, after_s)
+            # Parts of a body are sent once.
+            is_last = until is None or clock() + wait_s >= until
+            if status not in OVERLOADED or is_last or isinstance(body, AsyncIterator):
+                return self._answer(status, text)
+            await asyncio.sleep(wait_s)
+        raise AssertionError("delays end")
+
+    async def send(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | AsyncIterator[bytes] | None = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float | None = ANSWER_TIMEOUT_S,
+    ) -> tuple[int, bytes, float]:
+        """Sends a request once. Raises like :meth:`ask`.
+
+        Returns:
+            Status and content of the answer, and the seconds after which the server wants to be asked again.
         """
         content = json_text(body).encode() if isinstance(body, Mapping) else body
         try:
@@ -258,6 +314,7 @@ class FleetServer(ABC):
                 self._service.stream(method, path, content, headers or {}) as response,
             ):
                 status, text = response.status_code, await _text(response)
+                after_s = retry_after_s(response)
         except TimeoutError as error:
             raise ServerAwayError(
                 f"{self.address} did not answer {method} {path} within {timeout_s} s"
@@ -266,7 +323,7 @@ class FleetServer(ABC):
             raise ServerAwayError(f"{self.address} does not answer: {error!r}") from error
         except CallError as error:
             raise ServerRefusedError(f"{self.address}: {error}") from error
-        return self._answer(status, text)
+        return status, text, after_s
 
     def _answer(self, status: int, text: bytes) -> Any:
         """Returns the content of an answer; raises the error that its status means."""
@@ -283,6 +340,12 @@ class FleetServer(ABC):
             return json.loads(text)
         except ValueError as error:
             raise ServerRefusedError(f"{self.address} answered no JSON: {shown}") from error
+
+
+def retry_after_s(response: httpx.Response) -> float:
+    """Returns the seconds after which a server wants to be asked again; 0 if it does not say, or by date."""
+    text = response.headers.get("retry-after", "")
+    return min(float(text), _LONGEST_RETRY_S) if text.isdecimal() else 0.0
 
 
 def reason_of(text: bytes) -> str:

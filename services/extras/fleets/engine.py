@@ -102,10 +102,15 @@ class FleetBackend:
             lambda: self.fleet.lease(prefix, self._failures.get(request.request_id, {})),
             self.fleet.lose,
             lambda server, reason: self._fail(request.request_id, server, reason),
-            lambda: self._failures.pop(request.request_id, None),
+            self.fleet.slow_down,
+            lambda server: self._note_tokens(request.request_id, server),
         )
         self._streams[part.segment_id] = stream
         return _OwnedStream(self._streams, stream)
+
+    def _note_tokens(self, request_id: str, server: FleetServer) -> None:
+        self._failures.pop(request_id, None)
+        self.fleet.sent_tokens(server)
 
     def _fail(self, request_id: str, server: FleetServer, reason: str) -> None:
         """Counts a failure in a request, which goes to another server then if there is one.

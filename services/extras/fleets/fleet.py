@@ -21,11 +21,13 @@ from services.extras.fleets.client import (
     FleetServer,
     ServerAwayError,
     ServerBusyError,
+    ServerOverloadedError,
     ServerRefusedError,
 )
 from services.extras.fleets.protocol import LEASE_S
 from services.extras.fleets.weights import FleetWeights
 from services.rollout.calls.outside import delays
+from services.rollout.engines.external import EngineDiedError
 from services.weightsync.canary import difference
 
 logger = logging.getLogger(__name__)
@@ -38,6 +40,10 @@ _SLACK: Final = 4
 """Further running requests that a server may have before a sibling goes to another one."""
 _MAX_PREFIXES: Final = 4096
 _GRACE_S: Final = 5.0
+_OVERLOAD_DELAYS_S: Final = (0.5, 30.0)
+"""Max seconds without further work for an overloaded server, at first and later."""
+_OVERLOAD_DEADLINE_S: Final = 300.0
+"""Seconds without a token from any server, since one was overloaded first, after which the engine ends."""
 
 SERVING: Final = Gauge(
     "slipstream_fleet_serving_servers", "Servers of the fleet that serve its weight version."
@@ -46,6 +52,10 @@ CHANGES: Final = Counter(
     "slipstream_fleet_server_changes_total",
     "Servers that began to serve, that were lost, or that were refused.",
     ["change"],
+)
+REFUSALS: Final = Counter(
+    "slipstream_fleet_refused_requests_total",
+    "Requests for tokens that an overloaded server or proxy refused, or whose connection it reset.",
 )
 UPLOAD_SECONDS: Final = Histogram(
     "slipstream_fleet_upload_duration_seconds",
@@ -100,6 +110,8 @@ class Fleet:
         self._prefixes: OrderedDict[Hashable, FleetServer] = OrderedDict()
         self._changed = asyncio.Event()
         self._num_scored = 0
+        self._refusal: tuple[float, str] | None = None
+        """Time and reason of the first refusal since the last token."""
 
     @property
     def version(self) -> int | None:
@@ -212,6 +224,42 @@ class Fleet:
     def recheck(self, server: FleetServer) -> None:
         """Checks a server now; it keeps its work unless the check fails."""
         self._kicks[server.address].set()
+
+    def slow_down(self, server: FleetServer, error: ServerOverloadedError) -> float:
+        """Gives an overloaded server no further work for a while; it keeps what it has, and is checked.
+
+        Returns:
+            Seconds after which it gets work again.
+
+        Raises:
+            EngineDiedError: If no server has sent a token for ``_OVERLOAD_DEADLINE_S``.
+        """
+        now = asyncio.get_running_loop().time()
+        REFUSALS.inc()
+        if self._refusal is None:
+            self._refusal = now, str(error)
+        since, reason = self._refusal
+        if now - since > _OVERLOAD_DEADLINE_S:
+            raise EngineDiedError(
+                f"no server of the fleet has sent a token for {now - since:.0f} s; the first reason: {reason}"
+            )
+        is_first = server.refusals is None
+        refusals = server.refusals = server.refusals or delays(*_OVERLOAD_DELAYS_S)
+        if server.resumes_at <= now:  # the request did not begin before an earlier refusal
+            wait_s = max(next(refusals), error.retry_after_s)
+            server.resumes_at = now + wait_s
+            asyncio.get_running_loop().call_later(wait_s, self._notify)
+            self.recheck(server)
+            # The check that follows a first reset finds out whether the server died.
+            if not (server.was_overloaded or (error.is_reset and is_first)):
+                server.was_overloaded = True
+                self._name_overload(server, str(error))
+        return server.resumes_at - now
+
+    def sent_tokens(self, server: FleetServer) -> None:
+        """Notes that a server works."""
+        self._refusal = server.refusals = None
+        server.was_overloaded = False
 
     def lose(self, server: FleetServer, reason: str) -> None:
         """Gives a server no work until it has been checked again."""
@@ -370,7 +418,8 @@ class Fleet:
         return self._weights is not None and server.is_verified and server.serves(self._weights)
 
     def _choose(self, prefix: Hashable, avoided: Collection[str]) -> FleetServer | None:
-        serving = self.serving
+        now = asyncio.get_running_loop().time()
+        serving = [server for server in self.serving if server.resumes_at <= now]
         servers = [server for server in serving if server.address not in avoided] or serving
         if not servers:
             return None
@@ -404,6 +453,11 @@ class Fleet:
             logger.warning("a server gets no work", extra={"server": server.address, "why": reason})
             kind = "EngineServerRefused" if change == "refused" else "EngineServerLost"
             self._report(kind, f"{server.address} gets no work: {reason}")
+
+    def _name_overload(self, server: FleetServer, reason: str) -> None:
+        CHANGES.labels("overloaded").inc()
+        logger.warning("a server is overloaded", extra={"server": server.address, "why": reason})
+        self._report("EngineServerOverloaded", f"{server.address} gets work later: {reason}")
 
     def _notify(self) -> None:
         SERVING.set(len(self.serving))

@@ -1,4 +1,4 @@
-"""Properties of the engine ``vllm-server``. Imports neither vLLM nor torch."""
+"""Properties of the engines ``vllm-server`` and ``sglang-server``. Imports neither an engine nor torch."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,8 +23,8 @@ def _problems(arguments: Mapping[str, Any]) -> Iterator[str]:
     addresses = arguments.get("addresses")
     if not isinstance(addresses, list | tuple) or not addresses:
         yield (
-            f"{key}.addresses must list the servers of rollout.engine vllm-server, such as "
-            f"[http://vllm-0:8000], got {addresses!r}"
+            f"{key}.addresses must list the servers of this rollout.engine, such as "
+            f"[http://server-0:8000], got {addresses!r}"
         )
         return
     for address in addresses:
@@ -63,5 +63,14 @@ KIND: Final = FleetKind(
     harmless_arguments=frozenset({"addresses", "token", "max_model_len"}),
     is_remote=True,
     length_argument="max_model_len",
+    why_unquantized="its servers decide the precision of their products",
+)
+SGLANG_KIND: Final = FleetKind(
+    adapter="services.extras.fleets.sglang_server:build",
+    arguments=frozenset({"addresses", "token", "context_length"}),
+    harmless_arguments=frozenset({"addresses", "token", "context_length"}),
+    is_remote=True,
+    length_argument="context_length",
+    reports_top_logprobs=True,
     why_unquantized="its servers decide the precision of their products",
 )

@@ -1,4 +1,4 @@
-"""vLLM servers of a fleet on this host, to try a fleet, to test it and to measure it."""
+"""Servers of a fleet on this host, to try a fleet, to test it and to measure it."""
 
 import os
 import signal
@@ -7,53 +7,86 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Final
 
 import httpx
 import torch
 from transformers import PretrainedConfig
 
-from services.extras.fleets.serve import server_command, server_environment
-from services.rollout.engines.engine_config import cached_config_folder
+from services.common.runspec.engines import ENGINES
+from services.extras.fleets.serve import as_options, server_command, server_environment
+from services.rollout.engines.engine_config import cached_config_folder, write_sglang_config
 
 TOKEN = "the-servers-token"  # noqa: S105 -- of servers on loopback
 """Token of all servers of this module."""
 _LOG_CHARACTERS = 4000
 
 
-class LocalServer:
+SGLANG_OPTIONS: Final = (
+    *("--skip-tokenizer-init", "--skip-server-warmup", "--load-format", "dummy"),
+    *("--grammar-backend", "none", "--enable-fp32-lm-head", "--incremental-streaming-output"),
+)
+"""Options of SGLang for a server of a fleet that receives its weights from a run."""
+
+
+class LocalServer(ABC):
     """One server of a model with random weights; it can be killed and started again.
 
     Args:
         folder: Folder for the model's configuration and the log.
-        options: Further options of ``vllm serve``.
+        options: Further options of the server's command line.
     """
+
+    engine: ClassVar[str]
+    """Value of ``rollout.engine`` for a run that attaches."""
 
     def __init__(self, folder: Path, config: PretrainedConfig, *options: str) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port = probe.getsockname()[1]
         self.address = f"http://127.0.0.1:{self.port}"
-        self.log = folder / f"vllm-{self.port}.log"
-        model = cached_config_folder(config, folder / "models")
-        self._is_cpu = not torch.cuda.is_available()
-        own = ("--model", str(model), "--host", "127.0.0.1", "--port", str(self.port))
-        self._command = server_command([*own, "--disable-log-stats", *options], is_cpu=self._is_cpu)
+        self.log = folder / f"server-{self.port}.log"
+        self.is_cpu = not torch.cuda.is_available()
+        self._model = self.write_config(config, folder / "models")
+        self._options = options
         self._process: subprocess.Popen[bytes] | None = None
+
+    @abstractmethod
+    def write_config(self, config: PretrainedConfig, folder: Path) -> Path:
+        """Writes the model's configuration; returns its folder."""
+
+    @abstractmethod
+    def command(self, model: Path, options: Sequence[str]) -> list[str]:
+        """Returns the command line.
+
+        Args:
+            model: Folder with the model's configuration.
+            options: Host, port and further options.
+        """
+
+    @property
+    @abstractmethod
+    def environment(self) -> Mapping[str, str]:
+        """Environment variables that the server needs."""
 
     def start(self) -> None:
         """Starts the process; :meth:`wait` waits until it serves."""
+        address = ("--host", "127.0.0.1", "--port", str(self.port))
         environment = {
-            **server_environment(is_cpu=self._is_cpu),
-            "VLLM_API_KEY": TOKEN,
+            **self.environment,
             # Packages that only this process sees, such as those of a checkout.
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         }
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(  # noqa: S603 -- its parts are constants and options
-                self._command, env=environment, stdout=log, stderr=log, start_new_session=True
+                self.command(self._model, [*address, *self._options]),
+                env=environment,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
 
     def wait(self, timeout_s: float = 300) -> None:
@@ -85,13 +118,60 @@ class LocalServer:
             self._process = None
 
 
+class LocalVllm(LocalServer):
+    """A vLLM server."""
+
+    engine = "vllm-server"
+
+    def write_config(self, config: PretrainedConfig, folder: Path) -> Path:
+        return cached_config_folder(config, folder)
+
+    def command(self, model: Path, options: Sequence[str]) -> list[str]:
+        named = ("--model", str(model), "--disable-log-stats", *options)
+        return server_command(named, is_cpu=self.is_cpu)
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        return {**server_environment(is_cpu=self.is_cpu), "VLLM_API_KEY": TOKEN}
+
+
+class LocalSglang(LocalServer):
+    """An SGLang server."""
+
+    engine = "sglang-server"
+
+    def write_config(self, config: PretrainedConfig, folder: Path) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_sglang_config(config, str(folder))
+        return folder
+
+    def command(self, model: Path, options: Sequence[str]) -> list[str]:
+        of_cpu = as_options(ENGINES["sglang"].cpu_arguments) if self.is_cpu else []
+        device = "cpu" if self.is_cpu else "cuda"
+        named = ("--model-path", str(model), "--device", device, "--api-key", TOKEN)
+        return [
+            sys.executable,
+            "-m",
+            "sglang.launch_server",
+            *named,
+            *SGLANG_OPTIONS,
+            *of_cpu,
+            *options,
+        ]
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        kind = ENGINES["sglang"]
+        return {**kind.environment, **(kind.cpu_environment if self.is_cpu else {}), **os.environ}
+
+
 @contextmanager
 def local_servers(
-    config: PretrainedConfig, number: int, *options: str
+    kind: type[LocalServer], config: PretrainedConfig, number: int, *options: str
 ) -> Iterator[list[LocalServer]]:
     """Yields servers that serve; ends them."""
     with tempfile.TemporaryDirectory() as name:
-        servers = [LocalServer(Path(name), config, *options) for _ in range(number)]
+        servers = [kind(Path(name), config, *options) for _ in range(number)]
         try:
             for server in servers:
                 server.start()

@@ -18,6 +18,8 @@ LOAD: Final = f"{PREFIX}/load"
 """POST: verifies the announced version and puts it into service."""
 GENERATE: Final = "/inference/v1/generate"
 """vLLM's own path for token ids in and out (``--enable-scale-out``)."""
+LOAD_TIMEOUT_S: Final = 120.0
+"""Time-out of a load; the longest one copies all weights of a large model. Workers have a little less."""
 SESSION_HEADER: Final = "slipstream-session"
 VERSION_HEADER: Final = "slipstream-weight-version"
 """Version that must be in service; otherwise the server answers 412 and samples nothing."""

@@ -46,7 +46,7 @@ def server_command(options: Sequence[str], *, is_cpu: bool) -> list[str]:
         options: Options of ``vllm serve``, which take precedence.
         is_cpu: True for vLLM's CPU build.
     """
-    of_cpu = [*_OF_CPU, *_as_options(ENGINES["vllm"].cpu_arguments)] if is_cpu else []
+    of_cpu = [*_OF_CPU, *as_options(ENGINES["vllm"].cpu_arguments)] if is_cpu else []
     return [sys.executable, "-m", _MODULE, *OPTIONS, token_option(), *of_cpu, *options]
 
 
@@ -56,7 +56,8 @@ def server_environment(*, is_cpu: bool) -> Mapping[str, str]:
     return {**kind.environment, **(kind.cpu_environment if is_cpu else {}), **os.environ}
 
 
-def _as_options(arguments: Mapping[str, Any]) -> list[str]:
+def as_options(arguments: Mapping[str, Any]) -> list[str]:
+    """Returns the options of a command line for arguments of an engine."""
     options: list[str] = []
     for name, value in arguments.items():
         options.append(f"--{name.replace('_', '-')}")

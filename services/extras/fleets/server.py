@@ -31,6 +31,7 @@ from services.extras.fleets.protocol import (
     GENERATE,
     LEASE_S,
     LOAD,
+    LOAD_TIMEOUT_S,
     PREFIX,
     SESSION_HEADER,
     STATE,
@@ -45,6 +46,10 @@ logger = logging.getLogger(__name__)
 
 _OPEN: Final = frozenset({"/health", "/ping"})
 """Paths without a token: probes of an orchestrator have none."""
+
+
+_WORKERS_TIMEOUT_S: Final = LOAD_TIMEOUT_S - 10.0
+"""Time-out of a load in the workers: the rollout still waits for its reason."""
 
 
 class _CutError(RuntimeError):
@@ -233,9 +238,17 @@ class FleetMember:
     ) -> list[dict[str, Any]]:
         engine = request.app.state.engine_client
         try:
-            workers: list[dict[str, Any]] = await engine.collective_rpc(
-                "load_fleet_weights", args=(staged.description(),)
-            )
+            async with asyncio.timeout(_WORKERS_TIMEOUT_S):
+                workers: list[dict[str, Any]] = await engine.collective_rpc(
+                    "load_fleet_weights", args=(staged.description(),)
+                )
+        except TimeoutError as error:
+            # No version is in service by now, and the next load begins after this one.
+            raise RefusedError(
+                500,
+                f"the engine did not load version {staged.version} within {_WORKERS_TIMEOUT_S:.0f} s; "
+                "restart the server if this repeats",
+            ) from error
         except Exception as error:
             logger.exception("weights were not loaded")
             raise RefusedError(
@@ -274,14 +287,14 @@ class FleetMember:
         """Holds the right to change the session or the weights while the block runs.
 
         Raises:
-            RefusedError: With status 503 if another change takes longer than ``LEASE_S``.
+            RefusedError: With status 425 if another change takes longer than ``LEASE_S``.
         """
         try:
             async with asyncio.timeout(LEASE_S):
                 await self._changing.acquire()
         except TimeoutError as error:
             raise RefusedError(
-                503, f"weights have been loading for more than {LEASE_S:.0f} s; ask again later"
+                425, f"weights have been loading for more than {LEASE_S:.0f} s; ask again later"
             ) from error
         try:
             yield

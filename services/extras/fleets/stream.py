@@ -10,10 +10,13 @@ from typing import Any, Final
 import httpx
 
 from services.extras.fleets.client import (
+    OVERLOADED,
     FleetServer,
     ServerAwayError,
     ServerFailedError,
+    ServerOverloadedError,
     reason_of,
+    retry_after_s,
 )
 from services.rollout.engines.external import EngineDiedError
 from services.rollout.engines.request_segments import Segment, TokenChunk
@@ -40,6 +43,8 @@ class FleetStream:
         on_lost: Receives the server and the reason if the server ended the stream before its time.
         on_failed: Receives the server and the reason if the server failed in this request; an error that it
             raises ends the stream.
+        on_overloaded: Receives the server and the error if the server or a proxy refused the request or
+            reset its connection; returns the seconds to wait. An error that it raises ends the stream.
         on_tokens: Called when tokens arrive.
     """
 
@@ -49,7 +54,8 @@ class FleetStream:
         lease: Lease,
         on_lost: Callable[[FleetServer, str], None],
         on_failed: Callable[[FleetServer, str], None],
-        on_tokens: Callable[[], object],
+        on_overloaded: Callable[[FleetServer, ServerOverloadedError], float],
+        on_tokens: Callable[[FleetServer], object],
     ) -> None:
         self.segment_id = segment.segment_id
         self._segment = segment
@@ -58,6 +64,7 @@ class FleetStream:
         self._lease = lease
         self._on_lost = on_lost
         self._on_failed = on_failed
+        self._on_overloaded = on_overloaded
         self._on_tokens = on_tokens
         self._chunks: deque[TokenChunk] = deque()
         self._failure: BaseException | None = None
@@ -99,27 +106,41 @@ class FleetStream:
         try:
             async with self._lease() as server:
                 self.server = server
-                try:
-                    last = await self._read_from(server)
-                except (ServerAwayError, BusyError, httpx.TransportError) as error:
-                    self._is_ending = True
-                    self._put(_ABORTED)
-                    self._on_lost(server, str(error) or repr(error))
-                except ServerFailedError as error:
-                    self._on_failed(server, str(error))
-                    await asyncio.sleep(_RETRY_S)
-                    self._is_ending = True
-                    self._put(_ABORTED)
-                except CallError as error:
-                    raise EngineDiedError(f"{server.address}: {error}") from error
-                else:
-                    # The connection is closed or idle by now, so that the end of the segment, after which
-                    # this task is cancelled, does not interrupt that.
-                    self._is_ending = True
-                    self._put(last)
+                last, wait_s = await self._read_or_abort(server)
+            await asyncio.sleep(wait_s)
+            # The connection is closed or idle by now, so that the end of the segment, after which this task
+            # is cancelled, does not interrupt that.
+            self._is_ending = True
+            self._put(last)
         except Exception as error:  # noqa: BLE001 -- it is raised where the tokens are awaited
             self._failure = error
             self._arrived.set()
+
+    async def _read_or_abort(self, server: FleetServer) -> tuple[TokenChunk, float]:
+        """Reads a response; returns its last tokens, and the seconds to wait before the next segment.
+
+        Raises:
+            EngineDiedError: If no further segment can help.
+        """
+        try:
+            return await self._read_from(server), 0.0
+        except ServerAwayError as error:
+            self._is_ending = True  # the loss of the server cuts this segment too
+            self._on_lost(server, str(error))
+            return _ABORTED, 0.0
+        except ServerFailedError as error:
+            self._on_failed(server, str(error))
+            return _ABORTED, _RETRY_S
+        except ServerOverloadedError as error:
+            return _ABORTED, self._on_overloaded(server, error)
+        except (BusyError, httpx.TransportError) as error:
+            reset = ServerOverloadedError(
+                f"the connection to {server.address} ended: {str(error) or repr(error)}",
+                is_reset=True,
+            )
+            return _ABORTED, self._on_overloaded(server, reset)
+        except CallError as error:
+            raise EngineDiedError(f"{server.address}: {error}") from error
 
     async def _read_from(self, server: FleetServer) -> TokenChunk:
         """Passes on the tokens of a response but the last; returns these with their finish reason."""
@@ -135,7 +156,7 @@ class FleetStream:
                     )
                 if last is None and (chunk := read(event)) is not None:
                     if chunk.token_ids:
-                        self._on_tokens()
+                        self._on_tokens(server)
                     if chunk.finish_reason is None:
                         self._put(chunk)
                     else:
@@ -157,7 +178,9 @@ async def _refuse(server: FleetServer, response: httpx.Response) -> None:
     )
     if status in (401, 403, 404, 408, 412, 425):
         raise ServerAwayError(message)
-    if status == 429 or status >= 500:
+    if status in OVERLOADED:
+        raise ServerOverloadedError(message, retry_after_s(response))
+    if status >= 500:
         raise ServerFailedError(message)
     raise EngineDiedError(message)
 
@@ -185,7 +208,7 @@ async def _events(server: FleetServer, response: httpx.Response) -> AsyncIterato
     """Yields the objects of an event stream until its end mark.
 
     Raises:
-        ServerAwayError: If it has no end mark.
+        ServerOverloadedError: If it has no end mark.
         ServerFailedError: If it is no such stream.
     """
     is_done = False
@@ -203,8 +226,9 @@ async def _events(server: FleetServer, response: httpx.Response) -> AsyncIterato
             raise _malformed(server, text)
         yield event
     if not is_done:
-        raise ServerAwayError(
-            f"the connection to {server.address} ended in the middle of a response"
+        raise ServerOverloadedError(
+            f"the connection to {server.address} ended in the middle of a response",
+            is_reset=True,
         )
 
 

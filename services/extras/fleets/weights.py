@@ -1,6 +1,6 @@
 """The newest weights of a run, kept by a rollout for the servers of its fleet."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -33,6 +33,8 @@ class FleetWeights:
             for name, _, view in self._arena.pieces(0):
                 view.copy_(tensors[name])
         self.digest = source_digest(self.plan.plan_hash, version, 0, self._arena.checksums(0))
+        self.checksums: dict[Hashable, tuple[str, str]] = {}
+        """First server that loaded the version, and its own checksum of its parameters, by their layout."""
 
     @property
     def num_buckets(self) -> int:
@@ -44,6 +46,10 @@ class FleetWeights:
 
     def bucket_bytes(self, index: int) -> int:
         return int(self._arena.bucket(0, index).nbytes)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns views of all tensors by name."""
+        return {name: view for name, _, view in self._arena.pieces(0)}
 
     def parts(self, index: int) -> Iterator[bytes]:
         """Yields the bytes of a bucket in parts that one write to a socket takes."""

@@ -24,14 +24,14 @@ from services.common.models.families import exact_tokens, routing_shape
 from services.common.models.vision import checkpoint_config
 from services.common.runspec.engines import engine_kind
 from services.extras.sglang.images import ImageInputs
-from services.rollout.engines.base import EngineCapabilities, RoutedExperts, TopLogprobs
+from services.extras.sglang.outputs import new_tokens
+from services.rollout.engines.base import EngineCapabilities, RoutedExperts
 from services.rollout.engines.engine_config import EngineConfig, write_sglang_config
 from services.rollout.engines.external import EngineDiedError, ExternalEngine
 from services.rollout.engines.request_segments import (
     Segment,
     TokenChunk,
     convert_experts,
-    top_table,
 )
 from services.wire.data.model_inputs import ModelInputs
 
@@ -376,33 +376,23 @@ class _Stream:
             if self._is_dead:
                 raise EngineDiedError(_DIED) from None
             raise
-        # Outputs are cumulative; one that was aborted before it began lacks most fields.
-        entries = info.get("output_token_logprobs", ())[self._num_seen :]
+        # Outputs are cumulative.
         is_first = self._num_seen == 0
-        top = self._top(info, len(entries))
-        self._num_seen += len(entries)
+        token_ids, logprobs, top = new_tokens(info, self._num_seen, self._num_top)
+        self._num_seen += len(token_ids)
         finish = info["finish_reason"]
         if finish is None:
             self._next = asyncio.ensure_future(anext(self._outputs))
         else:
             self._is_over = True
         return TokenChunk(
-            token_ids=[entry[1] for entry in entries],
-            logprobs=[float(entry[0]) for entry in entries],
+            token_ids=token_ids,
+            logprobs=logprobs,
             cached_tokens=info.get("cached_tokens", 0) if is_first else 0,
             finish_reason=None if finish is None else finish["type"],
             routed_experts=self._experts(info) if self._is_over else None,
             top_logprobs=top,
         )
-
-    def _top(self, info: Mapping[str, Any], count: int) -> TopLogprobs | None:
-        """Converts the most likely tokens in place of the newest ``count`` tokens."""
-        if not self._num_top or not count:
-            return None
-        rows = info["output_top_logprobs"][self._num_seen :]
-        logprobs = np.array([[entry[0] for entry in row] for row in rows], np.float64)
-        ids = np.array([[entry[1] for entry in row] for row in rows])
-        return top_table(ids, logprobs, self._num_top)
 
     def _experts(self, info: Mapping[str, Any]) -> RoutedExperts | None:
         """Converts SGLang's experts, which cover all tokens but the last.

@@ -46,6 +46,8 @@ class FakeEngine:
         self.error: Exception | None = None
         self.poison: set[int] = set()
         """First tokens of the requests in which the engine fails."""
+        self.refusals: list[Response] = []
+        """Answers to the next requests for tokens."""
         self.malformed: list[str] = []
         """Events that each response begins with."""
         self.steps = asyncio.Semaphore(0)
@@ -98,6 +100,8 @@ async def _generate(request: Request) -> Response:
     engine: FakeEngine = request.app.state.engine_client
     body = await request.json()
     engine.requests.append(body)
+    if engine.refusals:
+        return engine.refusals.pop(0)
     if body["token_ids"][0] in engine.poison:
         return JSONResponse({"error": "the kernel failed"}, status_code=500)
     if not body["stream"]:
@@ -158,11 +162,16 @@ class FakeServer:
         while not self._server.started:  # noqa: ASYNC110 -- uvicorn sets no event
             await asyncio.sleep(0.005)
 
+    def reset_connections(self) -> None:
+        """Resets all connections, as a proxy that restarts does."""
+        assert self._server is not None
+        for connection in list(self._server.server_state.connections):
+            connection.transport.abort()
+
     async def stop(self) -> None:
         """Ends the server with its connections."""
         assert self._server is not None and self._serving is not None
-        for connection in list(self._server.server_state.connections):
-            connection.transport.abort()
+        self.reset_connections()
         self._server.force_exit = self._server.should_exit = True
         await self._serving
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from starlette.responses import Response
 from transformers import Qwen2Config
 
 from services.extras.fleets import fleet as fleet_module
@@ -27,6 +28,7 @@ MANY = 1000
 def fast_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_module, "_PROBE_EVERY_S", 0.05)
     monkeypatch.setattr(stream_module, "_RETRY_S", 0.01)
+    monkeypatch.setattr(fleet_module, "_OVERLOAD_DELAYS_S", (0.01, 0.02))
 
 
 def _config(servers: list[FakeServer], events: list[str], **changes: Any) -> EngineConfig:
@@ -302,6 +304,67 @@ async def test_a_request_in_which_every_server_fails_takes_no_server_down() -> N
             await engine.generate(request("r", (9, 2), max_tokens=3))
         assert sorted(len(server.engine.requests) for server in servers) == [1, 2]
         assert {server.session for server in engine.backend.fleet.serving} == sessions
+    assert not events
+
+
+@pytest.mark.parametrize(
+    ("status", "headers"), [(429, {}), (503, {"Retry-After": "0"}), (502, {}), (504, {})]
+)
+async def test_an_overloaded_server_slows_requests_down_and_ends_none(
+    status: int, headers: dict[str, str]
+) -> None:
+    events: list[str] = []
+    async with serving() as (server,), _engine([server], events) as engine:
+        await _adopt(engine, 1, 0.5)
+        (client,) = engine.backend.fleet.serving
+        session = client.session
+        server.engine.refusals += [Response("later", status, headers) for _ in range(8)]
+        _allow([server], MANY)
+        result = await engine.generate(request("r", (1, 2), max_tokens=3))
+        assert result.version_runs == ((1, 3),)
+        assert (len(server.engine.requests), client.session) == (9, session)
+        assert client.refusals is None
+    (event,) = events
+    assert event.startswith(f"EngineServerOverloaded: {server.address} gets work later")
+    assert f"answered {status}" in event
+
+
+async def test_a_server_that_names_a_time_gets_no_request_before_it() -> None:
+    async with serving() as (server,), _engine([server], []) as engine:
+        await _adopt(engine, 1, 0.5)
+        server.engine.refusals.append(Response("later", 503, {"Retry-After": "1"}))
+        _allow([server], MANY)
+        started_at = asyncio.get_running_loop().time()
+        await engine.generate(request("r", (1, 2), max_tokens=3))
+        assert asyncio.get_running_loop().time() - started_at >= 1.0
+
+
+async def test_servers_that_stay_overloaded_end_the_engine_at_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fleet_module, "_OVERLOAD_DEADLINE_S", 0.1)
+    async with serving() as (server,), _engine([server], []) as engine:
+        await _adopt(engine, 1, 0.5)
+        server.engine.refusals += [Response("first", 429)]
+        server.engine.refusals += [Response("later", 503) for _ in range(MANY)]
+        with pytest.raises(EngineDiedError, match=r"no server .* answered 429 .*: first"):
+            await engine.generate(request("r", (1, 2), max_tokens=3))
+
+
+async def test_a_connection_that_is_reset_costs_neither_tokens_nor_the_session() -> None:
+    events: list[str] = []
+    async with serving() as (server,), _engine([server], events) as engine:
+        await _adopt(engine, 1, 0.5)
+        (client,) = engine.backend.fleet.serving
+        session = client.session
+        task = asyncio.ensure_future(engine.generate(request("r", (1, 2), max_tokens=9)))
+        _allow([server], 4)
+        await until(lambda: engine.stats().tokens_total == 4)
+        server.reset_connections()
+        _allow([server], MANY)
+        result = await task
+        assert result.version_runs == ((1, 9),)
+        assert client.session == session
     assert not events
 
 

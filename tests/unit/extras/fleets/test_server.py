@@ -275,7 +275,7 @@ async def test_an_owner_whose_weights_load_is_not_silent(monkeypatch: pytest.Mon
         loading = asyncio.ensure_future(client.load(weights))
         await started.wait()
         other = VllmServer(server.address, owner="other", reach=LOCAL, token=TOKEN)
-        with pytest.raises(ServerAwayError, match="503: weights have been loading"):
+        with pytest.raises(ServerAwayError, match="425: weights have been loading"):
             await other.attach()
         attaching = asyncio.ensure_future(other.attach())
         await asyncio.sleep(0.1)  # it waits for the load
@@ -308,6 +308,53 @@ async def test_a_worker_without_the_extension_is_named() -> None:
         await client.upload(weights)
         with pytest.raises(ServerRefusedError, match="--worker-extension-cls"):
             await client.load(weights)
+
+
+async def test_a_load_that_does_not_end_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_WORKERS_TIMEOUT_S", 0.05)
+    async with serving() as (server,), attached(server) as client:
+
+        async def never(method: str, args: tuple[str, ...]) -> list[dict[str, Any]]:
+            await asyncio.Event().wait()
+            return []
+
+        server.engine.collective_rpc = never  # type: ignore[method-assign]
+        weights = fleet_weights(1, 0.5)
+        await client.upload(weights)
+        with pytest.raises(ServerAwayError, match="did not load version 1 within"):
+            await client.load(weights)
+        await client.check()
+        assert client.version is None
+
+
+@pytest.mark.parametrize("headers", [{}, {"Retry-After": "0"}])
+async def test_a_proxy_that_is_overloaded_is_asked_again(headers: dict[str, str]) -> None:
+    answers = [
+        httpx.Response(503, headers=headers),
+        httpx.Response(429, headers=headers),
+        httpx.Response(200, json={"version": 3, "digest": "d"}),
+    ]
+    client = VllmServer(
+        "http://127.0.0.1:1",
+        owner="a",
+        reach=LOCAL,
+        transport=httpx.MockTransport(lambda _: answers.pop(0)),
+    )
+    await client.check()
+    assert client.version == 3
+    await client.close()
+
+
+async def test_a_proxy_that_stays_overloaded_is_given_up_at_the_deadline() -> None:
+    client = VllmServer(
+        "http://127.0.0.1:1",
+        owner="a",
+        reach=LOCAL,
+        transport=httpx.MockTransport(lambda _: httpx.Response(429, text="slow down")),
+    )
+    with pytest.raises(ServerAwayError, match="429: slow down"):
+        await client.ask("GET", STATE, timeout_s=0.3)
+    await client.close()
 
 
 async def test_a_server_without_the_middleware_is_named() -> None:

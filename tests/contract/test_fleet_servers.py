@@ -1,6 +1,7 @@
-"""The engine vllm-server, attached to two of vLLM's servers on the CPU."""
+"""The engines vllm-server and sglang-server, attached to two real servers on the CPU."""
 
 import asyncio
+import importlib.util
 import inspect
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -12,7 +13,13 @@ import torch
 from torch import Tensor
 
 from services.extras.fleets.engine import FleetEngine
-from services.extras.fleets.local import LocalServer, engine_arguments, local_servers
+from services.extras.fleets.local import (
+    LocalServer,
+    LocalSglang,
+    LocalVllm,
+    engine_arguments,
+    local_servers,
+)
 from services.rollout.calls.outside import AddressPolicy
 from services.rollout.engines.base import Engine
 from services.rollout.engines.build import make_engine
@@ -23,11 +30,10 @@ from tests.contract.checks import PROMPT, adopt, assert_agrees
 from tests.contract.engines import decode, expected_logprobs, model_config, weights
 from tests.helpers.engines import begun, made, request, running, until
 
-pytest.importorskip("vllm", reason="vllm is not installed here")
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
 _OTHERWISE = {
-    # Servers do not say how many tokens were cached.
+    # vLLM's servers do not say how many tokens were cached.
     "test_prefixes_that_were_computed_before_are_counted",
     "test_what_follows_a_response_finds_what_was_computed_again_for_it",
     # Servers sample while weights travel, so that the requests of these tests end before the updates; see
@@ -43,34 +49,53 @@ def _contract(module: ModuleType) -> dict[str, Callable[..., Any]]:
 
 
 CONTRACT = _contract(test_engine_contract) | _contract(test_engine_weights)
+_TIMEOUT_S = 120
+_MOST_TOKENS = {"vllm-server": {}, "sglang-server": {"context_length": 506}}
 
 
-@pytest.fixture(scope="module")
-def servers() -> Iterator[list[LocalServer]]:
+def _kind(package: str, kind: type[LocalServer], *options: str) -> Any:
+    missing = importlib.util.find_spec(package) is None
+    mark = pytest.mark.skipif(missing, reason=f"{package} is not installed here")
+    return pytest.param((kind, options), id=kind.engine, marks=mark)
+
+
+KINDS = [
+    _kind(
+        "vllm",
+        LocalVllm,
+        *("--max-model-len", "512", "--max-num-batched-tokens", "512"),
+        *("--kv-cache-memory-bytes", str(64 << 20)),
+    ),
+    _kind("sglang", LocalSglang, "--max-running-requests", "8"),
+]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def servers(request: pytest.FixtureRequest) -> Iterator[list[LocalServer]]:
     """Two servers, which all tests share because their start takes long."""
-    options = ("--dtype", "float32", "--max-model-len", "512", "--max-num-batched-tokens", "512")
-    cache = ("--kv-cache-memory-bytes", str(64 << 20))
-    with local_servers(model_config(), 2, *options, *cache) as started:
+    kind, options = request.param
+    with local_servers(kind, model_config(), 2, "--dtype", "float32", *options) as started:
         yield started
 
 
 def _engine(
     servers: list[LocalServer], events: list[str] | None = None, **changes: Any
 ) -> FleetEngine:
+    name = servers[0].engine
     options: dict[str, Any] = {
         "config": model_config(),
         "dtype": torch.float32,
         "device": torch.device("cpu"),
         "max_running": 8,
         "decode": decode,
-        "arguments": engine_arguments(servers),
+        "arguments": {**engine_arguments(servers), **_MOST_TOKENS[name]},
         "reach": AddressPolicy(("127.0.0.1",)),
         "worker": "test",
         "report": lambda kind, message: (events if events is not None else []).append(
             f"{kind}: {message}"
         ),
     }
-    engine = make_engine("vllm-server", EngineConfig(**(options | changes)))
+    engine = make_engine(name, EngineConfig(**(options | changes)))
     assert isinstance(engine, FleetEngine)
     return engine
 
@@ -78,7 +103,7 @@ def _engine(
 @asynccontextmanager
 async def _attached(engine: FleetEngine, number: int) -> AsyncIterator[FleetEngine]:
     """Yields the engine once it has attached to a number of servers."""
-    async with running(engine), asyncio.timeout(300):
+    async with running(engine), asyncio.timeout(_TIMEOUT_S):
         await engine.wait_ready()
         await until(lambda: len(engine.backend.fleet.attached) == number, poll_s=0.01)
         yield engine
@@ -167,7 +192,7 @@ async def test_a_server_that_lacks_what_the_run_needs_is_refused_by_name(
     servers: list[LocalServer],
 ) -> None:
     engine = _engine(servers, dtype=torch.bfloat16)
-    with pytest.raises(EngineDiedError, match="dtype is 'float32', but the run needs"):
+    with pytest.raises(EngineDiedError, match="dtype is 'float32'"):
         await engine.run()
 
 
@@ -193,7 +218,7 @@ async def test_a_killed_server_loses_no_response_and_returns_with_the_newest_wei
         (lost,) = events
         assert lost.startswith(f"EngineServerLost: {killed.address} gets no work")
         killed.start()
-        async with asyncio.timeout(300):
+        async with asyncio.timeout(_TIMEOUT_S):
             while len(engine.backend.fleet.serving) < 2:  # noqa: ASYNC110 -- a process loads
                 await asyncio.sleep(0.1)
         assert events[1:] == [f"EngineServerServes: {killed.address} serves version 1"]
