@@ -24,7 +24,7 @@ from bench.e2e.timeline import facts
 from bench.gpu_memory import watched_memory
 from bench.report import GrowingReport, device_name
 from bench.whole_run import run_for
-from services.extras.fleets.local import TOKEN, LocalServer
+from services.extras.fleets.local import TOKEN, LocalVllm
 
 RESULTS = Path(__file__).parents[1] / "results" / "fleet-gpu.json"
 OWN, HOST, SERVER = "own", "own, cpu_async", "server"
@@ -131,7 +131,7 @@ def _settings(arm: str, shape: Shape, folder: Path, stack: ExitStack) -> list[st
         *("--kv-cache-memory-bytes", str(_KV_BYTES)),
         *("--gpu-memory-utilization", str(_GPU_SHARE)),
     )
-    server = LocalServer(
+    server = LocalVllm(
         folder,
         shape.config(),
         *("--dtype", shape.dtype, "--max-model-len", str(_CONTEXT)),

@@ -71,3 +71,35 @@ def test_an_installation_for_several_users_must_list_the_servers(tmp_path: Any) 
     problems = [problem for problem in policy.problems(spec) if "engine_arguments" in problem]
     (problem,) = problems
     assert "'vllm-1.fleet', which is not among the reward_hosts" in problem
+
+
+def test_sglangs_servers_have_their_own_name_of_the_length() -> None:
+    rollout = _changes(engine="sglang-server")["rollout"]
+    arguments = {**rollout["engine_arguments"], "context_length": 8192}
+    changes = _changes() | {"rollout": rollout | {"engine_arguments": arguments}}
+    spec = parse_spec(changed(**changes))
+    assert not spec.runs_engines
+    assert admin_reasons(spec) == set()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (_changes({"max_model_len": 8192}, engine="sglang-server"), "accepts only"),
+        (_changes({"context_length": 4}, engine="sglang-server"), "raise or remove it"),
+        (_changes(engine="sglang-server", kv_policy="keep"), "set it to recompute"),
+        (_changes(engine="sglang-server", replicas=2), "one rollout attaches to all servers"),
+        (_changes(engine="sglang-server", routing_replay="replay"), "set it to 'off'"),
+        (_changes(engine="sglang-server", sampling={"top_k": 5}), "top_k"),
+        (_changes(engine="sglang-server", quantization="fp8"), "quantization"),
+        (_changes(engine="sglang-server", speculation={}), "speculation"),
+        (
+            _changes(engine="sglang-server") | {"weight_sync": {"mode": "shadow"}},
+            "set it to cpu_async",
+        ),
+    ],
+)
+def test_what_sglangs_servers_do_not_have_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError) as raised:
+        parse_spec(changed(**changes))
+    assert message in str(raised.value)
