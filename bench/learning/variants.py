@@ -17,6 +17,11 @@ class Variant:
     """Upper bound of a control, which must stay below it."""
 
 
+_STAGES = (
+    "trainer.engine=stages",
+    "trainer.pipeline_parallel=2",
+    "trainer.tokens_per_micro_batch=1024",
+)
 _LAG_4 = ("algorithm.max_staleness=4",)
 
 
@@ -72,6 +77,18 @@ VARIANTS = {
     ),
     "decoupled ppo, 4 mini-batches": Variant(
         settings=("trainer.updates_per_step=4", "trainer.optimizer.learning_rate=1.5e-4")
+    ),
+    "2 stages of 2 tensor-parallel ranks": Variant(
+        settings=(*_STAGES, "trainer.world_size=4", "trainer.tensor_parallel=2"), least_greedy=0.90
+    ),
+    "mixture, 2 expert x 2 tensor parallel": Variant(
+        settings=(
+            "model.path=tiny:qwen3_moe-0.7m",
+            "trainer.world_size=4",
+            "trainer.tensor_parallel=2",
+            "trainer.expert_parallel=2",
+        ),
+        least_greedy=0.90,
     ),
     "kl to the reference, ref_logp apart": Variant(
         settings=("algorithm.kl.coefficient=0.01", *_apart("ref_logp"))

@@ -7,6 +7,7 @@ import shutil
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -45,6 +46,28 @@ def write_atomically(path: Path, text: str) -> None:
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")
     unfinished.write_text(text, encoding="utf-8")
     unfinished.rename(path)
+
+
+def ip_of(name: str) -> str:
+    """Returns the first IPv4 address of a host name, or an address as it is; empty if there is none."""
+    with suppress(ValueError):
+        return str(ip_address(name.strip("[]")))
+    with suppress(OSError):
+        return socket.gethostbyname(name)
+    return ""
+
+
+def interface_of(address: str) -> str:
+    """Returns the name of the network interface with an IP address of this host; empty if there is none."""
+    if not address:
+        return ""
+    loopback = ip_address(address).is_loopback
+    for name, addresses in psutil.net_if_addrs().items():
+        for candidate in addresses:
+            host_address = candidate.address.partition("%")[0]
+            if host_address == address or (loopback and host_address in {"127.0.0.1", "::1"}):
+                return name
+    return ""
 
 
 _PORTS_TRIED = 100

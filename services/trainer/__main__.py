@@ -20,7 +20,7 @@ from torch import distributed
 from transformers.utils import logging as transformers_logging
 
 from services.common.errors import DataLossError
-from services.common.host import usable_processors
+from services.common.host import interface_of, ip_of, usable_processors
 from services.common.lifetime import ending_with_outages
 from services.common.runspec.loader import parse_spec
 from services.common.runspec.workers import ROLES, WORKERS
@@ -40,7 +40,7 @@ from services.trainer.transfers import QueueTransfers
 
 async def follow(settings: TrainerSettings) -> None:
     """Executes the commands of rank 0."""
-    command_group = CommandGroup(settings.world_size)
+    command_group = CommandGroup(settings.world_size, host=settings.advertise_host)
     with command_group.listening():
         command = await asyncio.to_thread(command_group.receive)
         message = json.loads(command.payload)
@@ -75,6 +75,9 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if settings.world_size > 1:
+        # Without it, Gloo uses the address of this host's name, which may be one of the loopback.
+        if interface := interface_of(ip_of(settings.advertise_host)):
+            set_defaults({"GLOO_SOCKET_IFNAME": interface})
         join_processes(device=device, rank=settings.rank, world_size=settings.world_size)
     failures: list[BaseException] = []
     with ending_with_outages():

@@ -32,7 +32,8 @@ from slipstream.trainer.v1 import scoring_pb2_grpc, trainer_pb2_grpc
 
 
 async def serve_trainer(settings: TrainerSettings) -> None:
-    leader, command_group = Leader(), CommandGroup(settings.world_size)
+    leader = Leader()
+    command_group = CommandGroup(settings.world_size, host=settings.advertise_host)
     # `serving` closes first: calls that arrive during shutdown fail as unavailable before the objects that
     # would have answered them are closed.
     async with AsyncExitStack() as stack, AsyncExitStack() as serving:
@@ -133,7 +134,8 @@ class ValuesServicer(scoring_pb2_grpc.ScoringServiceServicer):
 
 
 async def serve_critic(settings: TrainerSettings) -> None:
-    leader, command_group = Leader(may_miss_steps=True), CommandGroup(settings.world_size)
+    leader = Leader(may_miss_steps=True)
+    command_group = CommandGroup(settings.world_size, host=settings.advertise_host)
 
     async with AsyncExitStack() as stack:
         stack.enter_context(command_group.listening())

@@ -153,11 +153,20 @@ class Release:
         for name, part in zip(TLS_FILES, parts, strict=True):
             (self._folders.make("/etc/slipstream/run") / name).write_bytes(part)
 
-    def workers(self, run_id: str, spec: RunSpec, where: Mapping[str, Node]) -> "Workers":
+    def workers(
+        self,
+        run_id: str,
+        spec: RunSpec,
+        where: Mapping[str, Node],
+        *,
+        has_loopback_names: bool = False,
+    ) -> "Workers":
         """Starts the pods of a run; restarts all pods of a worker when one of them ends.
 
         Args:
             where: Node of each pod, by the pod's name without the prefix of the run.
+            has_loopback_names: True if each pod resolves its own host name to 127.0.1.1, as pods in the
+                network of a Debian node do.
         """
         self._issue_certificate(run_id)
         key = read_key(self._folders.make("/etc/slipstream/service-key") / "key")
@@ -177,6 +186,8 @@ class Release:
             name = body["metadata"]["name"]
             node = where[name.removeprefix(prefix)]
             pod = self._pod(name, body, node, token=issue_token(key, run_id))
+            if has_loopback_names:
+                pod.hosts.write_text(f"127.0.1.1 {name}\n{pod.hosts.read_text()}")
             started.setdefault(body["spec"]["containers"][0]["name"], []).append(pod)
         return Workers(started)
 
@@ -238,6 +249,8 @@ class Workers:
     """Pods by worker."""
     starts: dict[str, int] = field(default_factory=dict)
     """Number of starts by worker, including the first."""
+    _lost: set[Node] = field(default_factory=set)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
     _stopped: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
@@ -251,16 +264,40 @@ class Workers:
             for pod in each:
                 pod.kill()
 
+    def lose(self, node: Node) -> None:
+        """Takes a node away as a power failure does: nothing leaves it, and its pods are gone."""
+        with self._lock:
+            node.cut()
+            self._lost.add(node)
+            for pod in self._on(node):
+                pod.kill()
+
+    def bring_back(self, node: Node) -> None:
+        """Starts a lost node and its pods."""
+        with self._lock:
+            node.mend()
+            self._lost.remove(node)
+            for pod in self._on(node):
+                pod.start()
+
+    def _on(self, node: Node) -> list[Pod]:
+        return [pod for parts in self.pods.values() for pod in parts if pod.node == node]
+
     def _keep(self) -> None:
         while True:
-            for name, parts in self.pods.items():
-                if any(pod.has_ended for pod in parts):
-                    for pod in parts:
-                        pod.kill()
-                        pod.start()
-                    self.starts[name] = self.starts.get(name, 0) + 1
+            with self._lock:
+                self._restart_ended()
             if self._stopped.wait(_AGAIN_S):
                 return
+
+    def _restart_ended(self) -> None:
+        for name, parts in self.pods.items():
+            reachable = [pod for pod in parts if pod.node not in self._lost]
+            if any(pod.has_ended for pod in reachable):
+                for pod in reachable:
+                    pod.kill()
+                    pod.start()
+                self.starts[name] = self.starts.get(name, 0) + 1
 
 
 def _values(secret: Manifest) -> dict[str, bytes]:

@@ -38,7 +38,7 @@ def until(condition: Callable[[], object], what: Callable[[], str], timeout_s: f
 
 @dataclass
 class Run:
-    """Run whose trainer has one rank on each of two nodes, and whose rollouts are on further nodes."""
+    """Run whose trainer is on two nodes, and whose rollouts are on further nodes."""
 
     id: str
     workers: Workers
@@ -121,17 +121,33 @@ class Runs:
     """Measurements of the tests."""
 
     @contextmanager
-    def run(self, *, steps: int, replicas: int = 1) -> Iterator[Run]:
+    def run(
+        self,
+        *,
+        steps: int,
+        replicas: int = 1,
+        node_ranks: int = 1,
+        trainer: Mapping[str, Any] | None = None,
+        has_loopback_names: bool = False,
+    ) -> Iterator[Run]:
         """Submits a run and starts its workers; stops both when the block ends.
 
         Args:
             replicas: One or two rollouts.
+            node_ranks: Ranks of the trainer on each of its two nodes.
+            trainer: Further keys of the section ``trainer``.
+            has_loopback_names: True if pods resolve their own host names to 127.0.1.1.
         """
         spec = json.loads(json.dumps(PLUMBING))
         spec["data"]["train"]["path"] = str(self.release.code / "prompts.jsonl")
         spec["rollout"] |= {"replicas": replicas, "rewards": [{"name": "reward:length"}]}
-        spec["trainer"] |= {"steps": steps, "world_size": 2, "checkpoint": {"every": 2}}
-        spec["topology"] = {"gpus_per_node": 1}
+        spec["trainer"] |= {
+            "steps": steps,
+            "world_size": 2 * node_ranks,
+            "checkpoint": {"every": 2},
+        }
+        spec["trainer"] |= trainer or {}
+        spec["topology"] = {"gpus_per_node": node_ranks}
         spec["limits"] = {"max_restarts": 10}
         # A busy machine must not count as a lost link.
         spec["weight_sync"] = {"answer_timeout_s": 5.0}
@@ -144,7 +160,9 @@ class Runs:
             "rollout-0": self.nodes["rollout"],
             "rollout-1": self.nodes["rollout1"],
         }
-        workers = self.release.workers(run_id, parse_spec(spec), where)
+        workers = self.release.workers(
+            run_id, parse_spec(spec), where, has_loopback_names=has_loopback_names
+        )
         run = Run(run_id, workers, self.release.state, self.api, self.release.logs)
         try:
             yield run

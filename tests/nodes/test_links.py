@@ -72,8 +72,8 @@ _CUTS = {
     "rollout": _Cut(cut=("rollout",), says=("rollout-0",)),
     "rank_0": _Cut(cut=("trainer0",), says=("trainer-0",)),
     # The trainer's collectives have no deadline except that of a step.
-    "rank_1": _Cut(cut=("trainer1",), says=("is rank 1 on", "trainer-0/1")),
-    "rank_1_from_rank_0": _Cut(isolated=("trainer0", "trainer1"), says=("is rank 1 on",)),
+    "rank_1": _Cut(cut=("trainer1",), says=("rank 1 on", "trainer-0/1")),
+    "rank_1_from_rank_0": _Cut(isolated=("trainer0", "trainer1"), says=("rank 1 on",)),
     "rank_1_from_rollout": _Cut(
         isolated=("trainer1", "rollout"), deadline_s=_FORMED_S, says=("trainer-0/1", "rollout-0")
     ),

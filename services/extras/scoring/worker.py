@@ -64,7 +64,7 @@ _REFERENCE_VERSION = 0
 
 
 async def serve_logp(settings: TrainerSettings) -> None:
-    command_group = CommandGroup(settings.world_size)
+    command_group = CommandGroup(settings.world_size, host=settings.advertise_host)
     async with AsyncExitStack() as stack:
         stack.enter_context(command_group.listening())
         servicer = ScoringServicer(
@@ -104,7 +104,7 @@ async def follow_logp(start: FollowerStart) -> None:
 
 
 async def serve_ref_logp(settings: TrainerSettings) -> None:
-    command_group = CommandGroup(settings.world_size)
+    command_group = CommandGroup(settings.world_size, host=settings.advertise_host)
     async with AsyncExitStack() as stack:
         stack.enter_context(command_group.listening())
         port = await stack.enter_async_context(serve(settings.bind, lambda server: None))

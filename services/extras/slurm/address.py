@@ -32,17 +32,6 @@ def address_of(*, network: IPv4Network | IPv6Network | None, configured: str, pe
     return _on_route(peer)
 
 
-def interface_of(address: str) -> str:
-    """Returns the name of the network interface with an address of this host; empty if there is none."""
-    loopback = ip_address(address).is_loopback
-    for name, addresses in psutil.net_if_addrs().items():
-        for candidate in addresses:
-            host_address = candidate.address.partition("%")[0]
-            if host_address == address or (loopback and host_address in {"127.0.0.1", "::1"}):
-                return name
-    return ""
-
-
 def in_url(address: str) -> str:
     """Returns an address as it precedes ``:port``; IPv6 addresses have brackets."""
     return f"[{address}]" if ":" in address else address

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from services.common.host import interface_of
 from services.common.parent import die_with_parent, module_command
-from services.extras.slurm.address import interface_of
 
 _SIGNALLED = 128
 """Exit code, as in shells, of a process that a signal ended: this plus the signal's number."""

@@ -4,6 +4,9 @@ Rank 0 broadcasts every command as a small header and its bytes, so that no rank
 rank that fails writes the cause to the store of the process group. A thread of every other rank waits on that
 key and aborts the rank's process groups. Then all processes end, which also closes what cannot be aborted.
 The kernel ends connections to a silent host. So no rank waits forever in a collective for a failed rank.
+
+A rank that was killed, or whose host was lost, writes nothing: a connection to it fails on another rank,
+which calls the roll. The threads of all others answer, and the cause names the ranks that do not.
 """
 
 import asyncio
@@ -11,6 +14,7 @@ import logging
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -25,6 +29,7 @@ import torch
 from torch import distributed
 
 from services.common.errors import UnavailableError
+from services.common.host import ip_of
 from services.trainer.collectives import abort_processes
 from services.trainer.engines.base import OomLimitError
 
@@ -36,6 +41,8 @@ logger = logging.getLogger(__name__)
 _HEADER = struct.Struct("<qqqq")
 _MAX_TEXT_BYTES = 512
 _END = "worker/end"
+_ROLL_CALL = "worker/roll-call"
+_PRESENT = "worker/present/"
 """Key of the store. Its value is :data:`_ENDED_NORMALLY`, or the cause of the first rank that failed."""
 _ENDED_NORMALLY = "ended"
 _HOST = "worker/host/"
@@ -43,6 +50,9 @@ _HOST = "worker/host/"
 _OUTAGE = "worker/outage/"
 """Prefix of the store's keys under which ranks above 0 report outages; an empty value reports their end."""
 _LISTEN = timedelta(days=365)
+# Seconds in which a rank that runs answers a roll call, on a busy machine too.
+_ANSWER_S = 3.0
+_ASK_EVERY_S = 0.05
 # Process groups connect when they are first used.
 _WATCH_EVERY_S = 5.0
 # Seconds for the other ranks to read how rank 0 ended, before the store ends with its process.
@@ -126,10 +136,16 @@ class RankFailedError(UnavailableError):
 
 
 class CommandGroup:
-    """All processes of a worker. With one process, sending does nothing."""
+    """All processes of a worker. With one process, sending does nothing.
 
-    def __init__(self, size: int) -> None:
+    Args:
+        size: Number of processes.
+        host: Address or name under which other hosts reach this process.
+    """
+
+    def __init__(self, size: int, *, host: str = "127.0.0.1") -> None:
         self._size = size
+        self._host = host
         self._lock = threading.Lock()
         self._cause: Future[str] = Future()
 
@@ -165,9 +181,8 @@ class CommandGroup:
             return
         # The thread has its own connection: a waiting call blocks all others on the same connection.
         store = _default_store().clone()
-        with suppress(OSError):  # the host may have no address under its name
-            name = socket.gethostname()
-            store.set(f"{_HOST}{distributed.get_rank()}", f"{socket.gethostbyname(name)} {name}")
+        where = f"{ip_of(self._host)} {socket.gethostname()}"
+        store.set(f"{_HOST}{distributed.get_rank()}", where)
         listener = threading.Thread(
             target=self._listen, args=(store,), name="rank-failures", daemon=True
         )
@@ -183,42 +198,65 @@ class CommandGroup:
             ended.set()
             if distributed.is_initialized() and distributed.get_rank() == 0:
                 _default_store().compare_set(_END, "", _ENDED_NORMALLY)
+                _default_store().set(_ROLL_CALL, "")
             listener.join(_JOIN_S)
 
     def _listen(self, store: distributed.Store) -> None:  # type: ignore[name-defined]
         # If the store's process is gone, no cause can be read; the launcher ends the other ranks.
         with suppress(RuntimeError):
+            store.wait([_ROLL_CALL], _LISTEN)
+            store.set(f"{_PRESENT}{distributed.get_rank()}", "")
             store.wait([_END], _LISTEN)
             if (end := store.get(_END).decode()) != _ENDED_NORMALLY:
                 self._abort(end)
 
-    def fail(self, cause: str) -> "RankFailedError":
+    def fail(self, cause: str, *, blames_others: bool = False) -> "RankFailedError":
         """Ends this worker by aborting the process groups of all ranks; returns the error to raise.
 
         Args:
             cause: Reason why this rank cannot continue. If a rank failed before, its cause is used instead.
+            blames_others: True if the cause is a failed collective, which other ranks or hosts caused.
         """
         # Another thread may abort the groups at any moment, because another rank failed, too. If rank 0
         # has ended, the store is gone.
         with suppress(RuntimeError, ValueError):
             if not self.has_failed:
-                cause = f"rank {distributed.get_rank()}: {self._name_peers(cause)}"
-                cause = _default_store().compare_set(_END, "", cause).decode()
+                cause = f"rank {distributed.get_rank()}: {cause}"
+                store = _default_store()
+                if blames_others:
+                    cause = self._blame(store, cause)
+                cause = store.compare_set(_END, "", cause).decode()
+                store.set(
+                    _ROLL_CALL, ""
+                )  # threads wait for it before they read how the worker ended
         self._abort(cause)
         return RankFailedError(self._cause.result())
 
-    def _name_peers(self, cause: str) -> str:
-        """Returns a cause with rank and host name of each address in it; unchanged on ranks above 0."""
-        if distributed.get_rank() > 0:
+    def _blame(self, store: distributed.Store, cause: str) -> str:  # type: ignore[name-defined]
+        """Returns the cause of a failed collective with the ranks, and their hosts, to which it points.
+
+        These are the ranks that do not answer a roll call; if all do, those at an address in the cause.
+        """
+        if store.check([_END]):  # a rank that failed by itself has written why
             return cause
-        store, keys = _default_store(), [f"{_HOST}{rank}" for rank in range(1, self._size)]
-        hosts = [store.get(key).decode().split() if store.check([key]) else () for key in keys]
-        named = [
-            f"{host[0]} is rank {rank} on {host[1]}"
-            for rank, host in enumerate(hosts, 1)
-            if host and f"[{host[0]}]" in cause
-        ]
-        return "; ".join([cause, *named])
+        # Rank 0 has the store, which answers.
+        hosts = {
+            rank: store.get(f"{_HOST}{rank}").decode().split()
+            for rank in range(1, self._size)
+            if store.check([f"{_HOST}{rank}"])
+        }
+        names = {rank: f"rank {rank} on {where[-1]} ({where[0]})" for rank, where in hosts.items()}
+        store.set(_ROLL_CALL, "")
+        end = time.monotonic() + _ANSWER_S
+        silent = {rank for rank in hosts if rank != distributed.get_rank()}
+        while silent and time.monotonic() < end:
+            silent = {rank for rank in silent if not store.check([f"{_PRESENT}{rank}"])}
+            time.sleep(_ASK_EVERY_S)
+        if silent:
+            verb = "does" if len(silent) == 1 else "do"
+            return f"{', '.join(names[rank] for rank in sorted(silent))} {verb} not answer; {cause}"
+        there = [names[rank] for rank, where in hosts.items() if f"[{where[0]}]" in cause]
+        return f"lost a connection to {' or '.join(there)}; {cause}" if there else cause
 
     async def failed(self) -> Never:
         """Waits until a rank fails.
@@ -263,12 +301,13 @@ class CommandGroup:
         try:
             yield
         except Exception as error:
-            leaves_others = isinstance(error, OomLimitError) or _is_collective_error(error)
+            is_collective = _is_collective_error(error)
+            leaves_others = isinstance(error, OomLimitError) or is_collective
             if ends and not (leaves_others or self.has_failed):
                 logger.exception("this rank failed")
             if ends or leaves_others or self.has_failed:
                 # After an abort every operation fails in some way; only the first cause matters.
-                raise self.fail(str(error)) from error
+                raise self.fail(str(error), blames_others=is_collective) from error
             raise
         if self.has_failed:
             raise RankFailedError(self._cause.result())

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from services.common.host import interface_of
 from services.common.parent import module_command
 from services.controller.launch.worker_process import ChildProcess
-from services.extras.slurm.address import interface_of
 from services.extras.slurm.identity import write_private
 from services.extras.slurm.settings import step_environment
 from services.extras.slurm.steps import StepProcess, StepRequest, srun_command
