@@ -15,6 +15,7 @@ import torch
 from transformers import PretrainedConfig
 
 from services.checks.start.hub import model_config
+from services.checks.start.layouts import fitting_layout
 from services.common.models.families import num_experts
 from services.common.models.training_memory import (
     SPARE,
@@ -27,7 +28,7 @@ from services.common.models.training_memory import (
 from services.common.runspec.base import in_yaml
 from services.common.runspec.engines import engine_kind
 from services.common.runspec.loader import SpecError
-from services.common.runspec.rules import parallelism, placement
+from services.common.runspec.rules import parallelism, placement, train_engine
 from services.common.runspec.run import RunSpec
 from services.common.runspec.topology import TopologySpec
 from services.common.runspec.trainer import LoraSpec
@@ -323,22 +324,32 @@ def _neighbours(spec: RunSpec, *, gpus: int) -> tuple[list[str], list[str]]:
 def smallest_change(
     spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int, gpus: int | None
 ) -> _Changes:
-    """Returns the one or two settings whose change makes a run fit; empty if there are none."""
+    """Returns the settings whose change makes a run fit; empty if there are none.
+
+    They are one setting, or the layout of the trainer's processes, or two settings.
+    """
     changes = list(_changes(spec, is_mixture=num_experts(config.to_dict()) > 0))
-    for count in (1, 2):
-        for some in combinations(changes, count):
-            merged = {key: value for change in some for key, value in change.items()}
-            if len(merged) < sum(map(len, some)):
-                continue  # two values of one key
-            changed = _with(spec, merged)
-            if next(chain(placement(changed), parallelism(changed)), ""):
-                continue
-            try:
-                found = _planned(changed, config, gpu_bytes=gpu_bytes, gpus=gpus)
-            except ValueError:
-                continue
-            if not found.why_not and SPARE * found.trainer.used <= gpu_bytes:
-                return merged
+
+    def fits(change: _Changes) -> bool:
+        changed = _with(spec, change)
+        if next(chain(placement(changed), parallelism(changed), train_engine(changed)), ""):
+            return False
+        try:
+            found = _planned(changed, config, gpu_bytes=gpu_bytes, gpus=gpus)
+        except ValueError:
+            return False
+        return not found.why_not and SPARE * found.trainer.used <= gpu_bytes
+
+    if one := next(filter(fits, changes), None):
+        return one
+    if spec.trainer.world_size > 1:
+        layout = fitting_layout(spec, config, gpu_bytes=gpu_bytes)
+        if layout is not None and fits(layout):
+            return layout
+    for first, second in combinations(changes, 2):
+        # Both may be values of one key.
+        if not first.keys() & second.keys() and fits({**first, **second}):
+            return {**first, **second}
     return {}
 
 

@@ -6,7 +6,7 @@ decoding, with the model's own.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import inf
+from math import gcd, inf
 from typing import Any, Literal
 
 Routing = Literal["softmax", "softmax_of_chosen", "sigmoid"]
@@ -229,6 +229,8 @@ def check_trainer(
             f"trainer.tensor_parallel is {tensor_parallel}, but {model_type!r} does not support tensor "
             f"parallelism; set it to 1 (FSDP shards over all ranks), or use one of {known}"
         )
+    elif tensor_parallel > 1:
+        problems += _tensor_problems(config, tensor_parallel)
     count = num_experts(config) if family.routing is not None else 0
     if expert_parallel > 1 and (count == 0 or count % expert_parallel):
         problems.append(
@@ -288,6 +290,17 @@ def _mixer_problems(config: Mapping[str, Any]) -> Iterator[str]:
         yield (
             f"model.path: time_step_limit in its config.json is {limits!r}, but engines do not limit "
             "time steps; use a model with [0.0, Infinity]"
+        )
+
+
+def _tensor_problems(config: Mapping[str, Any], tensor_parallel: int) -> Iterator[str]:
+    names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    sizes = {name: config[name] for name in names if config.get(name)}
+    if uneven := {name: size for name, size in sizes.items() if size % tensor_parallel}:
+        shown = ", ".join(f"{name} is {size}" for name, size in uneven.items())
+        yield (
+            f"trainer.tensor_parallel is {tensor_parallel}, but in the config.json of model.path {shown}, "
+            f"which must be multiples of it; set it to a divisor of {gcd(*sizes.values())}"
         )
 
 

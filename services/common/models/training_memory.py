@@ -632,12 +632,7 @@ def _sent(spec: RunSpec, shapes: Mapping[str, tuple[int, ...]], *, item: int) ->
     trainer, weights = spec.trainer, _num_weights(shapes)
     if trainer.lora is not None and spec.sends_adapters:
         return _FLOAT32 * adapter_weights(shapes, trainer.lora) + _exported_bytes(spec)
-    is_whole = (
-        spec.weight_sync.senders == "leader"
-        or trainer.lora is not None
-        or (trainer.tensor_parallel > 1 and trainer.pipeline_parallel == 1)
-    )
-    return item * weights / (1 if is_whole else trainer.stage_ranks) + _exported_bytes(spec)
+    return item * weights / (trainer.stage_ranks if spec.sends_rows else 1) + _exported_bytes(spec)
 
 
 def _exported_bytes(spec: RunSpec) -> int:

@@ -1587,7 +1587,7 @@ def _optimizer(spec: RunSpec) -> Iterator[str]:
             )
 
 
-def _train_engine(spec: RunSpec) -> Iterator[str]:
+def train_engine(spec: RunSpec) -> Iterator[str]:
     """Yields the settings of a run that its training engine does not support."""
     name, engine = spec.trainer.engine, train_engine_kind(spec.trainer.engine)
     for key, values in engine.supported.items():
@@ -1633,7 +1633,7 @@ _RULES: tuple[Callable[[RunSpec], Iterator[str]], ...] = (
     reward_model,
     parallelism,
     _optimizer,
-    _train_engine,
+    train_engine,
     quota,
     weight_sync,
     placement,

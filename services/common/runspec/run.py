@@ -364,6 +364,17 @@ class RunSpec(SpecPart):
         return tuple(name for name, is_present in is_used.items() if is_present)
 
     @property
+    def sends_rows(self) -> bool:
+        """True if each trainer process sends its own rows of the weights; else rank 0 sends all."""
+        trainer = self.trainer
+        if self.weight_sync.senders == "leader" or trainer.lora is not None:
+            return False
+        # Without stages, columns of matrices and copies of experts are no rows that follow one another.
+        return trainer.pipeline_parallel > 1 or (
+            trainer.tensor_parallel == 1 and trainer.expert_parallel in (1, trainer.world_size)
+        )
+
+    @property
     def sends_adapters(self) -> bool:
         """True if rollouts receive adapters only (``trainer.lora.sync``, resolved)."""
         lora = self.trainer.lora

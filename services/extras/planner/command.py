@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,11 +11,14 @@ import yaml
 from rich.table import Table
 
 from services.checks.pods import pod_problems
+from services.checks.start.hub import model_config
+from services.checks.start.layouts import Layout, distinct, layouts
 from services.checks.start.memory import Memory, gpu_bytes
 from services.cli.api_calls import call_operation
 from services.cli.commands.spec import Overrides, SpecPath, load_checked
 from services.cli.controller_address import Url
 from services.cli.output import console, errors, fail, print_line, write
+from services.common.models.stages import bubble, most_packs
 from services.common.runspec.engines import engine_kind
 from services.common.runspec.run import RunSpec, default_slots
 from services.controller.api.operations import GetRun, ListMetrics
@@ -45,6 +48,8 @@ from services.extras.planner.simulation import predict
 
 _BOUNDS = (0, 1, 2, 4)
 _NEWEST = 40
+_MOST_LAYOUTS = 8
+"""Layouts that the command prints; the JSON has all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +97,15 @@ def plan(  # noqa: PLR0913, PLR0917 -- the options of a command
         known = _known(loaded, memory, from_, rates, url=url)
         found = _planned(loaded, memory, known.rates, gpus=gpus, most_staleness=max_staleness)
         memory = _memory_of(memory, loaded, found.best.setting)
+        ways = _layouts(with_setting(loaded, found.best.setting), gpu_memory)
     except (ValueError, OSError) as error:
         fail(str(error))
         raise typer.Exit(2) from error
     if as_json:
-        write(json.dumps(_document(found, known, memory), indent=2))
+        write(json.dumps(_document(found, known, memory, ways), indent=2))
         return
     _show(loaded, found, known, memory=memory)
+    _show_layouts(with_setting(loaded, found.best.setting), ways)
 
 
 def _known(
@@ -116,6 +123,10 @@ def _known(
             moved_bytes=memory.moved,
         )
         sources = [f"assumed for an H200: {text}" for text in ASSUMPTIONS]
+        idle = bubble(spec.trainer.pipeline_parallel, most_packs(spec))
+        if idle:
+            rates = replace(rates, train_tokens_per_s=rates.train_tokens_per_s * (1 - idle))
+            sources.append(f"{_bubble_of(spec)}; training is assumed to be slower by as much")
     if path is not None:
         try:
             rates = with_overrides(rates, yaml.safe_load(path.read_text(encoding="utf-8")))
@@ -123,6 +134,49 @@ def _known(
             raise ValueError(f"--rates {path}: {error}") from error
         sources = [f"{path}: overrides the assumptions below", *sources]
     return _Rates(rates, sources, is_measured=bool(run))
+
+
+def _bubble_of(spec: RunSpec) -> str:
+    stages, packs = spec.trainer.pipeline_parallel, most_packs(spec)
+    return (
+        f"bubble: each of {stages} pipeline stages is idle for at least {bubble(stages, packs):.0%} of an "
+        f"update of at most {packs} micro-batches"
+    )
+
+
+def _layouts(spec: RunSpec, gpu_memory: str) -> Sequence[Layout]:
+    """Returns the layouts of several GPUs of the trainer, if their memory is known."""
+    if not gpu_memory or spec.trainer.world_size == 1:
+        return ()
+    return layouts(spec, model_config(spec), gpu_bytes=gpu_bytes(gpu_memory))
+
+
+def _show_layouts(spec: RunSpec, ways: Sequence[Layout]) -> None:
+    """Prints layouts that fit, or the one that needs the least memory if none does."""
+    if spec.trainer.pipeline_parallel > 1:
+        print_line(console, f"\n{_bubble_of(spec)}")
+    if not ways:
+        return
+    num_fitting = sum(way.fits for way in ways)
+    shown = distinct(ways)[:_MOST_LAYOUTS] or [min(ways, key=lambda way: way.memory)]
+    table = Table("stages", "tensor", "experts", "context", "engine", "GB", "bubble", box=None)
+    for way in shown:
+        sizes = (
+            way.pipeline_parallel,
+            way.tensor_parallel,
+            way.expert_parallel,
+            way.context_parallel,
+        )
+        table.add_row(
+            *map(str, sizes), way.engine, f"{way.memory / 1e9:.1f}", f"{100 * way.bubble:.0f} %"
+        )
+    size, least = spec.trainer.world_size, "the one that needs the least memory"
+    shows = "the cheapest that differ in memory" if num_fitting else least
+    print_line(
+        console,
+        f"\n{num_fitting} of {len(ways)} layouts of the trainer's {size} GPUs fit; {shows}:",
+    )
+    console.print(table, highlight=False)
 
 
 def _measured(run: str, *, url: str | None) -> tuple[Rates, list[str]]:
@@ -277,7 +331,9 @@ def _keys(split: Split) -> dict[str, int | str]:
     }
 
 
-def _document(found: SplitPlan, known: _Rates, memory: Memory) -> dict[str, Any]:
+def _document(
+    found: SplitPlan, known: _Rates, memory: Memory, ways: Sequence[Layout]
+) -> dict[str, Any]:
     def of(split: Split | None) -> dict[str, Any] | None:
         if split is None:
             return None
@@ -294,6 +350,7 @@ def _document(found: SplitPlan, known: _Rates, memory: Memory) -> dict[str, Any]
         "splits": [of(split) for split in found.splits],
         "refused": found.refused,
         "memory": memory.document(found.best.setting.trainer_gpus),
+        "layouts": [asdict(way) for way in ways],
         "is_measured": known.is_measured,
         "sources": list(known.sources),
         "rates": asdict(known.rates),

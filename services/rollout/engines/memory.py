@@ -110,18 +110,7 @@ class WeightPlane:
                 if spec.topology.is_colocated
                 else weight_bytes(config, getattr(torch, trainer.dtype)) + LARGEST_BUCKET_BYTES,
             )
-        is_whole = (
-            sync.senders == "leader"
-            or trainer.lora is not None
-            or (
-                trainer.pipeline_parallel == 1
-                and (
-                    trainer.tensor_parallel > 1
-                    or trainer.expert_parallel not in (1, trainer.world_size)
-                )
-            )
-        )
-        num_sources = 1 if is_whole else trainer.world_size
+        num_sources = trainer.world_size if spec.sends_rows else 1
         # Modes that keep the received rows need a second copy for whole tensors. NCCL cannot send
         # between processes of one GPU, so colocated runs use the host mode.
         mode = MODES[HOST_MODE if spec.topology.is_colocated else sync.mode]

@@ -14,6 +14,7 @@ from services.common.models.training_memory import (
     _stages,
     shapes_of,
     trainer_memory,
+    weight_bytes,
 )
 from services.common.runspec.trainer import LoraSpec
 from services.trainer.engines.fsdp.lora import add_adapters
@@ -188,3 +189,20 @@ def test_ranks_that_divide_experts_hold_shared_ones_whole():
     }
     spec = spec_with(trainer={"world_size": 4, "expert_parallel": 4})
     assert _computed(spec.trainer, shapes) == 64 + 64
+
+
+def test_ranks_that_divide_experts_over_a_part_of_them_send_no_rows():
+    """Rank 0 then has a copy of the whole model while it sends, as the plan of the rollouts assumes."""
+
+    def sent(**trainer):
+        spec = spec_with(trainer={"world_size": 4, "dtype": "bfloat16", **trainer})
+        config = AutoConfig.for_model(
+            "qwen3_moe", hidden_size=64, num_hidden_layers=2, num_experts=4, num_attention_heads=4
+        )
+        planned = trainer_memory(spec, config, gpu_bytes=10**11)
+        return planned.parts["weights in transfer"] / weight_bytes(config, torch.bfloat16)
+
+    assert sent() == pytest.approx(1 / 4)
+    assert sent(expert_parallel=4) == pytest.approx(1 / 4)
+    assert sent(expert_parallel=2) == pytest.approx(1.0)
+    assert sent(tensor_parallel=2) == pytest.approx(1.0)

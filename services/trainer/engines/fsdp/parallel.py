@@ -214,7 +214,9 @@ def _divide(
 ) -> None:
     """Keeps this rank's part of heads and columns (tensor parallelism) and of experts."""
     if topology.mesh is not None and spec.tensor_parallel > 1:
-        _check_heads(module, spec)
+        _check_model(
+            module, tensor_parallel=spec.tensor_parallel, expert_parallel=spec.expert_parallel
+        )
         tensor = topology.mesh["tp"]
         for layer in layers:
             plan = {name: style for name, style in _TENSOR_PLAN.items() if _has(layer, name)}
@@ -343,15 +345,3 @@ def _check_model(module: nn.Module, **parts: int) -> None:
     problems = check_trainer(config.to_dict(), **parts)
     if problems:
         raise ValueError("; ".join(problems))
-
-
-def _check_heads(module: nn.Module, spec: TrainerSpec) -> None:
-    parts = spec.tensor_parallel
-    _check_model(module, tensor_parallel=parts, expert_parallel=spec.expert_parallel)
-    config: Any = module.get_submodule("model").config
-    heads = (config.num_attention_heads, config.num_key_value_heads, config.intermediate_size)
-    if any(count % parts for count in heads):
-        raise ValueError(
-            f"trainer.tensor_parallel is {parts}, but the model has {heads[0]} heads, {heads[1]} "
-            f"key-value heads and an intermediate size of {heads[2]}, which must be multiples of it"
-        )

@@ -1,0 +1,147 @@
+"""Layouts of a trainer on its GPUs: which fit, and the bubble of those with pipeline stages."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from pkgutil import resolve_name
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from services.common.models.families import check_trainer
+from services.common.models.stages import bubble, most_packs
+from services.common.models.training_memory import SPARE, shapes_of, trainer_memory
+from services.common.runspec.rules import problems
+from services.common.runspec.run import RunSpec
+from services.common.runspec.train_engines import train_engine_kind
+
+_SAVED = 0.95
+"""Share of a layout's memory below which another one is worth a line."""
+_AXES = ("pipeline_parallel", "tensor_parallel", "expert_parallel", "context_parallel")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """A layout of the trainer, with its memory and its bubble."""
+
+    engine: str
+    pipeline_parallel: int
+    tensor_parallel: int
+    expert_parallel: int
+    context_parallel: int
+    memory: float
+    """Bytes of the fullest GPU, with what its allocator reserves."""
+    micro_batches: int
+    """Most micro-batches of an update on one pipeline."""
+    bubble: float
+    """Least share of an update's passes in which a stage is idle; 0 without stages."""
+    fits: bool
+
+    @property
+    def keys(self) -> Mapping[str, Any]:
+        """The keys of section ``trainer`` that a run sets for it."""
+        values = asdict(self)
+        return {name: values[name] for name in ("engine", *_AXES)}
+
+    @property
+    def cost(self) -> tuple[float, ...]:
+        """What the layout costs, in the order in which layouts are listed.
+
+        Bubbles idle GPUs. Tensor-parallel processes communicate twice in each layer and pass, those that
+        share tokens or experts once for attention or experts.
+        """
+        sizes = (self.tensor_parallel, self.context_parallel, self.expert_parallel)
+        return (round(self.bubble, 2), *sizes, self.pipeline_parallel)
+
+
+def layouts(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -> Sequence[Layout]:
+    """Returns the layouts of the trainer's GPUs that the run and its model allow, the cheapest first.
+
+    A layout whose tensor-parallel processes would be on several nodes is omitted.
+    """
+    found = [
+        _planned(changed, config, gpu_bytes=gpu_bytes)
+        for changed in _allowed(spec, config.to_dict())
+    ]
+    return sorted(found, key=lambda layout: layout.cost)
+
+
+def distinct(layouts: Sequence[Layout]) -> list[Layout]:
+    """Returns the layouts that fit, without those that divide more than a cheaper one and save no memory."""
+    chosen: list[Layout] = []
+    for layout in layouts:
+        if layout.fits and not any(_replaces(cheaper, layout) for cheaper in chosen):
+            chosen.append(layout)
+    return chosen
+
+
+def _replaces(cheaper: Layout, layout: Layout) -> bool:
+    sizes = ((getattr(cheaper, name), getattr(layout, name)) for name in _AXES)
+    return all(size <= other for size, other in sizes) and _SAVED * cheaper.memory <= layout.memory
+
+
+def fitting_layout(
+    spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int
+) -> Mapping[str, Any] | None:
+    """Returns the keys of the cheapest layout that fits and differs from the run's; None if there is none."""
+    for layout in layouts(spec, config, gpu_bytes=gpu_bytes):
+        changes = {
+            f"trainer.{name}": value
+            for name, value in layout.keys.items()
+            if value != getattr(spec.trainer, name)
+        }
+        if layout.fits and changes:
+            return changes
+    return None
+
+
+def _allowed(spec: RunSpec, config: Mapping[str, Any]) -> Iterator[RunSpec]:
+    now = {*problems(spec)}
+    for sizes in _sizes(spec.trainer.world_size, node_gpus=spec.topology.gpus_per_node):
+        stages, tensor, experts, context = sizes
+        sharing = {
+            "tensor_parallel": tensor,
+            "expert_parallel": experts,
+            "context_parallel": context,
+        }
+        if check_trainer(config, **sharing):
+            continue
+        engine = "stages" if stages > 1 else spec.trainer.engine
+        if stages == 1 and engine == "stages":
+            engine = "fsdp"
+        update = {"engine": engine, "pipeline_parallel": stages, **sharing}
+        changed = spec.model_copy(update={"trainer": spec.trainer.model_copy(update=update)})
+        if now.issuperset(problems(changed)) and not [*_engine_problems(changed, config)]:
+            yield changed
+
+
+def _sizes(world_size: int, *, node_gpus: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yields the numbers of stages, and of tensor-, expert- and context-parallel processes in a stage."""
+    divisors = [number for number in range(1, world_size + 1) if world_size % number == 0]
+    for stages, tensor in product(divisors, divisors):
+        if world_size % (stages * tensor) or node_gpus % tensor:
+            continue
+        num_data = world_size // (stages * tensor)
+        sharing = [number for number in divisors if num_data % number == 0]
+        for experts, context in product(sharing, sharing):
+            yield stages, tensor, experts, context
+
+
+def _engine_problems(spec: RunSpec, config: Mapping[str, Any]) -> Iterator[str]:
+    find = train_engine_kind(spec.trainer.engine).problems
+    if find is not None:
+        yield from resolve_name(find)(spec, config)
+
+
+def _planned(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -> Layout:
+    trainer, packs = spec.trainer, most_packs(spec)
+    memory = trainer_memory(spec, config, gpu_bytes=gpu_bytes, shapes=shapes_of(config))
+    used = SPARE * memory.used
+    return Layout(
+        engine=trainer.engine,
+        **{name: getattr(trainer, name) for name in _AXES},
+        memory=used,
+        micro_batches=packs,
+        bubble=bubble(trainer.pipeline_parallel, packs),
+        fits=used <= gpu_bytes,
+    )
