@@ -63,14 +63,38 @@ ENGINE_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel
 
 
 @st.composite
+def layouts(draw: st.DrawFn) -> dict[str, Any]:
+    """Draws trainers of stages and of tensor- and context-parallel processes, on several nodes too."""
+    small = st.sampled_from((1, 2, 4))
+    stages, tensor, context = draw(st.sampled_from((1, 2, 3, 4))), draw(small), draw(small)
+    return {
+        "engine": "stages" if stages > 1 else "fsdp",
+        "pipeline_parallel": stages,
+        "tensor_parallel": tensor,
+        "context_parallel": context,
+        "world_size": stages * tensor * context * draw(SIZES),
+    }
+
+
+def options(pod: Pod) -> dict[str, str]:
+    """Returns the options of ``torchrun`` in the command of a pod's first container."""
+    command = pod["spec"]["containers"][0].get("command", [])
+    pairs = (part[2:].partition("=") for part in command if part.startswith("--"))
+    return {name: value for name, _, value in pairs}
+
+
+@st.composite
 def documents(draw: st.DrawFn) -> dict[str, Any]:
     """Draws specifications with counts, a colocated or mixed placement, or task groups."""
     sizes = draw(st.sampled_from(ENGINES))
     arguments, engine_gpus = dict(zip(ENGINE_SIZES, sizes, strict=True)), prod(sizes)
     rollout: dict[str, Any] = {"engine": "vllm", "engine_arguments": arguments}
     parts: dict[str, Any] = {"rollout": rollout, "topology": {"gpus_per_node": draw(NODES)}}
-    kind = draw(st.sampled_from(("counts", "colocated", "mixed", "groups")))
-    if kind == "groups":
+    kind = draw(st.sampled_from(("counts", "colocated", "mixed", "groups", "layout")))
+    if kind == "layout":
+        parts["trainer"] = draw(layouts())
+        rollout["replicas"] = draw(st.integers(1, 4))
+    elif kind == "groups":
         others = draw(st.lists(st.sampled_from(("ref_logp", "critic")), unique=True))
         scoring_ranks = draw(SIZES) if "ref_logp" in others else 1
         units = {"generate": engine_gpus, "ref_logp": scoring_ranks}
@@ -124,6 +148,28 @@ def test_a_pod_of_a_valid_run_has_at_most_the_gpus_of_a_node(
     if topology == "separate" and not spec.topology.is_colocated:
         for pod in pods:
             assert ranks(pod) in {gpus(pod), 1}
+        assert_ranks_meet([pod for pod in pods if named(pod) == "trainer-0"], spec)
+
+
+def assert_ranks_meet(pods: list[Pod], spec: RunSpec) -> None:
+    """Asserts that the pods of a trainer start each rank once, and meet at the first one's stable name."""
+    size, node_gpus = spec.trainer.world_size, spec.topology.gpus_per_node
+    assert len(pods) == max(1, size // node_gpus)
+    assert sum(map(ranks, pods)) == size
+    if len(pods) == 1:
+        return
+    first = pods[0]["spec"]
+    for number, pod in enumerate(pods):
+        asked = options(pod)
+        assert (asked["nnodes"], asked["node-rank"]) == (str(len(pods)), str(number))
+        assert asked["master-addr"] == f"{first['hostname']}.{first['subdomain']}"
+        assert asked["master-port"] == options(pods[0])["master-port"]
+        assert pod["spec"]["hostname"] == pod["metadata"]["name"]
+
+
+def named(pod: Pod) -> str:
+    """Returns the worker of a pod."""
+    return str(pod["spec"]["containers"][0]["name"])
 
 
 @pytest.mark.parametrize(
@@ -131,6 +177,17 @@ def test_a_pod_of_a_valid_run_has_at_most_the_gpus_of_a_node(
     [
         ({"trainer": {"world_size": 12}}, "separate", "trainer.world_size"),
         ({"trainer": {"world_size": 16}}, "separate", ""),
+        (
+            {"trainer": {"world_size": 24, "engine": "stages", "pipeline_parallel": 3,
+                         "tensor_parallel": 2}},
+            "separate",
+            "",
+        ),
+        (
+            {"trainer": {"world_size": 20, "engine": "stages", "pipeline_parallel": 2}},
+            "separate",
+            "trainer.world_size",
+        ),
         ({"trainer": {"world_size": 16}}, "bundled", "trainer.world_size"),
         (
             {"rollout": {"engine": "vllm", "engine_arguments": {"tensor_parallel_size": 16}}},

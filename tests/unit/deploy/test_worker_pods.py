@@ -373,6 +373,65 @@ def test_a_trainer_of_several_nodes_is_one_indexed_job_of_a_job_set_where_asked(
     assert [job_set.name_of(pod) for pod in pods[2:]] == ["", ""], "rollouts come and go"
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        "workers.kueue.queueName=gpus",
+        "workers.gang.scheduler=volcano",
+        "workers.jobSet.enabled=true",
+        "workers.hostNetwork=true",
+    ],
+)
+def test_three_nodes_of_pipeline_stages_are_one_gang_whose_ranks_meet_at_a_stable_name(
+    tmp_path: Path, values: str
+) -> None:
+    """One stage of eight ranks on each node; JobSets and pods that are ungrouped are ended together, too."""
+    stages = {"engine": "stages", "pipeline_parallel": 3, "tensor_parallel": 2}
+    pods = build(
+        tmp_path,
+        *("--set", values),
+        profiles=("multi-node",),
+        trainer={"world_size": 24, **stages},
+        rollout={"replicas": 1},
+    )
+    *nodes, rollout = pods
+    assert [gpus(pod) for pod in pods] == [["8"], ["8"], ["8"], ["1"]]
+    templates = load_templates(tmp_path)
+    begins = set()
+    for number, pod in enumerate(nodes):
+        kubernetes_validate.validate(pod, "1.35", strict=True)
+        (container,) = pod["spec"]["containers"]
+        assert container["name"] == "trainer-0", "the loss of any pod ends the worker"
+        _, nnodes, rank, address, port, processes, *_ = container["command"]
+        assert (nnodes, processes) == ("--nnodes=3", "--nproc-per-node=8")
+        assert rank in {f"--node-rank={number}", f"--node-rank={job_set.NODE_RANK}"}
+        begins.add((address, port))
+        assert pod["spec"]["subdomain"] == "demo-slipstream-workers"
+    ((address, _),) = begins
+    if templates.job_set is not None:
+        made = job_set.build_job_set(templates.job_set, nodes)
+        (job,) = made["spec"]["replicatedJobs"]
+        spec = job["template"]["spec"]
+        assert (spec["parallelism"], spec["completions"], spec["completionMode"]) == (
+            3,
+            3,
+            "Indexed",
+        )
+        assert (spec["backoffLimit"], made["spec"]["failurePolicy"]["maxRestarts"]) == (0, 0)
+        host = job_set.hostname(templates.job_set, "run-0198-trainer-0", 0)
+    else:
+        host = nodes[0]["spec"]["hostname"]
+    assert address == f"--master-addr={host}.demo-slipstream-workers"
+    if "kueue" in values:
+        group, total = "kueue.x-k8s.io/pod-group-name", "kueue.x-k8s.io/pod-group-total-count"
+        for pod in (*nodes, rollout):
+            metadata = pod["metadata"]
+            assert (metadata["labels"][group], metadata["annotations"][total]) == ("run-0198", "4")
+    if templates.pod_group is not None:
+        made = gang.build_pod_group(templates.pod_group, "run_0198", num_pods=4, owner=OWNER)
+        assert made["spec"]["minMember"] == 4
+
+
 def test_workers_of_one_node_are_plain_pods(tmp_path: Path) -> None:
     for topology in ("separate", "bundled"):
         values = f"workers.jobSet.enabled=true,workers.topology={topology}"
