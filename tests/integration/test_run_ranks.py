@@ -90,7 +90,15 @@ def test_a_run_continues_after_the_loss_of_a_rank(plumbing, tmp_path, rank):
     assert re.search(r"step +12/", out)
 
 
-def test_ranks_that_cannot_load_fail_the_run_with_their_last_lines(plumbing, system):
-    done = system.train(plumbing, "trainer.world_size=3", "trainer.tensor_parallel=3")
+def test_ranks_that_cannot_load_fail_the_run_with_their_last_lines(plumbing, system, tmp_path):
+    code = (
+        "import os\n\n\ndef examples(count, seed):\n"
+        "    if 'RANK' in os.environ:\n        raise KeyError('gold')\n"
+        "    return [('1', '2')] * count\n"
+    )
+    (tmp_path / "broken.py").write_text(code)
+    warm_start = f"model.warm_start={{examples: '{tmp_path}/broken.py:examples', steps: 1}}"
+    done = system.train(plumbing, "trainer.world_size=2", warm_start)
     assert done.code != 0
-    assert "trainer.tensor_parallel is 3, but the model has 4 heads" in done.out + done.err
+    assert "broken.py:examples" in done.out + done.err
+    assert "raised KeyError: 'gold'" in done.out + done.err
