@@ -14,12 +14,13 @@ from services.common.runspec.base import MAX_SECONDS, NameIn, SpecPart
 from services.common.runspec.data import DataSpec
 from services.common.runspec.engines import ENGINES, InvariantEngine, engine_kind
 from services.common.runspec.formulas import LOSSES, DistillArguments
+from services.common.runspec.pods import PodSpec
 from services.common.runspec.rollout import NEED_ANSWERS, RewardSpec, RolloutSpec
 from services.common.runspec.topology import TopologySpec
 from services.common.runspec.trackers import TrackerSpec
 from services.common.runspec.trainer import CriticSpec, TrainerSpec
 from services.common.runspec.weight_modes import MIN_BUCKET_BYTES, MODES, STAGING_SLOTS, TRANSPORTS
-from services.common.runspec.workers import needs_whole_weights
+from services.common.runspec.workers import WORKERS, needs_whole_weights
 
 RECORDERS: Final = References("step_recorders")
 """The recorders of steps by the value of ``record``."""
@@ -315,6 +316,18 @@ class RunSpec(SpecPart):
     """Experiment trackers that receive the run's metrics."""
     limits: LimitsSpec = LimitsSpec()
     """Deadlines and restart limits."""
+    pods: dict[str, PodSpec] = Field(default_factory=dict)
+    """Pods on Kubernetes by the kind of their worker, such as ``trainer``, ``rollout`` or ``ref_logp``, as
+    far as the installation lets runs choose them. Other launchers ignore it."""
+
+    @field_validator("pods")
+    @classmethod
+    def _pods_are_of_workers(cls, pods: dict[str, PodSpec]) -> dict[str, PodSpec]:
+        if unknown := sorted(set(pods) - set(WORKERS)):
+            raise ValueError(
+                f"unknown kind of worker {unknown[0]!r}; use one of {', '.join(WORKERS)}"
+            )
+        return pods
 
     @field_validator("trackers")
     @classmethod

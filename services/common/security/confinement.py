@@ -132,6 +132,21 @@ KINDS: Final[Mapping[str, Kind]] = {
     "trackers.N.kind": "free",
     "trackers.N.project": "text",
     "trackers.N.tags": "free",
+    # The installation lists what a run may name here (``workers.overrides`` of the chart).
+    **{
+        f"pods.NAME.{key}": "free"
+        for key in (
+            *(
+                "cpu",
+                "memory",
+                "shared_memory",
+                "ephemeral_storage",
+                "node_selector",
+                "annotations",
+            ),
+            *("priority_class", "templates", "tolerations.N.key", "tolerations.N.value"),
+        )
+    },
 }
 """Kind of each key that can hold a user's text, named as by
 ``services.common.runspec.keys.fields_of``. Other keys are judged as ``text``.

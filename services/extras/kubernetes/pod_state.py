@@ -90,7 +90,8 @@ def obstacle(pod: Json) -> StartFailure | None:
             reason = condition.get("reason", "Unschedulable")
             message = _wait_in_queue(pod) if reason == _GATED else ""
             return StartFailure(reason=reason, message=message or condition.get("message", ""))
-    for container in status.get("containerStatuses", []):
+    statuses = (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ()))
+    for container in statuses:
         waiting = container["state"].get("waiting", {})
         if waiting.get("reason") in _BLOCKED:
             return StartFailure(reason=waiting["reason"], message=waiting.get("message", ""))

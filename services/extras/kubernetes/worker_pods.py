@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -31,7 +31,8 @@ from services.common.runspec.workers import (
 from services.common.stores import is_url
 from services.controller.launch.gpus import HostGpus
 from services.extras.kubernetes import gang, job_set
-from services.extras.kubernetes.pod_resources import size_pod
+from services.extras.kubernetes.pod_resources import KINDS_ANNOTATION, size_pod
+from services.extras.kubernetes.pod_templates import Overrides, add_part, choose_pod, kind_problems
 
 RUN_LABEL = "slipstream.dev/run"
 WORKER_LABEL = "slipstream.dev/worker"
@@ -71,6 +72,8 @@ class WorkerTemplates:
     """JobSet template of a worker of several nodes; None for plain pods."""
     pod_group: Mapping[str, Any] | None = None
     """Template of a run's pod group; None without a gang scheduler."""
+    overrides: Overrides = field(default_factory=Overrides)
+    """What a run may choose for its pods."""
 
     @property
     def is_on_node_network(self) -> bool:
@@ -188,6 +191,12 @@ def policy_name(run_id: str) -> str:
     return f"{run_id.replace('_', '-')}-workers"
 
 
+def problems(spec: RunSpec) -> Iterator[str]:
+    """Yields reasons why no installation can start the pods of a run, each with its key and a fix."""
+    yield from pod_problems(spec)
+    yield from kind_problems(spec)
+
+
 def load_templates(folder: Path) -> WorkerTemplates:
     """Reads the templates from the mounted ConfigMap.
 
@@ -200,6 +209,7 @@ def load_templates(folder: Path) -> WorkerTemplates:
             program: yaml.safe_load((folder / f"{program}.yaml").read_text(encoding="utf-8"))
             for program in programs()
         }
+        overrides = Overrides.read(folder)
         sets, group = (_read_optional(folder / name) for name in ("job-set.yaml", "pod-group.yaml"))
     except OSError as error:
         raise FailedPreconditionError(
@@ -210,6 +220,7 @@ def load_templates(folder: Path) -> WorkerTemplates:
         pods=pods,
         job_set=sets,
         pod_group=group,
+        overrides=overrides,
     )
 
 
@@ -260,10 +271,11 @@ def build_pods(
         labels: Further labels of the pods, such as those of :func:`accounting_labels`.
 
     Raises:
-        FailedPreconditionError: If no node has room for a pod; with one line per problem.
+        FailedPreconditionError: If no node has room for a pod, or a pod has something that the installation
+            does not allow; with one line per problem.
     """
-    if problems := [*pod_problems(spec, templates.topology)]:
-        raise FailedPreconditionError("\n".join(problems))
+    if found := [*pod_problems(spec, templates.topology), *templates.overrides.problems(spec)]:
+        raise FailedPreconditionError("\n".join(found))
     ports = _node_ports(run_id, spec, used) if templates.is_on_node_network else _POD_PORTS
     pods = []
     for place in _places(templates, spec):
@@ -283,7 +295,7 @@ def build_pods(
         _add_certificate(pod, run_id)
         _add_ports(pod, place, ports)
         num_gpus = place.kind.num_gpus(spec) // place.nodes
-        size_pod(pod, role=place.role, gpus=num_gpus)
+        _complete_pod(pod, place, spec, templates.overrides, gpus=num_gpus)
         if spec.is_colocated(place.worker_id):
             join_trainer_pod(container, place.worker_id, spec, ready_file=_ready_file("trainer-0"))
         else:
@@ -307,6 +319,18 @@ def build_pods(
     if templates.pod_group is None:
         return pods
     return [gang.filled(pod, run_id, num_pods=len(pods)) for pod in pods]
+
+
+def _complete_pod(
+    pod: Pod, place: _Place, spec: RunSpec, overrides: Overrides, *, gpus: int
+) -> None:
+    """Sets resources other than GPUs, and adds what the administrator and the run want in the pod."""
+    kinds = json.loads(pod["metadata"].get("annotations", {}).get(KINDS_ANNOTATION, "{}"))
+    part = kinds.get(place.role, {}).get("pod", {})
+    add_part(pod, part, where=f"workers.kinds.{place.role}.pod")
+    size_pod(pod, role=place.role, gpus=gpus)
+    if (chosen := spec.pods.get(place.role)) is not None:
+        choose_pod(pod, chosen, overrides)
 
 
 def _places(templates: WorkerTemplates, spec: RunSpec) -> Iterator[_Place]:
@@ -413,7 +437,7 @@ def _together(name: str, pods: list[Pod]) -> Pod:
     bundle["spec"]["containers"] = [
         container for pod in pods for container in pod["spec"]["containers"]
     ]
-    for kind in ("volumes", "resourceClaims"):
+    for kind in ("volumes", "initContainers", "resourceClaims"):
         named = {each["name"]: each for pod in pods for each in pod["spec"].get(kind, ())}
         if named:
             bundle["spec"][kind] = list(named.values())

@@ -959,3 +959,25 @@ async def test_all_workers_of_a_pod_leave_with_it(tmp_path: Path) -> None:
         assert placed.workers == {"trainer-0", "rollout-0"}
         await launcher.release(RUN, placed.workers)
         assert (cluster.pods, received.exits) == ({}, [])
+
+
+def test_what_a_run_may_not_choose_is_known_before_it_starts(tmp_path: Path) -> None:
+    launcher = KubernetesLauncher(
+        FakeCluster(),  # type: ignore[arg-type]
+        write_templates(tmp_path),
+        owner={"uid": "u1"},
+        controller_address="controller:50051",
+        on_exit=lambda exit_: None,
+        on_pending=lambda *pending_event: None,
+        pending_timeout_s=60.0,
+    )
+    chosen = {**SPEC.model_dump(), "pods": {"trainer": {"memory": "64Gi"}, "critic": {}}}
+    found = [*launcher.problems(parse_spec(chosen))]
+    assert [problem.partition(":")[0] for problem in found] == [
+        "pods.critic",
+        "pods.trainer.memory",
+    ]
+    (tmp_path / "overrides.yaml").write_text("max: {memory: 64Gi}")
+    assert [
+        *launcher.problems(parse_spec({**chosen, "pods": {"trainer": {"memory": "64Gi"}}}))
+    ] == []
