@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from services.common.models.tokenizer import Tokenizer
 from services.common.runspec.data import kind_of
-from services.common.runspec.rollout import EARNED, REWARDS, SERVICES, RewardSpec
+from services.common.runspec.rollout import EARNED, REWARDS, RewardSpec, is_service
 from services.common.runspec.rules import batch_bytes
 from services.common.runspec.run import RunSpec
 from services.common.security.confinement import CodePolicy
@@ -187,7 +187,7 @@ def _scored_by(
 
 def _is_tried(reward: RewardSpec, spec: RunSpec) -> bool:
     """Returns True if a row suffices to call a reward, without an episode or a call to a service."""
-    is_here = reward.name != EARNED and not reward.name.startswith(SERVICES)
+    is_here = reward.name != EARNED and not is_service(reward.name)
     is_played = spec.rollout.workflow in ("agent", "environment")
     # The number of turns or tokens of an episode is unknown before it is played.
     is_whole = reward.per == "response" or (

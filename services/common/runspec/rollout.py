@@ -27,8 +27,14 @@ AGENTS: Final = References("agents")
 SANDBOXES: Final = References("sandboxes")
 """The sandboxes by the value of ``rollout.sandbox.kind``."""
 
-SERVICES: Final = ("http://", "https://", "grpc://", "grpcs://")
-"""Prefixes of the addresses of reward services."""
+REWARD_SERVICES: Final = References("reward_services")
+"""The clients of reward services by the scheme of their URLs (``http``, ``grpc``)."""
+
+
+def is_service(reward: str) -> bool:
+    """Returns True if a reward's name is the URL of a service."""
+    scheme, separator, _ = reward.partition("://")
+    return bool(separator) and scheme in REWARD_SERVICES
 
 
 class SamplingSpec(SpecPart):

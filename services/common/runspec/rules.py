@@ -26,11 +26,12 @@ from services.common.runspec.rollout import (
     EARNED,
     IMAGE,
     NEED_ANSWERS,
+    REWARD_SERVICES,
     REWARDS,
-    SERVICES,
     WORKFLOWS,
     RewardSpec,
     SpeculationSpec,
+    is_service,
 )
 from services.common.runspec.run import TINY_PREFIX, RunSpec, TeacherSpec
 from services.common.runspec.topology import ScoringSpec, TaskGroupError
@@ -769,19 +770,18 @@ def _rewards_of(
     list_key: str, rewards: Sequence[RewardSpec], *, has_answers: bool
 ) -> Iterator[str]:
     known = (*REWARDS, EARNED)
+    schemes = ", ".join(f"{scheme}://" for scheme in REWARD_SERVICES)
     for index, reward in enumerate(rewards):
         key = f"{list_key}.{index}"
-        if reward.name.startswith(SERVICES):
+        if is_service(reward.name):
             yield from _address(f"{key}.name", reward.name)
         elif reward.name not in known and not is_reference(reward.name):
             yield (
                 f"{key}.name: {reward.name!r} is not a known reward; use one of {', '.join(known)}, the URL "
-                f"of a reward service ({', '.join(SERVICES)}), or 'module:function' or 'file.py:function'."
+                f"of a reward service ({schemes}), or 'module:function' or 'file.py:function'."
                 + did_you_mean(reward.name, known)
             )
-        if reward.name.startswith(SERVICES) and (
-            unknown := sorted(reward.arguments.keys() - {"token"})
-        ):
+        if is_service(reward.name) and (unknown := sorted(reward.arguments.keys() - {"token"})):
             yield (
                 f"{key}.arguments has {', '.join(unknown)}, but a reward service accepts only token; "
                 "remove the others"

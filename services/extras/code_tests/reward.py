@@ -8,7 +8,7 @@ from services.extras.code_tests.answers import OutputTests, read_tests
 from services.extras.code_tests.blocks import compiles, find_program
 from services.extras.code_tests.programs import Limits
 from services.extras.code_tests.verdicts import judged, prints
-from services.rollout.rewards.reasoning import answer_part
+from services.rollout.rewards.answers import answer_part
 
 
 def code_tests(

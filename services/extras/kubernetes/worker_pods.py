@@ -459,7 +459,14 @@ def join_trainer_pod(
     gpus = host.assign("", gpu_needs(spec), hosts=gpu_hosts(spec))[worker_id]
     timeout_s = f"{spec.limits.start_timeout_s:.0f}"
     container["command"] = [
-        *("python", "-m", "services.rollout.colocated", ready_file, ",".join(gpus), timeout_s)
+        *(
+            "python",
+            "-m",
+            "services.extras.kubernetes.colocated",
+            ready_file,
+            ",".join(gpus),
+            timeout_s,
+        )
     ]
     roles: Mapping[str, str] = {name: role for role, name in worker_names(spec)}
     neighbours = [roles[name] for name in host.workers_sharing("", worker_id)]

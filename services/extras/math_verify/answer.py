@@ -26,8 +26,7 @@ from sympy import Abs, Add, Eq, Expr, I, Interval, MatrixBase, Symbol, Tuple, Un
 
 from services.extras.math_verify import spelling
 from services.extras.math_verify.numbers import is_rounded, relative_comparison, same_numbers
-from services.rollout.rewards.answers import answer_text
-from services.rollout.rewards.reasoning import answer_part
+from services.rollout.rewards.answers import answer_part, answer_text
 
 _MARK = "####"
 _BOX = "\\boxed{"

@@ -3,7 +3,6 @@
 import inspect
 import json
 import os
-import tempfile
 import weakref
 from array import array
 from collections import Counter
@@ -152,11 +151,6 @@ def _length(value: Sized) -> int:
     if isinstance(value, Sequence) and all(isinstance(part, Mapping) for part in value):
         return sum(len(str(part.get("content", ""))) for part in value)
     return len(value)
-
-
-# Max bytes of a decoded Parquet file to hold in memory; a larger one is copied to disk.
-_MAX_HELD_BYTES = 256 << 20
-_ROWS_COPIED = 16_384
 
 
 class PromptSource(Protocol):
@@ -328,86 +322,6 @@ class _JsonLines:
         return _as_row(row, index, str(self._path))
 
 
-def _row_of_arrow(row: Mapping[str, Any]) -> Row:
-    """Returns a row of an Arrow table, in whose messages and tools keys that the row lacks are absent.
-
-    Arrow gives each object the keys of all rows, with null for those that the row does not have. In other
-    columns, where null may be a value, the keys stay.
-    """
-    return {
-        name: _without_nulls(value) if name == "tools" else _without_nulls_in_chats(value)
-        for name, value in row.items()
-    }
-
-
-def _without_nulls_in_chats(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_nulls_in_chats(item) for key, item in value.items()}
-    if not isinstance(value, list) or not value:
-        return value
-    is_chat = all(isinstance(item, Mapping) and "role" in item for item in value)
-    return [_without_nulls(item) if is_chat else _without_nulls_in_chats(item) for item in value]
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
-
-
-class _Parquet:
-    """A Parquet file; a large one is copied to a memory-mapped file instead of held in memory."""
-
-    def __init__(self, path: Path, key: str) -> None:
-        import pyarrow as pa
-        from pyarrow import parquet
-
-        try:
-            file = parquet.ParquetFile(path, memory_map=True)
-            _check_names(file.schema_arrow, f"{key}: {path}")
-            groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
-            is_large = sum(group.total_byte_size for group in groups) > _MAX_HELD_BYTES
-            self._table = _mapped(file) if is_large else file.read()
-        except (pa.ArrowException, OSError) as error:  # a damaged file raises either
-            raise ValueError(
-                f"{key}: {path} cannot be read as a Parquet file ({str(error).strip()}); check the path, or "
-                "write the file again"
-            ) from error
-
-    def __len__(self) -> int:
-        return int(self._table.num_rows)
-
-    def __getitem__(self, index: int, /) -> Row:
-        return _row_of_arrow(self._table.slice(index, 1).to_pylist()[0])
-
-
-def _check_names(fields: Any, place: str) -> None:
-    """Raises ValueError if columns, or fields of a nested column, have the same name."""
-    import pyarrow as pa
-
-    kinds = {field.name: field.type for field in fields}
-    if len(kinds) < len(fields):
-        (name, _), *_ = Counter(field.name for field in fields).most_common(1)
-        raise ValueError(
-            f"{place} has the column {name!r} more than once; rename or remove all but one of them"
-        )
-    for name, kind in kinds.items():
-        if pa.types.is_nested(kind):
-            _check_names([kind.field(i) for i in range(kind.num_fields)], f"{place}: {name!r}")
-
-
-def _mapped(file: Any) -> Any:
-    """Returns a Parquet file's table, mapped from an unlinked copy that disappears with the process."""
-    import pyarrow as pa
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = str(Path(folder) / "rows.arrow")
-        with pa.OSFile(path, "wb") as copy, pa.ipc.new_file(copy, file.schema_arrow) as writer:
-            for batch in file.iter_batches(batch_size=_ROWS_COPIED):
-                writer.write_batch(batch)
-        return pa.ipc.open_file(pa.memory_map(path)).read_all()
-
-
 class _Numbers:
     """Tasks that an environment identifies by index."""
 
@@ -442,24 +356,6 @@ class CheckedRows:
         return _as_row(row, index, self._name)
 
 
-class _ArrowRows(CheckedRows):
-    """Rows of a dataset of the library ``datasets``."""
-
-    def __getitem__(self, index: int, /) -> Row:
-        return _row_of_arrow(super().__getitem__(index))
-
-
-class _GymRows(CheckedRows):
-    """Rows of a task of ``reasoning-gym``, with the arguments that its verifier needs besides the row."""
-
-    def __init__(self, rows: Sequence[Any], spec: PromptSourceSpec) -> None:
-        super().__init__(rows, spec.path)
-        self._task = {"name": spec.path, "arguments": dict(spec.arguments)}
-
-    def __getitem__(self, index: int, /) -> Row:
-        return {**super().__getitem__(index), "task": self._task}
-
-
 def _as_row(row: object, index: int, name: str) -> Row:
     if not isinstance(row, Mapping):
         raise ValueError(  # noqa: TRY004 -- the data is wrong, not an argument's type
@@ -468,7 +364,8 @@ def _as_row(row: object, index: int, name: str) -> Row:
     return row
 
 
-def _file(spec: PromptSourceSpec, key: str) -> Path:
+def file_of(spec: PromptSourceSpec, key: str) -> Path:
+    """Returns the file of a set. Raises ValueError, with the key, if it does not exist."""
     path = Path(spec.path)
     if not path.is_file():
         raise ValueError(
@@ -478,35 +375,7 @@ def _file(spec: PromptSourceSpec, key: str) -> Path:
 
 
 def open_jsonl(spec: PromptSourceSpec, key: str) -> PromptSource:
-    return _JsonLines(_file(spec, key))
-
-
-def open_parquet(spec: PromptSourceSpec, key: str) -> PromptSource:
-    return _Parquet(_file(spec, key), key)
-
-
-def open_huggingface(spec: PromptSourceSpec, key: str) -> PromptSource:
-    try:
-        import datasets
-    except ModuleNotFoundError as error:
-        raise ValueError(f"{key} needs the package 'datasets'; pip install datasets") from error
-    if Path(spec.path).is_file():
-        raise ValueError(
-            f"{key}.path: {spec.path!r} is a file, but source 'huggingface' reads a dataset's id or folder; "
-            "write JSON lines or Parquet, put the file into a folder of its own, or return its rows from a "
-            "Python function (source 'python')"
-        )
-    try:
-        rows = datasets.load_dataset(spec.path, name=spec.subset, split=spec.split)
-    except Exception as error:  # the library raises many kinds, some without a common class
-        why = str(error)
-        if type(error) is datasets.exceptions.DatasetGenerationError:  # only its cause says why
-            why = f"{error.__cause__!r:.300}"
-        raise ValueError(
-            f"{key}: the dataset {spec.path!r} (subset {spec.subset!r}, split {spec.split!r}) cannot be "
-            f"loaded ({why}); check {key}.path, {key}.subset and {key}.split"
-        ) from error
-    return _ArrowRows(rows, spec.path)
+    return _JsonLines(file_of(spec, key))
 
 
 def open_python(spec: PromptSourceSpec, key: str) -> PromptSource:
@@ -552,20 +421,3 @@ def _raised(spec: PromptSourceSpec, key: str, error: BaseException) -> ValueErro
 def open_environment(spec: PromptSourceSpec, key: str) -> PromptSource:
     assert spec.limit is not None, f"{key} has a limit"
     return _Numbers(spec.path, spec.limit)
-
-
-def open_reasoning_gym(spec: PromptSourceSpec, key: str) -> PromptSource:
-    try:
-        import reasoning_gym
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"{key} needs the package 'reasoning-gym'; pip install reasoning-gym"
-        ) from error
-    try:
-        dataset = reasoning_gym.create_dataset(spec.path, **spec.arguments)
-    except (TypeError, ValueError, AssertionError, AttributeError) as error:
-        raise ValueError(
-            f"{key}: reasoning-gym cannot create the task {spec.path!r} with {dict(spec.arguments)} "
-            f"({error}); check {key}.path and {key}.arguments"
-        ) from error
-    return _GymRows(dataset, spec)

@@ -1,8 +1,11 @@
-"""Reward protocol with its input and its result."""
+"""Protocols of rewards and of clients of reward services, with their input and result."""
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from services.rollout.calls.outside import AddressPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,4 +57,33 @@ class Reward(Protocol):
 
         Raises:
             CallError: If there is no score. A failure is never a score of 0.
+        """
+
+
+class RemoteReward(Protocol):
+    """Client of a service that scores responses."""
+
+    async def score(
+        self, given: RewardInput, *, episode: Mapping[str, Any] | None = None, timeout_s: float
+    ) -> Any:
+        """Returns the service's score: a number, or terms by name.
+
+        Raises:
+            CallError: ``timeout`` after the deadline; ``exception`` if the service refuses or fails;
+                ``invalid_value`` if it returns no score.
+        """
+
+
+class OpenRewardService(Protocol):
+    """Opens a client of services whose URLs have a scheme (door ``slipstream.reward_services``)."""
+
+    def __call__(
+        self, url: str, /, *, reach: AddressPolicy, token: str, concurrency: int
+    ) -> AbstractAsyncContextManager[RemoteReward]:
+        """Opens a client while the block runs.
+
+        Args:
+            reach: Policy that the address must satisfy.
+            token: Token for the service; empty without one.
+            concurrency: Max number of concurrent calls.
         """

@@ -2,27 +2,20 @@
 
 import itertools
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from services.common.runspec.rollout import EARNED, REWARDS, SERVICES, RewardSpec
+from services.common.callables import load_callable
+from services.common.runspec.rollout import EARNED, REWARD_SERVICES, REWARDS, RewardSpec, is_service
 from services.common.runspec.run import RunSpec
 from services.common.task_group import TaskGroup, unwrapped
 from services.rollout.calls.outside import AddressPolicy
 from services.rollout.calls.pool import CallPool
 from services.rollout.failures import CallError
-from services.rollout.rewards.base import RewardInput, Score
-from services.rollout.rewards.reasoning import BEGIN
-from services.rollout.rewards.remote import (
-    GrpcRewardService,
-    HttpRewardService,
-    RemoteReward,
-    RewardService,
-)
+from services.rollout.rewards.answers import BEGIN
+from services.rollout.rewards.base import OpenRewardService, RemoteReward, RewardInput, Score
 from services.rollout.rewards.terms import checked_score, earned_terms, token_values, weighted_score
-
-_GRPC = ("grpc://", "grpcs://")
 
 
 class Comparison:
@@ -147,10 +140,10 @@ class Scorer:
         async with AsyncExitStack() as stack:
             remotes = {
                 term.name: await stack.enter_async_context(
-                    RemoteReward(term.name, _service(term, reach), concurrency=concurrency)
+                    _client(term, reach, concurrency=concurrency)
                 )
                 for term in specs
-                if is_url(term.name)
+                if is_service(term.name)
             }
             scorer = cls(specs, pool, remotes, key=key)
             await scorer.check()
@@ -168,7 +161,7 @@ class Scorer:
             ValueError: With the key of the wrong reward and the fix.
         """
         for index, spec in enumerate(self._specs):
-            if is_url(spec.name) or spec.name == EARNED:
+            if is_service(spec.name) or spec.name == EARNED:
                 continue
             try:
                 await self._pool.check(_reference(spec))
@@ -213,7 +206,7 @@ class Scorer:
         if spec.name == EARNED:
             return earned_terms(spec, given.earned)
         episode = given.episode() if spec.sees_episode else None
-        if is_url(spec.name):
+        if is_service(spec.name):
             remote = self._remotes[spec.name]
             value = await remote.score(given, episode=episode, timeout_s=spec.timeout_s)
             return spec, _some(spec, value)
@@ -283,16 +276,12 @@ def _some(spec: RewardSpec, value: object) -> object:
     return value
 
 
-def is_url(name: str) -> bool:
-    """Returns True if a reward's name is the address of a service."""
-    return name.startswith(SERVICES)
-
-
-def _service(spec: RewardSpec, reach: AddressPolicy) -> RewardService:
+def _client(
+    spec: RewardSpec, reach: AddressPolicy, *, concurrency: int
+) -> AbstractAsyncContextManager[RemoteReward]:
+    open_client: OpenRewardService = load_callable(REWARD_SERVICES[spec.name.partition("://")[0]])
     token = str(spec.arguments.get("token", ""))
-    if spec.name.startswith(_GRPC):
-        return GrpcRewardService(spec.name, reach=reach, token=token)
-    return HttpRewardService(spec.name, reach=reach, token=token)
+    return open_client(spec.name, reach=reach, token=token, concurrency=concurrency)
 
 
 def _reference(spec: RewardSpec) -> str:

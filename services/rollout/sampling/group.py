@@ -18,8 +18,8 @@ from services.rollout.data.images import ImageReader
 from services.rollout.data.prompts import Curriculum, Prompt
 from services.rollout.engines.base import Engine, GenerationResult, split_stop_texts
 from services.rollout.failures import CallError, GroupError
+from services.rollout.rewards.answers import BEGIN
 from services.rollout.rewards.base import Reward, RewardInput, Score
-from services.rollout.rewards.reasoning import BEGIN
 from services.rollout.rewards.scorer import Comparison
 from services.rollout.rewards.terms import joined
 from services.rollout.sampling.progress_cache import GroupProgress, MemberProgress

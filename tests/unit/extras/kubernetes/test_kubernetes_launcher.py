@@ -338,7 +338,7 @@ async def test_rollouts_that_take_turns_with_the_trainer_are_in_its_pod_and_wait
         for number, container in enumerate(in_turns):
             assert container["resources"] == {}
             assert container["command"][2:5] == [
-                *("services.rollout.colocated", "/tmp/trainer-0.ready", str(number))
+                *("services.extras.kubernetes.colocated", "/tmp/trainer-0.ready", str(number))
             ]
             env = {each["name"]: each.get("value") for each in container["env"]}
             assert env["SLIPSTREAM_ROLLOUT_GPU_NEIGHBOURS"] == '["trainer"]'

@@ -20,10 +20,10 @@ from services.common.http.server import serve_http
 from services.common.models.tokenizer import load_tokenizer
 from services.common.runspec.run import ModelSpec
 from services.extras.reward_services.classifier import Classifier, ClassifierService
+from services.extras.reward_services.remote import HttpRewardService
 from services.rollout.calls.outside import AddressPolicy
 from services.rollout.failures import CallError
 from services.rollout.rewards.base import RewardInput
-from services.rollout.rewards.remote import HttpRewardService
 
 TEXTS = ["a", "bcd", "a longer answer than the others", "z" * 40]
 

@@ -6,10 +6,10 @@ import gzip
 import httpx
 import pytest
 
+from services.extras.reward_services.remote import HttpRewardService
 from services.rollout.calls.outside import AddressPolicy, is_public
 from services.rollout.failures import BusyError, CallError
 from services.rollout.rewards.base import RewardInput
-from services.rollout.rewards.remote import HttpRewardService
 
 GIVEN = RewardInput(prompt="p", response="r", answer="a", row={})
 PRIVATE = [

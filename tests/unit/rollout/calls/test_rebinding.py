@@ -9,12 +9,12 @@ import pytest
 
 from services.extras.agents.runner import AgentService
 from services.extras.environments.openenv import OpenEnv
+from services.extras.reward_services.remote import GrpcRewardService, HttpRewardService
 from services.rollout.calls import outside
 from services.rollout.calls.outside import AddressPolicy, ExternalService
 from services.rollout.data.images import ImageReader
 from services.rollout.failures import BusyError, CallError, GroupError
 from services.rollout.rewards.base import RewardInput
-from services.rollout.rewards.remote import GrpcRewardService, HttpRewardService
 
 HOST = "rebinding.example"
 PUBLIC, PRIVATE = "127.0.0.2", "127.0.0.1"

@@ -268,8 +268,8 @@ def test_a_large_parquet_file_is_mapped_and_has_the_same_rows(
 ) -> None:
     rows = [{"prompt": f"{n}", "answer": {"deep": [n, n + 1]}} for n in range(1000)]
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet", row_group_size=64)
-    monkeypatch.setattr("services.rollout.data.sources._MAX_HELD_BYTES", 0)
-    monkeypatch.setattr("services.rollout.data.sources._ROWS_COPIED", 100)
+    monkeypatch.setattr("services.extras.tables.sources._MAX_HELD_BYTES", 0)
+    monkeypatch.setattr("services.extras.tables.sources._ROWS_COPIED", 100)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     source = open_sources(data("parquet", tmp_path / "rows.parquet"))["train"]
     assert len(source) == 1000

@@ -17,9 +17,10 @@ from services.common.runspec.data import DataSpec
 from services.common.runspec.rollout import RewardSpec
 from services.extras.math_verify import answer as math_reward
 from services.extras.math_verify.answer import math_answer
+from services.extras.reasoning_gym.reward import gym_answer
 from services.rollout.calls.pool import CallPool
 from services.rollout.data.sources import open_sources
-from services.rollout.rewards.answers import exact_match, gym_answer
+from services.rollout.rewards.answers import exact_match
 from services.rollout.rewards.base import RewardInput
 from services.rollout.rewards.scorer import Scorer
 

@@ -9,16 +9,16 @@ import httpx
 import pytest
 
 from services.common.runspec.rollout import RewardSpec
-from services.rollout.calls.outside import AddressPolicy
-from services.rollout.calls.pool import CallPool
-from services.rollout.failures import BusyError, CallError
-from services.rollout.rewards.base import RewardInput, Score
-from services.rollout.rewards.remote import (
+from services.extras.reward_services.remote import (
     CircuitBreaker,
     GrpcRewardService,
     HttpRewardService,
     RemoteReward,
 )
+from services.rollout.calls.outside import AddressPolicy
+from services.rollout.calls.pool import CallPool
+from services.rollout.failures import BusyError, CallError
+from services.rollout.rewards.base import RewardInput, Score
 from services.rollout.rewards.scorer import Scorer
 from slipstream.reward.v1 import reward_pb2 as pb
 from slipstream.reward.v1 import reward_pb2_grpc

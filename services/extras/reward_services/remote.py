@@ -54,6 +54,15 @@ class CircuitBreaker:
             self._closes_at = self._now() + self._open_s
 
 
+def open_remote_reward(
+    url: str, *, reach: AddressPolicy, token: str, concurrency: int
+) -> "RemoteReward":
+    """Returns a client; see :class:`~services.rollout.rewards.base.OpenRewardService`."""
+    is_grpc = url.startswith(("grpc://", "grpcs://"))
+    service_type = GrpcRewardService if is_grpc else HttpRewardService
+    return RemoteReward(url, service_type(url, reach=reach, token=token), concurrency=concurrency)
+
+
 class RewardService(Protocol):
     """Remote service that scores responses."""
 

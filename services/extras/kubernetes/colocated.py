@@ -1,6 +1,6 @@
 """Starts a colocated rollout in the trainer's pod after the trainer has loaded and sleeps.
 
-    python -m services.rollout.colocated /tmp/trainer-0.ready 0,1 600
+    python -m services.extras.kubernetes.colocated /tmp/trainer-0.ready 0,1 600
 
 waits up to 600 seconds for the file in which the trainer lists its GPUs, takes the first two of
 them and replaces itself with ``python -m services.rollout``. Kubernetes assigns a GPU to one
@@ -52,7 +52,7 @@ def wait_for_gpus(
 
 
 def main() -> NoReturn:
-    """Entry point of ``python -m services.rollout.colocated``."""
+    """Entry point of ``python -m services.extras.kubernetes.colocated``."""
     # PID 1 of a container ignores signals without a handler.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     path, numbers, timeout_s = sys.argv[1:]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from services.rollout.colocated import wait_for_gpus
+from services.extras.kubernetes.colocated import wait_for_gpus
 
 
 class Clock:

@@ -1,0 +1,1 @@
+"""Tasks and verifiers of the package reasoning-gym."""
