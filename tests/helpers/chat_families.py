@@ -245,6 +245,27 @@ _SMOLLM2 = """\
 {{ '<|im_start|>system\\nYou are a helpful AI assistant named SmolLM<|im_end|>\\n' }}{% endif %}\
 {{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n'}}{% endfor %}\
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+_PHI3 = """\
+{% for message in messages %}{% if message['role'] == 'system' %}{{'<|system|>\\n' + message['content'] + '<|end|>\\n'}}\
+{% elif message['role'] == 'user' %}{{'<|user|>\\n' + message['content'] + '<|end|>\\n'}}\
+{% elif message['role'] == 'assistant' %}{{'<|assistant|>\\n' + message['content'] + '<|end|>\\n'}}{% endif %}\
+{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}{{ eos_token }}{% endif %}"""
+_CHATGLM3 = """\
+{% for message in messages %}{% if loop.first %}[gMASK]sop{% endif %}\
+{{ '<|' + message['role'] + '|>\\n ' + message['content'] }}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|assistant|>\\n ' }}{% endif %}"""
+_OLMO2 = """\
+{{ bos_token }}{% for message in messages %}{% if message['role'] == 'system' %}{{ '<|system|>\\n' + message['content'] + '\\n' }}\
+{% elif message['role'] == 'user' %}{{ '<|user|>\\n' + message['content'] + '\\n' }}\
+{% elif message['role'] == 'assistant' %}{{ '<|assistant|>\\n' + message['content'] + eos_token }}\
+{% if not loop.last %}{{ '\\n' }}{% endif %}{% endif %}\
+{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}{% endfor %}"""
+_NEMOTRON = """\
+{% for message in messages %}{% if message['role'] == 'system' %}{{ '<SPECIAL_10>System\\n' + message['content'] + '\\n' }}\
+{% elif message['role'] == 'user' %}{{ '<SPECIAL_11>User\\n' + message['content'] + '\\n' }}\
+{% elif message['role'] == 'assistant' %}{{ '<SPECIAL_11>Assistant\\n' + message['content'] + '\\n' }}\
+{% if loop.last %}{{ '<SPECIAL_12>' }}{% endif %}{% endif %}{% endfor %}\
+{% if add_generation_prompt %}{{ '<SPECIAL_11>Assistant\\n' }}{% endif %}"""
 _QWEN_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|image_pad|>")
 _QWEN_INNER = (
     "<tool_call>",
@@ -348,6 +369,41 @@ FAMILIES = {
         special=("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
         eos="<|im_end|>",
         roles=("system", "user", "assistant", "other"),
+        has_calls=False,
+    ),
+    "phi3": Family(
+        template=_PHI3,
+        special=("<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
+        eos="<|endoftext|>",
+        stops=("<|end|>", "<|assistant|>"),
+        roles=("system", "user", "assistant"),
+        has_calls=False,
+    ),
+    "chatglm3": Family(
+        template=_CHATGLM3,
+        special=("</s>", "[gMASK]", "sop"),
+        # Its template writes the last of them for messages of that role only.
+        plain=("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
+        eos="</s>",
+        stops=("<|user|>", "<|observation|>"),
+        roles=("system", "user", "assistant"),
+        has_calls=False,
+    ),
+    "olmo2": Family(
+        template=_OLMO2,
+        special=("<|endoftext|>", "<|pad|>"),
+        eos="<|endoftext|>",
+        bos="<|endoftext|>",
+        roles=("system", "user", "assistant"),
+        has_calls=False,
+    ),
+    "nemotron": Family(
+        template=_NEMOTRON,
+        special=("<s>", "<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_12>"),
+        eos="<SPECIAL_12>",
+        bos="<s>",
+        stops=("<SPECIAL_11>",),
+        roles=("system", "user", "assistant"),
         has_calls=False,
     ),
 }  # fmt: skip

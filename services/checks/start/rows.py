@@ -1,6 +1,7 @@
 """Trial of the first rows of a run's data as rollouts process them: templates, tokenizer, rewards."""
 
 import asyncio
+import json
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -83,6 +84,11 @@ def try_rows(
             else:
                 made.append(prompt)
         prompts[split] = made
+        if spoken := sum(_is_chat_text(prompt.text) for prompt in made):
+            trial.notes.append(
+                f"data.{split}: the prompt is the JSON text of chat messages in {spoken} of {len(made)} "
+                "rows, which the model gets as one text; store the messages as a list"
+            )
         if refused and not made:
             trial.problems.append(
                 f"data.{split}: none of its first {count} rows can be used: {refused[0]}"
@@ -93,6 +99,20 @@ def try_rows(
             )
     trial.problems.extend(_size_problems(spec, prompts))
     return trial, prompts
+
+
+def _is_chat_text(text: str) -> bool:
+    """Returns True if a prompt describes messages as JSON."""
+    if not text.lstrip().startswith("["):
+        return False
+    try:
+        messages = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return bool(messages) and all(
+        isinstance(message, Mapping) and {"role", "content"} <= message.keys()
+        for message in messages
+    )
 
 
 def _image_reader(spec: RunSpec, tokenizer: Tokenizer) -> "ImageReader | None":

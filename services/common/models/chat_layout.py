@@ -11,6 +11,7 @@ _SYSTEM, _QUESTION, _REPLY, _NEXT = "qsys7u1x", "qask7u2x", "qrep7u3x", "qnxt7u4
 # Marks inside a turn, which the texts of messages may contain as tokens: <think> and </think>, <tool_call>.
 _INNER: Final = re.compile(r"<(/?)([a-z_]+)>")
 _REASONING: Final = re.compile("think|reason", re.IGNORECASE)
+_ROLES: Final = ("user", "assistant", "system")
 Render = Callable[[Sequence[Mapping[str, Any]]], str]
 """Renders messages without the start of an answer. Raises ValueError if the template refuses them."""
 
@@ -63,18 +64,40 @@ def _learned(tokens: set[str], added: Collection[str], render: Render) -> ChatLa
     last = _rendered(render, chat[:2])
     opening = _last(pattern.findall(text.partition(_QUESTION)[0]))
     between = _leading(pattern, text.partition(_REPLY)[2])
-    closing = between if between != opening else None
-    stop = _leading(pattern, last.partition(_REPLY)[2]) or between
+    ending = _leading(pattern, last.partition(_REPLY)[2])
+    # GLM's templates write nothing after the last reply, and the next role's token after an earlier one.
+    # The token that opens a conversation may be the one that ends its replies, as OLMo's.
+    closing = between if between != opening or between == ending else None
+    stop = ending or between
     # A generation prompt or an assistant's message may begin with a mark of its reasoning.
     before = pattern.findall((with_system or text).partition(_REPLY)[0])
     tokens |= {token for token in before if not _REASONING.search(token)}
     tokens |= set(pattern.findall(text.partition(_REPLY)[2])) | {stop or ""}
+    tokens |= _of_other_roles(tokens, added)
     return ChatLayout(
         control_tokens=frozenset(tokens - {""}),
         closing=closing,
         stop=stop,
         needs_parts=needs_parts,
     )
+
+
+def _of_other_roles(tokens: Collection[str], added: Collection[str]) -> set[str]:
+    """Returns added tokens that are spelled like those of the known roles, as ChatGLM's ``<|observation|>``.
+
+    A template may join such a token from its marks and a message's role, so that it is nowhere in its source.
+    """
+    return {
+        token
+        for known in tokens
+        for role in _ROLES
+        if (parts := known.partition(role))[1] and parts[0] and parts[2]
+        for token in added
+        if token.startswith(parts[0])
+        and token.endswith(parts[2])
+        and len(token) > len(parts[0]) + len(parts[2])
+        and (not _INNER.fullmatch(token) or token in tokens)
+    }
 
 
 def _written(template: str, added: Collection[str]) -> set[str]:

@@ -96,6 +96,12 @@ def init(
         fail(f"MODEL {model!r} is not a known preset; use one of {', '.join(preset_names())}")
         raise typer.Exit(2)
     _refuse_if_there(file, force=force)
+    if not (model + data).isprintable():
+        try:
+            (model + data).encode()
+        except UnicodeEncodeError:
+            fail("MODEL and DATA must be text of Unicode characters; rename the file")
+            raise typer.Exit(2) from None
     source = PromptSourceSpec(source=_kind(data), path=data)
     try:
         rows = _first_rows(source)

@@ -48,6 +48,7 @@ class _Parquet:
         import pyarrow as pa
         from pyarrow import parquet
 
+        self._path = path
         try:
             file = parquet.ParquetFile(path, memory_map=True)
             _check_names(file.schema_arrow, f"{key}: {path}")
@@ -64,7 +65,14 @@ class _Parquet:
         return int(self._table.num_rows)
 
     def __getitem__(self, index: int, /) -> Row:
-        return _row_of_arrow(self._table.slice(index, 1).to_pylist()[0])
+        try:
+            rows = self._table.slice(index, 1).to_pylist(maps_as_pydicts="strict")
+        except KeyError as error:
+            raise ValueError(
+                f"row {index} of {self._path} has a map with a key more than once ({error.args[0]}); keep "
+                "one of its values"
+            ) from error
+        return _row_of_arrow(rows[0])
 
 
 def _check_names(fields: Any, place: str) -> None:

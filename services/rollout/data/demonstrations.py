@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import Any, Literal, cast
 
 from services.common.models.tokenizer import Tokenizer
@@ -163,7 +163,9 @@ def _rendered(
     indices = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     seen = answer = ""
     for index in indices if turns == "all" else indices[-1:]:
-        before, after = _around_answer(messages, tools, tokenizer, index=index, seen=seen)
+        before, after = _around_answer(messages, tools, tokenizer, index=index)
+        if not before.startswith(seen):
+            seen, answer = _without_ending(seen, answer, before, tokenizer)
         prompt_ids: Sequence[int] = tokenizer.encode(before[len(seen) :], continues=bool(seen))
         if seen:
             answer_ids, prompt_ids = _ended(answer, prompt_ids, tokenizer)
@@ -175,22 +177,15 @@ def _rendered(
 
 
 def _around_answer(
-    messages: Messages, tools: Messages, tokenizer: Tokenizer, *, index: int, seen: str
+    messages: Messages, tools: Messages, tokenizer: Tokenizer, *, index: int
 ) -> tuple[str, str]:
     """Returns the rendered conversation up to the start, and up to the end, of one answer.
 
     Args:
         index: Index of the answer's message.
-        seen: The rendered conversation up to the end of the answer before.
     """
     before = tokenizer.render_chat(messages[:index], tools)
     after = tokenizer.render_chat(messages[: index + 1], tools, opens_answer=False)
-    if not before.startswith(seen):
-        raise ValueError(
-            "the chat template renders an earlier answer differently if messages follow it, for example "
-            "without its reasoning, so that answer cannot be trained; set "
-            "data.demonstration.turns to 'last', or add {% generation %} marks to the template"
-        )
     if not after.startswith(before):
         raise ValueError(
             "the chat template's generation prompt differs from the start of a rendered answer, so the "
@@ -198,6 +193,34 @@ def _around_answer(
             "marks to the template"
         )
     return before, after
+
+
+def _without_ending(
+    seen: str, answer: str, following: str, tokenizer: Tokenizer
+) -> tuple[str, str]:
+    """Returns a conversation and its last answer without the tokens that only the end of a chat has.
+
+    Phi-3's template ends a chat with the end-of-sequence token, Nemotron's only the last answer.
+
+    Args:
+        seen: The rendered conversation up to the end of the answer.
+        following: The rendered conversation with the messages after the answer.
+
+    Raises:
+        ValueError: If more than these tokens differ.
+    """
+    same = sum(
+        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(seen, following, strict=False))
+    )
+    starts = [seen.rfind(token) for token in tokenizer.textless_tokens if seen.endswith(token)]
+    start = max(starts, default=len(seen))
+    if start > same or len(seen) - start > len(answer):
+        raise ValueError(
+            "the chat template renders an earlier answer differently if messages follow it, for example "
+            "without its reasoning, so that answer cannot be trained; set "
+            "data.demonstration.turns to 'last', or add {% generation %} marks to the template"
+        )
+    return seen[:start], answer[: len(answer) - (len(seen) - start)]
 
 
 def _ended(

@@ -35,6 +35,13 @@ def answer_text(answer: Any, *, reward: str) -> str:
             f"{reward} needs text or a number as the answer, got {answer!r:.80}; set data.answer_column to a "
             "column with one value, such as COLUMN.KEY of a mapping, or use a reward of your own"
         )
+    if isinstance(answer, bytes):
+        try:
+            return answer.decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{reward} needs text or a number as the answer, got bytes that are no UTF-8: {answer!r:.80}"
+            ) from error
     return str(answer)
 
 

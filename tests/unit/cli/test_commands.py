@@ -193,6 +193,13 @@ def test_a_closed_pipe_ends_the_command_quietly():
     assert done.stderr == ""
 
 
+@pytest.mark.parametrize("names", [("a\udcffb", "rows.jsonl"), ("org/model", "a\udcffb.jsonl")])
+def test_init_refuses_names_that_are_no_text(tmp_path, names):
+    made = CliRunner().invoke(app, ["init", *names, "--file", str(tmp_path / "run.yaml")])
+    assert made.exit_code == 2
+    assert "Unicode" in made.output
+
+
 @pytest.mark.parametrize(
     ("prompt", "is_rendered"),
     [

@@ -39,15 +39,15 @@ def broken(prompt, response, answer, row):
 """
 
 
-def trial(
-    folder: Path, reward: dict[str, Any], rows: list[dict[str, str]], **data: str
-) -> RowTrialResult:
-    """Returns the findings for a reward and rows."""
+def specified(
+    folder: Path, reward: dict[str, Any], rows: list[dict[str, str]], **data: object
+) -> RunSpec:
+    """Returns a specification with a reward and rows."""
     (folder / "rewards.py").write_text(REWARDS)
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     if reward["name"][0] == ":":
         reward = {**reward, "name": f"{folder / 'rewards.py'}{reward['name']}"}
-    spec = RunSpec.model_validate(
+    return RunSpec.model_validate(
         {
             "name": "trial",
             "model": {"path": "tiny:qwen2-0.4m", "tokenizer": "bytes"},
@@ -63,9 +63,26 @@ def trial(
             "trainer": {"steps": 1, "prompts_per_step": 1},
         }
     )
+
+
+def trial(
+    folder: Path, reward: dict[str, Any], rows: list[dict[str, str]], **data: str
+) -> RowTrialResult:
+    """Returns the findings for a reward and rows."""
+    spec = specified(folder, reward, rows, **data)
     tokenizer = load_tokenizer(spec.model)
     _, prompts = try_rows(spec, open_sources(spec.data), tokenizer)
     return try_functions(spec, prompts, tokenizer)
+
+
+def test_messages_as_json_text_are_noted(tmp_path: Path) -> None:
+    chat = json.dumps([{"role": "user", "content": "1+1="}])
+    rows = [{"question": text, "answer": "2"} for text in (chat, "[1, 2]", "[", chat)]
+    spec = specified(
+        tmp_path, {"name": "exact_match"}, rows, chat_template=True, max_prompt_tokens=256
+    )
+    found, _ = try_rows(spec, open_sources(spec.data), load_tokenizer(spec.model))
+    assert ["in 2 of 4 rows" in note for note in found.notes] == [True]
 
 
 @pytest.mark.parametrize(

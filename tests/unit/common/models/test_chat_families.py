@@ -144,6 +144,10 @@ STOPS = {  # token that the template writes after the last reply, and after a re
     "deepseek": ("<｜end▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),  # noqa: RUF001 -- its mark
     "gpt_oss": ("<|return|>", "<|end|>"),
     "smollm2": ("<|im_end|>", "<|im_end|>"),
+    "phi3": ("<|end|>", "<|end|>"),
+    "chatglm3": ("<|user|>", None),
+    "olmo2": ("<|endoftext|>", "<|endoftext|>"),
+    "nemotron": ("<SPECIAL_12>", None),
 }
 
 

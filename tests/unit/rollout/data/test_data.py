@@ -158,6 +158,33 @@ def test_a_dotted_name_reaches_into_a_nested_column(tmp_path: Path) -> None:
     assert column_value({"a.b": 1, "a": {"b": 2}}, "a.b") == 1
 
 
+def test_a_map_of_a_parquet_file_is_a_mapping(tmp_path: Path) -> None:
+    file = tmp_path / "rows.parquet"
+    function = pa.struct([("name", pa.string()), ("arguments", pa.map_(pa.string(), pa.string()))])
+    message = pa.struct(
+        [
+            ("role", pa.string()),
+            ("content", pa.string()),
+            ("tool_calls", pa.list_(pa.struct([("function", function)]))),
+        ]
+    )
+    call = {"function": {"name": "f", "arguments": [("city", "Oslo")]}}
+    chats = [
+        [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [call]}],
+        [{"role": "user", "content": "q"}],
+    ]
+    maps = pa.array([[("a", 1)], [("a", 1), ("a", 2)]], pa.map_(pa.string(), pa.int64()))
+    table = pa.table({"prompt": pa.array(chats, pa.list_(message)), "answer": maps})
+    parquet.write_table(table, file)
+    source = open_sources(data("parquet", file))["train"]
+    assert source[0]["answer"] == {"a": 1}
+    assert source[0]["prompt"][1]["tool_calls"][0]["function"]["arguments"] == {"city": "Oslo"}
+    with pytest.raises(
+        ValueError, match=r"row 1 of .*rows\.parquet has a map with a key more than once"
+    ):
+        source[1]
+
+
 def test_limit_keeps_the_first_rows(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(json.dumps(row) for row in ROWS))

@@ -32,6 +32,9 @@ def test_exact_match_ignores_white_space_and_on_demand_case() -> None:
     assert exact_match("", "Yes", "yes", {}, ignore_case=True) == 1.0
     assert [exact_match("", text, 72.0, {}) for text in ("72", "72.0", "7")] == [1.0, 1.0, 0.0]
     assert exact_match("", "72", "72.0", {}) == 0.0
+    assert exact_match("", "72", b"72", {}) == 1.0
+    with pytest.raises(ValueError, match="UTF-8"):
+        exact_match("", "72", b"\xff", {})
     for missing in (None, math.nan):
         with pytest.raises(ValueError, match="needs an answer"):
             exact_match("", "x", missing, {})

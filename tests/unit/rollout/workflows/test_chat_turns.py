@@ -207,7 +207,7 @@ def test_the_next_message_keeps_its_role_whatever_token_ended_a_reply_without_it
     assert "<|user|>\nand now" in after
 
 
-@pytest.mark.parametrize("name", sorted(FAMILIES.keys() - {"glm4"}))
+@pytest.mark.parametrize("name", sorted(FAMILIES.keys() - {"glm4", "chatglm3", "nemotron"}))
 def test_a_reply_that_ended_by_itself_gets_no_second_end_token(name: str) -> None:
     family, tokenizer = FAMILIES[name], family_tokenizer(name)
     chat = [*ASK, {"role": "assistant", "content": "MARK"}, {"role": "user", "content": "and now"}]
