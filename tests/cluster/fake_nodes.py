@@ -18,7 +18,13 @@ def _now() -> str:
 def fake_nodes(core: CoreV1Api, *, count: int, gpus: int) -> Iterator[list[str]]:
     """Adds nodes and simulates their kubelets until the block ends; yields the nodes' names."""
     names = [f"fake-{index}" for index in range(count)]
-    resources = {"cpu": "96", "memory": "1Ti", "pods": "110", "nvidia.com/gpu": str(gpus)}
+    resources = {
+        "cpu": "96",
+        "memory": "1Ti",
+        "ephemeral-storage": "4Ti",
+        "pods": "110",
+        "nvidia.com/gpu": str(gpus),
+    }
     for name in names:
         taint = {"key": "nvidia.com/gpu", "effect": "NoSchedule"}
         core.create_node(

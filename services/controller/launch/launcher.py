@@ -58,8 +58,8 @@ class Launcher(Protocol):
     def problems(self, spec: RunSpec) -> Iterable[str]:
         """Yields reasons why the launcher can never start a run, each with its key and a fix."""
 
-    async def why_volatile(self, folder: str | None) -> str:
-        """Returns why files in a folder of the trainer are lost with it; empty if they are not.
+    async def why_volatile(self, run_id: str, folder: str | None) -> str:
+        """Returns why files in a folder of a run's trainer are lost with it; empty if they are not.
 
         Args:
             folder: Absolute path; None for the folder that the trainer uses by default.
@@ -114,7 +114,7 @@ class LauncherDefaults:
         """Returns nothing: any run may be started."""
         return ()
 
-    async def why_volatile(self, folder: str | None) -> str:
+    async def why_volatile(self, run_id: str, folder: str | None) -> str:
         """Returns an empty text: files outlive workers."""
         return ""
 

@@ -17,6 +17,7 @@ from kubernetes import config
 from kubernetes.client import ApiException, CoreV1Api, CustomObjectsApi
 from urllib3.exceptions import HTTPError
 
+from services.common.errors import NotFoundError
 from services.common.task_group import TaskGroup
 from services.controller.launch.launcher import WorkerExit
 from services.controller.launch.worker_process import (
@@ -146,6 +147,14 @@ async def _labels_of(manager: RunManager, run_id: str) -> Mapping[str, str]:
     return accounting_labels(project=run.project, user=run.created_by)
 
 
+async def _project_of(manager: RunManager, run_id: str) -> str:
+    """Returns the project of a run; empty for one that the database lost."""
+    try:
+        return (await manager.get(run_id)).project
+    except NotFoundError:
+        return ""
+
+
 @asynccontextmanager
 async def open_pods(args: LauncherArgs) -> AsyncIterator[KubernetesLauncher]:
     """Opens the launcher ``kubernetes``, which watches its pods until the block ends.
@@ -175,6 +184,7 @@ async def open_pods(args: LauncherArgs) -> AsyncIterator[KubernetesLauncher]:
         scales=scales,
     )
     launcher.labels_of = partial(_labels_of, manager)
+    launcher.project_of = partial(_project_of, manager)
     selector = f"{WORKER_LABEL}=true,{RUN_LABEL}"
     pods = partial(core.list_namespaced_pod, namespace, label_selector=selector)
     warnings = partial(

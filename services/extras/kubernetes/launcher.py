@@ -85,6 +85,8 @@ class KubernetesLauncher(LauncherDefaults):
     ) -> None:
         self.labels_of: Callable[[str], Awaitable[Mapping[str, str]]] | None = None
         """Returns further labels of a run's pods; None for none."""
+        self.project_of: Callable[[str], Awaitable[str]] | None = None
+        """Returns the project of a run, empty if it is unknown; None without projects."""
         self.on_placed: Callable[[str], None] = lambda node: None
         """Called with the node of each pod that is observed."""
         self._api = api
@@ -112,10 +114,10 @@ class KubernetesLauncher(LauncherDefaults):
         with suppress(OSError):  # the start of the run reports it
             yield from Overrides.read(self._templates).problems(spec)
 
-    async def why_volatile(self, folder: str | None) -> str:
-        """Returns why files in a folder of the trainer are lost with its pod; empty if they are not."""
+    async def why_volatile(self, run_id: str, folder: str | None) -> str:
+        """Returns why files in a folder of a trainer are lost with its pod; empty if they are not."""
         try:
-            templates = await asyncio.to_thread(load_templates, self._templates)
+            templates = await self._load_templates(run_id)
         except FailedPreconditionError:  # the start of the run reports it
             return ""
         return why_volatile(templates.pods[WORKERS["trainer"].program], folder or RUNS_FOLDER)
@@ -132,7 +134,7 @@ class KubernetesLauncher(LauncherDefaults):
         Raises:
             FailedPreconditionError: If Kubernetes refuses an object; the message has its explanation.
         """
-        templates = await asyncio.to_thread(load_templates, self._templates)
+        templates = await self._load_templates(run_id)
         others = await self._api.list(RUN_LABEL) if templates.is_on_node_network else ()
         bodies = build_pods(
             templates,
@@ -172,6 +174,10 @@ class KubernetesLauncher(LauncherDefaults):
                     or not any(self._is_awaited(pod, known) for pod in known.values())
                 )
             )
+
+    async def _load_templates(self, run_id: str) -> WorkerTemplates:
+        project = "" if self.project_of is None else await self.project_of(run_id)
+        return await asyncio.to_thread(load_templates, self._templates, project)
 
     def queued(self, run_id: str) -> set[str]:
         """Returns the workers that wait for a queue or a node, and without which the run goes on."""
@@ -279,7 +285,7 @@ class KubernetesLauncher(LauncherDefaults):
             self._released.pop(run_id, None)
         await self.secrets.remove(run_id)
         await self._api.delete_policy(policy_name(run_id))
-        template = (await asyncio.to_thread(load_templates, self._templates)).pod_group
+        template = (await self._load_templates(run_id)).pod_group
         if template is not None:
             group = gang.build_pod_group(template, run_id, num_pods=0, owner=self._owner)
             await self._api.delete_pod_group(group)

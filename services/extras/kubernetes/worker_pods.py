@@ -55,6 +55,8 @@ TLS_FILES = ("tls.crt", "tls.key", "ca.crt")
 """File names, inside the secret, of a run's certificate, its key and the authority's certificate."""
 _TLS_VOLUME = "tls"
 
+_PROJECT = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_-]*[A-Za-z0-9])?")
+"""Projects that can have templates of their own, as ``values.schema.json`` says."""
 _SCRATCH_VOLUMES = frozenset({"emptyDir", "ephemeral"})
 """Kinds of volumes that are deleted with their pod."""
 
@@ -197,8 +199,11 @@ def problems(spec: RunSpec) -> Iterator[str]:
     yield from kind_problems(spec)
 
 
-def load_templates(folder: Path) -> WorkerTemplates:
+def load_templates(folder: Path, project: str = "") -> WorkerTemplates:
     """Reads the templates from the mounted ConfigMap.
+
+    Args:
+        project: Project of the run, which may have templates of its own (``workers.projects`` of the chart).
 
     Raises:
         FailedPreconditionError: If the folder does not contain them.
@@ -206,7 +211,7 @@ def load_templates(folder: Path) -> WorkerTemplates:
     try:
         topology = pod_topology(folder)
         pods: dict[str, Pod] = {
-            program: yaml.safe_load((folder / f"{program}.yaml").read_text(encoding="utf-8"))
+            program: yaml.safe_load(_file_of(folder, project, program).read_text(encoding="utf-8"))
             for program in programs()
         }
         overrides = Overrides.read(folder)
@@ -222,6 +227,13 @@ def load_templates(folder: Path) -> WorkerTemplates:
         pod_group=group,
         overrides=overrides,
     )
+
+
+def _file_of(folder: Path, project: str, program: str) -> Path:
+    """Returns the file with the pod template of a program, for a project if it has its own."""
+    if _PROJECT.fullmatch(project) and (own := folder / f"{project}.{program}.yaml").exists():
+        return own
+    return folder / f"{program}.yaml"
 
 
 def _read_optional(file: Path) -> Pod | None:

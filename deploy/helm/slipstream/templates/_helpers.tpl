@@ -146,6 +146,12 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 slipstream.dev/worker: "true"
 {{- end -}}
 
+{{/* Not empty if pods of some project are in a queue of Kueue */}}
+{{- define "slipstream.hasQueue" -}}
+{{- .Values.workers.kueue.queueName -}}
+{{- range .Values.workers.projects -}}{{- dig "kueue" "queueName" "" . -}}{{- end -}}
+{{- end -}}
+
 {{/* Name of objects that belong to no namespace, and so must differ between releases of a cluster */}}
 {{- define "slipstream.clusterName" -}}
 {{ .Release.Namespace }}-{{ include "slipstream.fullname" . }}-controller

@@ -220,7 +220,7 @@ spec:
 Pod group of a run for a gang scheduler. The controller adds its name and owner and fills in the number of pods.
 */}}
 {{- define "slipstream.podGroup" -}}
-{{- if .Values.workers.kueue.queueName -}}
+{{- if include "slipstream.hasQueue" . -}}
 {{- fail "workers.gang.scheduler and workers.kueue.queueName exclude each other: Kueue already admits all pods of a run together; set one of them to an empty text" -}}
 {{- end -}}
 apiVersion: {{ include "slipstream.podGroupVersion" . }}
@@ -254,7 +254,7 @@ JobSet of a worker on several nodes. The controller adds its name, labels, owner
 the controller restarts pods.
 */}}
 {{- define "slipstream.jobSet" -}}
-{{- if .Values.workers.kueue.queueName -}}
+{{- if include "slipstream.hasQueue" . -}}
 {{- fail "workers.jobSet.enabled and workers.kueue.queueName exclude each other: Kueue would admit a JobSet separately from the rollouts of its run, and the two could deadlock on resources; without JobSets, Kueue admits all pods of a run together" -}}
 {{- end -}}
 apiVersion: jobset.x-k8s.io/v1alpha2

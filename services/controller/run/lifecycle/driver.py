@@ -306,7 +306,8 @@ class RunDriver:
         checkpoint = self.spec.trainer.checkpoint
         if self._state is not RunState.STARTING or self.spec.validation.only:
             return
-        if why := await self._services.launcher.why_volatile(checkpoint.directory):
+        why = await self._services.launcher.why_volatile(self._run_id, checkpoint.directory)
+        if why:
             message = (
                 f"checkpoints are lost with the trainer, and the run then starts again from step 0: {why}; "
                 "keep them on a claim (workers.checkpoints.existingClaim of the chart), or set "
@@ -434,7 +435,7 @@ class RunDriver:
             return
         if self._has_state(leaving) and entered.result().step > 0:
             folder = self.spec.trainer.checkpoint.directory
-            if why := await self._services.launcher.why_volatile(folder):
+            if why := await self._services.launcher.why_volatile(self._run_id, folder):
                 await self._tell_drain(
                     "CheckpointsVolatile",
                     f"their checkpoints would be lost with them ({why}); pause or cancel the run to let the "

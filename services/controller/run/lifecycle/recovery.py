@@ -266,7 +266,7 @@ async def _checkpoints(
         clock=clock,
         unsaved_s=_unsaved_s(recovered, ready, now=clock.time()),
         saved_step=ready[0].step if ready else recovered.start_step,
-        why_volatile=launcher.why_volatile,
+        why_volatile=partial(launcher.why_volatile, journal.run_id),
     )
 
 

@@ -281,7 +281,7 @@ class FullHost(ExternalLauncher):
 class ScratchVolume(ExternalLauncher):
     """Fake launcher of pods that have no claim for checkpoints."""
 
-    async def why_volatile(self, folder):
+    async def why_volatile(self, run_id, folder):
         return f"{folder or 'the default folder'} is a volume of the pod"
 
 

@@ -26,7 +26,7 @@ class Drained:
             self.released.append(sorted(worker_ids))
             self.steps_saved.append([*workers.saved])
 
-        async def why_volatile(launcher, folder):
+        async def why_volatile(launcher, run_id, folder):
             return self.why_volatile
 
         monkeypatch.setattr(ExternalLauncher, "release", release)

@@ -1,5 +1,6 @@
 """Tests of which checkpoints of a run are kept."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -55,7 +56,7 @@ def parent(database):
         clock=SimpleNamespace(time=lambda: 0.0, monotonic=lambda: 0.0),
         unsaved_s=0.0,
         saved_step=0,
-        why_volatile=ExternalLauncher().why_volatile,
+        why_volatile=partial(ExternalLauncher().why_volatile, "run_1"),
     )
 
     async def save(step):
