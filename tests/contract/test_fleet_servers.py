@@ -3,8 +3,11 @@
 import asyncio
 import importlib.util
 import inspect
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -14,6 +17,7 @@ from torch import Tensor
 
 from services.extras.fleets.engine import FleetEngine
 from services.extras.fleets.local import (
+    TOKEN,
     LocalServer,
     LocalSglang,
     LocalVllm,
@@ -29,6 +33,7 @@ from tests.contract import test_engine_contract, test_engine_weights
 from tests.contract.checks import PROMPT, adopt, assert_agrees
 from tests.contract.engines import decode, expected_logprobs, model_config, weights
 from tests.helpers.engines import begun, made, request, running, until
+from tests.helpers.ports import free_port
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
@@ -174,6 +179,45 @@ async def test_siblings_of_a_group_share_a_server_and_groups_are_spread(
         assert [server.num_running for server in engine.backend.fleet.serving] == [4, 4]
         await engine.abort()
         await asyncio.gather(*tasks)
+
+
+@contextmanager
+def _router(servers: Sequence[LocalServer], folder: Path) -> Iterator[str]:
+    """Yields the address of SGLang's router, which lists servers."""
+    port, metrics_port = free_port(), free_port()
+    command = [
+        *(sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1"),
+        *("--port", str(port), "--prometheus-port", str(metrics_port), "--api-key", TOKEN),
+        *("--worker-urls", *[server.address for server in servers]),
+    ]
+    with (folder / "router.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def test_a_router_is_asked_for_its_servers(
+    servers: list[LocalServer], tmp_path: Path
+) -> None:
+    if servers[0].engine != "sglang-server":
+        pytest.skip("vLLM's router is not installed here")
+    pytest.importorskip("sglang_router", reason="SGLang's router is not installed here")
+    events: list[str] = []
+    with _router(servers, tmp_path) as address:
+        arguments = {"addresses": [address], "token": TOKEN, "context_length": 506}
+        async with _attached(_engine(servers, events, arguments=arguments), 2) as engine:
+            await adopt(engine, 0)
+            results = await asyncio.gather(
+                *begun(engine, [PROMPT[: 5 + seed] for seed in range(8)], max_tokens=20)
+            )
+            for seed, result in enumerate(results):
+                assert_agrees(result, PROMPT[: 5 + seed])
+            fleet = {server.address for server in engine.backend.fleet.serving}
+            assert fleet == {server.address for server in servers}
+    assert any(event.startswith(f"EngineRouterListed: {address} lists") for event in events)
 
 
 async def test_a_server_that_another_run_uses_is_refused_by_name(

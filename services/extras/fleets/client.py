@@ -3,12 +3,14 @@
 import asyncio
 import json
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from typing import Any, Final
 
 import httpx
 
+from services.extras.fleets.routers import LISTS, parse_servers
 from services.extras.fleets.weights import FleetWeights
 from services.rollout.calls.json_text import json_text
 from services.rollout.calls.outside import AddressPolicy, ExternalService, delays
@@ -24,6 +26,7 @@ SCORE_TIMEOUT_S: Final = 60.0
 """Time-out of the logprobs of a prompt."""
 LEAST_RATE: Final = 20e6
 """Lowest bandwidth that the time-out of a transfer allows for, in bytes per second."""
+_MAX_PROCESSES: Final = 64
 _MAX_ANSWER_BYTES: Final = 64 << 20
 OVERLOADED: Final = frozenset({429, 502, 503, 504})
 """Statuses of a server or a proxy that may answer later."""
@@ -60,6 +63,10 @@ class ServerFailedError(RuntimeError):
 
 class ServerRefusedError(RuntimeError):
     """The server answers, but cannot serve this run; only its operator can change that."""
+
+
+class WrongPathError(ServerRefusedError):
+    """What answers at an address has not the interface of a server of this kind; it may be a router."""
 
 
 class ServerBusyError(ServerRefusedError):
@@ -113,6 +120,8 @@ class FleetServer(ABC):
         """Weights that the server has received and has not loaded yet."""
         self._owner = owner
         self._session = ""
+        self._processes: deque[str] = deque(maxlen=_MAX_PROCESSES)
+        """Processes with which sessions began; a restarted server has a new one."""
         self._service = ExternalService(
             address.rstrip("/"),
             reach=reach,
@@ -203,6 +212,36 @@ class FleetServer(ABC):
             ServerAwayError: If the server does not answer in time, or no longer serves its version.
             ServerRefusedError: If it refuses the request.
         """
+
+    async def list_servers(self) -> list[str] | None:
+        """Returns the servers that a router at this address lists; None if it is no router that lists any.
+
+        Raises:
+            ServerAwayError: If it does not answer.
+            ServerRefusedError: If it lists others than servers that can serve a run.
+        """
+        for path in LISTS:
+            status, content, _ = await self.send("GET", path)
+            if status == 200:
+                try:
+                    return parse_servers(content)
+                except ValueError as error:
+                    raise ServerRefusedError(f"{self.address}: {error}") from error
+        return None
+
+    def note_process(self, process: str) -> None:
+        """Notes which process a session began with.
+
+        Raises:
+            ServerRefusedError: If several processes answer in turn.
+        """
+        if process in self._processes and process != self._processes[-1]:
+            raise ServerRefusedError(
+                f"several servers answer at {self.address}, behind a Service, a router or another balancer; "
+                "list each of them in rollout.engine_arguments.addresses"
+            )
+        if process not in self._processes:
+            self._processes.append(process)
 
     async def close(self) -> None:
         """Ends the session and the connections."""
@@ -332,8 +371,8 @@ class FleetServer(ABC):
             raise ServerAwayError(f"{self.address} answered {status}: {shown}")
         if status == 409:
             raise ServerBusyError(f"{self.address}: {shown}")
-        if status == 404:
-            raise ServerRefusedError(f"{self.address} {self.wrong_path} ({shown})")
+        if status in (404, 405):
+            raise WrongPathError(f"{self.address} {self.wrong_path} ({shown})")
         if status != 200:
             raise ServerRefusedError(f"{self.address} answered {status}: {shown}")
         try:

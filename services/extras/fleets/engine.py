@@ -5,6 +5,7 @@ import logging
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final
+from urllib.parse import urlsplit
 
 from torch import Tensor
 
@@ -47,18 +48,17 @@ class FleetBackend:
         reach = config.reach or AddressPolicy()
         # A restarted process of the same worker takes its servers over at once.
         owner = config.worker or secrets.token_hex(8)
-        servers = [
-            kind(
-                address,
-                owner=owner,
-                reach=reach,
-                token=str(config.arguments.get("token", "")),
-                draws_by_seed=capabilities.seeds,
-            )
-            for address in config.arguments["addresses"]
-        ]
+        token = str(config.arguments.get("token", ""))
+        addresses = [str(address).rstrip("/") for address in config.arguments["addresses"]]
         self.fleet = Fleet(
-            servers,
+            addresses,
+            make=lambda address: kind(
+                address, owner=owner, reach=reach, token=token, draws_by_seed=capabilities.seeds
+            ),
+            allowed_hosts={
+                *(host.lower() for host in reach.inner_hosts),
+                *((urlsplit(address).hostname or "").lower() for address in addresses),
+            },
             check=lambda server: server.check_fit(config),
             tolerance=canary_tolerance([config.dtype_name]),
             report=config.report,

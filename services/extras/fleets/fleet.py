@@ -23,8 +23,10 @@ from services.extras.fleets.client import (
     ServerBusyError,
     ServerOverloadedError,
     ServerRefusedError,
+    WrongPathError,
 )
 from services.extras.fleets.protocol import LEASE_S
+from services.extras.fleets.routers import check_hosts
 from services.extras.fleets.weights import FleetWeights
 from services.rollout.calls.outside import delays
 from services.rollout.engines.external import EngineDiedError
@@ -79,7 +81,9 @@ class Fleet:
     """Keeps all servers of a run on its newest weights.
 
     Args:
-        servers: The servers.
+        addresses: Addresses of servers, and of routers, which are asked for their servers.
+        make: Returns the client of a server at an address.
+        allowed_hosts: Hosts that a router may name.
         check: Raises ServerRefusedError if a server that has attached cannot serve the run.
         tolerance: Max mean absolute difference of the canary's logprobs between two servers.
         report: Receives what happened to which server, for people.
@@ -88,22 +92,30 @@ class Fleet:
 
     def __init__(
         self,
-        servers: Sequence[FleetServer],
+        addresses: Sequence[str],
         *,
+        make: Callable[[str], FleetServer],
+        allowed_hosts: Collection[str],
         check: Callable[[FleetServer], None],
         tolerance: float,
         report: Callable[[str, str], None],
         on_lost: Callable[[FleetServer], None] = lambda server: None,
     ) -> None:
-        self._servers = tuple(servers)
+        self._make = make
+        self._allowed_hosts = allowed_hosts
+        self._servers: list[FleetServer] = []
+        self._routers: dict[str, list[str]] = {}
+        """Servers that each router listed last, by its address."""
         self._check = check
         self._tolerance = tolerance
         self._report = report
         self._on_lost = on_lost
         self._weights: FleetWeights | None = None
         self._canary: _Canary | None = None
-        self._locks = {server.address: asyncio.Lock() for server in servers}
-        self._kicks = {server.address: asyncio.Event() for server in servers}
+        self._addresses = tuple(addresses)
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._kicks: dict[str, asyncio.Event] = {}
+        self._keeping: dict[str, asyncio.Task[None]] = {}
         self._problems: dict[str, str] = {}
         self._excluded: dict[str, ServerRefusedError] = {}
         """Reasons of the servers that answered, but refused."""
@@ -132,8 +144,34 @@ class Fleet:
         """Attaches servers and keeps them on the newest weights, until cancelled."""
         with unwrapped():
             async with TaskGroup() as tasks:
-                for server in self._servers:
-                    tasks.create_task(self._keep(server))
+                for address in self._addresses:
+                    self._add(address, tasks)
+                self._notify()
+                while True:
+                    await self._change()
+                    await self._follow_routers(tasks)
+
+    def _add(self, address: str, tasks: TaskGroup) -> None:
+        if address not in self._keeping:
+            server = self._make(address)
+            self._locks[address], self._kicks[address] = asyncio.Lock(), asyncio.Event()
+            self._servers.append(server)
+            self._keeping[address] = tasks.create_task(self._keep(server))
+
+    async def _follow_routers(self, tasks: TaskGroup) -> None:
+        """Adds the servers that routers list, and removes those that no router lists any more."""
+        listed = {address for servers in self._routers.values() for address in servers}
+        for address in listed:
+            self._add(address, tasks)
+        for server in [*self._servers]:
+            if server.address not in {*listed, *self._addresses}:
+                self._servers.remove(server)
+                self._keeping.pop(server.address).cancel()
+                self._excluded.pop(server.address, None)
+                self._name(server, "its router no longer lists it", change="lost")
+                self._detach(server)
+                await server.close()
+                self._notify()
 
     async def wait_attached(self) -> None:
         """Waits until one server can serve this run.
@@ -144,7 +182,7 @@ class Fleet:
         clock = asyncio.get_running_loop().time
         started_at = clock()
         while not self.attached:
-            if len(self._excluded) == len(self._servers):
+            if self._servers and len(self._excluded) == len(self._servers) - len(self._routers):
                 is_busy = any(isinstance(each, ServerBusyError) for each in self._excluded.values())
                 # An owner that was killed keeps its servers until its lease ends.
                 if not is_busy or clock() - started_at > LEASE_S + _PROBE_EVERY_S:
@@ -312,7 +350,7 @@ class Fleet:
             wait_s = _PROBE_EVERY_S
             try:
                 async with self._locks[server.address]:
-                    await self._bring(server)
+                    await self._bring_or_ask(server)
                 refused = delays(_PROBE_EVERY_S, _MAX_WAIT_S)
             except ServerAwayError as error:
                 self._excluded.pop(server.address, None)
@@ -333,6 +371,27 @@ class Fleet:
             with suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await kick.wait()
+
+    async def _bring_or_ask(self, server: FleetServer) -> None:
+        """Brings a server to the newest weights, or asks a router for its servers."""
+        if server.address not in self._routers:
+            try:
+                return await self._bring(server)
+            except WrongPathError:
+                if await server.list_servers() is None:
+                    raise
+        listed = await server.list_servers()
+        try:
+            check_hosts(listed or (), self._allowed_hosts)
+        except ValueError as error:
+            raise ServerRefusedError(f"{server.address}: {error}") from error
+        if not listed:
+            raise ServerAwayError(f"the router {server.address} lists no server")
+        self._excluded.pop(server.address, None)
+        if listed != self._routers.get(server.address):
+            self._routers[server.address] = listed
+            self._report("EngineRouterListed", f"{server.address} lists {', '.join(listed)}")
+        return None
 
     async def _bring(self, server: FleetServer) -> None:
         if not server.session:

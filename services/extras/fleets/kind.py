@@ -28,7 +28,7 @@ def _problems(arguments: Mapping[str, Any]) -> Iterator[str]:
         )
         return
     for address in addresses:
-        if not _is_address(address):
+        if not is_server_address(address):
             yield (
                 f"{key}.addresses must be http://HOST:PORT or https://HOST:PORT without a path, got "
                 f"{address!r}"
@@ -45,7 +45,8 @@ def _problems(arguments: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _is_address(address: Any) -> bool:
+def is_server_address(address: Any) -> bool:
+    """Returns True for ``http://HOST:PORT`` and ``https://HOST:PORT``."""
     if not isinstance(address, str) or not address.isprintable() or " " in address:
         return False
     try:

@@ -98,8 +98,8 @@ class SglangServer(FleetServer):
 
     path = "/generate"
     wrong_path = (
-        "lacks a part of SGLang's interface; use SGLang 0.5.21 or a later one, and name the server itself "
-        "in rollout.engine_arguments.addresses, not a proxy"
+        "lacks a part of SGLang's interface; use SGLang 0.5.21 or a later one, and, if this is a balancer, "
+        "list its servers in rollout.engine_arguments.addresses"
     )
 
     def __init__(self, address: str, **options: Any) -> None:
@@ -129,6 +129,8 @@ class SglangServer(FleetServer):
                 **{key: model[key] for key in ("architectures", "model_type")},
             }
             int(engine["max_total_num_tokens"]), int(engine["max_req_input_len"])
+            # A server says no id of its process; these numbers are measured and drawn at its start.
+            self.note_process(f"{engine['startup_time']} {engine['random_seed']}")
         self._check_delay(started_at)
         session = secrets.token_hex(8)
         # It also ends the responses of the owner before.

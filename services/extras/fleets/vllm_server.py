@@ -60,7 +60,8 @@ class VllmServer(FleetServer):
     path = GENERATE
     wrong_path = (
         "is no member of a fleet; start vLLM with --middleware services.extras.fleets.server.FleetMember "
-        "and --enable-scale-out"
+        "and --enable-scale-out, or, if this is a balancer, list its servers in "
+        "rollout.engine_arguments.addresses"
     )
 
     def __init__(self, address: str, **options: Any) -> None:
@@ -84,6 +85,7 @@ class VllmServer(FleetServer):
             )
         with self.reading(answer):
             self._engine = dict(answer["engine"])
+            self.note_process(str(answer["instance"]))
             self._session = str(answer["session"])
 
     def problems(self, config: EngineConfig) -> Iterator[str]:

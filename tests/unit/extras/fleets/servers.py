@@ -151,10 +151,14 @@ class FakeServer:
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
+    def application(self) -> Starlette:
+        """Returns the application of a new process."""
+        self.engine = FakeEngine()
+        return application(self.engine)
+
     async def start(self) -> None:
         """Starts a process's worth of a server: a new engine, without weights and sessions."""
-        self.engine = FakeEngine()
-        self.app = application(self.engine)
+        self.app = self.application()
         config = uvicorn.Config(self.app, log_level="critical", timeout_graceful_shutdown=1)
         self._server = uvicorn.Server(config)
         listener = socket.create_server(("127.0.0.1", self.port))
@@ -206,3 +210,27 @@ async def attached(server: FakeServer, owner: str = "run/rollout-0") -> AsyncIte
         yield client
     finally:
         await client.close()
+
+
+@asynccontextmanager
+async def router(
+    servers: Sequence[str], path: str = "/workers"
+) -> AsyncIterator[tuple[str, list[str]]]:
+    """Yields the address of a router, and the list of servers that it shows."""
+    listed = [*servers]
+
+    async def show(request: Request) -> Response:
+        workers = [{"url": url, "worker_type": "regular"} for url in listed]
+        return JSONResponse({"workers": workers} if path == "/workers" else {"urls": listed})
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        server = uvicorn.Server(
+            uvicorn.Config(Starlette(routes=[Route(path, show)]), log_level="critical")
+        )
+        running = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            yield f"http://127.0.0.1:{port}", listed
+        finally:
+            server.force_exit = server.should_exit = True
+            await running

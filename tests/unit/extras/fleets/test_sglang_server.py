@@ -1,0 +1,216 @@
+"""An SGLang server gets work only under a weight version that this session set, and no other token counts."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import pytest
+
+from services.extras.fleets import fleet as fleet_module
+from services.extras.fleets import sglang_server as module
+from services.extras.fleets.client import ServerAwayError, ServerBusyError, ServerRefusedError
+from services.extras.fleets.engine import FleetEngine
+from services.extras.fleets.sglang_server import Label, SglangServer, build
+from services.rollout.engines.external import EngineDiedError
+from tests.helpers.engines import request, running, until
+from tests.unit.extras.fleets.servers import LOCAL, TOKEN, fleet_weights
+from tests.unit.extras.fleets.sglang_servers import SglangFake
+from tests.unit.extras.fleets.test_fleet import _adopt, _config
+
+
+@pytest.fixture(autouse=True)
+def fast_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "_PROBE_EVERY_S", 0.05)
+    monkeypatch.setattr(fleet_module, "_OVERLOAD_DELAYS_S", (0.01, 0.02))
+
+
+@asynccontextmanager
+async def _serving(number: int = 1) -> AsyncIterator[list[SglangFake]]:
+    async with AsyncExitStack() as stack:
+        servers = [SglangFake() for _ in range(number)]
+        for server in servers:
+            await server.start()
+            stack.push_async_callback(server.close)
+        yield servers
+
+
+@asynccontextmanager
+async def _engine(servers: list[SglangFake], events: list[str]) -> AsyncIterator[FleetEngine]:
+    engine = build(_config([], events, arguments=_arguments(servers)))
+    async with running(engine), asyncio.timeout(30):
+        await until(lambda: len(engine.backend.fleet.attached) == len(servers), poll_s=0.005)
+        yield engine
+
+
+def _arguments(servers: list[SglangFake]) -> dict[str, Any]:
+    return {"addresses": [server.address for server in servers], "token": TOKEN}
+
+
+def _client(server: SglangFake, owner: str = "run/rollout-0") -> SglangServer:
+    return SglangServer(server.address, owner=owner, reach=LOCAL, token=TOKEN)
+
+
+def test_a_label_names_an_owner_of_any_characters() -> None:
+    label = Label(owner="run:a/b c", session="s", version="3", beat=4)
+    assert Label.parse(str(label)) == label
+    for text in ("default", "", None, "slipstream:a:b:c", "slipstream:a:b:c:d"):
+        assert Label.parse(text) is None
+
+
+async def test_weights_change_only_in_a_pause_under_the_label_of_no_version() -> None:
+    async with _serving() as (server,):
+        client = _client(server)
+        await client.attach()
+        weights = fleet_weights(4, 0.5)
+        await client.upload(weights)
+        await client.load(weights)
+        assert server.sglang.calls == [
+            "/update_weight_version",
+            "/pause_generation",
+            "/update_weight_version",
+            "/begin_weight_update",
+            "/update_weights_from_tensor",
+            "/end_weight_update",
+            "/weights_checker",
+            "/flush_cache",
+            "/update_weight_version",
+            "/continue_generation",
+        ]
+        versions = [Label.parse(text).version for text in server.sglang.labels]
+        assert versions == ["none", "loading", "4"]
+        assert client.serves(weights)
+        await client.check()
+        assert await client.score((1, 2, 3)) == (-0.5, -0.5)
+        await client.close()
+        assert server.sglang.label == "none"
+
+
+async def test_a_server_that_restarts_gets_no_work_before_it_has_the_weights() -> None:
+    events: list[str] = []
+    async with _serving() as (server,), _engine([server], events) as engine:
+        await _adopt(engine, 1, 0.5)
+        await server.restart()
+        result = await engine.generate(request("r", (1, 2), max_tokens=3))
+        assert result.version_runs == ((1, 3),)
+        assert result.logprobs == (-0.5,) * 3
+    assert [event.partition(":")[0] for event in events] == [
+        "EngineServerLost",
+        "EngineServerServes",
+    ]
+
+
+async def test_tokens_under_another_label_are_discarded() -> None:
+    """Another owner took the server while this one stood still."""
+    async with _serving() as (server,), _engine([server], []) as engine:
+        await _adopt(engine, 1, 0.5)
+        server.sglang.label = str(Label(owner="other", session="x", version="1"))
+        server.sglang.bias = 9.0
+        task = asyncio.ensure_future(engine.generate(request("r", (1, 2), max_tokens=3)))
+        await until(lambda: not engine.backend.fleet.serving, poll_s=0.005)
+        server.sglang.label = "none"
+        result = await task
+        assert result.logprobs == (-0.5,) * 3
+
+
+async def test_a_token_that_ends_texts_by_the_servers_configuration_ends_no_response() -> None:
+    async with _serving() as (server,), _engine([server], []) as engine:
+        await _adopt(engine, 1, 0.5)
+        server.sglang.script = [7, 15, 7, 15]
+        result = await engine.generate(
+            request("r", (1, 2), max_tokens=9, stop_token_ids=frozenset({3}))
+        )
+        assert (result.token_ids, result.finish_reason) == ((7, 15, 7, 15) + (7,) * 5, "length")
+        server.sglang.script = [7, 15]
+        result = await engine.generate(
+            request("s", (1, 2), max_tokens=9, stop_token_ids=frozenset({15}))
+        )
+        assert (result.token_ids, result.finish_reason) == ((7, 15), "stop")
+
+
+async def test_a_load_that_failed_is_ended_before_the_next_one() -> None:
+    async with _serving() as (server,):
+        client = _client(server)
+        await client.attach()
+        server.sglang.failing.add("/update_weights_from_tensor")
+        weights = fleet_weights(1, 0.5)
+        with pytest.raises(ServerRefusedError, match="answered 400"):
+            await client.load(weights)
+        assert server.sglang.is_paused and server.sglang.is_updating
+        assert Label.parse(server.sglang.label).version == "loading"
+        with pytest.raises(ServerAwayError, match="instead of version"):
+            await client.score((1, 2))
+        server.sglang.failing.clear()
+        await client.load(weights)
+        assert client.serves(weights)
+        assert not server.sglang.is_paused
+        await client.close()
+
+
+async def test_a_server_whose_checksum_differs_from_anothers_gets_no_work() -> None:
+    async with _serving(2) as servers:
+        clients = [_client(server) for server in servers]
+        weights = fleet_weights(1, 0.5)
+        for client in clients:
+            await client.attach()
+        await clients[0].load(weights)
+        servers[1].sglang.checksum = lambda: "other"
+        with pytest.raises(ServerRefusedError, match="holds other weights than"):
+            await clients[1].load(weights)
+        assert not clients[1].serves(weights)
+        servers[1].sglang.checksum = lambda: None  # a CPU
+        await clients[1].load(weights)
+        for client in clients:
+            await client.close()
+
+
+async def test_an_owner_that_lives_keeps_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_BEAT_S", 0.0)
+    monkeypatch.setattr(module, "_SILENCE_S", 0.1)
+    monkeypatch.setattr(module.SglangServer, "_check_delay", lambda self, since: None)
+    async with _serving() as (server,):
+        owner, other = _client(server, "one"), _client(server, "two")
+        await owner.attach()
+        for _ in range(4):
+            with pytest.raises(ServerBusyError, match="'one' uses this server"):
+                await other.attach()
+            await asyncio.sleep(0.06)
+            await owner.check()  # which renews its name
+        with pytest.raises(ServerBusyError):
+            await other.attach()
+        await asyncio.sleep(0.12)
+        await other.attach()
+        with pytest.raises(ServerAwayError, match="another owner attached"):
+            await owner.check()
+        await other.close()
+        await _client(server, "three").attach()  # at once: the last owner ended
+
+
+async def test_a_process_that_stood_still_does_not_renew_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with _serving() as (server,):
+        client = _client(server)
+        await client.attach()
+        monkeypatch.setattr(module, "_BEAT_S", -1.0)
+        labels = [*server.sglang.labels]
+        with pytest.raises(ServerAwayError, match="to answer"):
+            await client.check()
+        assert server.sglang.labels == labels
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": "auto"}, "dtype is 'auto'; start SGLang with --dtype float32"),
+        ({"enable_fp32_lm_head": False}, "--enable-fp32-lm-head"),
+        ({"dp_size": 2}, "one server for each replica"),
+        ({"quantization": "fp8"}, "no --quantization"),
+        ({"max_req_input_len": 90}, r"set rollout\.engine_arguments\.context_length to 90"),
+    ],
+)
+async def test_what_a_server_lacks_is_named(changes: dict[str, Any], message: str) -> None:
+    async with _serving() as (server,):
+        server.sglang.answers |= changes
+        with pytest.raises(EngineDiedError, match=message):
+            await build(_config([], [], arguments=_arguments([server]))).run()
