@@ -22,7 +22,7 @@ from services.common.errors import ServiceError, UnavailableError
 from services.common.lifetime import OUTAGE_EXIT
 from services.common.runspec.run import RunSpec
 from services.common.runspec.workers import worker_names
-from services.common.task_group import TaskGroup, leaves
+from services.common.task_group import TaskGroup, leaves, until_first, unwrapped
 from services.controller.launch.launcher import WorkerExit, log_command
 from services.controller.rules.run_state import VOLATILE, RunEvent, RunState
 from services.controller.run.connections import delete_sample_records
@@ -109,6 +109,8 @@ class RunDriver:
         )
         self._drains = HostDrains()
         self._sizing.on_left = self._record_left
+        self._restarted: set[str] = set()
+        """Workers that this driver has ended, so that they know nothing until they have loaded."""
         self._may_leave: set[str] = set()
         """Workers that have nothing to lose, so that they leave their hosts once the loops are left."""
         self.task: asyncio.Task[None] | None = None
@@ -285,10 +287,7 @@ class RunDriver:
         while True:
             self._lost.clear()
             lost |= await self._end_outdated_rollouts()
-            if (
-                not self.spec.topology.is_colocated
-            ):  # colocated workers start one by one, while the others sleep
-                await self._services.launcher.start(self._run_id, self._sizing.startable_spec())
+            await self._start_workers()
             self._pipeline = None
             try:
                 is_finished = await self._run_loops(lost)
@@ -300,6 +299,32 @@ class RunDriver:
             if self._request_queue.get("pause") is not None:
                 return RunEvent.DRAINED, "PausedByUser"
             lost = await self._leave_hosts()
+
+    async def _start_workers(self) -> None:
+        """Starts missing workers, which may wait for a host; others may have to leave theirs meanwhile.
+
+        Colocated workers start later, one by one, while the others sleep.
+        """
+        while not self.spec.topology.is_colocated:
+            spec = self._sizing.startable_spec()
+            with unwrapped():
+                starting, _ = await until_first(
+                    self._services.launcher.start(self._run_id, spec), self._await_leaving()
+                )
+            if not starting.cancelled():
+                return
+            await self._leave_hosts()
+
+    async def _await_leaving(self) -> None:
+        """Waits for a drained host whose workers have nothing to lose."""
+        while True:
+            leaving = self._drains.leaving()
+            if leaving and not self._has_state(leaving):
+                await self._tell_drain()
+                self._may_leave = leaving
+                return
+            self._drains.changed.clear()
+            await self._drains.changed.wait()
 
     async def _warn_of_volatile_checkpoints(self) -> None:
         """Records, when the run starts, that its checkpoints are lost with the trainer."""
@@ -413,12 +438,18 @@ class RunDriver:
             await self._drains.changed.wait()
 
     def _has_state(self, worker_ids: Collection[str]) -> bool:
-        """Returns True if a worker, other than a rollout, has loaded and may know steps that nobody saved."""
-        workers = [self._services.membership.find(self._run_id, name) for name in worker_ids]
-        return self._state is not RunState.STARTING and any(
-            worker is not None and worker.role != "rollout" and worker.state != "loading"
-            for worker in workers
-        )
+        """Returns True if a worker, other than a rollout, may know steps that nobody saved."""
+        return self._state is not RunState.STARTING and any(map(self._may_know_steps, worker_ids))
+
+    def _may_know_steps(self, worker_id: str) -> bool:
+        if worker_id.startswith("rollout-"):
+            return False
+        worker = self._services.membership.find(self._run_id, worker_id)
+        if (
+            worker is None
+        ):  # after a restart of the controller, it may not have registered again yet
+            return worker_id not in self._restarted
+        return worker.state != "loading"
 
     async def _clear_hosts(
         self, leaving: set[str], entered: asyncio.Future[TrainingPipeline]
@@ -472,6 +503,7 @@ class RunDriver:
         if self._state is RunState.RUNNING:
             await self._transition(RunEvent.LOSE, "HostDrained", cause)
         await self._services.launcher.release(self._run_id, leaving)
+        self._restarted |= leaving
         for worker_id in sorted(leaving):
             await self._services.membership.unregister(self._run_id, worker_id)
         await self._record_left(leaving)
@@ -502,6 +534,7 @@ class RunDriver:
 
     async def _remove_ended(self) -> None:
         """Removes processes and registrations of lost workers."""
+        self._restarted |= self._ended
         for worker_id in self._ended:
             await self._services.launcher.end(self._run_id, worker_id)
             await self._services.membership.unregister(self._run_id, worker_id)

@@ -204,3 +204,60 @@ async def test_a_pause_during_a_drain_pauses_the_run(database, workers, hosts):
         assert (run.state, run.step) == ("PAUSED", 2)
         assert condition(run, "Draining").status == "False"
     assert hosts.released == [], "the pause ends all workers"
+
+
+async def test_a_trainer_that_a_new_controller_has_not_heard_of_yet_stays_until_its_step_is_saved(
+    database, workers, hosts
+):
+    async with open_manager(database, queue=workers.queue) as manager, asyncio.timeout(20):
+        run_id = (await manager.create(Submission(spec=specification())))[0].run_id
+        await workers.trains.wait()
+        manager.drivers.detach()
+        await manager.drivers.wait()
+    workers.connects.clear()
+    workers.may_connect.clear()
+    async with open_manager(database, queue=workers.queue) as manager, asyncio.timeout(20):
+        await workers.connects.wait()
+        manager.drivers.host_drained(run_id, HOST, {"trainer-0"})
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert hosts.released == [], "it may know a step that nobody saved"
+        await register_trainer(manager, run_id)
+        workers.may_connect.set()
+        workers.may_train.set()
+        await manager.drivers.wait()
+        run = await manager.get(run_id)
+    assert hosts.released == [["trainer-0"]]
+    assert hosts.steps_saved[0] != [], "its step was saved first"
+    assert (run.state, run.step) == ("SUCCEEDED", 4)
+    assert await events(manager, run_id, "Rewound") == []
+
+
+async def test_workers_leave_another_host_while_a_moved_one_waits_for_room(
+    database, workers, hosts, monkeypatch
+):
+    has_room, waits = asyncio.Event(), asyncio.Event()
+
+    async def start(launcher, run_id, spec, *, later=()):
+        if hosts.released:
+            waits.set()
+            await has_room.wait()
+
+    monkeypatch.setattr(ExternalLauncher, "start", start)
+    async with open_manager(database, queue=workers.queue) as manager, asyncio.timeout(20):
+        run_id = (await manager.create(Submission(spec=specification())))[0].run_id
+        await workers.trains.wait()
+        await register_trainer(manager, run_id)
+        manager.drivers.host_drained(run_id, HOST, {"trainer-0"})
+        workers.may_train.set()
+        await waits.wait()
+        other = DrainedHost(name="node-2", reason="cordoned", since=6.0)
+        manager.drivers.host_drained(run_id, other, {"rollout-0"})
+        async for batch in manager.feed.watch(run_id, 0):
+            if any(e.type == "Drained" and e.data["hosts"] == ["node-2"] for e in batch):
+                break
+        assert hosts.released == [["trainer-0"], ["rollout-0"]]
+        has_room.set()
+        await manager.drivers.wait()
+        run = await manager.get(run_id)
+    assert (run.state, run.step) == ("SUCCEEDED", 4)
