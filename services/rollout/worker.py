@@ -19,7 +19,7 @@ from services.common.runspec.weight_modes import STAGING_SLOTS
 from services.common.security.credentials import acting_as
 from services.common.task_group import TaskGroup, until_first, unwrapped
 from services.common.telemetry.logging import configure
-from services.rollout.engines.external import EngineDiedError
+from services.rollout.engines.base import EngineDiedError
 from services.rollout.engines.memory import plan_of
 from services.rollout.frozen_weights import BUCKET_BYTES, FrozenWeights, divide_slots
 from services.rollout.loading import RolloutLoader

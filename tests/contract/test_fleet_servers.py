@@ -25,10 +25,9 @@ from services.extras.fleets.local import (
     local_servers,
 )
 from services.rollout.calls.outside import AddressPolicy
-from services.rollout.engines.base import Engine
+from services.rollout.engines.base import Engine, EngineDiedError
 from services.rollout.engines.build import make_engine
 from services.rollout.engines.engine_config import EngineConfig
-from services.rollout.engines.external import EngineDiedError
 from tests.contract import test_engine_contract, test_engine_weights
 from tests.contract.checks import PROMPT, adopt, assert_agrees
 from tests.contract.engines import decode, expected_logprobs, model_config, weights

@@ -17,8 +17,8 @@ from transformers import (
 
 from services.common.models.experts import checkpoint_names
 from services.common.runspec.engines import ENGINES
+from services.extras.external_engine.layout import copy_weights
 from services.rollout.engines.imports import prepare_environment
-from services.rollout.engines.layout import copy_weights
 
 pytest.importorskip("vllm", reason="vllm is not installed here")
 pytestmark = pytest.mark.timeout(900)

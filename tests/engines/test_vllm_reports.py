@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import Qwen2Config
 
+from services.extras.external_engine.request_segments import RequestProgress, TokenChunk
+from services.rollout.engines.base import EngineDiedError
 from services.rollout.engines.engine_config import EngineConfig
-from services.rollout.engines.external import EngineDiedError
-from services.rollout.engines.request_segments import RequestProgress, TokenChunk
 from tests.helpers.engines import request
 
 pytest.importorskip("vllm", reason="vllm is not installed here")

@@ -10,9 +10,9 @@ import torch
 from transformers import Qwen2Config
 
 from services.common.runspec.engines import ENGINES
+from services.rollout.engines.base import EngineDiedError
 from services.rollout.engines.build import make_engine
 from services.rollout.engines.engine_config import EngineConfig
-from services.rollout.engines.external import EngineDiedError
 
 pytest.importorskip("vllm")
 

@@ -12,9 +12,9 @@ import torch
 from transformers import PretrainedConfig, Qwen2Config, Qwen2ForCausalLM
 
 from services.common.models.quantization import Fp8
+from services.extras.external_engine.engine import ExternalEngine
 from services.rollout.engines.build import make_engine
 from services.rollout.engines.engine_config import EngineConfig
-from services.rollout.engines.external import ExternalEngine
 from services.rollout.engines.torch.engine import TorchEngine
 from tests.helpers.engines import request, running
 from tests.helpers.gpu_runs import train_on_gpus, use_one_gpu

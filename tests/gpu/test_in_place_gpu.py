@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from services.extras.external_engine.engine import ExternalEngine
 from services.rollout.engines.build import make_engine
 from services.rollout.engines.engine_config import EngineConfig
-from services.rollout.engines.external import ExternalEngine
 from tests.helpers.engines import running
 from tests.helpers.placing import place_all
 

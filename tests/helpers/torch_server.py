@@ -24,9 +24,9 @@ from services.common.models.loading import build_model, load_config
 from services.common.models.tokenizer import load_tokenizer
 from services.common.runspec.loader import load_spec
 from services.common.task_group import TaskGroup
+from services.extras.external_engine.shared_tensors import open_shared
 from services.extras.fleets.server import FleetMember
 from services.rollout.engines.base import GenerationRequest
-from services.rollout.engines.shared_tensors import open_shared
 from services.rollout.engines.torch.engine import TorchEngine
 
 

@@ -10,15 +10,20 @@ from urllib.parse import urlsplit
 from torch import Tensor
 
 from services.common.task_group import TaskGroup, unwrapped
+from services.extras.external_engine.engine import ExternalEngine, SegmentStream
+from services.extras.external_engine.request_segments import Segment, TokenChunk
 from services.extras.fleets.client import SCORE_TIMEOUT_S, FleetServer, ServerRefusedError
 from services.extras.fleets.fleet import Fleet, NoServerError
 from services.extras.fleets.stream import FleetStream
 from services.extras.fleets.weights import FleetWeights
 from services.rollout.calls.outside import AddressPolicy, delays
-from services.rollout.engines.base import DraftTotals, EngineCapabilities, check_tensors
+from services.rollout.engines.base import (
+    DraftTotals,
+    EngineCapabilities,
+    EngineDiedError,
+    check_tensors,
+)
 from services.rollout.engines.engine_config import EngineConfig
-from services.rollout.engines.external import EngineDiedError, ExternalEngine, SegmentStream
-from services.rollout.engines.request_segments import Segment, TokenChunk
 from services.weightsync.canary import canary_tolerance
 from services.weightsync.endpoints import Place
 from services.weightsync.plan import WeightPlan

@@ -29,7 +29,7 @@ from services.extras.fleets.protocol import LEASE_S
 from services.extras.fleets.routers import check_hosts
 from services.extras.fleets.weights import FleetWeights
 from services.rollout.calls.outside import delays
-from services.rollout.engines.external import EngineDiedError
+from services.rollout.engines.base import EngineDiedError
 from services.weightsync.canary import difference
 
 logger = logging.getLogger(__name__)

@@ -21,6 +21,7 @@ from urllib.parse import quote, unquote
 
 from torch import Tensor
 
+from services.extras.external_engine.request_segments import Segment, TokenChunk
 from services.extras.fleets.client import (
     ANSWER_TIMEOUT_S,
     END_TIMEOUT_S,
@@ -40,7 +41,6 @@ from services.extras.fleets.weights import FleetWeights
 from services.extras.sglang.outputs import new_tokens
 from services.rollout.engines.base import EngineCapabilities
 from services.rollout.engines.engine_config import EngineConfig
-from services.rollout.engines.request_segments import Segment, TokenChunk
 
 logger = logging.getLogger(__name__)
 

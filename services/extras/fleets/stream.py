@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import httpx
 
+from services.extras.external_engine.request_segments import Segment, TokenChunk
 from services.extras.fleets.client import (
     OVERLOADED,
     FleetServer,
@@ -18,8 +19,7 @@ from services.extras.fleets.client import (
     reason_of,
     retry_after_s,
 )
-from services.rollout.engines.external import EngineDiedError
-from services.rollout.engines.request_segments import Segment, TokenChunk
+from services.rollout.engines.base import EngineDiedError
 from services.rollout.failures import BusyError, CallError
 
 _MAX_LINE_BYTES: Final = 16 << 20

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from services.common.task_group import gather_in_group
+from services.extras.external_engine.request_segments import Segment, TokenChunk, segment_seed
 from services.extras.fleets.client import (
     ANSWER_TIMEOUT_S,
     END_TIMEOUT_S,
@@ -33,7 +34,6 @@ from services.extras.fleets.protocol import (
 from services.extras.fleets.weights import BUCKET_BYTES, FleetWeights
 from services.rollout.engines.base import EngineCapabilities
 from services.rollout.engines.engine_config import EngineConfig
-from services.rollout.engines.request_segments import Segment, TokenChunk, segment_seed
 
 logger = logging.getLogger(__name__)
 

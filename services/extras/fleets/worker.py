@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
+from services.extras.external_engine.layout import differing_sources
+from services.extras.external_engine.shared_tensors import open_shared
 from services.extras.vllm.worker import WeightLoader, tensor_place
-from services.rollout.engines.layout import differing_sources
-from services.rollout.engines.shared_tensors import open_shared
 
 
 class FleetWorker(WeightLoader):

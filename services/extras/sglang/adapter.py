@@ -23,16 +23,16 @@ from sglang.srt.utils import MultiprocessingSerializer
 from services.common.models.families import exact_tokens, routing_shape
 from services.common.models.vision import checkpoint_config
 from services.common.runspec.engines import engine_kind
-from services.extras.sglang.images import ImageInputs
-from services.extras.sglang.outputs import new_tokens
-from services.rollout.engines.base import EngineCapabilities, RoutedExperts
-from services.rollout.engines.engine_config import EngineConfig, write_sglang_config
-from services.rollout.engines.external import EngineDiedError, ExternalEngine
-from services.rollout.engines.request_segments import (
+from services.extras.external_engine.engine import ExternalEngine
+from services.extras.external_engine.request_segments import (
     Segment,
     TokenChunk,
     convert_experts,
 )
+from services.extras.sglang.images import ImageInputs
+from services.extras.sglang.outputs import new_tokens
+from services.rollout.engines.base import EngineCapabilities, EngineDiedError, RoutedExperts
+from services.rollout.engines.engine_config import EngineConfig, write_sglang_config
 from services.wire.data.model_inputs import ModelInputs
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from services.extras.external_engine.request_segments import top_table
 from services.rollout.engines.base import TopLogprobs
-from services.rollout.engines.request_segments import top_table
 
 
 def new_tokens(

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from services.common.models.experts import checkpoint_names
 from services.common.models.vision import TOWER
-from services.rollout.engines.in_place import handle_weight_command
-from services.rollout.engines.layout import UnknownLayoutError, copy_weights
-from services.rollout.engines.shared_tensors import open_shared
+from services.extras.external_engine.in_place import handle_weight_command
+from services.extras.external_engine.layout import UnknownLayoutError, copy_weights
+from services.extras.external_engine.shared_tensors import open_shared
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
 
     Args:
         named_tensors: One entry, whose name describes the shared tensors or is a command of
-            :mod:`services.rollout.engines.in_place`.
+            :mod:`services.extras.external_engine.in_place`.
     """
     ((description, _),) = named_tensors
     rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()

@@ -36,12 +36,22 @@ from services.common.models.vision import checkpoint_config
 from services.common.models.vllm_operators import missing_operators
 from services.common.runspec.engines import engine_kind
 from services.common.runspec.rollout import SpeculationSpec
+from services.extras.external_engine.engine import ExternalEngine, FirstToken
+from services.extras.external_engine.request_segments import (
+    Segment,
+    TokenChunk,
+    convert_experts,
+    encoded_masks,
+    segment_seed,
+    top_table,
+)
 from services.extras.vllm.images import MAX_IMAGE_TOKENS, ImageInputs
 from services.extras.vllm.process import EngineContext
 from services.extras.vllm.versions import prepare_speculation
 from services.rollout.engines.base import (
     DraftTotals,
     EngineCapabilities,
+    EngineDiedError,
     GenerationRequest,
     RoutedExperts,
     SamplingMask,
@@ -52,15 +62,6 @@ from services.rollout.engines.engine_config import (
     EngineConfig,
     ImageLimits,
     cached_config_folder,
-)
-from services.rollout.engines.external import EngineDiedError, ExternalEngine, FirstToken
-from services.rollout.engines.request_segments import (
-    Segment,
-    TokenChunk,
-    convert_experts,
-    encoded_masks,
-    segment_seed,
-    top_table,
 )
 from services.wire.data.model_inputs import ModelInputs
 

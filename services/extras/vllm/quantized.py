@@ -1,7 +1,7 @@
 """Quantizes received weights into the parameters that a vLLM model serves, layer by layer, and verifies them.
 
 A layer's parameters are assembled from checkpoint tensors by the rules of
-:mod:`services.rollout.engines.layout`, quantized once by the layer's own method, as when vLLM loads a
+:mod:`services.extras.external_engine.layout`, quantized once by the layer's own method, as when vLLM loads a
 checkpoint, and copied into the live parameters, whose addresses CUDA graphs hold. The live bits are then
 compared with the quantized ones. At most one layer is in memory besides the model.
 """
@@ -19,7 +19,7 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
-from services.rollout.engines.layout import Piece, Shape, plan_pieces
+from services.extras.external_engine.layout import Piece, Shape, plan_pieces
 
 _SMALL = 1 << 16
 """Bytes below which parameters are compared together."""

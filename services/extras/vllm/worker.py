@@ -24,13 +24,13 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from services.common.models.experts import checkpoint_names, is_fused_on_hub
 from services.common.models.vision import TOWER
+from services.extras.external_engine.in_place import handle_weight_command
+from services.extras.external_engine.layout import Shape, UnknownLayoutError, copy_weights
+from services.extras.external_engine.shared_tensors import open_shared
 from services.extras.vllm import images as _images  # noqa: F401 -- replaces a function of vLLM
 from services.extras.vllm import invariant as _invariant  # noqa: F401 -- replaces functions of vLLM
 from services.extras.vllm import versions
 from services.extras.vllm.quantized import QuantizedUpdate, QuantizedWriter, quantizes
-from services.rollout.engines.in_place import handle_weight_command
-from services.rollout.engines.layout import Shape, UnknownLayoutError, copy_weights
-from services.rollout.engines.shared_tensors import open_shared
 
 if versions.ADDS_NGRAMS:
     from services.extras.vllm import ngram_worker as _ngram_worker  # noqa: F401 -- replaces classes of vLLM
@@ -104,7 +104,7 @@ class WeightLoader:
         """Replaces all weights; returns how they were loaded, and which parameters differ from them.
 
         Args:
-            description: Describes shared tensors, or a command of :mod:`services.rollout.engines.in_place`.
+            description: Describes shared tensors, or a command of ``external_engine/in_place.py``.
         """
         model = self.model_runner.model
         # The encoder cache holds features that the old weights computed. The scheduler resets its own record

@@ -169,6 +169,10 @@ class DraftTotals:
         )
 
 
+class EngineDiedError(RuntimeError):
+    """The engine's process died or does not respond; only a restart helps."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """Gauges of an engine, for admission, heartbeats and metrics."""

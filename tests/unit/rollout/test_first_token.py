@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
+from services.extras.external_engine.engine import FirstToken
 from services.rollout import metrics
-from services.rollout.engines.external import FirstToken
 
 
 def num_observed() -> float:

@@ -12,7 +12,11 @@ from services.common.fields import ALL_TOKENS, SAMPLER_TOP_K
 from services.common.models.experts import RouterWatch
 from services.common.models.families import RoutingShape, routing_shape
 from services.common.models.loading import build_model, stored_tensors
-from services.rollout.engines.request_segments import RequestProgress, TokenChunk, convert_experts
+from services.extras.external_engine.request_segments import (
+    RequestProgress,
+    TokenChunk,
+    convert_experts,
+)
 from services.rollout.engines.torch.engine import TorchEngine
 from services.rollout.rewards.base import Score
 from services.rollout.sampling.progress_cache import (

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from services.rollout.engines.external import Gate, Slots
+from services.extras.external_engine.engine import Gate, Slots
 from tests.helpers.engines import request
 
 

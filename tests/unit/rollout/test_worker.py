@@ -3,7 +3,7 @@
 import pytest
 
 from services.rollout import worker
-from services.rollout.engines.external import EngineDiedError
+from services.rollout.engines.base import EngineDiedError
 from services.rollout.settings import RolloutSettings
 
 

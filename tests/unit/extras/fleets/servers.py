@@ -16,11 +16,11 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from torch import Tensor
 
+from services.extras.external_engine.shared_tensors import open_shared
 from services.extras.fleets.server import FleetMember
 from services.extras.fleets.vllm_server import VllmServer
 from services.extras.fleets.weights import FleetWeights
 from services.rollout.calls.outside import AddressPolicy
-from services.rollout.engines.shared_tensors import open_shared
 from services.weightsync.plan import TensorSpec
 
 TOKEN = "a-token"

@@ -15,9 +15,8 @@ from services.extras.fleets import fleet as fleet_module
 from services.extras.fleets import stream as stream_module
 from services.extras.fleets.engine import FleetEngine
 from services.extras.fleets.vllm_server import build
-from services.rollout.engines.base import GenerationResult
+from services.rollout.engines.base import EngineDiedError, GenerationResult
 from services.rollout.engines.engine_config import EngineConfig
-from services.rollout.engines.external import EngineDiedError
 from tests.helpers.engines import request, running, until
 from tests.unit.extras.fleets.servers import LOCAL, TOKEN, FakeServer, serving
 

@@ -9,13 +9,13 @@ from dataclasses import replace
 import httpx
 import pytest
 
+from services.extras.external_engine.engine import EngineDiedError
 from services.extras.fleets import fleet as fleet_module
 from services.extras.fleets.client import ServerRefusedError
 from services.extras.fleets.engine import FleetEngine
 from services.extras.fleets.routers import parse_servers
 from services.extras.fleets.vllm_server import VllmServer, build
 from services.rollout.calls.outside import AddressPolicy
-from services.rollout.engines.external import EngineDiedError
 from tests.helpers.engines import request, running, until
 from tests.unit.extras.fleets.servers import LOCAL, TOKEN, router, serving
 from tests.unit.extras.fleets.test_fleet import _adopt, _allow, _config

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from services.extras.external_engine.engine import EngineDiedError
 from services.extras.fleets import fleet as fleet_module
 from services.extras.fleets import sglang_server as module
 from services.extras.fleets.client import ServerAwayError, ServerBusyError, ServerRefusedError
 from services.extras.fleets.engine import FleetEngine
 from services.extras.fleets.sglang_server import Label, SglangServer, build
-from services.rollout.engines.external import EngineDiedError
 from tests.helpers.engines import request, running, until
 from tests.unit.extras.fleets.servers import LOCAL, TOKEN, fleet_weights
 from tests.unit.extras.fleets.sglang_servers import SglangFake

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.rollout.engines.layout import UnknownLayoutError, copy_weights, plan_pieces
+from services.extras.external_engine.layout import UnknownLayoutError, copy_weights, plan_pieces
 
 HIDDEN, HEADS, KV_HEADS, HEAD, FF, VOCAB = 16, 8, 2, 4, 24, 40
 LAYER = "model.layers.0"

@@ -2,7 +2,7 @@
 
 import torch
 
-from services.rollout.engines.shared_tensors import open_shared, shared
+from services.extras.external_engine.shared_tensors import open_shared, shared
 
 
 def test_tensors_of_any_type_and_shape_survive_the_end_of_sharing() -> None:

@@ -7,12 +7,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from services.rollout.engines.in_place import FlatTarget, handle_weight_command, place_in_workers
-from services.rollout.engines.layout import Piece, UnknownLayoutError, copy_weights
+from services.extras.external_engine.in_place import (
+    FlatTarget,
+    handle_weight_command,
+    place_in_workers,
+)
+from services.extras.external_engine.layout import Piece, UnknownLayoutError, copy_weights
 from services.weightsync.endpoints import Place
 from services.weightsync.plan import WeightPlan
 from tests.helpers.placing import place_all
-from tests.unit.rollout.test_layout import VOCAB, checkpoint, engine_parameters
+from tests.unit.extras.external_engine.test_layout import VOCAB, checkpoint, engine_parameters
 
 
 class Workers:

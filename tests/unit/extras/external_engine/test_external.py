@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from services.rollout.engines.base import EngineCapabilities, GenerationResult
+from services.extras.external_engine.engine import ExternalEngine
+from services.extras.external_engine.in_place import handle_weight_command
+from services.extras.external_engine.request_segments import Segment, TokenChunk
+from services.extras.external_engine.shared_tensors import open_shared
+from services.rollout.engines.base import EngineCapabilities, EngineDiedError, GenerationResult
 from services.rollout.engines.engine_config import ModelShape
-from services.rollout.engines.external import EngineDiedError, ExternalEngine
-from services.rollout.engines.in_place import handle_weight_command
-from services.rollout.engines.request_segments import Segment, TokenChunk
-from services.rollout.engines.shared_tensors import open_shared
 from services.weightsync.plan import TensorSpec
 from tests.helpers.engines import request, running, until
 from tests.helpers.placing import place_all
@@ -250,7 +250,7 @@ async def test_an_engine_that_does_not_end_a_request_is_dead(
         async def abort_segments(self, segment_ids: Collection[str]) -> None:
             """Does nothing."""
 
-    monkeypatch.setattr("services.rollout.engines.external._ABORT_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("services.extras.external_engine.engine._ABORT_TIMEOUT_S", 0.01)
     backend = Stuck()
     backend.step.clear()
     engine = make_engine(backend)
@@ -294,7 +294,7 @@ async def test_an_adoption_ends_with_the_engine() -> None:
 
 
 async def test_an_engine_that_does_not_reply_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.rollout.engines.external._REPLY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("services.extras.external_engine.engine._REPLY_TIMEOUT_S", 0.05)
     engine = make_engine(SilentBackend())
     async with running(engine):
         with pytest.raises(EngineDiedError, match="did not reply"):

@@ -19,8 +19,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from services.rollout.engines.layout import Piece, Shape, UnknownLayoutError, plan_pieces
-from services.rollout.engines.shared_tensors import open_shared, shared_buffers
+from services.extras.external_engine.layout import Piece, Shape, UnknownLayoutError, plan_pieces
+from services.extras.external_engine.shared_tensors import open_shared, shared_buffers
 from services.weightsync.arena import copy_all
 from services.weightsync.endpoints import Place
 from services.weightsync.modes.placing import bucket_parts
@@ -112,7 +112,7 @@ def handle_weight_command(
         order: JSON command.
         rank: This worker's rank of tensor parallelism.
         ranks: Number of ranks of tensor parallelism.
-        has_plain_experts: As in :func:`~services.rollout.engines.layout.plan_pieces`.
+        has_plain_experts: As in :func:`~services.extras.external_engine.layout.plan_pieces`.
         make_writer: Makes the writer of a model whose parameters are not those of the checkpoint.
 
     Returns:

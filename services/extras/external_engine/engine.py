@@ -29,11 +29,15 @@ from typing import Any, Protocol, Self, TypeVar
 from torch import Tensor
 
 from services.common.telemetry.metrics import Phases
+from services.extras.external_engine.in_place import place_in_workers
+from services.extras.external_engine.request_segments import RequestProgress, Segment, TokenChunk
+from services.extras.external_engine.shared_tensors import shared
 from services.rollout import metrics
 from services.rollout.engines.base import (
     Decode,
     DraftTotals,
     EngineCapabilities,
+    EngineDiedError,
     EngineStats,
     GenerationRequest,
     GenerationResult,
@@ -44,9 +48,6 @@ from services.rollout.engines.base import (
     check_tensors,
 )
 from services.rollout.engines.engine_config import EngineConfig, ModelShape, model_shape
-from services.rollout.engines.in_place import place_in_workers
-from services.rollout.engines.request_segments import RequestProgress, Segment, TokenChunk
-from services.rollout.engines.shared_tensors import shared
 from services.weightsync.endpoints import Place
 from services.weightsync.plan import TensorSpec, WeightPlan
 from services.wire.data.model_inputs import ModelInputs
@@ -68,10 +69,6 @@ class FirstToken:
         after_s, self._since = time.monotonic() - self._since, None
         metrics.FIRST_TOKEN_SECONDS.observe(after_s)
         logger.debug("first token of a weight version", extra={"after_ms": round(1e3 * after_s, 1)})
-
-
-class EngineDiedError(RuntimeError):
-    """The engine's process died or does not respond; only a restart helps."""
 
 
 class SegmentStream(Protocol):
