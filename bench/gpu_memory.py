@@ -23,9 +23,9 @@ def planned_gb(spec: RunSpec, model: Path) -> dict[str, float]:
     config = AutoConfig.from_pretrained(model)
     total = int(_query("memory.total")[0]) << 20
     engines = 0 if spec.topology.is_colocated else 1
-    parts = trainer_memory(spec, config, gpu_bytes=total, engines=engines).parts
+    trainer = trainer_memory(spec, config, gpu_bytes=total, engines=engines)
     planned = {
-        "trainer": sum(size for name, size in parts.items() if name != SLEEPING),
+        "trainer": trainer.reserved - trainer.parts.get(SLEEPING, 0.0),
         "rollout": plan_of(spec, config, gpu_bytes=total, roles=["trainer"]).used,
     }
     return {name: round(size / 1e9, 2) for name, size in planned.items()}

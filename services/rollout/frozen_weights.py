@@ -45,7 +45,7 @@ from services.weightsync.plan import TensorSpec, make_plan
 logger = logging.getLogger(__name__)
 
 BUCKET_BYTES: Final = 128 << 20
-LARGEST_BUCKET_BYTES: Final = 512 << 20
+LARGEST_BUCKET_BYTES: Final = 2 << 30
 _HOST: Final = torch.device("cpu")
 
 

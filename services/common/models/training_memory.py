@@ -51,13 +51,18 @@ def required_kv_tokens(spec: RunSpec, config: PretrainedConfig) -> int:
 
     At least the longest context of the engine, without which it does not start.
     """
-    rollout, kind = spec.rollout, engine_kind(spec.rollout.engine)
-    limit = int(config.max_position_embeddings)
+    rollout, limit = spec.rollout, int(config.max_position_embeddings)
     longest = min(spec.data.max_prompt_tokens + rollout.max_response_tokens, limit)
     blocks = -(-longest // _BLOCK_TOKENS) + 1
-    given = rollout.engine_arguments.get(kind.length_argument or "")
-    maximum = max(rollout.max_running_samples * blocks * _BLOCK_TOKENS, int(given or limit))
-    return int(_BLOCKS_SPARE * maximum)
+    tokens = int(_BLOCKS_SPARE * rollout.max_running_samples * blocks * _BLOCK_TOKENS)
+    return max(tokens, min_kv_tokens(spec, config))
+
+
+def min_kv_tokens(spec: RunSpec, config: PretrainedConfig) -> int:
+    """Returns the tokens of a KV cache with which a rollout's engine starts: one longest context."""
+    kind = engine_kind(spec.rollout.engine)
+    given = spec.rollout.engine_arguments.get(kind.length_argument or "")
+    return int(_BLOCKS_SPARE * int(given or config.max_position_embeddings))
 
 
 def cache_dtype(spec: RunSpec) -> torch.dtype:
@@ -161,13 +166,17 @@ SLEEPING: Final = "sleeping rollouts"
 """Part of a trainer's GPU that sleeping rollouts use."""
 SPARE: Final = 1.05
 """Memory that a trainer's allocator reserves, relative to the used memory."""
+# Blocks that the allocator holds beside tensors, relative to activations: 1.6 GB beside 36 on one H200 with
+# adapters (``bench/results/one-gpu-lora-h200.json``).
+_CACHED_ACTIVATIONS: Final = 0.047
+# Driver context, CUDA's libraries and compiled kernels.
 _FLOAT32: Final = 4
 _MOMENTS: Final = 2 * _FLOAT32
 # Up to two parts of float32 moments, and as much again to quantize one of them.
 _DEQUANTIZED: Final = 4.0
 # Chunks of logits and tensors derived from them; see ``trainer/algorithm/logprobs.py``.
 _LOGITS: Final = 5.0e9
-_CONTEXT: Final = 1.5e9
+_CONTEXT: Final = 1.8e9
 # Memory of a sleeping engine besides received weights: contexts, graphs, buffers of its
 # collectives.
 _SLEEPING: Final = 6.0e9
@@ -201,10 +210,18 @@ class TrainerMemory:
     parts: Mapping[str, float]
     host: Mapping[str, float]
     """Bytes of host memory per GPU, by part."""
+    cached: float = 0.0
+    """Bytes that the allocator holds besides: blocks that one stream freed and another cannot use. It gives
+    them back when the trainer itself lacks memory, but not when another process does."""
 
     @property
     def used(self) -> float:
         return sum(self.parts.values())
+
+    @property
+    def reserved(self) -> float:
+        """Bytes that other processes of the GPU cannot use."""
+        return self.used + self.cached
 
     def table(self, num_gpus: int) -> str:
         head = f"each of the trainer's {num_gpus} GPU(s), with {self.total / _GB:.1f} GB"
@@ -266,7 +283,8 @@ def fitted(
     for way in _CHECKPOINTING_ORDER:
         trainer = spec.trainer.model_copy(update={"activation_checkpointing": way})
         found = spec.model_copy(update={"trainer": trainer})
-        if SPARE * _memory_of(found, config, gpu_bytes=gpu_bytes, shapes=shapes).used <= room:
+        memory = _memory_of(found, config, gpu_bytes=gpu_bytes, shapes=shapes)
+        if (memory.reserved if engines else SPARE * memory.used) <= room:
             break
     return found
 
@@ -413,6 +431,10 @@ def _memory_of_stage(
         parts["reference"] = reference / frozen_ranks
         if _has_mesh(trainer) and not gathers_all:
             parts["reference"] += _gathered(trainer, config, shapes, item=item)
+    cached = _CACHED_ACTIVATIONS * parts["activations"]
+    if ranks > 1 and gathers_all:
+        # Whole gradients are freed in one stream, and sharded ones allocated in another.
+        cached += parts["gradients"]
     moved = {False: (), "optimizer": ("optimizer",), True: STATE}[trainer.cpu_offload]
     host = {name: parts.pop(name) for name in moved if name in parts}
     host["activations"] = num_tokens * activations.there
@@ -420,6 +442,7 @@ def _memory_of_stage(
         total=gpu_bytes,
         parts={name: size for name, size in parts.items() if size},
         host={name: size for name, size in host.items() if size},
+        cached=cached,
     )
 
 

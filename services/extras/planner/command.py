@@ -45,11 +45,14 @@ from services.extras.planner.inputs import (
     with_overrides,
 )
 from services.extras.planner.simulation import predict
+from services.extras.planner.tail import tail_bound
 
 _BOUNDS = (0, 1, 2, 4)
 _NEWEST = 40
 _MOST_LAYOUTS = 8
 """Layouts that the command prints; the JSON has all."""
+# The longest responses are reported if they make a step this much longer than its other limits do.
+_TAIL_LIMITS = 1.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +277,8 @@ def _show(spec: RunSpec, found: SplitPlan, known: _Rates, *, memory: Memory) -> 
     if found.now is not None:
         table.add_row("now", *_cells(found.now))
     console.print(table, highlight=False)
+    if text := _tail(found.now or found.best, known.rates):
+        print_line(console, f"\n{text}")
     for way, reason in found.refused.items():
         print_line(console, f"\n{way} is not possible for the trainer: {reason}")
     print_line(console, f"\nrecommended ({_why(found)}):")
@@ -289,6 +294,20 @@ def _show(spec: RunSpec, found: SplitPlan, known: _Rates, *, memory: Memory) -> 
             errors,
             "note: these rates are assumed; --from RUN uses the measured rates of a run after ten steps",
         )
+
+
+def _tail(split: Split, rates: Rates) -> str:
+    """Returns that the longest responses limit a split, and what makes it faster; empty if they do not."""
+    bound, setting = tail_bound(rates, split.setting), split.setting
+    if bound.step_s <= _TAIL_LIMITS * split.prediction.limit_s:
+        return ""
+    return (
+        f"the longest response of a step has {bound.longest_tokens:.0f} tokens on average; with "
+        f"algorithm.max_staleness={setting.max_staleness}, an engine can then run {bound.max_running:.0f} "
+        f"samples on average, and a step takes at least {bound.step_s:.2f} s, whatever the slots are; a "
+        "larger algorithm.max_staleness, algorithm.on_stale=mask or a lower rollout.max_response_tokens "
+        "makes steps shorter"
+    )
 
 
 def _why(found: SplitPlan) -> str:
@@ -342,7 +361,8 @@ def _document(
             "trainer_idle": split.prediction.trainer_idle,
             "share_of_limit": split.prediction.share_of_limit,
         }
-        return {"keys": _keys(split), **facts, **shares}
+        tail = asdict(tail_bound(known.rates, split.setting))
+        return {"keys": _keys(split), **facts, **shares, "tail": tail}
 
     return {
         "recommended": of(found.best),

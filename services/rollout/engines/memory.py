@@ -15,9 +15,9 @@ from transformers import PretrainedConfig
 
 from services.common.models.adapters import adapted_weights, adapter_weights
 from services.common.models.training_memory import (
-    SPARE,
     cache_dtype,
     kv_bytes_per_token,
+    min_kv_tokens,
     required_kv_tokens,
     resident_memory,
     served_weights,
@@ -41,6 +41,9 @@ _WORKING: Final = 4.0e9
 _LARGEST_SHARE: Final = 0.9
 # Fraction of a shared GPU that no plan uses: contexts and allocators of several processes take more.
 _FREE_SHARE: Final = 0.03
+# Share of the KV cache for all slots with the longest responses that stays where adapters are merged ahead:
+# without that memory, generation stops for several times as long at each version.
+_KEPT_KV_SHARE: Final = 0.5
 _BUCKET_BYTES: Final = 512 << 20
 _ADAPTER_BYTES: Final = 4
 # Bytes per element of the weight being merged: old and new in its dtype, and both in float32.
@@ -303,8 +306,9 @@ def other_workers_bytes(
             taken += (
                 sleeping_memory(spec, config, gpu_bytes=gpu_bytes)
                 if spec.topology.is_colocated
-                else SPARE
-                * trainer_memory(spec, config, gpu_bytes=gpu_bytes, engines=num_rollouts).used
+                else trainer_memory(
+                    spec, config, gpu_bytes=gpu_bytes, engines=num_rollouts
+                ).reserved
             )
         else:
             taken += size + _WORKING + _CONTEXTS
@@ -348,7 +352,8 @@ def plan_of(
         stays_awake=is_in_turns and resident_memory(spec, config, gpu_bytes=gpu_bytes) == "all",
     )
     if not {kind.memory_argument, kind.cache_argument} & arguments.keys():
-        kv_cache = required_kv_tokens(spec, config) * plan.kv_per_token
+        kept = max(_KEPT_KV_SHARE * required_kv_tokens(spec, config), min_kv_tokens(spec, config))
+        kv_cache = kept * plan.kv_per_token
         plan = plan.with_merged_slots(plane.merged_ahead, kv_cache=kv_cache)
     if not checks:
         return plan

@@ -155,14 +155,15 @@ def spec_of(**trainer: Any) -> RunSpec:
 
 def test_a_rollout_that_shares_its_gpu_leaves_the_trainer_its_peak() -> None:
     spec, config = spec_of(tokens_per_micro_batch=8192), qwen_7b()
-    trainer = trainer_memory(spec, config, gpu_bytes=270 * GB)
-    others = other_workers_bytes(["trainer"], spec, config, gpu_bytes=270 * GB)
-    assert others == pytest.approx(1.05 * trainer.used)
-    plan = plan_of(spec, config, gpu_bytes=270 * GB, roles=["trainer"])
+    trainer = trainer_memory(spec, config, gpu_bytes=262 * GB)
+    others = other_workers_bytes(["trainer"], spec, config, gpu_bytes=262 * GB)
+    assert others == pytest.approx(trainer.reserved)
+    assert trainer.used < trainer.reserved < 1.05 * trainer.used
+    plan = plan_of(spec, config, gpu_bytes=262 * GB, roles=["trainer"])
     assert plan.kv_cache < plan.kv_token_limit * plan.kv_per_token
     total = plan.weights + plan.kv_cache + 4 * GB + plan.plane + others
     # 3 % stay free, and the engine's share is rounded down to a hundredth.
-    assert 0.96 * 270 * GB <= total <= 0.97 * 270 * GB
+    assert 0.96 * 262 * GB <= total <= 0.97 * 262 * GB
     # An engine that measures free memory would count memory that the trainer allocates later.
     share = engine_share(plan, VLLM, {})
     assert share["kv_cache_memory_bytes"] == int(plan.kv_cache)
@@ -333,15 +334,16 @@ ADAPTERS = {
 LORA_7B = spec_with(**ADAPTERS)
 
 
-def test_adapters_are_merged_ahead_in_memory_that_the_kv_cache_cannot_use() -> None:
+def test_adapters_are_merged_ahead_in_memory_that_the_kv_cache_can_spare() -> None:
     roles, weights = ["trainer"], 2 * 7_615_616_512
     large = plan_of(LORA_7B, qwen_7b(), gpu_bytes=140 * GB, roles=roles)
-    assert weights < large.merged_slots < weights + GB
+    assert weights < large.merged_slots < weights + 2.5 * GB
     assert large.kv_tokens >= required_kv_tokens(LORA_7B, qwen_7b())
     filled = plan_of(LORA_7B, qwen_7b(), gpu_bytes=60 * GB, roles=roles)
     assert filled.merged_slots < large.merged_slots
+    # Half of the cache for all slots with the longest responses stays, as far as there is memory.
     assert filled.kv_tokens >= min(
-        required_kv_tokens(LORA_7B, qwen_7b()),
+        required_kv_tokens(LORA_7B, qwen_7b()) // 2,
         replace(filled, merged_slots=0.0).kv_tokens,
     )
 

@@ -254,6 +254,36 @@ def _shard(
     for layer in layers:
         fully_shard(layer, **options)
     fully_shard(module, **options)
+    if topology.mesh["dp"].size() == 1 and not spec.offloads_weights and topology.experts is None:
+        _use_one_stream(module)
+
+
+_STREAMS = (
+    "all_gather_copy_in_stream",
+    "all_gather_stream",
+    "reduce_scatter_stream",
+    "all_reduce_stream",
+)
+"""FSDP's streams, by the names of its shared context."""
+
+
+def _use_one_stream(module: nn.Module) -> None:
+    """Makes FSDP exchange in the stream of the passes, for a rank that exchanges with no other.
+
+    The allocator keeps blocks that one stream has freed from another. In the last micro-batch of an update,
+    whole gradients are freed in one stream and sharded ones allocated in another, so that their memory would
+    be reserved twice, and once more for gathered weights.
+    """
+    context: Any = module._get_fsdp_state()._comm_ctx  # type: ignore[operator]  # noqa: SLF001 -- FSDP has no option for it
+    create_streams = context.lazy_init
+
+    def create_one(device: torch.device) -> None:
+        create_streams(device)
+        stream = context.device_handle.current_stream()
+        for name in _STREAMS:
+            setattr(context, name, stream)
+
+    context.lazy_init = create_one
 
 
 def begin_micro_batch(module: nn.Module, *, is_last: bool, spec: TrainerSpec) -> None:

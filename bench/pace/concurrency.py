@@ -1,0 +1,157 @@
+"""Fixed slots against a concurrency that follows the decode curve: ``python -m bench.pace.concurrency``.
+
+The planner's simulation, which decides by the rules of real runs, predicts steps of 192 samples with a mean
+of 450 tokens. ``fixed`` has the default slots. ``follows`` is a controller that knows the decode time of n
+samples, the lengths so far and the trainer's time: it dispatches groups for the smallest n whose predicted
+step is within 2 % of the shortest, times a margin. ``bound`` is the formula of
+``services/extras/planner/tail.py``. Nothing is measured. Results go to ``bench/results/concurrency.json``.
+"""
+
+import argparse
+import json
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.report import write_json
+from services.controller.rules.placement import SlotUsage
+from services.extras.planner.inputs import DecodeTime, Geometric, Lognormal, Rates, Setting
+from services.extras.planner.simulation import Prediction, Simulation, min_step_s
+from services.extras.planner.tail import tail_bound
+
+RESULTS = Path(__file__).parents[1] / "results" / "concurrency.json"
+_LENGTHS = {
+    "geometric, mean 460, up to 3,072": Geometric(mean_tokens=461, max_tokens=3072),
+    "log-normal, mean 450, sigma .7, up to 3,072": Lognormal(
+        median_tokens=352, sigma=0.7, max_tokens=3072
+    ),
+    "log-normal, mean 60, up to 256": Lognormal(median_tokens=50, sigma=0.5, max_tokens=256),
+}
+# An H200 with 1.3 B parameters: 15 ms with 1,100 samples, 5 ms with 150; and an engine whose host is slow.
+_DECODE = {
+    "H200": DecodeTime(fixed_s=0.0035, sample_s=1.05e-5, max_samples=1024),
+    "slow host": DecodeTime(fixed_s=0.004, sample_s=6e-5, max_samples=1024),
+}
+_TRAIN_S = 1.57
+_GROUPS, _GROUP_SIZE, _STEPS = 24, 8, 60
+_MARGINS = (1.3, 2.0)
+_WITHIN = 1.02
+_STRIDE = 8
+
+
+class FollowingSlots(SlotUsage):
+    """Slots that follow the decode curve, the lengths and the staleness bound."""
+
+    def __init__(self, setting: Setting, decode: DecodeTime, train_s: float, margin: float) -> None:
+        super().__init__(setting.slots, setting.group_size)
+        self._setting, self._decode = setting, decode
+        self._train_s, self._margin = train_s, margin
+        window = (setting.max_staleness + 1) * setting.samples_per_step
+        self._lengths: deque[int] = deque(maxlen=window)
+        self._limit: float | None = None
+
+    def finished(self, num_tokens: Sequence[int]) -> None:
+        super().finished(num_tokens)
+        self._lengths.extend(num_tokens)
+        self._limit = None
+
+    def num_groups(self, num_engines: int) -> int:
+        return max(num_engines, round(self._slots_now() * num_engines / self.slots_per_group))
+
+    def _slots_now(self) -> float:
+        setting, samples = self._setting, self._setting.samples_per_step
+        if len(self._lengths) < samples:
+            return setting.slots
+        if self._limit is None:
+            tokens = samples * sum(self._lengths) / len(self._lengths)
+            longest = max(self._lengths) / (setting.max_staleness + 1)
+            counts = range(_STRIDE, setting.slots + 1, _STRIDE)
+            steps = {
+                n: max(self._train_s, max(tokens / n, longest) * self._decode(n)) for n in counts
+            }
+            shortest = min(steps.values())
+            smallest = next(n for n in counts if steps[n] <= _WITHIN * shortest)
+            self._limit = min(setting.slots, self._margin * smallest)
+        return self._limit
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One way in one setting."""
+
+    step_s: float
+    staleness: float
+    running: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--smoke", action="store_true", help="few steps, and nothing is kept")
+    arguments = parser.parse_args()
+    steps = 8 if arguments.smoke else _STEPS
+    rows = [
+        _compared(host, name, lag, steps)
+        for host in _DECODE
+        for name in _LENGTHS
+        for lag in (0, 1, 2, 4, 8)
+    ]
+    for row in rows:
+        print(json.dumps(row), flush=True)
+    slower = {
+        f"follows, margin {margin}": round(
+            max(row["follows"][str(margin)]["step_s"] / row["fixed"]["step_s"] for row in rows), 3
+        )
+        for margin in _MARGINS
+    }
+    print(json.dumps({"worst step over fixed": slower}))
+    if not arguments.smoke:
+        write_json(RESULTS, {"host": "none: arithmetic only", "worst": slower, "rows": rows})
+
+
+def _compared(host: str, name: str, lag: int, steps: int) -> dict[str, Any]:
+    lengths, decode = _LENGTHS[name], _DECODE[host]
+    train_s = _TRAIN_S * lengths.mean() / 450
+    rates = Rates(
+        train_tokens_per_s=_GROUPS * _GROUP_SIZE * lengths.mean() / train_s,
+        decode=decode,
+        lengths=lengths,
+    )
+    setting = Setting(
+        trainer_gpus=1,
+        rollouts=1,
+        slots=max(64, min(1024, (lag + 1) * _GROUPS * _GROUP_SIZE)),
+        max_staleness=lag,
+        groups_per_step=_GROUPS,
+        group_size=_GROUP_SIZE,
+    )
+    bound = tail_bound(rates, setting)
+    follows = {}
+    for margin in _MARGINS:
+        simulation = Simulation(rates, setting)
+        simulation._use = FollowingSlots(setting, decode, train_s, margin)  # noqa: SLF001 -- an experiment
+        follows[str(margin)] = asdict(_row(simulation.run(steps), setting))
+    return {
+        "decode": host,
+        "lengths": name,
+        "max_staleness": lag,
+        "slots": setting.slots,
+        "engine_and_trainer_limit_s": round(min_step_s(rates, setting), 3),
+        "bound_s": round(bound.step_s, 3),
+        "bound_running": round(bound.max_running),
+        "fixed": asdict(_row(Simulation(rates, setting).run(steps), setting)),
+        "follows": follows,
+    }
+
+
+def _row(found: Prediction, setting: Setting) -> Row:
+    return Row(
+        step_s=round(found.step_s, 3),
+        staleness=round(found.staleness_mean, 2),
+        running=round(found.slots_used * setting.slots),
+    )
+
+
+if __name__ == "__main__":
+    main()

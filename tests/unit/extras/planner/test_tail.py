@@ -1,0 +1,54 @@
+"""The bound of the longest responses against the simulation, which knows only the rules of runs."""
+
+from dataclasses import replace
+
+import pytest
+
+from services.extras.planner.inputs import DecodeTime, Geometric, Lognormal, Rates, Setting
+from services.extras.planner.simulation import Simulation
+from services.extras.planner.tail import tail_bound
+
+TAILS = {
+    "geometric": Geometric(mean_tokens=461, max_tokens=3072),
+    "log-normal": Lognormal(median_tokens=305, sigma=0.9, max_tokens=3072),
+}
+SETTING = Setting(
+    trainer_gpus=1, rollouts=1, slots=960, max_staleness=4, groups_per_step=24, group_size=8
+)
+
+
+def rates_of(lengths: Geometric | Lognormal, *, fixed_s: float) -> Rates:
+    return Rates(
+        train_tokens_per_s=57_000.0,
+        decode=DecodeTime(fixed_s=fixed_s, sample_s=1.05e-5, max_samples=1024),
+        lengths=lengths,
+    )
+
+
+@pytest.mark.parametrize("fixed_s", [0.0035, 0.02])
+@pytest.mark.parametrize("name", TAILS)
+def test_no_number_of_slots_beats_the_bound_of_the_longest_responses(name, fixed_s):
+    rates = rates_of(TAILS[name], fixed_s=fixed_s)
+    bound = tail_bound(rates, SETTING)
+    for slots in (96, 160, 256, 512, 960):
+        found = Simulation(rates, replace(SETTING, slots=slots)).run(30)
+        assert found.step_s > 0.98 * bound.step_s
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2, 4])
+@pytest.mark.parametrize("name", TAILS)
+def test_with_enough_slots_a_step_takes_what_the_longest_responses_need(name, max_staleness):
+    rates = rates_of(TAILS[name], fixed_s=0.01)
+    setting = replace(SETTING, max_staleness=max_staleness, slots=192 * (max_staleness + 1))
+    bound, found = tail_bound(rates, setting), Simulation(rates, setting).run(30)
+    assert bound.step_s < found.step_s < 1.25 * bound.step_s
+    # The engine runs no more than the bound allows, though it has several times as many slots.
+    running = found.slots_used * setting.slots
+    assert 0.75 * bound.max_running < running < 1.05 * bound.max_running
+
+
+def test_equal_lengths_leave_all_slots_in_use():
+    rates = rates_of(Geometric(mean_tokens=400, max_tokens=1), fixed_s=0.01)
+    bound = tail_bound(rates, replace(SETTING, slots=256))
+    assert bound.longest_tokens == 1
+    assert bound.max_running == 256
