@@ -57,8 +57,8 @@ def overrides(servers: Sequence[LocalServer], *, seed: int, steps: int) -> list[
 
 
 @contextmanager
-def killing(server: LocalServer, seed: int) -> Iterator[list[float]]:
-    """Kills a server and starts it again, at random times while the block runs; yields the kills' times."""
+def killing(servers: Sequence[LocalServer], seed: int) -> Iterator[list[float]]:
+    """Kills one of the servers and starts it again, at random times; yields the pauses before."""
     kills: list[float] = []
     ended = threading.Event()
     draws = random.Random(seed)
@@ -66,6 +66,7 @@ def killing(server: LocalServer, seed: int) -> Iterator[list[float]]:
     def kill() -> None:
         pause_s = _FIRST_KILL_S
         while not ended.wait(pause_s):
+            server = draws.choice(servers)
             server.kill()
             kills.append(round(pause_s, 1))
             server.start()
@@ -87,7 +88,7 @@ def train(
     """Trains one run; returns its scores, and the events of its servers."""
     settings = overrides(servers, seed=seed, steps=steps)
     if kills:
-        with killing(servers[0], seed) as times:
+        with killing(servers[:1], seed) as times:
             run = whole_run(folder, settings)
     else:
         times, run = [], whole_run(folder, settings)

@@ -53,7 +53,7 @@ def _contract(module: ModuleType) -> dict[str, Callable[..., Any]]:
 
 
 CONTRACT = _contract(test_engine_contract) | _contract(test_engine_weights)
-_TIMEOUT_S = 120
+_TIMEOUT_S = 300
 _MOST_TOKENS = {"vllm-server": {}, "sglang-server": {"context_length": 506}}
 
 

@@ -1,0 +1,213 @@
+"""Replaces the weights of two servers again and again, while one of them is killed and started at random.
+
+Requests run all the time, and each of their tokens states the weight version that sampled it. Its logprob is
+compared with that of a plain forward pass of that version's weights; versions differ by whole nats.
+
+Usage: PYTHON -m bench.rollout.fleet_updates [--engine sglang-server] [--updates 200] [--out FILE]
+
+``PYTHON`` is that of an environment with the engine's CPU build; see ``tests/engines/run.sh``.
+
+Bars: no token under other weights than those of its version, and at least one kill for every 20 updates.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+from bench.report import report_to
+from bench.rollout.fleet import killing
+from services.common.runspec.engines import ENGINES
+from services.extras.fleets.engine import FleetEngine
+from services.extras.fleets.local import (
+    LocalServer,
+    LocalSglang,
+    LocalVllm,
+    engine_arguments,
+    local_servers,
+)
+from services.rollout.calls.outside import AddressPolicy
+from services.rollout.engines.base import GenerationRequest, GenerationResult
+from services.rollout.engines.build import make_engine
+from services.rollout.engines.engine_config import EngineConfig
+
+_TOLERANCE = 1e-3
+_CONTEXT, _RESPONSE, _RUNNING = 40, 160, 6
+_MOST_TOKENS = 256
+_TOKENS_PER_UPDATE = 60
+_PAUSE_S = 0.5
+_UPDATE_DEADLINE_S = 300.0
+_KILL_SHARE = 20
+_KINDS: Mapping[str, tuple[type[LocalServer], Sequence[str]]] = {
+    "vllm-server": (
+        LocalVllm,
+        ("--max-model-len", "512", "--max-num-batched-tokens", "512"),
+    ),
+    "sglang-server": (LocalSglang, ("--max-running-requests", "8")),
+}
+
+
+def tiny_config() -> Qwen2Config:
+    """Returns a configuration that both engines support."""
+    return Qwen2Config(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+        max_position_embeddings=512,
+        initializer_range=0.2,
+        architectures=["Qwen2ForCausalLM"],
+    )
+
+
+def model_of(version: int) -> PreTrainedModel:
+    """Returns the model of a weight version."""
+    with torch.random.fork_rng():
+        torch.manual_seed(1000 + version)
+        model: PreTrainedModel = Qwen2ForCausalLM(tiny_config())
+        model.train(mode=False)
+        return model
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What was found in all responses."""
+
+    num_responses: int = 0
+    num_crossing: int = 0
+    """Responses with tokens of several versions."""
+    num_tokens: int = 0
+    num_wrong: int = 0
+    """Tokens whose logprob is not that of the version that they state."""
+    largest_difference: float = 0.0
+    versions: set[int] = field(default_factory=set)
+
+    def add(self, context: tuple[int, ...], result: GenerationResult) -> None:
+        """Compares a response with the models of its versions."""
+        self.num_responses += 1
+        self.num_crossing += len(result.version_runs) > 1
+        ids = torch.tensor([context + tuple(result.token_ids)])
+        start = 0
+        for version, count in result.version_runs:
+            with torch.no_grad():
+                logits: Tensor = model_of(version)(ids).logits
+            rows = logits[0, len(context) - 1 + start : len(context) - 1 + start + count]
+            tokens = torch.tensor(result.token_ids[start : start + count])[:, None]
+            expected = rows.float().log_softmax(-1).gather(1, tokens)[:, 0]
+            difference = (torch.tensor(result.logprobs[start : start + count]) - expected).abs()
+            self.num_wrong += int((difference > _TOLERANCE).sum())
+            self.largest_difference = max(self.largest_difference, float(difference.max()))
+            self.num_tokens += count
+            self.versions.add(version)
+            start += count
+
+
+async def _ask(engine: FleetEngine, worker: int, verdict: Verdict) -> None:
+    """Sends one request after the other."""
+    draws = random.Random(worker)
+    number = 0
+    while True:
+        context = tuple(draws.choices(range(256), k=_CONTEXT))
+        result = await engine.generate(
+            GenerationRequest(
+                request_id=f"{worker}.{number}",
+                context_ids=context,
+                max_tokens=_RESPONSE,
+                seed=number,
+            )
+        )
+        await asyncio.to_thread(verdict.add, context, result)
+        number += 1
+
+
+async def _update(engine: FleetEngine, updates: int) -> None:
+    """Puts one version after the other into service; some tokens are sampled under each."""
+    for version in range(updates):
+        weights = {name: value.detach() for name, value in model_of(version).named_parameters()}
+        async with asyncio.timeout(_UPDATE_DEADLINE_S):
+            await engine.adopt_weights(version, weights)
+            before = engine.stats().tokens_total
+            while engine.stats().tokens_total < before + _TOKENS_PER_UPDATE:
+                await asyncio.sleep(_PAUSE_S)
+        if version % 10 == 0:
+            print(json.dumps({"version": version}), flush=True)
+
+
+async def measure(servers: Sequence[LocalServer], updates: int) -> dict[str, Any]:
+    """Returns what happened in all updates."""
+    events: Counter[str] = Counter()
+    name, verdict = servers[0].engine, Verdict()
+    length = {str(ENGINES[name].length_argument): _MOST_TOKENS}
+    engine = make_engine(
+        name,
+        EngineConfig(
+            config=tiny_config(),
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            max_running=_RUNNING,
+            arguments={**engine_arguments([*servers]), **length},
+            reach=AddressPolicy(("127.0.0.1",)),
+            worker="bench",
+            report=lambda kind, _: events.update([kind]),
+        ),
+    )
+    assert isinstance(engine, FleetEngine)
+    serving = asyncio.ensure_future(engine.run())
+    try:
+        await engine.wait_ready()
+        asking = [asyncio.ensure_future(_ask(engine, n, verdict)) for n in range(_RUNNING)]
+        updating = asyncio.ensure_future(_update(engine, updates))
+        done, _ = await asyncio.wait(
+            {updating, serving, *asking}, return_when=asyncio.FIRST_COMPLETED
+        )
+        for task in done:
+            task.result()
+    finally:
+        for task in (serving, *asking):
+            task.cancel()
+        await asyncio.wait([serving, *asking])
+    return {
+        "updates": updates,
+        "responses": verdict.num_responses,
+        "responses_of_several_versions": verdict.num_crossing,
+        "tokens": verdict.num_tokens,
+        "versions_with_tokens": len(verdict.versions),
+        "tokens_under_a_wrong_version": verdict.num_wrong,
+        "largest_logprob_difference": round(verdict.largest_difference, 7),
+        "events": dict(sorted(events.items())),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--engine", choices=_KINDS, default="sglang-server")
+    parser.add_argument("--updates", type=int, default=200)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    kind, options = _KINDS[arguments.engine]
+    with (
+        local_servers(kind, tiny_config(), 2, "--dtype", "float32", *options) as servers,
+        killing(servers, seed=0) as kills,
+    ):
+        result = asyncio.run(measure(servers, arguments.updates))
+    result = {"engine": arguments.engine, "servers": 2, "kills": len(kills), **result}
+    few = len(kills) * _KILL_SHARE < arguments.updates
+    result["meets_bars"] = not (result["tokens_under_a_wrong_version"] or few)
+    out = arguments.out or Path(f"bench/results/fleet-updates-{arguments.engine}.json")
+    report_to(out, result)
+
+
+if __name__ == "__main__":
+    main()
