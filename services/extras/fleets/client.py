@@ -65,10 +65,6 @@ class ServerRefusedError(RuntimeError):
     """The server answers, but cannot serve this run; only its operator can change that."""
 
 
-class WrongPathError(ServerRefusedError):
-    """What answers at an address has not the interface of a server of this kind; it may be a router."""
-
-
 class ServerBusyError(ServerRefusedError):
     """The server belongs to another owner, who may be about to end."""
 
@@ -372,7 +368,7 @@ class FleetServer(ABC):
         if status == 409:
             raise ServerBusyError(f"{self.address}: {shown}")
         if status in (404, 405):
-            raise WrongPathError(f"{self.address} {self.wrong_path} ({shown})")
+            raise ServerRefusedError(f"{self.address} {self.wrong_path} ({shown})")
         if status != 200:
             raise ServerRefusedError(f"{self.address} answered {status}: {shown}")
         try:

@@ -23,7 +23,6 @@ from services.extras.fleets.client import (
     ServerBusyError,
     ServerOverloadedError,
     ServerRefusedError,
-    WrongPathError,
 )
 from services.extras.fleets.protocol import LEASE_S
 from services.extras.fleets.routers import check_hosts
@@ -112,6 +111,8 @@ class Fleet:
         self._on_lost = on_lost
         self._weights: FleetWeights | None = None
         self._canary: _Canary | None = None
+        self._plain: set[str] = set()
+        """Addresses at which servers answer, not routers."""
         self._addresses = tuple(addresses)
         self._locks: dict[str, asyncio.Lock] = {}
         self._kicks: dict[str, asyncio.Event] = {}
@@ -374,15 +375,14 @@ class Fleet:
 
     async def _bring_or_ask(self, server: FleetServer) -> None:
         """Brings a server to the newest weights, or asks a router for its servers."""
-        if server.address not in self._routers:
-            try:
-                return await self._bring(server)
-            except WrongPathError:
-                if await server.list_servers() is None:
-                    raise
-        listed = await server.list_servers()
+        # Some routers pass on what they do not know themselves, so that a router is asked first.
+        listed = None if server.address in self._plain else await server.list_servers()
+        if listed is None:
+            self._plain.add(server.address)
+            await self._bring(server)
+            return
         try:
-            check_hosts(listed or (), self._allowed_hosts)
+            check_hosts(listed, self._allowed_hosts)
         except ValueError as error:
             raise ServerRefusedError(f"{server.address}: {error}") from error
         if not listed:
@@ -391,7 +391,6 @@ class Fleet:
         if listed != self._routers.get(server.address):
             self._routers[server.address] = listed
             self._report("EngineRouterListed", f"{server.address} lists {', '.join(listed)}")
-        return None
 
     async def _bring(self, server: FleetServer) -> None:
         if not server.session:

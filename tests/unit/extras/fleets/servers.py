@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import torch
 import uvicorn
 from starlette.applications import Starlette
@@ -214,7 +215,7 @@ async def attached(server: FakeServer, owner: str = "run/rollout-0") -> AsyncIte
 
 @asynccontextmanager
 async def router(
-    servers: Sequence[str], path: str = "/workers"
+    servers: Sequence[str], path: str = "/workers", *, passes_on: bool = False
 ) -> AsyncIterator[tuple[str, list[str]]]:
     """Yields the address of a router, and the list of servers that it shows."""
     listed = [*servers]
@@ -223,11 +224,20 @@ async def router(
         workers = [{"url": url, "worker_type": "regular"} for url in listed]
         return JSONResponse({"workers": workers} if path == "/workers" else {"urls": listed})
 
+    async def pass_on(request: Request) -> Response:
+        async with httpx.AsyncClient(trust_env=False) as client:
+            headers = {"Authorization": f"Bearer {TOKEN}"}
+            url = f"{listed[0]}{request.url.path}"
+            content = await request.body()
+            answer = await client.request(request.method, url, content=content, headers=headers)
+        return Response(answer.content, answer.status_code)
+
+    routes = [Route(path, show)]
+    if passes_on:
+        routes.append(Route("/{rest:path}", pass_on, methods=["GET", "POST", "PUT", "DELETE"]))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        server = uvicorn.Server(
-            uvicorn.Config(Starlette(routes=[Route(path, show)]), log_level="critical")
-        )
+        server = uvicorn.Server(uvicorn.Config(Starlette(routes=routes), log_level="critical"))
         running = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             yield f"http://127.0.0.1:{port}", listed

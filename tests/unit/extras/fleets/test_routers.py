@@ -58,6 +58,17 @@ async def test_servers_behind_a_router_come_and_go(path: str) -> None:
     assert events[-1].endswith("its router no longer lists it")
 
 
+async def test_a_router_that_passes_other_paths_on_is_asked_first() -> None:
+    async with (
+        serving() as (server,),
+        router([server.address], passes_on=True) as (address, _),
+        _behind(address, []) as engine,
+    ):
+        await _adopt(engine, 1, 0.5)
+        (client,) = engine.backend.fleet.serving
+        assert client.address == server.address
+
+
 async def test_the_token_goes_to_no_host_that_only_a_router_names() -> None:
     async with router(["http://127.0.0.2:1"]) as (address, _):
         config = _config([], [], arguments={"addresses": [address], "token": TOKEN})
