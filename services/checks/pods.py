@@ -42,11 +42,15 @@ def installed_pod_problems(templates: Path, spec: RunSpec) -> Iterator[str]:
 
 
 def pod_problems(spec: RunSpec, topology: PodTopology = "separate") -> Iterator[str]:
-    """Yields reasons why no node of ``topology.gpus_per_node`` GPUs has room for a pod of the run."""
+    """Yields reasons why no node of ``topology.gpus_per_node`` GPUs has room for a pod of the run.
+
+    Also names entries of ``pods`` for workers that the run does not have.
+    """
     try:
         spec.topology.gpus_of("train")
     except TaskGroupError:
         return  # another rule reports it
+    yield from _kinds(spec)
     if topology == "bundled":
         yield from _bundle(spec)
         return
@@ -68,6 +72,17 @@ def nodes_of(num_ranks: int, spec: RunSpec) -> int | None:
     if num_ranks > node_gpus and num_ranks % node_gpus:
         return None
     return max(1, num_ranks // node_gpus)
+
+
+def _kinds(spec: RunSpec) -> Iterator[str]:
+    """Yields the entries of ``pods`` for workers that the run does not have."""
+    present = [role for role, kind in WORKERS.items() if kind.num_workers(spec)]
+    for kind in spec.pods:
+        if kind not in present:
+            yield (
+                f"pods.{kind}: the run has no worker of that kind, only {', '.join(present)}; remove the "
+                "entry"
+            )
 
 
 def _bundle(spec: RunSpec) -> Iterator[str]:

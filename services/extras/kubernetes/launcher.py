@@ -28,7 +28,7 @@ from services.extras.kubernetes import drain, gang, job_set, pod_state
 from services.extras.kubernetes.drain import PlacedPod
 from services.extras.kubernetes.pod_api import PodApi, Seen
 from services.extras.kubernetes.pod_state import PodRecord, check_growth
-from services.extras.kubernetes.pod_templates import Overrides, kind_problems
+from services.extras.kubernetes.pod_templates import Overrides
 from services.extras.kubernetes.scale import RolloutScales
 from services.extras.kubernetes.worker_pods import (
     RUN_LABEL,
@@ -110,7 +110,6 @@ class KubernetesLauncher(LauncherDefaults):
     def problems(self, spec: RunSpec) -> Iterable[str]:
         """Yields reasons why no node has room for a pod of a run, and what it may not choose."""
         yield from installed_pod_problems(self._templates, spec)
-        yield from kind_problems(spec)
         with suppress(OSError):  # the start of the run reports it
             yield from Overrides.read(self._templates).problems(spec)
 

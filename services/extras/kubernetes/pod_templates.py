@@ -21,7 +21,6 @@ from kubernetes.utils.quantity import parse_quantity
 from services.common.errors import FailedPreconditionError
 from services.common.runspec.pods import PodSpec
 from services.common.runspec.run import RunSpec
-from services.common.runspec.workers import WORKERS
 
 OVERRIDES_FILE: Final = "overrides.yaml"
 _AMOUNTS: Final = {
@@ -122,16 +121,6 @@ def _unlisted(key: str, names: Iterable[str], listed: Sequence[str], value: str)
             yield (
                 f"{key}: this installation does not allow {name!r} (workers.overrides.{value}; {allowed}); "
                 "remove it, or ask the administrator to list it"
-            )
-
-
-def kind_problems(spec: RunSpec) -> Iterator[str]:
-    """Yields the entries of ``pods`` for workers that the run does not have."""
-    for kind in spec.pods:
-        if not WORKERS[kind].num_workers(spec):
-            here = [role for role, each in WORKERS.items() if each.num_workers(spec)]
-            yield (
-                f"pods.{kind}: the run has no worker of that kind, only {', '.join(here)}; remove the entry"
             )
 
 

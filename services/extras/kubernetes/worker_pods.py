@@ -32,7 +32,7 @@ from services.common.stores import is_url
 from services.controller.launch.gpus import HostGpus
 from services.extras.kubernetes import gang, job_set
 from services.extras.kubernetes.pod_resources import KINDS_ANNOTATION, size_pod
-from services.extras.kubernetes.pod_templates import Overrides, add_part, choose_pod, kind_problems
+from services.extras.kubernetes.pod_templates import Overrides, add_part, choose_pod
 
 RUN_LABEL = "slipstream.dev/run"
 WORKER_LABEL = "slipstream.dev/worker"
@@ -191,12 +191,6 @@ def accounting_labels(*, project: str, user: str) -> dict[str, str]:
 
 def policy_name(run_id: str) -> str:
     return f"{run_id.replace('_', '-')}-workers"
-
-
-def problems(spec: RunSpec) -> Iterator[str]:
-    """Yields reasons why no installation can start the pods of a run, each with its key and a fix."""
-    yield from pod_problems(spec)
-    yield from kind_problems(spec)
 
 
 def load_templates(folder: Path, project: str = "") -> WorkerTemplates:

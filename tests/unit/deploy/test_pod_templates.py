@@ -7,10 +7,11 @@ from typing import Any
 import kubernetes_validate
 import pytest
 
+from services.checks.pods import pod_problems
 from services.common.errors import FailedPreconditionError
 from services.common.runspec.loader import SpecError
 from services.extras.kubernetes.pod_templates import Overrides
-from services.extras.kubernetes.worker_pods import Pod, problems
+from services.extras.kubernetes.worker_pods import Pod
 from tests.helpers.chart import CHART, helm
 from tests.helpers.specs import spec_with
 from tests.unit.deploy.test_worker_pods import SMALL, build, sizes
@@ -184,7 +185,7 @@ def test_a_specification_has_no_other_keys_of_pods(pods: dict[str, Any], key: st
 
 
 def test_a_kind_without_workers_is_named() -> None:
-    (problem,) = problems(spec_of("critic", cpu="2"))
+    (problem,) = pod_problems(spec_of("critic", cpu="2"))
     assert problem.startswith("pods.critic: ")
     assert "trainer, rollout" in problem
 
