@@ -62,8 +62,9 @@ bench-weightsync: $(READY) ## Weight sync against the raw bandwidth of the link 
 	$(BIN)/python -m bench.weightsync.end_to_end $(OPTIONS)
 	$(BIN)/python -m bench.weightsync.shared $(OPTIONS)
 
-bench-recovery: $(READY) ## Rollouts killed at random: time until the others serve the new version
+bench-recovery: $(READY) ## Rollouts, and ranks of a trainer, killed at random: time until the others serve the new version, first causes
 	$(BIN)/python -m tests.faults.weight_kills
+	$(BIN)/python -m tests.faults.rank_kills
 
 bench-controller: $(READY) ## One controller process with fake workers: rates, latencies, memory (OPTIONS=--smoke for seconds)
 	$(BIN)/python -m bench.controller $(OPTIONS)

@@ -23,13 +23,16 @@ class WorkerExit:
     """End of its log: enough lines to contain the tracebacks of all its processes."""
     log: str = ""
     """Path of its log; empty if the log is not a file of this host."""
+    rank: int | None = None
+    """Rank of the process that ended first; None if the worker has one process, or if unknown."""
 
     def report(self) -> str:
         """Returns the exit, its first cause and the log in one line; without a cause also the last lines."""
         where = self.log or log_command(self.run_id, self.worker_id)
         lines = self.last_lines.strip().splitlines()[-_NUM_LAST_LINES:]
         cause = self._cause() or (lines[0] if len(lines) == 1 else "")
-        head = f"{self.worker_id} exited {self._status}"
+        first = "" if self.rank is None else f", rank {self.rank} first"
+        head = f"{self.worker_id} exited {self._status}{first}"
         if cause or not lines:
             return f"{head}{cause and ': '}{cause} (log: {where})"
         return "\n".join([f"{head} (log: {where}); last log lines:", *lines])

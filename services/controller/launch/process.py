@@ -32,7 +32,6 @@ from services.controller.launch.worker_process import (
     MetricTargets,
     ProcessGroup,
     StartedProcess,
-    WorkerProcess,
     adopt,
     last_lines,
     limit_log,
@@ -81,7 +80,7 @@ class ProcessLauncher(LauncherDefaults):
         self._on_exit = on_exit
         self._tasks = tasks
         self._allowance = allowance
-        self._processes: dict[str, dict[str, WorkerProcess]] = {}
+        self._processes: dict[str, dict[str, ProcessGroup]] = {}
         self._gpus = HostGpus(gpus)
         self._forks = forks
         self._metrics = MetricTargets(metric_targets)
@@ -104,7 +103,7 @@ class ProcessLauncher(LauncherDefaults):
             if worker_id in running:
                 continue
             log_begin = 0
-            process: WorkerProcess | None = adopt(self._record(run_id, worker_id))
+            process: ProcessGroup | None = adopt(self._record(run_id, worker_id))
             if process is None:
                 log_begin = log_size(self._logs(run_id) / f"{worker_id}.log")
                 environment = {
@@ -222,7 +221,7 @@ class ProcessLauncher(LauncherDefaults):
         *,
         ranks: int,
         environment: Mapping[str, str],
-    ) -> WorkerProcess:
+    ) -> ProcessGroup:
         processes: list[StartedProcess] = []
         try:
             for place in _places(ranks):
@@ -264,7 +263,7 @@ class ProcessLauncher(LauncherDefaults):
         return ChildProcess(process)
 
     async def _watch(
-        self, run_id: str, worker_id: str, process: WorkerProcess, log_begin: int
+        self, run_id: str, worker_id: str, process: ProcessGroup, log_begin: int
     ) -> None:
         """Reports the end of a worker, whose lines begin at an offset of its log."""
         log = self._logs(run_id) / f"{worker_id}.log"
@@ -283,6 +282,7 @@ class ProcessLauncher(LauncherDefaults):
                 code=code,
                 last_lines=last_lines(log, REPORTED_LINES, begin=log_begin),
                 log=str(log),
+                rank=process.first_rank,
             )
         )
 

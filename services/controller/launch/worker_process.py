@@ -86,6 +86,8 @@ class ProcessGroup:
 
     def __init__(self, processes: Sequence[WorkerProcess]) -> None:
         self._processes = tuple(processes)
+        self.first_rank: int | None = None
+        """Rank of the process that ended first; None before, and if there is one process only."""
 
     async def wait(self) -> int | None:
         """Waits until all have ended; returns the exit status of the one that ended first."""
@@ -94,6 +96,8 @@ class ProcessGroup:
             ended, others = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             first = next(wait for wait in waits if wait in ended)
             code = first.result()
+            if others:
+                self.first_rank = waits.index(first)
             # If the first one was killed, the others may block on it without a message, so this does not
             # wait for them.
             if others and code is not None and code >= 0:
