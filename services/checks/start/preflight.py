@@ -37,6 +37,7 @@ from services.common.models.families import (
 from services.common.models.made_tokenizers import Vocabulary, builtin_vocabulary, tokenizer_name
 from services.common.models.tokenizer import Tokenizer
 from services.common.models.weight_files import file_problems
+from services.common.models.weight_formats import FORMATS, other_problems
 from services.common.runspec.base import did_you_mean
 from services.common.runspec.data import kind_of
 from services.common.runspec.engines import engine_kind
@@ -484,9 +485,8 @@ def _weights(key: str, model: ModelSpec) -> Iterator[str]:
     if Path(path).is_relative_to(OBJECT_CACHE.expanduser()):
         return  # the copy of a model in an object store, without its weights
     if is_folder(path) and not any(Path(path).glob("*.safetensors")):
-        yield (
-            f"{key}.path {path!r} has no weights; use a folder with config.json and *.safetensors files"
-        )
+        for problem in other_problems(Path(path)):
+            yield f"{key}.path: {problem}"
     elif is_folder(path):
         for problem in file_problems(Path(path)):
             yield f"{key}.path: {problem}"
@@ -650,7 +650,7 @@ def _start(spec: RunSpec) -> Iterator[str]:
             for problem in _start_problems(spec, checkpoint.start_from):
                 yield f"trainer.checkpoint.start_from {checkpoint.start_from!r}: {problem}"
         except (ValueError, ServiceError) as error:
-            yield f"trainer.checkpoint.start_from: {error}"
+            yield f"trainer.checkpoint.start_from: {error}{_weights_alone(checkpoint.start_from)}"
     if checkpoint.directory is not None and is_url(checkpoint.directory):
         try:
             open_checkpoints(checkpoint.directory).check()
@@ -668,6 +668,15 @@ def _start(spec: RunSpec) -> Iterator[str]:
                 f"trainer.checkpoint.directory {checkpoint.directory!r} cannot be used, because {folder} is "
                 f"not a folder that can be written to ({error.strerror}); use another one, or remove the key"
             )
+
+
+def _weights_alone(folder: str) -> str:
+    """Returns the fix if a folder has a model's weights, but no checkpoint of a run."""
+    if not is_folder(folder):
+        return ""
+    has_format = any((Path(folder) / FORMATS[name].marker).is_file() for name in FORMATS)
+    has_weights = has_format or any(Path(folder).glob("model*.safetensors"))
+    return "; it has the weights of a model: set model.path to it instead" if has_weights else ""
 
 
 def _facts_of(folder: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import typer
 from services.cli.output import console
 from services.common import doors
 from services.common.doors import OWN_PACKAGE, DoorError, Provider
+from services.common.models import weight_formats
 from services.common.runspec import engines, trackers, train_engines, weight_modes
 
 _DOORS = {
@@ -22,6 +23,7 @@ _DOORS = {
         trackers.TRACKERS,
         weight_modes.TRANSPORTS,
         weight_modes.MODES,
+        weight_formats.FORMATS,
     )
 }
 

@@ -31,6 +31,7 @@ from services.common.models.experts import checkpoint_names, is_fused
 from services.common.models.tokenizer import Tokenizer
 from services.common.models.vision import TOWER, register_vision, vision_tower
 from services.common.models.weight_files import named, stored_names
+from services.common.models.weight_formats import open_other_weights
 from services.common.runspec.run import ModelSpec
 
 _DECODER, _HEAD = "model.", "lm_head."
@@ -53,7 +54,7 @@ The value is ``chat`` if its prompts are rendered with the chat template, else `
 def read_weights(
     tensors: Mapping[str, torch.Tensor], folder: Path, config: Mapping[str, Any]
 ) -> None:
-    """Fills tensors from safetensors, in place; values are cast to the tensors' dtypes.
+    """Fills tensors from the weights of a folder, in place; values are cast to the tensors' dtypes.
 
     Args:
         tensors: Tensors by their names in the model. For a DTensor, this rank's shard is read.
@@ -63,8 +64,10 @@ def read_weights(
         ValueError: If the folder lacks one of the tensors or cannot be read.
     """
     try:
-        stored = as_stored(tensors, config, known=stored_names(folder))
-        load_shards(stored, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+        other = open_other_weights(folder)
+        known = stored_names(folder) if other is None else other.names
+        reader = HuggingFaceStorageReader(str(folder)) if other is None else other.reader()
+        load_shards(as_stored(tensors, config, known=known), storage_reader=reader, no_dist=True)
     except (CheckpointException, OSError, RuntimeError) as error:
         raise ValueError(
             f"model.path: weights in {folder} do not match its config.json: {error}"
@@ -242,8 +245,9 @@ def _from_pretrained(
 ) -> PreTrainedModel:
     config = full_config(model)
     register_vision(config)
-    if is_multimodal(model):
-        # transformers would load all towers.
+    has_other_format = is_folder(model.path) and open_other_weights(Path(model.path)) is not None
+    if is_multimodal(model) or has_other_format:
+        # transformers would load all towers, and knows no other formats.
         built = build_model(config, dtype=dtype, device="cpu")
         read_weights(stored_tensors(built), find_folder(model), config.to_dict())
         return cast("PreTrainedModel", cast("nn.Module", built).to(device))

@@ -2,6 +2,8 @@
 
 import warnings
 from pathlib import Path
+from pkgutil import resolve_name
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
@@ -12,12 +14,14 @@ from services.cli.controller_address import Url
 from services.cli.output import console, errors, fail, print_line
 from services.common.errors import ServiceError
 from services.common.local_copies import with_local_copies
+from services.common.models.weight_formats import FORMATS
 from services.common.runspec.loader import parse_spec
 from services.common.runspec.run import RunSpec
 from services.common.stores import fetch, is_url, upload
 from services.controller.api.operations import ListCheckpoints
 from services.controller.models import RunView
 
+_HUGGING_FACE = "hf"
 # Another user may serve the model, but the umask of a run's files allows only their owner.
 _FILE_MODE, _FOLDER_MODE = 0o644, 0o755
 
@@ -34,6 +38,12 @@ def export(
             "--best", help="Export the best checkpoint, as trainer.checkpoint.best defines it."
         ),
     ] = False,
+    format_: Annotated[
+        str,
+        typer.Option(
+            "--format", help="Format of the weights: hf, or one that is installed, as dcp."
+        ),
+    ] = "hf",
     push: Annotated[
         str,
         typer.Option(
@@ -43,9 +53,12 @@ def export(
     url: Url = None,
     state_directory: StateDirectory = DEFAULT_STATE,
 ) -> None:
-    """Write a run's weights as a Hugging Face folder, adapters merged, with its tokenizer."""
+    """Write a run's weights as a Hugging Face or DCP folder, adapters merged, with its tokenizer."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise typer.BadParameter(f"{folder} exists and is not an empty folder; use another one")
+    if format_ not in (_HUGGING_FACE, *FORMATS):
+        known = ", ".join((_HUGGING_FACE, *FORMATS))
+        raise typer.BadParameter(f"--format {format_!r} is not installed; use one of {known}")
 
     async def work(api: Api, found: str) -> tuple[str, RunSpec]:
         view = await api.get(found)
@@ -66,7 +79,7 @@ def export(
         raise typer.Exit(1)
     print_line(errors, f"exporting {checkpoint}")
     try:
-        _write(checkpoint, spec, folder)
+        _write(checkpoint, spec, folder, format_=format_)
         if push:
             _upload(folder, push)
     except (ServiceError, ValueError, OSError) as error:
@@ -101,13 +114,19 @@ async def _checkpoint(api: Api, run_id: str, checkpoint_id: str, *, step: int | 
     return str(chosen[0].path)
 
 
-def _write(checkpoint: Path, spec: RunSpec, folder: Path) -> None:
+def _write(checkpoint: Path, spec: RunSpec, folder: Path, *, format_: str) -> None:
     # This imports torch.
     from services.extras.export.checkpoint import export_checkpoint
 
     with warnings.catch_warnings():  # torch's, about the one process of an export
         warnings.simplefilter("ignore", UserWarning)
-        export_checkpoint(checkpoint, spec, folder)
+        if format_ == _HUGGING_FACE:
+            export_checkpoint(checkpoint, spec, folder)
+        else:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with TemporaryDirectory(dir=folder.parent) as written:
+                export_checkpoint(checkpoint, spec, Path(written))
+                resolve_name(FORMATS[format_].writer)(Path(written), folder)
     folder.chmod(_FOLDER_MODE)
     for path in folder.rglob("*"):
         path.chmod(_FOLDER_MODE if path.is_dir() else _FILE_MODE)

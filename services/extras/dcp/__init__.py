@@ -1,0 +1,1 @@
+"""Weights in torch's distributed checkpoints (DCP)."""

@@ -1,0 +1,180 @@
+"""Weights in checkpoints of torch.distributed.checkpoint: written, read under two names, refused safely."""
+
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from services.checks.start.preflight import _start
+from services.common.models.loading import load_model, read_weights, stored_tensors
+from services.common.models.weight_formats import open_other_weights, other_problems
+from services.common.runspec.run import ModelSpec
+from services.extras.dcp.reading import open_weights
+from services.extras.dcp.writing import write_weights
+from services.extras.export.checkpoint import export_checkpoint
+from tests.helpers.batches import policy_of, random_queue, rank_of, spec_of
+from tests.helpers.mixtures import tiny_config
+from tests.helpers.ranks import run_ranks
+
+SPEC = spec_of()
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> PreTrainedModel:
+    """A model whose Hugging Face folder is ``hf`` and whose DCP folder is ``dcp``."""
+    policy = policy_of(SPEC, seed=3)
+    rank = rank_of(SPEC, policy, random_queue(policy_of(SPEC)), root=tmp_path / "checkpoints")
+    export_checkpoint(rank.checkpointer.write(rank.snapshot(1)), SPEC, tmp_path / "hf")
+    write_weights(tmp_path / "hf", tmp_path / "dcp")
+    model: PreTrainedModel = policy.model
+    return model
+
+
+def assert_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+def loaded(folder: Path) -> dict[str, Tensor]:
+    """Returns the tensors of the model in a folder, as a run loads them."""
+    tokenizer: Any = None
+    model = load_model(ModelSpec(path=str(folder)), tokenizer, dtype=torch.float32, device="cpu")
+    return stored_tensors(model)
+
+
+def test_a_written_folder_is_read_by_torch_and_by_the_trainer(
+    tmp_path: Path, trained: PreTrainedModel
+) -> None:
+    assert not [*(tmp_path / "dcp").glob("*.safetensors*")]
+    assert [*other_problems(tmp_path / "dcp")] == []
+    assert_equal(loaded(tmp_path / "dcp"), stored_tensors(trained))
+    there = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").state_dict()
+    names = open_weights(tmp_path / "dcp").names
+    found = {name: torch.empty_like(there[name]) for name in names}
+    load(found, storage_reader=FileSystemReader(tmp_path / "dcp"), no_dist=True)
+    assert_equal(found, {name: there[name] for name in names})
+
+
+def test_experts_are_divided_under_hugging_faces_names_and_fused_when_read(tmp_path: Path) -> None:
+    config = tiny_config("qwen3_moe", vocab_size=24, eos_token_id=1)
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path / "hf")
+    write_weights(tmp_path / "hf", tmp_path / "dcp")
+    names = open_weights(tmp_path / "dcp").names
+    assert "model.layers.0.mlp.experts.1.down_proj.weight" in names
+    assert_equal(loaded(tmp_path / "dcp"), stored_tensors(model))
+
+
+def _save_shards(rank: int, folder: str, size: int) -> None:
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=size
+    )
+    policy = policy_of(SPEC, seed=3)
+    fully_shard(policy, mesh=init_device_mesh("cpu", (size,)))
+    state = dict(policy.named_parameters())
+    first = next(iter(state))
+    state |= {f"optimizer.exp_avg.{first}": torch.zeros(2)}  # type: ignore[dict-item]
+    save(state, storage_writer=FileSystemWriter(f"{folder}/shards"))
+    distributed.destroy_process_group()
+
+
+def test_shards_of_two_ranks_under_our_own_names_are_read_and_optimizer_states_ignored(
+    tmp_path: Path, trained: PreTrainedModel
+) -> None:
+    run_ranks(_save_shards, str(tmp_path), 2, count=2)
+    shutil.copy(tmp_path / "hf" / "config.json", tmp_path / "shards")
+    opened = open_weights(tmp_path / "shards")
+    assert opened.names == stored_tensors(trained).keys()
+    assert_equal(loaded(tmp_path / "shards"), stored_tensors(trained))
+
+
+class _Harm:
+    def __init__(self, touched: Path) -> None:
+        self.touched = touched
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.touched,)
+
+
+def test_metadata_that_would_run_code_are_refused_and_run_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "dcp"
+    folder.mkdir()
+    (folder / ".metadata").write_bytes(pickle.dumps(_Harm(tmp_path / "harmed")))
+    with pytest.raises(ValueError, match=r"is not the metadata of .*getattr|is not the metadata"):
+        open_weights(folder)
+    assert not (tmp_path / "harmed").exists()
+    (problem,) = other_problems(folder)
+    assert "save the model as safetensors" in problem
+
+
+@pytest.mark.parametrize("path", ["../hf/model.safetensors", "/etc/hostname", "link"])
+def test_files_outside_of_the_folder_are_refused(
+    tmp_path: Path, trained: PreTrainedModel, path: str
+) -> None:
+    folder = tmp_path / "dcp"
+    (folder / "link").symlink_to("/etc/hostname")
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.relative_path = path
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match="is not a file of the folder"):
+        open_weights(folder)
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        (["decoder.layers.self_attention.linear_qkv.weight"], "Megatron-Bridge"),
+        (["model.tok_embeddings.weight", "model.layers.0.wq.weight"], "torchtitan"),
+        (
+            ["transformer.wte.weight"],
+            "no tensor ...embed_tokens.weight, but 1 such as transformer.wte",
+        ),
+    ],
+)
+def test_names_of_other_programs_are_refused_with_the_way_to_convert_them(
+    tmp_path: Path, names: list[str], says: str
+) -> None:
+    state = {name: torch.zeros(2, 2) for name in names}
+    save(state, storage_writer=FileSystemWriter(tmp_path / "dcp"), no_dist=True)
+    (problem,) = other_problems(tmp_path / "dcp")
+    assert says in problem
+
+
+def test_missing_tensors_and_files_are_named(tmp_path: Path, trained: PreTrainedModel) -> None:
+    folder = tmp_path / "dcp"
+    other = {"model.layers.9.mlp.up_proj.weight": torch.zeros(2, 2)}
+    with pytest.raises(ValueError, match=r"layers\.9\.mlp\.up_proj"):
+        read_weights(other, folder, trained.config.to_dict())
+    next(folder.glob("*.distcp")).unlink()
+    with pytest.raises(ValueError, match=r"is missing, but \.metadata lists it"):
+        open_weights(folder)
+
+
+def test_folders_with_safetensors_and_empty_ones_are_no_other_format(tmp_path: Path) -> None:
+    assert open_other_weights(tmp_path) is None
+    (problem,) = other_problems(tmp_path)
+    assert "dcp (.metadata)" in problem
+    (tmp_path / ".metadata").touch()
+    (tmp_path / "model.safetensors").touch()
+    assert open_other_weights(tmp_path) is None
+
+
+def test_a_folder_of_weights_is_no_checkpoint_to_start_from(tmp_path: Path) -> None:
+    state = {"model.embed_tokens.weight": torch.zeros(2, 2)}
+    save(state, storage_writer=FileSystemWriter(tmp_path / "dcp"), no_dist=True)
+    spec = spec_of(trainer={"checkpoint": {"start_from": str(tmp_path / "dcp")}})
+    (problem,) = _start(spec)
+    assert "is not a checkpoint" in problem
+    assert problem.endswith("set model.path to it instead")
