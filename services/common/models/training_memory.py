@@ -26,7 +26,7 @@ from services.common.models.quantization import (
     largest_quantized,
     moment_bytes,
 )
-from services.common.models.stages import stage_layers, stages_of
+from services.common.models.stages import head_in_layers, stage_layers, stages_of
 from services.common.runspec.engines import engine_kind
 from services.common.runspec.run import RunSpec
 from services.common.runspec.trainer import OF_EXPERTS, TrainerSpec
@@ -336,8 +336,9 @@ def _memory_of(
     shapes: Mapping[str, tuple[int, ...]],
 ) -> TrainerMemory:
     """Predicts the memory of the rank that needs the most; ranks differ between pipeline stages."""
-    num_layers = int(config.get_text_config().num_hidden_layers)
-    division = stage_layers(num_layers, spec.trainer.pipeline_parallel)
+    text = _config_dict(config.get_text_config())
+    head, num_stages = head_in_layers(text, shapes), spec.trainer.pipeline_parallel
+    division = stage_layers(int(text["num_hidden_layers"]), num_stages, head=head)
     memories = [
         _memory_of_stage(spec, config, stage, gpu_bytes=gpu_bytes)
         for stage in _stages(config, shapes, division)

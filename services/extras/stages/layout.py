@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PretrainedConfig, PreTrainedModel
 
 from services.common.models.loading import stored_buffers, stored_tensors
-from services.common.models.stages import stage_layers, stages_of
+from services.common.models.stages import head_in_layers, stage_layers, stages_of
 from services.common.runspec.trainer import TrainerSpec
 from services.trainer.batch.context import ContextRanks
 from services.trainer.collectives import Ranks
@@ -124,22 +124,29 @@ class WholeModel:
     num_layers: int
     is_tied: bool
     """True if the output head is the embedding."""
+    head: float
+    """Work of the output head in layers."""
+
+    def layers(self, num_stages: int) -> list[range]:
+        """Returns the layers of each stage."""
+        return stage_layers(self.num_layers, num_stages, head=self.head)
 
     def sender(self, name: str, num_stages: int) -> int:
         """Returns the stage that sends a stored tensor: the first of those that hold it."""
-        division = stage_layers(self.num_layers, num_stages)
-        return stages_of(name, division, is_tied=self.is_tied)[0]
+        return stages_of(name, self.layers(num_stages), is_tied=self.is_tied)[0]
 
 
 def describe(model: PreTrainedModel) -> WholeModel:
     """Returns the facts of a model that is not divided yet, on any device."""
     config: Any = model.config
+    shapes = {name: tuple(value.shape) for name, value in stored_tensors(model).items()}
     return WholeModel(
-        shapes=[(name, tuple(value.shape)) for name, value in stored_tensors(model).items()],
+        shapes=[*shapes.items()],
         buffers=frozenset(stored_buffers(model)),
         active_weights=active_weights(model, config),
         num_layers=config.num_hidden_layers,
         is_tied=bool(config.tie_word_embeddings),
+        head=head_in_layers(config.to_dict(), shapes),
     )
 
 
@@ -156,16 +163,16 @@ class LayerElsewhere(nn.Module):
         return states
 
 
-def keep_stage(model: PreTrainedModel, stage: Stage, *, uses_head: bool) -> None:
+def keep_stage(model: PreTrainedModel, stage: Stage, layers: range, *, uses_head: bool) -> None:
     """Removes from a model, in place, what other stages have; names of the rest do not change.
 
     Args:
+        layers: Layers of this stage.
         uses_head: True if the last stage computes logits. Otherwise it keeps no copy of an embedding that is
             also the head.
     """
     causal: Any = model
     decoder, config = causal.get_decoder(), causal.config
-    layers = stage_layers(config.num_hidden_layers, stage.count)[stage.index]
     for number, layer in enumerate(decoder.layers):
         if number not in layers:
             decoder.layers[number] = LayerElsewhere(layer)

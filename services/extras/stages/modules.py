@@ -115,7 +115,7 @@ class StagedPolicy(StagePart, Policy):
 
     def __init__(self, model: PreTrainedModel, stage: Stage, **options: Any) -> None:
         whole, routers = describe(model), list(routers_of(model))
-        keep_stage(model, stage, uses_head=True)
+        keep_stage(model, stage, whole.layers(stage.count)[stage.index], uses_head=True)
         super().__init__(model, **options)
         self.stage, self.whole, self.options, self.differs = stage, whole, {}, {}
         self.replay = str(options.get("routing_replay", "off"))
@@ -144,7 +144,7 @@ class StagedCritic(StagePart, Critic):
 
     def __init__(self, model: PreTrainedModel, stage: Stage) -> None:
         whole = describe(model)
-        keep_stage(model, stage, uses_head=False)
+        keep_stage(model, stage, whole.layers(stage.count)[stage.index], uses_head=False)
         super().__init__(model)
         self.stage, self.whole, self.options, self.differs = stage, whole, {}, {}
         if not stage.is_last:

@@ -4,10 +4,16 @@ import pytest
 import torch
 
 from services.common.models.loading import build_model, stored_tensors
-from services.common.models.stages import bubble, most_packs, stage_layers, stages_of
+from services.common.models.stages import (
+    bubble,
+    head_in_layers,
+    most_packs,
+    stage_layers,
+    stages_of,
+)
 from services.common.models.training_memory import shapes_of, trainer_memory
 from services.common.runspec.loader import SpecError, parse_spec
-from services.extras.stages.layout import Stage, keep_stage
+from services.extras.stages.layout import Stage, describe, keep_stage
 from services.extras.stages.problems import FAMILIES, problems
 from tests.helpers.mixtures import tiny_config
 from tests.helpers.specs import changed, spec_with
@@ -35,6 +41,33 @@ def test_layers_are_divided_evenly_and_the_rest_is_in_the_middle(layers, stages,
     assert [layer for part in division for layer in part] == list(range(layers))
 
 
+@pytest.mark.parametrize(
+    ("layers", "stages", "head", "counts"),
+    [
+        (28, 2, 5.0, [17, 11]),
+        (36, 2, 3.2, [20, 16]),
+        (28, 4, 5.0, [8, 9, 8, 3]),
+        (4, 2, 9.0, [3, 1]),
+        (28, 2, 0.4, [14, 14]),
+    ],
+)
+def test_the_stage_of_a_large_head_has_fewer_layers(layers, stages, head, counts):
+    division = stage_layers(layers, stages, head=head)
+    assert [len(part) for part in division] == counts
+
+
+def test_the_head_of_a_mixture_counts_beside_the_experts_that_a_token_passes():
+    config = {"num_hidden_layers": 2, "hidden_size": 8, "vocab_size": 100}
+    shapes = {
+        "model.embed_tokens.weight": (100, 8),
+        "model.layers.0.mlp.experts.down_proj": (4, 25, 8),
+        "model.layers.1.mlp.down_proj.weight": (25, 8),
+    }
+    assert head_in_layers(config | {"num_experts": 0}, shapes) == pytest.approx(1.6)
+    mixture = {**config, "num_experts": 4, "num_experts_per_tok": 2}
+    assert head_in_layers(mixture, shapes) == pytest.approx(2 * 800 / 600)
+
+
 def test_more_stages_than_layers_are_refused():
     with pytest.raises(ValueError, match=r"trainer.pipeline_parallel is 3.*set it to at most 2"):
         stage_layers(2, 3)
@@ -44,11 +77,13 @@ def test_more_stages_than_layers_are_refused():
 @pytest.mark.parametrize("tied", [True, False])
 def test_stages_hold_every_tensor_and_only_a_tied_embedding_twice(model_type, tied):
     config = config_of(model_type, tied=tied)
-    whole, division, held = shapes_of(config), stage_layers(7, 3), []
+    whole, held = shapes_of(config), []
+    division = stage_layers(7, 3, head=head_in_layers(config.to_dict(), whole))
     for index in range(3):
         model = build_model(config, dtype=torch.float32, device="meta")
         stage = Stage(index, 3, range(index, index + 1), group=None)
-        keep_stage(model, stage, uses_head=True)
+        layers = describe(model).layers(3)[index]
+        keep_stage(model, stage, layers, uses_head=True)
         names = set(stored_tensors(model))
         assert names == {name for name in whole if index in stages_of(name, division, is_tied=tied)}
         held += names
@@ -59,7 +94,7 @@ def test_stages_hold_every_tensor_and_only_a_tied_embedding_twice(model_type, ti
 
 def test_a_critic_keeps_no_second_embedding():
     model = build_model(config_of(), dtype=torch.float32, device="meta")
-    keep_stage(model, Stage(1, 2, range(1, 2), group=None), uses_head=False)
+    keep_stage(model, Stage(1, 2, range(1, 2), group=None), range(4, 7), uses_head=False)
     assert "model.embed_tokens.weight" not in dict(model.named_parameters())
 
 
@@ -123,11 +158,14 @@ def memory_of(**trainer):
 def test_memory_is_that_of_the_stage_that_needs_the_most():
     whole = memory_of()
     two = memory_of(**PP2)
-    # The first of two stages has half of the layers, for two micro-batches, and no logits.
-    assert two.parts["activations"] == pytest.approx(whole.parts["activations"])
+    # The first of two stages has 17 of 28 layers, for two micro-batches, and no logits. Embedding and head
+    # have the size of five layers each.
+    assert two.parts["activations"] == pytest.approx(whole.parts["activations"] * 2 * 17 / 28)
     assert "logits" not in two.parts
     state = ("weights, float32", "optimizer", "gradients")
-    assert all(two.parts[name] == pytest.approx(whole.parts[name] / 2) for name in state)
+    share = (5 + 17) / (5 + 28 + 5)
+    for name in state:
+        assert two.parts[name] == pytest.approx(whole.parts[name] * share, rel=0.01)
     shared = memory_of(**PP2 | {"world_size": 4})
     assert shared.parts["optimizer"] == two.parts["optimizer"] / 2
     assert shared.parts["gradients"] == two.parts["gradients"]
