@@ -1,5 +1,6 @@
 """Replaces aliases of keys by canonical names and removes keys that an override contradicts."""
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -33,7 +34,8 @@ class _Alias:
 
 def _bytes(key: str, megabytes: Any) -> Mapping[str, Any]:
     is_number = isinstance(megabytes, int | float) and not isinstance(megabytes, bool)
-    return {key: round(megabytes * 2**20) if is_number else megabytes}
+    is_finite = is_number and math.isfinite(megabytes)
+    return {key: round(megabytes * 2**20) if is_finite else megabytes}
 
 
 def _never_if_negative(key: str, value: Any) -> Mapping[str, Any]:

@@ -214,9 +214,9 @@ class TopologySpec(SpecPart):
     the group of ``train``; ``reward`` always belongs to the group of ``generate``."""
     ratios: tuple[float, ...] = ()
     """Share of each group in the GPUs. If the sum is below 1, the other GPUs stay unused."""
-    gpus: int = Field(0, ge=0)
+    gpus: int = Field(0, ge=0, le=1 << 20)
     """Total number of GPUs of the run."""
-    gpus_per_node: int = Field(8, ge=1)
+    gpus_per_node: int = Field(8, ge=1, le=1 << 20)
     """Number of GPUs per node."""
     scoring_ranks: int = Field(1, ge=1)
     """Number of processes over which the model of one ``logp`` or ``ref_logp`` worker is sharded;

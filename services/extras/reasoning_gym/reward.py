@@ -2,13 +2,23 @@
 
 import functools
 import json
+import re
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from typing import Any, Final
 
 from services.rollout.rewards.answers import answer_part
 
 # Tasks whose verifiers compare boards as tuples, which JSON converts to lists.
 _BOARD_TASKS: Final = frozenset(("arc_agi", "rearc"))
+# Tasks whose verifiers give 1 for the first digits of the answer.
+_PREFIX_TASKS: Final = frozenset(("coin_flip",))
+_TOLERANCE: Final = 1e-4
+"""Difference of the numbers that the verifier of ``coin_flip`` regards as equal."""
+_WORD: Final = re.compile(r"[A-Za-z]+")
+_NO_NUMBER: Final = re.compile(r"(?:nan|inf|infinity)[ij]?", re.IGNORECASE)
+_MAX_WORDS: Final = 4
+"""Words of a text that may be a number."""
 
 
 def gym_answer(prompt: str, response: str, answer: Any, row: Mapping[str, Any]) -> float:
@@ -36,7 +46,33 @@ def gym_answer(prompt: str, response: str, answer: Any, row: Mapping[str, Any]) 
         entry["metadata"] = {**metadata, "output": tuple(map(tuple, metadata["output"]))}
     task = row.get("task") or {"name": metadata["source_dataset"], "arguments": {}}
     verify = _gym_verifier(task["name"], json.dumps(task["arguments"], sort_keys=True))
-    return float(verify(answer=found, entry=entry))
+    if _is_no_number(found, row.get("answer")):
+        return 0.0
+    score = float(verify(answer=found, entry=entry))
+    is_prefix = metadata["source_dataset"] in _PREFIX_TASKS and _differ(found, row.get("answer"))
+    return 0.0 if score >= 1.0 and is_prefix else score
+
+
+def _is_no_number(text: str, answer: Any) -> bool:
+    """Returns True for NaN and infinity where the answer is neither.
+
+    Verifiers that map a distance to a score, such as that of ``complex_arithmetic``, give 1 for NaN.
+    """
+    words = _WORD.findall(text)
+    return (
+        len(words) <= _MAX_WORDS
+        and any(map(_NO_NUMBER.fullmatch, words))
+        and not any(map(_NO_NUMBER.fullmatch, _WORD.findall(str(answer))))
+    )
+
+
+def _differ(text: str, answer: Any) -> bool:
+    """Returns True if a text and an answer are different numbers."""
+    try:
+        numbers = [float(Fraction(str(each).replace(",", ""))) for each in (text, answer)]
+    except (ValueError, ZeroDivisionError, OverflowError):
+        return False
+    return abs(numbers[0] - numbers[1]) > _TOLERANCE
 
 
 @functools.cache

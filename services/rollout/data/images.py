@@ -379,13 +379,17 @@ def _processor(model: ModelSpec) -> Any:
 
 
 def _as_shown(image: Image.Image) -> Image.Image:
-    """Returns an image in RGB: turned upright, all levels of 16-bit grey, transparent pixels on white.
+    """Returns an image in RGB: upright, with all levels of 16-bit and fractional grey, on white.
 
     Each copy of a large image takes hundreds of megabytes, so there is none that is not needed.
     """
     image.load()
     if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
         image = ImageOps.exif_transpose(image)
+    if image.mode == "F":
+        values = np.nan_to_num(np.asarray(image))
+        values = values * _MAX_BYTE if values.max() <= 1.0 else values
+        return Image.fromarray(values.round().clip(0, _MAX_BYTE).astype(np.uint8)).convert("RGB")
     if image.mode.startswith("I"):
         levels = np.asarray(image)
         is_16_bit = image.mode != "I" or levels.max() > _MAX_BYTE

@@ -198,6 +198,31 @@ def test_task_groups_among_the_trainers_options_are_those_of_dots_rl():
     assert (spec.trainer.world_size, spec.rollout.replicas) == (24, 8)
 
 
+@pytest.mark.parametrize(
+    ("parts", "key"),
+    [
+        ({"weight_sync": {"param_update_consume_bucket_size_mb": float("nan")}}, "staging_bytes"),
+        ({"rollout": {"param_update_preduce_bucket_size_mb": float("inf")}}, "bucket_bytes"),
+        (
+            {
+                "trainer": {
+                    "sperated_node_tasks": ["actor-train", "generate"],
+                    "sperated_node_ratios": [0.5, 0.5],
+                    "nnodes": 10**30,
+                    "n_gpus_per_node": 8,
+                }
+            },
+            "topology.gpus",
+        ),
+    ],
+)
+def test_numbers_without_a_meaning_are_refused_with_their_key(
+    parts: dict[str, Any], key: str
+) -> None:
+    draft = draft_of(changed(**parts), [], folder=Path())
+    assert any(key in str(problem) for problem in draft.examined.problems)
+
+
 def noted(**parts: Any) -> tuple[RunSpec, str]:
     """Returns a specification with keys changed, and its notes."""
     draft = draft_of(changed(**parts), [], folder=Path())

@@ -335,6 +335,14 @@ def test_16_bit_grey_keeps_its_levels(is_file: bool) -> None:
     assert _Reader().pixels(small)[0, 0].tolist() == [200] * 3
 
 
+@pytest.mark.parametrize("largest", [1.0, 255.0])
+def test_fractional_grey_keeps_its_levels(largest: float) -> None:
+    ramp = np.tile(np.linspace(0, largest, 64).astype(np.float32), (8, 1))
+    ramp[1, 0] = np.nan
+    pixels = _Reader().pixels(Image.fromarray(ramp))
+    assert pixels[0, :, 0].tolist() == np.linspace(0, 255, 64).round().tolist()
+
+
 @pytest.mark.parametrize("is_file", [True, False])
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
 def test_an_image_is_turned_upright(kind: str, is_file: bool) -> None:

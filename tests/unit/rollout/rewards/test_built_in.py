@@ -188,3 +188,15 @@ def test_reasoning_gym_verifier_accepts_its_answer() -> None:
     assert gym_answer("", tagged, row["answer"], row) == 1.0
     with pytest.raises(ValueError, match="source_dataset"):
         gym_answer("", "1", "1", {})
+
+
+@pytest.mark.parametrize(
+    ("task", "wrong"),
+    [("complex_arithmetic", ("nan", "nan + nanj", "inf")), ("coin_flip", ("0", "0.", "1"))],
+)
+def test_reasoning_gym_gives_no_credit_for_what_only_its_verifier_accepts(
+    task: str, wrong: tuple[str, ...]
+) -> None:
+    for row in reasoning_gym.create_dataset(task, size=8, seed=11):
+        assert gym_answer("", row["answer"], row["answer"], row) == 1.0
+        assert all(gym_answer("", text, row["answer"], row) < 1.0 for text in wrong)
