@@ -13,6 +13,8 @@ from services.rollout.rewards.answers import answer_part
 _BOARD_TASKS: Final = frozenset(("arc_agi", "rearc"))
 # Tasks whose verifiers give 1 for the first digits of the answer.
 _PREFIX_TASKS: Final = frozenset(("coin_flip",))
+# Tasks whose verifiers take every text for True.
+_BOOLEAN_TASKS: Final = frozenset(("game_of_life_halting",))
 _TOLERANCE: Final = 1e-4
 """Difference of the numbers that the verifier of ``coin_flip`` regards as equal."""
 _WORD: Final = re.compile(r"[A-Za-z]+")
@@ -49,8 +51,12 @@ def gym_answer(prompt: str, response: str, answer: Any, row: Mapping[str, Any]) 
     if _is_no_number(found, row.get("answer")):
         return 0.0
     score = float(verify(answer=found, entry=entry))
-    is_prefix = metadata["source_dataset"] in _PREFIX_TASKS and _differ(found, row.get("answer"))
-    return 0.0 if score >= 1.0 and is_prefix else score
+    task_name, expected = metadata["source_dataset"], row.get("answer")
+    is_other = (task_name in _PREFIX_TASKS and _differ(found, expected)) or (
+        task_name in _BOOLEAN_TASKS
+        and found.strip().rstrip(".").casefold() != str(expected).casefold()
+    )
+    return 0.0 if score >= 1.0 and is_other else score
 
 
 def _is_no_number(text: str, answer: Any) -> bool:
