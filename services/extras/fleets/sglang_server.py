@@ -10,7 +10,6 @@ seconds, by which others see that the owner lives.
 import asyncio
 import base64
 import json
-import logging
 import pickle  # noqa: TID251 -- the form of SGLang, which is written here and never read
 import secrets
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -41,8 +40,6 @@ from services.extras.fleets.weights import FleetWeights
 from services.extras.sglang.outputs import new_tokens
 from services.rollout.engines.base import EngineCapabilities
 from services.rollout.engines.engine_config import EngineConfig
-
-logger = logging.getLogger(__name__)
 
 _PREFIX: Final = "slipstream"
 _NONE: Final = "none"
@@ -267,25 +264,21 @@ class SglangServer(FleetServer):
         Raises:
             ServerRefusedError: If it differs.
         """
-        try:
-            answer = await self._control(
-                "/weights_checker", {"action": "checksum"}, timeout_s=LOAD_TIMEOUT_S
-            )
-            checksum = answer.get("per_engine_checksum")
-        except ServerRefusedError as error:
-            # SGLang computes it on GPUs only.
-            logger.debug("no checksum", extra={"server": self.address, "why": str(error)})
-            return
-        if not checksum:
-            return
+        if self._engine.get("device") != "cuda":
+            return  # SGLang computes it on GPUs only
+        answer = await self._control(
+            "/weights_checker", {"action": "checksum"}, timeout_s=LOAD_TIMEOUT_S
+        )
+        with self.reading(answer):
+            checksum = str(answer["per_engine_checksum"])
         layout = tuple(
             str(self._engine.get(key)) for key in ("version", "device", "tp_size", "ep_size")
         )
-        address, expected = weights.checksums.setdefault(layout, (self.address, str(checksum)))
+        address, expected = weights.checksums.setdefault(layout, (self.address, checksum))
         if checksum != expected:
             raise ServerRefusedError(
                 f"{self.address} holds other weights than {address} after loading version "
-                f"{weights.version}: their checksums are {checksum!s:.12} and {expected:.12}"
+                f"{weights.version}: their checksums are {checksum:.12} and {expected:.12}"
             )
 
     async def _flush(self) -> None:

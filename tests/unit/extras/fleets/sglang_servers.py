@@ -43,7 +43,7 @@ class SglangEngine:
         self.answers: dict[str, Any] = {**ENGINE}
         self.label = "default"
         self.bias = 0.0
-        self.checksum: Callable[[], str | None] = lambda: str(self.bias)
+        self.checksum: Callable[[], str] = lambda: str(self.bias)
         self.script: list[int] = []
         """Next tokens; a token 15 ends a response, as the server's configuration says."""
         self.is_paused = self.is_updating = False
@@ -75,8 +75,6 @@ class SglangEngine:
                 ((_, tensor), *_) = pickle.loads(base64.b64decode(payload))
                 self.bias = float(tensor.flatten()[0])
             case "/weights_checker":
-                if self.checksum() is None:
-                    return JSONResponse({"success": False, "message": "no CUDA"}, status_code=400)
                 return JSONResponse({"success": True, "per_engine_checksum": self.checksum()})
         return JSONResponse({"success": True, "message": "ok"})
 
