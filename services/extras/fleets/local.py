@@ -29,6 +29,7 @@ _LOG_CHARACTERS = 4000
 SGLANG_OPTIONS: Final = (
     *("--skip-tokenizer-init", "--skip-server-warmup", "--load-format", "dummy"),
     *("--grammar-backend", "none", "--enable-fp32-lm-head", "--incremental-streaming-output"),
+    "--sleep-on-idle",  # otherwise each idle server takes a core
 )
 """Options of SGLang for a server of a fleet that receives its weights from a run."""
 
