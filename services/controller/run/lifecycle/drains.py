@@ -88,7 +88,7 @@ class HostDrains:
             return None
         self._told = told
         message = f"drained: {hosts}; {workers} "
-        message += f"stay: {why}" if obstacle else "leave after a checkpoint"
+        message += f"stay: {why}" if obstacle else "leave"
         return Note("Draining", message, self._data(obstacle or "HostDrained"))
 
     def _data(self, reason: str) -> Mapping[str, object]:
