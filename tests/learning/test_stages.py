@@ -1,4 +1,4 @@
-"""sort4 learns with a trainer of pipeline stages."""
+"""sort4 learns with a trainer of pipeline stages, and with experts on tensor-parallel ranks."""
 
 import pytest
 
@@ -24,3 +24,19 @@ def test_stages_learn_to_sort(tmp_path, seed, tensor_parallel):
     assert done.summary["heldout"]["greedy"] >= 0.88
     assert done.summary["staleness"]["max"] <= 1
     assert done.summary["weight_version"] == 50
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_experts_of_tensor_parallel_ranks_learn_to_sort(tmp_path, seed):
+    done = train(
+        SORT4,
+        tmp_path,
+        f"seed={seed}",
+        "model.path=tiny:qwen3_moe-0.7m",
+        "trainer.world_size=4",
+        "trainer.tensor_parallel=2",
+        "trainer.expert_parallel=2",
+    )
+    assert done.code == 0, done.out + done.err
+    assert done.summary["heldout"]["greedy"] >= 0.90
+    assert done.summary["staleness"]["max"] <= 1
