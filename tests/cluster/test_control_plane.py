@@ -19,7 +19,7 @@ from services.common.errors import FailedPreconditionError
 from services.common.runspec.loader import parse_spec
 from services.common.runspec.run import RunSpec
 from services.controller.launch.launcher import WorkerExit
-from services.extras.kubernetes.drain import NodeDrains
+from services.extras.kubernetes.drain import NodeDrains, QueueDrain
 from services.extras.kubernetes.launcher import KubernetesLauncher
 from services.extras.kubernetes.pod_api import PodApi, follow, service_reference
 from services.extras.kubernetes.worker_pods import RUN_LABEL
@@ -347,6 +347,59 @@ async def test_kubectl_drain_ends_once_the_workers_have_left_and_nothing_is_lost
         finally:
             await asyncio.to_thread(cluster.command, "kubectl", "uncordon", drained)
         await launcher.stop("run_d1")
+
+
+async def test_the_transferqueue_leaves_a_drained_node_once_runs_have_saved_checkpoints(
+    cluster: Cluster, release: None, nodes: list[str]
+) -> None:
+    core, pod, node = controller_account(cluster), "demo-slipstream-transferqueue-0", nodes[0]
+    selector = "app.kubernetes.io/instance=demo,app.kubernetes.io/component=transferqueue"
+
+    def placed() -> dict[str, tuple[str, str]]:
+        listed = cluster.core.list_namespaced_pod(NAMESPACE, label_selector=selector).items
+        return {each.metadata.uid: (each.status.phase, each.spec.node_name) for each in listed}
+
+    await until(lambda: len(placed()) == 1)
+    (former,) = placed()
+    binding = {"metadata": {"name": pod}, "target": {"kind": "Node", "name": node}}
+    cluster.core.create_namespaced_binding(NAMESPACE, binding, _preload_content=False)
+    await until(lambda: placed() == {former: ("Running", node)})
+    saves, saved = asyncio.Event(), asyncio.Event()
+
+    async def save() -> None:
+        saves.set()
+        await saved.wait()
+
+    drains = NodeDrains(
+        [], pods=lambda: (), on_drained=lambda *told: None, on_in_service=lambda name: None
+    )
+    queue = QueueDrain(PodApi(core, NAMESPACE), drains, save=save)
+    drains.on_changed = queue.notify
+    async with AsyncExitStack() as stack:
+        seen_nodes = await stack.enter_async_context(follow(core.list_node, "nodes"))
+        listing = partial(core.list_namespaced_pod, NAMESPACE, label_selector=selector)
+        seen_pods = await stack.enter_async_context(follow(listing))
+        tasks = await stack.enter_async_context(asyncio.TaskGroup())
+        for work in (drains.watch(seen_nodes), queue.watch(seen_pods)):
+            stack.callback(tasks.create_task(work).cancel)
+        draining = asyncio.ensure_future(
+            asyncio.to_thread(
+                cluster.command, "kubectl", "drain", node, "--force", "--ignore-daemonsets",
+                "--delete-emptydir-data", "--timeout=120s",
+            )
+        )  # fmt: skip
+        try:
+            async with asyncio.timeout(30):
+                await saves.wait()
+            await asyncio.sleep(7)  # longer than kubectl waits before it repeats an eviction
+            assert not draining.done()
+            assert placed() == {former: ("Running", node)}
+            saved.set()
+            async with asyncio.timeout(60):
+                await draining
+            assert former not in placed(), "its StatefulSet has created another one"
+        finally:
+            await asyncio.to_thread(cluster.command, "kubectl", "uncordon", node)
 
 
 async def test_a_run_waits_for_its_queue_and_leaves_it(
