@@ -148,7 +148,8 @@ class RolloutLoader:
         return with_local_copies(
             spec,
             cache=self._settings.object_cache,
-            has_weights=spec.sends_adapters or spec.rollout.speculation is not None,
+            has_weights=(spec.sends_adapters and not spec.adds_adapters)
+            or spec.rollout.speculation is not None,
             report=report,
         )
 
@@ -195,6 +196,7 @@ class RolloutLoader:
             plan=partial(plan_of, spec, roles=self._settings.gpu_neighbours),
             is_written_in_place=spec.sends_adapters
             or weight_mode(spec.weight_sync.mode).is_in_place,
+            adds_adapters=spec.adds_adapters,
             sleeps=spec.is_colocated(self._settings.worker_id),
             images=images if spec.model.images else None,
             top_logprobs=spec.algorithm.score_centering or 0,

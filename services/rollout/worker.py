@@ -106,7 +106,9 @@ async def run(settings: RolloutSettings) -> None:
 def _frozen(spec: RunSpec, settings: RolloutSettings, device: torch.device) -> FrozenWeights | None:
     """Reads the base weights that LoRA adapters are merged into, if only adapters are published."""
     lora = spec.trainer.lora
-    if lora is None or not (spec.sends_adapters and engine_kind(spec.rollout.engine).has_model):
+    if lora is None or spec.adds_adapters:
+        return None
+    if not (spec.sends_adapters and engine_kind(spec.rollout.engine).has_model):
         return None
     tokenizer = load_tokenizer(spec.model)
     slot_bytes = STAGING_SLOTS * BUCKET_BYTES

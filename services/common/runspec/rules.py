@@ -698,6 +698,12 @@ def weight_sync(spec: RunSpec) -> Iterator[str]:
         )
     if lora is not None and lora.sync == "adapter":
         yield from _alone(spec, lora)
+    if lora is not None and lora.base_dtype is not None and spec.adds_adapters:
+        yield (
+            f"trainer.lora.base_dtype {lora.base_dtype} rounds the base of the run, but the servers of "
+            f"rollout.engine {spec.rollout.engine} add adapters to the weights of model.path; remove the "
+            "key, or set trainer.lora.sync to merged"
+        )
     ahead = spec.algorithm.max_staleness + 1
     if sync.publish_every > ahead and not spec.algorithm.num_demonstrations:
         yield (

@@ -402,6 +402,11 @@ class RunSpec(SpecPart):
         )
 
     @property
+    def adds_adapters(self) -> bool:
+        """True if the rollout engine adds the adapters that it receives to base weights of its own."""
+        return self.sends_adapters and engine_kind(self.rollout.engine).takes_adapters
+
+    @property
     def is_rewarded(self) -> bool:
         """True if the samples that train have rewards."""
         have_own = any(part.rewards for part in self.data.train_sets.values())

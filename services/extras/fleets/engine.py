@@ -15,7 +15,7 @@ from services.extras.external_engine.request_segments import Segment, TokenChunk
 from services.extras.fleets.client import SCORE_TIMEOUT_S, FleetServer, ServerRefusedError
 from services.extras.fleets.fleet import Fleet, NoServerError
 from services.extras.fleets.stream import FleetStream
-from services.extras.fleets.weights import FleetWeights
+from services.extras.fleets.weights import FleetWeights, adapter_weights
 from services.rollout.calls.outside import AddressPolicy, delays
 from services.rollout.engines.base import (
     DraftTotals,
@@ -42,14 +42,18 @@ class FleetBackend:
 
     Args:
         config: Its arguments are ``addresses`` and, if the servers have one, ``token``.
-        kind: Class of the servers.
+        kind: Makes a server from its address and the options of ``FleetServer``.
         capabilities: Features of the servers.
     """
 
     def __init__(
-        self, config: EngineConfig, kind: type[FleetServer], capabilities: EngineCapabilities
+        self,
+        config: EngineConfig,
+        kind: Callable[..., FleetServer],
+        capabilities: EngineCapabilities,
     ) -> None:
         self.capabilities = capabilities
+        self.adds_adapters = config.adds_adapters
         reach = config.reach or AddressPolicy()
         # A restarted process of the same worker takes its servers over at once.
         owner = config.worker or secrets.token_hex(8)
@@ -197,10 +201,13 @@ class FleetEngine(ExternalEngine):
 
         Returns at once if no server is there: the first one that comes gets the weights, and requests wait.
         """
-        specs = self.weight_specs()
-        check_tensors({spec.name: spec.shape for spec in specs}, tensors)
         await self._started.wait()
-        weights = await asyncio.to_thread(FleetWeights, version, specs, tensors)
+        if self.backend.adds_adapters:
+            weights = await asyncio.to_thread(adapter_weights, version, tensors)
+        else:
+            specs = self.weight_specs()
+            check_tensors({spec.name: spec.shape for spec in specs}, tensors)
+            weights = await asyncio.to_thread(FleetWeights, version, specs, tensors)
         fleet = self.backend.fleet
         await fleet.upload(weights)
         async with self._gate.closed():

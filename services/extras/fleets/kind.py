@@ -6,6 +6,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from services.common.runspec.engines import EngineKind
+from services.extras.fleets.protocol import MAX_SHARE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,12 @@ def _problems(arguments: Mapping[str, Any]) -> Iterator[str]:
             )
     if len({str(address).rstrip("/") for address in addresses}) != len(addresses):
         yield f"{key}.addresses names a server twice: {', '.join(map(str, addresses))}; remove one"
+    share = arguments.get("share", 1.0)
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= MAX_SHARE:
+        yield (
+            f"{key}.share must be a number in (0, {MAX_SHARE:.0f}], the run's weight among the runs that "
+            f"share the servers, got {share!r}"
+        )
     token = arguments.get("token", "")
     # Workers have the secret's value in place of its name.
     is_secret = isinstance(token, Mapping) and set(token) == {"secret"}
@@ -60,9 +67,10 @@ def is_server_address(address: Any) -> bool:
 
 KIND: Final = FleetKind(
     adapter="services.extras.fleets.vllm_server:build",
-    arguments=frozenset({"addresses", "token", "max_model_len"}),
+    arguments=frozenset({"addresses", "token", "max_model_len", "share"}),
     harmless_arguments=frozenset({"addresses", "token", "max_model_len"}),
     is_remote=True,
+    takes_adapters=True,
     length_argument="max_model_len",
     why_unquantized="its servers decide the precision of their products",
 )

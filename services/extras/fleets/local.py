@@ -39,19 +39,23 @@ class LocalServer(ABC):
 
     Args:
         folder: Folder for the model's configuration and the log.
+        config: Configuration of the model, or a folder with its configuration and weights.
         options: Further options of the server's command line.
     """
 
     engine: ClassVar[str]
     """Value of ``rollout.engine`` for a run that attaches."""
 
-    def __init__(self, folder: Path, config: PretrainedConfig, *options: str) -> None:
+    def __init__(self, folder: Path, config: PretrainedConfig | Path, *options: str) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port = probe.getsockname()[1]
         self.address = f"http://127.0.0.1:{self.port}"
         self.log = folder / f"server-{self.port}.log"
         self.is_cpu = not torch.cuda.is_available()
-        self._model = self.write_config(config, folder / "models")
+        if isinstance(config, Path):
+            self._model, options = config, ("--load-format", "auto", *options)
+        else:
+            self._model = self.write_config(config, folder / "models")
         self._options = options
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -168,7 +172,7 @@ class LocalSglang(LocalServer):
 
 @contextmanager
 def local_servers(
-    kind: type[LocalServer], config: PretrainedConfig, number: int, *options: str
+    kind: type[LocalServer], config: PretrainedConfig | Path, number: int, *options: str
 ) -> Iterator[list[LocalServer]]:
     """Yields servers that serve; ends them."""
     with tempfile.TemporaryDirectory() as name:

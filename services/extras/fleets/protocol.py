@@ -4,7 +4,7 @@ from typing import Final
 
 MIDDLEWARE: Final = "services.extras.fleets.server.FleetMember"
 WORKER_EXTENSION: Final = "services.extras.fleets.worker.FleetWorker"
-API: Final = 1
+API: Final = 2
 """Version of the interface; a server of another one is refused."""
 PREFIX: Final = "/slipstream/v1"
 STATE: Final = f"{PREFIX}/state"
@@ -23,6 +23,10 @@ LOAD_TIMEOUT_S: Final = 120.0
 SESSION_HEADER: Final = "slipstream-session"
 VERSION_HEADER: Final = "slipstream-weight-version"
 """Version that must be in service; otherwise the server answers 412 and samples nothing."""
+ADAPTERS: Final = "adapters"
+"""Value of ``holds`` with which a run attaches that shares a server; others bring whole weights."""
+MAX_SHARE: Final = 1000.0
+"""Max weight of a run among those that share a server."""
 LEASE_S: Final = 15.0
 """Seconds without a sign of life of its owner after which another owner may take a server over."""
 WITHOUT_TOKEN: Final = "SLIPSTREAM_FLEET_WITHOUT_TOKEN"  # noqa: S105 -- a variable's name

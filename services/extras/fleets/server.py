@@ -20,12 +20,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from services.extras.fleets.adapters import AdapterSession, SharedServer
 from services.extras.fleets.answers import RefusedError, read_body
 from services.extras.fleets.protocol import (
+    ADAPTERS,
     API,
     ATTACH,
     GENERATE,
@@ -39,11 +41,14 @@ from services.extras.fleets.protocol import (
     WEIGHTS,
     WITHOUT_TOKEN,
 )
-from services.extras.fleets.staging import SharedMemory, StagedWeights
-from services.weightsync.plan import TensorSpec
+from services.extras.fleets.staging import StagedWeights
+from services.extras.fleets.uploads import Upload
+from services.extras.fleets.vllm_adapters import VllmAdapters
 
 logger = logging.getLogger(__name__)
 
+_WHILE_SHARED: Final = frozenset({"/health", "/ping", "/metrics", "/version", "/load"})
+"""Paths of vLLM that stay open while runs share the server."""
 _OPEN: Final = frozenset({"/health", "/ping"})
 """Paths without a token: probes of an orchestrator have none."""
 
@@ -78,7 +83,8 @@ class FleetMember:
         self._digest = ""
         self._era = 0
         """Number of changes of the version in service; a response of an earlier era is cut."""
-        self._staged: StagedWeights | None = None
+        self._upload = Upload(self._check_session)
+        self._shared: SharedServer | None = None
         self._changing = asyncio.Lock()
         self._routes: Mapping[
             tuple[str, str], Callable[[Request], Awaitable[Mapping[str, Any]]]
@@ -89,6 +95,13 @@ class FleetMember:
             ("POST", WEIGHTS): self._announce,
             ("PUT", WEIGHTS): self._receive,
             ("POST", LOAD): self._load,
+        }
+        self._shared_routes = {
+            ("GET", STATE): self._shared_state,
+            ("DELETE", ATTACH): self._shared_detach,
+            ("POST", WEIGHTS): self._shared_announce,
+            ("PUT", WEIGHTS): self._shared_receive,
+            ("POST", LOAD): self._shared_load,
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -102,19 +115,35 @@ class FleetMember:
                 _authorize(request, path)
             if path.startswith(PREFIX):
                 response = JSONResponse(dict(await self._answer(request, path)))
+            elif path == GENERATE and self._is_shared(request):
+                await self._sharing(request).generate(request, self._app, receive, send)
+                return
             elif path == GENERATE and SESSION_HEADER in request.headers:
                 await self._generate(request, send)
                 return
             else:
+                self._check_open(request, path)
                 await self._app(scope, receive, send)
                 return
         except RefusedError as error:
             response = JSONResponse({"error": error.message}, status_code=error.status)
         await response(scope, receive, send)
 
+    def _check_open(self, request: Request, path: str) -> None:
+        """Refuses vLLM's other paths while runs share the server: there any run could name any adapter.
+
+        Raises:
+            RefusedError: If so.
+        """
+        if path not in _WHILE_SHARED and self._sharing(request).owners:
+            raise RefusedError(
+                403, f"runs share this server, which answers only requests of theirs, not {path}"
+            )
+
     async def _answer(self, request: Request, path: str) -> Mapping[str, Any]:
         route = WEIGHTS if path.startswith(f"{WEIGHTS}/") else path
-        handler = self._routes.get((request.method, route))
+        routes = self._shared_routes if self._is_shared(request) else self._routes
+        handler = routes.get((request.method, route))
         if handler is None:
             raise RefusedError(404, f"{request.method} {path} is no operation of a fleet")
         return await handler(request)
@@ -125,7 +154,9 @@ class FleetMember:
         return self._described(request)
 
     async def _attach(self, request: Request) -> Mapping[str, Any]:
-        owner = str((await read_body(request)).get("owner", ""))
+        body = await read_body(request)
+        owner, sharing = str(body.get("owner", "")), self._sharing(request)
+        holds_adapters = body.get("holds") == ADAPTERS
         async with self._change():
             # Checked here, because an owner whose weights load now is silent until they are loaded.
             session = self._session
@@ -137,10 +168,73 @@ class FleetMember:
                         f"{session.owner!r} uses this server and was active {idle_s:.0f} s ago; end that "
                         "run, or name another server",
                     )
+            if holds_adapters:
+                return await self._attach_adapters(request, body)
+            if sharing.owners:
+                raise RefusedError(
+                    409,
+                    f"{', '.join(sharing.owners)} use this server with adapters, which need its base "
+                    "weights; end these runs, or name another server",
+                )
+            if sharing.max_adapters:
+                raise RefusedError(
+                    422,
+                    "this server keeps its base weights for adapters (--enable-lora); start it without that "
+                    "option for a run that brings whole weights",
+                )
             self._session = _Session(uuid.uuid4().hex, owner, time.monotonic())
             self._withdraw()
             logger.warning("a rollout attached", extra={"owner": owner})
             return {"session": self._session.session_id, **self._described(request)}
+
+    async def _attach_adapters(
+        self, request: Request, body: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        sharing = self._sharing(request)
+        if not sharing.max_adapters:
+            raise RefusedError(
+                422,
+                "this server has no adapters; start vLLM with --enable-lora --max-loras and "
+                "--max-lora-rank, or set trainer.lora.sync to merged",
+            )
+        try:
+            share = float(body.get("share", 1.0))
+        except (TypeError, ValueError) as error:
+            raise RefusedError(400, f"share is no number: {error}") from error
+        session = await sharing.attach(
+            str(body.get("owner", "")), proof=str(body.get("proof", "")), share=share
+        )
+        return {"session": session.session_id, **self._described(request, session)}
+
+    async def _shared_state(self, request: Request) -> Mapping[str, Any]:
+        return self._described(request, self._sharing(request).session(request))
+
+    async def _shared_detach(self, request: Request) -> Mapping[str, Any]:
+        await self._sharing(request).detach(request)
+        return {}
+
+    async def _shared_announce(self, request: Request) -> Mapping[str, Any]:
+        return await self._sharing(request).session(request).upload.announce(request)
+
+    async def _shared_receive(self, request: Request) -> Mapping[str, Any]:
+        return await self._sharing(request).session(request).upload.receive(request)
+
+    async def _shared_load(self, request: Request) -> Mapping[str, Any]:
+        session = await self._sharing(request).load(request)
+        return {"differing": [], "ways": ["adapter"], **self._described(request, session)}
+
+    def _sharing(self, request: Request) -> SharedServer:
+        """Returns the sessions of runs that share this server."""
+        if self._shared is None:
+            state = request.app.state
+            engine = getattr(state, "slipstream_adapters", None) or VllmAdapters(state)
+            self._shared = SharedServer(engine)
+        return self._shared
+
+    def _is_shared(self, request: Request) -> bool:
+        """Returns True if a request belongs to a run that shares this server."""
+        session_id = request.headers.get(SESSION_HEADER, "")
+        return bool(session_id) and self._sharing(request).has(session_id)
 
     async def _detach(self, request: Request) -> Mapping[str, Any]:
         self._check_session(request)
@@ -152,75 +246,20 @@ class FleetMember:
 
     async def _announce(self, request: Request) -> Mapping[str, Any]:
         self._check_session(request)
-        body = await read_body(request)
         async with self._change():
             self._check_session(request)
-            memory = None if self._staged is None else self._staged.memory
-            self._staged = None
-            try:
-                tensors = [
-                    TensorSpec(name, tuple(shape), dtype) for name, shape, dtype in body["tensors"]
-                ]
-                self._staged = await asyncio.to_thread(
-                    StagedWeights, int(body["version"]), tensors, int(body["bucket_bytes"]), memory
-                )
-            except (KeyError, TypeError, ValueError) as error:
-                _close(memory)
-                raise RefusedError(400, f"the announced weights have no layout: {error}") from error
-            except (OSError, RuntimeError) as error:
-                _close(memory)
-                raise RefusedError(507, f"no memory for the announced weights: {error}") from error
-            return {"num_buckets": self._staged.num_buckets}
+            return await self._upload.announce(request)
 
     async def _receive(self, request: Request) -> Mapping[str, Any]:
         self._check_session(request)
-        staged = self._staged_version(request.headers.get(VERSION_HEADER))
-        try:
-            index = int(request.url.path.rpartition("/")[2])
-        except ValueError as error:
-            raise RefusedError(404, f"no such bucket: {error}") from error
-        try:
-            bucket = staged.begin(index).numpy()
-        except IndexError as error:
-            raise RefusedError(404, f"no such bucket: {error}") from error
-        except ValueError as error:
-            raise RefusedError(409, f"{error}; announce the version again") from error
-        position = 0
-        try:
-            async for part in request.stream():
-                # A later announcement reuses the memory.
-                self._check_session(request)
-                if staged is not self._staged:
-                    raise RefusedError(409, f"version {staged.version} is no longer expected")
-                end = position + len(part)
-                if end > len(bucket):
-                    raise RefusedError(413, f"bucket {index} has {len(bucket)} bytes, not more")
-                bucket[position:end] = memoryview(part)
-                position = end
-        except ClientDisconnect as error:
-            raise RefusedError(400, f"bucket {index} was interrupted") from error
-        if position != len(bucket):
-            raise RefusedError(400, f"bucket {index} has {len(bucket)} bytes, got {position}")
-        await asyncio.to_thread(staged.finish, index)
-        return {}
+        return await self._upload.receive(request)
 
     async def _load(self, request: Request) -> Mapping[str, Any]:
         session = self._check_session(request)
         body = await read_body(request)
         async with self._change():
             self._check_session(request)
-            staged = self._staged_version(body.get("version"))
-            if staged.missing:
-                raise RefusedError(
-                    409, f"{staged.missing} of {staged.num_buckets} buckets have not arrived"
-                )
-            digest = staged.digest()
-            if digest != body.get("digest"):
-                raise RefusedError(
-                    422,
-                    f"the digest of the received weights is {digest[:12]}, expected "
-                    f"{str(body.get('digest'))[:12]}",
-                )
+            staged = self._upload.complete(body.get("version"), body.get("digest"))
             self._withdraw()
             # An update that ends half-way must end in the workers nevertheless, whoever still waits for it.
             workers = await asyncio.shield(self._load_in_workers(request, staged))
@@ -229,7 +268,7 @@ class FleetMember:
                 raise RefusedError(412, "another owner attached during the update")
             differing = sorted({name for worker in workers for name in worker["differing"]})
             if not differing:
-                self._version, self._digest = staged.version, digest
+                self._version, self._digest = staged.version, staged.digest()
             ways = sorted({str(worker["way"]) for worker in workers})
             return {"differing": differing, "ways": ways, **self._described(request)}
 
@@ -315,23 +354,34 @@ class FleetMember:
         session.seen_at = time.monotonic()
         return session
 
-    def _staged_version(self, version: object) -> StagedWeights:
-        if self._staged is None or str(self._staged.version) != str(version):
-            staged = None if self._staged is None else self._staged.version
-            raise RefusedError(409, f"version {version} is not announced (announced: {staged})")
-        return self._staged
-
-    def _described(self, request: Request) -> Mapping[str, Any]:
-        session = self._session
+    def _described(
+        self, request: Request, shared: AdapterSession | None = None
+    ) -> Mapping[str, Any]:
+        """Returns the state of the server, as a session that shares it sees it, or the exclusive one."""
+        owner = shared or self._session
+        current = None if shared is None else shared.current
+        version, digest = (
+            (self._version, self._digest)
+            if shared is None
+            else (None, "")
+            if current is None
+            else (current.version, current.digest)
+        )
+        sharing = self._sharing(request)
         return {
             "api": API,
             "instance": self._instance,
-            "owner": None if session is None else session.owner,
-            "version": self._version,
-            "digest": self._digest,
-            "engine": describe_engine(
-                request.app.state.engine_client.vllm_config, request.app.state.args
-            ),
+            "owner": None if owner is None else owner.owner,
+            "version": version,
+            "digest": digest,
+            "runs": sharing.usage(),
+            "engine": {
+                **describe_engine(
+                    request.app.state.engine_client.vllm_config, request.app.state.args
+                ),
+                "max_adapters": sharing.max_adapters,
+                "max_adapter_rank": sharing.max_rank,
+            },
         }
 
 
@@ -384,8 +434,3 @@ def _authorize(request: Request, path: str) -> None:
     given = token.encode() if scheme.lower() == "bearer" else b""
     if keys and not any(hmac.compare_digest(key.encode(), given) for key in keys):
         raise RefusedError(401, "the token is missing or wrong; vLLM has it from VLLM_API_KEY")
-
-
-def _close(memory: SharedMemory | None) -> None:
-    if memory is not None:
-        memory.close()

@@ -1,11 +1,14 @@
 """A vLLM server of a fleet, whose middleware (``server.py``) keeps sessions and receives weights."""
 
 import asyncio
+import hmac
 import json
 import logging
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
+from services.common.security.credentials import current_identity
 from services.common.task_group import gather_in_group
 from services.extras.external_engine.request_segments import Segment, TokenChunk, segment_seed
 from services.extras.fleets.client import (
@@ -21,6 +24,7 @@ from services.extras.fleets.client import (
 )
 from services.extras.fleets.engine import FleetBackend, FleetEngine
 from services.extras.fleets.protocol import (
+    ADAPTERS,
     API,
     ATTACH,
     GENERATE,
@@ -50,12 +54,27 @@ def build(config: EngineConfig) -> FleetEngine:
         truncation=False,
         seeds=config.is_reproducible,
     )
-    backend = FleetBackend(config, VllmServer, capabilities)
+    make_server: Callable[..., FleetServer] = VllmServer
+    if config.adds_adapters:
+        # A run's token outlives its processes, so that only the run itself takes its sessions over.
+        run_token = current_identity().run_token.encode()
+        make_server = partial(
+            VllmServer,
+            share=float(config.arguments.get("share", 1.0)),
+            proof=hmac.digest(run_token, b"slipstream-fleet", "sha256").hex() if run_token else "",
+        )
+    backend = FleetBackend(config, make_server, capabilities)
     return FleetEngine.ordered(backend, config, length_argument="max_model_len")
 
 
 class VllmServer(FleetServer):
-    """Speaks the interface of ``protocol`` to a server's middleware."""
+    """Speaks the interface of ``protocol`` to a server's middleware.
+
+    Args:
+        share: Weight of the run on a server that runs share, with adapters; None for a run that brings whole
+            weights.
+        proof: What the server must be told to let another process take the session over.
+    """
 
     path = GENERATE
     wrong_path = (
@@ -64,8 +83,13 @@ class VllmServer(FleetServer):
         "rollout.engine_arguments.addresses"
     )
 
-    def __init__(self, address: str, **options: Any) -> None:
+    def __init__(
+        self, address: str, *, share: float | None = None, proof: str = "", **options: Any
+    ) -> None:
         super().__init__(address, **options)
+        self._attachment: dict[str, Any] = {"owner": self._owner}
+        if share is not None:
+            self._attachment |= {"holds": ADAPTERS, "share": share, "proof": proof}
         self._engine: dict[str, Any] = {}
         """Result of ``server.describe_engine``."""
 
@@ -75,7 +99,7 @@ class VllmServer(FleetServer):
 
     async def attach(self) -> None:
         self.detach()
-        answer = await self._call("POST", ATTACH, {"owner": self._owner}, is_new=True)
+        answer = await self._call("POST", ATTACH, self._attachment, is_new=True)
         with self.reading(answer):
             api = answer.get("api")
         if api != API:
@@ -173,7 +197,7 @@ class VllmServer(FleetServer):
         answer = await self._call(
             "POST",
             LOAD,
-            {"version": weights.version, "digest": weights.digest},
+            {"version": weights.version, "digest": weights.digest, "base": weights.base},
             timeout_s=LOAD_TIMEOUT_S,
         )
         with self.reading(answer):

@@ -6,8 +6,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from services.weightsync.adapters import FROZEN_DIGEST
 from services.weightsync.arena import WeightArena, source_digest
-from services.weightsync.plan import TensorSpec, make_plan
+from services.weightsync.plan import LORA_DOWN, LORA_UP, TensorSpec, make_plan
 
 BUCKET_BYTES: Final = 16 << 20
 """Bytes of one request with weights: several of them are sent at once, and a lost one is sent again."""
@@ -21,12 +22,19 @@ class FleetWeights:
         version: Weight version.
         specs: All tensors, in sending order.
         tensors: Their values, which are copied. Blocks.
+        base: Hex digest of the base weights that adapters are added to; empty for whole weights.
     """
 
     def __init__(
-        self, version: int, specs: Sequence[TensorSpec], tensors: Mapping[str, Tensor]
+        self,
+        version: int,
+        specs: Sequence[TensorSpec],
+        tensors: Mapping[str, Tensor],
+        *,
+        base: str = "",
     ) -> None:
         self.version = version
+        self.base = base
         self.plan = make_plan(specs, BUCKET_BYTES)
         self._arena = WeightArena(self.plan, torch.device("cpu"))
         with torch.no_grad():
@@ -56,3 +64,31 @@ class FleetWeights:
         bucket = self._arena.bucket(0, index).numpy().data
         for start in range(0, len(bucket), _PART_BYTES):
             yield bytes(bucket[start : start + _PART_BYTES])
+
+
+def adapter_weights(version: int, tensors: Mapping[str, Tensor]) -> FleetWeights:
+    """Returns a version of which only the adapters travel. Blocks.
+
+    Args:
+        tensors: Adapters and the digest of the trainer's frozen weights.
+
+    Raises:
+        ValueError: If the trainer sent other weights too.
+    """
+    others = [
+        name
+        for name in tensors
+        if name != FROZEN_DIGEST and not name.endswith((LORA_DOWN, LORA_UP))
+    ]
+    if others or FROZEN_DIGEST not in tensors:
+        raise ValueError(
+            f"servers add adapters to base weights that never change, but the trainer also sends "
+            f"{', '.join(others[:3]) or 'no digest of its base'}; set trainer.lora.sync to merged"
+        )
+    adapters = {name: value for name, value in tensors.items() if name != FROZEN_DIGEST}
+    specs = [
+        TensorSpec(name, tuple(value.shape), str(value.dtype).removeprefix("torch."))
+        for name, value in adapters.items()
+    ]
+    base = bytes(tensors[FROZEN_DIGEST].cpu().tolist()).hex()
+    return FleetWeights(version, specs, adapters, base=base)

@@ -6,11 +6,12 @@ import torch
 
 from services.extras.external_engine.layout import differing_sources
 from services.extras.external_engine.shared_tensors import open_shared
+from services.extras.fleets.adapter_worker import AdapterLoader
 from services.extras.vllm.worker import WeightLoader, tensor_place
 
 
-class FleetWorker(WeightLoader):
-    """Loads the versions that its server has received, and compares its parameters with them."""
+class FleetWorker(AdapterLoader, WeightLoader):
+    """Loads the versions and adapters that its server has received, and compares its parameters with them."""
 
     def load_fleet_weights(self, description: str) -> dict[str, Any]:
         """Replaces all weights; returns how, and which tensors the parameters do not hold afterwards.

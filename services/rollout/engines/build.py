@@ -41,6 +41,7 @@ def build_engine(  # noqa: PLR0913 -- what a run says about its engine
     device: torch.device,
     plan: MemoryPlanner | None = None,
     is_written_in_place: bool = False,
+    adds_adapters: bool = False,
     sleeps: bool = False,
     images: ImageLimits | None = None,
     top_logprobs: int = 0,
@@ -53,6 +54,7 @@ def build_engine(  # noqa: PLR0913 -- what a run says about its engine
     Args:
         plan: Plans the GPU's memory; None for an engine that receives no weights and has the GPU to itself.
         is_written_in_place: True if weights are received directly into the live weights.
+        adds_adapters: True if only adapters arrive, which the engine adds to base weights of its own.
         sleeps: True if the engine must release its GPU memory from time to time.
         images: Limits of images; None if prompts have none.
         top_logprobs: Max number of most likely tokens that a request asks for.
@@ -91,6 +93,7 @@ def build_engine(  # noqa: PLR0913 -- what a run says about its engine
         returns_masks=spec.sampling.is_truncated,
         top_logprobs=top_logprobs,
         is_written_in_place=is_written_in_place,
+        adds_adapters=adds_adapters,
         sleeps=sleeps,
         quantization=spec.quantization,
         unquantized_layers=spec.unquantized_layers,

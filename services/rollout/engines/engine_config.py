@@ -98,6 +98,8 @@ class EngineConfig:
     """Max number of most likely tokens that a request asks for."""
     is_written_in_place: bool = False
     """True if weights are received directly into the engine's parameters."""
+    adds_adapters: bool = False
+    """True if only LoRA adapters arrive, which the engine adds to base weights of its own."""
     sleeps: bool = False
     """True if the engine must release its GPU memory from time to time."""
     quantization: Fp8 | None = None

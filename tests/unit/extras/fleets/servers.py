@@ -58,6 +58,8 @@ class FakeEngine:
         self.scores.set()
         self.num_sampled = 0
         self.requests: list[dict[str, Any]] = []
+        self.adapters: dict[str, float] = {}
+        """First value of each adapter, by the name that requests give."""
         self.vllm_config = SimpleNamespace(
             model_config=SimpleNamespace(
                 max_model_len=512,
@@ -79,14 +81,14 @@ class FakeEngine:
         self.bias = float(first.flatten()[0])
         return [{"way": "compared", "differing": self.differing}]
 
-    def logprob(self) -> float:
-        return -self.bias
+    def logprob(self, model: str | None = None) -> float:
+        return -(self.bias if model is None else self.adapters[model])
 
-    async def tokens(self, number: int) -> AsyncIterator[dict[str, Any]]:
+    async def tokens(self, number: int, model: str | None = None) -> AsyncIterator[dict[str, Any]]:
         for index in range(number):
             await self.steps.acquire()
             self.num_sampled += 1
-            entry = {"token_id": 7, "logprob": self.logprob()}
+            entry = {"token_id": 7, "logprob": self.logprob(model)}
             reason = "length" if index == number - 1 else None
             choice = {
                 "index": 0,
@@ -108,13 +110,14 @@ async def _generate(request: Request) -> Response:
     if not body["stream"]:
         ids: Sequence[int] = body["token_ids"]
         await engine.scores.wait()
-        rows = [{str(token): {"logprob": engine.logprob()}} for token in ids[1:]]
+        logprob = engine.logprob(body.get("model"))
+        rows = [{str(token): {"logprob": logprob}} for token in ids[1:]]
         return JSONResponse({"prompt_logprobs": [None, *rows]})
 
     async def events() -> AsyncIterator[str]:
         for line in engine.malformed:
             yield f"data: {line}\n\n"
-        async for event in engine.tokens(body["sampling_params"]["max_tokens"]):
+        async for event in engine.tokens(body["sampling_params"]["max_tokens"], body.get("model")):
             yield f"data: {json.dumps(event)}\n\n"
         yield "data: [DONE]\n\n"
 
