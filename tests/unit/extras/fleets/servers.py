@@ -71,6 +71,7 @@ class FakeEngine:
             cache_config=SimpleNamespace(num_gpu_blocks=10, block_size=16),
             parallel_config=SimpleNamespace(data_parallel_size=1, _api_process_count=1),
             scheduler_config=SimpleNamespace(max_num_seqs=8),
+            lora_config=None,
         )
 
     async def collective_rpc(self, method: str, args: tuple[str, ...]) -> list[dict[str, Any]]:

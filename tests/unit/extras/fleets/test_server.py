@@ -16,6 +16,7 @@ from services.extras.fleets.client import (
     ServerRefusedError,
 )
 from services.extras.fleets.protocol import (
+    API,
     GENERATE,
     LOAD,
     SESSION_HEADER,
@@ -373,7 +374,7 @@ async def test_a_server_without_the_middleware_is_named() -> None:
     await client.close()
 
 
-@pytest.mark.parametrize("answer", [[], {"api": 1}, {"api": 1, "session": "a", "instance": "b"}])
+@pytest.mark.parametrize("answer", [[], {"api": API}, {"api": API, "session": "a"}])
 async def test_a_malformed_answer_names_the_server(answer: Any) -> None:
     client = VllmServer(
         "http://127.0.0.1:1",
