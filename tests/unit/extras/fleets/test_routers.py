@@ -13,6 +13,7 @@ from services.extras.external_engine.engine import EngineDiedError
 from services.extras.fleets import fleet as fleet_module
 from services.extras.fleets.client import ServerRefusedError
 from services.extras.fleets.engine import FleetEngine
+from services.extras.fleets.protocol import API
 from services.extras.fleets.routers import parse_servers
 from services.extras.fleets.vllm_server import VllmServer, build
 from services.rollout.calls.outside import AddressPolicy
@@ -91,7 +92,7 @@ async def test_a_balancer_in_front_of_several_servers_is_found_out() -> None:
     instances = ["a", "b", "a"]
 
     def answer(_: httpx.Request) -> httpx.Response:
-        state = {"api": 1, "session": "s", "engine": {}, "instance": instances.pop(0)}
+        state = {"api": API, "session": "s", "engine": {}, "instance": instances.pop(0)}
         return httpx.Response(200, json=state)
 
     client = VllmServer(
