@@ -43,6 +43,7 @@ from services.controller.api.request_limits import RequestLimits
 from services.controller.api.rpc import RUN_SERVICE, run_servicer, run_users
 from services.controller.api.run_api import RunApi
 from services.controller.api.run_page import PageLinks, add_page_links, with_run_page
+from services.controller.fleets import Fleets
 from services.controller.launch.process import begin_imports
 from services.controller.manager.audit import RunAudit
 from services.controller.manager.launchers import LauncherArgs, open_launcher
@@ -108,7 +109,8 @@ async def run_controller(settings: ControllerSettings) -> None:
         )
         logs = RunLogs(settings.state_directory, manager.is_ended)
         limits = RequestLimits(manager.limits)
-        api = RunApi(manager, RunAudit(database), logs, users, limits)
+        fleets = _open_fleets(settings)
+        api = RunApi(manager, RunAudit(database), logs, users, limits, fleets)
         await manager.recover()
         members = MembershipServicer(manager, membership, settings, time)
         rendezvous = RendezvousServicer(membership.rendezvous)
@@ -260,6 +262,14 @@ async def _serve_rlruns(settings: ControllerSettings, manager: RunManager) -> As
             yield
     else:
         yield
+
+
+def _open_fleets(settings: ControllerSettings) -> Fleets | None:
+    """Opens the fleets that the installation configures, if it has any."""
+    if settings.fleets_file is None:
+        return None
+    fleets: Fleets = load_callable(EXTENSIONS["fleets"])(settings.fleets_file)
+    return fleets
 
 
 def _open_users(settings: ControllerSettings, tokens: TokenStore) -> Authenticator:

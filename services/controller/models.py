@@ -282,6 +282,57 @@ class GroupPage(BaseModel):
     items: list[GroupView]
 
 
+class FleetRunView(View):
+    """Use of a server by one of the runs that share it."""
+
+    run_id: str | None
+    """None for a run of another project."""
+    share: float
+    """Weight of the run."""
+    weight_version: int | None
+    """Version in service; None before the first."""
+    adapters: int
+    """Versions that the server holds."""
+    tokens: int
+    """Tokens that the run has sampled on the server."""
+    requests: int
+    running: int
+    waiting: int
+
+
+class FleetServerView(View):
+    """State of a server of a fleet."""
+
+    address: str
+    is_healthy: bool = False
+    """True if it answers."""
+    problem: str = ""
+    """Why it does not answer."""
+    exclusive_run: str | None = None
+    """Run with whole weights, to which the server belongs; None for another project's, or for none."""
+    weight_version: int | None = None
+    """Version of that run in service."""
+    max_adapters: int = 0
+    """Runs with adapters that may share the server; 0 if none may."""
+    kv_capacity_tokens: int = 0
+    max_model_len: int = 0
+    runs: list[FleetRunView] = []
+    """Runs that share the server."""
+
+
+class FleetView(View):
+    """Engine servers that runs name by one name."""
+
+    name: str
+    servers: list[FleetServerView]
+
+
+class FleetPage(View):
+    """All fleets."""
+
+    items: list[FleetView]
+
+
 class QuotaView(View):
     """Limits of a project and its current use."""
 

@@ -40,7 +40,8 @@ class Limits:
 DATABASE_FILE = "slipstream.db"
 """Name of the SQLite database file in the state directory."""
 EXTENSIONS: Final = References("controller_extensions")
-"""Asynchronous context managers that take the settings and the run manager, and serve beside them."""
+"""``rlruns``: an asynchronous context manager that takes the settings and the run manager, and serves beside
+them. ``fleets``: a function of the fleets' file that returns ``Fleets``."""
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
@@ -91,6 +92,9 @@ class ControllerSettings(KeySettings, SpecSettings):
     pending_timeout_s: float = Field(600.0, gt=0)
     """Time in seconds after which a worker pod that cannot start fails its run; only with the
     Kubernetes launcher."""
+    fleets_file: Path | None = None
+    """JSON file with the fleets of engine servers that runs may name: ``{"NAME": {"addresses": [...],
+    "secret": "NAME OF THE TOKEN'S SECRET", "token_file": "PATH"}}``; read at each use."""
     heartbeat_interval_s: float = Field(1.0, gt=0)
     """Min seconds between heartbeats of a worker."""
     max_heartbeats_per_s: float = Field(250.0, gt=0)

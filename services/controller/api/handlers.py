@@ -12,13 +12,14 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from typing import Any, Literal
 
-from services.common.errors import FailedPreconditionError, InvalidArgumentError
+from services.common.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
 from services.common.runspec.defaults import defaults_of
 from services.common.runspec.loader import canonical_json, parse_spec, spec_digest
 from services.common.telemetry import tracing
 from services.controller.api import operations as ops
 from services.controller.api.principals import Principal
 from services.controller.api.request_limits import RequestLimits
+from services.controller.fleets import Fleets
 from services.controller.manager.audit import RunAudit
 from services.controller.manager.logs import RunLogs
 from services.controller.manager.quotas import Quota
@@ -29,6 +30,8 @@ from services.controller.models import (
     DefaultsView,
     EventPage,
     EventView,
+    FleetPage,
+    FleetView,
     GroupPage,
     ListedRun,
     LogLine,
@@ -193,18 +196,25 @@ class Handlers:
     """Executes operations whose callers are already authorized."""
 
     def __init__(
-        self, manager: RunManager, audit: RunAudit, logs: RunLogs, limits: RequestLimits
+        self,
+        manager: RunManager,
+        audit: RunAudit,
+        logs: RunLogs,
+        limits: RequestLimits,
+        fleets: Fleets,
     ) -> None:
         self._manager = manager
         self._audit = audit
         self._logs = logs
         self._limits = limits
+        self._fleets = fleets
         self._pages = PageTokens()
 
     async def create_run(self, call: Call, request: ops.CreateRun) -> RunView | ValidatedView:
         # Large or deeply nested specifications take long to parse; a thread keeps the event loop
         # free.
-        spec = await asyncio.to_thread(parse_spec, request.spec)
+        document = await self._fleets.resolve(request.spec)
+        spec = await asyncio.to_thread(parse_spec, document)
         if request.validate_only:
             await self._manager.validate(call.who.project, spec, role=call.who.role)
             call.is_repeated = True
@@ -415,6 +425,37 @@ class Handlers:
         project = call.who.project
         quota = await self._manager.quota(project)
         return view_quota(quota, event_streams=self._limits.num_streams(project))
+
+    async def list_fleets(self, call: Call, request: ops.ListFleets) -> FleetPage:
+        views = await self._fleets.views()
+        return FleetPage(items=[await self._shown(view, call.who.project) for view in views])
+
+    async def get_fleet(self, call: Call, request: ops.GetFleet) -> FleetView:
+        return await self._shown(await self._fleets.view(request.name), call.who.project)
+
+    async def _shown(self, fleet: FleetView, project: str) -> FleetView:
+        """Returns a fleet without the ids of other projects' runs."""
+
+        async def own(run_id: str | None) -> str | None:
+            try:
+                is_own = run_id is not None and (await self._manager.get(run_id)).project == project
+            except NotFoundError:
+                return None
+            return run_id if is_own else None
+
+        servers = [
+            server.model_copy(
+                update={
+                    "exclusive_run": await own(server.exclusive_run),
+                    "runs": [
+                        run.model_copy(update={"run_id": await own(run.run_id)})
+                        for run in server.runs
+                    ],
+                }
+            )
+            for server in fleet.servers
+        ]
+        return fleet.model_copy(update={"servers": servers})
 
     async def get_version(self, call: Call, request: ops.GetVersion) -> VersionView:
         return VersionView(version=version("slipstream"))

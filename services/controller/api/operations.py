@@ -19,6 +19,8 @@ from services.controller.models import (
     Document,
     EventPage,
     EventView,
+    FleetPage,
+    FleetView,
     ForkRequest,
     GroupPage,
     LabelPair,
@@ -389,6 +391,21 @@ class GetQuota(Operation[QuotaView]):
     http = "GET /v1/quota"
 
 
+class ListFleets(Operation[FleetPage]):
+    """Lists the fleets of engine servers, with health, versions, and use by each run."""
+
+    http = "GET /v1/fleets"
+    rpc = None
+
+
+class GetFleet(Operation[FleetView]):
+    """Returns one fleet of engine servers."""
+
+    http = "GET /v1/fleets/{name}"
+    rpc = None
+    name: Annotated[str, Field(max_length=63, pattern="^[A-Za-z0-9._-]+$")]
+
+
 class GetVersion(Operation[VersionView]):
     """Returns the release of the controller."""
 
@@ -402,5 +419,6 @@ OPERATIONS: tuple[type[Operation[Any]], ...] = (
     *(ListEvents, WatchRun, ReadLogs, FollowLogs, ListMetrics, ListGroups),
     *(ListSamples, GetSample, ExportSamples),
     *(ListCheckpoints, GetCheckpoint, DeleteCheckpoint, GetTopology, GetQuota, GetVersion),
+    *(ListFleets, GetFleet),
 )
 """All operations, in the order in which REST matches their paths."""

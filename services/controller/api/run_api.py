@@ -13,6 +13,7 @@ from services.controller.api.handlers import Call, Handlers, Items
 from services.controller.api.operations import Operation, RunOperation
 from services.controller.api.principals import Authenticator, Principal
 from services.controller.api.request_limits import AuthRateLimit, RequestLimits
+from services.controller.fleets import Fleets, NoFleets
 from services.controller.manager.audit import RunAudit
 from services.controller.manager.logs import RunLogs
 from services.controller.manager.runs import RunManager
@@ -40,9 +41,10 @@ class RunApi:
         logs: RunLogs,
         users: Authenticator,
         limits: RequestLimits,
+        fleets: Fleets | None = None,
     ) -> None:
         self._manager = manager
-        self._handlers = Handlers(manager, audit, logs, limits)
+        self._handlers = Handlers(manager, audit, logs, limits, fleets or NoFleets())
         self._users = users
         self._known: dict[str, tuple[Principal, float]] = {}
         self._auth_rate_limit = AuthRateLimit()

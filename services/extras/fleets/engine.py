@@ -54,6 +54,11 @@ class FleetBackend:
     ) -> None:
         self.capabilities = capabilities
         self.adds_adapters = config.adds_adapters
+        if "addresses" not in config.arguments:
+            raise ValueError(
+                f"rollout.engine_arguments.fleet is {config.arguments.get('fleet')!r}, which only the API of "
+                "a controller with fleets resolves; submit the run there, or set addresses"
+            )
         reach = config.reach or AddressPolicy()
         # A restarted process of the same worker takes its servers over at once.
         owner = config.worker or secrets.token_hex(8)

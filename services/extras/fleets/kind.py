@@ -22,6 +22,11 @@ class FleetKind(EngineKind):
 def _problems(arguments: Mapping[str, Any]) -> Iterator[str]:
     key = "rollout.engine_arguments"
     addresses = arguments.get("addresses")
+    if (name := arguments.get("fleet")) is not None and addresses is None:
+        if not isinstance(name, str):
+            yield f"{key}.fleet must be the name of a fleet of this installation, got {name!r}"
+        # The controller knows its servers, and replaces the name by them.
+        addresses = ["http://fleet:1"]
     if not isinstance(addresses, list | tuple) or not addresses:
         yield (
             f"{key}.addresses must list the servers of this rollout.engine, such as "
@@ -67,8 +72,8 @@ def is_server_address(address: Any) -> bool:
 
 KIND: Final = FleetKind(
     adapter="services.extras.fleets.vllm_server:build",
-    arguments=frozenset({"addresses", "token", "max_model_len", "share"}),
-    harmless_arguments=frozenset({"addresses", "token", "max_model_len"}),
+    arguments=frozenset({"addresses", "fleet", "token", "max_model_len", "share"}),
+    harmless_arguments=frozenset({"addresses", "fleet", "token", "max_model_len"}),
     is_remote=True,
     takes_adapters=True,
     length_argument="max_model_len",
@@ -76,8 +81,8 @@ KIND: Final = FleetKind(
 )
 SGLANG_KIND: Final = FleetKind(
     adapter="services.extras.fleets.sglang_server:build",
-    arguments=frozenset({"addresses", "token", "context_length"}),
-    harmless_arguments=frozenset({"addresses", "token", "context_length"}),
+    arguments=frozenset({"addresses", "fleet", "token", "context_length"}),
+    harmless_arguments=frozenset({"addresses", "fleet", "token", "context_length"}),
     is_remote=True,
     length_argument="context_length",
     reports_top_logprobs=True,
