@@ -8,6 +8,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.metrics_core import Metric
 
 from services.controller.manager.run_collector import RunCollector
+from services.extras.fleets.share_metrics import SHARES
 
 _MODULES = {
     "all": ("services.common.rpc.headers", "services.common.security.access"),
@@ -16,6 +17,7 @@ _MODULES = {
     "rollout": ("services.rollout.metrics",),
     "trainer": ("services.trainer.metrics",),
     "trainer and rollout": ("services.weightsync.member",),
+    "vLLM server of a fleet": (),
 }
 _PREFIX = "slipstream_"
 
@@ -42,7 +44,12 @@ def registered() -> list[MetricDoc]:
         if metric.name.startswith(_PREFIX)
     ]
     runs = RunCollector(list, lambda run_id: [])
-    found += [_doc(metric, tuple(metric._labelnames), "controller") for metric in runs.describe()]  # type: ignore[attr-defined]  # noqa: SLF001
+    collected = {"controller": runs.describe(), "vLLM server of a fleet": SHARES.collect()}
+    found += [
+        _doc(metric, tuple(metric._labelnames), service)  # type: ignore[attr-defined]  # noqa: SLF001
+        for service, metrics in collected.items()
+        for metric in metrics
+    ]
     return sorted(found, key=lambda doc: (list(_MODULES).index(doc.service), doc.name))
 
 

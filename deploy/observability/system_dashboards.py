@@ -150,6 +150,17 @@ FLEET = Dashboard(
             [("slipstream_tq_stored_bytes / slipstream_tq_capacity_bytes", "{{pod}}")],
             unit="percentunit",
         ),
+        Row("Shared servers"),
+        Panel(
+            "Tokens by run",
+            "Tokens per second of each run on the vLLM servers that runs with adapters share.",
+            rate("slipstream_fleet_run_tokens_total", "run", matcher=""),
+        ),
+        Panel(
+            "Requests by run",
+            "Requests of each run that its servers decode, or keep waiting for a slot.",
+            [("sum by (run, state) (slipstream_fleet_run_requests)", "{{run}} {{state}}")],
+        ),
         Row("Controller"),
         Panel(
             "Dispatch latency",

@@ -93,15 +93,15 @@ class Developer:
         return Principal(name="developer", project="default", role="admin")
 
 
-def api_of(manager, database, tmp_path, users=None) -> RunApi:
+def api_of(manager, database, tmp_path, users=None, fleets=None) -> RunApi:
     """Returns the run API over a manager."""
     logs, limits = RunLogs(tmp_path, manager.is_ended), RequestLimits(manager.limits)
-    return RunApi(manager, RunAudit(database), logs, users or Developer(), limits)
+    return RunApi(manager, RunAudit(database), logs, users or Developer(), limits, fleets)
 
 
-def client_of(manager, database, tmp_path, users=None, token="") -> httpx.AsyncClient:
+def client_of(manager, database, tmp_path, users=None, token="", fleets=None) -> httpx.AsyncClient:
     """Returns an HTTP client of the application, without a socket."""
-    app = build_app(api_of(manager, database, tmp_path, users))
+    app = build_app(api_of(manager, database, tmp_path, users, fleets))
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers)

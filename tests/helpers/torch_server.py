@@ -51,6 +51,7 @@ class EngineClient:
             cache_config=SimpleNamespace(num_gpu_blocks=1024, block_size=16),
             parallel_config=SimpleNamespace(data_parallel_size=1),
             scheduler_config=SimpleNamespace(max_num_seqs=16),
+            lora_config=None,
         )
 
     async def collective_rpc(self, method: str, args: tuple[str, ...]) -> list[dict[str, Any]]:

@@ -16,6 +16,8 @@ from slipstream_client.models import (
     DefaultsView,
     EventPage,
     EventView,
+    FleetPage,
+    FleetView,
     GroupPage,
     LogLine,
     MetricPage,
@@ -40,6 +42,18 @@ class AsyncOperations:
     async def _request(self, kind: Any, request: Request) -> Any:
         content = await self._transport.content(request)
         return TypeAdapter(kind).validate_json(content or b"null")
+
+    async def list_fleets(self) -> FleetPage:
+        """Lists the fleets of engine servers, with health, versions, and use by each run."""
+        request = Request(method="GET", path="/v1/fleets")
+        answer: FleetPage = await self._request(FleetPage, request)
+        return answer
+
+    async def get_fleet(self, *, name: str) -> FleetView:
+        """Returns one fleet of engine servers."""
+        request = Request(method="GET", path="/v1/fleets/{name}", names={"name": name})
+        answer: FleetView = await self._request(FleetView, request)
+        return answer
 
     async def get_quota(self) -> QuotaView:
         """Returns the limits of the project and its current use."""

@@ -65,6 +65,46 @@ class EventView(BaseModel):
     type: str
 
 
+class FleetPage(BaseModel):
+    """All fleets."""
+
+    items: list[FleetView]
+
+
+class FleetRunView(BaseModel):
+    """Use of a server by one of the runs that share it."""
+
+    adapters: int
+    requests: int
+    run_id: str | None
+    running: int
+    share: float
+    tokens: int
+    waiting: int
+    weight_version: int | None
+
+
+class FleetServerView(BaseModel):
+    """State of a server of a fleet."""
+
+    address: str
+    exclusive_run: str | None = None
+    is_healthy: bool = False
+    kv_capacity_tokens: int = 0
+    max_adapters: int = 0
+    max_model_len: int = 0
+    problem: str = ""
+    runs: list[FleetRunView] = []
+    weight_version: int | None = None
+
+
+class FleetView(BaseModel):
+    """Engine servers that runs name by one name."""
+
+    name: str
+    servers: list[FleetServerView]
+
+
 class GroupPage(BaseModel):
     """Groups of a run, ordered by sequence."""
 

@@ -25,6 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Send
 from services.extras.external_engine.shared_tensors import open_shared
 from services.extras.fleets.answers import RefusedError, read_body
 from services.extras.fleets.protocol import LEASE_S, MAX_SHARE, SESSION_HEADER, VERSION_HEADER
+from services.extras.fleets.share_metrics import SHARES
 from services.extras.fleets.shares import QueueFullError, Ticket, TokenShares
 from services.extras.fleets.staging import StagedWeights
 from services.extras.fleets.uploads import Upload
@@ -127,6 +128,7 @@ class SharedServer:
         self._num_adapters = 0
         self._shares: TokenShares | None = None
         self._cleaning: asyncio.Task[None] | None = None
+        SHARES.add(self)
 
     @property
     def owners(self) -> list[str]:

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from services.common.errors import InvalidArgumentError, NotFoundError
 from services.controller.fleets import named_fleet
 from services.controller.models import FleetRunView, FleetServerView, FleetView
-from services.extras.fleets.kind import is_address
+from services.extras.fleets.kind import is_server_address
 from services.extras.fleets.protocol import STATE
 
 _TIMEOUT_S: Final = 3.0
@@ -120,7 +120,7 @@ class FleetDirectory:
                 f"the fleets in {self._file} cannot be read: {error}"
             ) from error
         for name, entry in entries.items():
-            if wrong := [address for address in entry.addresses if not is_address(address)]:
+            if wrong := [address for address in entry.addresses if not is_server_address(address)]:
                 raise InvalidArgumentError(
                     f"fleet {name!r} in {self._file} has the addresses {wrong}, expected http://HOST:PORT or "
                     "https://HOST:PORT"

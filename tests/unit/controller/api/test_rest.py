@@ -10,6 +10,7 @@ from services.common.security.confinement import CodePolicy
 from services.controller.api import errors, request_limits
 from services.controller.api.app import build_app
 from services.controller.api.principals import TokenStore
+from services.controller.models import FleetRunView, FleetServerView, FleetView
 from services.controller.store.records import Note
 from services.controller.store.runs import RunStore
 from tests.helpers.rest import SPEC, api_of, client_of, named, open_manager, save
@@ -543,3 +544,59 @@ async def test_lookups_of_unknown_tokens_are_limited(manager, database, tmp_path
     async with client_of(manager, database, tmp_path, TokenStore(database)) as api:
         answers = await asyncio.gather(*(api.get("/v1/runs", headers=each) for each in headers))
     assert {each.status_code for each in answers} == {401, 429}
+
+
+class _Fleets:
+    """One fleet, whose server two runs share."""
+
+    def __init__(self, *run_ids):
+        self.run_ids = run_ids
+
+    async def views(self):
+        return [await self.view("shared")]
+
+    async def view(self, name):
+        runs = [
+            FleetRunView(
+                run_id=run_id,
+                share=1.0,
+                weight_version=3,
+                adapters=1,
+                tokens=10,
+                requests=2,
+                running=1,
+                waiting=0,
+            )
+            for run_id in self.run_ids
+        ]
+        server = FleetServerView(address="http://a:1", is_healthy=True, runs=runs)
+        return FleetView(name=name, servers=[server])
+
+    async def resolve(self, spec):
+        return {**spec, "seed": 12345}
+
+
+async def test_a_fleet_shows_the_ids_of_the_projects_own_runs_only(database, tmp_path):
+    async with open_manager(database) as manager:
+        fleets = _Fleets("run_" + "0" * 32)
+        async with client_of(manager, database, tmp_path, fleets=fleets) as client:
+            own = (await client.post("/v1/runs", json=SPEC)).json()["id"]
+            fleets.run_ids = (own, *fleets.run_ids)
+            (fleet,) = (await client.get("/v1/fleets")).json()["items"]
+            assert (await client.get("/v1/fleets/shared")).json() == fleet
+    assert [run["run_id"] for run in fleet["servers"][0]["runs"]] == [own, None]
+
+
+async def test_a_run_is_created_with_the_servers_of_its_fleet(database, tmp_path):
+    async with (
+        open_manager(database) as manager,
+        client_of(manager, database, tmp_path, fleets=_Fleets()) as client,
+    ):
+        answer = await client.post("/v1/runs", json=SPEC)
+        assert answer.json()["spec"]["seed"] == 12345
+
+
+async def test_an_installation_without_fleets_has_an_empty_list_of_them(api):
+    assert (await api.get("/v1/fleets")).json() == {"items": []}
+    missing = await api.get("/v1/fleets/shared")
+    assert (missing.status_code, missing.json()["code"]) == (404, "not_found")
