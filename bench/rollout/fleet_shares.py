@@ -164,7 +164,10 @@ async def measure(
             token_s = [statistics.fmean(load.seconds or [took_s]) for load in started]
             for task in keeping:
                 task.cancel()
-    return {"tokens_s": [round(number / took_s, 1) for number in tokens], "token_s": token_s}
+    return {
+        "tokens_s": [round(number / took_s, 1) for number in tokens],
+        "token_s": [round(value, 4) for value in token_s],
+    }
 
 
 def _alternate(
