@@ -1,4 +1,4 @@
-// The workers of a run and their logs.
+// The workers of a run, the servers of fleets that it uses, and the workers' logs.
 import { getJson, readLogs } from "./api.js";
 import { h, table } from "./dom.js";
 import { short } from "./format.js";
@@ -10,9 +10,10 @@ export class Workers {
   constructor(panel, run) {
     Object.assign(this, { run, reading: new AbortController() });
     this.list = h("div", { id: "workers" });
+    this.servers = h("div", { id: "servers" });
     this.component = h("select", { id: "component", "aria-label": "Worker", onchange: () => this.#open() }, h("option", { value: "" }, "all workers"));
     this.logs = h("pre", { id: "logs", tabIndex: 0, role: "region", "aria-label": "Logs of the workers" });
-    panel.replaceChildren(h("h3", {}, "Workers"), this.list, h("h3", {}, "Logs ", this.component), this.logs);
+    panel.replaceChildren(h("h3", {}, "Workers"), this.list, this.servers, h("h3", {}, "Logs ", this.component), this.logs);
     this.refresh();
     this.#open();
   }
@@ -26,6 +27,21 @@ export class Workers {
     this.list.replaceChildren(table("Workers", ["worker", "state", "activity", "version", "running samples", "waiting samples"], items.map((worker) => [
       worker.worker_id, worker.state, worker.activity, worker.weight_version < 0 ? "–" : worker.weight_version, gauge(worker, "running_samples"), gauge(worker, "waiting_samples"),
     ]), "No workers are registered."));
+    if (this.run.spec?.rollout?.engine_arguments?.addresses) await this.#showServers();
+  }
+
+  /** Shows the servers of fleets that the run uses, with its part of each. */
+  async #showServers() {
+    const { items } = await getJson("/v1/fleets");
+    const rows = items.flatMap((fleet) => fleet.servers.flatMap((server) => {
+      const total = server.runs.reduce((sum, use) => sum + use.share, 0);
+      return server.runs.filter((use) => use.run_id === this.run.id).map((use) => [
+        fleet.name, server.address, `${Math.round(100 * use.share / total)} %`, use.weight_version ?? "–", use.tokens.toLocaleString(), use.running, use.waiting, server.runs.length - 1,
+      ]);
+    }));
+    if (rows.length === 0) return;
+    const columns = ["fleet", "server", "share", "version", "tokens", "running", "waiting", "other runs"];
+    this.servers.replaceChildren(h("h3", {}, "Servers"), table("Servers", columns, rows, ""));
   }
 
   /** Streams the chosen log, starting with its last lines. */
