@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from services.extras.external_engine.external import EngineDiedError
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from services.extras.fleets.engine import FleetEngine
 from services.extras.fleets.local import LocalServer, LocalVllm, engine_arguments, local_servers
 from services.rollout.calls.outside import AddressPolicy
-from services.rollout.engines.base import GenerationResult
+from services.rollout.engines.base import EngineDiedError, GenerationResult
 from services.rollout.engines.build import make_engine
 from services.rollout.engines.engine_config import EngineConfig
 from services.weightsync.adapters import FROZEN_DIGEST, frozen_digest, merged_weight

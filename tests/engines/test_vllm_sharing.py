@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from bench.whole_run import REPOSITORY
 from services.common.models.loading import build_model, load_config
 from services.common.models.tokenizer import load_tokenizer
 from services.common.runspec.run import ModelSpec
 from services.extras.fleets.local import TOKEN, LocalServer, LocalVllm, local_servers
-from tests.helpers.cli import environment
+from tests.helpers.cli import REPOSITORY, environment
 
 pytest.importorskip("vllm", reason="vllm is not installed here")
 pytestmark = pytest.mark.timeout(900)
@@ -46,7 +45,6 @@ def _run(server: LocalServer, model: Path, folder: Path, name: str, seed: int) -
         "trainer.lora": "{rank: 4}",
         "trainer.steps": _STEPS,
         "trainer.prompts_per_step": 4,
-        "validation": "null",
         "rollout.engine": "vllm-server",
         "rollout.engine_arguments": json.dumps(arguments),
         "rollout.replicas": 1,
