@@ -19,14 +19,20 @@ _POLL_S = 0.25
 
 
 def planned_gb(spec: RunSpec, model: Path) -> dict[str, float]:
-    """Returns the planned GB of the trainer, and of the engine with its weight transfer."""
+    """Returns the planned GB of the trainer, and of the engine with its weight transfer.
+
+    They share the GPU if only one is visible.
+    """
     config = AutoConfig.from_pretrained(model)
     total = int(_query("memory.total")[0]) << 20
-    engines = 0 if spec.topology.is_colocated else 1
+    is_shared = torch.cuda.device_count() == 1
+    engines = 1 if is_shared and not spec.topology.is_colocated else 0
     trainer = trainer_memory(spec, config, gpu_bytes=total, engines=engines)
     planned = {
         "trainer": trainer.reserved - trainer.parts.get(SLEEPING, 0.0),
-        "rollout": plan_of(spec, config, gpu_bytes=total, roles=["trainer"]).used,
+        "rollout": plan_of(
+            spec, config, gpu_bytes=total, roles=["trainer"] if is_shared else []
+        ).used,
     }
     return {name: round(size / 1e9, 2) for name, size in planned.items()}
 
@@ -35,8 +41,8 @@ def planned_gb(spec: RunSpec, model: Path) -> dict[str, float]:
 def watched_memory() -> Iterator[dict[str, float]]:
     """Yields the max GB of each service's processes on this run's GPU, as the driver counts them.
 
-    ``gpu`` is the max of all processes, and ``total`` the GPU's memory. The dictionary is updated during the
-    block; it stays empty without a GPU.
+    ``gpu`` is the max of all processes on one GPU, and ``total`` a GPU's memory. The dictionary is updated
+    during the block; it stays empty without a GPU.
     """
     peaks: dict[str, float] = {}
     done = threading.Event()
@@ -48,9 +54,9 @@ def watched_memory() -> Iterator[dict[str, float]]:
                 pid, used = line.split(", ")
                 if name := _service(int(pid)):
                     now[name] = now.get(name, 0.0) + float(used) * 2**20 / 1e9
-            used, total = _query("memory.used,memory.total")[0].split(", ")
-            now["gpu"] = float(used) * 2**20 / 1e9
-            peaks["total"] = round(float(total) * 2**20 / 1e9, 2)
+            sizes = [line.split(", ") for line in _query("memory.used,memory.total")]
+            now["gpu"] = max(float(used) for used, _ in sizes) * 2**20 / 1e9
+            peaks["total"] = round(float(sizes[0][1]) * 2**20 / 1e9, 2)
             for name, size in now.items():
                 peaks[name] = max(peaks.get(name, 0.0), round(size, 2))
 
@@ -79,10 +85,10 @@ def _service(pid: int) -> str:
 
 
 def _query(names: str, *, of: str = "gpu") -> list[str]:
-    gpu = os.environ.get("CUDA_VISIBLE_DEVICES") or "0"  # noqa: TID251 -- the run inherits it
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES")  # noqa: TID251 -- the run inherits it
     command = [
         "nvidia-smi",
-        f"--id={gpu}",
+        *([f"--id={gpus}"] if gpus else []),
         f"--query-{of}={names}",
         "--format=csv,noheader,nounits",
     ]
