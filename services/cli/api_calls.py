@@ -15,9 +15,9 @@ import typer
 from pydantic import ValidationError
 
 from services.cli.api import Api, ApiError
+from services.cli.controller_address import CliSettings
 from services.cli.local import ServiceExitedError
 from services.cli.output import console, errors, fail, tolerate_broken_pipe
-from services.cli.settings import CliSettings
 from services.cli.state_directory import StateInUseError, find_token, running_controllers
 from services.common.runspec.base import did_you_mean
 from services.common.runspec.loader import SpecError

@@ -1,11 +1,23 @@
-"""Address of the controller that a command names; without the API client, whose import takes a while."""
+"""Address of the controller that a command names. Without the API client, whose import takes a while."""
 
 from typing import Annotated
 
 import typer
+from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from services.cli.settings import CliSettings
 from services.cli.state_directory import running_controllers
+
+
+class CliSettings(BaseSettings):
+    """Settings of the ``slipstream`` command from the environment."""
+
+    model_config = SettingsConfigDict(env_prefix="SLIPSTREAM_", extra="ignore")
+
+    token: str = ""
+    """API token, if the controller requires one."""
+    url: str = ""
+    """REST address of a controller. Default: the controller that ``slipstream up`` started here."""
+
 
 Url = Annotated[
     str | None,

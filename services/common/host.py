@@ -1,4 +1,4 @@
-"""Facts about this host: its clock, identity, ports, processors, processes, and compilers."""
+"""Facts about this host: its clock, identity, ports, processors, processes, compilers and private files."""
 
 import hashlib
 import os
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import psutil
 
@@ -159,3 +159,18 @@ def missing_compiler() -> str:
         f"GPU kernels need a C compiler, but {found}; install gcc or clang and the headers of "
         "Python, or set CC"
     )
+
+
+PRIVATE_MODE: Final = 0o600
+
+
+def make_private(path: Path) -> None:
+    """Creates a file if it is missing, and takes the rights of other users, whatever the umask is.
+
+    SQLite gives its journals the mode of the database.
+    """
+    with suppress(OSError):  # of another user, or read-only: whoever opens it reports the reason
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, PRIVATE_MODE))
+        for file in (path, *(path.with_name(path.name + suffix) for suffix in ("-wal", "-shm"))):
+            if file.exists() and file.stat().st_mode & 0o077:
+                file.chmod(PRIVATE_MODE)

@@ -5,12 +5,14 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import grpc
 
 from services.common.lifetime import report_ready
+from services.common.quantities import size_text
 from services.common.rpc.server import serve
+from services.common.stores import UploadStatus
 from services.common.task_group import TaskGroup
 from services.trainer import metrics
 from services.trainer.ranks.build import build_critic, build_rank, device_of, gpu_names
@@ -22,11 +24,15 @@ from services.trainer.server import TrainerServicer
 from services.trainer.settings import TrainerSettings
 from services.trainer.steps.fields import lacking
 from services.trainer.steps.step import StepResult
-from services.trainer.uploads import report_uploads
 from services.weightsync.member import WeightMember
 from services.weightsync.server import serve_member
 from services.wire.batch import KVBatchMeta
-from services.wire.controller import WorkerSession, open_rendezvous
+from services.wire.controller import (
+    UPLOAD_FAILING_GAUGE,
+    UPLOADED_STEP_GAUGE,
+    WorkerSession,
+    open_rendezvous,
+)
 from slipstream.trainer.v1 import scoring_pb2 as pb
 from slipstream.trainer.v1 import scoring_pb2_grpc, trainer_pb2_grpc
 
@@ -177,3 +183,38 @@ def _reporter(run_id: str, report: Callable[[int], None]) -> Callable[[int, Step
         report(step)
 
     return on_step
+
+
+_EVERY_S: Final = 1.0
+
+
+async def report_uploads(leader: Leader, session: WorkerSession, run_id: str) -> None:
+    """Reports until it is cancelled; returns at once if the run has no object store."""
+    last_line = ""
+    while (status := leader.upload_status()) is not None:
+        metrics.observe_uploads(run_id, status)
+        line = described(status)
+        # Other activities, such as a save, keep their line while nothing is uploaded.
+        session.report(
+            activity=line if line != last_line else None,
+            gauges={
+                "checkpoint_upload_bytes": status.done_bytes,
+                "checkpoint_upload_total_bytes": status.total_bytes,
+                UPLOADED_STEP_GAUGE: status.stored_step,
+                UPLOAD_FAILING_GAUGE: status.failing_s,
+            },
+        )
+        last_line = line
+        await asyncio.sleep(_EVERY_S)
+
+
+def described(status: UploadStatus) -> str:
+    """Returns one line about the present upload; empty if there is none."""
+    if not status.step:
+        return ""
+    if status.cause:
+        since = f"for {status.failing_s:.0f} s"
+        return f"cannot upload the checkpoint of step {status.step} {since}: {status.cause}"
+    size = f"{size_text(status.done_bytes)} of {size_text(status.total_bytes)}"
+    waiting = f", {status.num_waiting} more wait" if status.num_waiting else ""
+    return f"uploading the checkpoint of step {status.step}: {size}{waiting}"

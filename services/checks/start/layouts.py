@@ -11,9 +11,9 @@ from transformers import PretrainedConfig
 from services.common.models.families import check_trainer
 from services.common.models.stages import bubble, most_packs
 from services.common.models.training_memory import SPARE, shapes_of, trainer_memory
+from services.common.runspec.engines import train_engine_kind
 from services.common.runspec.rules import problems
 from services.common.runspec.run import RunSpec
-from services.common.runspec.train_engines import train_engine_kind
 
 _SAVED = 0.95
 """Share of a layout's memory below which another one is worth a line."""

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
+from pydantic import Field
+from pydantic_settings import BaseSettings
 
-from services.checks.start.settings import gpu_names, num_gpus
 from services.common.gpus import gpu_memory, visible_gpus
 from services.common.host import missing_compiler, usable_processors
 from services.common.runspec.engines import engine_kind
@@ -17,9 +18,32 @@ from services.common.runspec.run import RunSpec
 from services.common.runspec.topology import TaskGroupError
 from services.common.runspec.trackers import TRACKERS
 from services.common.runspec.workers import gpu_needs, total_gpus, worker_names
+from services.controller.launch.gpus import host_gpus
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+
+class MachineSettings(BaseSettings):
+    """Properties of this machine from the environment."""
+
+    visible_gpus: str | None = Field(None, validation_alias="CUDA_VISIBLE_DEVICES")
+    """GPUs that may be used; None means all."""
+    queue_bytes: int = Field(1 << 30, validation_alias="SLIPSTREAM_TRANSFERQUEUE_CAPACITY_BYTES")
+    """Memory of the transferqueue that the command line starts on this machine."""
+    queue_spill_bytes: int = Field(0, validation_alias="SLIPSTREAM_TRANSFERQUEUE_SPILL_BYTES")
+    """Additional disk space of that transferqueue."""
+
+
+def gpu_names() -> tuple[str, ...]:
+    """Returns this machine's GPUs that may be used, as ``CUDA_VISIBLE_DEVICES`` names them."""
+    return host_gpus(MachineSettings().visible_gpus)
+
+
+def num_gpus() -> int:
+    """Returns the number of this machine's GPUs that may be used."""
+    return len(gpu_names())
+
 
 # Without GPUs, one process replaces each GPU. With more processes per core, a run makes no useful progress.
 _PROCESSES_A_CORE = 4

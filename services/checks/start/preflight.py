@@ -17,12 +17,12 @@ from typing import Any, cast
 
 from services.checks.start.hub import go_offline_unless_reachable, hub_is_needed, model_config
 from services.checks.start.machine import (
+    MachineSettings,
     machine_defaults,
     memory_problems,
     unmet_requirements,
 )
 from services.checks.start.rows import MAX_ROWS, RowTrialResult, try_functions, try_rows
-from services.checks.start.settings import MachineSettings
 from services.common.callables import bind_callable, load_callable
 from services.common.errors import ServiceError
 from services.common.local_copies import with_local_copies
@@ -40,14 +40,13 @@ from services.common.models.weight_files import file_problems
 from services.common.models.weight_formats import FORMATS, other_problems
 from services.common.runspec.base import did_you_mean
 from services.common.runspec.data import kind_of
-from services.common.runspec.engines import engine_kind
+from services.common.runspec.engines import engine_kind, train_engine_kind
 from services.common.runspec.examining import argument_problems
 from services.common.runspec.formulas import ADVANTAGES, LOSSES
 from services.common.runspec.loader import Draft, SpecError, read_draft
 from services.common.runspec.rollout import AGENTS, EARNED, REWARDS, WORKFLOWS
 from services.common.runspec.rules import batch_bytes, critic_warmup, quota
 from services.common.runspec.run import ModelSpec, RunSpec
-from services.common.runspec.train_engines import train_engine_kind
 from services.common.runspec.trainer import OF_EXPERTS, LoraSpec
 from services.common.runspec.weight_modes import MODES
 from services.common.security.secrets import find_plain_secrets

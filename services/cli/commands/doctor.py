@@ -13,13 +13,13 @@ from services.cli.output import console
 from services.common import doors
 from services.common.doors import OWN_PACKAGE, DoorError, Provider
 from services.common.models import weight_formats
-from services.common.runspec import engines, trackers, train_engines, weight_modes
+from services.common.runspec import engines, trackers, weight_modes
 
 _DOORS = {
     door.group: door
     for door in (
         engines.ENGINES,
-        train_engines.ENGINES,
+        engines.TRAIN_ENGINES,
         trackers.TRACKERS,
         weight_modes.TRANSPORTS,
         weight_modes.MODES,

@@ -12,10 +12,9 @@ from rich.text import Text
 
 from services.cli.api import Api
 from services.cli.api_calls import DEFAULT_STATE, StateDirectory, call_api, find_run
-from services.cli.controller_address import Url
+from services.cli.controller_address import CliSettings, Url
 from services.cli.local import SAMPLE_FOLDER
 from services.cli.output import console, errors, printable, write
-from services.cli.settings import CliSettings
 from services.controller.api.operations import ExportSamples
 from services.transferqueue.samples.store import SampleStore, store_path
 from services.wire.transferqueue.types import SampleRecordQuery

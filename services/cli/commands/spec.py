@@ -10,11 +10,11 @@ from services.checks.start.machine import (
     gpu_bytes_here,
     gpu_shortages,
     has_gpus,
+    num_gpus,
     shared_gpus,
     slow_settings,
 )
 from services.checks.start.preflight import read_checked, record_note
-from services.checks.start.settings import num_gpus
 from services.cli.controller_address import Url, is_controller_here
 from services.cli.output import console, errors, escaping_descriptors, fail, print_line, write
 from services.common.callables import load_callable

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from functools import cache
-from typing import Any, get_args, get_origin
+from typing import Any, Final, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -122,3 +122,32 @@ def is_required(key: str) -> bool:
 @cache
 def _keys() -> tuple[str, ...]:
     return tuple(key for key, _ in fields_of(RunSpec))
+
+
+LIVE_KEYS: Final[Mapping[str, str]] = {
+    "limits": "every key of the group; at once, for work in progress at the next step",
+    "rollout.replicas": "additional rollouts join after they have loaded, surplus ones leave at once",
+    "trainer.checkpoint.every": "from the next step",
+    "trainer.checkpoint.every_s": "from the next step",
+    "validation.every": "from the next step",
+    "validation.timeout_s": "from the next evaluation",
+}
+"""Keys, and groups of keys, with the time at which a change takes effect.
+
+Only the controller reads them, at each use. Workers read other keys once, when they load.
+"""
+
+
+def is_live(key: str) -> bool:
+    """Returns True if a key can change while a run trains."""
+    return key in LIVE_KEYS or key.partition(".")[0] in LIVE_KEYS
+
+
+def fixed_key_problems(changes: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a problem for each key of a nested document that cannot change while a run trains."""
+    for key, _ in flat(changes):
+        if not is_live(key):
+            yield (
+                f"{key}: cannot change while the run trains; these keys can: {', '.join(LIVE_KEYS)}; fork "
+                "the run to continue from a checkpoint with other values"
+            )

@@ -19,8 +19,7 @@ from services.common.fields import FIELDS, TOKEN_REWARDS
 from services.common.runspec.algorithm import AlgorithmSpec
 from services.common.runspec.base import did_you_mean, in_yaml
 from services.common.runspec.data import HeldoutSetSpec, set_name
-from services.common.runspec.engines import ENGINES, engine_kind
-from services.common.runspec.environments import environment_kind, plain_url
+from services.common.runspec.engines import ENGINES, engine_kind, train_engine_kind
 from services.common.runspec.formulas import ADVANTAGES, LOSSES, Formula
 from services.common.runspec.rollout import (
     EARNED,
@@ -31,11 +30,12 @@ from services.common.runspec.rollout import (
     WORKFLOWS,
     RewardSpec,
     SpeculationSpec,
+    environment_kind,
     is_service,
+    plain_url,
 )
 from services.common.runspec.run import TINY_PREFIX, RunSpec, TeacherSpec
 from services.common.runspec.topology import ScoringSpec, TaskGroupError
-from services.common.runspec.train_engines import train_engine_kind
 from services.common.runspec.trainer import CriticSpec, LoraSpec
 from services.common.runspec.urls import urls
 from services.common.runspec.weight_modes import (

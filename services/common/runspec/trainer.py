@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from services.common.runspec.base import MAX_SECONDS, NameIn, SpecPart
-from services.common.runspec.train_engines import ENGINES
+from services.common.runspec.engines import TRAIN_ENGINES
 from services.common.stores import is_url, plain_path
 
 OF_EXPERTS = "experts."
@@ -160,7 +160,7 @@ class TrainerSpec(SpecPart):
     length."""
     prompts_per_step: int = Field(ge=1)
     """Number of groups in one batch."""
-    engine: Annotated[str, NameIn(ENGINES)] = "fsdp"
+    engine: Annotated[str, NameIn(TRAIN_ENGINES)] = "fsdp"
     """Training engine. ``fsdp``: FSDP2 with all settings below except ``pipeline_parallel``.
     ``stages``: FSDP2 in pipeline stages; it supports some families and some of the settings below.
     ``reference``: plain transformers in one process, one sequence at a time, to compare numerics

@@ -9,8 +9,7 @@ import sqlalchemy as sa
 
 from services.common.fields import new_run_id
 from services.common.runspec.aliases import remove_contradictions, without_aliases
-from services.common.runspec.keys import flat, nested
-from services.common.runspec.live_keys import fixed_key_problems
+from services.common.runspec.keys import fixed_key_problems, flat, nested
 from services.common.runspec.loader import SpecError, canonical_json, parse_spec, spec_digest
 from services.common.runspec.run import RunSpec
 from services.controller.manager.archive import check_usable

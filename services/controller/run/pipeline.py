@@ -124,13 +124,12 @@ from services.controller.run.dispatch.scheduler import (
 )
 from services.controller.run.evaluate.evaluator import Evaluator
 from services.controller.run.observe.progress import Progress
-from services.controller.run.observe.uploads import UploadReports
 from services.controller.run.observe.waits import StallReporter, Waits
 from services.controller.run.publisher import Publisher
 from services.controller.run.state.journal import Journal
 from services.controller.run.state.requests import CurrentSpec, RequestQueue, end_quantization
 from services.controller.run.state.worker_failures import RolloutsOutdatedError
-from services.controller.run.train.checkpoints import Checkpoints, ready_checkpoints
+from services.controller.run.train.checkpoints import Checkpoints, UploadReports, ready_checkpoints
 from services.controller.run.train.gpu_time_sharing import GpuTimeSharing
 from services.controller.run.train.train_step import EarlyTraining, TrainSteps, take_batch
 from services.controller.store import ledgers as ledger_store

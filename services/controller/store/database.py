@@ -20,7 +20,7 @@ from alembic.util import CommandError
 from sqlalchemy import event, exc
 
 from services.common.errors import AbortedError, FailedPreconditionError, UnavailableError
-from services.common.private_files import make_private
+from services.common.host import make_private
 from services.controller.store.tables import LEASES, METADATA
 
 _P = ParamSpec("_P")

@@ -19,7 +19,7 @@ from services.common.callables import describe_error, load_callable
 from services.common.parent import call_ending_forks, die_with_parent, disconnect_forks
 from services.common.task_group import TaskGroup, is_cancelled
 from services.extras.agents.remote_sandbox import sandbox_argument
-from services.rollout.calls.json_text import json_text
+from services.rollout.calls.outside import json_text
 
 _LINE_BYTES = 64 << 20
 _MAX_THREADS = 512

@@ -12,8 +12,7 @@ import httpx
 
 from services.common.parent import module_command
 from services.common.task_group import TaskGroup
-from services.rollout.calls.json_text import json_text
-from services.rollout.calls.outside import AddressPolicy, ExternalService
+from services.rollout.calls.outside import AddressPolicy, ExternalService, json_text
 from services.rollout.failures import BusyError, CallError
 from services.rollout.settings import environment_of_user_code
 

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from services.common.runspec.environments import EnvironmentKind
+from services.common.runspec.rollout import EnvironmentKind
 
 OPENENV: Final = EnvironmentKind(
     title="OpenEnv", opens="services.extras.environments.openenv:open_server"

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
-from services.common.runspec.environments import plain_url
+from services.common.runspec.rollout import plain_url
 from services.extras.environments.client import EnvironmentArgs
 from services.extras.environments.protocol import (
     FIRST_DELAY_S,
@@ -22,8 +22,7 @@ from services.extras.environments.protocol import (
     Observation,
     parse_observation,
 )
-from services.rollout.calls.json_text import json_text
-from services.rollout.calls.outside import AddressPolicy, delays
+from services.rollout.calls.outside import AddressPolicy, delays, json_text
 from services.rollout.failures import BusyError, CallError
 
 _BUSY = "CAPACITY_REACHED"

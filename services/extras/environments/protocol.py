@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from services.rollout.calls.worker import image_url
 from services.rollout.failures import CallError
-from services.rollout.rewards.terms import named_numbers
+from services.rollout.rewards.base import named_numbers
 
 PROTOCOL: Final = 1
 MAX_ANSWER_BYTES: Final = 16 << 20

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from services.common.callables import load_callable
 from services.common.runspec.base import AtLeastOne, PositiveSeconds
-from services.common.runspec.environments import environment_kind
+from services.common.runspec.rollout import environment_kind
 from services.common.telemetry import tracing
 from services.extras.agents.record import EpisodeRecord, History, check_history
 from services.extras.agents.requests import ApiError, ChatRequest

@@ -13,8 +13,7 @@ import httpx
 from services.extras.external_engine.request_segments import Segment, TokenChunk
 from services.extras.fleets.routers import LISTS, parse_servers
 from services.extras.fleets.weights import FleetWeights
-from services.rollout.calls.json_text import json_text
-from services.rollout.calls.outside import AddressPolicy, ExternalService, delays
+from services.rollout.calls.outside import AddressPolicy, ExternalService, delays, json_text
 from services.rollout.engines.engine_config import EngineConfig
 from services.rollout.failures import BusyError, CallError
 

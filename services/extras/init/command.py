@@ -12,8 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from services.checks.start.machine import gpu_bytes_here, has_gpus
-from services.checks.start.settings import num_gpus
+from services.checks.start.machine import gpu_bytes_here, has_gpus, num_gpus
 from services.cli.output import console, fail
 from services.common.models.configs import preset_config, preset_names
 from services.common.models.families import image_kind

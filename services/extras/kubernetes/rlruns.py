@@ -36,8 +36,7 @@ from services.common.errors import (
     UnavailableError,
 )
 from services.common.runspec.aliases import without_aliases
-from services.common.runspec.keys import flat, nested
-from services.common.runspec.live_keys import is_live
+from services.common.runspec.keys import flat, is_live, nested
 from services.common.runspec.loader import SpecError, canonical_json, parse_spec
 from services.common.runspec.run import RunSpec
 from services.common.task_group import TaskGroup

@@ -10,8 +10,7 @@ import httpx
 
 from services.common.rpc.client import CHANNEL_OPTIONS
 from services.common.telemetry import tracing
-from services.rollout.calls.json_text import json_text
-from services.rollout.calls.outside import AddressPolicy, ExternalService, delays
+from services.rollout.calls.outside import AddressPolicy, ExternalService, delays, json_text
 from services.rollout.failures import BusyError, CallError
 from services.rollout.rewards.base import RewardInput
 from slipstream.reward.v1 import reward_pb2 as pb

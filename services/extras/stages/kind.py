@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from services.common.runspec.train_engines import TrainEngineKind
+from services.common.runspec.engines import TrainEngineKind
 
 STAGES: Final = TrainEngineKind(
     build="services.extras.stages.build:build",

@@ -17,7 +17,7 @@ from http import HTTPStatus
 from typing import Any
 
 from services.cli.api import Api, ApiError
-from services.cli.settings import CliSettings
+from services.cli.controller_address import CliSettings
 from services.common.callables import load_callable
 from services.common.lifetime import wait_for_shutdown
 from services.common.runspec.trackers import TRACKERS, TrackerSpec

@@ -5,9 +5,10 @@ The installation decides which addresses are allowed.
 
 import asyncio
 import ipaddress
+import json
 import random
 import socket
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Set
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -17,8 +18,41 @@ import httpx
 
 from services.common.http.connections import ReusedConnections
 from services.common.telemetry import tracing
-from services.rollout.calls.json_text import json_text
 from services.rollout.failures import BusyError, CallError
+
+
+def json_text(value: Any) -> str:
+    """Returns a value as JSON text; converts every value of a row that JSON cannot represent.
+
+    NumPy and torch values become numbers and lists, tuples and sets become lists, keys of mappings and
+    all other values become text.
+
+    Raises:
+        RecursionError: If the value contains itself.
+    """
+    try:
+        return json.dumps(value, default=_plain)
+    except TypeError:  # a key whose type JSON lacks
+        return json.dumps(_with_text_keys(value), default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Set):
+        return list(value)
+    as_list = getattr(value, "tolist", None)  # of NumPy and torch, scalars included
+    return as_list() if callable(as_list) else str(value)
+
+
+def _with_text_keys(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {
+            key if isinstance(key, str) else str(key): _with_text_keys(each)
+            for key, each in value.items()
+        }
+    return [_with_text_keys(each) for each in value] if isinstance(value, list | tuple) else value
+
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 _NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from services.common.parent import module_command
-from services.rollout.calls.json_text import json_text
+from services.rollout.calls.outside import json_text
 from services.rollout.failures import CallError
 from services.rollout.settings import environment_of_user_code
 

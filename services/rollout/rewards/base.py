@@ -1,11 +1,17 @@
-"""Protocols of rewards and of clients of reward services, with their input and result."""
+"""Protocols of rewards and of clients of reward services; their input, and the sum of their terms."""
 
-from collections.abc import Callable, Mapping
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
+import httpx
+
+from services.common.runspec.rollout import RewardSpec, TermSpec
 from services.rollout.calls.outside import AddressPolicy
+from services.rollout.failures import CallError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,3 +93,208 @@ class OpenRewardService(Protocol):
             token: Token for the service; empty without one.
             concurrency: Max number of concurrent calls.
         """
+
+
+MAX_TERMS: Final = 64
+"""Max terms of one reward; each becomes a curve."""
+_MAX_SCORE: Final = 3.4e38
+"""Max size of a score; training computes in float32, in which larger ones are infinite."""
+_NAME = re.compile(r"[A-Za-z_][\w.\-/]{0,63}")
+_UNNAMEABLE = re.compile(r"\W")
+_PLAIN = TermSpec()
+_SUM = "sum of rollout.rewards"
+
+
+def checked_score(value: object, *, bounds: tuple[float, float] | None, name: str) -> float:
+    """Returns the value if it is a number within the bounds that is finite in float32.
+
+    Raises:
+        CallError: ``invalid_value`` for anything else.
+    """
+    try:
+        score = float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:
+        score = math.inf
+    if not abs(score) <= _MAX_SCORE:  # also refuses NaN
+        raise CallError(
+            "invalid_value",
+            f"reward {name!r} must return a finite number of float32, got {shortened(value)}",
+        )
+    if bounds is not None and not bounds[0] <= score <= bounds[1]:
+        raise CallError(
+            "invalid_value",
+            f"reward {name!r} must be within [{bounds[0]}, {bounds[1]}], got {score}",
+        )
+    return score
+
+
+def named_numbers(value: object, *, what: str, source: str) -> dict[str, float]:
+    """Returns numbers by name; a number without a name is called ``reward``.
+
+    Args:
+        value: A number, a mapping, or None for no number at all.
+
+    Raises:
+        CallError: ``invalid_value`` for anything else.
+    """
+    if value is None:
+        return {}
+    if isinstance(value, int | float):
+        value = {"reward": value}
+    if not isinstance(value, Mapping):
+        raise CallError(
+            "invalid_value",
+            f"{source}: {what} must be a number or numbers by name, got {shortened(value)}",
+        )
+    checked_names(value, source=f"{what} of {source}")
+    return {
+        str(name): checked_score(number, bounds=None, name=f"{name} of {source}")
+        for name, number in value.items()
+    }
+
+
+def checked_names(names: Iterable[object], *, source: str) -> None:
+    """Checks that names are valid for curves.
+
+    Raises:
+        CallError: ``invalid_value`` if there are too many, or one is invalid.
+    """
+    listed = [*names]
+    if len(listed) > MAX_TERMS:
+        raise CallError(
+            "invalid_value", f"{source} has {len(listed)} terms, more than the limit of {MAX_TERMS}"
+        )
+    for name in listed:
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise CallError(
+                "invalid_value",
+                f"{source} has a term named {name!r:.80}; a name starts with a letter and has up to 64 "
+                "letters, digits and _ . - /",
+            )
+
+
+def shortened(value: object) -> str:
+    if isinstance(value, int):
+        return f"an integer of {value.bit_length()} bits"
+    return f"{value!r:.200}"
+
+
+def weighted_score(values: Iterable[tuple[RewardSpec, object]]) -> Score:
+    """Returns the weighted sum of the results of all rewards for one response.
+
+    A term keeps the name that its reward gave it; a plain number gets its reward's name. A name
+    that is already taken gets a number as suffix.
+
+    Args:
+        values: Each reward with its result: a number, or terms by name.
+
+    Raises:
+        CallError: ``invalid_value`` if a value is not finite, out of bounds or missing.
+    """
+    total, terms = 0.0, dict[str, float]()
+    for spec, value in values:
+        if isinstance(value, Mapping):
+            found = _checked_terms(spec, value)
+            weighted = [spec.terms.get(name, _PLAIN).weight * found[name] for name in found]
+            score = checked_score(sum(weighted), bounds=spec.bounds, name=spec.name)
+        else:
+            score = checked_score(value, bounds=spec.bounds, name=spec.name)
+            found = {_label(spec.name): score}
+        total += spec.weight * score
+        for name, term in found.items():
+            terms[_free(name, terms)] = term
+    return Score(checked_score(total, bounds=None, name=_SUM), terms)
+
+
+def token_values(spec: RewardSpec, value: object, turn_lengths: Sequence[int]) -> list[float]:
+    """Returns the reward that each sampled token earned, before weights; a turn's last token earns all of it.
+
+    Args:
+        turn_lengths: Number of tokens of each sampled turn.
+
+    Raises:
+        CallError: ``invalid_value`` unless the result is a list of the right number of finite numbers.
+    """
+    count = len(turn_lengths) if spec.per == "turn" else sum(turn_lengths)
+    if not isinstance(value, list) or len(value) != count:
+        raise CallError(
+            "invalid_value",
+            f"reward {spec.name!r} must return a list of {count} numbers, one for each {spec.per} that the "
+            f"policy sampled, got {shortened(value)}",
+        )
+    name = f"{spec.name} of a {spec.per}"
+    numbers = [checked_score(number, bounds=None, name=name) for number in value]
+    if spec.per == "token":
+        return numbers
+    return [
+        number if place == length - 1 else 0.0
+        for number, length in zip(numbers, turn_lengths, strict=True)
+        for place in range(length)
+    ]
+
+
+def joined(one: Score, other: Score) -> Score:
+    """Adds two scores; a term name that both have gets a number as suffix."""
+    terms = dict(one.terms)
+    for name, term in other.terms.items():
+        terms[_free(name, terms)] = term
+    value = checked_score(one.value + other.value, bounds=None, name=_SUM)
+    return Score(value, terms, one.tokens or other.tokens, {**one.columns, **other.columns})
+
+
+def earned_terms(spec: RewardSpec, earned: object) -> tuple[RewardSpec, dict[str, float]]:
+    """Converts the reward that an environment or agent returned for an episode to terms.
+
+    Args:
+        earned: A number, or ``{"reward": number or terms, "metrics": numbers}``.
+
+    Returns:
+        The reward, with weight 0 for metrics, and its terms.
+
+    Raises:
+        CallError: ``invalid_value`` if there is no reward, or it has another form.
+    """
+    given = {"reward": earned} if isinstance(earned, int | float) else earned
+    if not isinstance(given, Mapping) or not {"reward"} <= set(given) <= {"reward", "metrics"}:
+        raise CallError(
+            "invalid_value",
+            "reward 'environment' needs a workflow that scores its episodes: an environment, or an agent "
+            'that returns a number or {"reward": terms, "metrics": numbers}, got '
+            f"{shortened(earned)}",
+        )
+    terms = named_numbers(given["reward"], what="reward", source="the episode")
+    measured = named_numbers(given.get("metrics"), what="metrics", source="the episode")
+    found = {**measured, **terms}
+    known = {name: TermSpec(weight=0.0) for name in set(measured) - set(terms)} | dict(spec.terms)
+    # An episode that was cut short may lack some terms.
+    present = {name: term for name, term in known.items() if name in found}
+    return spec.model_copy(update={"terms": present}), found
+
+
+def _checked_terms(spec: RewardSpec, value: Mapping[object, object]) -> dict[str, float]:
+    checked_names(value, source=f"reward {spec.name!r}")
+    if missing := sorted(set(spec.terms) - set(value)):
+        raise CallError(
+            "invalid_value",
+            f"reward {spec.name!r} returned {', '.join(map(str, value)) or 'no terms'}, but not "
+            f"{', '.join(missing)}, which its terms in the specification require",
+        )
+    return {
+        str(name): checked_score(
+            term, bounds=spec.terms.get(str(name), _PLAIN).bounds, name=f"{spec.name}: {name}"
+        )
+        for name, term in value.items()
+    }
+
+
+def _label(name: str) -> str:
+    """Returns the term name of a reward that returns a plain number."""
+    if "://" in name:
+        url = httpx.URL(name)
+        name = _UNNAMEABLE.sub("_", url.path.strip("/").rpartition("/")[2] or url.host)
+    return name.rpartition(":")[2]
+
+
+def _free(name: str, taken: Mapping[str, float]) -> str:
+    names = (name, *(f"{name}-{number}" for number in range(2, len(taken) + 3)))
+    return next(free for free in names if free not in taken)

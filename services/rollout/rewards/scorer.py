@@ -14,8 +14,16 @@ from services.rollout.calls.outside import AddressPolicy
 from services.rollout.calls.pool import CallPool
 from services.rollout.failures import CallError
 from services.rollout.rewards.answers import BEGIN
-from services.rollout.rewards.base import OpenRewardService, RemoteReward, RewardInput, Score
-from services.rollout.rewards.terms import checked_score, earned_terms, token_values, weighted_score
+from services.rollout.rewards.base import (
+    OpenRewardService,
+    RemoteReward,
+    RewardInput,
+    Score,
+    checked_score,
+    earned_terms,
+    token_values,
+    weighted_score,
+)
 
 
 class Comparison:

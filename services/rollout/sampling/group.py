@@ -19,9 +19,8 @@ from services.rollout.data.prompts import Curriculum, Prompt
 from services.rollout.engines.base import Engine, GenerationResult, split_stop_texts
 from services.rollout.failures import CallError, GroupError
 from services.rollout.rewards.answers import BEGIN
-from services.rollout.rewards.base import Reward, RewardInput, Score
+from services.rollout.rewards.base import Reward, RewardInput, Score, joined
 from services.rollout.rewards.scorer import Comparison
-from services.rollout.rewards.terms import joined
 from services.rollout.sampling.progress_cache import GroupProgress, MemberProgress
 from services.rollout.sampling.samples import (
     Sample,

@@ -15,7 +15,7 @@ from services.common.models.tokenizer import Tokenizer
 from services.common.runspec.data import kind_of
 from services.common.runspec.run import RunSpec
 from services.rollout import metrics
-from services.rollout.calls.json_text import json_text
+from services.rollout.calls.outside import json_text
 from services.rollout.data.prompts import Prompt
 from services.rollout.sampling.samples import Sample
 from services.rollout.workflows.reply_formats import reply_format

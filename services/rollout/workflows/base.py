@@ -124,7 +124,7 @@ class Episode:
             as the agent wrote it; see the extra ``agents``.
         is_interrupted: True after a stop at the next opportunity was requested.
         earned: Reward that the environment or the agent gave; see
-            :func:`services.rollout.rewards.terms.earned_terms`.
+            :func:`services.rollout.rewards.base.earned_terms`.
         sandbox: Sandbox of this episode; None if ``rollout.sandbox`` is not set.
         images: Reads images of observations; None if the model takes no images.
         tokenizer: The model's tokenizer.

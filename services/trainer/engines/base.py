@@ -2,7 +2,7 @@
 
 A step and the ranks know engines through :class:`TrainEngine` only. One process has an engine for each of
 its models: the policy, and depending on the algorithm the reference and the critic. ``ENGINES`` in
-``services/common/runspec/train_engines.py`` has the engines that a run can name.
+``services/common/runspec/engines.py`` has the engines that a run can name.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from services.common.errors import InternalError
+from services.common.runspec.engines import train_engine_kind
 from services.common.runspec.formulas import DistillArguments
 from services.common.runspec.run import RunSpec
-from services.common.runspec.train_engines import train_engine_kind
 from services.trainer.batch.packing import Work
 from services.trainer.batch.plan import Bounds, StepPlan
 from services.trainer.batch.samples import Samples

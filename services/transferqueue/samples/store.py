@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common.errors import InvalidArgumentError, NotFoundError
-from services.common.private_files import make_private
+from services.common.host import make_private
 from services.wire.transferqueue.types import SampleRecordQuery
 
 _DIGITS = 5

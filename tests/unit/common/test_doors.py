@@ -7,7 +7,7 @@ import pytest
 from services.common import doors
 from services.common.doors import OWN_PACKAGE, DoorError
 from services.common.launchers import LAUNCHERS
-from services.common.runspec import engines, environments, trackers, train_engines, weight_modes
+from services.common.runspec import engines, rollout, trackers, weight_modes
 from services.common.runspec.data import SOURCES
 from services.common.runspec.engines import EngineKind
 from services.common.runspec.loader import parse_spec
@@ -19,9 +19,9 @@ from tests.helpers.specs import changed
 KINDS = """
 from services.common.launchers import LauncherKind
 from services.common.runspec.engines import EngineKind
-from services.common.runspec.environments import EnvironmentKind
+from services.common.runspec.rollout import EnvironmentKind
 from services.common.runspec.trackers import TrackerKind
-from services.common.runspec.train_engines import TrainEngineKind
+from services.common.runspec.engines import TrainEngineKind
 from services.common.runspec.weight_modes import Transport, WeightMode
 
 ENGINE = EngineKind(adapter="theirs:build", arguments=frozenset())
@@ -34,7 +34,7 @@ ENVIRONMENT = EnvironmentKind(title="Theirs", opens="theirs:open_server", passes
 """
 DOORS = {
     "rollout_engines": (engines.ENGINES, "ENGINE", {"rollout": {"engine": "theirs"}}),
-    "train_engines": (train_engines.ENGINES, "TRAIN_ENGINE", {"trainer": {"engine": "theirs"}}),
+    "train_engines": (engines.TRAIN_ENGINES, "TRAIN_ENGINE", {"trainer": {"engine": "theirs"}}),
     "weight_transports": (
         weight_modes.TRANSPORTS,
         "TRANSPORT",
@@ -44,7 +44,7 @@ DOORS = {
     "weight_modes": (weight_modes.MODES, "MODE", {"weight_sync": {"mode": "theirs"}}),
     "trackers": (trackers.TRACKERS, "TRACKER", {"trackers": [{"kind": "theirs"}]}),
     "environments": (
-        environments.ENVIRONMENTS,
+        rollout.ENVIRONMENTS,
         "ENVIRONMENT",
         {
             "rollout": {
@@ -164,7 +164,7 @@ def test_two_packages_with_one_name_are_both_named(
 def test_what_slipstream_offers_can_be_loaded() -> None:
     for door in (
         engines.ENGINES,
-        train_engines.ENGINES,
+        engines.TRAIN_ENGINES,
         weight_modes.TRANSPORTS,
         weight_modes.MODES,
         trackers.TRACKERS,

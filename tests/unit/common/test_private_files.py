@@ -5,7 +5,7 @@ from contextlib import closing
 
 import pytest
 
-from services.common.private_files import make_private
+from services.common.host import make_private
 from services.controller.store.database import Database
 from services.controller.store.lease import Leadership
 from services.transferqueue.samples.store import _opened

@@ -14,8 +14,8 @@ from transformers import AutoConfig
 
 from services.common.fields import ALL_TOKENS, SAMPLER_TOP_K
 from services.common.models.loading import build_model
+from services.common.runspec.engines import TRAIN_ENGINES
 from services.common.runspec.run import RunSpec
-from services.common.runspec.train_engines import ENGINES
 from services.extras.reference_engine.engine import ReferenceEngine
 from services.rollout.engines.torch.decoding import most_likely
 from services.trainer.algorithm.centering import score_centering
@@ -67,7 +67,7 @@ def _reference(model: Any, role: ModelRole, spec: RunSpec) -> TrainEngine:
     return ReferenceEngine(model, spec, role=role)
 
 
-# Constructor of each engine in ENGINES. ``stages`` needs several processes; with one it is ``fsdp``. See
+# Constructor of each engine in the table. ``stages`` needs several processes; with one it is ``fsdp``. See
 # tests/integration/test_stage_ranks.py.
 BUILD: dict[str, Callable[[Any, ModelRole, RunSpec], TrainEngine]] = {
     "fsdp": _fsdp,
@@ -134,7 +134,7 @@ def _equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 def test_every_engine_that_a_run_can_name_keeps_the_contract() -> None:
-    assert {*BUILD, "stages"} == set(ENGINES)
+    assert {*BUILD, "stages"} == set(TRAIN_ENGINES)
 
 
 @each_engine

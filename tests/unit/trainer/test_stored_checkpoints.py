@@ -14,7 +14,7 @@ from services.trainer.checkpoint.checkpointer import Checkpointer
 from services.trainer.ranks.build import _resume
 from services.trainer.ranks.rank import Rank
 from services.trainer.settings import TrainerSettings
-from services.trainer.uploads import described
+from services.trainer.worker import described
 from tests.helpers.batches import policy_of, random_queue, rank_of, spec_of
 
 SPEC = spec_of()

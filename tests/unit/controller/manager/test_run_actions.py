@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from services.common.runspec.keys import fields_of, flat, nested
-from services.common.runspec.live_keys import LIVE_KEYS
+from services.common.runspec.keys import LIVE_KEYS, fields_of, flat, nested
 from services.common.runspec.run import RunSpec
 from services.common.telemetry import tracing
 from services.controller.api.principals import TokenStore

@@ -9,7 +9,7 @@ import pytest
 from services.common.http.server import serve_http
 from services.common.runspec.rollout import RewardSpec
 from services.extras.agents.endpoint import Endpoint
-from services.rollout.rewards.terms import earned_terms, weighted_score
+from services.rollout.rewards.base import earned_terms, weighted_score
 from tests.helpers.served_episode import Scripted, make_episode
 
 # The import of verifiers takes six seconds of CPU time.

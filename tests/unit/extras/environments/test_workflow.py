@@ -11,7 +11,7 @@ from services.extras.environments.workflow import Environments
 from services.rollout.calls.outside import AddressPolicy
 from services.rollout.calls.pool import CallPool
 from services.rollout.failures import CallError
-from services.rollout.rewards.terms import earned_terms, weighted_score
+from services.rollout.rewards.base import earned_terms, weighted_score
 from services.rollout.sandbox.pool import EpisodeSandbox, SandboxPool
 from services.rollout.sandbox.service import SandboxService
 from services.rollout.workflows.base import Episode, Interrupted, WorkflowResources

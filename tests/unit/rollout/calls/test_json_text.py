@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.rollout.calls.json_text import json_text
+from services.rollout.calls.outside import json_text
 
 
 @pytest.mark.parametrize(

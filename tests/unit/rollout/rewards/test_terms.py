@@ -8,9 +8,8 @@ import pytest
 from services.common.runspec.rollout import RewardSpec
 from services.rollout.calls.pool import CallPool
 from services.rollout.failures import CallError
-from services.rollout.rewards.base import RewardInput, Score
+from services.rollout.rewards.base import MAX_TERMS, RewardInput, Score, weighted_score
 from services.rollout.rewards.scorer import Scorer
-from services.rollout.rewards.terms import MAX_TERMS, weighted_score
 
 JUDGED = RewardSpec.model_validate(
     {

@@ -29,7 +29,7 @@ from services.rollout.sampling.progress_cache import (
 )
 from services.rollout.sampling.sampler import Failure, GroupSampler
 from services.rollout.sampling.samples import Sample, sample_fields, sample_tags
-from services.rollout.server import RolloutServicer
+from services.rollout.worker import RolloutServicer
 from services.rollout.workflows.base import Episode, SingleTurn
 from services.rollout.workflows.turns import Turn
 from services.wire.workers import GroupAssignment

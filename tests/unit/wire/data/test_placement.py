@@ -3,8 +3,7 @@
 import pytest
 
 from services.common.fields import group_of
-from services.wire.data.placement import place
-from services.wire.transferqueue.types import Shard
+from services.wire.transferqueue.types import Shard, place
 
 
 def shards(*names: str) -> list[Shard]:

@@ -1,7 +1,7 @@
 """Tests that uploads of checkpoints are told once each: a failure with its cause, its end, and success."""
 
 from services.controller.membership import Worker
-from services.controller.run.observe.uploads import UploadReports
+from services.controller.run.train.checkpoints import UploadReports
 from services.controller.store.records import Note
 from services.wire.controller import UPLOAD_FAILING_GAUGE, UPLOADED_STEP_GAUGE
 
