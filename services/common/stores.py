@@ -6,7 +6,7 @@ URL (:func:`open_checkpoints`). Does not import the packages of the stores.
 """
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
@@ -110,6 +110,37 @@ class StoredCheckpoints(Protocol):
         """Ends the uploads; those that are not confirmed are repeated by the next process of the run."""
 
 
+class StoreFolder(Protocol):
+    """Objects below one URL. Methods block.
+
+    Each raises NotFoundError if there is no such object, FailedPreconditionError if the store refuses the
+    process's credentials, and UnavailableError for what may succeed later, with the cause.
+    """
+
+    @property
+    def url(self) -> str:
+        """The URL."""
+
+    def sizes(self) -> Mapping[str, int]:
+        """Returns the bytes of each object by its name below the URL."""
+
+    def read(self, name: str) -> bytes:
+        """Returns the content of a small object."""
+
+    def read_into(self, name: str, target: memoryview) -> int:
+        """Reads an object into memory; returns its size, of which at most ``len(target)`` bytes are read.
+
+        Args:
+            target: Writable bytes.
+        """
+
+    def put(self, name: str, content: memoryview) -> None:
+        """Writes an object; readers see all of it or nothing."""
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Deletes objects; those that do not exist are ignored."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreKind:
     """Entry of the door ``slipstream.stores``: the functions for the URLs of one scheme, as references."""
@@ -121,6 +152,9 @@ class StoreKind:
     :func:`open_checkpoints`."""
     upload: str
     """Function as :func:`upload`."""
+    folder: str = ""
+    """Function of a URL that returns a :class:`StoreFolder`; empty if the store has none, so that it cannot
+    have weight versions."""
     extra: str
     """What ``pip install`` needs, for example ``slipstream[objects]``."""
 
@@ -236,6 +270,18 @@ def upload(folder: Path, url: str, *, report: Report | None = None) -> None:
     function(folder, url, report=report or (lambda line: None))
 
 
+def open_folder(url: str) -> StoreFolder:
+    """Returns the objects below a URL. Connects to nothing.
+
+    Raises:
+        FailedPreconditionError: If the URL is refused, its package is not installed, or its store has no
+            folders.
+    """
+    function = _resolved(url, lambda entry: entry.folder)
+    folder: StoreFolder = function(url)
+    return folder
+
+
 def _resolved(url: str, reference: Callable[[StoreKind], str]) -> Callable[..., Any]:
     """Returns the function of a URL's store."""
     if problem := url_problem(url):
@@ -244,8 +290,12 @@ def _resolved(url: str, reference: Callable[[StoreKind], str]) -> Callable[..., 
         entry = STORES[url.partition("://")[0]]
     except DoorError as error:
         raise FailedPreconditionError(str(error)) from error
+    if not (name := reference(entry)):
+        raise FailedPreconditionError(
+            f"{without_secrets(url)!r} is in a store that cannot do this; use another store"
+        )
     try:
-        function: Callable[..., Any] = resolve_name(reference(entry))
+        function: Callable[..., Any] = resolve_name(name)
     except ModuleNotFoundError as error:
         raise FailedPreconditionError(
             f"{without_secrets(url)!r} needs the package {error.name}; pip install '{entry.extra}'"

@@ -42,6 +42,16 @@ WEIGHT_SYNCS = Counter(
     "Attempts to publish a version, by outcome: ok, or the reason of the failure.",
     ["run", "outcome"],
 )
+STORED_VERSIONS = Gauge(
+    "slipstream_weight_store_versions",
+    "Copies of weight versions in the store of ``weight_sync.backend: storage``.",
+    ["run"],
+)
+STORE_FAILING_SECONDS = Gauge(
+    "slipstream_weight_store_failing_seconds",
+    "Longest time for which the weight store has failed for a member of the run; 0 if it does not fail.",
+    ["run"],
+)
 WEIGHT_GROUP_EPOCH = Gauge(
     "slipstream_weight_sync_group_epoch",
     "Epoch of the weight group; grows with each change of members.",
@@ -88,6 +98,8 @@ _OF_RUNS = (
     WEIGHT_SYNC_SECONDS,
     WEIGHT_SYNC_BYTES,
     WEIGHT_SYNCS,
+    STORED_VERSIONS,
+    STORE_FAILING_SECONDS,
     WEIGHT_GROUP_EPOCH,
     WEIGHT_GROUP_SIZE,
     SKIPPED_PROMPTS,

@@ -9,7 +9,7 @@ processes.
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,7 +26,7 @@ from services.common.errors import (
     FailedPreconditionError,
     UnavailableError,
 )
-from services.common.runspec.weight_modes import TRANSPORTS
+from services.common.runspec.weight_modes import TRANSPORTS, Transport
 from services.weightsync.checksum import write_checksum
 from services.weightsync.endpoints import OwnThread, on_device
 from services.weightsync.plan import BUCKET_ALIGNMENT, WeightPlan
@@ -62,6 +62,33 @@ class Work(Protocol):
 
     def wait(self) -> bool:
         """Waits for the collective: on a CPU until it is done, on a GPU only in the current stream."""
+
+
+class StoredBackend(Protocol):
+    """Backend of a channel whose source leaves versions in a store, where receivers load them later.
+
+    Methods block, except ``broadcast`` and ``abort``. Each may raise a ServiceError with the store's cause.
+    """
+
+    def begin(self, name: str, manifest: str) -> None:
+        """Starts to write (a source) or to read (a receiver) a version.
+
+        Args:
+            name: Name of the version in the store.
+            manifest: Digest that a receiver's manifest must have.
+        """
+
+    def broadcast(self, tensors: list[Tensor], options: Any) -> Work:
+        """Starts to write the next part of the version, or to read it and compare its digest."""
+
+    def commit(self) -> str:
+        """Writes the manifest of a source's version, after all its parts; returns the manifest's digest."""
+
+    def retain(self, names: Collection[str]) -> None:
+        """Deletes all versions but some."""
+
+    def abort(self) -> None:
+        """Ends pending and later operations."""
 
 
 class RendezvousStore(dist.Store):  # type: ignore[name-defined,misc]
@@ -109,6 +136,20 @@ class Channel:
             self._started.append(work)
         return work
 
+    def begin(self, name: str, manifest: str) -> None:
+        """Starts a version of a stored channel; see :meth:`StoredBackend.begin`."""
+        self._started.clear()
+        self._backend.begin(name, manifest)
+
+    def commit(self) -> str:
+        """Completes the version that a source has written to a store; returns the digest of its manifest."""
+        digest: str = self._backend.commit()
+        return digest
+
+    def retain(self, names: Collection[str]) -> None:
+        """Deletes all versions but some from a store."""
+        self._backend.retain(names)
+
     def set_timeout(self, timeout_s: float) -> None:
         """Sets the deadline of collectives that start from now on (Gloo)."""
         self._started.clear()
@@ -137,15 +178,39 @@ class WeightGroup:
         channels: dict[int, Channel],
         device: torch.device,
         store: RendezvousStore,
-        *,
-        ends_at_abort: bool,
+        transport: Transport,
     ) -> None:
         self.channels = channels
         self.device = device
-        self._ends_at_abort = ends_at_abort
+        self._is_stored = transport.is_stored
+        self._ends_at_abort = transport.ends_at_abort
         # NCCL's monitor calls the store as long as the group lives, through a pointer that does not
         # keep it alive.
         self._store = store
+
+    def begin(self, stored: str, manifests: Sequence[str]) -> None:
+        """Starts a transfer through a store; does nothing for members that meet.
+
+        Args:
+            stored: Name of the version in the store.
+            manifests: For a receiver, the digest of each source's manifest; empty for a source.
+        """
+        if self._is_stored:
+            for source, channel in self.channels.items():
+                channel.begin(stored, manifests[source] if manifests else "")
+
+    def commit(self) -> str:
+        """Ends a source's transfer; returns the digest of its manifest in a store, or an empty text."""
+        if not self._is_stored:
+            return ""
+        (channel,) = self.channels.values()
+        return channel.commit()
+
+    def retain(self, names: Collection[str]) -> None:
+        """Deletes all versions but some from the store of a source; members that meet have none."""
+        if self._is_stored:
+            (channel,) = self.channels.values()
+            channel.retain(names)
 
     def bound(self, plan: WeightPlan, timeout_s: float) -> None:
         """Sets a deadline for each collective of the next transfer, if aborting does not end them.
@@ -196,8 +261,11 @@ def form_group(
     device: torch.device,
     timeout_s: float,
     folder: Path,
+    url: str = "",
 ) -> WeightGroup:
     """Forms a group. All members call this at the same time; it blocks until all have joined.
+
+    Members of a stored transport do not meet.
 
     Args:
         backend: One of ``TRANSPORTS``.
@@ -205,6 +273,7 @@ def form_group(
         host: Address of this host, as the other members reach it.
         device: Device of the transferred tensors.
         folder: Folder for the files of a source.
+        url: Folder of the run's stored versions, or its URL.
 
     Raises:
         ValueError: If the backend is unknown.
@@ -215,7 +284,8 @@ def form_group(
         raise ValueError(
             f"weight_sync.backend must be one of {', '.join(TRANSPORTS)}, got {backend!r}"
         )
-    opened = load_callable(TRANSPORTS[backend].opener)
+    transport = TRANSPORTS[backend]
+    opened = load_callable(transport.opener)
     store = RendezvousStore(values, timeout_s)
     channels = {
         source: Channel(
@@ -226,12 +296,14 @@ def form_group(
                 timeout_s=timeout_s,
                 device=device,
                 folder=folder,
+                **({"url": url, "source": source} if transport.is_stored else {}),
             )
         )
         for source in assignment.sources
     }
-    ends_at_abort = TRANSPORTS[backend].ends_at_abort
-    group = WeightGroup(channels, device, store, ends_at_abort=ends_at_abort)
+    group = WeightGroup(channels, device, store, transport)
+    if transport.is_stored:
+        return group
     # The first collective connects the members, so a broken path fails here and not in a transfer.
     probe = torch.zeros(1, device=device)
     for channel in channels.values():
@@ -332,6 +404,7 @@ class Epochs:
         device: torch.device,
         scope: str,
         timeout_s: float,
+        url: str = "",
     ) -> None:
         """Joins the group of an epoch; the caller has already left an older one.
 
@@ -339,6 +412,7 @@ class Epochs:
             epoch: Number of the group; higher than any before.
             backend: One of ``TRANSPORTS``.
             scope: Scope of the store in which the members meet.
+            url: Folder of the run's stored versions, or its URL.
 
         Raises:
             FailedPreconditionError: If a group of this or a newer epoch was formed or aborted
@@ -370,6 +444,7 @@ class Epochs:
                     device=device,
                     timeout_s=timeout_s,
                     folder=self._folder,
+                    url=url,
                 )
 
         try:

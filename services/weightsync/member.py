@@ -12,7 +12,7 @@ import math
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,6 +75,8 @@ class TransferReport:
     """Bytes sent or received."""
     seconds: float
     """Time from the order to the verified end."""
+    manifest: str = ""
+    """Digest of the manifest that a source wrote to a store; otherwise empty."""
 
 
 def explained(error: BaseException, order: TransferOrder) -> BaseException:
@@ -219,6 +221,7 @@ class WeightMember:
         backend: str,
         scope: str,
         timeout_s: float,
+        url: str = "",
     ) -> None:
         """Joins the group of an epoch after leaving an older one; see :meth:`Epochs.join_group`.
 
@@ -227,6 +230,7 @@ class WeightMember:
             receiver: Number of this member among the receivers, from 0; -1 for a source, and for a
                 rollout that sends its weights to joining ones. Ignored for a trainer rank.
             scope: Scope of the store in which the members meet.
+            url: Folder of the run's stored versions, or its URL; empty for members that meet.
 
         Raises:
             FailedPreconditionError: If a rollout should send, but has not kept the received
@@ -256,6 +260,7 @@ class WeightMember:
             device=torch.device("cpu") if weight_mode(mode).through_host else self._device,
             scope=scope,
             timeout_s=timeout_s,
+            url=url,
         )
 
     async def prepare(self, epoch: int, version: int, plan_hash: str) -> int:
@@ -308,7 +313,7 @@ class WeightMember:
             try:
                 async with asyncio.timeout(order.timeout_s):
                     phases.end_phase("turn")
-                    done = await self._epochs.thread.run(
+                    done, manifest = await self._epochs.thread.run(
                         lambda: self._exchange(group, order, phases)
                     )
                     phases.end_phase("reply")
@@ -325,7 +330,26 @@ class WeightMember:
         MEMBER_BYTES.inc(done.num_bytes)
         if self._sink is not None and self._peer_sender is None:
             self._staged = (order.version, version_digest(done.digests))
-        return TransferReport(digests=done.digests, num_bytes=done.num_bytes, seconds=seconds)
+        return TransferReport(
+            digests=done.digests, num_bytes=done.num_bytes, seconds=seconds, manifest=manifest
+        )
+
+    async def retain(self, epoch: int, names: Collection[str], *, timeout_s: float) -> None:
+        """Deletes all versions but some from the store of this source.
+
+        Raises:
+            DeadlineExceededError: If it takes longer than ``timeout_s``.
+            ServiceError: If the store fails.
+        """
+        group = self._epochs.group(epoch)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._epochs.thread.run(lambda: group.retain(names))
+        except TimeoutError as error:
+            await self._leave_group()
+            raise DeadlineExceededError(
+                f"old weight versions were not deleted from the store within {timeout_s:.0f} s"
+            ) from error
 
     async def adopt(self, version: int, digest: str) -> float:
         """Puts the staged version into service; returns the seconds without a token.
@@ -414,19 +438,28 @@ class WeightMember:
         with self._buffers:
             self._sender.pack(self._source, version)
 
-    def _exchange(self, group: WeightGroup, order: TransferOrder, phases: Phases) -> Transferred:
-        """Sends or receives on a separate stream, concurrently with other work of the device."""
+    def _exchange(
+        self, group: WeightGroup, order: TransferOrder, phases: Phases
+    ) -> tuple[Transferred, str]:
+        """Sends or receives on a separate stream, concurrently with other work of the device.
+
+        Returns:
+            The result, and the digest of the manifest that a source wrote to a store.
+        """
+        manifest = ""
         phases.end_phase("thread")
         if self._stream is None and self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device, priority=-1)
         with self._buffers, on_device(self._device), torch.cuda.stream(self._stream):
+            group.begin(order.stored, order.manifests)
             if (sender := self._sender or self._peer_sender) is not None:
                 done = sender.send(group, order)
+                manifest = group.commit()
             else:
                 assert self._receiver is not None
                 done = self._receiver.receive(group, order)
         phases.end_phase("wire")
-        return done
+        return done, manifest
 
     async def _leave_group(self, epoch: int | None = None, *, keeps: bool = False) -> bool:
         """Leaves the group and, unless ``keeps``, drops received weights; returns True if it had a group."""

@@ -63,6 +63,7 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
             backend=request.backend,
             scope=request.scope,
             timeout_s=request.timeout_s,
+            url=request.url,
         )
         return pb.FormGroupResponse()
 
@@ -83,8 +84,17 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
         with tracing.span("weights.transfer"):
             report = await self._member.transfer(from_message(request, TransferOrder))
         return pb.TransferWeightsResponse(
-            digests=report.digests, size_bytes=report.num_bytes, duration_s=report.seconds
+            digests=report.digests,
+            size_bytes=report.num_bytes,
+            duration_s=report.seconds,
+            manifest=report.manifest,
         )
+
+    async def RetainVersions(
+        self, request: pb.RetainVersionsRequest, context: _Context
+    ) -> pb.RetainVersionsResponse:
+        await self._member.retain(request.epoch, request.names, timeout_s=request.timeout_s)
+        return pb.RetainVersionsResponse()
 
     async def AdoptWeights(
         self, request: pb.AdoptWeightsRequest, context: _Context

@@ -44,6 +44,10 @@ class TransferOrder:
     """Deadline in seconds."""
     base_version: int = -1
     """Version that all members hold and whose changes are sent; -1 sends everything."""
+    stored: str = ""
+    """Name of the version in a store; empty for members that meet."""
+    manifests: tuple[str, ...] = ()
+    """For a receiver, the digest of each source's manifest in the store, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +191,7 @@ def make_header(
     """
     packed = _HEADER.pack(
         _MAGIC,
-        order.epoch,
+        0 if order.stored else order.epoch,  # receivers of a store have epochs of their own
         order.version,
         order.base_version,
         source,

@@ -27,6 +27,8 @@ class TransferResult:
     """Bytes sent or received."""
     seconds: float
     """Time that the member measured."""
+    manifest: str
+    """Digest of the manifest that a source wrote to a store; otherwise empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +107,7 @@ class WeightSyncClient:
         backend: str,
         scope: str,
         timeout_s: float,
+        url: str = "",
     ) -> None:
         """Makes a source, or the receiver of that number, join a group."""
         request = pb.FormGroupRequest(
@@ -114,6 +117,7 @@ class WeightSyncClient:
             backend=backend,
             scope=scope,
             timeout_s=timeout_s,
+            url=url,
         )
         await call(self._stub.FormGroup, request, timeout_s=timeout_s + _MARGIN_S)
 
@@ -124,17 +128,42 @@ class WeightSyncClient:
         return response.held_version
 
     async def transfer(
-        self, epoch: int, version: int, *, base_version: int, timeout_s: float
+        self,
+        epoch: int,
+        version: int,
+        *,
+        base_version: int,
+        timeout_s: float,
+        stored: str = "",
+        manifests: Sequence[str] = (),
     ) -> TransferResult:
-        """Makes the member send or receive a version, or the changes since ``base_version``."""
+        """Makes the member send or receive a version, or the changes since ``base_version``.
+
+        Args:
+            stored: Name of the version in a store; empty for members that meet.
+            manifests: For a receiver, the digest of each source's manifest in the store.
+        """
         request = pb.TransferWeightsRequest(
-            epoch=epoch, version=version, timeout_s=timeout_s, base_version=base_version
+            epoch=epoch,
+            version=version,
+            timeout_s=timeout_s,
+            base_version=base_version,
+            stored=stored,
+            manifests=manifests,
         )
         response = await call(self._stub.TransferWeights, request, timeout_s=timeout_s + _MARGIN_S)
         return TransferResult(
             digests=tuple(response.digests),
             num_bytes=response.size_bytes,
             seconds=response.duration_s,
+            manifest=response.manifest,
+        )
+
+    async def retain(self, epoch: int, names: Sequence[str], *, timeout_s: float) -> None:
+        """Makes a source delete all versions but some from its store."""
+        request = pb.RetainVersionsRequest(epoch=epoch, names=names, timeout_s=timeout_s)
+        await call(
+            self._stub.RetainVersions, request, timeout_s=timeout_s + _MARGIN_S, idempotent=True
         )
 
     async def adopt(self, epoch: int, version: int, digest: str, *, timeout_s: float) -> float:

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 
 from services.common.rpc.server import serve
 from services.common.runspec.run import WeightSyncSpec
+from services.common.task_group import TaskGroup
 from services.controller.api.membership import RendezvousServicer
 from services.controller.membership import RendezvousStore, Worker
 from services.controller.run.weights.session import WeightSession
@@ -132,8 +133,24 @@ async def session_of(
         for member in members.values():
             await member.started()
         session = await open_session(members, hosts=hosts, **spec)
-        yield session, members, started
+        async with following(session):
+            yield session, members, started
         await session.close()
+
+
+@asynccontextmanager
+async def following(session):
+    """Lets rollouts load stored versions, as the pipeline does; does nothing for members that meet."""
+    late = asyncio.Event()
+
+    async def on_late():
+        late.set()
+
+    session.late = late
+    async with TaskGroup() as tasks:
+        loop = tasks.create_task(session.follow(on_late))
+        yield
+        loop.cancel()
 
 
 async def open_session(members, *, attempt=1, hosts=None, **spec):

@@ -48,7 +48,7 @@ from services.common.runspec.rollout import AGENTS, EARNED, REWARDS, WORKFLOWS
 from services.common.runspec.rules import batch_bytes, critic_warmup, quota
 from services.common.runspec.run import ModelSpec, RunSpec
 from services.common.runspec.trainer import OF_EXPERTS, LoraSpec
-from services.common.runspec.weight_modes import MODES
+from services.common.runspec.weight_modes import MODES, TRANSPORTS
 from services.common.security.secrets import find_plain_secrets
 from services.common.stores import OBJECT_CACHE, fetch, is_url, joined, open_checkpoints
 from services.rollout.data.prompts import check_prompt
@@ -650,6 +650,7 @@ def _start(spec: RunSpec) -> Iterator[str]:
                 yield f"trainer.checkpoint.start_from {checkpoint.start_from!r}: {problem}"
         except (ValueError, ServiceError) as error:
             yield f"trainer.checkpoint.start_from: {error}{_weights_alone(checkpoint.start_from)}"
+    yield from _weight_store(spec)
     if checkpoint.directory is not None and is_url(checkpoint.directory):
         try:
             open_checkpoints(checkpoint.directory).check()
@@ -676,6 +677,16 @@ def _weights_alone(folder: str) -> str:
     has_format = any((Path(folder) / FORMATS[name].marker).is_file() for name in FORMATS)
     has_weights = has_format or any(Path(folder).glob("model*.safetensors"))
     return "; it has the weights of a model: set model.path to it instead" if has_weights else ""
+
+
+def _weight_store(spec: RunSpec) -> Iterator[str]:
+    sync = spec.weight_sync
+    if sync.storage is None or not sync.is_stored:
+        return
+    try:
+        load_callable(TRANSPORTS[sync.backend].check)(sync.storage.directory)
+    except ServiceError as error:
+        yield f"weight_sync.storage.directory: {error.message}"
 
 
 def _facts_of(folder: str) -> dict[str, Any]:

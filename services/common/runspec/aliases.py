@@ -71,6 +71,7 @@ _ALIASES: Final[Mapping[str, _Alias]] = {
             ("consume", "weight_sync.staging_bytes"),
         )
     },
+    "weight_sync.transport": _Alias("weight_sync.backend"),
     # Names of verl.
     "trainer.test_freq": _Alias("validation.every", _never_if_negative),
     "trainer.val_before_train": _Alias("validation.before_train"),

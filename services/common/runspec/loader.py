@@ -326,6 +326,8 @@ def resolve_paths(spec: RunSpec, folder: Path) -> RunSpec:
     checkpoint = document["trainer"]["checkpoint"]
     for key in {"directory", "start_from"} & {key for key, value in checkpoint.items() if value}:
         checkpoint[key] = _absolute(checkpoint[key], folder)
+    if storage := document["weight_sync"]["storage"]:
+        storage["directory"] = _absolute(storage["directory"], folder)
     _resolve_sources(document["data"], folder)
     if curriculum := document["data"]["curriculum"]:
         _resolve_functions(curriculum, ("function",), folder)

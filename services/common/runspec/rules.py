@@ -683,11 +683,13 @@ def weight_sync(spec: RunSpec) -> Iterator[str]:
     """Yields problems of the weight transfer."""
     sync, lora = spec.weight_sync, spec.trainer.lora
     mode = MODES[sync.mode]
-    if mode.through_host and sync.backend not in ("auto", HANDLE, transport_of("cpu")):
+    fitting = ("auto", HANDLE, transport_of("cpu"))
+    if mode.through_host and sync.backend not in fitting and not sync.is_stored:
         yield (
             f"weight_sync.mode {sync.mode} transfers weights through host memory, which {sync.backend} does "
             "not support; set weight_sync.backend to auto"
         )
+    yield from _stored(spec)
     num_senders = 1 if sync.senders == "leader" else spec.trainer.world_size
     least_staging = STAGING_SLOTS * MIN_BUCKET_BYTES * num_senders
     if sync.staging_bytes is not None and sync.staging_bytes < least_staging:
@@ -710,6 +712,35 @@ def weight_sync(spec: RunSpec) -> Iterator[str]:
             f"weight_sync.publish_every is {sync.publish_every}, but with algorithm.max_staleness "
             f"{ahead - 1} rollouts generate for {ahead} steps under the same weights, then wait for new "
             "ones; lower the first or raise the second"
+        )
+
+
+def _stored(spec: RunSpec) -> Iterator[str]:
+    """Yields problems of weights that rollouts load from a store."""
+    sync = spec.weight_sync
+    if not sync.is_stored:
+        if sync.storage is not None:
+            yield (
+                f"weight_sync.storage is set, but weight_sync.backend is {sync.backend!r}, which uses no "
+                "store; set the backend to 'storage', or remove the key"
+            )
+        return
+    name = f"weight_sync.backend {sync.backend!r}"
+    if sync.storage is None:
+        yield (
+            f"{name} needs weight_sync.storage.directory: a folder that trainer and rollouts share, or a "
+            "URL such as s3://bucket/folder"
+        )
+    if spec.topology.is_colocated:
+        yield (
+            f"{name} lets each rollout load weights when it can, but with topology.placement "
+            f"{spec.topology.placement!r} trainer and rollouts take turns on their GPUs; set the backend to "
+            "'auto'"
+        )
+    if MODES[sync.mode].is_in_place:
+        yield (
+            f"{name} with weight_sync.mode {sync.mode!r} would pause generation for as long as the store "
+            "takes; set the mode to 'shadow' or 'delta'"
         )
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import math
 from collections.abc import Mapping
+from pathlib import PurePath
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -21,6 +22,7 @@ from services.common.runspec.trackers import TrackerSpec
 from services.common.runspec.trainer import CriticSpec, TrainerSpec
 from services.common.runspec.weight_modes import MIN_BUCKET_BYTES, MODES, STAGING_SLOTS, TRANSPORTS
 from services.common.runspec.workers import WORKERS, needs_whole_weights
+from services.common.stores import is_url, plain_path
 
 RECORDERS: Final = References("step_recorders")
 """The recorders of steps by the value of ``record``."""
@@ -124,19 +126,44 @@ def _is_drawn(name: str, fraction: float) -> bool:
     return int.from_bytes(digest, "big") < fraction * 2**64
 
 
+class WeightStorageSpec(SpecPart):
+    """Folder or object store through which weight versions reach the rollouts."""
+
+    directory: str = Field(min_length=1)
+    """Folder of the versions, which trainer and rollouts see under the same path, or a URL such as
+    ``s3://bucket/folder``. Each run has a folder of its own in it."""
+    keep: int = Field(4, ge=2)
+    """Max number of stored versions. A rollout that still reads an older one starts again with the newest."""
+    timeout_s: float = Field(600.0, gt=0, le=MAX_SECONDS)
+    """Max seconds during which the store may fail, for the trainer or for one rollout; then the run
+    restarts its loops with the first cause. Training continues meanwhile as far as
+    ``algorithm.max_staleness`` allows."""
+
+    @field_validator("directory")
+    @classmethod
+    def _normalize(cls, value: str) -> str:
+        """Removes the slash at the end."""
+        value = plain_path(value)
+        return value.rstrip("/") if is_url(value) else str(PurePath(value))
+
+
 class WeightSyncSpec(SpecPart):
     """Transport, bucket size and deadlines of weight transfers."""
 
     backend: Annotated[str, NameIn(TRANSPORTS, ("auto",))] = "auto"
     """Transport of the weights. ``nccl`` and ``gloo`` use the collectives of these libraries.
     ``handle`` uses memory that the trainer shares: memory of the GPU that all members share, or
-    host memory if weights are sent from there. ``auto`` selects ``handle`` if all members share
-    one GPU, NCCL if every member has its own GPU, and Gloo if no member has a GPU."""
+    host memory if weights are sent from there. ``storage`` writes versions to the folder or object
+    store ``weight_sync.storage``, from which each rollout loads them at its own pace. ``auto`` selects
+    ``handle`` if all members share one GPU, NCCL if every member has its own GPU, and Gloo if no
+    member has a GPU."""
     mode: Annotated[str, NameIn(MODES)] = "shadow"
     """Mode of the transfer. ``shadow``: rollouts receive into a second copy of the weights while
     generation continues. ``inplace``: rollouts pause and receive into the live weights, for GPUs
     without memory for a second copy. ``cpu_async``: weights travel through host memory and Gloo,
     for members that share no NCCL. ``delta``: only changed values are sent, for slow links."""
+    storage: WeightStorageSpec | None = None
+    """Where ``backend: storage`` has the versions; null for other transports."""
     senders: Literal["ranks", "leader"] = "ranks"
     """Senders. ``ranks``: every trainer rank sends its own rows. ``leader``: rank 0 gathers all
     weights and sends them. A model with merged adapters, or with tensors that are sharded by
@@ -163,6 +190,11 @@ class WeightSyncSpec(SpecPart):
     """Max seconds until a rollout has adopted a received version; after that it is replaced.
     Without ``rollout.partial_rollout``, a rollout first finishes its running responses, however
     long they take."""
+
+    @property
+    def is_stored(self) -> bool:
+        """True if rollouts load weights from a store."""
+        return self.backend in TRANSPORTS and TRANSPORTS[self.backend].is_stored
 
     def staged_bucket_bytes(self, default: int, *, num_sources: int) -> int:
         """Returns the bytes of a bucket whose staging buffers are within ``staging_bytes``.

@@ -19,7 +19,7 @@ class UrlKey:
     name: str
     """Name of the value there."""
     kind: FetchKind | None
-    """What a local copy in its place is; None if the trainer reads the URL itself."""
+    """What a local copy in its place is; None if workers use the URL itself."""
 
     @property
     def url(self) -> str:
@@ -48,6 +48,9 @@ def _path_keys(document: dict[str, Any]) -> Iterator[UrlKey]:
     checkpoint = document["trainer"]["checkpoint"]
     yield UrlKey("trainer.checkpoint.directory", checkpoint, "directory", None)
     yield UrlKey("trainer.checkpoint.start_from", checkpoint, "start_from", None)
+    storage = document["weight_sync"].get("storage")
+    if isinstance(storage, dict):
+        yield UrlKey("weight_sync.storage.directory", storage, "directory", None)
 
 
 def urls(spec: RunSpec) -> Iterator[str]:

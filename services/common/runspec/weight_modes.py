@@ -27,8 +27,17 @@ class Transport:
     """Type of the devices that the transport connects; None for any device that all members share."""
     least_rate: float
     """Lowest bandwidth that deadlines allow for, in bytes per second."""
+    latency_s: float = 1.5
+    """Seconds that deadlines allow for in addition to the time of the bytes."""
     ends_at_abort: bool = False
     """True if an abort ends pending operations; otherwise only their deadlines do."""
+    check: str = ""
+    """For a stored transport, reference of a function of the folder or URL of the versions that raises a
+    ServiceError if this process cannot use it."""
+    is_stored: bool = False
+    """True if sources leave versions in a store, from which each receiver loads them when it can. The
+    opener then also takes ``url`` and ``source``, and returns a ``StoredBackend`` of
+    ``services/weightsync/group.py``."""
 
 
 BUCKET_BYTES: Final[Mapping[str, int]] = {"cuda": 512 << 20, "cpu": 64 << 20}
@@ -52,6 +61,8 @@ class WeightMode:
     """True if weights travel between host memories, regardless of the devices."""
     is_in_place: bool = False
     """True if weights are received into the live weights."""
+    sends_changes: bool = False
+    """True if a sender can send the changes since the version before."""
     lends: bool = False
     """True if a receiver keeps the data of one source as received, so that it can send it to
     another member."""

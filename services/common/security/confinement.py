@@ -128,6 +128,7 @@ KINDS: Final[Mapping[str, Kind]] = {
     "topology.task_groups": "text",
     "weight_sync.backend": "free",
     "weight_sync.mode": "free",
+    "weight_sync.storage.directory": "target",
     "record": "free",
     "trackers.N.kind": "free",
     "trackers.N.project": "text",

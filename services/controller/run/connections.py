@@ -223,7 +223,8 @@ async def connect(
     await scoring.open(stack, others)
     critic = CriticClient(run_id)
     await critic.open(stack, others)
-    replicas = RolloutPool()
+    max_lag = spec.algorithm.max_staleness // 2 if spec.weight_sync.is_stored else 0
+    replicas = RolloutPool(max_lag=max_lag)
     stack.push_async_callback(replicas.close)
     await replicas.open(rollouts, colocated=[worker.worker_id for worker in colocated])
     client = TrainerClient(

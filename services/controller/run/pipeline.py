@@ -62,6 +62,10 @@ one step after the other, and at last ``finish``; all other loops run concurrent
         unblocked by  settle (a step is trained), admit (a rollout joins); evaluator.run
                       releases the pin and ends evaluations, train releases the lock
 
+    publisher.follow                           lets rollouts load weights from a store at their own pace
+        waits for     a version that is complete in the store, and rollouts that load it
+        unblocked by  publisher.run (a version is written), admit (a rollout joins)
+
     evaluator.run                              evaluates one weight version at a time
         waits for     a due evaluation; then the pin on the weights; then the held-out samples
         unblocked by  evaluator.published (called by publisher.run), evaluator.evaluate_served (called for
@@ -125,6 +129,7 @@ from services.controller.run.dispatch.scheduler import (
 from services.controller.run.evaluate.evaluator import Evaluator
 from services.controller.run.observe.progress import Progress
 from services.controller.run.observe.waits import StallReporter, Waits
+from services.controller.run.observe.weight_store import StoreReports
 from services.controller.run.publisher import Publisher
 from services.controller.run.state.journal import Journal
 from services.controller.run.state.requests import CurrentSpec, RequestQueue, end_quantization
@@ -259,11 +264,25 @@ class TrainingPipeline:
             self.evaluator.exclude_lost(),
             self.evaluator.run(),
             self.publisher.run(),
+            self.publisher.follow(),
             self._raise_fault(),
             self._stall_reporter.watch(),
             self.steps.observers.watch(),
             *self._upload_reports(),
+            *self._store_reports(),
         )
+
+    def _store_reports(self) -> Sequence[Coroutine[None, None, None]]:
+        sync = self.spec.now.weight_sync
+        if sync.storage is None or not sync.is_stored:
+            return ()
+        reports = StoreReports(
+            self.journal.run_id,
+            sync.storage.directory,
+            self.connections.weights,
+            record=lambda note: self.journal.record_event(note, self.ledger),
+        )
+        return (reports.watch(),)
 
     def _upload_reports(self) -> Sequence[Coroutine[None, None, None]]:
         url = self.spec.now.trainer.checkpoint.directory

@@ -50,7 +50,8 @@ class Publisher:
         is_kept = self.connections.weights.has_copy(self._served + self.version_offset)
         # Colocated runs publish each step; a transfer to joining rollouts alone would need another
         # GPU switch.
-        has_to_send = bool(self._joining) and is_kept and not self.gpu_time_sharing.is_needed
+        is_awaited = bool(self._joining) or self.connections.weights.is_lacking
+        has_to_send = is_awaited and is_kept and not self.gpu_time_sharing.is_needed
         return self._served < self._newest or has_to_send
 
     async def record_served(self, step: int) -> None:
@@ -70,7 +71,7 @@ class Publisher:
                 if worker.worker_id in updated:
                     worker.weight_version = weights.version
             self.connections.replicas.readmit_current()
-            self.scheduler.published(self._served)  # more slots are available
+            self.scheduler.published(self._open_step(self._served))  # more slots are available
         async with self._changed:
             self._joining.update(set(names) - set(updated))
             self._changed.notify_all()
@@ -106,6 +107,31 @@ class Publisher:
                 await self._changed.wait_for(lambda: self.is_busy)
             await self._publish()
 
+    async def follow(self) -> None:
+        """Lets rollouts load weights from a store at their own pace, until it is cancelled."""
+        await self.connections.weights.follow(self._admit_late)
+
+    async def _admit_late(self) -> None:
+        """Lets rollouts that have caught up receive groups; publishes again if one lacks a copy."""
+        weights, replicas = self.connections.weights, self.connections.replicas
+        names = weights.served_by(weights.version)
+        for worker in self.connections.serving:
+            if worker.worker_id in names:
+                worker.weight_version = weights.version
+        replicas.readmit_current()
+        self.scheduler.published(self._open_step(self._served))
+        async with self._changed:
+            self._joining.difference_update(names)
+            self._changed.notify_all()
+
+    def _open_step(self, step: int) -> int:
+        """Returns the step up to which the gate opens: that of the oldest weights that receive groups.
+
+        Tokens of a rollout that loads weights at its own pace are then within the staleness bound.
+        """
+        oldest = self.connections.replicas.oldest_version()
+        return min(step, oldest - self.version_offset) if oldest >= 0 else step
+
     async def _publish(self) -> None:
         report = await self.gpu_time_sharing.publish(self._version_to_send)
         if report.lost:
@@ -121,6 +147,11 @@ class Publisher:
         replicas.readmit_current()
         self.progress.record_sync(report)
         message = f"weight version {version} is served by every rollout"
+        if report.late:
+            message = (
+                f"weight version {version} is served by {', '.join(report.receivers)}; "
+                f"{', '.join(report.late)} still load it"
+            )
         if not self.connections.serving:
             message = f"weight version {version} has no receivers: the run samples nothing"
         summary, step = self.progress.summary(self.ledger), version - self.version_offset
@@ -130,7 +161,7 @@ class Publisher:
         if step > self._served:
             await self._open_gate(step)
         else:
-            self.scheduler.published(step)  # more slots are available
+            self.scheduler.published(self._open_step(step))  # more slots are available
         async with self._changed:
             self._served = step
             self._joining.difference_update(report.receivers)
@@ -147,7 +178,7 @@ class Publisher:
         return self.progress.num_steps + self.version_offset
 
     async def _open_gate(self, step: int) -> None:
-        self.scheduler.published(step)
+        self.scheduler.published(self._open_step(step))
         await self.evaluator.published(
             step + self.version_offset, step=step, is_last=step == self.spec.num_steps
         )

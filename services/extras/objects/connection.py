@@ -112,6 +112,34 @@ class ObjectFolder:
                 max_concurrency=_PARTS_AT_A_TIME,
             )
 
+    def sizes(self) -> Mapping[str, int]:
+        """Returns the bytes of each object by name."""
+        return {stored.name: stored.num_bytes for stored in self.list()}
+
+    def put(self, name: str, content: memoryview) -> None:
+        """Writes an object from memory; readers see all of it or nothing."""
+        with _explained(self.url, name):
+            obstore.put(
+                self._store,
+                name,
+                content,
+                chunk_size=PIECE_BYTES,
+                max_concurrency=_PARTS_AT_A_TIME,
+            )
+
+    def read_into(self, name: str, target: memoryview) -> int:
+        """Reads an object into memory, piece by piece; returns the size that the store states.
+
+        Raises:
+            DataLossError: If fewer or more bytes arrive.
+        """
+        stored = self.head(name)
+        end = min(stored.num_bytes, len(target))
+        for start in range(0, end, PIECE_BYTES):
+            stop = min(start + PIECE_BYTES, end)
+            target[start:stop] = self._piece(stored, start, stop)
+        return stored.num_bytes
+
     def download(
         self, objects: Mapping[StoredObject, Path], *, on_bytes: OnBytes, persist: Persist
     ) -> None:
@@ -143,18 +171,21 @@ class ObjectFolder:
                 os.fsync(written.fileno())
 
     def _download_piece(self, stored: StoredObject, file: Path, start: int) -> int:
-        end = min(start + PIECE_BYTES, stored.num_bytes)
-        options: Any = {"range": (start, end), "if_match": stored.tag or None}
-        with _explained(self.url, stored.name):
-            content = obstore.get(self._store, stored.name, options=options).bytes()
-        if len(content) != end - start:
-            raise DataLossError(
-                f"{self.url}/{stored.name}: {len(content)} bytes arrived instead of {end - start}"
-            )
+        content = self._piece(stored, start, min(start + PIECE_BYTES, stored.num_bytes))
         with file.open("r+b") as output:
             output.seek(start)
             output.write(content)
         return len(content)
+
+    def _piece(self, stored: StoredObject, start: int, end: int) -> bytes:
+        options: Any = {"range": (start, end), "if_match": stored.tag or None}
+        with _explained(self.url, stored.name):
+            content = bytes(obstore.get(self._store, stored.name, options=options).bytes())
+        if len(content) != end - start:
+            raise DataLossError(
+                f"{self.url}/{stored.name}: {len(content)} bytes arrived instead of {end - start}"
+            )
+        return content
 
     def delete(self, names: Sequence[str]) -> None:
         """Deletes objects; those that do not exist are ignored."""

@@ -10,6 +10,7 @@ CLOUD: Final = StoreKind(
     fetch=f"{_HERE}.cache:fetch",
     checkpoints=f"{_HERE}.checkpoints:open_checkpoints",
     upload=f"{_HERE}.exports:upload",
+    folder=f"{_HERE}.connection:ObjectFolder",
     extra="slipstream[objects]",
 )
 """S3 and what speaks its protocol, Google Cloud Storage, Azure Blob Storage."""

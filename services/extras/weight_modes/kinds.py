@@ -15,6 +15,7 @@ CPU_ASYNC: Final = WeightMode(
 DELTA: Final = WeightMode(
     sender="services.extras.weight_modes.delta:DeltaSender",
     receiver="services.extras.weight_modes.delta:DeltaReceiver",
+    sends_changes=True,
     lends=True,
     keeps_rows=True,
 )

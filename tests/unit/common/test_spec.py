@@ -128,6 +128,40 @@ def test_a_value_in_a_message_can_be_copied_into_a_specification(value: object) 
             ["weight_sync", "cpu_async", "auto"],
         ),
         (
+            changed(weight_sync={"backend": "storage"}),
+            ["'storage'", "weight_sync.storage.directory", "s3://bucket/folder"],
+        ),
+        (
+            changed(weight_sync={"storage": {"directory": "/weights"}}),
+            ["weight_sync.storage", "'auto'", "'storage'"],
+        ),
+        (
+            changed(
+                weight_sync={
+                    "backend": "storage",
+                    "storage": {"directory": "s3://key:secret@bucket/weights"},
+                }
+            ),
+            ["weight_sync.storage.directory", "credentials"],
+        ),
+        (
+            changed(
+                weight_sync={
+                    "backend": "storage",
+                    "mode": "inplace",
+                    "storage": {"directory": "/weights"},
+                }
+            ),
+            ["'storage'", "'inplace'", "'shadow'"],
+        ),
+        (
+            changed(
+                weight_sync={"backend": "storage", "storage": {"directory": "/weights"}},
+                topology={"placement": "colocated"},
+            ),
+            ["'storage'", "topology.placement", "'auto'"],
+        ),
+        (
             changed(algorithm={"correction_normalize": True, "correction": "bypass"}),
             ["algorithm.correction_normalize", "'bypass'", "'decoupled'"],
         ),

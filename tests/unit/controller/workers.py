@@ -116,6 +116,9 @@ class Workers:
             publish=self._publish,
             has_copy=lambda version: version == self.version,
             retain_copy=self._nothing_learned,
+            is_lacking=False,
+            store_troubles={},
+            follow=self._nothing_learned,
         )
         is_scored = spec.now.topology.own_gpus("logp") > 0
         scoring = SimpleNamespace(needs_weights=is_scored, add_fields=self._scored)
@@ -205,6 +208,9 @@ class Rollout:
         return {}, []
 
     def newest_version(self):
+        return self._workers.version
+
+    def oldest_version(self):
         return self._workers.version
 
     def choose(self, holder, *, room):

@@ -20,9 +20,15 @@ _ASLEEP = "asleep"
 
 
 class RolloutPool:
-    """Connected rollouts of a run, from which the dispatcher chooses."""
+    """Connected rollouts of a run, from which the dispatcher chooses.
 
-    def __init__(self) -> None:
+    Args:
+        max_lag: Versions by which a rollout that receives groups may be behind the newest one; more than 0
+            only for rollouts that load weights at their own pace.
+    """
+
+    def __init__(self, *, max_lag: int = 0) -> None:
+        self._max_lag = max_lag
         self._stack = AsyncExitStack()
         self._clients: dict[str, RolloutClient] = {}
         self._workers: dict[str, Worker] = {}
@@ -157,17 +163,31 @@ class RolloutPool:
         The evaluation of such a rollout ended while the publication ran, so that its weights were the
         newest then. Groups that it would start now could exceed the staleness bound.
         """
+        newest = self.newest_version()
         for name in self._clients.keys() & {*names} - self._reserved:
             self._outdated.add(name)
-            self._placement.exclude(name)
+            if self._workers[name].weight_version < newest - self._max_lag:
+                self._placement.exclude(name)
 
     def readmit_current(self) -> None:
-        """Resumes training work on rollouts that now serve the newest weights."""
+        """Resumes training work on rollouts that now serve the newest weights, or recent ones."""
         newest = self.newest_version()
-        for name in [n for n in self._outdated if self._workers[n].weight_version == newest]:
-            self._outdated.discard(name)
-            if name not in self._leaving:
+        for name in [*self._outdated]:
+            version = self._workers[name].weight_version
+            if version == newest:
+                self._outdated.discard(name)
+            is_recent = version == newest or 0 <= version >= newest - self._max_lag
+            if is_recent and name not in self._leaving:
                 self._placement.include(name)
+
+    def oldest_version(self) -> int:
+        """Returns the oldest weight version of the rollouts that may receive groups.
+
+        That is the newest one, except for rollouts that load weights at their own pace.
+        """
+        newest = self.newest_version()
+        versions = (worker.weight_version for worker in self._workers.values())
+        return min((v for v in versions if max(0, newest - self._max_lag) <= v), default=newest)
 
     def idle_seconds(self) -> dict[str, float]:
         return {

@@ -234,4 +234,5 @@ def sync_facts(report: SyncReport) -> dict[str, float | str]:
         "stall_ms": report.stall_s * 1000,
         "size_bytes": report.num_bytes,
         "digest": report.digest,
+        **({"late": ", ".join(report.late)} if report.late else {}),
     }

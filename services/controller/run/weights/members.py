@@ -87,7 +87,8 @@ class WeightMembers:
         self._make_plan(described.device)
         self.rollouts = {w.worker_id: await self._connect(w.address) for w in rollouts}
         await self._agree(self.all())
-        if not MODES[self._mode].through_host and self._share_gpus():
+        is_direct = not self._spec.is_stored and not MODES[self._mode].through_host
+        if is_direct and self._share_gpus():
             self._fallbacks = self._shared_gpu_fallbacks()
             if self._fallbacks:
                 await self._use_path(*self._fallbacks.pop(0))
@@ -119,7 +120,9 @@ class WeightMembers:
         joined = {w.worker_id: await self._connect(w.address) for w in rollouts}
         try:
             await self._agree(joined)
-            if backend == HANDLE:
+            if self._spec.is_stored:
+                is_reached = True
+            elif backend == HANDLE:
                 is_reached = self._spec.backend == HANDLE or len(set(self._devices.values())) == 1
             else:
                 is_reached = MODES[self._mode].through_host or not self._share_gpus()
@@ -138,7 +141,9 @@ class WeightMembers:
 
         Rollouts on the trainer's host are left out: the trainer itself is on their host.
         """
-        if not MODES[self._mode].lends or len(self.sources) > 1 or self.backend() == HANDLE:
+        if self._spec.is_stored or not MODES[self._mode].lends or len(self.sources) > 1:
+            return {}
+        if self.backend() == HANDLE:
             return {}
         (trainer,) = self.sources
         there = {self._hosts[name]: name for name in self.rollouts if name not in joined}
@@ -181,6 +186,8 @@ class WeightMembers:
                 f"{self._devices}; give all of them a GPU or none, or set weight_sync.mode to {HOST_MODE}"
             )
         (device,) = found
+        if self._spec.is_stored:
+            return wanted
         if wanted == HANDLE and (device == "cpu" or len(set(self._devices.values())) == 1):
             return HANDLE
         fitting = transport_of(device)
@@ -216,9 +223,11 @@ class WeightMembers:
                 watch.cancel()
         return results
 
-    async def abort(self, epoch: int, reason: str) -> list[str]:
-        """Aborts an epoch on all members; returns the members that do not answer."""
+    async def abort(self, epoch: int, reason: str, names: Sequence[str] | None = None) -> list[str]:
+        """Aborts an epoch on some members, or on all; returns those that do not answer."""
         members, timeout_s = self.all(), self._spec.answer_timeout_s
+        if names is not None:
+            members = {name: member for name, member in members.items() if name in names}
         answers = await asyncio.gather(
             *(_aborted(m, epoch, reason, timeout_s) for m in members.values()),
             return_exceptions=True,
@@ -240,7 +249,8 @@ class WeightMembers:
                     probes.create_task(_probe(name, member, timeout_s))
 
     def _make_plan(self, device: str) -> None:
-        wire = MODES[self._mode].wire_device(device)
+        # Stored versions pass through host memory, bucket by bucket.
+        wire = "cpu" if self._spec.is_stored else MODES[self._mode].wire_device(device)
         shards = row_shards(self._tensors, len(self.sources))
         self._bucket_bytes = self._spec.staged_bucket_bytes(
             BUCKET_BYTES[wire], num_sources=len(self.sources)

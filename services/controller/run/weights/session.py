@@ -15,13 +15,21 @@ from services.common.errors import (
     UnavailableError,
 )
 from services.common.runspec.run import WeightSyncSpec
-from services.common.runspec.weight_modes import TRANSPORTS
+from services.common.runspec.weight_modes import MODES, TRANSPORTS
 from services.common.task_group import gather_in_group
 from services.common.telemetry import tracing
 from services.controller import metrics
 from services.controller.membership import Worker
 from services.controller.run.state.worker_failures import LateError
+from services.controller.run.weights.followers import Followers, Release
 from services.controller.run.weights.members import WeightMembers
+from services.controller.run.weights.shelf import Shelf
+from services.controller.run.weights.store_channel import (
+    StoreChannel,
+    StoreFailedError,
+    StoreTrouble,
+)
+from services.controller.run.weights.store_writer import StoreWriter
 from services.weightsync.canary import Canary, canary_tolerance
 from services.weightsync.plan import version_digest
 from services.wire.weightsync import TransferResult, WeightSyncClient
@@ -76,6 +84,8 @@ class SyncReport:
     """Workers that serve the version now."""
     lost: tuple[str, ...] = ()
     """Rollouts that were lost during publication; they do not serve the version."""
+    late: tuple[str, ...] = ()
+    """Rollouts that still load the version from a store."""
 
     @property
     def total_s(self) -> float:
@@ -96,6 +106,44 @@ def observe(run: str, report: SyncReport) -> None:
         metrics.WEIGHT_SYNC_SECONDS.labels(run, phase).observe(seconds)
     metrics.WEIGHT_SYNC_BYTES.labels(run).inc(report.num_bytes)
     metrics.WEIGHT_SYNCS.labels(run, "ok").inc()
+
+
+@dataclass(frozen=True, slots=True)
+class _Store:
+    """Both sides of a weight store."""
+
+    writer: StoreWriter
+    followers: Followers
+
+    @classmethod
+    def build(
+        cls,
+        members: WeightMembers,
+        spec: WeightSyncSpec,
+        run_id: str,
+        *,
+        next_epoch: Callable[[], int],
+        adopt_timeout_s: float,
+    ) -> "_Store":
+        assert spec.storage is not None, "validate refuses a stored transport without a store"
+        shelf, channel = Shelf(), StoreChannel(spec, run_id, next_epoch)
+        followers = Followers(
+            members,
+            shelf,
+            channel,
+            adopt_timeout_s=adopt_timeout_s,
+            check_timeout_s=spec.adopt_timeout_s,
+        )
+        writer = StoreWriter(
+            members,
+            shelf,
+            channel,
+            followers,
+            spec.storage,
+            run_id=run_id,
+            sends_changes=MODES[spec.mode].sends_changes,
+        )
+        return cls(writer, followers)
 
 
 class WeightSession:
@@ -126,6 +174,15 @@ class WeightSession:
         self._epoch = first_epoch
         self._is_formed = False
         self._members = WeightMembers(run_id, spec)
+        self._store: _Store | None = None
+        if spec.is_stored:
+            self._store = _Store.build(
+                self._members,
+                spec,
+                run_id,
+                next_epoch=self._next_epoch,
+                adopt_timeout_s=self._adopt_s,
+            )
         self._returning: set[str] = set()
         """Rollouts that are not reserved any more, and join the next publication."""
         self._backend = ""
@@ -150,6 +207,12 @@ class WeightSession:
         if not rollouts:
             return
         await members.open(trainer, rollouts)
+        if self._store is not None:
+            others = (worker.worker_id for worker in rollouts if worker.role != "rollout")
+            self._store.followers.must_follow = frozenset(others)
+            await self._store.writer.form()
+            self._is_formed = True
+            return
         while not self._is_formed:
             self._backend = members.backend()
             self._least_timeout_s = self._spec.transfer_timeout_s or (
@@ -163,7 +226,48 @@ class WeightSession:
                 await members.switch_transfer_path(error)
 
     async def close(self) -> None:
+        if self._store is not None:
+            await self._store.writer.close()
         await self._members.close()
+
+    async def follow(self, on_late: Callable[[], Awaitable[None]]) -> None:
+        """Lets rollouts load stored versions until it is cancelled; returns at once if members meet.
+
+        Args:
+            on_late: Called when a rollout serves the newest version after its publication, or needs that to
+                be published again.
+
+        Raises:
+            ServiceError: As :meth:`Followers.follow` does.
+        """
+        if self._store is not None:
+            await self._store.followers.follow(on_late)
+
+    @property
+    def is_lacking(self) -> bool:
+        """True if a rollout waits until the newest version is published again."""
+        return self._store is not None and self._store.followers.is_lacking
+
+    @property
+    def store_troubles(self) -> Mapping[str, StoreTrouble]:
+        """Failures with the weight store, by member that has any."""
+        if self._store is None:
+            return {}
+        trouble = self._store.writer.trouble
+        written = {name: trouble for name in list(self._members.sources)[:1] if trouble.cause}
+        return written | dict(self._store.followers.troubles)
+
+    def served_by(self, version: int) -> tuple[str, ...]:
+        """Returns the rollouts that serve a stored version, verified; empty if members meet."""
+        return () if self._store is None else self._store.followers.serving(version)
+
+    def _next_epoch(self) -> int:
+        self._epoch += 1
+        return self._epoch
+
+    def _notify_followers(self) -> None:
+        if self._store is not None:
+            self._store.followers.notify()
 
     async def admit(self, rollouts: Sequence[Worker]) -> bool:
         """Adds loaded rollouts, which receive the next published version.
@@ -178,6 +282,7 @@ class WeightSession:
         async with self.pin:
             is_reached = await self._members.admit(rollouts)
             self._is_formed &= not is_reached
+            self._notify_followers()
             return is_reached
 
     async def remove_rollouts(self, names: Sequence[str]) -> None:
@@ -186,6 +291,8 @@ class WeightSession:
             self._include_returning()
             self._members.remove_rollouts(names)
             self._is_formed = False
+            if self._store is not None:
+                self._store.followers.forget(names)
 
     async def send_from_peers(self, names: Sequence[str]) -> list[str]:
         """Sends the served version to admitted rollouts from peers on their hosts.
@@ -242,6 +349,7 @@ class WeightSession:
         self._include_returning()
         self._members.reserve(names)
         self._is_formed = False
+        self._notify_followers()
 
     def unreserve(self, names: Sequence[str]) -> None:
         """Includes reserved rollouts in the next publication that starts, whichever versions they missed.
@@ -256,6 +364,7 @@ class WeightSession:
             self._members.unreserve(self._returning)
             self._returning.clear()
             self._is_formed = False
+            self._notify_followers()
 
     async def publish(self, newest: Callable[[], int]) -> SyncReport:
         """Brings the trainer's newest version into service on every live rollout.
@@ -312,7 +421,7 @@ class WeightSession:
                         "weight sync failed", extra={"why": str(error), "version": version}
                     )
                     self._is_formed = False
-                    gone = await self._members.abort(self._epoch, str(error))
+                    gone = await self._abort(str(error))
                     if isinstance(error, LateError) and error.worker_id not in gone:
                         raise  # the rollout lives, and would delay the others again
                     lost += gone
@@ -326,6 +435,14 @@ class WeightSession:
                         version=version, digest=report.digest, canary=await self._score(version)
                     )
                     return report
+
+    async def _abort(self, reason: str) -> list[str]:
+        """Aborts the epoch on all members, or on the sources of a store; returns those that do not answer."""
+        if self._store is None:
+            return await self._members.abort(self._epoch, reason)
+        writer = self._store.writer
+        epoch, writer.epoch = writer.epoch, -1
+        return await self._members.abort(max(epoch, 0), reason, [*self._members.sources])
 
     def _allow(self, timeout_s: float) -> None:
         """Sets the deadline of the next transfers, unless the specification does."""
@@ -353,7 +470,59 @@ class WeightSession:
             run=self._run_id,
             version=version,
         ):
+            if self._store is not None:
+                return await self._send_stored(self._store, version, lost, copied)
             return await self._send(version, lost, copied, in_turns=in_turns)
+
+    async def _send_stored(
+        self,
+        store: _Store,
+        version: int,
+        lost: tuple[str, ...],
+        copied: Callable[[], Awaitable[None]],
+    ) -> SyncReport:
+        """Writes a version to the store, and lets rollouts load it."""
+        writer, followers, sources = store.writer, store.followers, self._members.sources
+        start, num_bytes = time.perf_counter(), writer.num_bytes
+
+        async def prepare() -> dict[str, int]:
+            return await self._prepare(version, sources)
+
+        held = await prepare()
+        prepared_s = time.perf_counter() - start
+
+        async def score() -> tuple[Canary, float]:
+            canary = await self._score(version)
+            await copied()
+            return canary, time.perf_counter() - start
+
+        async def write() -> None:
+            await writer.write(version, held=held.values(), prepare=prepare)
+
+        works: Sequence[Coroutine[Any, Any, Any]] = (score(), write())
+        (canary, copied_s), _ = await gather_in_group(works)
+        written_at = time.perf_counter()
+        release = Release(
+            version=version, digest=writer.digest, canary=canary, tolerance=self._tolerance()
+        )
+        await followers.release(release)
+        while followers.is_lacking:
+            await writer.write(version, held=(version,), prepare=prepare)
+            await followers.release(release)
+        receivers = followers.serving(version)
+        return SyncReport(
+            version=version,
+            digest=writer.digest,
+            num_bytes=writer.num_bytes - num_bytes,
+            copy_s=copied_s,
+            prepare_s=prepared_s,
+            transfer_s=written_at - start - prepared_s,
+            adopt_s=time.perf_counter() - written_at,
+            stall_s=followers.stall_s,
+            receivers=receivers,
+            lost=(*lost, *sorted(followers.lost)),
+            late=tuple(sorted({*self._members.rollouts} - {*receivers} - followers.lost)),
+        )
 
     async def _send(
         self,
@@ -413,9 +582,10 @@ class WeightSession:
     async def _prepare(self, version: int, some: Mapping[str, WeightSyncClient]) -> dict[str, int]:
         """Prepares members for a version; returns the version that each of them still holds."""
         plan_hash = self._members.plan.plan_hash
+        epoch = self._epoch if self._store is None else self._store.writer.epoch
         return await self._members.call_all(
             {
-                name: member.prepare(self._epoch, version, plan_hash, timeout_s=self._adopt_s)
+                name: member.prepare(epoch, version, plan_hash, timeout_s=self._adopt_s)
                 for name, member in some.items()
             }
         )
@@ -476,6 +646,11 @@ class WeightSession:
         return canary_tolerance(self._dtypes or sent)
 
     async def _form(self) -> None:
+        if self._store is not None:
+            if self._store.writer.epoch < 0:
+                await self._store.writer.reopen()
+            self._is_formed = True
+            return
         self._epoch += 1
         members = self._members
         try:
@@ -519,5 +694,6 @@ class WeightSession:
             raise UnavailableError(
                 f"{' and '.join(gone)} does not answer, so no version can be published"
             ) from error
-        if tries == _MAX_TRIES or (isinstance(error, InterruptedLinkError) and not gone):
+        is_final = isinstance(error, (InterruptedLinkError, StoreFailedError))
+        if tries == _MAX_TRIES or (is_final and not gone):
             raise error

@@ -13,7 +13,7 @@ from services.controller.run.weights.session import SyncReport
 class Parts:
     """Fake collaborators of the publisher; a publication waits until the test permits it."""
 
-    is_needed = False
+    is_needed = is_lacking = False
 
     def __init__(self):
         self.may_publish = asyncio.Event()
@@ -21,15 +21,27 @@ class Parts:
         self.published, self.opened, self.lost = [], [], ()
         self.weights = self
         self.serving = [rollout("rollout-0")]
-        self.missed, self.is_missing = [], set()
+        self.missed, self.is_missing, self.late = [], set(), ()
         self.replicas = SimpleNamespace(
             readmit_current=lambda: None,
+            oldest_version=self.oldest_version,
             exclude_missed=lambda names: self.missed.append((names, [*self.opened])),
         )
         self.is_reached, self.copied, self.near, self.version = True, -1, [], -1
         self.progress = SimpleNamespace(
             num_steps=0, record_sync=lambda report: None, summary=lambda ledger: {}
         )
+
+    def oldest_version(self):
+        return min(worker.weight_version for worker in self.serving)
+
+    def served_by(self, version):
+        names = (worker.worker_id for worker in self.serving)
+        return tuple(name for name in names if name not in self.is_missing)
+
+    async def follow(self, on_late):
+        self.on_late = on_late
+        await asyncio.Event().wait()
 
     def has_copy(self, version):
         return version == self.copied
@@ -43,6 +55,7 @@ class Parts:
 
     async def publish(self, newest):
         await self.may_publish.wait()
+        self.is_lacking = False
         self.published.append(newest())
         self.copied = self.version = newest()
         names = [worker.worker_id for worker in self.serving]
@@ -232,3 +245,41 @@ async def test_a_rollout_that_took_no_part_is_a_loss():
     with pytest.raises(UnavailableError, match="rollout-0"):
         await one.run()
     assert not connections.opened
+
+
+async def test_the_gate_opens_by_the_oldest_weights_that_receive_groups():
+    connections = Parts()
+    connections.serving.append(rollout("rollout-1"))
+    one = publisher(connections)
+    tasks = [asyncio.create_task(one.run()), asyncio.create_task(one.follow())]
+    await trained(one, 1)
+    await one.wait_served(1)
+    connections.is_missing = {"rollout-1"}  # it still loads the version from a store
+    await trained(one, 2)
+    await one.wait_served(2)
+    await one.wait_idle()
+    assert connections.opened == [1, 1]
+    connections.is_missing = set()
+    await connections.on_late()
+    assert connections.serving[1].weight_version == 102
+    assert connections.opened == [1, 1, 2]
+    for task in tasks:
+        task.cancel()
+
+
+async def test_a_version_is_published_again_for_a_rollout_that_lacks_a_copy_of_it():
+    connections = Parts()
+    one = publisher(connections)
+    tasks = [asyncio.create_task(one.run()), asyncio.create_task(one.follow())]
+    await trained(one, 1)
+    await one.wait_served(1)
+    await one.wait_idle()
+    connections.may_publish.clear()
+    connections.is_lacking = True
+    await connections.on_late()
+    assert one.is_busy
+    connections.may_publish.set()
+    await one.wait_idle()
+    assert connections.published == [101, 101]
+    for task in tasks:
+        task.cancel()

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)slipstream/weightsync/v1/weightsync.proto\x12\x18slipstream.weightsync.v1\"I\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x0f\n\x07holders\x18\x04 \x03(\x05\"\x18\n\x16\x44\x65scribeWeightsRequest\"z\n\x17\x44\x65scribeWeightsResponse\x12\x35\n\x07tensors\x18\x01 \x03(\x0b\x32$.slipstream.weightsync.v1.TensorSpec\x12\x18\n\x10source_addresses\x18\x02 \x03(\t\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\"\x93\x01\n\x10\x41greePlanRequest\x12\x35\n\x07tensors\x18\x01 \x03(\x0b\x32$.slipstream.weightsync.v1.TensorSpec\x12\x14\n\x0c\x62ucket_bytes\x18\x02 \x01(\x03\x12\x14\n\x0csource_count\x18\x03 \x01(\x05\x12\x0e\n\x06source\x18\x04 \x01(\x05\x12\x0c\n\x04mode\x18\x05 \x01(\t\"6\n\x11\x41greePlanResponse\x12\x11\n\tplan_hash\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\"~\n\x10\x46ormGroupRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x10\n\x08receiver\x18\x02 \x01(\x05\x12\x16\n\x0ereceiver_count\x18\x03 \x01(\x05\x12\x0f\n\x07\x62\x61\x63kend\x18\x04 \x01(\t\x12\r\n\x05scope\x18\x05 \x01(\t\x12\x11\n\ttimeout_s\x18\x06 \x01(\x01\"\x13\n\x11\x46ormGroupResponse\"K\n\x16PrepareTransferRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\x11\n\tplan_hash\x18\x03 \x01(\t\"/\n\x17PrepareTransferResponse\x12\x14\n\x0cheld_version\x18\x01 \x01(\x03\"a\n\x16TransferWeightsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\x11\n\ttimeout_s\x18\x03 \x01(\x01\x12\x14\n\x0c\x62\x61se_version\x18\x04 \x01(\x03\"R\n\x17TransferWeightsResponse\x12\x0f\n\x07\x64igests\x18\x01 \x03(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\x12\x12\n\nduration_s\x18\x03 \x01(\x01\"E\n\x13\x41\x64optWeightsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\"\'\n\x14\x41\x64optWeightsResponse\x12\x0f\n\x07stall_s\x18\x01 \x01(\x01\"\x15\n\x13ScoreWeightsRequest\";\n\x14ScoreWeightsResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\"^\n\x13\x43heckWeightsRequest\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12\x11\n\ttolerance\x18\x04 \x01(\x01\"*\n\x14\x43heckWeightsResponse\x12\x12\n\ndifference\x18\x01 \x01(\x01\"2\n\x11\x41\x62ortGroupRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x14\n\x12\x41\x62ortGroupResponse2\xfd\x07\n\x11WeightSyncService\x12v\n\x0f\x44\x65scribeWeights\x12\x30.slipstream.weightsync.v1.DescribeWeightsRequest\x1a\x31.slipstream.weightsync.v1.DescribeWeightsResponse\x12\x64\n\tAgreePlan\x12*.slipstream.weightsync.v1.AgreePlanRequest\x1a+.slipstream.weightsync.v1.AgreePlanResponse\x12\x64\n\tFormGroup\x12*.slipstream.weightsync.v1.FormGroupRequest\x1a+.slipstream.weightsync.v1.FormGroupResponse\x12v\n\x0fPrepareTransfer\x12\x30.slipstream.weightsync.v1.PrepareTransferRequest\x1a\x31.slipstream.weightsync.v1.PrepareTransferResponse\x12v\n\x0fTransferWeights\x12\x30.slipstream.weightsync.v1.TransferWeightsRequest\x1a\x31.slipstream.weightsync.v1.TransferWeightsResponse\x12m\n\x0c\x41\x64optWeights\x12-.slipstream.weightsync.v1.AdoptWeightsRequest\x1a..slipstream.weightsync.v1.AdoptWeightsResponse\x12m\n\x0cScoreWeights\x12-.slipstream.weightsync.v1.ScoreWeightsRequest\x1a..slipstream.weightsync.v1.ScoreWeightsResponse\x12m\n\x0c\x43heckWeights\x12-.slipstream.weightsync.v1.CheckWeightsRequest\x1a..slipstream.weightsync.v1.CheckWeightsResponse\x12g\n\nAbortGroup\x12+.slipstream.weightsync.v1.AbortGroupRequest\x1a,.slipstream.weightsync.v1.AbortGroupResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)slipstream/weightsync/v1/weightsync.proto\x12\x18slipstream.weightsync.v1\"I\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x0f\n\x07holders\x18\x04 \x03(\x05\"\x18\n\x16\x44\x65scribeWeightsRequest\"z\n\x17\x44\x65scribeWeightsResponse\x12\x35\n\x07tensors\x18\x01 \x03(\x0b\x32$.slipstream.weightsync.v1.TensorSpec\x12\x18\n\x10source_addresses\x18\x02 \x03(\t\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\"\x93\x01\n\x10\x41greePlanRequest\x12\x35\n\x07tensors\x18\x01 \x03(\x0b\x32$.slipstream.weightsync.v1.TensorSpec\x12\x14\n\x0c\x62ucket_bytes\x18\x02 \x01(\x03\x12\x14\n\x0csource_count\x18\x03 \x01(\x05\x12\x0e\n\x06source\x18\x04 \x01(\x05\x12\x0c\n\x04mode\x18\x05 \x01(\t\"6\n\x11\x41greePlanResponse\x12\x11\n\tplan_hash\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\"\x8b\x01\n\x10\x46ormGroupRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x10\n\x08receiver\x18\x02 \x01(\x05\x12\x16\n\x0ereceiver_count\x18\x03 \x01(\x05\x12\x0f\n\x07\x62\x61\x63kend\x18\x04 \x01(\t\x12\r\n\x05scope\x18\x05 \x01(\t\x12\x11\n\ttimeout_s\x18\x06 \x01(\x01\x12\x0b\n\x03url\x18\x07 \x01(\t\"\x13\n\x11\x46ormGroupResponse\"K\n\x16PrepareTransferRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\x11\n\tplan_hash\x18\x03 \x01(\t\"/\n\x17PrepareTransferResponse\x12\x14\n\x0cheld_version\x18\x01 \x01(\x03\"\x84\x01\n\x16TransferWeightsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\x11\n\ttimeout_s\x18\x03 \x01(\x01\x12\x14\n\x0c\x62\x61se_version\x18\x04 \x01(\x03\x12\x0e\n\x06stored\x18\x05 \x01(\t\x12\x11\n\tmanifests\x18\x06 \x03(\t\"d\n\x17TransferWeightsResponse\x12\x0f\n\x07\x64igests\x18\x01 \x03(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\x12\x12\n\nduration_s\x18\x03 \x01(\x01\x12\x10\n\x08manifest\x18\x04 \x01(\t\"E\n\x13\x41\x64optWeightsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\"\'\n\x14\x41\x64optWeightsResponse\x12\x0f\n\x07stall_s\x18\x01 \x01(\x01\"\x15\n\x13ScoreWeightsRequest\";\n\x14ScoreWeightsResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\"^\n\x13\x43heckWeightsRequest\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12\x11\n\ttolerance\x18\x04 \x01(\x01\"*\n\x14\x43heckWeightsResponse\x12\x12\n\ndifference\x18\x01 \x01(\x01\"H\n\x15RetainVersionsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\r\n\x05names\x18\x02 \x03(\t\x12\x11\n\ttimeout_s\x18\x03 \x01(\x01\"\x18\n\x16RetainVersionsResponse\"2\n\x11\x41\x62ortGroupRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x14\n\x12\x41\x62ortGroupResponse2\xf2\x08\n\x11WeightSyncService\x12v\n\x0f\x44\x65scribeWeights\x12\x30.slipstream.weightsync.v1.DescribeWeightsRequest\x1a\x31.slipstream.weightsync.v1.DescribeWeightsResponse\x12\x64\n\tAgreePlan\x12*.slipstream.weightsync.v1.AgreePlanRequest\x1a+.slipstream.weightsync.v1.AgreePlanResponse\x12\x64\n\tFormGroup\x12*.slipstream.weightsync.v1.FormGroupRequest\x1a+.slipstream.weightsync.v1.FormGroupResponse\x12v\n\x0fPrepareTransfer\x12\x30.slipstream.weightsync.v1.PrepareTransferRequest\x1a\x31.slipstream.weightsync.v1.PrepareTransferResponse\x12v\n\x0fTransferWeights\x12\x30.slipstream.weightsync.v1.TransferWeightsRequest\x1a\x31.slipstream.weightsync.v1.TransferWeightsResponse\x12m\n\x0c\x41\x64optWeights\x12-.slipstream.weightsync.v1.AdoptWeightsRequest\x1a..slipstream.weightsync.v1.AdoptWeightsResponse\x12m\n\x0cScoreWeights\x12-.slipstream.weightsync.v1.ScoreWeightsRequest\x1a..slipstream.weightsync.v1.ScoreWeightsResponse\x12m\n\x0c\x43heckWeights\x12-.slipstream.weightsync.v1.CheckWeightsRequest\x1a..slipstream.weightsync.v1.CheckWeightsResponse\x12s\n\x0eRetainVersions\x12/.slipstream.weightsync.v1.RetainVersionsRequest\x1a\x30.slipstream.weightsync.v1.RetainVersionsResponse\x12g\n\nAbortGroup\x12+.slipstream.weightsync.v1.AbortGroupRequest\x1a,.slipstream.weightsync.v1.AbortGroupResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,34 +41,38 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_AGREEPLANREQUEST']._serialized_end=444
   _globals['_AGREEPLANRESPONSE']._serialized_start=446
   _globals['_AGREEPLANRESPONSE']._serialized_end=500
-  _globals['_FORMGROUPREQUEST']._serialized_start=502
-  _globals['_FORMGROUPREQUEST']._serialized_end=628
-  _globals['_FORMGROUPRESPONSE']._serialized_start=630
-  _globals['_FORMGROUPRESPONSE']._serialized_end=649
-  _globals['_PREPARETRANSFERREQUEST']._serialized_start=651
-  _globals['_PREPARETRANSFERREQUEST']._serialized_end=726
-  _globals['_PREPARETRANSFERRESPONSE']._serialized_start=728
-  _globals['_PREPARETRANSFERRESPONSE']._serialized_end=775
-  _globals['_TRANSFERWEIGHTSREQUEST']._serialized_start=777
-  _globals['_TRANSFERWEIGHTSREQUEST']._serialized_end=874
-  _globals['_TRANSFERWEIGHTSRESPONSE']._serialized_start=876
-  _globals['_TRANSFERWEIGHTSRESPONSE']._serialized_end=958
-  _globals['_ADOPTWEIGHTSREQUEST']._serialized_start=960
-  _globals['_ADOPTWEIGHTSREQUEST']._serialized_end=1029
-  _globals['_ADOPTWEIGHTSRESPONSE']._serialized_start=1031
-  _globals['_ADOPTWEIGHTSRESPONSE']._serialized_end=1070
-  _globals['_SCOREWEIGHTSREQUEST']._serialized_start=1072
-  _globals['_SCOREWEIGHTSREQUEST']._serialized_end=1093
-  _globals['_SCOREWEIGHTSRESPONSE']._serialized_start=1095
-  _globals['_SCOREWEIGHTSRESPONSE']._serialized_end=1154
-  _globals['_CHECKWEIGHTSREQUEST']._serialized_start=1156
-  _globals['_CHECKWEIGHTSREQUEST']._serialized_end=1250
-  _globals['_CHECKWEIGHTSRESPONSE']._serialized_start=1252
-  _globals['_CHECKWEIGHTSRESPONSE']._serialized_end=1294
-  _globals['_ABORTGROUPREQUEST']._serialized_start=1296
-  _globals['_ABORTGROUPREQUEST']._serialized_end=1346
-  _globals['_ABORTGROUPRESPONSE']._serialized_start=1348
-  _globals['_ABORTGROUPRESPONSE']._serialized_end=1368
-  _globals['_WEIGHTSYNCSERVICE']._serialized_start=1371
-  _globals['_WEIGHTSYNCSERVICE']._serialized_end=2392
+  _globals['_FORMGROUPREQUEST']._serialized_start=503
+  _globals['_FORMGROUPREQUEST']._serialized_end=642
+  _globals['_FORMGROUPRESPONSE']._serialized_start=644
+  _globals['_FORMGROUPRESPONSE']._serialized_end=663
+  _globals['_PREPARETRANSFERREQUEST']._serialized_start=665
+  _globals['_PREPARETRANSFERREQUEST']._serialized_end=740
+  _globals['_PREPARETRANSFERRESPONSE']._serialized_start=742
+  _globals['_PREPARETRANSFERRESPONSE']._serialized_end=789
+  _globals['_TRANSFERWEIGHTSREQUEST']._serialized_start=792
+  _globals['_TRANSFERWEIGHTSREQUEST']._serialized_end=924
+  _globals['_TRANSFERWEIGHTSRESPONSE']._serialized_start=926
+  _globals['_TRANSFERWEIGHTSRESPONSE']._serialized_end=1026
+  _globals['_ADOPTWEIGHTSREQUEST']._serialized_start=1028
+  _globals['_ADOPTWEIGHTSREQUEST']._serialized_end=1097
+  _globals['_ADOPTWEIGHTSRESPONSE']._serialized_start=1099
+  _globals['_ADOPTWEIGHTSRESPONSE']._serialized_end=1138
+  _globals['_SCOREWEIGHTSREQUEST']._serialized_start=1140
+  _globals['_SCOREWEIGHTSREQUEST']._serialized_end=1161
+  _globals['_SCOREWEIGHTSRESPONSE']._serialized_start=1163
+  _globals['_SCOREWEIGHTSRESPONSE']._serialized_end=1222
+  _globals['_CHECKWEIGHTSREQUEST']._serialized_start=1224
+  _globals['_CHECKWEIGHTSREQUEST']._serialized_end=1318
+  _globals['_CHECKWEIGHTSRESPONSE']._serialized_start=1320
+  _globals['_CHECKWEIGHTSRESPONSE']._serialized_end=1362
+  _globals['_RETAINVERSIONSREQUEST']._serialized_start=1364
+  _globals['_RETAINVERSIONSREQUEST']._serialized_end=1436
+  _globals['_RETAINVERSIONSRESPONSE']._serialized_start=1438
+  _globals['_RETAINVERSIONSRESPONSE']._serialized_end=1462
+  _globals['_ABORTGROUPREQUEST']._serialized_start=1464
+  _globals['_ABORTGROUPREQUEST']._serialized_end=1514
+  _globals['_ABORTGROUPRESPONSE']._serialized_start=1516
+  _globals['_ABORTGROUPRESPONSE']._serialized_end=1536
+  _globals['_WEIGHTSYNCSERVICE']._serialized_start=1539
+  _globals['_WEIGHTSYNCSERVICE']._serialized_end=2677
 # @@protoc_insertion_point(module_scope)

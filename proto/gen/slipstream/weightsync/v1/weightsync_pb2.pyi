@@ -189,6 +189,7 @@ class FormGroupRequest(_message.Message):
     BACKEND_FIELD_NUMBER: _builtins.int
     SCOPE_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    URL_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Number of the group in its run; grows with every change of membership."""
     receiver: _builtins.int
@@ -201,6 +202,8 @@ class FormGroupRequest(_message.Message):
     """Rendezvous scope."""
     timeout_s: _builtins.float
     """Max. seconds to wait for the other members."""
+    url: _builtins.str
+    """Folder of the run's stored versions, or its URL; empty for members that meet."""
     def __init__(
         self,
         *,
@@ -210,10 +213,11 @@ class FormGroupRequest(_message.Message):
         backend: _builtins.str = ...,
         scope: _builtins.str = ...,
         timeout_s: _builtins.float = ...,
+        url: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "epoch", b"epoch", "receiver", b"receiver", "receiver_count", b"receiver_count", "scope", b"scope", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "epoch", b"epoch", "receiver", b"receiver", "receiver_count", b"receiver_count", "scope", b"scope", "timeout_s", b"timeout_s", "url", b"url"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -298,6 +302,8 @@ class TransferWeightsRequest(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
     BASE_VERSION_FIELD_NUMBER: _builtins.int
+    STORED_FIELD_NUMBER: _builtins.int
+    MANIFESTS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch of the group."""
     version: _builtins.int
@@ -306,6 +312,12 @@ class TransferWeightsRequest(_message.Message):
     """Max. seconds of the transfer."""
     base_version: _builtins.int
     """Version that all members hold and whose changes are sent; -1 to send everything."""
+    stored: _builtins.str
+    """Name of the version in the store; empty for members that meet."""
+    @_builtins.property
+    def manifests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """For a receiver, the digest of each source's manifest, in order."""
+
     def __init__(
         self,
         *,
@@ -313,10 +325,12 @@ class TransferWeightsRequest(_message.Message):
         version: _builtins.int = ...,
         timeout_s: _builtins.float = ...,
         base_version: _builtins.int = ...,
+        stored: _builtins.str = ...,
+        manifests: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "epoch", b"epoch", "timeout_s", b"timeout_s", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "epoch", b"epoch", "manifests", b"manifests", "stored", b"stored", "timeout_s", b"timeout_s", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -331,10 +345,13 @@ class TransferWeightsResponse(_message.Message):
     DIGESTS_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     DURATION_S_FIELD_NUMBER: _builtins.int
+    MANIFEST_FIELD_NUMBER: _builtins.int
     size_bytes: _builtins.int
     """Number of bytes sent or received."""
     duration_s: _builtins.float
     """Seconds that the member measured."""
+    manifest: _builtins.str
+    """Digest of the manifest that a source wrote to a store; otherwise empty."""
     @_builtins.property
     def digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Digest of what each source sent: one for a source, all, in order, for a receiver."""
@@ -345,10 +362,11 @@ class TransferWeightsResponse(_message.Message):
         digests: _abc.Iterable[_builtins.str] | None = ...,
         size_bytes: _builtins.int = ...,
         duration_s: _builtins.float = ...,
+        manifest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "duration_s", b"duration_s", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "duration_s", b"duration_s", "manifest", b"manifest", "size_bytes", b"size_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -512,6 +530,55 @@ class CheckWeightsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CheckWeightsResponse: _TypeAlias = CheckWeightsResponse  # noqa: Y015
+
+@_typing.final
+class RetainVersionsRequest(_message.Message):
+    """Names the versions that a store keeps."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    NAMES_FIELD_NUMBER: _builtins.int
+    TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """Epoch of the source."""
+    timeout_s: _builtins.float
+    """Max. seconds of the deletion."""
+    @_builtins.property
+    def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the versions; none deletes all."""
+
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        names: _abc.Iterable[_builtins.str] | None = ...,
+        timeout_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "names", b"names", "timeout_s", b"timeout_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RetainVersionsRequest: _TypeAlias = RetainVersionsRequest  # noqa: Y015
+
+@_typing.final
+class RetainVersionsResponse(_message.Message):
+    """Confirms the deletion."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RetainVersionsResponse: _TypeAlias = RetainVersionsResponse  # noqa: Y015
 
 @_typing.final
 class AbortGroupRequest(_message.Message):

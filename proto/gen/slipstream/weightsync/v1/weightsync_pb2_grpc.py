@@ -77,6 +77,11 @@ class WeightSyncServiceStub:
                 request_serializer=slipstream_dot_weightsync_dot_v1_dot_weightsync__pb2.CheckWeightsRequest.SerializeToString,
                 response_deserializer=slipstream_dot_weightsync_dot_v1_dot_weightsync__pb2.CheckWeightsResponse.FromString,
                 _registered_method=True)
+        self.RetainVersions = channel.unary_unary(
+                '/slipstream.weightsync.v1.WeightSyncService/RetainVersions',
+                request_serializer=slipstream_dot_weightsync_dot_v1_dot_weightsync__pb2.RetainVersionsRequest.SerializeToString,
+                response_deserializer=slipstream_dot_weightsync_dot_v1_dot_weightsync__pb2.RetainVersionsResponse.FromString,
+                _registered_method=True)
         self.AbortGroup = channel.unary_unary(
                 '/slipstream.weightsync.v1.WeightSyncService/AbortGroup',
                 request_serializer=slipstream_dot_weightsync_dot_v1_dot_weightsync__pb2.AbortGroupRequest.SerializeToString,
@@ -148,6 +153,13 @@ class WeightSyncServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RetainVersions(self, request, context):
+        """Makes a source that leaves versions in a store delete all but the named ones. Safe to repeat.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def AbortGroup(self, request, context):
         """Aborts an epoch; live weights stay unchanged. Safe to repeat.
         """
@@ -197,6 +209,11 @@ def add_WeightSyncServiceServicer_to_server(servicer, server):
                     servicer.CheckWeights,
                     request_deserializer=slipstream_dot_weightsync_dot_v1_dot_weightsync__pb2.CheckWeightsRequest.FromString,
                     response_serializer=slipstream_dot_weightsync_dot_v1_dot_weightsync__pb2.CheckWeightsResponse.SerializeToString,
+            ),
+            'RetainVersions': grpc.unary_unary_rpc_method_handler(
+                    servicer.RetainVersions,
+                    request_deserializer=slipstream_dot_weightsync_dot_v1_dot_weightsync__pb2.RetainVersionsRequest.FromString,
+                    response_serializer=slipstream_dot_weightsync_dot_v1_dot_weightsync__pb2.RetainVersionsResponse.SerializeToString,
             ),
             'AbortGroup': grpc.unary_unary_rpc_method_handler(
                     servicer.AbortGroup,
@@ -423,6 +440,33 @@ class WeightSyncService:
             '/slipstream.weightsync.v1.WeightSyncService/CheckWeights',
             slipstream_dot_weightsync_dot_v1_dot_weightsync__pb2.CheckWeightsRequest.SerializeToString,
             slipstream_dot_weightsync_dot_v1_dot_weightsync__pb2.CheckWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RetainVersions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.weightsync.v1.WeightSyncService/RetainVersions',
+            slipstream_dot_weightsync_dot_v1_dot_weightsync__pb2.RetainVersionsRequest.SerializeToString,
+            slipstream_dot_weightsync_dot_v1_dot_weightsync__pb2.RetainVersionsResponse.FromString,
             options,
             channel_credentials,
             insecure,

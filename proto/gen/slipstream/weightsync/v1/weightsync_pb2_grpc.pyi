@@ -56,6 +56,8 @@ class WeightSyncServiceStub:
     """A receiver scores the same text. If its logprobs differ too much, it stops serving and fails with
     DATA_LOSS. Safe to repeat.
     """
+    RetainVersions: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.RetainVersionsRequest, _weightsync_pb2.RetainVersionsResponse]
+    """Makes a source that leaves versions in a store delete all but the named ones. Safe to repeat."""
     AbortGroup: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.AbortGroupRequest, _weightsync_pb2.AbortGroupResponse]
     """Aborts an epoch; live weights stay unchanged. Safe to repeat."""
 
@@ -87,6 +89,8 @@ class WeightSyncServiceAsyncStub(WeightSyncServiceStub):
     """A receiver scores the same text. If its logprobs differ too much, it stops serving and fails with
     DATA_LOSS. Safe to repeat.
     """
+    RetainVersions: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.RetainVersionsRequest, _weightsync_pb2.RetainVersionsResponse]  # type: ignore[assignment]
+    """Makes a source that leaves versions in a store delete all but the named ones. Safe to repeat."""
     AbortGroup: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.AbortGroupRequest, _weightsync_pb2.AbortGroupResponse]  # type: ignore[assignment]
     """Aborts an epoch; live weights stay unchanged. Safe to repeat."""
 
@@ -163,6 +167,14 @@ class WeightSyncServiceServicer(metaclass=_abc_1.ABCMeta):
         """A receiver scores the same text. If its logprobs differ too much, it stops serving and fails with
         DATA_LOSS. Safe to repeat.
         """
+
+    @_abc_1.abstractmethod
+    def RetainVersions(
+        self,
+        request: _weightsync_pb2.RetainVersionsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_weightsync_pb2.RetainVersionsResponse, _abc.Awaitable[_weightsync_pb2.RetainVersionsResponse]]:
+        """Makes a source that leaves versions in a store delete all but the named ones. Safe to repeat."""
 
     @_abc_1.abstractmethod
     def AbortGroup(

@@ -130,6 +130,26 @@ async def test_a_rollout_that_missed_a_publication_gets_no_groups_until_it_has_t
     assert replicas.choose(reserved, room=4) == (reserved, 4)
 
 
+async def test_a_rollout_at_its_own_pace_gets_groups_while_it_is_not_too_far_behind(opened):
+    replicas, _ = await opened(2, colocated=0)
+    replicas._max_lag = 1
+    near, late = (replicas._workers[name] for name in ("rollout-0", "rollout-1"))
+    near.weight_version = 4
+    replicas.exclude_missed(["rollout-1"])
+    assert (replicas.num_replicas, replicas.oldest_version()) == (2, 3)
+    assert replicas.present() == ["rollout-0"]  # an evaluation needs exactly the newest version
+    near.weight_version = 5
+    replicas.exclude_missed(["rollout-1"])
+    assert (replicas.num_replicas, replicas.oldest_version()) == (1, 5)
+    late.weight_version = 4
+    replicas.readmit_current()
+    assert (replicas.num_replicas, replicas.oldest_version()) == (2, 4)
+    assert replicas.present() == ["rollout-0"]
+    late.weight_version = 5
+    replicas.readmit_current()
+    assert replicas.present() == ["rollout-0", "rollout-1"]
+
+
 async def test_a_reserved_rollout_that_misses_a_publication_stays_reserved(opened):
     replicas, _ = await opened(2, colocated=0)
     (reserved,) = replicas.reserve(1)

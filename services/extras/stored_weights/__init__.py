@@ -1,0 +1,1 @@
+"""Weight versions in a folder or an object store, where rollouts load them at their own pace."""
