@@ -38,6 +38,7 @@ LAYOUTS: Mapping[str, tuple[str, ...]] = {
     ),
 }
 _COMMON = (
+    "model.path=tiny:qwen2-1.2m",
     "rollout.replicas=1",
     "rollout.max_response_tokens=30",
     "algorithm.max_staleness=1",
@@ -49,6 +50,7 @@ _COMMON = (
     "weight_sync.bucket_bytes=65536",
 )
 _STEPS_BETWEEN = 2
+_POLL_S = 0.003
 _WINDOW_S = 0.1
 """Longest time between the moment that a kill waits for and the kill."""
 Phase = Literal["step", "broadcast"]
@@ -72,7 +74,7 @@ class Database:
         """Returns ``broadcast`` while a trained version is not yet published."""
         step, published = self.row(
             "SELECT (SELECT coalesce(max(step), 0) FROM steps WHERE is_committed), "
-            "(SELECT coalesce((SELECT json_extract(data_json, '$.version') FROM events "
+            "(SELECT coalesce((SELECT json_extract(data_json, '$.step') FROM events "
             "WHERE type = 'WeightsPublished' ORDER BY seq DESC LIMIT 1), 0))"
         )
         return "broadcast" if step > published else "step"
@@ -86,6 +88,17 @@ class Database:
         return str(self.row(query)[0])
 
 
+def wait_for_phase(training: Training, database: Database, phase: Phase) -> None:
+    """Waits for a phase with a higher frequency than the phases have.
+
+    Raises:
+        AssertionError: If the run ends before.
+    """
+    while database.phase() != phase:
+        assert training.process.poll() is None, f"ended before a {phase}: {training.output[-2000:]}"
+        time.sleep(_POLL_S)
+
+
 def kill_one(training: Training, chooser: random.Random, phase: Phase) -> dict[str, Any]:
     """Kills a random rank in a phase; returns what was reported and how long the recovery took.
 
@@ -97,7 +110,7 @@ def kill_one(training: Training, chooser: random.Random, phase: Phase) -> dict[s
     until(lambda: database.trained() >= step + _STEPS_BETWEEN, "steps before a kill")
     ranks = ranks_of("trainer-0", training.state)
     rank = chooser.choice(sorted(ranks))
-    until(lambda: database.phase() == phase, phase)
+    wait_for_phase(training, database, phase)
     time.sleep(chooser.uniform(0.0, _WINDOW_S) if phase == "step" else 0.0)
     hit = database.phase()
     ranks[rank].kill()
@@ -122,7 +135,7 @@ def kills_of(layout: str, folder: Path, *, count: int, seed: int = 0) -> dict[st
     """Trains in a layout while ranks are killed; returns the kills and the checked facts of the run."""
     chooser = random.Random(seed)
     spec = write_plumbing(folder)
-    steps = 6 * count + 10
+    steps = 12 * count + 20
     training = Training(spec, folder / "runs", f"trainer.steps={steps}", *_COMMON, *LAYOUTS[layout])
     training.start()
     kills = []
