@@ -21,10 +21,6 @@ _COMMANDS = {
             "spec:validate",
             "Check a specification and everything that it refers to, without starting anything.",
         ),
-        "doctor": (
-            "doctor:doctor",
-            "List the engines, rewards, sandboxes and other parts that are installed, and what is broken.",
-        ),
         "up": (
             "local:up",
             "Start the controller and the transferqueue, and keep them running for submitted runs.",
@@ -44,10 +40,6 @@ _COMMANDS = {
         "groups": (
             "inspect:groups",
             "List the groups that steps trained, then groups in flight and dropped groups.",
-        ),
-        "samples": (
-            "samples:samples",
-            "Show samples of a run: prompts, responses, rewards and their use in training.",
         ),
         "checkpoints": (
             "inspect:checkpoints",

@@ -23,7 +23,7 @@ _MODULES = (
     "services.cli.commands.control",
     "services.cli.commands.inspect",
     "services.cli.commands.local",
-    "services.cli.commands.samples",
+    "services.extras.samples.command",
     "services.cli.commands.spec",
     "matplotlib.backends.backend_agg",
     "transformers.convert_slow_tokenizer",

@@ -22,7 +22,7 @@ from services.cli.api import Api, ApiError
 from services.cli.api_calls import DEFAULT_STATE, UP_FILE, StateDirectory, run_until_signal
 from services.cli.commands.spec import Overrides, SpecPath, load_checked, startable_launcher
 from services.cli.companions import CompanionArgs, companions
-from services.cli.follow import follow
+from services.cli.follow import StartReport, follow
 from services.cli.local import (
     LocalServices,
     PreparedServices,
@@ -31,7 +31,6 @@ from services.cli.local import (
     write_bytecode,
 )
 from services.cli.output import console, describe, print_line, write
-from services.cli.start_report import StartReport
 from services.common.runspec.loader import SpecError
 from services.common.runspec.run import RunSpec
 from services.common.task_group import until_first

@@ -1,14 +1,17 @@
-"""Keeps text that says a control token apart from the control token.
+"""Keeps texts apart from what tokenizers add: control tokens, and marks of the start of a text.
 
 A chat template writes control tokens and the texts of messages into one text. A control token in a message is
 escaped before: its number between two private characters replaces it. The rendered text is then encoded in
 pieces, so that an escaped token becomes ordinary text.
 """
 
+import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from tokenizers import Tokenizer
 
 _BEGIN, _END = "\uf8f0", "\uf8f1"
 _ESCAPED = re.compile(f"{_BEGIN}([0-9]{{1,6}}){_END}")
@@ -82,3 +85,35 @@ class ControlTokens:
         parts = (token[:half], token[half:])
         is_plain = not any(self._pattern.search(part) for part in parts)
         return tuple(part for part in parts if part) if is_plain else tuple(token)
+
+
+def without_first_space(backend: Tokenizer) -> Tokenizer | None:
+    """Returns a copy of a tokenizer that marks no start of a text; None if the tokenizer marks none."""
+    parts = {"normalizer": backend.normalizer, "pre_tokenizer": backend.pre_tokenizer}
+    # The whole tokenizer is large: it is copied only if one of these parts marks starts.
+    if not any(part is not None and _marks_start(part) for part in parts.values()):
+        return None
+    content = json.loads(backend.to_str())
+    for name in parts:
+        content[name] = _unmarked(content[name])
+    return Tokenizer.from_str(json.dumps(content))
+
+
+def _marks_start(part: Any) -> bool:
+    state = json.loads(part.__getstate__())
+    return bool(_unmarked(state) != state)
+
+
+def _unmarked(part: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Returns the configuration of a normalizer or a pre-tokenizer without the mark of a start."""
+    if part is None or part["type"] == "Prepend":
+        return None
+    if part["type"] == "Sequence":
+        key = "normalizers" if "normalizers" in part else "pretokenizers"
+        inner = [_unmarked(each) for each in part[key]]
+        return {**part, key: [each for each in inner if each is not None]}
+    if part["type"] == "Metaspace":
+        return {**part, "prepend_scheme": "never"}
+    if part["type"] == "ByteLevel":
+        return {**part, "add_prefix_space": False}
+    return part

@@ -11,7 +11,7 @@ from typing import Any
 
 from services.common.models.chat_layout import ChatLayout, chat_layout
 from services.common.models.configs import check_evaluates, find_file
-from services.common.models.control_tokens import ControlTokens, Piece
+from services.common.models.control_tokens import ControlTokens, Piece, without_first_space
 from services.common.models.evaluator import CHATS, render
 from services.common.models.made_tokenizers import (
     CHARS_PREFIX,
@@ -20,7 +20,6 @@ from services.common.models.made_tokenizers import (
     make_builtin_tokenizer,
     tokenizer_name,
 )
-from services.common.models.text_starts import without_first_space
 from services.common.runspec.run import ModelSpec, RunSpec
 
 # Marks of the assistant's text in a template.

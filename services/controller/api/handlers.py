@@ -7,14 +7,17 @@ import hmac
 import json
 import re
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from typing import Any, Literal
 
+from pydantic import BaseModel
+
 from services.common.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
-from services.common.runspec.defaults import defaults_of
-from services.common.runspec.loader import canonical_json, parse_spec, spec_digest
+from services.common.runspec.keys import flat
+from services.common.runspec.loader import SpecError, canonical_json, parse_spec, spec_digest
+from services.common.runspec.run import RunSpec
 from services.common.telemetry import tracing
 from services.controller.api import operations as ops
 from services.controller.api.principals import Principal
@@ -489,3 +492,50 @@ def _moment(last_event_id: str) -> float | None:
     except ValueError:
         return None
     return moment if 0.0 < moment < 1e11 else None
+
+
+def defaults_of(spec: RunSpec) -> dict[str, Any]:
+    """Returns the value that each dotted key would have if the specification did not set it.
+
+    Keys without which the specification is invalid are absent.
+    """
+    document = json.loads(canonical_json(spec))
+    values = dict(flat(document))
+    # The other keys have the default of their field, which depends on no other key.
+    changed = {key for key in _changed_fields(spec) if key in values}
+    defaults = {key: value for key, value in values.items() if key not in changed}
+    for key in changed:
+        try:
+            without = dict(flat(json.loads(canonical_json(parse_spec(_without(document, key))))))
+        except SpecError:
+            continue
+        defaults[key] = without.get(key)
+    return defaults
+
+
+def _changed_fields(part: BaseModel, prefix: str = "") -> Iterator[str]:
+    """Yields the dotted keys whose values differ from the defaults of their fields."""
+    for name, info in type(part).model_fields.items():
+        value = getattr(part, name)
+        if isinstance(value, BaseModel):
+            yield from _changed_fields(value, f"{prefix}{name}.")
+        elif info.is_required() or value != info.get_default(call_default_factory=True):
+            yield from _keys(value, f"{prefix}{name}")
+
+
+def _keys(value: object, key: str) -> Iterator[str]:
+    """Yields the dotted keys of a value; those of a list are one."""
+    if isinstance(value, BaseModel):
+        yield from (f"{key}.{name}" for name, _ in flat(value.model_dump(mode="json")))
+    elif isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _keys(inner, f"{key}.{name}")
+    else:
+        yield key
+
+
+def _without(document: dict[str, Any], key: str) -> dict[str, Any]:
+    """Returns a copy of a document without one dotted key."""
+    name, _, rest = key.partition(".")
+    others = {other: value for other, value in document.items() if other != name}
+    return {**others, name: _without(document[name], rest)} if rest else others

@@ -25,7 +25,7 @@ from services.common.settings import set_defaults
 from services.extras.replay import files
 from services.extras.replay.files import Columns, StepNumbers
 from services.trainer.engines.base import TrainEngine
-from services.trainer.ranks.step_recording import RecorderMaker
+from services.trainer.ranks.rank import RecorderMaker
 from services.trainer.steps.step import StepResult
 from services.trainer.transfers import Fetch
 from services.weightsync.checksum import write_tensor_checksums

@@ -15,8 +15,7 @@ from services.trainer.checkpoint.checkpointer import Checkpointer
 from services.trainer.checkpoint.compatibility import CRITIC, critic_folder, model_facts
 from services.trainer.checkpoint.manifest import STEP_PREFIX, UnusableCheckpointError
 from services.trainer.engines.base import EngineArgs, ModelRole, Progress, build_engines
-from services.trainer.ranks.rank import Rank, Runner, StepProfiler
-from services.trainer.ranks.step_recording import StepRecorder, prepare_recorder
+from services.trainer.ranks.rank import Rank, Runner, StepProfiler, StepRecorder, prepare_recorder
 from services.trainer.ranks.training_recorder import TrainingRecorder
 from services.trainer.settings import TrainerSettings
 from services.trainer.steps.critic import CriticRunner

@@ -1,7 +1,7 @@
 """One rank's part in training: plans a batch, fetches its share of the samples and trains them."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,8 +10,9 @@ from typing import Protocol
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from services.common.callables import load_callable
 from services.common.errors import FailedPreconditionError, NotFoundError
-from services.common.runspec.run import RunSpec
+from services.common.runspec.run import RECORDERS, RunSpec
 from services.common.telemetry.metrics import PhaseTimer
 from services.trainer.batch.plan import StepPlan, plan_step, shard_of
 from services.trainer.batch.samples import (
@@ -23,7 +24,6 @@ from services.trainer.batch.samples import (
 )
 from services.trainer.checkpoint.checkpointer import Checkpointer, Snapshot
 from services.trainer.engines.base import OomLimitError, TrainEngine, score_text
-from services.trainer.ranks.step_recording import StepRecorder
 from services.trainer.ranks.training_recorder import TrainingRecorder
 from services.trainer.steps.step import StepResult
 from services.trainer.steps.updates import NonFiniteGuard, nonfinite_inputs
@@ -32,6 +32,41 @@ from services.weightsync.canary import Canary, canary_text
 from services.wire.batch import KVBatchMeta
 from services.wire.data.jagged import Jagged
 from services.wire.step_command import StepCommand
+
+
+class StepRecorder(Protocol):
+    """Records the steps of one rank."""
+
+    written_s: float
+    """CPU seconds that the newest complete record of a step took beside the training."""
+
+    def begin(self, step: int, spec: RunSpec, engine: TrainEngine) -> None:
+        """Records a start that continues after ``step``; all ranks call it."""
+
+    def recorded(self, fetch: Fetch) -> Fetch:
+        """Returns a fetch that also records what it fetched."""
+
+    def finish(self, command: StepCommand, result: StepResult, *, engine: TrainEngine) -> None:
+        """Records a trained step; may wait for the record of the step before."""
+
+    def accumulated(self, meta: KVBatchMeta, *, weight_version: int) -> None:
+        """Records groups that were trained before their batch was complete."""
+
+    def wait(self) -> None:
+        """Waits until everything is written."""
+
+
+RecorderMaker = Callable[[Path, int, TrainEngine], StepRecorder]
+"""Takes the folder of the checkpoints, this process's rank and the engine of the policy."""
+
+
+def prepare_recorder(spec: RunSpec) -> RecorderMaker | None:
+    """Returns what makes the recorder that ``record`` names, or None; call it before a model is loaded."""
+    if spec.record == "off":
+        return None
+    maker: RecorderMaker = load_callable(RECORDERS[spec.record])(spec)
+    return maker
+
 
 logger = logging.getLogger(__name__)
 

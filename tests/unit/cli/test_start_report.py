@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from services.cli.start_report import START, StartReport
+from services.cli.follow import START, StartReport
 
 PHASES = {"rollout-0": {"imports": 4.0, "starting the engine": 30.0}}
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from services.common.runspec.defaults import defaults_of
 from services.common.runspec.keys import flat
 from services.common.runspec.loader import canonical_json, parse_spec
+from services.controller.api.handlers import defaults_of
 from tests.helpers.cli import REPOSITORY
 
 EXAMPLES = [

@@ -1,0 +1,1 @@
+"""``slipstream doctor``: what runs can name on this machine."""

@@ -1,0 +1,1 @@
+"""``slipstream samples``: kept samples of a run as text or JSON lines."""
