@@ -3,7 +3,7 @@
 Requests run all the time, and each of their tokens states the weight version that sampled it. Its logprob is
 compared with that of a plain forward pass of that version's weights; versions differ by whole nats.
 
-Usage: PYTHON -m bench.rollout.fleet_updates [--engine sglang-server] [--updates 200] [--out FILE]
+Usage: PYTHON -m bench.rollout.fleet_updates [--engine sglang-server] [--updates 200] [--seconds 3600] [--out FILE]
 
 ``PYTHON`` is that of an environment with the engine's CPU build; see ``tests/engines/run.sh``.
 
@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import json
 import random
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -132,9 +133,12 @@ async def _ask(engine: FleetEngine, worker: int, verdict: Verdict) -> None:
         number += 1
 
 
-async def _update(engine: FleetEngine, updates: int) -> None:
-    """Puts one version after the other into service; some tokens are sampled under each."""
+async def _update(engine: FleetEngine, updates: int, seconds: float) -> int:
+    """Puts one version after the other into service, and waits for tokens under it; returns their number."""
+    ends_at = time.monotonic() + seconds
     for version in range(updates):
+        if time.monotonic() > ends_at:
+            return version
         weights = {name: value.detach() for name, value in model_of(version).named_parameters()}
         async with asyncio.timeout(_UPDATE_DEADLINE_S):
             await engine.adopt_weights(version, weights)
@@ -143,9 +147,10 @@ async def _update(engine: FleetEngine, updates: int) -> None:
                 await asyncio.sleep(_PAUSE_S)
         if version % 10 == 0:
             print(json.dumps({"version": version}), flush=True)
+    return updates
 
 
-async def measure(servers: Sequence[LocalServer], updates: int) -> dict[str, Any]:
+async def measure(servers: Sequence[LocalServer], updates: int, seconds: float) -> dict[str, Any]:
     """Returns what happened in all updates."""
     events: Counter[str] = Counter()
     name, verdict = servers[0].engine, Verdict()
@@ -168,7 +173,7 @@ async def measure(servers: Sequence[LocalServer], updates: int) -> dict[str, Any
     try:
         await engine.wait_ready()
         asking = [asyncio.ensure_future(_ask(engine, n, verdict)) for n in range(_RUNNING)]
-        updating = asyncio.ensure_future(_update(engine, updates))
+        updating = asyncio.ensure_future(_update(engine, updates, seconds))
         done, _ = await asyncio.wait(
             {updating, serving, *asking}, return_when=asyncio.FIRST_COMPLETED
         )
@@ -179,7 +184,7 @@ async def measure(servers: Sequence[LocalServer], updates: int) -> dict[str, Any
             task.cancel()
         await asyncio.wait([serving, *asking])
     return {
-        "updates": updates,
+        "updates": updating.result(),
         "responses": verdict.num_responses,
         "responses_of_several_versions": verdict.num_crossing,
         "tokens": verdict.num_tokens,
@@ -194,6 +199,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engine", choices=_KINDS, default="sglang-server")
     parser.add_argument("--updates", type=int, default=200)
+    parser.add_argument("--seconds", type=float, default=3600.0, help="begin no update later")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     kind, options = _KINDS[arguments.engine]
@@ -201,9 +207,9 @@ def main() -> None:
         local_servers(kind, tiny_config(), 2, "--dtype", "float32", *options) as servers,
         killing(servers, seed=0) as kills,
     ):
-        result = asyncio.run(measure(servers, arguments.updates))
+        result = asyncio.run(measure(servers, arguments.updates, arguments.seconds))
     result = {"engine": arguments.engine, "servers": 2, "kills": len(kills), **result}
-    few = len(kills) * _KILL_SHARE < arguments.updates
+    few = len(kills) * _KILL_SHARE < result["updates"]
     result["meets_bars"] = not (result["tokens_under_a_wrong_version"] or few)
     out = arguments.out or Path(f"bench/results/fleet-updates-{arguments.engine}.json")
     report_to(out, result)
