@@ -3,7 +3,7 @@
 Requests run all the time, and each of their tokens states the weight version that sampled it. Its logprob is
 compared with that of a plain forward pass of that version's weights; versions differ by whole nats.
 
-Usage: PYTHON -m bench.rollout.fleet_updates [--engine sglang-server] [--updates 200] [--seconds 3600] [--out FILE]
+Usage: PYTHON -m bench.rollout.fleet_updates [--engine sglang-server] [--updates 200] [--out FILE]
 
 ``PYTHON`` is that of an environment with the engine's CPU build; see ``tests/engines/run.sh``.
 
