@@ -1,5 +1,6 @@
 """A server with SGLang's interface around an engine whose logprobs show its weights."""
 
+import asyncio
 import base64
 import json
 import pickle
@@ -47,6 +48,7 @@ class SglangEngine:
         self.script: list[int] = []
         """Next tokens; a token 15 ends a response, as the server's configuration says."""
         self.is_paused = self.is_updating = False
+        self.num_pauses = 0
         self.failing: set[str] = set()
         """Paths that answer 400."""
         self.calls: list[str] = []
@@ -65,6 +67,7 @@ class SglangEngine:
                 self.labels.append(self.label)
             case "/pause_generation":
                 self.is_paused = True
+                self.num_pauses += 1
             case "/continue_generation":
                 self.is_paused = False
             case "/begin_weight_update" | "/end_weight_update":
@@ -85,13 +88,16 @@ class SglangEngine:
     async def server_info(self, request: Request) -> Response:
         return JSONResponse({**self.answers, "startup_time": {"total": self.started_at}})
 
-    def _info(self, tokens: list[int], number: int, finish: object) -> dict[str, Any]:
+    def _info(
+        self, tokens: list[int], number: int, finish: object, bias: float | None = None
+    ) -> dict[str, Any]:
+        logprob = -(self.bias if bias is None else bias)
         return {
             "weight_version": self.label,
             "finish_reason": finish,
             "completion_tokens": number,
             "cached_tokens": 0,
-            "output_token_logprobs": [[-self.bias, token, None] for token in tokens],
+            "output_token_logprobs": [[logprob, token, None] for token in tokens],
         }
 
     async def generate(self, request: Request) -> Response:
@@ -105,12 +111,22 @@ class SglangEngine:
         most = body["sampling_params"]["max_new_tokens"]
 
         async def events() -> AsyncIterator[str]:
+            while self.is_paused:  # noqa: ASYNC110 -- as short as the tokens
+                await asyncio.sleep(0.001)
+            num_pauses = self.num_pauses
             for number in range(1, most + 1):
+                # As in SGLang, the label is read after the token was sampled.
+                bias = self.bias
+                await asyncio.sleep(0.001)
+                if num_pauses != self.num_pauses:
+                    info = self._info([], number - 1, {"type": "abort"})
+                    yield f"data: {json.dumps({'meta_info': info})}\n\n"
+                    break
                 token = self.script.pop(0) if self.script else 7
                 finish = {"type": "length"} if number == most else None
                 if token == 15:
                     finish = {"type": "stop", "matched": token}
-                info = self._info([token], number, finish)
+                info = self._info([token], number, finish, bias)
                 yield f"data: {json.dumps({'meta_info': info})}\n\n"
                 if finish:
                     break

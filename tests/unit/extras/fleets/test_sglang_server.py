@@ -1,6 +1,7 @@
 """An SGLang server gets work only under a weight version that this session set, and no other token counts."""
 
 import asyncio
+import random
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -13,10 +14,11 @@ from services.extras.fleets import sglang_server as module
 from services.extras.fleets.client import ServerAwayError, ServerBusyError, ServerRefusedError
 from services.extras.fleets.engine import FleetEngine
 from services.extras.fleets.sglang_server import Label, SglangServer, build
+from services.rollout.engines.base import GenerationResult
 from tests.helpers.engines import request, running, until
 from tests.unit.extras.fleets.servers import LOCAL, TOKEN, fleet_weights
 from tests.unit.extras.fleets.sglang_servers import SglangFake
-from tests.unit.extras.fleets.test_fleet import _adopt, _config
+from tests.unit.extras.fleets.test_fleet import _adopt, _config, _value
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +40,7 @@ async def _serving(number: int = 1) -> AsyncIterator[list[SglangFake]]:
 @asynccontextmanager
 async def _engine(servers: list[SglangFake], events: list[str]) -> AsyncIterator[FleetEngine]:
     engine = build(_config([], events, arguments=_arguments(servers)))
-    async with running(engine), asyncio.timeout(30):
+    async with running(engine), asyncio.timeout(600):
         await until(lambda: len(engine.backend.fleet.attached) == len(servers), poll_s=0.005)
         yield engine
 
@@ -216,3 +218,38 @@ async def test_what_a_server_lacks_is_named(changes: dict[str, Any], message: st
         server.sglang.answers |= changes
         with pytest.raises(EngineDiedError, match=message):
             await build(_config([], [], arguments=_arguments([server]))).run()
+
+
+@pytest.mark.parametrize(
+    "updates", [20, pytest.param(200, marks=[pytest.mark.nightly, pytest.mark.timeout(600)])]
+)
+async def test_no_token_has_another_version_than_it_states_while_servers_restart_at_random(
+    updates: int,
+) -> None:
+    draws = random.Random(5)
+    results: list[GenerationResult] = []
+    async with _serving(3) as servers, _engine(servers, []) as engine:
+        await _adopt(engine, 0, _value(0))
+
+        async def sample(number: int) -> None:
+            for index in range(updates):
+                asked = request(f"r{number}.{index}", (number, 2), max_tokens=6)
+                results.append(await engine.generate(asked))
+
+        async def restart() -> None:
+            while True:
+                await draws.choice(servers).restart()
+                await asyncio.sleep(draws.uniform(0.02, 0.2))
+
+        async with asyncio.timeout(20 * updates), asyncio.TaskGroup() as tasks:
+            restarting = tasks.create_task(restart())
+            sampling = [tasks.create_task(sample(number)) for number in range(4)]
+            for version in range(1, updates + 1):
+                await _adopt(engine, version, _value(version))
+            await asyncio.wait(sampling)
+            restarting.cancel()
+    assert len(results) == 4 * updates
+    for result in results:
+        assert len(result.token_ids) == 6
+        versions = [version for version, count in result.version_runs for _ in range(count)]
+        assert list(result.logprobs) == [-_value(version) for version in versions]
