@@ -61,6 +61,7 @@ bench-weightsync: $(READY) ## Weight sync against the raw bandwidth of the link 
 	$(BIN)/python -m bench.weightsync $(OPTIONS)
 	$(BIN)/python -m bench.weightsync.end_to_end $(OPTIONS)
 	$(BIN)/python -m bench.weightsync.shared $(OPTIONS)
+	$(BIN)/python -m bench.weightsync.storage $(OPTIONS)
 
 bench-recovery: $(READY) ## Rollouts, and ranks of a trainer, killed at random: time until the others serve the new version, first causes
 	$(BIN)/python -m tests.faults.weight_kills

@@ -6,6 +6,7 @@
 If more than a third of the words changed, or a member does not hold the base, everything is sent.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,6 +29,7 @@ _EVERYTHING = -1
 # A changed word of 4 bytes is sent with its position of 8 bytes, in total three times its size.
 _WORTHWHILE = 3
 _WORD, _PLACE = torch.int32, torch.int64
+_PIECE_WORDS = 1 << 18
 
 
 class DeltaSender(ShadowSender):
@@ -63,7 +65,7 @@ class DeltaSender(ShadowSender):
         ((source, channel),) = group.channels.items()
         group.bound(self.plan, order.timeout_s)
         now = self._arena.buffers[source].view(_WORD)
-        places = (now != self._sent.buffers[source].view(_WORD)).nonzero().flatten()
+        places = changed_places(now, self._sent.buffers[source].view(_WORD))
         is_worthwhile = places.numel() * _WORTHWHILE < now.numel()
         num_changed = places.numel() if is_worthwhile else _EVERYTHING
         header = make_header(self.plan, order, source, num_changed).to(now.device)
@@ -133,6 +135,26 @@ class DeltaReceiver(ShadowReceiver):
     def _fill(self, channel: Channel, part: Tensor) -> None:
         for work in [channel.broadcast(piece) for piece in _pieces(part, self.plan)]:
             work.wait()
+
+
+def changed_places(now: Tensor, before: Tensor) -> Tensor:
+    """Returns the positions of the words that differ, ascending: ``[num_changed]`` int64.
+
+    In host memory the words are compared in pieces that stay in the processor's cache, by NumPy, whose search
+    for the changed ones is faster than torch's.
+
+    Args:
+        now: ``[n]`` int32.
+        before: ``[n]`` int32.
+    """
+    if now.is_cuda:
+        return (now != before).nonzero().flatten()
+    pairs = zip(now.split(_PIECE_WORDS), before.split(_PIECE_WORDS), strict=True)
+    places = [
+        np.flatnonzero(one.numpy() != other.numpy()) + number * _PIECE_WORDS
+        for number, (one, other) in enumerate(pairs)
+    ]
+    return torch.from_numpy(np.concatenate(places))
 
 
 def _pieces(part: Tensor, plan: WeightPlan) -> tuple[Tensor, ...]:

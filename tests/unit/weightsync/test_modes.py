@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from services.common.errors import DataLossError, FailedPreconditionError, ServiceError
+from services.extras.weight_modes.delta import changed_places
 from services.weightsync import arena, transfer
 from services.weightsync.group import Channel
 from services.weightsync.modes import staged
@@ -212,3 +213,14 @@ def test_a_shadow_is_divided_among_the_engines_devices_in_whole_tensors():
     assert all(sizes.values())
     assert max(sizes.values()) <= sum(sizes.values()) / 2 + largest
     assert [part.nbytes for part in flat] == [tensors[spec.name].nbytes for spec in specs]
+
+
+@pytest.mark.parametrize("num_words", [1, 1000, (1 << 18) - 1, 1 << 18, (1 << 19) + 17])
+def test_changed_places_are_those_of_a_comparison_of_all_words(num_words):
+    before = torch.randint(0, 3, (num_words,), dtype=torch.int32)
+    now = before.clone()
+    assert changed_places(now, before).tolist() == []
+    now[torch.randint(num_words, (num_words // 50 + 1,))] += 1
+    places = changed_places(now, before)
+    assert places.dtype == torch.int64
+    assert torch.equal(places, (now != before).nonzero().flatten())
