@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from bench.report import report_to
 from bench.whole_run import REPOSITORY
-from services.trainer.engines.fsdp.optim import AdamW8bit
+from services.extras.optimizers.eight_bit import AdamW8bit
 
 RESULTS = REPOSITORY / "bench" / "results" / "trainer-moments.json"
 _OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.0}

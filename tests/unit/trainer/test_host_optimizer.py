@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from services.trainer.engines.fsdp.optim import HostAdamW
+from services.extras.optimizers.host import HostAdamW
 from services.wire.step_command import StepCommand
 from tests.helpers.batches import policy_of, random_queue, rank_of, spec_of
 

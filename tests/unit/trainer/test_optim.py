@@ -8,8 +8,9 @@ from torch import nn
 
 from services.common.models.quantization import block_of_moments, moment_bytes
 from services.common.runspec.trainer import OptimizerSpec
-from services.trainer.engines.fsdp import optim
-from services.trainer.engines.fsdp.optim import build_optimizer, levels_of_moments
+from services.extras.optimizers import eight_bit
+from services.extras.optimizers.eight_bit import levels_of_moments
+from services.trainer.engines.fsdp.optim import build_optimizer
 from tests.helpers.optimizers import (
     EIGHT_BITS,
     MUON,
@@ -129,6 +130,6 @@ def test_matrices_have_one_byte_a_moment_and_a_scale_a_block() -> None:
 @pytest.mark.parametrize("part_bytes", [8, 40_000, 1 << 27])
 def test_parts_of_moments_update_as_one(monkeypatch: pytest.MonkeyPatch, part_bytes: int) -> None:
     expected = updated(Matrices(), Matrices(), EIGHT_BITS)
-    monkeypatch.setattr(optim, "_PART_VALUES", part_bytes // 8)
+    monkeypatch.setattr(eight_bit, "_PART_VALUES", part_bytes // 8)
     for name, value in updated(Matrices(), Matrices(), EIGHT_BITS).items():
         torch.testing.assert_close(value, expected[name], atol=0, rtol=0, msg=name)

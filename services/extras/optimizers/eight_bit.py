@@ -1,0 +1,182 @@
+"""AdamW whose moments have 8 bits."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from services.common.models.quantization import PART_BYTES, block_of_moments
+from services.trainer.collectives import local_part, spread_like
+from services.trainer.engines.fsdp.optim import update_parts
+
+_MOMENTS: Final = ("exp_avg", "exp_avg_sq")
+_IS_SIGNED: Final = {"exp_avg": True, "exp_avg_sq": False}
+_PART_VALUES: Final = PART_BYTES // 8
+"""Values whose two float32 moments are one part."""
+_EXPONENTS: Final = 7
+"""Number of exponents of the 8-bit type: powers of ten from ``10**-6`` to 1. Larger exponents have more
+values.
+"""
+
+
+class AdamW8bit(torch.optim.AdamW):
+    """AdamW whose moments of large matrices have 8 bits; vectors and small matrices keep float32.
+
+    The type is the dynamic tree of 8-bit optimizers (arXiv:2110.02861), as in bitsandbytes and torchao, with
+    a scale for each block of consecutive values. A block never leaves its row, so every sharding by rows has
+    the same blocks, the result does not depend on the sharding, and any number of processes can load a
+    checkpoint. An update dequantizes some rows at a time.
+
+    The states of a parameter are ``exp_avg`` and ``exp_avg_sq``, and for 8 bits the ``*_scale`` of each.
+
+    Args:
+        groups: Parameter groups, as in other optimizers.
+        **options: Options of ``torch.optim.AdamW``.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]], **options: Any) -> None:
+        super().__init__(list(groups), fused=True, **options)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter] = _no_moments(parameter)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Updates all parameters that have a gradient."""
+        for group in self.param_groups:
+            part: list[_QuantizedRows] = []
+            for rows in _rows_of(group["params"], self.state):
+                part.append(rows)
+                if sum(each.weight.numel() for each in part) >= _PART_VALUES:
+                    _update_rows(part, group)
+                    part = []
+            _update_rows(part, group)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.state[parameter]["step"] += 1
+
+
+@dataclass(frozen=True, slots=True)
+class _QuantizedRows:
+    """Some rows of this rank's part of a parameter."""
+
+    weight: Tensor
+    gradient: Tensor
+    state: Mapping[str, Tensor]
+    """The optimizer's state of these rows, and ``step`` before the update."""
+
+
+def _rows_of(
+    parameters: Iterable[nn.Parameter], states: Mapping[Tensor, Mapping[str, Tensor]]
+) -> Iterator[_QuantizedRows]:
+    """Yields the rows of parameters that have gradients, in blocks whose moments fit into a part."""
+    for parameter in parameters:
+        if parameter.grad is None:
+            continue
+        weight, gradient = local_part(parameter.detach()), local_part(parameter.grad)
+        state = {name: local_part(value) for name, value in states[parameter].items()}
+        step = state.pop("step")
+        if block_of_moments(tuple(parameter.shape)) is None:
+            yield _QuantizedRows(weight, gradient, {**state, "step": step.clone()})
+            continue
+        size = max(1, _PART_VALUES * len(weight) // max(1, weight.numel()))
+        for start in range(0, len(weight), size):
+            rows = slice(start, start + size)
+            some = {name: value[rows] for name, value in state.items()}
+            yield _QuantizedRows(weight[rows], gradient[rows], {**some, "step": step.clone()})
+
+
+def _update_rows(part: list[_QuantizedRows], group: Mapping[str, Any]) -> None:
+    moments = {name: [_read_moment(rows.state, name) for rows in part] for name in _IS_SIGNED}
+    if not part:
+        return
+    update_parts(
+        group,
+        weights=[rows.weight for rows in part],
+        gradients=[rows.gradient for rows in part],
+        first_moments=moments["exp_avg"],
+        second_moments=moments["exp_avg_sq"],
+        steps=[rows.state["step"] for rows in part],
+    )
+    for name, values in moments.items():
+        for rows, value in zip(part, values, strict=True):
+            _write_moment(rows.state, name, value)
+
+
+def _no_moments(parameter: nn.Parameter) -> dict[str, Tensor]:
+    block = block_of_moments(tuple(parameter.shape))
+    state = {"step": torch.zeros((), device=parameter.device)}
+    for name, is_signed in _IS_SIGNED.items():
+        if block is None:
+            state[name] = torch.zeros_like(parameter, dtype=torch.float32)
+            continue
+        local = local_part(parameter)
+        zero = int((levels_of_moments(is_signed=is_signed) == 0).nonzero())
+        codes = torch.full_like(local, zero, dtype=torch.uint8)
+        scales = local.new_zeros((*local.shape[:-1], local.shape[-1] // block), dtype=torch.float32)
+        whole = (*parameter.shape[:-1], parameter.shape[-1] // block)
+        state[name] = spread_like(codes, parameter)
+        state[_scale(name)] = spread_like(scales, parameter, shape=whole)
+    return state
+
+
+def _scale(name: str) -> str:
+    return f"{name}_scale"
+
+
+def _read_moment(state: Mapping[str, Tensor], name: str) -> Tensor:
+    """Returns a moment in float32; the state itself if it has no scales."""
+    values, scales = state[name], state.get(_scale(name))
+    if scales is None:
+        return values
+    levels = _on_device(is_signed=_IS_SIGNED[name], device=values.device)[0]
+    blocks = levels[values.int()].unflatten(-1, (scales.shape[-1], -1))
+    moments: Tensor = (blocks * scales[..., None]).flatten(-2)
+    return moments
+
+
+def _write_moment(state: Mapping[str, Tensor], name: str, value: Tensor) -> None:
+    if (scales := state.get(_scale(name))) is None:
+        return
+    is_signed = _IS_SIGNED[name]
+    midpoints = _on_device(is_signed=is_signed, device=value.device)[1]
+    codes, found = _quantized(value, scales.shape[-1], midpoints, is_signed=is_signed)
+    state[name].copy_(codes)
+    scales.copy_(found)
+
+
+def _quantized(
+    values: Tensor, num_blocks: int, midpoints: Tensor, *, is_signed: bool
+) -> tuple[Tensor, Tensor]:
+    """Returns the uint8 codes of the nearest levels, and the ``[..., num_blocks]`` scales."""
+    blocks = values.unflatten(-1, (num_blocks, -1))
+    scales = blocks.abs().amax(-1)
+    relative = blocks / torch.where(scales == 0, 1.0, scales)[..., None]
+    codes = torch.bucketize(relative, midpoints, right=True, out_int32=True)
+    if not is_signed:
+        # If a second moment were rounded to 0 and its first moment were not, the update would be very large.
+        codes = torch.where(blocks > 0, codes.clamp(min=1), codes)
+    return codes.to(torch.uint8).flatten(-2), scales
+
+
+@cache
+def _on_device(*, is_signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns the values of the 8-bit type, ascending, and the midpoints between neighbours."""
+    levels = levels_of_moments(is_signed=is_signed)
+    return levels.to(device), ((levels[1:] + levels[:-1]) / 2).to(device)
+
+
+def levels_of_moments(*, is_signed: bool) -> Tensor:
+    """Returns the ``[256]`` float32 values of the 8-bit type, ascending: -1 to 1 if signed, else 0 to 1."""
+    levels = [0.0, 1.0]
+    for exponent in range(_EXPONENTS):
+        count = 1 << exponent if is_signed else 2 << exponent
+        edges = torch.linspace(0.1, 1.0, count + 1, dtype=torch.float64)
+        means = 10.0 ** (exponent - _EXPONENTS + 1) * (edges[1:] + edges[:-1]) / 2
+        levels += means.tolist()
+        if is_signed:
+            levels += (-means).tolist()
+    return torch.tensor(sorted(levels), dtype=torch.float32)

@@ -1,0 +1,159 @@
+"""AdamW whose moments are in host memory."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from services.trainer.collectives import local_part, spread_like
+from services.trainer.engines.fsdp.optim import update_parts
+
+_PART_BYTES: Final = 1 << 29
+"""Max bytes of moments that are copied together."""
+_MOMENTS: Final = ("exp_avg", "exp_avg_sq")
+
+
+class HostAdamW(torch.optim.AdamW):
+    """AdamW for parameters on a GPU, with its moments in host memory, which are copied part by part.
+
+    While one part is updated, the next one is copied to the GPU and the last one back, so an update takes
+    as long as the host link needs for both moments in one direction. The result equals that of moments on
+    the GPU.
+
+    Args:
+        groups: Parameter groups, as in other optimizers.
+        part_bytes: Bytes of moments in one part; up to two parts are on the device at a time.
+        **options: Options of ``torch.optim.AdamW``.
+    """
+
+    def __init__(
+        self, groups: Iterable[dict[str, Any]], *, part_bytes: int = _PART_BYTES, **options: Any
+    ) -> None:
+        super().__init__(list(groups), fused=True, **options)
+        self._part_bytes = part_bytes
+        self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter] = {
+                    "step": torch.zeros((), device=parameter.device),
+                    **{moment: _host_zeros(parameter) for moment in _MOMENTS},
+                }
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Updates all parameters that have a gradient; returns when the moments are back in host memory."""
+        parts = list(self._parts())
+        arriving = self._fetched(parts[0]) if parts else None
+        leaving: _FetchedPart | None = None
+        for following in [*parts[1:], None]:
+            if arriving is None:
+                return
+            visit = arriving
+            if leaving is not None:
+                leaving.await_end()
+                leaving = None  # frees its memory for the next part
+            arriving = None if following is None else self._fetched(following)
+            visit.await_end()
+            self._update(visit)
+            leaving = self._returned(visit)
+        if leaving is not None and leaving.done is not None:
+            leaving.done.synchronize()
+
+    def _parts(self) -> Iterator["_HostPart"]:
+        for group in self.param_groups:
+            members: list[nn.Parameter] = []
+            size = 0
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                members.append(parameter)
+                size += len(_MOMENTS) * local_part(parameter).nbytes
+                if size >= self._part_bytes:
+                    yield _HostPart(group, members)
+                    members, size = [], 0
+            if members:
+                yield _HostPart(group, members)
+
+    def _fetched(self, part: "_HostPart") -> "_FetchedPart":
+        there = [local_part(self.state[p][name]) for name in _MOMENTS for p in part.parameters]
+        device = local_part(part.parameters[0]).device
+        here = [torch.empty_like(each, device=device) for each in there]
+        return _FetchedPart(part, here, self._copied(here, there, device=device, leaving=False))
+
+    def _returned(self, visit: "_FetchedPart") -> "_FetchedPart":
+        part = visit.part
+        there = [local_part(self.state[p][name]) for name in _MOMENTS for p in part.parameters]
+        device = visit.moments[0].device
+        done = self._copied(there, visit.moments, device=device, leaving=True)
+        return _FetchedPart(part, visit.moments, done)
+
+    def _update(self, visit: "_FetchedPart") -> None:
+        parameters = visit.part.parameters
+        count = len(parameters)
+        update_parts(
+            visit.part.group,
+            weights=[local_part(parameter) for parameter in parameters],
+            gradients=[
+                local_part(parameter.grad) for parameter in parameters if parameter.grad is not None
+            ],
+            first_moments=visit.moments[:count],
+            second_moments=visit.moments[count:],
+            steps=[self.state[parameter]["step"] for parameter in parameters],
+        )
+
+    def _copied(
+        self,
+        targets: Sequence[Tensor],
+        sources: Sequence[Tensor],
+        *,
+        device: torch.device,
+        leaving: bool,
+    ) -> torch.cuda.Event | None:
+        """Copies on a separate stream: after all computation queued so far, concurrently with later work.
+
+        Returns:
+            The event at the end of the copies; None on a CPU.
+        """
+        stream = None
+        if device.type == "cuda":
+            if self._streams is None:
+                self._streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
+            stream = self._streams[leaving]
+            stream.wait_stream(torch.cuda.current_stream(device))
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
+        return None if stream is None else stream.record_event()
+
+
+@dataclass(frozen=True, slots=True)
+class _HostPart:
+    """Parameters that are updated together."""
+
+    group: dict[str, Any]
+    parameters: list[nn.Parameter]
+
+
+@dataclass(frozen=True, slots=True)
+class _FetchedPart:
+    """A part whose moments are on the device, or are being copied."""
+
+    part: _HostPart
+    moments: list[Tensor]
+    """First moments of all parameters, then their second moments."""
+    done: torch.cuda.Event | None
+    """Recorded at the end of the copies; None on a CPU."""
+
+    def await_end(self) -> None:
+        """Makes later computation on the current stream wait for the copies."""
+        if self.done is not None:
+            torch.cuda.current_stream(self.moments[0].device).wait_event(self.done)
+
+
+def _host_zeros(parameter: nn.Parameter) -> Tensor:
+    local = local_part(parameter)
+    zeros = torch.zeros(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
+    return spread_like(zeros, parameter)
