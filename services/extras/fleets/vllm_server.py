@@ -42,6 +42,7 @@ from services.rollout.engines.engine_config import EngineConfig
 logger = logging.getLogger(__name__)
 
 _BUCKETS_AT_ONCE: Final = 2
+_NO_LOGPROB: Final = -9999.0
 
 
 def build(config: EngineConfig) -> FleetEngine:
@@ -257,9 +258,7 @@ class VllmServer(FleetServer):
             (choice,) = event["choices"]
             token_ids = [int(token) for token in choice.get("token_ids") or []]
             content = (choice.get("logprobs") or {}).get("content") or []
-            logprobs = [
-                float(entry["logprob"]) for entry in content if entry.get("token_id") is not None
-            ]
+            logprobs = [float(entry["logprob"]) for entry in content if _has_logprob(entry)]
             reason = choice.get("finish_reason")
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise ServerFailedError(
@@ -313,3 +312,13 @@ class VllmServer(FleetServer):
         return await self.ask(
             method, path, body, headers={**session, **(headers or {})}, timeout_s=timeout_s
         )
+
+
+def _has_logprob(entry: Mapping[str, Any]) -> bool:
+    """Returns True if an entry has the logprob of a token.
+
+    vLLM 0.26 names tokens ``token_id:N`` only, and writes -9999 where it has no logprob.
+    """
+    if "token_id" in entry:
+        return entry["token_id"] is not None
+    return str(entry["token"]).startswith("token_id:") and entry["logprob"] > _NO_LOGPROB

@@ -40,6 +40,16 @@ class BoundedStage(PipelineStage):
         with self._without_memory():
             super()._setup_backward_recv_info(*arguments, **options)
 
+    if not hasattr(PipelineStage, "_setup_forward_recv_info"):  # torch before 2.12
+
+        def _prepare_forward_infra(self, *arguments: Any, **options: Any) -> Any:
+            with self._without_memory():
+                return super()._prepare_forward_infra(*arguments, **options)
+
+        def _prepare_backward_infra(self, *arguments: Any, **options: Any) -> Any:
+            with self._without_memory():
+                return super()._prepare_backward_infra(*arguments, **options)
+
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[distributed.P2POp]:
         """Returns the receptions of a micro-batch's states."""
         self._allocate(self.args_recv_info[fwd_chunk_id])
@@ -54,7 +64,7 @@ class BoundedStage(PipelineStage):
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[distributed.P2POp]:
         """Returns the sending of a micro-batch's gradients, after its backward pass."""
         for infos in (self.args_recv_info, self.grad_recv_info):
-            for info in infos.get(bwd_chunk_id, ()):
+            for info in _received(infos.get(bwd_chunk_id, ())):
                 info.buffer = None
         return super().get_bwd_send_ops(bwd_chunk_id)
 
@@ -67,9 +77,16 @@ class BoundedStage(PipelineStage):
             self.device = device
 
     def _allocate(self, infos: Sequence[Any]) -> None:
-        for info in infos:
-            if info.buffer is not None and info.buffer.is_meta:
-                info.buffer = torch.empty_like(info.buffer, device=self.device)
+        for info in _received(infos):
+            buffer = info.buffer
+            if buffer is not None and buffer.is_meta:
+                memory = torch.empty_like(buffer, device=self.device)
+                info.buffer = memory.requires_grad_(buffer.requires_grad)
+
+
+def _received(infos: Sequence[Any]) -> Iterator[Any]:
+    """Yields the tensors of another stage; the first stage's inputs have no buffer before torch 2.12."""
+    return (info for info in infos if hasattr(info, "buffer"))
 
 
 class StagePasses:

@@ -50,6 +50,8 @@ class FakeEngine:
         self.refusals: list[Response] = []
         """Answers to the next requests for tokens."""
         self.malformed: list[str] = []
+        self.entry: dict[str, Any] = {"token_id": 7}
+        """How an entry of logprobs names its token."""
         """Events that each response begins with."""
         self.steps = asyncio.Semaphore(0)
         """Released once for each token that may be sampled."""
@@ -89,7 +91,7 @@ class FakeEngine:
         for index in range(number):
             await self.steps.acquire()
             self.num_sampled += 1
-            entry = {"token_id": 7, "logprob": self.logprob(model)}
+            entry = {**self.entry, "logprob": self.logprob(model)}
             reason = "length" if index == number - 1 else None
             choice = {
                 "index": 0,

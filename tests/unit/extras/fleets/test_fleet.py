@@ -388,6 +388,18 @@ async def test_a_malformed_event_names_the_server(line: str) -> None:
             await engine.generate(request("r", (1, 2), max_tokens=3))
 
 
+async def test_tokens_of_a_vllm_that_names_them_by_text_have_logprobs() -> None:
+    async with serving() as (server,), _engine([server], []) as engine:
+        await _adopt(engine, 1, 0.5)
+        server.engine.entry = {"token": "token_id:7", "top_logprobs": []}
+        _allow([server], MANY)
+        result = await engine.generate(request("r", (1, 2), max_tokens=3))
+        assert (result.token_ids, result.logprobs) == ((7,) * 3, (-0.5,) * 3)
+        server.engine.bias = 9999.0  # what vLLM 0.26 writes for a token without a logprob
+        with pytest.raises(EngineDiedError, match="sent 1 tokens with 0 logprobs"):
+            await engine.generate(request("s", (1, 2), max_tokens=3))
+
+
 async def test_siblings_share_a_server_and_others_go_to_the_idlest() -> None:
     async with serving(2) as servers, _engine(servers, []) as engine:
         await _adopt(engine, 1, 0.5)
