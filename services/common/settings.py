@@ -3,13 +3,14 @@
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager
-from importlib import import_module
 from pathlib import Path
-from typing import ClassVar, Literal, Self
+from pkgutil import resolve_name
+from typing import ClassVar, Final, Literal, Self
 
 from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from services.common.doors import References
 from services.common.errors import InvalidArgumentError
 from services.common.security.confinement import CodePolicy
 from services.common.security.credentials import Identity, read_key
@@ -17,6 +18,9 @@ from services.common.security.tls import Peer, TlsFiles, peer_name
 from services.common.stores import OBJECT_CACHE
 
 _LOOPBACK = ("127.", "localhost:", "[::1]:")
+
+TRACE_EXPORTERS: Final = References("trace_exporters")
+"""Exporters of spans by protocol."""
 
 
 def set_defaults(values: Mapping[str, str]) -> None:
@@ -101,13 +105,13 @@ class ServiceSettings(BaseSettings):
             yield
             return
         try:
-            export = import_module("services.common.telemetry.trace_export")
+            exporting = resolve_name(TRACE_EXPORTERS["otlp"])
         except ModuleNotFoundError as error:
             raise InvalidArgumentError(
                 f"trace_endpoint needs the package {error.name}; pip install 'slipstream[tracing]'"
             ) from error
         facts = {"service.name": f"slipstream-{service}", **facts}
-        with export.exporting(self.trace_endpoint, ratio=self.trace_ratio, facts=facts):
+        with exporting(self.trace_endpoint, ratio=self.trace_ratio, facts=facts):
             yield
 
     @property

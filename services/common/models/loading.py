@@ -5,6 +5,7 @@ of a multimodal checkpoint has a prefix. Tensors of the folder that the model do
 vision tower unless ``model.images`` is true, heads for multi-token prediction.
 """
 
+import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, cast
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from services.common.gpus import GpuMemory, gpu_memory
 from services.common.models.configs import (
     full_config,
     is_folder,
@@ -275,3 +277,32 @@ def _check_found(found: Mapping[str, Any]) -> None:
             f"{name} has shape {list(held)} in the weight files, but {list(expected)} according to "
             "config.json"
         )
+
+
+# The driver takes a moment to release the memory of the process that this one replaces.
+_RELEASE_S: Final = 10.0
+_LOOK_EVERY_S: Final = 0.5
+
+
+def check_free_memory(needed: float, device: torch.device) -> None:
+    """Checks that a GPU which this process has to itself has enough free memory.
+
+    Args:
+        needed: Bytes that this process needs.
+
+    Raises:
+        ValueError: If other processes hold too much of the memory; the message names them.
+    """
+    deadline = time.monotonic() + _RELEASE_S
+    while shortage := _memory_of(device).shortage(needed):
+        if time.monotonic() > deadline:
+            raise ValueError(shortage)
+        time.sleep(_LOOK_EVERY_S)
+
+
+def _memory_of(device: torch.device) -> GpuMemory:
+    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    free, total = torch.cuda.mem_get_info(device)
+    queried = next((gpu for gpu in gpu_memory() if gpu.uuid == uuid), None)
+    processes = queried.processes if queried is not None else ()
+    return GpuMemory(queried.index if queried is not None else 0, uuid, total, free, processes)

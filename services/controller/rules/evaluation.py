@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Literal
 
 from services.common.runspec.trainer import BestSpec
-from services.controller.rules.statistics import term_means
+from services.controller.rules.learning import term_means
 
 Reason = Literal["initial", "periodic", "final", "manual"]
 

@@ -10,7 +10,7 @@ from statistics import NormalDist, fmean, median
 from typing import Any, Literal, Protocol
 
 from services.common.runspec.run import RunSpec
-from services.controller.rules.statistics import DECODE_TIMES, lower_bound_of
+from services.controller.rules.learning import DECODE_TIMES, lower_bound_of
 
 _MAX_SIGMA = 5.0
 # Forward and backward take 1.65 times as long beside a decoding engine (``bench/results/gsm8k-1.5b.json``,

@@ -10,8 +10,7 @@ from transformers import PretrainedConfig
 
 from services.common.callables import load_callable
 from services.common.host import missing_compiler
-from services.common.models.gpu_memory import check_free_memory
-from services.common.models.loading import load_config
+from services.common.models.loading import check_free_memory, load_config
 from services.common.models.tokenizer import Tokenizer
 from services.common.runspec.engines import engine_kind
 from services.common.runspec.rollout import RolloutSpec

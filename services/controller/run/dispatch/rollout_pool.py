@@ -9,8 +9,8 @@ from services.common.errors import ServiceError, UnavailableError
 from services.common.rpc.client import open_channel
 from services.common.task_group import TaskGroup, unwrapped
 from services.controller.membership import Worker
+from services.controller.rules.learning import DECODE_TIMES
 from services.controller.rules.placement import Placement
-from services.controller.rules.statistics import DECODE_TIMES
 from services.wire.workers import GroupAssignment, RolloutClient
 
 logger = logging.getLogger(__name__)

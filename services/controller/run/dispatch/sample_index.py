@@ -10,8 +10,8 @@ from typing import cast
 from services.common.fields import group_of, sample_key
 from services.common.runspec.algorithm import AlgorithmSpec
 from services.controller.rules.difficulty import Member, trains_nothing
+from services.controller.rules.learning import Histogram, histogram, term_means
 from services.controller.rules.ledger import Group
-from services.controller.rules.statistics import Histogram, histogram, term_means
 from services.wire.batch import MISSING, KVBatchMeta, TagValues, pick
 from services.wire.transferqueue.client import TransferQueueClient
 

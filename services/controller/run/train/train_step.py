@@ -19,6 +19,7 @@ from services.controller import metrics
 from services.controller.rules import mismatch
 from services.controller.rules.learning import (
     PATIENCE,
+    Histogram,
     StepSamples,
     nothing_learned,
     step_samples,
@@ -26,7 +27,6 @@ from services.controller.rules.learning import (
 from services.controller.rules.ledger import RUNNING, Group, GroupState, Ledger
 from services.controller.rules.prompts import Mixture
 from services.controller.rules.staleness import choose_batch
-from services.controller.rules.statistics import Histogram
 from services.controller.run.connections import RunConnections
 from services.controller.run.dispatch.sample_index import (
     length_facts,

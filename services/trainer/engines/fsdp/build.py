@@ -16,9 +16,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from services.common.models.gpu_memory import check_free_memory
 from services.common.models.loading import (
     build_model,
+    check_free_memory,
     compute_frequencies,
     load_config,
     read_weights,

@@ -15,7 +15,7 @@ from services.common.rpc.server import serve
 from services.common.settings import ServiceSettings
 from services.common.telemetry import tracing
 from services.common.telemetry.logging import JsonFormatter
-from services.common.telemetry.trace_export import span_sink
+from services.extras.tracing.otlp import span_sink
 from slipstream.transferqueue.v1 import transferqueue_pb2 as pb
 from slipstream.transferqueue.v1 import transferqueue_pb2_grpc
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.controller.rules.statistics import bound_of, histogram, lower_bound_of
+from services.controller.rules.learning import bound_of, histogram, lower_bound_of
 
 
 @pytest.mark.parametrize(

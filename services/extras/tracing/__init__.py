@@ -1,0 +1,1 @@
+"""Export of spans to an OpenTelemetry collector."""
