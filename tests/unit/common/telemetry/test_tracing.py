@@ -158,7 +158,7 @@ def test_missing_packages_are_named(monkeypatch):
     def missing(name):
         raise ModuleNotFoundError(name="opentelemetry.sdk")
 
-    monkeypatch.setattr("services.common.settings.import_module", missing)
+    monkeypatch.setattr("services.common.settings.resolve_name", missing)
     settings = ServiceSettings(trace_endpoint="http://127.0.0.1:4317")
     with (
         pytest.raises(InvalidArgumentError, match=r"slipstream\[tracing\]"),
