@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import json
 import random
+import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -42,6 +43,7 @@ from services.rollout.engines.build import make_engine
 from services.rollout.engines.engine_config import EngineConfig
 
 _TOLERANCE = 1e-3
+_DRAWING = threading.Lock()
 _CONTEXT, _RESPONSE, _RUNNING = 40, 160, 6
 _MOST_TOKENS = 256
 _TOKENS_PER_UPDATE = 60
@@ -74,8 +76,8 @@ def tiny_config() -> Qwen2Config:
 
 
 def model_of(version: int) -> PreTrainedModel:
-    """Returns the model of a weight version."""
-    with torch.random.fork_rng():
+    """Returns the model of a weight version. Threads share one random state, so that one draws at a time."""
+    with _DRAWING, torch.random.fork_rng():
         torch.manual_seed(1000 + version)
         model: PreTrainedModel = Qwen2ForCausalLM(tiny_config())
         model.train(mode=False)
