@@ -219,7 +219,11 @@ def counting(counts: list[int]) -> Any:
 
     def get_fwd_send_ops(stage: BoundedStage, chunk: int) -> Any:
         infos = [info for group in stage.args_recv_info.values() for info in group]
-        held = [info for info in infos if info.buffer is not None and not info.buffer.is_meta]
+        held = [
+            info
+            for info in infos
+            if (buffer := getattr(info, "buffer", None)) is not None and not buffer.is_meta
+        ]
         counts.append(len(held) if stage.has_backward else 0)
         return original(stage, chunk)
 
