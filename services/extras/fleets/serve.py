@@ -3,10 +3,12 @@
 It takes the options of ``vllm serve`` and adds those that a fleet needs (docs/fleets.md).
 """
 
+import importlib.util
 import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from services.common.runspec.engines import ENGINES
@@ -15,13 +17,26 @@ from services.extras.fleets.protocol import MIDDLEWARE, WITHOUT_TOKEN, WORKER_EX
 _MODULE: Final = "vllm.entrypoints.openai.api_server"
 OPTIONS: Final = (
     *("--middleware", MIDDLEWARE, "--worker-extension-cls", WORKER_EXTENSION),
-    *("--enable-scale-out", "--load-format", "dummy", "--skip-tokenizer-init"),
+    *("--load-format", "dummy", "--skip-tokenizer-init"),
     *("--logprobs-mode", "processed_logprobs"),
     *("--hf-overrides", json.dumps({"head_dtype": "float32"})),
 )
 """Options that a fleet needs."""
 _OF_CPU: Final = ("--no-enable-chunked-prefill",)
 """Options that requests with seeds need on a CPU."""
+
+
+def token_option() -> str:
+    """Returns vLLM's option for token ids in and out; versions before ``--enable-scale-out`` have another.
+
+    Reads vLLM's source instead of importing it, which takes seconds.
+    """
+    package = importlib.util.find_spec("vllm")
+    folders = [] if package is None else package.submodule_search_locations or []
+    sources = [Path(folder, "entrypoints", "scale_out", "factories.py") for folder in folders]
+    texts = [path.read_text(encoding="utf-8") for path in sources if path.is_file()]
+    is_older = bool(texts) and not any("enable_scale_out" in text for text in texts)
+    return "--tokens-only" if is_older else "--enable-scale-out"
 
 
 def server_command(options: Sequence[str], *, is_cpu: bool) -> list[str]:
@@ -32,7 +47,7 @@ def server_command(options: Sequence[str], *, is_cpu: bool) -> list[str]:
         is_cpu: True for vLLM's CPU build.
     """
     of_cpu = [*_OF_CPU, *as_options(ENGINES["vllm"].cpu_arguments)] if is_cpu else []
-    return [sys.executable, "-m", _MODULE, *OPTIONS, *of_cpu, *options]
+    return [sys.executable, "-m", _MODULE, *OPTIONS, token_option(), *of_cpu, *options]
 
 
 def server_environment(*, is_cpu: bool) -> Mapping[str, str]:
