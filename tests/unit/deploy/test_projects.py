@@ -116,3 +116,9 @@ def test_what_a_project_cannot_have_is_refused(project: dict[str, Any], key: str
     done = helm("template", "demo", str(CHART), *arguments(vision=project))
     assert done.returncode != 0
     assert key in done.stderr
+
+
+def test_templates_of_projects_are_in_their_config_map_only() -> None:
+    service = one(render(*arguments(vision=VISION)), "Service", "demo-slipstream-workers")
+    kubernetes_validate.validate(service, "1.33", strict=True)
+    assert service["metadata"].keys() == {"name", "namespace", "labels"}
