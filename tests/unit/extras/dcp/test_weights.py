@@ -1,14 +1,27 @@
 """Weights in checkpoints of torch.distributed.checkpoint: written, read under two names, refused safely."""
 
 import pickle
+import pkgutil
 import shutil
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, distributed
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import (
+    FileSystemReader,
+    FileSystemWriter,
+    _StorageInfo,
+)
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
@@ -105,6 +118,44 @@ class _Harm:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Path.touch, (self.touched,)
+
+
+def _metadata_with(files: dict[MetadataIndex, Any]) -> Metadata:
+    """Returns metadata of one embedding."""
+    size = torch.Size([1])
+    chunk = ChunkStorageMetadata(torch.Size([0]), size)
+    tensor = TensorStorageMetadata(TensorProperties(dtype=torch.float32), size, [chunk])
+    return Metadata({"model.embed_tokens.weight": tensor}, storage_data=files)
+
+
+def _shadowed() -> OrderedDict[MetadataIndex, Any]:
+    """Files outside of the folder; the attribute ``values`` hides them."""
+    files: OrderedDict[MetadataIndex, Any] = OrderedDict()
+    files[MetadataIndex("model.embed_tokens.weight", [0])] = _StorageInfo("../secret", 0, 1)
+    files.values = OrderedDict  # type: ignore[assignment]
+    return files
+
+
+def test_metadata_that_hide_a_file_outside_of_the_folder_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "dcp"
+    folder.mkdir()
+    (tmp_path / "secret").touch()
+    (folder / ".metadata").write_bytes(pickle.dumps(_metadata_with(_shadowed())))
+    with pytest.raises(ValueError, match="not the metadata of"):
+        open_weights(folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["torch.distributed.checkpoint.metadata Metadata", "pathlib PosixPath"]
+)
+def test_metadata_cannot_change_a_class(tmp_path: Path, name: str) -> None:
+    # The class, then a state of slots: setattr(CLASS, "harm", True).
+    text = f"c{name.replace(' ', chr(10))}\n".encode()
+    pickled = b"\x80\x02" + text + b"N}X\x04\x00\x00\x00harm\x88s\x86b."
+    (tmp_path / ".metadata").write_bytes(pickled)
+    with pytest.raises(ValueError, match="not the metadata of"):
+        open_weights(tmp_path)
+    assert not hasattr(pkgutil.resolve_name(name.replace(" ", ":")), "harm")
 
 
 def test_metadata_that_would_run_code_are_refused_and_run_nothing(tmp_path: Path) -> None:
