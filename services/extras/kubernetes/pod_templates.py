@@ -86,7 +86,12 @@ class Overrides:
             if amount is None:
                 continue
             bound = self.max.get(name)
-            if bound is None:
+            if parse_quantity(amount) <= 0:  # a limit of 0 is none, and a quota does not count it
+                yield (
+                    f"{key}: expected more than 0, got {amount}, which Kubernetes takes for no limit; "
+                    "remove the key, or name an amount"
+                )
+            elif bound is None:
                 yield (
                     f"{key}: this installation sets it for all runs; remove the key, or ask the "
                     f"administrator for a bound (workers.overrides.max.{name})"

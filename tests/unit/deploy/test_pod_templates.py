@@ -157,6 +157,15 @@ def test_what_is_not_allowed_is_refused_with_the_key_and_the_fix(
     assert "lower it" in problem or "remove" in problem
 
 
+@pytest.mark.parametrize("key", ["cpu", "memory", "shared_memory", "ephemeral_storage"])
+@pytest.mark.parametrize("amount", [0, "0Gi", "0.000"])
+def test_an_amount_of_zero_would_be_without_a_limit_and_is_refused(
+    tmp_path: Path, key: str, amount: int | str
+) -> None:
+    (problem,) = read(tmp_path, OVERRIDES).problems(spec_of("rollout", **{key: amount}))
+    assert problem.startswith(f"pods.rollout.{key}: expected more than 0")
+
+
 def test_annotations_of_the_controller_are_never_a_runs_to_choose(tmp_path: Path) -> None:
     overrides = read(tmp_path, {"annotations": ["slipstream.dev/"]})
     chosen = {"annotations": {"slipstream.dev/gpu-resource": "x"}}
