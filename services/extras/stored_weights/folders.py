@@ -1,12 +1,9 @@
 """Opens the folder of weight versions that a specification names. Imports no torch."""
 
-from typing import Final
-
 from services.common.fields import new_id
 from services.common.stores import StoreFolder, is_url, joined, open_folder, plain_path
+from services.extras.stored_weights.layout import PROBE
 from services.extras.stored_weights.local import LocalFolder
-
-_PROBE: Final = "probe"
 
 
 def open_versions(url: str) -> StoreFolder:
@@ -24,7 +21,7 @@ def check_directory(directory: str) -> None:
     Raises:
         ServiceError: If it cannot, with the store's cause.
     """
-    check_writable(open_versions(joined(directory, new_id(_PROBE))))
+    check_writable(open_versions(joined(directory, new_id(PROBE))))
 
 
 def check_writable(folder: StoreFolder) -> None:
@@ -33,7 +30,7 @@ def check_writable(folder: StoreFolder) -> None:
     Raises:
         ServiceError: If one of these fails.
     """
-    name = new_id(_PROBE)
+    name = new_id(PROBE)
     folder.put(name, memoryview(b"slipstream"))
     try:
         folder.read(name)

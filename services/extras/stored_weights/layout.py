@@ -10,6 +10,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
@@ -19,7 +20,10 @@ import xxhash
 from services.weightsync.transfer import TransferError
 
 MANIFEST: Final = "manifest.json"
+PROBE: Final = "probe"
 _FORMAT: Final = 1
+# Names of versions, with an object of theirs, of probes, and of a folder's unfinished probes.
+_OWN: Final = re.compile(rf"v\d+-e\d+-\d+(-\w+)?/source-\d+/.+|{PROBE}[_-]\w+|\.writing-\w+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +91,12 @@ def parse_manifest(content: bytes, expected_digest: str, where: str) -> tuple[Pa
 
 
 def outdated(names: Iterable[str], kept: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Returns the manifests and the other objects of versions that are not kept."""
+    """Returns the manifests and the other objects of versions that are not kept.
+
+    What has another name is not a version's: the folder may be that of a run's checkpoints and logs.
+    """
     versions = set(kept)
-    old = [name for name in names if name.partition("/")[0] not in versions]
+    own = [name for name in names if _OWN.fullmatch(name)]
+    old = [name for name in own if name.partition("/")[0] not in versions]
     manifests = [name for name in old if name.endswith(f"/{MANIFEST}")]
     return manifests, [name for name in old if not name.endswith(f"/{MANIFEST}")]

@@ -179,6 +179,29 @@ async def test_another_run_s_objects_are_left_alone(tmp_path):
     assert (other / "part-00000").read_bytes() == b"theirs"
 
 
+async def test_what_a_run_has_besides_in_the_same_folder_is_left_alone(tmp_path):
+    run = tmp_path / "run_1"
+    others = ["checkpoints/step-00000010/manifest.json", "logs/trainer-0.log", "vocab/source-0/a"]
+    for name in others:
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).write_bytes(b"theirs")
+    left = [
+        "probe_1f",
+        ".writing-file_1f",
+        "v1-e1-1/source-0/.writing-file_2e",
+        "v1-e1-1/source-0/part",
+    ]
+    for name in left:
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).write_bytes(b"left by a killed process")
+    cluster = StoredCluster(url=str(run))
+    await cluster.form_group()
+    await cluster.publish(0)
+    await cluster.senders[0].retain(1, [], timeout_s=10)
+    files = {path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file()}
+    assert files == {*others}
+
+
 async def test_a_folder_that_cannot_be_written_is_told_when_the_store_is_opened(tmp_path):
     (tmp_path / "file").write_text("")
     cluster = StoredCluster(url=str(tmp_path / "file" / "run_1"))
