@@ -61,11 +61,12 @@ class Shelf:
         """Removes copies beyond the limit, oldest first; returns the names of all that stay.
 
         Args:
-            limit: Number of copies that stay; the newest version and what is read stay in any case.
-            newest: Newest version.
+            limit: Number of copies that stay; the newest version, copies of a version that
+                is being written, and what is read stay in any case.
+            newest: Newest version that is complete.
             read: Names of the copies that rollouts read now.
         """
-        for copy in [c for c in self.copies if c.version != newest and c.name not in read]:
+        for copy in [c for c in self.copies if c.version < newest and c.name not in read]:
             if len(self.copies) <= limit:
                 break
             self.copies.remove(copy)

@@ -6,7 +6,7 @@
 """
 
 import logging
-from collections.abc import Awaitable, Callable, Collection, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 
 from services.common.errors import DeadlineExceededError, ServiceError, UnavailableError
 from services.common.runspec.run import WeightStorageSpec
@@ -76,25 +76,32 @@ class StoreWriter:
         await self._persist(self.form)
 
     async def write(
-        self, version: int, *, held: Collection[int], prepare: Callable[[], Awaitable[object]]
+        self,
+        version: int,
+        *,
+        held: Collection[int],
+        prepare: Callable[[], Awaitable[Mapping[str, int]]],
     ) -> None:
         """Writes the copies of a version that rollouts need and that the store lacks.
 
         Args:
             version: Version that the sources have prepared.
             held: Version that each source sent last and still holds.
-            prepare: Prepares the sources again after a failure; they have copied their weights before.
+            prepare: Prepares the sources again after a failure, and returns what each of them holds then;
+                they have copied their weights before.
 
         Raises:
             UnavailableError: If the trainer does not answer.
             StoreFailedError: If the store fails for longer than ``weight_sync.storage.timeout_s``.
         """
-        held_version = min(held) if len({*held}) == 1 else -1
 
         async def attempt() -> None:
+            nonlocal held
             if self.epoch < 0:
                 await self.form()
-                await prepare()
+                # A source that had sent all parts before the failure holds this version now.
+                held = (await prepare()).values()
+            held_version = min(held) if len({*held}) == 1 else -1
             for base in list(self._missing(version, held_version)):
                 await self._write_copy(version, base)
 
@@ -192,7 +199,7 @@ class StoreWriter:
         """
         limit, newest = self._storage.keep - 1, self._followers.version
         names = self._shelf.retain(limit, newest=newest, read=self._followers.copies)
-        older = [copy.name for copy in self._shelf.copies if copy.version != newest]
+        older = [copy.name for copy in self._shelf.copies if copy.version < newest]
         for name in older[: max(0, len(names) - limit)]:
             await self._followers.stop_readers(name)
         names = self._shelf.retain(limit, newest=newest, read=self._followers.copies)

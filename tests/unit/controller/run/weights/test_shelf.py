@@ -47,3 +47,8 @@ def test_a_damaged_copy_is_not_read_again():
     shelf = Shelf([copy(1)])
     shelf.drop("-1-1")
     assert shelf.path(-1, 1) is None
+
+
+def test_a_copy_of_the_version_that_is_being_written_stays():
+    shelf = Shelf([copy(1), copy(2, 1), copy(2), copy(3, 2)])
+    assert shelf.retain(1, newest=2, read=()) == ["1-2", "-1-2", "2-3"]
