@@ -4,7 +4,8 @@ import errno
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path, PurePosixPath
 from typing import Final
 
@@ -13,6 +14,7 @@ from services.common.fields import new_id
 
 _PIECE_BYTES: Final = 16 << 20
 _UNFINISHED: Final = ".writing-"
+_TRIES: Final = 5
 
 
 class LocalFolder:
@@ -55,9 +57,8 @@ class LocalFolder:
         file = self._root / name
         unfinished = file.with_name(f"{_UNFINISHED}{new_id('file')}")
         with _explained(file):
-            file.parent.mkdir(parents=True, exist_ok=True)
             try:
-                with unfinished.open("wb", buffering=0) as output:
+                with _opened(unfinished) as output:
                     position = 0
                     while position < len(content):
                         position += output.write(content[position : position + _PIECE_BYTES])
@@ -75,6 +76,16 @@ class LocalFolder:
         for folder in sorted(folders, key=lambda folder: -len(folder.parts)):
             with _ignored_if_used():
                 (self._root / folder).rmdir()
+
+
+def _opened(file: Path) -> FileIO:
+    """Creates a file and its folders, which another source may delete meanwhile because they are empty."""
+    for _ in range(_TRIES - 1):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):
+            return FileIO(file, "wb")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    return FileIO(file, "wb")
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import errno
 import os
+from pathlib import Path
 
 import pytest
 
@@ -66,3 +67,19 @@ def test_a_check_names_what_is_wrong(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UnavailableError, match="Not a directory"):
         check_directory(str(tmp_path / "file"))
+
+
+def test_a_folder_that_another_process_deletes_because_it_is_empty_is_made_again(
+    folder, monkeypatch
+):
+    make = Path.mkdir
+    deletions = iter([True, True])
+
+    def made(self, *args, **options):
+        make(self, *args, **options)
+        if self.name == "run" and next(deletions, False):
+            self.rmdir()
+
+    monkeypatch.setattr(Path, "mkdir", made)
+    folder.put("a", memoryview(b"1"))
+    assert folder.sizes() == {"a": 1}
