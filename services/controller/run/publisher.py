@@ -42,6 +42,8 @@ class Publisher:
     _newest: int = field(default=-1, init=False)
     _served: int = field(default=-1, init=False)
     _joining: set[str] = field(default_factory=set, init=False)
+    _late: frozenset[str] = field(default=frozenset(), init=False)
+    """Rollouts that still load the served version from a store; it needs no other publication for them."""
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition, init=False)
 
     @property
@@ -50,7 +52,7 @@ class Publisher:
         is_kept = self.connections.weights.has_copy(self._served + self.version_offset)
         # Colocated runs publish each step; a transfer to joining rollouts alone would need another
         # GPU switch.
-        is_awaited = bool(self._joining) or self.connections.weights.is_lacking
+        is_awaited = bool(self._joining - self._late) or self.connections.weights.is_lacking
         has_to_send = is_awaited and is_kept and not self.gpu_time_sharing.is_needed
         return self._served < self._newest or has_to_send
 
@@ -164,6 +166,7 @@ class Publisher:
             self.scheduler.published(self._open_step(step))  # more slots are available
         async with self._changed:
             self._served = step
+            self._late = frozenset(report.late)
             self._joining.difference_update(report.receivers)
             self._changed.notify_all()
 

@@ -40,6 +40,7 @@ class RolloutPool:
         self._cut_off: set[str] = set()
         self._progress: dict[str, tuple[float, float]] = {}
         self._newest_version = -1
+        self._least_version = 0
 
     async def open(self, workers: Iterable[Worker], *, colocated: Iterable[str] = ()) -> None:
         """Connects to the rollouts.
@@ -163,10 +164,9 @@ class RolloutPool:
         The evaluation of such a rollout ended while the publication ran, so that its weights were the
         newest then. Groups that it would start now could exceed the staleness bound.
         """
-        newest = self.newest_version()
         for name in self._clients.keys() & {*names} - self._reserved:
             self._outdated.add(name)
-            if self._workers[name].weight_version < newest - self._max_lag:
+            if not self._may_generate(self._workers[name]):
                 self._placement.exclude(name)
 
     def readmit_current(self) -> None:
@@ -176,18 +176,26 @@ class RolloutPool:
             version = self._workers[name].weight_version
             if version == newest:
                 self._outdated.discard(name)
-            is_recent = version == newest or 0 <= version >= newest - self._max_lag
-            if is_recent and name not in self._leaving:
+            if self._may_generate(self._workers[name]) and name not in self._leaving:
                 self._placement.include(name)
 
     def oldest_version(self) -> int:
         """Returns the oldest weight version of the rollouts that may receive groups.
 
-        That is the newest one, except for rollouts that load weights at their own pace.
+        That is the newest one, except for rollouts that load weights at their own pace. One that was left
+        behind counts as soon as its weights are recent, and receives groups once they are as new as those
+        by which the gate was opened before.
         """
         newest = self.newest_version()
         versions = (worker.weight_version for worker in self._workers.values())
-        return min((v for v in versions if max(0, newest - self._max_lag) <= v), default=newest)
+        oldest = min((v for v in versions if max(0, newest - self._max_lag) <= v), default=newest)
+        self._least_version = max(self._least_version, oldest)
+        return oldest
+
+    def _may_generate(self, worker: Worker) -> bool:
+        """Returns True if a rollout's weights are new enough for groups, as far as the gate is open."""
+        least = max(self.newest_version() - self._max_lag, self._least_version)
+        return worker.weight_version >= least
 
     def idle_seconds(self) -> dict[str, float]:
         return {

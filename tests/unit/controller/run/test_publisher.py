@@ -55,6 +55,7 @@ class Parts:
 
     async def publish(self, newest):
         await self.may_publish.wait()
+        await asyncio.sleep(0)
         self.is_lacking = False
         self.published.append(newest())
         self.copied = self.version = newest()
@@ -64,7 +65,13 @@ class Parts:
             ("copy_s", "prepare_s", "transfer_s", "adopt_s", "check_s", "stall_s"), 0.0
         )
         return SyncReport(
-            version=newest(), digest="", num_bytes=1, receivers=receivers, lost=self.lost, **times
+            version=newest(),
+            digest="",
+            num_bytes=1,
+            receivers=receivers,
+            lost=self.lost,
+            late=self.late,
+            **times,
         )
 
 
@@ -281,5 +288,24 @@ async def test_a_version_is_published_again_for_a_rollout_that_lacks_a_copy_of_i
     connections.may_publish.set()
     await one.wait_idle()
     assert connections.published == [101, 101]
+    for task in tasks:
+        task.cancel()
+
+
+async def test_a_rollout_that_joins_and_loads_for_long_needs_one_publication():
+    connections = Parts()
+    one = publisher(connections)
+    tasks = [asyncio.create_task(one.run()), asyncio.create_task(one.follow())]
+    await trained(one, 1)
+    await one.wait_served(1)
+    await one.wait_idle()
+    connections.is_missing, connections.late = {"rollout-1"}, ("rollout-1",)
+    await one.admit([rollout("rollout-1")])
+    async with asyncio.timeout(10):
+        await one.wait_idle()
+    assert connections.published == [101, 101]
+    connections.is_missing = set()
+    await connections.on_late()
+    await one.wait_all_serve()
     for task in tasks:
         task.cancel()

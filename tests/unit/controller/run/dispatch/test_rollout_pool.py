@@ -142,12 +142,32 @@ async def test_a_rollout_at_its_own_pace_gets_groups_while_it_is_not_too_far_beh
     replicas.exclude_missed(["rollout-1"])
     assert (replicas.num_replicas, replicas.oldest_version()) == (1, 5)
     late.weight_version = 4
+    replicas.readmit_current()  # the gate was opened by version 5, so that its groups could become stale
+    assert (replicas.num_replicas, replicas.oldest_version()) == (1, 4)
+    near.weight_version, late.weight_version = 6, 5
+    replicas.exclude_missed(["rollout-1"])
     replicas.readmit_current()
-    assert (replicas.num_replicas, replicas.oldest_version()) == (2, 4)
+    assert (replicas.num_replicas, replicas.oldest_version()) == (2, 5)
     assert replicas.present() == ["rollout-0"]
-    late.weight_version = 5
+    late.weight_version = 6
     replicas.readmit_current()
     assert replicas.present() == ["rollout-0", "rollout-1"]
+
+
+@pytest.mark.parametrize("version", [0, 1])
+async def test_a_rollout_that_still_loads_its_first_weights_gets_no_groups(opened, version):
+    replicas, _ = await opened(2, colocated=0)
+    replicas._max_lag = 2
+    replicas._newest_version = -1
+    served, late = (replicas._workers[name] for name in ("rollout-0", "rollout-1"))
+    served.weight_version, late.weight_version = version, -1
+    replicas.exclude_missed(["rollout-1"])
+    replicas.readmit_current()
+    assert replicas.choose("rollout-1", room=4) == ("rollout-0", version)
+    assert replicas.oldest_version() == version
+    late.weight_version = version
+    replicas.readmit_current()
+    assert replicas.num_replicas == 2
 
 
 async def test_a_reserved_rollout_that_misses_a_publication_stays_reserved(opened):
