@@ -65,6 +65,8 @@ class Client:
     page_link = blocking(AsyncClient.page_link)
     watch = iterating(AsyncClient.watch)
 
+    list_fleets = blocking(AsyncClient.list_fleets)
+    get_fleet = blocking(AsyncClient.get_fleet)
     get_quota = blocking(AsyncClient.get_quota)
     list_runs = blocking(AsyncClient.list_runs)
     create_run = blocking(AsyncClient.create_run)

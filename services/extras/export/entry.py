@@ -6,6 +6,6 @@ from services.cli.command import Command
 
 EXPORT: Final = Command(
     panel="Control",
-    summary="Write a run's weights as a Hugging Face folder, adapters merged, with its tokenizer.",
+    summary="Write a run's weights as a Hugging Face or DCP folder, adapters merged, with its tokenizer.",
     function="services.extras.export.command:export",
 )

@@ -34,8 +34,9 @@ from services.transferqueue.shards import Shards
 from services.wire.batch import BlobRef, FieldColumn, KVBatchMeta
 from services.wire.data.encoding import codec
 from services.wire.data.encoding.codec import blob_checksum
+from services.wire.data.placement import place
 from services.wire.data.transport.connection import ShardConnection
-from services.wire.transferqueue.types import PartitionImage, place
+from services.wire.transferqueue.types import PartitionImage
 
 _TIMEOUT_S = 60.0
 _READ_BYTES = 4 << 20

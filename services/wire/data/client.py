@@ -38,11 +38,12 @@ from services.wire.data.encoding.packing import (
 )
 from services.wire.data.encoding.readplan import Extent, plan_read
 from services.wire.data.jagged import Jagged
+from services.wire.data.placement import place
 from services.wire.data.transport.connection import CONNECT_TIMEOUT_S, ShardConnection
 from services.wire.data.transport.links import RETRY_S, Link, Links
 from services.wire.data.transport.socket_transport import TIMEOUT_S
 from services.wire.transferqueue.client import TransferQueueClient
-from services.wire.transferqueue.types import Shard, place
+from services.wire.transferqueue.types import Shard
 
 _MIN_BYTES = 1 << 16
 _HUGE_PAGE_BYTES = 2 << 20

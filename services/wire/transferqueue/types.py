@@ -1,10 +1,8 @@
 """Requests and results of the metadata service as plain Python types."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
-
-import xxhash
 
 from services.wire.batch import KVBatchMeta
 
@@ -126,20 +124,3 @@ class SampleRecordQuery:
     """Max. characters of prompt and response; None for their full text."""
     with_turns: bool = False
     with_tokens: bool = False
-
-
-def place(group: str, shards: Sequence[Shard]) -> str:
-    """Chooses the shard of a group by rendezvous hashing.
-
-    All clients choose the same shard without communication, and adding or removing a shard moves
-    only that shard's fraction of the groups.
-
-    Raises:
-        ValueError: If there is no shard.
-    """
-    if not shards:
-        raise ValueError("no shard is registered; add one or wait for one to start")
-    return max(
-        [shard.shard_id for shard in shards],
-        key=lambda shard_id: xxhash.xxh3_64_intdigest(f"{shard_id}/{group}".encode()),
-    )

@@ -3,7 +3,8 @@
 import pytest
 
 from services.common.fields import group_of
-from services.wire.transferqueue.types import Shard, place
+from services.wire.data.placement import place
+from services.wire.transferqueue.types import Shard
 
 
 def shards(*names: str) -> list[Shard]:
