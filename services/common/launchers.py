@@ -35,3 +35,12 @@ class LauncherKind:
 
 LAUNCHERS: Final = Door("launchers", LauncherKind)
 """The launchers by the value of ``SLIPSTREAM_CONTROLLER_LAUNCHER`` and of the option ``--launcher``."""
+
+PROCESS: Final = LauncherKind(
+    opener="services.controller.manager.launchers:open_processes",
+    site="services.common.launchers:Site",
+    shares_files=True,
+)
+"""Processes of this host."""
+NONE: Final = LauncherKind(opener="services.controller.manager.launchers:open_none")
+"""Workers that another system starts."""

@@ -205,6 +205,11 @@ class TrainEngineKind:
 TRAIN_ENGINES: Final = Door("train_engines", TrainEngineKind)
 """The engines by the value of ``trainer.engine``."""
 
+FSDP: Final = TrainEngineKind(
+    build="services.trainer.engines.fsdp.build:build",
+    supported={"trainer.pipeline_parallel": (1,)},
+)
+
 
 def train_engine_kind(name: str) -> TrainEngineKind:
     """Returns the engine with a name.
