@@ -49,6 +49,11 @@ class Ticket:
     yield_slot: Callable[[], None] = lambda: None
 
     @property
+    def can_yield(self) -> bool:
+        """True if the request runs to its end unless it is asked to yield."""
+        return not (self.is_yielding or self.is_urgent)
+
+    @property
     def unsampled(self) -> float:
         """Tokens that were charged and are not sampled."""
         return max(self.expected - self.num_sampled, 0.0)
@@ -247,12 +252,13 @@ class TokenShares:
                 if pending > 0:
                     pending -= 1
                 elif not self._ask_to_yield(account, active, weights):
-                    return
+                    break
 
     def _ask_to_yield(self, account: Account, active: list[Account], weights: float) -> bool:
         """Asks one request of the run that is furthest ahead; returns False if there is none.
 
         The run must stay ahead nevertheless, so that its slot goes to the account and does not come back.
+        Urgent requests keep their slots: they are short, and cannot continue later.
         """
         first = account.waiting[0]
         cost = self._expected(account, first) + CONTEXT_COST * first.context_tokens
@@ -260,12 +266,15 @@ class TokenShares:
             other
             for other in active
             if len(other.running) - other.num_yielding - self._slots * other.weight / weights >= 1
+            and any(ticket.can_yield for ticket in other.running)
         ]
         ahead = max(above, key=lambda other: other.charged, default=None)
         if ahead is None:
             return False
-        running = [ticket for ticket in ahead.running if not ticket.is_yielding]
-        youngest = min(running, key=lambda ticket: ticket.num_sampled)
+        youngest = min(
+            (ticket for ticket in ahead.running if ticket.can_yield),
+            key=lambda ticket: ticket.num_sampled,
+        )
         after = ahead.charged - youngest.unsampled / ahead.weight
         if after < account.charged + cost / account.weight:
             return False

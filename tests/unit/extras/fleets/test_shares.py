@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -210,3 +211,33 @@ async def test_a_request_whose_client_has_gone_leaves_the_queue() -> None:
     tasks[0].cancel()
     await asyncio.gather(tasks[0], return_exceptions=True)
     assert not account.is_active
+
+
+def test_an_urgent_request_keeps_its_slot() -> None:
+    shares = TokenShares(slots=2, capacity_tokens=10_000)
+    yielded: list[str] = []
+    for run in ("first", "second"):
+        shares.join(run, 1.0)
+    canary, sampling = Ticket("first", 1, 100, is_urgent=True), Ticket("first", 1, 100)
+    for name, ticket in (("canary", canary), ("sampling", sampling)):
+        ticket.yield_slot = partial(yielded.append, name)
+        shares.submit(ticket)
+    shares.record(sampling, 5)
+    for _ in range(2):
+        shares.submit(Ticket("second", 1, 10))
+    assert yielded == ["sampling"]
+
+
+def test_a_run_that_may_take_no_slot_does_not_keep_others_from_theirs() -> None:
+    shares = TokenShares(slots=4, capacity_tokens=10_000)
+    yielded: list[Ticket] = []
+    for run in ("ahead", "long", "short"):
+        shares.join(run, 1.0)
+    for _ in range(4):
+        ticket = Ticket("ahead", 1, 40)
+        ticket.yield_slot = partial(yielded.append, ticket)
+        shares.submit(ticket)
+    shares.submit(Ticket("long", 1, 1024))
+    assert not yielded
+    shares.submit(Ticket("short", 1, 10))
+    assert len(yielded) == 1
