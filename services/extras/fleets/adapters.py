@@ -236,16 +236,18 @@ class SharedServer:
             RefusedError: If the base, the received bytes or the loaded tensors are other ones.
         """
         session, body = self.session(request), await read_body(request)
-        staged = session.upload.complete(body.get("version"), body.get("digest"))
-        base = await self._engine.base_digest()
-        if base != body.get("base"):
-            raise RefusedError(
-                422,
-                f"the server's base weights have digest {base[:12]}, but the run's have "
-                f"{str(body.get('base'))[:12]}; start vLLM with the files of model.path in the dtype of the "
-                "run, or set trainer.lora.sync to merged and give the run servers of its own",
-            )
+        # The first load reads the base weights, which may take longer than a session without a sign of life.
         async with session.changing:
+            staged = session.upload.complete(body.get("version"), body.get("digest"))
+            base = await self._engine.base_digest()
+            if base != body.get("base"):
+                raise RefusedError(
+                    422,
+                    f"the server's base weights have digest {base[:12]}, but the run's have "
+                    f"{str(body.get('base'))[:12]}; start vLLM with the files of model.path in the dtype of "
+                    "the run, or set trainer.lora.sync to merged and give the run servers of its own",
+                )
+            self.session(request)  # its memory ends with it
             adapter = await self._load(session, staged)
         session.seen_at = time.monotonic()
         if self._sessions.get(session.session_id) is not session:
@@ -280,6 +282,11 @@ class SharedServer:
         Raises:
             RefusedError: If the version is not in service, or the request asks for what runs must not.
         """
+        try:
+            body = await read_body(request)
+        except ClientDisconnect:
+            return
+        # Checked afterwards, because the session or its version may end while the request arrives.
         session = self.session(request)
         version = request.headers.get(VERSION_HEADER)
         adapter = session.current
@@ -288,10 +295,6 @@ class SharedServer:
             raise RefusedError(
                 412, f"the request is for weight version {version}, but this server serves {serves}"
             )
-        try:
-            body = await read_body(request)
-        except ClientDisconnect:
-            return
         ticket, content = _prepared(session, adapter, body)
         response = _Response(
             app, request, content, receive, send, is_stream=bool(body.get("stream"))

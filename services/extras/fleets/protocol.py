@@ -20,6 +20,8 @@ GENERATE: Final = "/inference/v1/generate"
 """vLLM's own path for token ids in and out (``--enable-scale-out``)."""
 LOAD_TIMEOUT_S: Final = 120.0
 """Time-out of a load; the longest one copies all weights of a large model. Workers have a little less."""
+WORKERS_TIMEOUT_S: Final = LOAD_TIMEOUT_S - 10.0
+"""Time-out of a load in the workers: the rollout still waits for its reason."""
 SESSION_HEADER: Final = "slipstream-session"
 VERSION_HEADER: Final = "slipstream-weight-version"
 """Version that must be in service; otherwise the server answers 412 and samples nothing."""

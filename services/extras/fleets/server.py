@@ -33,13 +33,13 @@ from services.extras.fleets.protocol import (
     GENERATE,
     LEASE_S,
     LOAD,
-    LOAD_TIMEOUT_S,
     PREFIX,
     SESSION_HEADER,
     STATE,
     VERSION_HEADER,
     WEIGHTS,
     WITHOUT_TOKEN,
+    WORKERS_TIMEOUT_S,
 )
 from services.extras.fleets.staging import StagedWeights
 from services.extras.fleets.uploads import Upload
@@ -51,10 +51,6 @@ _WHILE_SHARED: Final = frozenset({"/health", "/ping", "/metrics", "/version", "/
 """Paths of vLLM that stay open while runs share the server."""
 _OPEN: Final = frozenset({"/health", "/ping"})
 """Paths without a token: probes of an orchestrator have none."""
-
-
-_WORKERS_TIMEOUT_S: Final = LOAD_TIMEOUT_S - 10.0
-"""Time-out of a load in the workers: the rollout still waits for its reason."""
 
 
 class _CutError(RuntimeError):
@@ -277,7 +273,7 @@ class FleetMember:
     ) -> list[dict[str, Any]]:
         engine = request.app.state.engine_client
         try:
-            async with asyncio.timeout(_WORKERS_TIMEOUT_S):
+            async with asyncio.timeout(WORKERS_TIMEOUT_S):
                 workers: list[dict[str, Any]] = await engine.collective_rpc(
                     "load_fleet_weights", args=(staged.description(),)
                 )
@@ -285,7 +281,7 @@ class FleetMember:
             # No version is in service by now, and the next load begins after this one.
             raise RefusedError(
                 500,
-                f"the engine did not load version {staged.version} within {_WORKERS_TIMEOUT_S:.0f} s; "
+                f"the engine did not load version {staged.version} within {WORKERS_TIMEOUT_S:.0f} s; "
                 "restart the server if this repeats",
             ) from error
         except Exception as error:

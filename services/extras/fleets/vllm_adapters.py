@@ -6,6 +6,7 @@ from typing import Any
 
 from services.extras.fleets.answers import RefusedError
 from services.extras.fleets.base import BaseCheckpoint
+from services.extras.fleets.protocol import WORKERS_TIMEOUT_S
 
 logger = logging.getLogger(__name__)
 
@@ -115,9 +116,16 @@ class VllmAdapters:
     async def _call(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
         try:
             # An operation that ends half-way must end in the workers nevertheless.
-            answers: list[dict[str, Any]] = await asyncio.shield(
-                self._state.engine_client.collective_rpc(method, args=arguments)
-            )
+            async with asyncio.timeout(WORKERS_TIMEOUT_S):
+                answers: list[dict[str, Any]] = await asyncio.shield(
+                    self._state.engine_client.collective_rpc(method, args=arguments)
+                )
+        except TimeoutError as error:
+            raise RefusedError(
+                500,
+                f"the engine did not end {method} within {WORKERS_TIMEOUT_S:.0f} s; restart the server "
+                "if this repeats",
+            ) from error
         except Exception as error:
             logger.exception("the engine refused an adapter", extra={"method": method})
             raise RefusedError(422, f"the engine failed in {method}: {error}") from error

@@ -3,15 +3,19 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 import torch
+from starlette.requests import Request
 from torch import Tensor
 
 from services.extras.external_engine.shared_tensors import open_shared
 from services.extras.fleets import adapters as module
+from services.extras.fleets import vllm_adapters
+from services.extras.fleets.answers import RefusedError
 from services.extras.fleets.client import ServerAwayError, ServerBusyError, ServerRefusedError
 from services.extras.fleets.protocol import (
     ADAPTERS,
@@ -331,6 +335,77 @@ async def test_a_run_on_another_base_is_refused() -> None:
             await client.load(weights)
         assert not server.engine.adapters
         await client.close()
+
+
+async def test_a_run_whose_base_is_read_for_long_keeps_its_session(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_CLEANUP_EVERY_S", 0.005)
+    async with _shared() as server:
+        assert server.app is not None
+        adapters = server.app.state.slipstream_adapters
+        is_checked, end_expired = asyncio.Event(), module.SharedServer._end_expired
+
+        async def check(shared: module.SharedServer) -> None:
+            await end_expired(shared)
+            is_checked.set()
+
+        async def read_base() -> str:
+            monkeypatch.setattr(module, "LEASE_S", -1.0)
+            is_checked.clear()
+            await is_checked.wait()
+            monkeypatch.setattr(module, "LEASE_S", 15.0)
+            return bytes(_BASE.tolist()).hex()
+
+        adapters.base_digest = read_base
+        client = _client(server, "a")
+        await client.attach()
+        monkeypatch.setattr(module.SharedServer, "_end_expired", check)
+        await _bring(client, 0, 1.0)
+        assert client.version == 0
+        await client.close()
+
+
+async def test_a_request_that_arrives_while_its_version_is_replaced_samples_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with _shared() as server, _attached(server, "a", 1.0) as client:
+        arrives, go_on = asyncio.Event(), asyncio.Event()
+        read_body = module.read_body
+
+        async def wait(request: Request) -> dict[str, Any]:
+            if request.url.path == GENERATE:
+                arrives.set()
+                await go_on.wait()
+            return await read_body(request)
+
+        monkeypatch.setattr(module, "read_body", wait)
+        asking = asyncio.ensure_future(_generate(server, client))
+        await arrives.wait()
+        await _bring(client, 1, 5.0)
+        go_on.set()
+        answer = await asking
+        assert (answer.status_code, server.engine.requests) == (412, [])
+        assert "serves 1" in answer.text
+
+
+async def test_an_engine_that_hangs_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_adapters, "WORKERS_TIMEOUT_S", 0.05)
+    ended = asyncio.Event()
+
+    async def hang(method: str, args: tuple[object, ...]) -> list[dict[str, Any]]:
+        await ended.wait()
+        return []
+
+    state = SimpleNamespace(
+        engine_client=SimpleNamespace(collective_rpc=hang),
+        openai_serving_models=SimpleNamespace(lora_requests={}),
+    )
+    adapters = vllm_adapters.VllmAdapters(state)
+    with pytest.raises(RefusedError, match="did not end load_fleet_adapter within"):
+        await adapters._call("load_fleet_adapter", 1, "name", "")
+    await adapters.remove(1, "name")
+    ended.set()
 
 
 async def test_an_adapter_that_the_engine_holds_otherwise_gets_no_work() -> None:

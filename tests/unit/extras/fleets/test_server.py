@@ -312,7 +312,7 @@ async def test_a_worker_without_the_extension_is_named() -> None:
 
 
 async def test_a_load_that_does_not_end_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_WORKERS_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(module, "WORKERS_TIMEOUT_S", 0.05)
     async with serving() as (server,), attached(server) as client:
 
         async def never(method: str, args: tuple[str, ...]) -> list[dict[str, Any]]:
