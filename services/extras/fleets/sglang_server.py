@@ -13,7 +13,7 @@ import json
 import pickle  # noqa: TID251 -- the form of SGLang, which is written here and never read
 import secrets
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import quote, unquote
@@ -209,9 +209,11 @@ class SglangServer(FleetServer):
                 await self._check_session()
                 async with self._paused():
                     await self._set_label(self._next_label(_LOADING), aborts=True)
-                    await self._replace(weights, ranks)
-                    await self._compare_checksum(weights)
-                    await self._flush()
+                    async with self._beating():
+                        await self._replace(weights, ranks)
+                        await self._compare_checksum(weights)
+                        await self._flush()
+                    await self._check_session()
                     await self._set_label(self._next_label(str(weights.version)), aborts=True)
         except TimeoutError as error:
             raise ServerAwayError(
@@ -235,6 +237,34 @@ class SglangServer(FleetServer):
         yield
         await self._control("/continue_generation")
 
+    @asynccontextmanager
+    async def _beating(self) -> AsyncIterator[None]:
+        """Shows that this owner lives while the block runs, of which one operation may outlast a lease."""
+        ended = asyncio.Event()
+
+        async def beat() -> None:
+            while not ended.is_set():
+                try:
+                    async with asyncio.timeout(_BEAT_S):
+                        await ended.wait()
+                except TimeoutError:
+                    # The operations have deadlines and reasons of their own.
+                    with suppress(ServerAwayError, ServerRefusedError):
+                        started_at = _now()
+                        await self._check_session()
+                        self._check_delay(started_at)
+                        await self._beat(_LOADING)
+
+        beating = asyncio.ensure_future(beat())
+        try:
+            yield
+            # A beat that was cancelled might arrive after the version's label, and replace it.
+            ended.set()
+            await beating
+        finally:
+            beating.cancel()
+            await asyncio.wait([beating])
+
     async def _replace(self, weights: FleetWeights, ranks: int) -> None:
         """Replaces all weights between the begin and the end of SGLang's update."""
         begin = "/begin_weight_update"
@@ -254,8 +284,7 @@ class SglangServer(FleetServer):
                 {"serialized_named_tensors": [payload] * ranks, "flush_cache": False},
                 timeout_s=LOAD_TIMEOUT_S + len(payload) * ranks / LEAST_RATE,
             )
-            if _now() - self._beat_at >= _BEAT_S:
-                await self._beat(_LOADING)
+            await self._check_session()
         await self._control("/end_weight_update", timeout_s=LOAD_TIMEOUT_S)
 
     async def _compare_checksum(self, weights: FleetWeights) -> None:

@@ -190,6 +190,44 @@ async def test_an_owner_that_lives_keeps_its_server(monkeypatch: pytest.MonkeyPa
         await _client(server, "three").attach()  # at once: the last owner ended
 
 
+async def test_an_owner_keeps_its_server_in_an_operation_that_outlasts_a_lease(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_BEAT_S", 0.1)
+    async with _serving() as (server,):
+        client, weights = _client(server), fleet_weights(1, 0.5)
+        await client.attach()
+        engine = server.sglang
+        may_end = engine.held["/end_weight_update"] = asyncio.Event()
+        loading = asyncio.ensure_future(client.load(weights))
+        await until(lambda: "/end_weight_update" in engine.calls, poll_s=0.005)
+        num_labels = len(engine.labels)
+        await until(lambda: len(engine.labels) >= num_labels + 2, poll_s=0.005)
+        assert len({*engine.labels}) == len(engine.labels)
+        assert all(":loading:" in label for label in engine.labels[num_labels:])
+        may_end.set()
+        await loading
+        assert ":1:" in engine.label
+        await client.close()
+
+
+async def test_an_owner_whose_server_was_taken_in_an_operation_leaves_it_to_the_other() -> None:
+    async with _serving() as (server,):
+        client, weights = _client(server), fleet_weights(1, 0.5)
+        await client.attach()
+        engine = server.sglang
+        may_end = engine.held["/end_weight_update"] = asyncio.Event()
+        loading = asyncio.ensure_future(client.load(weights))
+        await until(lambda: "/end_weight_update" in engine.calls, poll_s=0.005)
+        label = engine.label = str(Label(owner="another", session="s", version="loading"))
+        may_end.set()
+        with pytest.raises(ServerAwayError, match="another owner attached"):
+            await loading
+        assert engine.label == label
+        assert engine.is_paused
+        await client.close()
+
+
 async def test_a_process_that_stood_still_does_not_renew_its_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
