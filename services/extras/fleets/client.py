@@ -115,6 +115,7 @@ class FleetServer(ABC):
         """Weights that the server has received and has not loaded yet."""
         self._owner = owner
         self._session = ""
+        self._is_closed = False
         self._processes: deque[str] = deque(maxlen=_MAX_PROCESSES)
         """Processes with which sessions began; a restarted server has a new one."""
         self._service = ExternalService(
@@ -217,6 +218,11 @@ class FleetServer(ABC):
         """
         for path in LISTS:
             status, content, _ = await self.send("GET", path)
+            if status in OVERLOADED or status >= 500:
+                # A router that starts, or a proxy in front of it: what is there shows later.
+                raise ServerAwayError(
+                    f"{self.address} answered {status} to GET {path}: {reason_of(content)}"
+                )
             if status == 200:
                 try:
                     return parse_servers(content)
@@ -244,6 +250,7 @@ class FleetServer(ABC):
             with suppress(ServerAwayError, ServerRefusedError):  # its lease ends
                 await self.end()
         self.detach()
+        self._is_closed = True
         await self._service.close()
 
     def detach(self) -> None:
@@ -357,6 +364,10 @@ class FleetServer(ABC):
             raise ServerAwayError(f"{self.address} does not answer: {error!r}") from error
         except CallError as error:
             raise ServerRefusedError(f"{self.address}: {error}") from error
+        except RuntimeError as error:  # httpx has no class of its own for a client that was closed
+            if not self._is_closed:
+                raise
+            raise ServerAwayError(f"{self.address} is no longer a server of this run") from error
         return status, text, after_s
 
     def _answer(self, status: int, text: bytes) -> Any:

@@ -378,8 +378,9 @@ class Fleet:
         # Some routers pass on what they do not know themselves, so that a router is asked first.
         listed = None if server.address in self._plain else await server.list_servers()
         if listed is None:
-            self._plain.add(server.address)
             await self._bring(server)
+            # Not before it has attached: what answers may be a proxy whose router has not started.
+            self._plain.add(server.address)
             return
         try:
             check_hosts(listed, self._allowed_hosts)
@@ -388,6 +389,7 @@ class Fleet:
         if not listed:
             raise ServerAwayError(f"the router {server.address} lists no server")
         self._excluded.pop(server.address, None)
+        self._problems.pop(server.address, None)
         if listed != self._routers.get(server.address):
             self._routers[server.address] = listed
             self._report("EngineRouterListed", f"{server.address} lists {', '.join(listed)}")

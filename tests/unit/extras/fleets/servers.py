@@ -223,10 +223,12 @@ async def attached(server: FakeServer, owner: str = "run/rollout-0") -> AsyncIte
 async def router(
     servers: Sequence[str], path: str = "/workers", *, passes_on: bool = False
 ) -> AsyncIterator[tuple[str, list[str]]]:
-    """Yields the address of a router, and the list of servers that it shows."""
+    """Yields the address of a router, and the list of servers that it shows; it answers 503 without any."""
     listed = [*servers]
 
     async def show(request: Request) -> Response:
+        if not listed:
+            return JSONResponse({"error": "no server is ready"}, status_code=503)
         workers = [{"url": url, "worker_type": "regular"} for url in listed]
         return JSONResponse({"workers": workers} if path == "/workers" else {"urls": listed})
 

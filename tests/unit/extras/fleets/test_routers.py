@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import httpx
 import pytest
@@ -68,6 +69,66 @@ async def test_a_router_that_passes_other_paths_on_is_asked_first() -> None:
         await _adopt(engine, 1, 0.5)
         (client,) = engine.backend.fleet.serving
         assert client.address == server.address
+
+
+async def test_a_router_that_fails_is_asked_again() -> None:
+    events: list[str] = []
+    async with (
+        serving(2) as servers,
+        router([servers[0].address]) as (address, listed),
+        _behind(address, events) as engine,
+    ):
+        fleet = engine.backend.fleet
+        await _adopt(engine, 1, 0.5)
+        listed.clear()
+        await until(lambda: any("503 to GET /workers" in event for event in events), poll_s=0.005)
+        assert [server.address for server in fleet.serving] == [servers[0].address]
+        listed += [server.address for server in servers]
+        await until(lambda: len(fleet.serving) == 2, poll_s=0.005)
+
+
+async def test_a_router_that_starts_after_the_run_is_asked_for_its_servers() -> None:
+    events: list[str] = []
+    async with (
+        serving() as (server,),
+        router([]) as (address, listed),
+        _behind(address, events) as engine,
+    ):
+        await until(lambda: bool(events), poll_s=0.005)
+        listed.append(server.address)
+        await _adopt(engine, 1, 0.5)
+        assert [each.address for each in engine.backend.fleet.serving] == [server.address]
+
+
+async def test_a_server_that_leaves_while_it_receives_weights_ends_no_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with (
+        serving(2) as servers,
+        router([server.address for server in servers]) as (address, listed),
+        _behind(address, []) as engine,
+    ):
+        fleet = engine.backend.fleet
+        await _adopt(engine, 1, 0.5)
+        await until(lambda: len(fleet.serving) == 2, poll_s=0.005)
+        sends, has_left = asyncio.Event(), asyncio.Event()
+        send = VllmServer._send
+
+        async def wait(server: VllmServer, *arguments: Any) -> None:
+            if server.address == servers[0].address:
+                sends.set()
+                await has_left.wait()
+            await send(server, *arguments)
+
+        monkeypatch.setattr(VllmServer, "_send", wait)
+        adopting = asyncio.ensure_future(_adopt(engine, 2, 0.75))
+        await sends.wait()
+        (left,) = [each for each in fleet._servers if each.address == servers[0].address]
+        listed.remove(left.address)
+        await until(lambda: left._is_closed, poll_s=0.005)
+        has_left.set()
+        await adopting
+        assert [each.address for each in fleet.serving] == [servers[1].address]
 
 
 async def test_the_token_goes_to_no_host_that_only_a_router_names() -> None:
