@@ -59,5 +59,7 @@ def _rows(server: FleetServerView) -> list[tuple[str, ...]]:
             )
             for run in server.runs
         ]
-    version = "" if server.weight_version is None else str(server.weight_version)
-    return [(server.address, server.exclusive_run or "idle", "", version)]
+    if server.weight_version is None:
+        return [(server.address, server.exclusive_run or "idle", "", "")]
+    run = server.exclusive_run or "another project"
+    return [(server.address, run, "", str(server.weight_version))]

@@ -11,8 +11,8 @@ servers for their state with the token of ``token_file``, which no run sees.
 
 import asyncio
 import json
+import logging
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +24,8 @@ from services.controller.fleets import named_fleet
 from services.controller.models import FleetRunView, FleetServerView, FleetView
 from services.extras.fleets.kind import is_server_address
 from services.extras.fleets.protocol import STATE
+
+logger = logging.getLogger(__name__)
 
 _TIMEOUT_S: Final = 3.0
 _FRESH_S: Final = 2.0
@@ -67,7 +69,8 @@ class FleetDirectory:
             InvalidArgumentError: If the file cannot be read.
         """
         entries = await asyncio.to_thread(self._entries)
-        return [await self._view(name, entry) for name, entry in sorted(entries.items())]
+        asked = [self._view(name, entry) for name, entry in sorted(entries.items())]
+        return list(await asyncio.gather(*asked))
 
     async def view(self, name: str) -> FleetView:
         """Returns one fleet.
@@ -130,13 +133,23 @@ class FleetDirectory:
     async def _view(self, name: str, entry: FleetEntry) -> FleetView:
         token = ""
         if entry.token_file is not None:
-            with suppress(OSError):
+            try:
                 token = (await asyncio.to_thread(entry.token_file.read_text)).strip()
+            except (OSError, UnicodeDecodeError) as error:
+                logger.warning("a token is not readable", extra={"fleet": name, "why": str(error)})
+                problem = (
+                    f"the controller cannot read the token_file of fleet {name!r} "
+                    f"({type(error).__name__}); an administrator must correct it"
+                )
+                servers = [
+                    FleetServerView(address=each, problem=problem) for each in entry.addresses
+                ]
+                return FleetView(name=name, servers=servers)
         async with httpx.AsyncClient(
             transport=self._transport, timeout=_TIMEOUT_S, trust_env=False, follow_redirects=False
         ) as client:
-            servers = [self._server(client, address, token) for address in entry.addresses]
-            return FleetView(name=name, servers=list(await asyncio.gather(*servers)))
+            asked = [self._server(client, address, token) for address in entry.addresses]
+            return FleetView(name=name, servers=list(await asyncio.gather(*asked)))
 
     async def _server(self, client: httpx.AsyncClient, address: str, token: str) -> FleetServerView:
         now = asyncio.get_running_loop().time()

@@ -9,6 +9,8 @@ import pytest
 from services.common.errors import InvalidArgumentError, NotFoundError
 from services.common.runspec.engines import ENGINES
 from services.controller.fleets import NoFleets
+from services.controller.models import FleetServerView
+from services.extras.fleets.command import _rows
 from services.extras.fleets.directory import FleetDirectory
 from tests.unit.extras.fleets.servers import TOKEN
 from tests.unit.extras.fleets.test_adapters import _attached, _body, _free_steps, _generate, _shared
@@ -50,6 +52,27 @@ async def test_servers_that_do_not_answer_or_refuse_the_token_are_shown_with_the
     refused, absent = view.servers
     assert not refused.is_healthy and "status 401" in refused.problem
     assert not absent.is_healthy and "ConnectError" in absent.problem
+
+
+async def test_a_token_that_cannot_be_read_is_the_reason_that_is_shown(tmp_path: Path) -> None:
+    entry = {"addresses": ["http://127.0.0.1:1"], "token_file": str(tmp_path / "missing")}
+    (view,) = await _directory(tmp_path, shared=entry).views()
+    (state,) = view.servers
+    assert "cannot read the token_file of fleet 'shared' (FileNotFoundError)" in state.problem
+    assert str(tmp_path) not in state.problem
+
+
+@pytest.mark.parametrize(
+    ("run", "version", "shown"), [("r", 3, "r"), (None, 3, "another project"), (None, None, "idle")]
+)
+def test_the_command_shows_a_server_that_another_project_uses_as_used(
+    run: str | None, version: int | None, shown: str
+) -> None:
+    server = FleetServerView(
+        address="http://a:1", is_healthy=True, exclusive_run=run, weight_version=version
+    )
+    ((_, cell, *_),) = _rows(server)
+    assert cell == shown
 
 
 async def test_a_specification_gets_the_servers_and_the_secret_of_its_fleet(tmp_path: Path) -> None:
