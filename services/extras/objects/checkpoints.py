@@ -106,7 +106,7 @@ class ObjectCheckpoints:
 
     def restore_newest(self, root: Path, *, before: int | None = None) -> None:
         patience = Patience(self._store.url)
-        if before is not None and _local(root, before):
+        if before is not None and _is_newest_whole(root, before):
             return
         checkpoints = stored_checkpoints(patience(self._store.list))
         steps = sorted((s for s, c in checkpoints.items() if c.is_published), reverse=True)
@@ -119,10 +119,11 @@ class ObjectCheckpoints:
             self._delete_overtaken(root, stored)
             if before is None and _is_ahead(root, stored):
                 return
+        whole = _newest_whole(root, before)
         for manifest in stored:
             if before is not None and manifest.step >= before:
                 continue
-            if any(step >= manifest.step for step in _local(root, before)):
+            if whole >= manifest.step:
                 return
             try:
                 self._download(root, manifest, patience)
@@ -423,6 +424,24 @@ def _local(root: Path, before: int | None) -> dict[int, Path]:
         if (folder / manifests.MANIFEST).is_file()
     }
     return {step: folder for step, folder in folders.items() if before is None or step < before}
+
+
+def _newest_whole(root: Path, before: int | None) -> int:
+    """Returns the newest step whose folder on this host is complete and undamaged; -1 if there is none."""
+    for step, folder in sorted(_local(root, before).items(), reverse=True):
+        try:
+            manifests.verify(folder)
+        except DataLossError as error:
+            logger.error("checkpoint refused", extra={"reason": str(error)})  # noqa: TRY400
+        else:
+            return step
+    return -1
+
+
+def _is_newest_whole(root: Path, before: int) -> bool:
+    """Returns True if the newest folder before a step is complete, so that no store is asked for it."""
+    folders = _local(root, before)
+    return bool(folders) and _newest_whole(root, before) == max(folders)
 
 
 def _is_ahead(root: Path, stored: Sequence[StoredManifest]) -> bool:

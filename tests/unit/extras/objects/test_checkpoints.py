@@ -253,6 +253,39 @@ def test_a_damaged_checkpoint_is_not_restored(opened: Opener, tmp_path: Path, da
     assert manifest.newest(tmp_path / "other")[0].name == "step-00000001"
 
 
+@pytest.mark.parametrize("before", [None, 3])
+@pytest.mark.parametrize("damage", ["other bytes", "missing"])
+def test_a_checkpoint_that_is_damaged_on_this_host_is_restored_from_the_store(
+    opened: Opener, tmp_path: Path, before: int | None, damage: str
+) -> None:
+    store = opened()
+    for step in (1, 2):
+        folder = save(store, tmp_path, step)
+    store.wait(LONG_S)
+    (file, *_) = folder.glob("*.safetensors")
+    if damage == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(bytes(file.stat().st_size))
+    opened().restore_newest(tmp_path, before=before)
+    assert manifest.newest(tmp_path, before=before) == (folder, {"step": 2})
+
+
+def test_a_damaged_checkpoint_that_the_store_lacks_is_replaced_by_none(
+    opened: Opener, tmp_path: Path, relay: Relay
+) -> None:
+    store = opened()
+    older = save(store, tmp_path, 1)
+    store.wait(LONG_S)
+    relay.set("refuse")
+    folder = save(store, tmp_path, 2)
+    store.close()
+    relay.set("forward")
+    next(folder.glob("*.safetensors")).write_bytes(b"")
+    opened().restore_newest(tmp_path, before=3)
+    assert manifest.newest(tmp_path, before=3)[0] == older
+
+
 def test_remains_of_uploads_are_deleted_when_they_are_old(
     opened: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
