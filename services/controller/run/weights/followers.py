@@ -186,7 +186,7 @@ class Followers:
 
     async def stop_readers(self, copy: str) -> None:
         """Makes the rollouts that read a copy stop; they read the newest version next."""
-        for name, follower in self._states.items():
+        for name, follower in [*self._states.items()]:
             if copy in follower.copies:
                 follower.is_superseded = True
                 await self._members.abort(follower.epoch, f"{copy} is outdated", [name])
