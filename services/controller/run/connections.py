@@ -223,8 +223,7 @@ async def connect(
     await scoring.open(stack, others)
     critic = CriticClient(run_id)
     await critic.open(stack, others)
-    max_lag = spec.algorithm.max_staleness // 2 if spec.weight_sync.is_stored else 0
-    replicas = RolloutPool(max_lag=max_lag)
+    replicas = RolloutPool(max_lag=max_lag(spec))
     stack.push_async_callback(replicas.close)
     await replicas.open(rollouts, colocated=[worker.worker_id for worker in colocated])
     client = TrainerClient(
@@ -246,6 +245,17 @@ async def connect(
         train_rows=_agreed_rows(rollouts, spec.data.train_sets),
         heldout_rows=_agreed_rows(rollouts, spec.data.heldout_sets),
     )
+
+
+def max_lag(spec: RunSpec) -> int:
+    """Returns the versions by which a rollout that receives groups may be behind.
+
+    The gate opens by its version, and must let the trainer reach the next version that is published.
+    """
+    sync, max_staleness = spec.weight_sync, spec.algorithm.max_staleness
+    if not sync.is_stored:
+        return 0
+    return max(0, min(max_staleness // 2, max_staleness + 1 - sync.publish_every))
 
 
 def is_loaded(worker: Worker, spec: RunSpec) -> bool:

@@ -10,7 +10,7 @@ from services.common.errors import (
     InternalError,
     ResourceExhaustedError,
 )
-from services.controller.run.connections import create_partitions, served_version
+from services.controller.run.connections import create_partitions, max_lag, served_version
 from tests.unit.controller.run.test_refill import SPEC
 
 TRAIN = "run_a/train"
@@ -84,3 +84,19 @@ def test_a_version_counts_as_served_only_if_all_workers_serve_it():
     # The previous controller died while it sent a version to the rollouts one by one.
     assert served_version([worker(4), worker(5)]) == -1
     assert served_version([worker(4), worker(4, "loaded")]) == -1
+
+
+@pytest.mark.parametrize(
+    ("max_staleness", "publish_every", "lag"),
+    [(0, 1, 0), (1, 1, 0), (4, 1, 2), (4, 3, 2), (4, 4, 1), (4, 5, 0)],
+)
+def test_a_late_rollout_never_keeps_the_trainer_from_the_next_published_version(
+    max_staleness, publish_every, lag
+):
+    sync = SimpleNamespace(is_stored=True, publish_every=publish_every)
+    spec = SimpleNamespace(weight_sync=sync, algorithm=SimpleNamespace(max_staleness=max_staleness))
+    assert max_lag(spec) == lag
+    # The gate opens by a version that is as old as possible; steps are trained up to this one.
+    assert -lag + max_staleness + 1 >= publish_every
+    sync.is_stored = False
+    assert max_lag(spec) == 0
