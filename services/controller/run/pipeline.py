@@ -182,6 +182,8 @@ class TrainingPipeline:
     """Newest weight version that was published when the run was restored; -1 if none was since the start,
     or since the run was rewound."""
     activity: str = ""
+    _lacks_uploads: bool = field(default=False, init=False)
+    """True if the object store does not have a checkpoint that the trainer has saved."""
     _stall_reporter: StallReporter = field(init=False)
     _fault: asyncio.Future[Never] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
@@ -490,7 +492,9 @@ class TrainingPipeline:
         return kept | set(range(served + 1, self.step))
 
     async def is_saved(self) -> bool:
-        """Returns True if the run can resume after its last step."""
+        """Returns True if the run can resume after its last step without the trainer's host."""
+        if self._lacks_uploads:
+            return False
         ready = await self.journal.read(ready_checkpoints)
         return self.step == 0 or any(checkpoint.step == self.step for checkpoint in ready)
 
@@ -533,6 +537,7 @@ class TrainingPipeline:
                 )
                 note = Note("CheckpointsUploaded", f"{url} has all checkpoints", {"url": url})
             except (FailedPreconditionError, DeadlineExceededError) as error:
+                self._lacks_uploads = True
                 note = Note("CheckpointNotUploaded", error.message, {"url": url})
             await self.journal.record_event(note, self.ledger)
 

@@ -122,7 +122,11 @@ class Workers:
         )
         is_scored = spec.now.topology.own_gpus("logp") > 0
         scoring = SimpleNamespace(needs_weights=is_scored, add_fields=self._scored)
-        critic = SimpleNamespace(train=self._nothing_learned, save=self._nothing_learned)
+        critic = SimpleNamespace(
+            train=self._nothing_learned,
+            save=self._nothing_learned,
+            await_uploads=self._nothing_learned,
+        )
         return SimpleNamespace(
             attempt=kwargs["attempt"],
             is_queue_empty=True,
@@ -190,6 +194,9 @@ class Workers:
         if not is_trained:
             self.scored.append((weight_version, self.version))
         return samples
+
+    async def await_uploads(self, *, timeout_s):
+        """Does nothing."""
 
     async def _nothing_learned(self, *args, **kwargs):
         return {}

@@ -105,7 +105,7 @@ class HostDrains:
 def left_note(hosts: Collection[str], worker_ids: Collection[str]) -> Note:
     """Returns the event after which hosts have no more workers of the run."""
     names, workers = sorted(hosts), sorted(worker_ids)
-    message = f"{', '.join(workers)} left {', '.join(names)}, and start on other hosts"
+    message = f"{', '.join(workers)} left {', '.join(names)}"
     return Note("Drained", message, {"reason": "Left", "hosts": names, "workers": workers})
 
 

@@ -434,7 +434,8 @@ class RunDriver:
             if (leaving := self._drains.leaving()) and not self._drains.is_held:
                 if self._has_state(leaving):
                     await asyncio.shield(entered)
-                await self._clear_hosts(self._drains.leaving(), entered)
+                if leaving := self._drains.leaving():  # a host may be in service again
+                    await self._clear_hosts(leaving, entered)
             await self._drains.changed.wait()
 
     def _has_state(self, worker_ids: Collection[str]) -> bool:
@@ -510,8 +511,9 @@ class RunDriver:
         return dict.fromkeys(leaving, cause)
 
     async def _record_left(self, worker_ids: Collection[str]) -> None:
-        if hosts := self._drains.left(worker_ids):
-            await self._journal.record_event(left_note(hosts, worker_ids))
+        leaving = self._drains.leaving().intersection(worker_ids)
+        if hosts := self._drains.left(leaving):
+            await self._journal.record_event(left_note(hosts, leaving))
 
     async def _end_outdated_rollouts(self) -> dict[str, str]:
         """Ends all rollouts if they must restart; returns them with the cause."""
@@ -538,6 +540,8 @@ class RunDriver:
         for worker_id in self._ended:
             await self._services.launcher.end(self._run_id, worker_id)
             await self._services.membership.unregister(self._run_id, worker_id)
+        self._sizing.stay(self._ended)  # their replacements are on other hosts
+        await self._record_left(self._ended)
         self._ended.clear()
 
     def _rollouts(self) -> list[str]:

@@ -301,6 +301,8 @@ class ElasticSizing:
             await self._launcher.end(self._run_id, worker_id)
             await self._membership.unregister(self._run_id, worker_id)
         self._exited -= names
+        self.stay(names)
+        await self.on_left(names)
 
     def _wanted(self) -> set[str]:
         return _rollouts(self._spec.now)

@@ -4,9 +4,10 @@ import asyncio
 
 import pytest
 
-from services.common.errors import FailedPreconditionError
-from services.controller.launch.launcher import ExternalLauncher
+from services.common.errors import DeadlineExceededError, FailedPreconditionError
+from services.controller.launch.launcher import ExternalLauncher, WorkerExit
 from services.controller.run.lifecycle.drains import DrainedHost
+from services.controller.run.pipeline import TrainingPipeline
 from services.controller.store.records import EventFilter, Submission
 from tests.helpers.rest import open_manager
 from tests.unit.controller.workers import MemoryQueue, Workers, rollout_of, specification
@@ -173,6 +174,87 @@ async def test_the_workers_of_a_host_that_is_in_service_again_stay(database, wor
         await manager.drivers.wait()
         assert (await manager.get(run_id)).state == "SUCCEEDED"
     assert hosts.released == []
+
+
+async def test_a_worker_that_is_lost_on_a_drained_host_has_left_it(database, workers, hosts):
+    hosts.why_volatile = "/var/lib/slipstream is a volume of the pod (emptyDir)"
+    async with open_manager(database, queue=workers.queue) as manager, asyncio.timeout(20):
+        run_id = (await manager.create(Submission(spec=specification())))[0].run_id
+        await workers.trains.wait()
+        await register_trainer(manager, run_id)
+        manager.drivers.host_drained(run_id, HOST, {"trainer-0"})
+        await reported(manager, run_id, "Draining")
+        hosts.why_volatile = ""
+        lost = WorkerExit(run_id=run_id, worker_id="trainer-0", code=-9, last_lines="")
+        manager.drivers.worker_exited(lost)
+        left = await reported(manager, run_id, "Drained")
+        assert (left.data["hosts"], left.data["workers"]) == (["node-1"], ["trainer-0"])
+        workers.may_train.set()
+        await manager.drivers.wait()
+        run = await manager.get(run_id)
+    assert (run.state, condition(run, "Draining").status) == ("SUCCEEDED", "False")
+    assert hosts.released == [], "its replacement is on another host"
+
+
+async def test_a_host_that_is_in_service_before_the_loops_are_entered_is_not_drained_again(
+    database, workers, hosts
+):
+    async with open_manager(database, queue=workers.queue) as manager, asyncio.timeout(20):
+        run_id = (await manager.create(Submission(spec=specification())))[0].run_id
+        await workers.trains.wait()
+        manager.drivers.detach()
+        await manager.drivers.wait()
+    workers.connects.clear()
+    workers.may_connect.clear()
+    async with open_manager(database, queue=workers.queue) as manager, asyncio.timeout(20):
+        await workers.connects.wait()
+        manager.drivers.host_drained(run_id, HOST, {"trainer-0"})
+        for _ in range(20):
+            await asyncio.sleep(0)
+        manager.drivers.host_in_service("node-1")
+        await reported(manager, run_id, "Drained")
+        workers.may_connect.set()
+        workers.may_train.set()
+        await manager.drivers.wait()
+        run = await manager.get(run_id)
+        assert run.state == "SUCCEEDED"
+        assert await events(manager, run_id, "Draining") == [], "no worker had to leave"
+
+
+async def test_a_trainer_stays_while_the_object_store_lacks_its_checkpoint(
+    database, workers, hosts, monkeypatch
+):
+    fails = True
+
+    async def await_uploads(**options):
+        if fails:
+            raise DeadlineExceededError("the store does not answer")
+
+    monkeypatch.setattr(workers, "await_uploads", await_uploads)
+    monkeypatch.setattr("services.controller.run.pipeline.is_url", lambda text: True)
+    monkeypatch.setattr(TrainingPipeline, "_upload_reports", lambda pipeline: ())
+    checkpoint = {"directory": "/checkpoints"}
+    spec = specification(trainer={"steps": 4, "prompts_per_step": 2, "checkpoint": checkpoint})
+    async with open_manager(database, queue=workers.queue) as manager, asyncio.timeout(20):
+        run_id = (await manager.create(Submission(spec=spec)))[0].run_id
+        await workers.trains.wait()
+        await register_trainer(manager, run_id)
+        manager.drivers.host_drained(run_id, HOST, {"trainer-0"})
+        await reported(manager, run_id, "Draining")
+        workers.held_from = 3
+        workers.may_train.set()
+        await reported(manager, run_id, "CheckpointNotUploaded")
+        workers.may_train.clear()
+        await workers.trains.wait()
+        draining = (await events(manager, run_id, "Draining"))[-1]
+        assert draining.data["reason"] == "CheckpointFailed"
+        assert hosts.released == []
+        fails = False
+        manager.drivers.host_drained(run_id, HOST, {"trainer-0"})
+        workers.may_train.set()
+        await manager.drivers.wait()
+        assert (await manager.get(run_id)).state == "SUCCEEDED"
+    assert hosts.released == [["trainer-0"]]
 
 
 async def test_workers_that_still_load_leave_at_once(database, workers, hosts):

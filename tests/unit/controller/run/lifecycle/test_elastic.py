@@ -145,6 +145,11 @@ class Case:
             journal=self.journal,
             request_queue=FakeMailbox(request),
         )
+        self.left: list[str] = []
+        self.resizing.on_left = self._record_left
+
+    async def _record_left(self, names) -> None:
+        self.left += sorted(names)
 
     async def register(self, index: int) -> None:
         await self.membership.register(worker(index))
@@ -510,6 +515,20 @@ async def test_rollouts_leave_a_drained_host_while_others_generate_and_are_repla
                 await asyncio.sleep(0)
         assert case.run.joined == ["rollout-1"]
         watching.cancel()
+
+
+async def test_a_rollout_that_is_removed_meanwhile_has_left_its_drained_host():
+    case = Case(replicas=2)
+    for index in (0, 1):
+        await case.register(index)
+    case.enter()
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        case.resizing.move(["rollout-1"])
+        case.ask(1)
+        watching = tasks.create_task(case.watch("rollout-0", "rollout-1"))
+        await case.wait_for_event("Resized")
+        watching.cancel()
+    assert case.left == ["rollout-1"]
 
 
 async def test_rollouts_of_a_host_that_is_in_service_again_stay():
