@@ -42,6 +42,7 @@ USER_LABEL = "slipstream.dev/user"
 _GPU_ANNOTATION = "slipstream.dev/gpu-resource"
 _PORTS_ANNOTATION = "slipstream.dev/node-ports"
 _GPU_CLAIM_ANNOTATION = "slipstream.dev/gpu-claim-template"
+_COUNTED_ANNOTATION = "slipstream.dev/counted-priority-class"
 _GRPC_PORT = 50051
 _METRICS_PORT = 9090
 _MEETING_PORT = 29500
@@ -337,6 +338,14 @@ def _complete_pod(
     size_pod(pod, role=place.role, gpus=gpus)
     if (chosen := spec.pods.get(place.role)) is not None:
         choose_pod(pod, chosen, overrides)
+    counted = pod["metadata"]["annotations"].get(_COUNTED_ANNOTATION)
+    priority = pod["spec"].get("priorityClassName")
+    if counted is not None and priority != counted:
+        raise FailedPreconditionError(
+            f"the pods of {place.role} have the priority class {priority}, but the quota of the project "
+            f"counts those of {counted}; remove pods.{place.role}.priority_class, or the template of "
+            f"pods.{place.role}.templates or workers.kinds.{place.role}.pod that sets priorityClassName"
+        )
 
 
 def _places(templates: WorkerTemplates, spec: RunSpec) -> Iterator[_Place]:

@@ -7,6 +7,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 
+from services.common.errors import FailedPreconditionError
 from services.extras.kubernetes.worker_pods import Pod, build_pods, load_templates, why_volatile
 from tests.helpers.chart import CHART, helm, one, render
 from tests.helpers.specs import spec_with
@@ -116,6 +117,34 @@ def test_what_a_project_cannot_have_is_refused(project: dict[str, Any], key: str
     done = helm("template", "demo", str(CHART), *arguments(vision=project))
     assert done.returncode != 0
     assert key in done.stderr
+
+
+@pytest.mark.parametrize("chosen", [{"priority_class": "batch"}, {"templates": ["batch"]}])
+def test_no_pod_of_a_project_evades_its_quota(tmp_path: Path, chosen: dict[str, Any]) -> None:
+    overrides = {
+        "priorityClasses": ["batch"],
+        "templates": {"batch": {"priorityClassName": "batch"}},
+    }
+    unlimited = {name: value for name, value in VISION.items() if name != "quota"}
+    manifests = render(
+        *arguments(vision=VISION, speech=unlimited),
+        *("--set-json", f"workers.overrides={json.dumps(overrides)}"),
+    )
+    for name, text in one(manifests, "ConfigMap", "demo-slipstream-workers")["data"].items():
+        (tmp_path / name).write_text(text)
+    spec = spec_with(**SMALL, pods={"rollout": chosen})
+    with pytest.raises(FailedPreconditionError, match=r"quota.*pods\.rollout\.priority_class"):
+        build_pods(
+            load_templates(tmp_path, "vision"),
+            "run_0198",
+            spec,
+            controller_address="c:1",
+            owner=OWNER,
+        )
+    pods = build_pods(
+        load_templates(tmp_path, "speech"), "run_0198", spec, controller_address="c:1", owner=OWNER
+    )
+    assert {pod["spec"]["priorityClassName"] for pod in pods} == {"vision", "batch"}
 
 
 def test_templates_of_projects_are_in_their_config_map_only() -> None:

@@ -35,6 +35,10 @@ metadata:
     {{- with $workers.kinds }}
     slipstream.dev/resources-of-kinds: {{ toJson . | quote }}
     {{- end }}
+    {{- with $workers.countedClass }}
+    # The quota of the project counts the pods of this priority class.
+    slipstream.dev/counted-priority-class: {{ . }}
+    {{- end }}
     {{- if eq $gang "volcano" }}
     scheduling.k8s.io/group-name: $(GROUP)
     {{- else if eq $gang "kai" }}
