@@ -242,12 +242,12 @@ async def save_runs(manager: RunManager, *, timeout_s: float = _SAVE_S) -> None:
 
 
 async def _save_run(manager: RunManager, run_id: str) -> None:
-    run = await manager.get(run_id)
-    if run.state is not RunState.RUNNING or run.step == 0:
-        return
-    events = manager.feed.watch(run_id, _NEWEST)
-    await anext(events)  # from here on, it delivers every event
-    with suppress(InvalidTransitionError):  # it has ended meanwhile
+    with suppress(InvalidTransitionError, NotFoundError):  # it has ended, or is deleted, meanwhile
+        run = await manager.get(run_id)
+        if run.state is not RunState.RUNNING or run.step == 0:
+            return
+        events = manager.feed.watch(run_id, _NEWEST)
+        await anext(events)  # from here on, it delivers every event
         await manager.drivers.running(run).save()
         async for batch in events:
             if any(event.type in _SETTLED for event in batch):

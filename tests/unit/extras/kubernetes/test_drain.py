@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from services.common.errors import FailedPreconditionError, NotFoundError
 from services.controller.run.lifecycle.drains import DrainedHost
 from services.extras.kubernetes import drain
-from services.extras.kubernetes.drain import NodeDrains, PlacedPod, QueueDrain
+from services.extras.kubernetes.drain import NodeDrains, PlacedPod, QueueDrain, save_runs
 from services.extras.kubernetes.pod_api import Seen
 
 AUTOSCALER = "ToBeDeletedByClusterAutoscaler"
@@ -227,3 +228,18 @@ async def test_a_refused_release_is_tried_again_with_the_next_listing(
         await api.until("save", "allow queue-0")
         api.place("queue-0", "node-1")
         await api.until("save", "allow queue-0", "save", "allow queue-0", "delete queue-0")
+
+
+async def test_a_run_that_is_deleted_meanwhile_keeps_no_other_from_its_checkpoint() -> None:
+    asked: list[str] = []
+
+    async def get(run_id: str) -> SimpleNamespace:
+        asked.append(run_id)
+        if run_id == "run_1":
+            raise NotFoundError("run 'run_1' does not exist")
+        return SimpleNamespace(state="PAUSED", step=1)
+
+    drivers = SimpleNamespace(driven_runs=lambda: ["run_1", "run_2"])
+    manager: Any = SimpleNamespace(get=get, drivers=drivers)
+    await save_runs(manager)
+    assert asked == ["run_1", "run_2"]
