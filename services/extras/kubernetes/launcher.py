@@ -117,9 +117,9 @@ class KubernetesLauncher(LauncherDefaults):
         """Returns why files in a folder of a trainer are lost with its pod; empty if they are not."""
         try:
             templates = await self._load_templates(run_id)
+            return why_volatile(templates.pods[WORKERS["trainer"].program], folder or RUNS_FOLDER)
         except FailedPreconditionError:  # the start of the run reports it
             return ""
-        return why_volatile(templates.pods[WORKERS["trainer"].program], folder or RUNS_FOLDER)
 
     async def start(self, run_id: str, spec: RunSpec, *, later: Collection[str] = ()) -> None:
         """Creates the missing pods of a run; an earlier controller may have created some.

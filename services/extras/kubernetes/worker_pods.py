@@ -236,12 +236,15 @@ def _read_optional(file: Path) -> Pod | None:
 
 
 def why_volatile(template: Pod, folder: str) -> str:
-    """Returns why files in a folder are lost with the pod; empty if a volume that outlives it holds them.
+    """Returns why files in a folder are lost with the trainer's pod.
 
+    Empty if a volume that outlives the pod holds them, such as one that the administrator adds to trainers.
     Those of an object store, whose folder is a URL, are not lost.
     """
     if is_url(folder):
         return ""
+    template = copy.deepcopy(template)
+    _add_part_of(template, "trainer")
     (container,) = template["spec"]["containers"]
     path = PurePosixPath(folder)
     mounts = [
@@ -332,9 +335,7 @@ def _complete_pod(
     pod: Pod, place: _Place, spec: RunSpec, overrides: Overrides, *, gpus: int
 ) -> None:
     """Sets resources other than GPUs, and adds what the administrator and the run want in the pod."""
-    kinds = json.loads(pod["metadata"].get("annotations", {}).get(KINDS_ANNOTATION, "{}"))
-    part = kinds.get(place.role, {}).get("pod", {})
-    add_part(pod, part, where=f"workers.kinds.{place.role}.pod")
+    _add_part_of(pod, place.role)
     size_pod(pod, role=place.role, gpus=gpus)
     if (chosen := spec.pods.get(place.role)) is not None:
         choose_pod(pod, chosen, overrides)
@@ -346,6 +347,13 @@ def _complete_pod(
             f"counts those of {counted}; remove pods.{place.role}.priority_class, or the template of "
             f"pods.{place.role}.templates or workers.kinds.{place.role}.pod that sets priorityClassName"
         )
+
+
+def _add_part_of(pod: Pod, role: str) -> None:
+    """Adds the administrator's part of a kind of worker."""
+    kinds = json.loads(pod["metadata"].get("annotations", {}).get(KINDS_ANNOTATION, "{}"))
+    part = kinds.get(role, {}).get("pod", {})
+    add_part(pod, part, where=f"workers.kinds.{role}.pod")
 
 
 def _places(templates: WorkerTemplates, spec: RunSpec) -> Iterator[_Place]:

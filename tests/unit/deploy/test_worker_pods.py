@@ -461,6 +461,17 @@ def test_a_folder_outlives_its_pod_if_a_claim_holds_it(folder: str, is_kept: boo
     assert (why_volatile(kept, folder) == "") == is_kept
 
 
+def test_a_volume_that_the_administrator_adds_to_trainers_outlives_their_pods() -> None:
+    part = {
+        "volumes": [{"name": "shared", "persistentVolumeClaim": {"claimName": "shared"}}],
+        "volumeMounts": [{"name": "shared", "mountPath": "/shared"}],
+    }
+    kinds = json.dumps({"trainer": {"pod": part}})
+    template = worker_templates(render("--set-json", f"workers.kinds={kinds}"))["trainer"]
+    assert why_volatile(template, "/shared/run") == ""
+    assert why_volatile(template, "/var/lib/slipstream")
+
+
 def test_an_object_store_outlives_every_pod() -> None:
     assert why_volatile(worker_templates(render())["trainer"], "s3://bucket/run") == ""
 
