@@ -45,6 +45,22 @@ class NoFleets:
         return spec
 
 
+async def resolve_changes(fleets: Fleets, changes: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns changes of a specification in which a fleet's name is replaced by its servers.
+
+    Null removes a token that the specification has for other servers, if the fleet has none.
+
+    Raises:
+        InvalidArgumentError: If they name an unknown fleet, or servers besides the fleet.
+    """
+    if named_fleet(changes) is None:
+        return changes
+    resolved = await fleets.resolve(changes)
+    rollout = resolved["rollout"]
+    arguments = {"token": None, **rollout["engine_arguments"]}
+    return {**resolved, "rollout": {**rollout, "engine_arguments": arguments}}
+
+
 def named_fleet(spec: Mapping[str, Any]) -> Any:
     """Returns the fleet that a specification names; None if it names none."""
     rollout = spec.get("rollout")

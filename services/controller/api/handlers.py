@@ -22,7 +22,7 @@ from services.common.telemetry import tracing
 from services.controller.api import operations as ops
 from services.controller.api.principals import Principal
 from services.controller.api.request_limits import RequestLimits
-from services.controller.fleets import Fleets
+from services.controller.fleets import Fleets, resolve_changes
 from services.controller.manager.audit import RunAudit
 from services.controller.manager.logs import RunLogs
 from services.controller.manager.quotas import Quota
@@ -309,9 +309,11 @@ class Handlers:
     async def fork_run(self, call: Call, request: ops.ForkRun) -> RunView:
         body = request.model_dump_json(exclude={"idempotency_key"})
         key = call.key("ForkRun", request.idempotency_key, body)
+        overrides = await resolve_changes(self._fleets, request.overrides)
+        fork = request.model_copy(update={"overrides": dict(overrides)})
         return self._view(
             await self._manager.fork(
-                call.run, request, actor=call.who.name, role=call.who.role, request=key
+                call.run, fork, actor=call.who.name, role=call.who.role, request=key
             )
         )
 

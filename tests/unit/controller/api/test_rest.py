@@ -10,6 +10,7 @@ from services.common.security.confinement import CodePolicy
 from services.controller.api import errors, request_limits
 from services.controller.api.app import build_app
 from services.controller.api.principals import TokenStore
+from services.controller.fleets import named_fleet
 from services.controller.models import FleetRunView, FleetServerView, FleetView
 from services.controller.store.records import Note
 from services.controller.store.runs import RunStore
@@ -573,7 +574,11 @@ class _Fleets:
         return FleetView(name=name, servers=[server])
 
     async def resolve(self, spec):
-        return {**spec, "seed": 12345}
+        spec = {**spec, "seed": 12345}
+        if named_fleet(spec) is not None:
+            servers = {"addresses": ["http://a:1"]}
+            spec["rollout"] = {**spec["rollout"], "engine_arguments": servers}
+        return spec
 
 
 async def test_a_fleet_shows_the_ids_of_the_projects_own_runs_only(database, tmp_path):
@@ -594,6 +599,36 @@ async def test_a_run_is_created_with_the_servers_of_its_fleet(database, tmp_path
     ):
         answer = await client.post("/v1/runs", json=SPEC)
         assert answer.json()["spec"]["seed"] == 12345
+
+
+async def test_a_fork_leaves_its_parents_servers_for_those_of_the_fleet_that_it_names(
+    database, tmp_path
+):
+    async with (
+        open_manager(database) as manager,
+        client_of(manager, database, tmp_path, fleets=_Fleets()) as client,
+    ):
+        engine = {
+            "engine": "vllm-server",
+            "replicas": 1,
+            "engine_arguments": {"addresses": ["http://b:1"], "token": {"secret": "OF_B"}},
+        }
+        spec = {
+            **SPEC,
+            "rollout": {**SPEC["rollout"], **engine},
+            "weight_sync": {"mode": "cpu_async"},
+        }
+        created = await client.post("/v1/runs", json=spec)
+        assert created.status_code == 201, created.text
+        run_id = created.json()["id"]
+        save(database, run_id, step=0, path="/checkpoints/step-00000000")
+        changes = {"rollout": {"engine_arguments": {"fleet": "shared"}}}
+        forked = await client.post(
+            f"/v1/runs/{run_id}/fork", json={"name": "two", "overrides": changes}
+        )
+        assert forked.status_code == 201, forked.text
+        arguments = forked.json()["spec"]["rollout"]["engine_arguments"]
+        assert arguments == {"addresses": ["http://a:1"]}
 
 
 async def test_an_installation_without_fleets_has_an_empty_list_of_them(api):
