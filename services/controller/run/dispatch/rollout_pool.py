@@ -194,8 +194,10 @@ class RolloutPool:
 
     def _may_generate(self, worker: Worker) -> bool:
         """Returns True if a rollout's weights are new enough for groups, as far as the gate is open."""
-        least = max(self.newest_version() - self._max_lag, self._least_version)
-        return worker.weight_version >= least
+        newest = self.newest_version()
+        least = max(newest - self._max_lag, self._least_version)
+        # Rollouts of a run that sends no weights have none, and are all equal.
+        return worker.weight_version == newest or worker.weight_version >= least
 
     def idle_seconds(self) -> dict[str, float]:
         return {
