@@ -451,6 +451,7 @@ class TrainingPipeline:
         await self.scheduler.reclaim_from_leaving(names)
         await self.evaluator.exclude_rollouts(names)
         await self.connections.remove_rollouts(names)
+        await self.publisher.forget(names)
         self.steps.observers.reset()
 
     async def offer(self) -> None:

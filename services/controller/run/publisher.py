@@ -9,7 +9,7 @@
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from services.common.errors import UnavailableError
@@ -78,6 +78,12 @@ class Publisher:
             self._joining.update(set(names) - set(updated))
             self._changed.notify_all()
         return True
+
+    async def forget(self, names: Collection[str]) -> None:
+        """Stops waiting for rollouts that left before they served a version."""
+        async with self._changed:
+            self._joining.difference_update(names)
+            self._changed.notify_all()
 
     async def wait_all_serve(self) -> None:
         """Waits until all admitted rollouts have weights."""

@@ -309,3 +309,17 @@ async def test_a_rollout_that_joins_and_loads_for_long_needs_one_publication():
     await one.wait_all_serve()
     for task in tasks:
         task.cancel()
+
+
+async def test_a_rollout_that_leaves_before_it_serves_weights_is_not_waited_for():
+    connections = Parts()
+    one = publisher(connections)
+    await one.record_served(0)
+    connections.copied = 100
+    await one.admit([rollout("rollout-1")])
+    assert one.is_busy
+    connections.serving.pop()
+    await one.forget(["rollout-1"])
+    assert not one.is_busy
+    async with asyncio.timeout(10):
+        await one.wait_all_serve()
