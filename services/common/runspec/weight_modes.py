@@ -34,6 +34,9 @@ class Transport:
     check: str = ""
     """For a stored transport, reference of a function of the folder or URL of the versions that raises a
     ServiceError if this process cannot use it."""
+    reports: str = ""
+    """For a stored transport, reference of a coroutine that takes the run's id, the folder or URL, the
+    ``WeightSession`` and a function that records a ``Note``, and records events about the store."""
     is_stored: bool = False
     """True if sources leave versions in a store, from which each receiver loads them when it can. The
     opener then also takes ``url`` and ``source``, and returns a ``StoredBackend`` of
@@ -45,6 +48,17 @@ BUCKET_BYTES: Final[Mapping[str, int]] = {"cuda": 512 << 20, "cpu": 64 << 20}
 HANDLE: Final = "handle"
 """Transport between processes that share a device, which NCCL does not support."""
 TRANSPORTS: Final = Door("weight_transports", Transport)
+NCCL: Final = Transport(
+    opener="services.weightsync.group:open_nccl",
+    device="cuda",
+    least_rate=5e9,
+    ends_at_abort=True,
+)
+GLOO: Final = Transport(
+    opener="services.weightsync.group:open_gloo",
+    device="cpu",
+    least_rate=100e6,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +92,7 @@ class WeightMode:
 HOST_MODE: Final = "cpu_async"
 """Mode for members that no other mode connects."""
 MODES: Final = Door("weight_modes", WeightMode)
+SHADOW: Final = WeightMode(receiver="services.weightsync.modes.shadow:shadow_receiver", lends=True)
 
 
 def transport_of(device: str) -> str:

@@ -103,12 +103,14 @@ from typing import Never
 
 import sqlalchemy as sa
 
+from services.common.callables import load_callable
 from services.common.errors import (
     DeadlineExceededError,
     FailedPreconditionError,
     UnavailableError,
 )
 from services.common.host import Clock
+from services.common.runspec.weight_modes import TRANSPORTS
 from services.common.stores import is_url
 from services.common.task_group import TaskGroup
 from services.controller.membership import Worker
@@ -129,7 +131,6 @@ from services.controller.run.dispatch.scheduler import (
 from services.controller.run.evaluate.evaluator import Evaluator
 from services.controller.run.observe.progress import Progress
 from services.controller.run.observe.waits import StallReporter, Waits
-from services.controller.run.observe.weight_store import StoreReports
 from services.controller.run.publisher import Publisher
 from services.controller.run.state.journal import Journal
 from services.controller.run.state.requests import CurrentSpec, RequestQueue, end_quantization
@@ -276,15 +277,17 @@ class TrainingPipeline:
 
     def _store_reports(self) -> Sequence[Coroutine[None, None, None]]:
         sync = self.spec.now.weight_sync
-        if sync.storage is None or not sync.is_stored:
+        if sync.storage is None or not sync.is_stored or not TRANSPORTS[sync.backend].reports:
             return ()
-        reports = StoreReports(
-            self.journal.run_id,
-            sync.storage.directory,
-            self.connections.weights,
-            record=lambda note: self.journal.record_event(note, self.ledger),
+        report = load_callable(TRANSPORTS[sync.backend].reports)
+        return (
+            report(
+                self.journal.run_id,
+                sync.storage.directory,
+                self.connections.weights,
+                record=lambda note: self.journal.record_event(note, self.ledger),
+            ),
         )
-        return (reports.watch(),)
 
     def _upload_reports(self) -> Sequence[Coroutine[None, None, None]]:
         url = self.spec.now.trainer.checkpoint.directory

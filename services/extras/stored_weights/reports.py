@@ -54,3 +54,14 @@ class StoreReports:
             self._failing.discard(name)
             message = f"{name} uses the weight store again"
             yield Note("WeightStoreResumed", message, {"workers": [name], "url": where})
+
+
+async def report_failures(
+    run_id: str,
+    directory: str,
+    weights: WeightSession,
+    *,
+    record: Callable[[Note], Awaitable[object]],
+) -> None:
+    """Records events about the store of a run until it is cancelled."""
+    await StoreReports(run_id, directory, weights, record).watch()
