@@ -12,7 +12,7 @@ servers for their state with the token of ``token_file``, which no run sees.
 import asyncio
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,6 +23,7 @@ from services.common.errors import InvalidArgumentError, NotFoundError
 from services.controller.fleets import named_fleet
 from services.controller.models import FleetRunView, FleetServerView, FleetView
 from services.extras.fleets.kind import is_server_address
+from services.extras.fleets.labels import Label
 from services.extras.fleets.protocol import STATE
 
 logger = logging.getLogger(__name__)
@@ -164,20 +165,52 @@ class FleetDirectory:
 async def _ask(client: httpx.AsyncClient, address: str, token: str) -> FleetServerView:
     """Returns the state of a server, or why it has none."""
     headers = {"Authorization": f"Bearer {token}"} if token else {}
+
+    async def get(path: str) -> tuple[int, bytes]:
+        url = address.rstrip("/") + path
+        async with client.stream("GET", url, headers=headers) as answer:
+            return answer.status_code, await _content(answer)
+
     try:
-        async with (
-            asyncio.timeout(_TIMEOUT_S),
-            client.stream("GET", address.rstrip("/") + STATE, headers=headers) as answer,
-        ):
-            content = await _content(answer)
-        if answer.status_code != 200:
-            text = content[:200].decode(errors="replace")
-            return FleetServerView(address=address, problem=f"status {answer.status_code}: {text}")
+        async with asyncio.timeout(_TIMEOUT_S):
+            status, content = await get(STATE)
+            if status == 404:
+                return await _ask_sglang(address, get)
+        if status != 200:
+            return _refused(address, status, content)
         return _read(address, json.loads(content))
     except TimeoutError:
         return FleetServerView(address=address, problem=f"no answer within {_TIMEOUT_S:.0f} s")
     except (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError) as error:
         return FleetServerView(address=address, problem=f"{type(error).__name__}: {error}"[:300])
+
+
+async def _ask_sglang(
+    address: str, get: Callable[[str], Awaitable[tuple[int, bytes]]]
+) -> FleetServerView:
+    """Returns the state of an SGLang server, in which no part of Slipstream runs."""
+    answers = []
+    for path in ("/model_info", "/server_info"):
+        status, content = await get(path)
+        if status != 200:
+            return _refused(address, status, content)
+        answers.append(json.loads(content))
+    model, engine = answers
+    label = Label.parse(model["weight_version"])
+    version = None if label is None else label.version
+    return FleetServerView(
+        address=address,
+        is_healthy=True,
+        exclusive_run=None if label is None else label.owner.partition("/")[0],
+        weight_version=int(version) if version is not None and version.isdigit() else None,
+        kv_capacity_tokens=int(engine["max_total_num_tokens"]),
+        max_model_len=int(engine["max_req_input_len"]),
+    )
+
+
+def _refused(address: str, status: int, content: bytes) -> FleetServerView:
+    text = content[:200].decode(errors="replace")
+    return FleetServerView(address=address, problem=f"status {status}: {text}")
 
 
 async def _content(answer: httpx.Response) -> bytes:

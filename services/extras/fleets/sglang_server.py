@@ -14,9 +14,7 @@ import pickle  # noqa: TID251 -- the form of SGLang, which is written here and n
 import secrets
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from typing import Any, Final
-from urllib.parse import quote, unquote
 
 from torch import Tensor
 
@@ -35,15 +33,13 @@ from services.extras.fleets.client import (
     ServerRefusedError,
 )
 from services.extras.fleets.engine import FleetBackend, FleetEngine
+from services.extras.fleets.labels import LOADING, NO_VERSION, Label
 from services.extras.fleets.protocol import LEASE_S, LOAD_TIMEOUT_S
 from services.extras.fleets.weights import FleetWeights
 from services.extras.sglang.outputs import new_tokens
 from services.rollout.engines.base import EngineCapabilities
 from services.rollout.engines.engine_config import EngineConfig
 
-_PREFIX: Final = "slipstream"
-_NONE: Final = "none"
-_LOADING: Final = "loading"
 _BEAT_S: Final = LEASE_S / 4
 """Seconds after which the counter changes."""
 _SILENCE_S: Final = LEASE_S - _BEAT_S
@@ -66,28 +62,6 @@ def build(config: EngineConfig) -> FleetEngine:
     )
     backend = FleetBackend(config, SglangServer, capabilities)
     return FleetEngine.ordered(backend, config, length_argument="context_length")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Label:
-    """Content of a server's ``weight_version``."""
-
-    owner: str
-    session: str
-    version: str
-    """Weight version, ``none`` or ``loading``."""
-    beat: int = 0
-
-    def __str__(self) -> str:
-        return f"{_PREFIX}:{quote(self.owner, safe='')}:{self.session}:{self.version}:{self.beat}"
-
-    @classmethod
-    def parse(cls, text: object) -> "Label | None":
-        """Reads a label; None if another program set the text."""
-        match str(text).split(":"):
-            case [prefix, owner, session, version, beat] if prefix == _PREFIX and beat.isdigit():
-                return cls(owner=unquote(owner), session=session, version=version, beat=int(beat))
-        return None
 
 
 class SglangServer(FleetServer):
@@ -131,7 +105,9 @@ class SglangServer(FleetServer):
         self._check_delay(started_at)
         session = secrets.token_hex(8)
         # It also ends the responses of the owner before.
-        await self._set_label(Label(owner=self._owner, session=session, version=_NONE), aborts=True)
+        await self._set_label(
+            Label(owner=self._owner, session=session, version=NO_VERSION), aborts=True
+        )
         self._session = session
 
     def _check_other(self, label: Label | None) -> None:
@@ -208,7 +184,7 @@ class SglangServer(FleetServer):
             async with asyncio.timeout(timeout_s):
                 await self._check_session()
                 async with self._paused():
-                    await self._set_label(self._next_label(_LOADING), aborts=True)
+                    await self._set_label(self._next_label(LOADING), aborts=True)
                     async with self._beating():
                         await self._replace(weights, ranks)
                         await self._compare_checksum(weights)
@@ -253,7 +229,7 @@ class SglangServer(FleetServer):
                         started_at = _now()
                         await self._check_session()
                         self._check_delay(started_at)
-                        await self._beat(_LOADING)
+                        await self._beat(LOADING)
 
         beating = asyncio.ensure_future(beat())
         try:
@@ -328,7 +304,7 @@ class SglangServer(FleetServer):
     async def end(self) -> None:
         async with asyncio.timeout(END_TIMEOUT_S):
             await self._check_session()
-            body = {"new_version": _NONE, "abort_all_requests": True}
+            body = {"new_version": NO_VERSION, "abort_all_requests": True}
             await self._control("/update_weight_version", body)
             # It may be paused, if the run ends while weights load.
             await self._control("/continue_generation")

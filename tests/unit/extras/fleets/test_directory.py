@@ -1,6 +1,7 @@
 """Fleets of an installation: their state, and specifications that name them."""
 
 import json
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from services.controller.fleets import NoFleets
 from services.controller.models import FleetServerView
 from services.extras.fleets.command import _rows
 from services.extras.fleets.directory import FleetDirectory
+from services.extras.fleets.labels import LOADING, Label
 from tests.unit.extras.fleets.servers import TOKEN
+from tests.unit.extras.fleets.sglang_servers import SglangFake
 from tests.unit.extras.fleets.test_adapters import _attached, _body, _free_steps, _generate, _shared
 
 
@@ -41,6 +44,22 @@ async def test_a_fleet_shows_the_use_of_each_server_by_each_run(tmp_path: Path) 
     assert state.is_healthy and state.max_adapters == 3
     usage = {run.run_id: (run.share, run.tokens, run.weight_version) for run in state.runs}
     assert usage == {"run_a": (3.0, 6, 0), "run_b": (1.0, 0, 0)}
+
+
+async def test_an_sglang_server_is_shown_with_its_run_and_version(tmp_path: Path) -> None:
+    server = SglangFake()
+    async with AsyncExitStack() as stack:
+        await server.start()
+        stack.push_async_callback(server.close)
+        entry = {"addresses": [server.address]}
+        (idle,) = (await _directory(tmp_path, own=entry).view("own")).servers
+        server.sglang.label = str(Label(owner="run_a/rollout-0", session="s", version="3"))
+        (used,) = (await _directory(tmp_path, own=entry).view("own")).servers
+        server.sglang.label = str(Label(owner="run_a/rollout-0", session="s", version=LOADING))
+        (loading,) = (await _directory(tmp_path, own=entry).view("own")).servers
+    assert idle.is_healthy and idle.kv_capacity_tokens > 0
+    states = [(state.exclusive_run, state.weight_version) for state in (idle, used, loading)]
+    assert states == [(None, None), ("run_a", 3), ("run_a", None)]
 
 
 async def test_servers_that_do_not_answer_or_refuse_the_token_are_shown_with_the_reason(

@@ -13,7 +13,8 @@ from services.extras.fleets import fleet as fleet_module
 from services.extras.fleets import sglang_server as module
 from services.extras.fleets.client import ServerAwayError, ServerBusyError, ServerRefusedError
 from services.extras.fleets.engine import FleetEngine
-from services.extras.fleets.sglang_server import Label, SglangServer, build
+from services.extras.fleets.labels import Label
+from services.extras.fleets.sglang_server import SglangServer, build
 from services.rollout.engines.base import GenerationResult
 from tests.helpers.engines import request, running, until
 from tests.unit.extras.fleets.servers import LOCAL, TOKEN, fleet_weights
