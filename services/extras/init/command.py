@@ -107,16 +107,33 @@ def init(
     except (ValueError, OSError) as error:
         fail(str(error))
         raise typer.Exit(2) from None
-    row, is_tiny, uses_gpus = rows.first[0], model.startswith(TINY_PREFIX), has_gpus()
+    document = _document(file, model, source, rows)
+    comments = {**_COMMENTS, "": _header(file)}
+    if not _column(rows.first[0], _PROMPTS):
+        comments["data.prompt_column"] = (f"TODO: one of {', '.join(rows.first[0])}",)
+    if has_gpus() and Path(model).is_dir():
+        comments |= _fit(document)
+    text = commented_yaml(document, comments)
+    with _writing(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    console.print(
+        f"wrote {file}; `slipstream validate {shlex.quote(str(file))}` checks it", highlight=False
+    )
+
+
+def _document(file: Path, model: str, source: PromptSourceSpec, rows: "_Rows") -> dict[str, Any]:
+    """Returns the specification of a model and its first rows of data."""
+    row, is_tiny = rows.first[0], model.startswith(TINY_PREFIX)
     prompt, answer = _column(row, _PROMPTS), _column(row, _ANSWERS)
     form = _answer_form([str(each.get(answer) or "") for each in rows.first])
-    is_large = uses_gpus and not is_tiny
-    document = {
+    is_large = has_gpus() and not is_tiny
+    return {
         "name": _name(file),
         "seed": 0,
         "model": {"path": model, **({"images": True} if is_tiny and _sees_images(model) else {})},
         "data": {
-            "train": {"source": source.source, "path": _path(data, source.source, file)},
+            "train": {"source": source.source, "path": _path(source.path, source.source, file)},
             "prompt_column": prompt or "prompt",
             "answer_column": answer or None,
             **({"prompt_template": form.template} if form.template else {}),
@@ -140,18 +157,6 @@ def init(
             "checkpoint": {"every": 20, "keep": 2},
         },
     }
-    comments = {**_COMMENTS, "": _header(file)}
-    if not prompt:
-        comments["data.prompt_column"] = (f"TODO: one of {', '.join(row)}",)
-    if uses_gpus and Path(model).is_dir():
-        comments |= _fit(document)
-    text = commented_yaml(document, comments)
-    with _writing(file):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8")
-    console.print(
-        f"wrote {file}; `slipstream validate {shlex.quote(str(file))}` checks it", highlight=False
-    )
 
 
 def _are_rendered(rows: "_Rows", prompt: str) -> bool:

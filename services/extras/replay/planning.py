@@ -85,14 +85,7 @@ def plan_replay(
             f"the record has the steps {trained[0]} to {trained[-1]}, but --from is {first} and --to is "
             f"{last}"
         )
-    draft = draft_of(dict(starts[0]["spec"]), changes, folder=Path.cwd())
-    if draft.examined.problems or draft.examined.spec is None:
-        raise InvalidArgumentError("; ".join(draft.examined.problems))
-    if draft.examined.spec.trainer.world_size != num_ranks:
-        raise InvalidArgumentError(
-            f"--set trainer.world_size: the run trained with {num_ranks} processes, and another number adds "
-            "numbers in another order; leave it"
-        )
+    changed = _changed(starts[0]["spec"], changes, num_ranks=num_ranks)
     if not versions:
         numbers = _read_numbers(folder, [s for s in trained if s <= last], num_ranks=num_ranks)
     targets = {
@@ -104,7 +97,7 @@ def plan_replay(
         folder.parent, origin, before=min((first, *(t + 1 for t in targets.values())))
     )
     start_step = origin if chosen is None else chosen[1]
-    spec = _starting_from(draft.examined.spec, starts[0]["spec"], chosen)
+    spec = _starting_from(changed, starts[0]["spec"], chosen)
     missing = [step for step in range(start_step + 1, last + 1) if step not in numbers]
     _read_numbers(folder, missing, num_ranks=num_ranks)  # raises
     used = [start for start in starts if start["step"] < last]
@@ -128,6 +121,24 @@ def plan_replay(
         saved=tuple(t for step, t in targets.items() if start_step < t and step > start_step),
         notes=(*differences, *_code_differences(used, spec)),
     )
+
+
+def _changed(document: Mapping[str, Any], changes: Sequence[str], *, num_ranks: int) -> RunSpec:
+    """Returns the specification of a run with changes.
+
+    Raises:
+        InvalidArgumentError: If a change is not possible.
+        SpecError: If a change is malformed or breaks a rule.
+    """
+    examined = draft_of(dict(document), changes, folder=Path.cwd()).examined
+    if examined.problems or examined.spec is None:
+        raise InvalidArgumentError("; ".join(examined.problems))
+    if examined.spec.trainer.world_size != num_ranks:
+        raise InvalidArgumentError(
+            f"--set trainer.world_size: the run trained with {num_ranks} processes, and another number adds "
+            "numbers in another order; leave it"
+        )
+    return examined.spec
 
 
 def _read_numbers(folder: Path, steps: Sequence[int], *, num_ranks: int) -> dict[int, StepNumbers]:
