@@ -318,7 +318,8 @@ class WeightMember:
                     )
                     phases.end_phase("reply")
             except BaseException as error:
-                await self._leave_group()
+                if self._epochs.holds(group):  # a newer group may have been formed meanwhile
+                    await self._leave_group()
                 raise explained(error, order) from error
         if not self._epochs.holds(group):
             raise UnavailableError(f"epoch {order.epoch} was aborted during its transfer")
@@ -346,7 +347,8 @@ class WeightMember:
             async with asyncio.timeout(timeout_s):
                 await self._epochs.thread.run(lambda: group.retain(names))
         except TimeoutError as error:
-            await self._leave_group()
+            if self._epochs.holds(group):
+                await self._leave_group()
             raise DeadlineExceededError(
                 f"old weight versions were not deleted from the store within {timeout_s:.0f} s"
             ) from error

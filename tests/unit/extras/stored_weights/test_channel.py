@@ -8,6 +8,7 @@ import torch
 
 from services.common.errors import DataLossError, ServiceError, UnavailableError
 from services.extras.stored_weights import channel
+from services.weightsync.transfer import TransferOrder
 from tests.helpers.stored_members import MemoryFolder, StoredCluster
 
 
@@ -228,3 +229,26 @@ async def test_an_abort_ends_a_write_that_hangs(store):
         await writing
     release.set()
     assert not any(name.endswith("manifest.json") for name in store.objects)
+
+
+async def test_a_transfer_that_fails_late_leaves_a_newer_group_alone(store, monkeypatch):
+    cluster = StoredCluster()
+    await cluster.form_group()
+    (sender,) = cluster.senders
+    began, ends, loop = asyncio.Event(), threading.Event(), asyncio.get_running_loop()
+
+    def exchange(*_):
+        loop.call_soon_threadsafe(began.set)
+        ends.wait(30)
+        raise UnavailableError("the store is gone")
+
+    monkeypatch.setattr(sender, "_exchange", exchange)
+    await sender.prepare(1, 0, cluster.plan_hash)
+    order = TransferOrder(epoch=1, version=0, timeout_s=30, base_version=-1, stored="v0")
+    transfer = asyncio.create_task(sender.transfer(order))
+    await began.wait()
+    await cluster.form_group(2, [sender])
+    ends.set()
+    with pytest.raises(UnavailableError, match="the store is gone"):
+        await transfer
+    await sender.prepare(2, 0, cluster.plan_hash)
