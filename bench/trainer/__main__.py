@@ -34,6 +34,7 @@ from bench.trainer.workload import (
     useful_flops,
 )
 from services.common.models.loading import build_model
+from services.common.runspec.run import RunSpec
 from services.trainer.algorithm.logprobs import OutputHead, token_logprobs
 from services.trainer.batch.packing import pack
 from services.trainer.batch.plan import Bounds, StepPlan, plan_step, shard_of
@@ -167,6 +168,14 @@ def prepare(
     )
     distribute(policy, spec.trainer, topology)
     engine = FsdpEngine(policy, spec=spec, topology=topology)
+    work, runner, plan = step_of(engine, scale, spec, topology)
+    return work, runner, plan, topology
+
+
+def step_of(
+    engine: FsdpEngine, scale: Scale, spec: RunSpec, topology: RankTopology
+) -> tuple[Callable[[], Any], StepRunner, StepPlan]:
+    """Returns a step of an engine over this rank's share of the batch, its runner and its plan."""
     samples, cohort = make_samples(scale)
     shares = spec.trainer.share_prefixes
     rows = shard_of(
@@ -186,7 +195,7 @@ def prepare(
         shares_prefixes=shares,
     )
     runner = StepRunner(engine, reference=None, spec=spec)
-    return lambda: runner.run(1, share, cohort, plan), runner, plan, topology
+    return lambda: runner.run(1, share, cohort, plan), runner, plan
 
 
 def measure_padded(scale: Scale, device: torch.device) -> dict[str, Any]:

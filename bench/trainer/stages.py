@@ -20,13 +20,12 @@ import torch
 from torch import distributed
 
 from bench.report import write_json
-from bench.trainer.__main__ import Launch, prepare
+from bench.trainer.__main__ import Launch, prepare, step_of
 from bench.trainer.timing import peak_gib, reset_peak, timed
 from bench.trainer.workload import (
     Scale,
     full_scale,
     long_tailed_lengths,
-    make_samples,
     smoke_scale,
     spec_of,
     useful_flops,
@@ -36,11 +35,10 @@ from services.common.models.stages import bubble
 from services.extras.stages.engine import StagesEngine
 from services.extras.stages.layout import build_stage
 from services.extras.stages.modules import StagedPolicy
-from services.trainer.batch.plan import Bounds, StepPlan, plan_step, shard_of
+from services.trainer.batch.plan import StepPlan
 from services.trainer.collectives import join_processes
 from services.trainer.engines.fsdp.parallel import distribute
 from services.trainer.model.flops import peak_flops
-from services.trainer.steps.step import StepRunner
 
 RESULTS: Final = Path(__file__).parents[1] / "results" / "trainer-stages.json"
 _BAR: Final = 0.9
@@ -143,26 +141,8 @@ def _prepare_stages(
     policy = StagedPolicy(model, stage, temperature=1.0)
     distribute(policy, spec.trainer, topology)
     engine = StagesEngine(policy, spec=spec, topology=topology)
-    samples, cohort = make_samples(scale)
-    ranks = topology.data
-    rows = shard_of(
-        cohort,
-        num_updates=1,
-        rank=ranks.rank,
-        num_ranks=ranks.size,
-        cost=engine.model.cost,
-        shares_prefixes=spec.trainer.share_prefixes,
-    )
-    share = samples.select(rows.rows)
-    plan = plan_step(
-        rows,
-        share,
-        bounds=Bounds(max_tokens=spec.trainer.tokens_per_micro_batch),
-        ranks=ranks,
-        shares_prefixes=spec.trainer.share_prefixes,
-    )
-    runner = StepRunner(engine, reference=None, spec=spec)
-    return lambda: runner.run(1, share, cohort, plan), plan
+    work, _, plan = step_of(engine, scale, spec, topology)
+    return work, plan
 
 
 if __name__ == "__main__":
