@@ -440,27 +440,30 @@ class Handlers:
 
     async def _shown(self, fleet: FleetView, project: str) -> FleetView:
         """Returns a fleet without the ids of other projects' runs."""
-
-        async def own(run_id: str | None) -> str | None:
-            try:
-                is_own = run_id is not None and (await self._manager.get(run_id)).project == project
-            except NotFoundError:
-                return None
-            return run_id if is_own else None
-
+        named = {
+            run_id
+            for server in fleet.servers
+            for run_id in (server.exclusive_run, *(run.run_id for run in server.runs))
+        }
+        shown = {run_id: run_id if await self._is_of(run_id, project) else None for run_id in named}
         servers = [
             server.model_copy(
                 update={
-                    "exclusive_run": await own(server.exclusive_run),
+                    "exclusive_run": shown[server.exclusive_run],
                     "runs": [
-                        run.model_copy(update={"run_id": await own(run.run_id)})
-                        for run in server.runs
+                        run.model_copy(update={"run_id": shown[run.run_id]}) for run in server.runs
                     ],
                 }
             )
             for server in fleet.servers
         ]
         return fleet.model_copy(update={"servers": servers})
+
+    async def _is_of(self, run_id: str | None, project: str) -> bool:
+        try:
+            return run_id is not None and (await self._manager.get(run_id)).project == project
+        except NotFoundError:
+            return False
 
     async def get_version(self, call: Call, request: ops.GetVersion) -> VersionView:
         return VersionView(version=version("slipstream"))
