@@ -1,6 +1,7 @@
 """Publication of weights during training: the newest version, one at a time, before the gate opens."""
 
 import asyncio
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -254,61 +255,66 @@ async def test_a_rollout_that_took_no_part_is_a_loss():
     assert not connections.opened
 
 
+@asynccontextmanager
+async def running(one):
+    """Publishes versions, to late rollouts too, in the block."""
+    tasks = [asyncio.create_task(one.run()), asyncio.create_task(one.follow())]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
 async def test_the_gate_opens_by_the_oldest_weights_that_receive_groups():
     connections = Parts()
     connections.serving.append(rollout("rollout-1"))
     one = publisher(connections)
-    tasks = [asyncio.create_task(one.run()), asyncio.create_task(one.follow())]
-    await trained(one, 1)
-    await one.wait_served(1)
-    connections.is_missing = {"rollout-1"}  # it still loads the version from a store
-    await trained(one, 2)
-    await one.wait_served(2)
-    await one.wait_idle()
-    assert connections.opened == [1, 1]
-    connections.is_missing = set()
-    await connections.on_late()
-    assert connections.serving[1].weight_version == 102
-    assert connections.opened == [1, 1, 2]
-    for task in tasks:
-        task.cancel()
+    async with running(one):
+        await trained(one, 1)
+        await one.wait_served(1)
+        connections.is_missing = {"rollout-1"}  # it still loads the version from a store
+        await trained(one, 2)
+        await one.wait_served(2)
+        await one.wait_idle()
+        assert connections.opened == [1, 1]
+        connections.is_missing = set()
+        await connections.on_late()
+        assert connections.serving[1].weight_version == 102
+        assert connections.opened == [1, 1, 2]
 
 
 async def test_a_version_is_published_again_for_a_rollout_that_lacks_a_copy_of_it():
     connections = Parts()
     one = publisher(connections)
-    tasks = [asyncio.create_task(one.run()), asyncio.create_task(one.follow())]
-    await trained(one, 1)
-    await one.wait_served(1)
-    await one.wait_idle()
-    connections.may_publish.clear()
-    connections.is_lacking = True
-    await connections.on_late()
-    assert one.is_busy
-    connections.may_publish.set()
-    await one.wait_idle()
-    assert connections.published == [101, 101]
-    for task in tasks:
-        task.cancel()
+    async with running(one):
+        await trained(one, 1)
+        await one.wait_served(1)
+        await one.wait_idle()
+        connections.may_publish.clear()
+        connections.is_lacking = True
+        await connections.on_late()
+        assert one.is_busy
+        connections.may_publish.set()
+        await one.wait_idle()
+        assert connections.published == [101, 101]
 
 
 async def test_a_rollout_that_joins_and_loads_for_long_needs_one_publication():
     connections = Parts()
     one = publisher(connections)
-    tasks = [asyncio.create_task(one.run()), asyncio.create_task(one.follow())]
-    await trained(one, 1)
-    await one.wait_served(1)
-    await one.wait_idle()
-    connections.is_missing, connections.late = {"rollout-1"}, ("rollout-1",)
-    await one.admit([rollout("rollout-1")])
-    async with asyncio.timeout(10):
+    async with running(one):
+        await trained(one, 1)
+        await one.wait_served(1)
         await one.wait_idle()
-    assert connections.published == [101, 101]
-    connections.is_missing = set()
-    await connections.on_late()
-    await one.wait_all_serve()
-    for task in tasks:
-        task.cancel()
+        connections.is_missing, connections.late = {"rollout-1"}, ("rollout-1",)
+        await one.admit([rollout("rollout-1")])
+        async with asyncio.timeout(10):
+            await one.wait_idle()
+        assert connections.published == [101, 101]
+        connections.is_missing = set()
+        await connections.on_late()
+        await one.wait_all_serve()
 
 
 async def test_a_rollout_that_leaves_before_it_serves_weights_is_not_waited_for():

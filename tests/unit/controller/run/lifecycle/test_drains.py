@@ -1,6 +1,7 @@
 """Tests that workers leave drained hosts after a checkpoint, and that the run trains each step once."""
 
 import asyncio
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -72,14 +73,39 @@ async def register_trainer(manager, run_id):
     await manager.drivers.services.membership.register(worker)
 
 
-async def test_a_trainer_leaves_after_its_step_is_saved_and_no_step_is_lost(
-    database, workers, hosts
-):
+@asynccontextmanager
+async def drained_run(database, workers, spec=None):
+    """Yields a manager and its run, whose trainer's host is drained during a step."""
     async with open_manager(database, queue=workers.queue) as manager, asyncio.timeout(20):
-        run_id = (await manager.create(Submission(spec=specification())))[0].run_id
+        run_id = (await manager.create(Submission(spec=spec or specification())))[0].run_id
         await workers.trains.wait()
         await register_trainer(manager, run_id)
         manager.drivers.host_drained(run_id, HOST, {"trainer-0"})
+        yield manager, run_id
+
+
+@asynccontextmanager
+async def drained_after_restart(database, workers):
+    """Yields a new manager and its run, whose trainer it has not heard of when its host is drained."""
+    async with open_manager(database, queue=workers.queue) as manager, asyncio.timeout(20):
+        run_id = (await manager.create(Submission(spec=specification())))[0].run_id
+        await workers.trains.wait()
+        manager.drivers.detach()
+        await manager.drivers.wait()
+    workers.connects.clear()
+    workers.may_connect.clear()
+    async with open_manager(database, queue=workers.queue) as manager, asyncio.timeout(20):
+        await workers.connects.wait()
+        manager.drivers.host_drained(run_id, HOST, {"trainer-0"})
+        for _ in range(20):
+            await asyncio.sleep(0)
+        yield manager, run_id
+
+
+async def test_a_trainer_leaves_after_its_step_is_saved_and_no_step_is_lost(
+    database, workers, hosts
+):
+    async with drained_run(database, workers) as (manager, run_id):
         draining = await reported(manager, run_id, "Draining")
         run = await manager.get(run_id)
         shown = condition(run, "Draining")
@@ -111,11 +137,7 @@ async def test_a_trainer_stays_while_its_checkpoints_would_be_lost_with_it(
     database, workers, hosts
 ):
     hosts.why_volatile = "/var/lib/slipstream is a volume of the pod (emptyDir)"
-    async with open_manager(database, queue=workers.queue) as manager, asyncio.timeout(20):
-        run_id = (await manager.create(Submission(spec=specification())))[0].run_id
-        await workers.trains.wait()
-        await register_trainer(manager, run_id)
-        manager.drivers.host_drained(run_id, HOST, {"trainer-0"})
+    async with drained_run(database, workers) as (manager, run_id):
         event = await reported(manager, run_id, "Draining")
         assert event.data["reason"] == "CheckpointsVolatile"
         assert "emptyDir" in event.message
@@ -138,11 +160,7 @@ async def test_a_failed_checkpoint_keeps_the_trainer_until_the_next_notice(
         return await save(step, **options)
 
     monkeypatch.setattr(workers, "save_checkpoint", saves)
-    async with open_manager(database, queue=workers.queue) as manager, asyncio.timeout(20):
-        run_id = (await manager.create(Submission(spec=specification())))[0].run_id
-        await workers.trains.wait()
-        await register_trainer(manager, run_id)
-        manager.drivers.host_drained(run_id, HOST, {"trainer-0"})
+    async with drained_run(database, workers) as (manager, run_id):
         await reported(manager, run_id, "Draining")
         workers.held_from = 3
         workers.may_train.set()
@@ -161,11 +179,7 @@ async def test_a_failed_checkpoint_keeps_the_trainer_until_the_next_notice(
 
 
 async def test_the_workers_of_a_host_that_is_in_service_again_stay(database, workers, hosts):
-    async with open_manager(database, queue=workers.queue) as manager, asyncio.timeout(20):
-        run_id = (await manager.create(Submission(spec=specification())))[0].run_id
-        await workers.trains.wait()
-        await register_trainer(manager, run_id)
-        manager.drivers.host_drained(run_id, HOST, {"trainer-0"})
+    async with drained_run(database, workers) as (manager, run_id):
         await reported(manager, run_id, "Draining")
         manager.drivers.host_in_service("node-1")
         event = await reported(manager, run_id, "Drained")
@@ -178,11 +192,7 @@ async def test_the_workers_of_a_host_that_is_in_service_again_stay(database, wor
 
 async def test_a_worker_that_is_lost_on_a_drained_host_has_left_it(database, workers, hosts):
     hosts.why_volatile = "/var/lib/slipstream is a volume of the pod (emptyDir)"
-    async with open_manager(database, queue=workers.queue) as manager, asyncio.timeout(20):
-        run_id = (await manager.create(Submission(spec=specification())))[0].run_id
-        await workers.trains.wait()
-        await register_trainer(manager, run_id)
-        manager.drivers.host_drained(run_id, HOST, {"trainer-0"})
+    async with drained_run(database, workers) as (manager, run_id):
         await reported(manager, run_id, "Draining")
         hosts.why_volatile = ""
         lost = WorkerExit(run_id=run_id, worker_id="trainer-0", code=-9, last_lines="")
@@ -199,18 +209,7 @@ async def test_a_worker_that_is_lost_on_a_drained_host_has_left_it(database, wor
 async def test_a_host_that_is_in_service_before_the_loops_are_entered_is_not_drained_again(
     database, workers, hosts
 ):
-    async with open_manager(database, queue=workers.queue) as manager, asyncio.timeout(20):
-        run_id = (await manager.create(Submission(spec=specification())))[0].run_id
-        await workers.trains.wait()
-        manager.drivers.detach()
-        await manager.drivers.wait()
-    workers.connects.clear()
-    workers.may_connect.clear()
-    async with open_manager(database, queue=workers.queue) as manager, asyncio.timeout(20):
-        await workers.connects.wait()
-        manager.drivers.host_drained(run_id, HOST, {"trainer-0"})
-        for _ in range(20):
-            await asyncio.sleep(0)
+    async with drained_after_restart(database, workers) as (manager, run_id):
         manager.drivers.host_in_service("node-1")
         await reported(manager, run_id, "Drained")
         workers.may_connect.set()
@@ -235,11 +234,7 @@ async def test_a_trainer_stays_while_the_object_store_lacks_its_checkpoint(
     monkeypatch.setattr(TrainingPipeline, "_upload_reports", lambda pipeline: ())
     checkpoint = {"directory": "/checkpoints"}
     spec = specification(trainer={"steps": 4, "prompts_per_step": 2, "checkpoint": checkpoint})
-    async with open_manager(database, queue=workers.queue) as manager, asyncio.timeout(20):
-        run_id = (await manager.create(Submission(spec=spec)))[0].run_id
-        await workers.trains.wait()
-        await register_trainer(manager, run_id)
-        manager.drivers.host_drained(run_id, HOST, {"trainer-0"})
+    async with drained_run(database, workers, spec) as (manager, run_id):
         await reported(manager, run_id, "Draining")
         workers.held_from = 3
         workers.may_train.set()
@@ -273,11 +268,7 @@ async def test_workers_that_still_load_leave_at_once(database, workers, hosts):
 
 
 async def test_a_pause_during_a_drain_pauses_the_run(database, workers, hosts):
-    async with open_manager(database, queue=workers.queue) as manager, asyncio.timeout(20):
-        run_id = (await manager.create(Submission(spec=specification())))[0].run_id
-        await workers.trains.wait()
-        await register_trainer(manager, run_id)
-        manager.drivers.host_drained(run_id, HOST, {"trainer-0"})
+    async with drained_run(database, workers) as (manager, run_id):
         await reported(manager, run_id, "Draining")
         await manager.pause(run_id)
         workers.may_train.set()
@@ -291,18 +282,7 @@ async def test_a_pause_during_a_drain_pauses_the_run(database, workers, hosts):
 async def test_a_trainer_that_a_new_controller_has_not_heard_of_yet_stays_until_its_step_is_saved(
     database, workers, hosts
 ):
-    async with open_manager(database, queue=workers.queue) as manager, asyncio.timeout(20):
-        run_id = (await manager.create(Submission(spec=specification())))[0].run_id
-        await workers.trains.wait()
-        manager.drivers.detach()
-        await manager.drivers.wait()
-    workers.connects.clear()
-    workers.may_connect.clear()
-    async with open_manager(database, queue=workers.queue) as manager, asyncio.timeout(20):
-        await workers.connects.wait()
-        manager.drivers.host_drained(run_id, HOST, {"trainer-0"})
-        for _ in range(20):
-            await asyncio.sleep(0)
+    async with drained_after_restart(database, workers) as (manager, run_id):
         assert hosts.released == [], "it may know a step that nobody saved"
         await register_trainer(manager, run_id)
         workers.may_connect.set()
@@ -326,11 +306,7 @@ async def test_workers_leave_another_host_while_a_moved_one_waits_for_room(
             await has_room.wait()
 
     monkeypatch.setattr(ExternalLauncher, "start", start)
-    async with open_manager(database, queue=workers.queue) as manager, asyncio.timeout(20):
-        run_id = (await manager.create(Submission(spec=specification())))[0].run_id
-        await workers.trains.wait()
-        await register_trainer(manager, run_id)
-        manager.drivers.host_drained(run_id, HOST, {"trainer-0"})
+    async with drained_run(database, workers) as (manager, run_id):
         workers.may_train.set()
         await waits.wait()
         other = DrainedHost(name="node-2", reason="cordoned", since=6.0)
