@@ -255,19 +255,8 @@ async def local_services(
             create_authority(folder / "authority")
             common["TLS_ISSUER"] = str(folder / "authority")
         try:
-            transferqueue = service(
-                "transferqueue",
-                {
-                    **common,
-                    "BIND": free_address(site.host),
-                    "DATA_BIND": f"{site.host}:0",
-                    "SNAPSHOT_FOLDER": f"{folder}/snapshots",
-                    "SAMPLE_FOLDER": f"{state_directory}/{SAMPLE_FOLDER}",
-                    # Workers of this user share the service's memory, but other users can reach
-                    # its port too.
-                    "USE_CURVE": "true",
-                },
-            )
+            queue_settings = _queue_settings(site.host, folder, state_directory)
+            transferqueue = service("transferqueue", {**common, **queue_settings})
             address = (await services.start(transferqueue))["address"]
             controller = service(
                 "controller",
@@ -294,6 +283,17 @@ async def local_services(
                 yield services
         finally:
             await _stop_everything(services, strangers)
+
+
+def _queue_settings(host: str, folder: Path, state_directory: Path) -> dict[str, str]:
+    return {
+        "BIND": free_address(host),
+        "DATA_BIND": f"{host}:0",
+        "SNAPSHOT_FOLDER": f"{folder}/snapshots",
+        "SAMPLE_FOLDER": f"{state_directory}/{SAMPLE_FOLDER}",
+        # Workers of this user share the service's memory, but other users can reach its port too.
+        "USE_CURVE": "true",
+    }
 
 
 def free_address(host: str = "127.0.0.1") -> str:

@@ -184,24 +184,7 @@ async def connect(
     spec = current.now
     names = [name for role, name in worker_names(spec) if role != "rollout"]
     names += present
-
-    def missing() -> list[str]:
-        workers = {worker.worker_id: worker for worker in membership.workers(run_id)}
-        causes = {name: f" ({each.activity})" for name, each in workers.items() if each.is_cut_off}
-        return [
-            name + causes.get(name, "")
-            for name in names
-            if name not in workers or not is_loaded(workers[name], spec)
-        ]
-
-    await membership.wait_until(
-        lambda: not missing(),
-        timeout_s=lambda: current.now.limits.start_timeout_s,
-        waiting_for=lambda: (
-            f"{', '.join(missing())} to load; see the workers' logs, "
-            "or raise limits.start_timeout_s"
-        ),
-    )
+    await _wait_until_loaded(names, run_id, current, membership)
     (trainer,) = membership.workers(run_id, "trainer")
     rollouts = [w for w in membership.workers(run_id, "rollout") if w.worker_id in names]
     colocated = [w for w in rollouts if spec.is_colocated(w.worker_id)]
@@ -244,6 +227,32 @@ async def connect(
         others=others,
         train_rows=_agreed_rows(rollouts, spec.data.train_sets),
         heldout_rows=_agreed_rows(rollouts, spec.data.heldout_sets),
+    )
+
+
+async def _wait_until_loaded(
+    names: Collection[str], run_id: str, current: CurrentSpec, membership: Membership
+) -> None:
+    spec = current.now
+
+    def missing() -> list[str]:
+        workers = {worker.worker_id: worker for worker in membership.workers(run_id)}
+        causes = {
+            name: f" ({worker.activity})" for name, worker in workers.items() if worker.is_cut_off
+        }
+        return [
+            name + causes.get(name, "")
+            for name in names
+            if name not in workers or not is_loaded(workers[name], spec)
+        ]
+
+    await membership.wait_until(
+        lambda: not missing(),
+        timeout_s=lambda: current.now.limits.start_timeout_s,
+        waiting_for=lambda: (
+            f"{', '.join(missing())} to load; see the workers' logs, "
+            "or raise limits.start_timeout_s"
+        ),
     )
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from services.common.models.quantization import PART_BYTES, block_of_moments
+from services.extras.optimizers.parts import update_parts
 from services.trainer.collectives import local_part, spread_like
-from services.trainer.engines.fsdp.optim import update_parts
 
 _MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 _IS_SIGNED: Final = {"exp_avg": True, "exp_avg_sq": False}

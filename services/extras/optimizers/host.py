@@ -8,8 +8,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from services.extras.optimizers.parts import update_parts
 from services.trainer.collectives import local_part, spread_like
-from services.trainer.engines.fsdp.optim import update_parts
 
 _PART_BYTES: Final = 1 << 29
 """Max bytes of moments that are copied together."""

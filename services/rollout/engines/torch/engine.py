@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from services.common.host import usable_processors
 from services.common.models.families import (
@@ -126,6 +126,15 @@ class _Waiting:
         return cls(float("inf") if oldest is None else oldest, arrival, request)
 
 
+def _speculator_of(config: PretrainedConfig, speculation: SpeculationSpec) -> NgramSpeculator:
+    if recurrent_module(config.to_dict()) is not None:
+        raise ValueError(
+            f"rollout.speculation is set, but model_type {config.model_type!r} has recurrent layers, "
+            "whose states the engine torch cannot take back; set it to null"
+        )
+    return NgramSpeculator(speculation)
+
+
 class TorchEngine:
     """Decodes running requests together, step by step, and admits waiting ones between steps.
 
@@ -205,14 +214,7 @@ class TorchEngine:
                 f"model.path has model_type {config.model_type!r} without experts; set "
                 "rollout.routing_replay to 'off'"
             )
-        self._speculator: NgramSpeculator | None = None
-        if speculation is not None:
-            if recurrent_module(config.to_dict()) is not None:
-                raise ValueError(
-                    f"rollout.speculation is set, but model_type {config.model_type!r} has recurrent layers, "
-                    "whose states the engine torch cannot take back; set it to null"
-                )
-            self._speculator = NgramSpeculator(speculation)
+        self._speculator = None if speculation is None else _speculator_of(config, speculation)
         self._batch = DecodeBatch(
             model,
             decode=decode,

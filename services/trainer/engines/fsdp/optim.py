@@ -1,12 +1,11 @@
 """AdamW, the door of other optimizers, and gradient clipping."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor, Replicate
-from torch.optim.adamw import adamw
 
 from services.common.callables import load_callable
 from services.common.doors import References
@@ -17,41 +16,6 @@ OPTIMIZERS: Final = References("optimizers")
 """Functions that make an optimizer of parameter groups, by ``trainer.optimizer.kind``; ``host`` makes AdamW
 with moments in host memory.
 """
-
-
-def update_parts(
-    group: Mapping[str, Any],
-    *,
-    weights: list[Tensor],
-    gradients: list[Tensor],
-    first_moments: list[Tensor],
-    second_moments: list[Tensor],
-    steps: list[Tensor],
-) -> None:
-    """Updates weights, moments and steps in place with torch's fused AdamW.
-
-    Args:
-        group: Parameter group with the options of ``torch.optim.AdamW``.
-        weights: Parts on this rank; the other lists have an entry for each, of its shape.
-        steps: Number of updates before this one, scalars.
-    """
-    beta1, beta2 = group["betas"]
-    adamw(
-        weights,
-        gradients,
-        first_moments,
-        second_moments,
-        [],
-        steps,
-        fused=True,
-        amsgrad=False,
-        beta1=beta1,
-        beta2=beta2,
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=False,
-    )
 
 
 def build_optimizer(
