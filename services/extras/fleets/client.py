@@ -31,7 +31,7 @@ OVERLOADED: Final = frozenset({429, 502, 503, 504})
 """Statuses of a server or a proxy that may answer later."""
 _RETRY_S: Final = (0.1, 5.0)
 """Max seconds before the first and before later repetitions of a question."""
-_LONGEST_RETRY_S: Final = 60.0
+LONGEST_RETRY_S: Final = 60.0
 """Max seconds of a ``Retry-After`` that this side follows."""
 
 ReadEvent = Callable[[Mapping[str, Any]], TokenChunk | None]
@@ -390,7 +390,7 @@ class FleetServer(ABC):
 def retry_after_s(response: httpx.Response) -> float:
     """Returns the seconds after which a server wants to be asked again; 0 if it does not say, or by date."""
     text = response.headers.get("retry-after", "")
-    return min(float(text), _LONGEST_RETRY_S) if text.isdecimal() else 0.0
+    return min(float(text), LONGEST_RETRY_S) if text.isdecimal() else 0.0
 
 
 def reason_of(text: bytes) -> str:

@@ -18,6 +18,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from services.common.task_group import TaskGroup, gather_in_group, unwrapped
 from services.common.telemetry.metrics import SYNC
 from services.extras.fleets.client import (
+    LONGEST_RETRY_S,
     FleetServer,
     ServerAwayError,
     ServerBusyError,
@@ -45,6 +46,8 @@ _OVERLOAD_DELAYS_S: Final = (0.5, 30.0)
 """Max seconds without further work for an overloaded server, at first and later."""
 _OVERLOAD_DEADLINE_S: Final = 300.0
 """Seconds without a token from any server, since one was overloaded first, after which the engine ends."""
+_MAX_REFUSAL_GAP_S: Final = 2 * LONGEST_RETRY_S
+"""Max seconds between two refusals that count for the deadline: for longer, nobody asks."""
 
 SERVING: Final = Gauge(
     "slipstream_fleet_serving_servers", "Servers of the fleet that serve its weight version."
@@ -74,6 +77,22 @@ class _Canary:
     version: int
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
+
+
+@dataclass(slots=True)
+class _Refusals:
+    """Refusals of all servers since the last token from any of them."""
+
+    reason: str
+    """The first one."""
+    newest_at: float
+    seconds: float = 0.0
+    """Duration, without times in which nobody asked."""
+
+    def add(self, now: float) -> None:
+        """Counts the time since the refusal before."""
+        self.seconds += min(now - self.newest_at, _MAX_REFUSAL_GAP_S)
+        self.newest_at = now
 
 
 class Fleet:
@@ -123,8 +142,7 @@ class Fleet:
         self._prefixes: OrderedDict[Hashable, FleetServer] = OrderedDict()
         self._changed = asyncio.Event()
         self._num_scored = 0
-        self._refusal: tuple[float, str] | None = None
-        """Time and reason of the first refusal since the last token."""
+        self._refusals: _Refusals | None = None
 
     @property
     def version(self) -> int | None:
@@ -271,16 +289,16 @@ class Fleet:
             Seconds after which it gets work again.
 
         Raises:
-            EngineDiedError: If no server has sent a token for ``_OVERLOAD_DEADLINE_S``.
+            EngineDiedError: If requests got refusals and no token for ``_OVERLOAD_DEADLINE_S``.
         """
         now = asyncio.get_running_loop().time()
         REFUSALS.inc()
-        if self._refusal is None:
-            self._refusal = now, str(error)
-        since, reason = self._refusal
-        if now - since > _OVERLOAD_DEADLINE_S:
+        all_refusals = self._refusals = self._refusals or _Refusals(str(error), now)
+        all_refusals.add(now)
+        if all_refusals.seconds > _OVERLOAD_DEADLINE_S:
             raise EngineDiedError(
-                f"no server of the fleet has sent a token for {now - since:.0f} s; the first reason: {reason}"
+                f"no server of the fleet has sent a token for {all_refusals.seconds:.0f} s; the first "
+                f"reason: {all_refusals.reason}"
             )
         is_first = server.refusals is None
         refusals = server.refusals = server.refusals or delays(*_OVERLOAD_DELAYS_S)
@@ -297,7 +315,7 @@ class Fleet:
 
     def sent_tokens(self, server: FleetServer) -> None:
         """Notes that a server works."""
-        self._refusal = server.refusals = None
+        self._refusals = server.refusals = None
         server.was_overloaded = False
 
     def lose(self, server: FleetServer, reason: str) -> None:

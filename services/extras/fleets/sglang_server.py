@@ -23,6 +23,7 @@ from services.extras.fleets.client import (
     ANSWER_TIMEOUT_S,
     END_TIMEOUT_S,
     LEAST_RATE,
+    OVERLOADED,
     SCORE_TIMEOUT_S,
     FleetServer,
     ReadEvent,
@@ -395,7 +396,7 @@ class SglangServer(FleetServer):
             # A token that ends texts by the server's configuration, but not by the run's: it goes on.
             return "stop" if finish["matched"] in segment.request.stop_token_ids else "abort"
         status = int(finish.get("status_code") or 0)
-        if status == 503:
+        if status in OVERLOADED:
             raise ServerOverloadedError(f"{self.address}: {finish.get('message')}")
         if status >= 400:
             raise ServerFailedError(f"{self.address} ended a response: {finish.get('message')}")

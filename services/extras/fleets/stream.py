@@ -151,9 +151,7 @@ class FleetStream:
             last: TokenChunk | None = None
             async for event in _events(server, response):
                 if error := event.get("error"):
-                    raise ServerFailedError(
-                        f"{server.address} ended a response: {str(error)[:300]}"
-                    )
+                    raise _error_in_response(server, error)
                 if last is None and (chunk := read(event)) is not None:
                     if chunk.token_ids:
                         self._on_tokens(server)
@@ -164,6 +162,15 @@ class FleetStream:
             if last is None:
                 raise ServerFailedError(f"{server.address} ended a response without a reason")
         return last
+
+
+def _error_in_response(server: FleetServer, error: object) -> Exception:
+    """Returns the error that an event means which ends a response."""
+    message = f"{server.address} ended a response: {str(error)[:300]}"
+    code = error.get("code") if isinstance(error, dict) else None
+    if isinstance(code, int) and code in OVERLOADED:
+        return ServerOverloadedError(message)
+    return ServerFailedError(message)
 
 
 async def _refuse(server: FleetServer, response: httpx.Response) -> None:

@@ -49,6 +49,8 @@ class SglangEngine:
         """Next tokens; a token 15 ends a response, as the server's configuration says."""
         self.is_paused = self.is_updating = False
         self.num_pauses = 0
+        self.ends: list[dict[str, Any]] = []
+        """Reasons with which the next responses end before their first token."""
         self.failing: set[str] = set()
         """Paths that answer 400."""
         self.held: dict[str, asyncio.Event] = {}
@@ -117,6 +119,10 @@ class SglangEngine:
         async def events() -> AsyncIterator[str]:
             while self.is_paused:  # noqa: ASYNC110 -- as short as the tokens
                 await asyncio.sleep(0.001)
+            if self.ends:
+                yield f"data: {json.dumps({'meta_info': self._info([], 0, self.ends.pop(0))})}\n\n"
+                yield "data: [DONE]\n\n"
+                return
             num_pauses = self.num_pauses
             for number in range(1, most + 1):
                 # As in SGLang, the label is read after the token was sampled.

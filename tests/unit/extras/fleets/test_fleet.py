@@ -1,6 +1,7 @@
 """A fleet gives work only to servers that serve its version, and no token has another one than it states."""
 
 import asyncio
+import json
 import random
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -347,6 +348,51 @@ async def test_servers_that_stay_overloaded_end_the_engine_at_the_deadline(
         server.engine.refusals += [Response("first", 429)]
         server.engine.refusals += [Response("later", 503) for _ in range(MANY)]
         with pytest.raises(EngineDiedError, match=r"no server .* answered 429 .*: first"):
+            await engine.generate(request("r", (1, 2), max_tokens=3))
+
+
+async def test_refusals_long_ago_do_not_end_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "_OVERLOAD_DEADLINE_S", 0.2)
+    monkeypatch.setattr(fleet_module, "_MAX_REFUSAL_GAP_S", 0.05)
+    async with serving() as (server,), _engine([server], []) as engine:
+        await _adopt(engine, 1, 0.5)
+        server.engine.refusals.append(Response("first", 429))
+        asking = asyncio.ensure_future(engine.generate(request("r", (1, 2), max_tokens=3)))
+        await until(lambda: len(server.engine.requests) == 2)
+        await engine.abort({"r"})
+        await asking
+        await asyncio.sleep(0.3)  # nobody asks meanwhile
+        server.engine.refusals.append(Response("second", 429))
+        _allow([server], MANY)
+        result = await engine.generate(request("s", (1, 2), max_tokens=3))
+        assert result.version_runs == ((1, 3),)
+
+
+@pytest.mark.parametrize("code", [429, 503])
+async def test_a_response_that_ends_in_an_overload_slows_requests_down_and_ends_none(
+    code: int,
+) -> None:
+    events: list[str] = []
+    async with serving() as (server,), _engine([server], events) as engine:
+        await _adopt(engine, 1, 0.5)
+        end = json.dumps({"error": {"message": "the queue is full", "code": code}})
+        body = f"data: {end}\n\ndata: [DONE]\n\n"
+        stream = {"Content-Type": "text/event-stream"}
+        server.engine.refusals += [Response(body, headers=stream) for _ in range(5)]
+        _allow([server], MANY)
+        result = await engine.generate(request("r", (1, 2), max_tokens=3))
+        assert (result.version_runs, len(server.engine.requests)) == (((1, 3),), 6)
+    (event,) = events
+    assert event.startswith(f"EngineServerOverloaded: {server.address} gets work later")
+    assert "the queue is full" in event
+
+
+@pytest.mark.parametrize("code", [500, "429", None, [429]])
+async def test_a_response_that_ends_in_another_error_counts_as_a_failure(code: object) -> None:
+    async with serving() as (server,), _engine([server], []) as engine:
+        await _adopt(engine, 1, 0.5)
+        server.engine.malformed.append(json.dumps({"error": {"message": "broken", "code": code}}))
+        with pytest.raises(EngineDiedError, match=r"failed 3 times .* ended a response: .*broken"):
             await engine.generate(request("r", (1, 2), max_tokens=3))
 
 

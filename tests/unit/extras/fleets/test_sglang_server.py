@@ -131,6 +131,22 @@ async def test_a_token_that_ends_texts_by_the_servers_configuration_ends_no_resp
         assert (result.token_ids, result.finish_reason) == ((7, 15), "stop")
 
 
+@pytest.mark.parametrize("status", [429, 503])
+async def test_a_response_that_ends_in_an_overload_slows_requests_down_and_ends_none(
+    status: int,
+) -> None:
+    events: list[str] = []
+    async with _serving() as (server,), _engine([server], events) as engine:
+        await _adopt(engine, 1, 0.5)
+        full = {"type": "abort", "status_code": status, "message": "the queue is full"}
+        server.sglang.ends += [full] * 5
+        result = await engine.generate(request("r", (1, 2), max_tokens=3))
+        assert (result.version_runs, server.sglang.ends) == (((1, 3),), [])
+    (event,) = events
+    assert event.startswith(f"EngineServerOverloaded: {server.address} gets work later")
+    assert "the queue is full" in event
+
+
 async def test_a_load_that_failed_is_ended_before_the_next_one() -> None:
     async with _serving() as (server,):
         client = _client(server)
