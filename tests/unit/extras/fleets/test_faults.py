@@ -1,0 +1,179 @@
+"""Servers, their router and the rollout die, freeze and lose their links: no token is lost or misnamed.
+
+``tests.faults.fleets`` does the same to processes of a run that trains.
+"""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+
+from services.extras.fleets import client as client_module
+from services.extras.fleets import fleet as fleet_module
+from services.extras.fleets import stream as stream_module
+from services.extras.fleets.engine import FleetEngine
+from services.extras.fleets.sglang_server import build as build_sglang
+from services.extras.fleets.vllm_server import build as build_vllm
+from services.rollout.engines.base import GenerationResult
+from tests.helpers.engines import request, running, until
+from tests.helpers.links import Link
+from tests.unit.extras.fleets.servers import TOKEN, FakeServer, router
+from tests.unit.extras.fleets.sglang_servers import SglangFake
+from tests.unit.extras.fleets.test_fleet import _adopt, _allow, _config, _value
+
+ROUNDS, VERSIONS_PER_ROUND = 2, 5
+TOKENS = 6
+_ANSWER_TIMEOUT_S = 0.3
+_FREEZE_S = (0.05, 0.6)
+"""Shorter and longer than the time-out of an answer."""
+
+
+@pytest.fixture(autouse=True)
+def fast_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "_PROBE_EVERY_S", 0.05)
+    monkeypatch.setattr(fleet_module, "_MAX_WAIT_S", 0.2)
+    monkeypatch.setattr(fleet_module, "_GRACE_S", 0.5)
+    monkeypatch.setattr(fleet_module, "_OVERLOAD_DELAYS_S", (0.01, 0.05))
+    monkeypatch.setattr(stream_module, "_RETRY_S", 0.01)
+    for method in (client_module.FleetServer.ask, client_module.FleetServer.send):
+        monkeypatch.setitem(method.__kwdefaults__, "timeout_s", _ANSWER_TIMEOUT_S)
+
+
+class Faults:
+    """Two servers and a router behind links, and what can happen to them.
+
+    Attributes:
+        address: Address of the router.
+        links: Links to the servers and to the router.
+        counts: Number of faults of each kind so far.
+    """
+
+    def __init__(self, servers: Sequence[FakeServer], links: Sequence[Link], seed: int) -> None:
+        self.address = links[-1].address
+        self.servers, self.links = servers, links
+        self.counts: dict[str, int] = {}
+        self.is_over = False
+        self._changing = asyncio.Lock()
+        self._draws = random.Random(seed)
+
+    async def make(self) -> None:
+        """Makes all faults in turns, in a random order, until they are over."""
+        kinds = [(kind, index) for kind in ("cut", "freeze") for index in range(len(self.links))]
+        kinds += [("kill", index) for index in range(len(self.servers))]
+        while not self.is_over:
+            self._draws.shuffle(kinds)
+            for kind, index in kinds:
+                async with self._changing:
+                    await self._make(kind, index)
+                self.counts[kind] = self.counts.get(kind, 0) + 1
+                await asyncio.sleep(self._draws.uniform(0.01, 0.1))
+
+    @asynccontextmanager
+    async def without_links(self) -> AsyncIterator[None]:
+        """Cuts all links while the block runs."""
+        async with self._changing:
+            for link in self.links:
+                link.cut()
+            yield
+            for link in self.links:
+                link.mend()
+
+    async def _make(self, kind: str, index: int) -> None:
+        if kind == "kill":
+            await self.servers[index].restart()
+            return
+        link = self.links[index]
+        try:
+            (link.cut if kind == "cut" else link.freeze)()
+            await asyncio.sleep(self._draws.choice(_FREEZE_S))
+        finally:
+            link.mend()
+
+
+@asynccontextmanager
+async def _faults(make: Callable[[], FakeServer], seed: int) -> AsyncIterator[Faults]:
+    async with AsyncExitStack() as stack:
+        servers = [make() for _ in range(2)]
+        for server in servers:
+            await server.start()
+            stack.push_async_callback(server.close)
+        links = [Link(server.port) for server in servers]
+        listing = await stack.enter_async_context(router([link.address for link in links]))
+        links.append(Link(int(listing[0].rpartition(":")[2])))
+        serving = [asyncio.ensure_future(link.serve()) for link in links]
+        try:
+            yield Faults(servers, links, seed)
+        finally:
+            for task in serving:
+                task.cancel()
+            await asyncio.wait(serving)
+
+
+async def _sample(engine: FleetEngine, number: int, results: list[GenerationResult]) -> None:
+    """Sends requests one after the other."""
+    for index in range(1000):
+        asked = request(f"r{number}.{index}", (number, 2), max_tokens=TOKENS)
+        results.append(await engine.generate(asked))
+
+
+async def _serve_round(
+    engine: FleetEngine, faults: Faults, versions: Sequence[int], results: list[GenerationResult]
+) -> None:
+    """Adopts versions while requests run and faults happen; then the rollout dies without a word."""
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(running(engine))
+        await engine.wait_ready()
+        await _adopt(engine, versions[0], _value(versions[0]))
+        tasks = [asyncio.ensure_future(_sample(engine, number, results)) for number in range(4)]
+        try:
+            for version in versions[1:]:
+                num_results = len(results)
+                await _adopt(engine, version, _value(version))
+                await until(lambda most=num_results: len(results) >= most + 4, poll_s=0.005)
+                for task in tasks:
+                    if task.done():
+                        task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        async with faults.without_links():
+            await stack.aclose()
+
+
+@pytest.mark.parametrize(("make", "build"), [(FakeServer, build_vllm), (SglangFake, build_sglang)])
+@pytest.mark.parametrize(
+    "rounds", [ROUNDS, pytest.param(40, marks=[pytest.mark.nightly, pytest.mark.timeout(1200)])]
+)
+async def test_no_token_is_lost_or_misnamed_through_kills_freezes_and_cut_links(
+    make: Callable[[], FakeServer], build: Callable[..., FleetEngine], rounds: int
+) -> None:
+    results: list[GenerationResult] = []
+    async with _faults(make, seed=rounds) as faults, asyncio.timeout(60 * rounds):
+
+        async def allow() -> None:
+            while True:
+                _allow(list(faults.servers), 1)
+                await asyncio.sleep(0.002)
+
+        allowing, making = asyncio.ensure_future(allow()), asyncio.ensure_future(faults.make())
+        try:
+            for number in range(rounds):
+                first = number * VERSIONS_PER_ROUND
+                arguments = {"addresses": [faults.address], "token": TOKEN}
+                engine = build(_config([], [], arguments=arguments))
+                versions = range(first, first + VERSIONS_PER_ROUND)
+                await _serve_round(engine, faults, versions, results)
+        finally:
+            faults.is_over = True
+            await making
+            allowing.cancel()
+    assert faults.counts.keys() == {"kill", "cut", "freeze"}
+    for result in results:
+        assert (len(result.token_ids), result.finish_reason) == (TOKENS, "length")
+        versions = [version for version, count in result.version_runs for _ in range(count)]
+        assert list(result.logprobs) == [-_value(version) for version in versions]
+    sampled = {version for result in results for version, _ in result.version_runs}
+    assert len(sampled) > rounds * VERSIONS_PER_ROUND / 2
