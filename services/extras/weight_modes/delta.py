@@ -6,6 +6,10 @@
 If more than a third of the words changed, or a member does not hold the base, everything is sent.
 """
 
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -26,10 +30,12 @@ from services.weightsync.transfer import (
 )
 
 _EVERYTHING = -1
-# A changed word of 4 bytes is sent with its position of 8 bytes, in total three times its size.
+# A changed word of 4 bytes is sent with its position of 4 or 8 bytes, at most three times its size.
 _WORTHWHILE = 3
-_WORD, _PLACE = torch.int32, torch.int64
-_PIECE_WORDS = 1 << 18
+_WORD = torch.int32
+_PIECE_WORDS: Final = 1 << 18
+_THREADS: Final = max(1, min(4, len(os.sched_getaffinity(0))))
+"""Threads that compare weights in host memory; more would compete with training for the memory."""
 
 
 class DeltaSender(ShadowSender):
@@ -65,11 +71,11 @@ class DeltaSender(ShadowSender):
         ((source, channel),) = group.channels.items()
         group.bound(self.plan, order.timeout_s)
         now = self._arena.buffers[source].view(_WORD)
-        places = changed_places(now, self._sent.buffers[source].view(_WORD))
+        places = changed_places(now, self._sent.buffers[source].view(_WORD)).to(_place_dtype(now))
         is_worthwhile = places.numel() * _WORTHWHILE < now.numel()
         num_changed = places.numel() if is_worthwhile else _EVERYTHING
         header = make_header(self.plan, order, source, num_changed).to(now.device)
-        parts = [places, now[places]] if is_worthwhile else [now]
+        parts = [places, now.index_select(0, places)] if is_worthwhile else [now]
         works = [channel.broadcast(header)]
         works += [channel.broadcast(piece) for part in parts for piece in _pieces(part, self.plan)]
         works.append(channel.broadcast(checksums))
@@ -120,28 +126,30 @@ class DeltaReceiver(ShadowReceiver):
         if num_changed == _EVERYTHING:
             self._fill(channel, words)
             return words.nbytes
-        places = torch.zeros(num_changed, dtype=_PLACE, device=device)
+        places = torch.zeros(num_changed, dtype=_place_dtype(words), device=device)
         changed = torch.zeros(num_changed, dtype=_WORD, device=device)
-        self._fill(channel, places)
-        self._fill(channel, changed)
-        if ((places < 0) | (places >= words.numel())).any():
-            raise TransferError(
-                f"version {order.version} is rejected: source {source} changes positions outside of "
-                "its weights"
-            )
-        words[places] = changed
+        self._fill(channel, places, changed)
+        if num_changed:
+            lowest, highest = places.aminmax()
+            if lowest < 0 or highest >= words.numel():
+                raise TransferError(
+                    f"version {order.version} is rejected: source {source} changes positions outside of "
+                    "its weights"
+                )
+            words.index_copy_(0, places.long(), changed)
         return places.nbytes + changed.nbytes
 
-    def _fill(self, channel: Channel, part: Tensor) -> None:
-        for work in [channel.broadcast(piece) for piece in _pieces(part, self.plan)]:
+    def _fill(self, channel: Channel, *parts: Tensor) -> None:
+        pieces = [piece for part in parts for piece in _pieces(part, self.plan)]
+        for work in [channel.broadcast(piece) for piece in pieces]:
             work.wait()
 
 
 def changed_places(now: Tensor, before: Tensor) -> Tensor:
     """Returns the positions of the words that differ, ascending: ``[num_changed]`` int64.
 
-    In host memory the words are compared in pieces that stay in the processor's cache, by NumPy, whose search
-    for the changed ones is faster than torch's.
+    In host memory the words are compared in pieces that stay in the processor's cache, by several threads and
+    NumPy, whose search for the changed ones is faster than torch's.
 
     Args:
         now: ``[n]`` int32.
@@ -149,12 +157,20 @@ def changed_places(now: Tensor, before: Tensor) -> Tensor:
     """
     if now.is_cuda:
         return (now != before).nonzero().flatten()
-    pairs = zip(now.split(_PIECE_WORDS), before.split(_PIECE_WORDS), strict=True)
-    places = [
-        np.flatnonzero(one.numpy() != other.numpy()) + number * _PIECE_WORDS
-        for number, (one, other) in enumerate(pairs)
-    ]
+    words, old_words = now.numpy(), before.numpy()
+
+    def places_of(start: int) -> np.ndarray:
+        stop = start + _PIECE_WORDS
+        return np.flatnonzero(words[start:stop] != old_words[start:stop]) + start
+
+    with ThreadPoolExecutor(_THREADS, "compare-weights") as pool:
+        places = [*pool.map(places_of, range(0, max(len(words), 1), _PIECE_WORDS))]
     return torch.from_numpy(np.concatenate(places))
+
+
+def _place_dtype(words: Tensor) -> torch.dtype:
+    """Returns the dtype of positions: 4 bytes if all positions of a source fit."""
+    return torch.int32 if words.numel() <= torch.iinfo(torch.int32).max else torch.int64
 
 
 def _pieces(part: Tensor, plan: WeightPlan) -> tuple[Tensor, ...]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from services.common.errors import DataLossError, FailedPreconditionError, ServiceError
-from services.extras.weight_modes.delta import changed_places
+from services.extras.weight_modes.delta import _place_dtype, changed_places
 from services.weightsync import arena, transfer
 from services.weightsync.group import Channel
 from services.weightsync.modes import staged
@@ -100,19 +100,22 @@ async def test_injected_code_is_found_before_the_first_token(monkeypatch, mode, 
     assert not any(sink.is_paused for sink in cluster.sinks)
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["word", "place"])
-async def test_a_damaged_change_of_a_delta_is_found(monkeypatch, dtype):
+@pytest.mark.parametrize("number", [0, 1], ids=["place", "word"])
+async def test_a_damaged_change_of_a_delta_is_found(monkeypatch, number):
     cluster = Cluster(1, "delta", timeout_s=1)
     await cluster.form_group()
     await cluster.publish(0)
     cluster.weights["embed"][7] = 7
     honest = Channel.broadcast
     source_channel = next(iter(cluster.senders[0]._epochs.group(1).channels.values()))
+    sent = []
 
     def broadcast(channel, tensor):
-        if channel is source_channel and tensor.dtype == dtype and tensor.dim() == 1:
-            tensor = tensor.clone()
-            tensor[0] ^= 1 << 20
+        if channel is source_channel and tensor.dtype == torch.int32:
+            sent.append(tensor)
+            if len(sent) == number + 1:
+                tensor = tensor.clone()
+                tensor[0] ^= 1 << 20
         return honest(channel, tensor)
 
     await cluster.prepare(1)
@@ -130,7 +133,7 @@ async def test_a_delta_is_much_smaller_than_everything_when_little_changed():
     await cluster.prepare(1)
     assert cluster.held == [0, 0, 0]
     reports = await cluster.transfer(1, base_version=0)
-    assert reports[0].num_bytes == 16 * 12
+    assert reports[0].num_bytes == 16 * 8
 
 
 async def test_a_delta_from_another_version_is_rejected():
@@ -224,3 +227,8 @@ def test_changed_places_are_those_of_a_comparison_of_all_words(num_words):
     places = changed_places(now, before)
     assert places.dtype == torch.int64
     assert torch.equal(places, (now != before).nonzero().flatten())
+
+
+def test_places_have_8_bytes_only_if_4_are_too_few():
+    assert _place_dtype(torch.empty((1 << 31) - 1, dtype=torch.int32, device="meta")) == torch.int32
+    assert _place_dtype(torch.empty(1 << 31, dtype=torch.int32, device="meta")) == torch.int64
