@@ -58,15 +58,16 @@ class Shelf:
         return (whole,)
 
     def retain(self, limit: int, *, newest: int, read: Collection[str]) -> list[str]:
-        """Removes copies beyond the limit, oldest first; returns the names of all that stay.
+        """Removes copies beyond the limit; returns the names of all that stay, the least useful first.
 
         Args:
-            limit: Number of copies that stay; the newest version, copies of a version that
-                is being written, and what is read stay in any case.
-            newest: Newest version that is complete.
+            limit: Number of copies that stay; newer versions and what is read stay in any case, and so
+                does the most useful copy: of the newest version, the whole one.
+            newest: Newest version whose older ones may go.
             read: Names of the copies that rollouts read now.
         """
-        for copy in [c for c in self.copies if c.version < newest and c.name not in read]:
+        self.copies.sort(key=lambda copy: (copy.version, copy.base_version < 0))
+        for copy in [c for c in self.copies[:-1] if c.version < newest and c.name not in read]:
             if len(self.copies) <= limit:
                 break
             self.copies.remove(copy)

@@ -6,6 +6,7 @@
 """
 
 import logging
+import sys
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 
 from services.common.errors import DeadlineExceededError, ServiceError, UnavailableError
@@ -193,18 +194,19 @@ class StoreWriter:
         self._followers.notify()
 
     async def _make_room(self) -> None:
-        """Deletes old copies, so that one more is within the limit.
+        """Deletes copies, so that one more is within the limit.
 
         Those that rollouts read stay, unless there are too many; their readers stop before they are deleted.
         """
-        limit, newest = self._storage.keep - 1, self._followers.version
-        names = self._shelf.retain(limit, newest=newest, read=self._followers.copies)
-        older = [copy.name for copy in self._shelf.copies if copy.version < newest]
-        for name in older[: max(0, len(names) - limit)]:
-            await self._followers.stop_readers(name)
-        names = self._shelf.retain(limit, newest=newest, read=self._followers.copies)
-        # A damaged copy left the shelf, but another rollout may read it.
-        names = [*names, *(self._followers.copies - {*names})]
+        limit, followers = self._storage.keep - 1, self._followers
+        names = self._shelf.retain(limit, newest=followers.version, read=followers.copies)
+        while True:
+            # A damaged copy left the shelf, but another rollout may read it.
+            names = [*(followers.copies - {*names}), *names]
+            if len(names) <= limit:
+                break
+            await followers.stop_readers(names[0])
+            names = self._shelf.retain(limit, newest=sys.maxsize, read=followers.copies)
         await self._retain(names, timeout_s=self._deadline_s())
 
     async def _retain(self, names: Collection[str], *, timeout_s: float) -> None:

@@ -52,3 +52,9 @@ def test_a_damaged_copy_is_not_read_again():
 def test_a_copy_of_the_version_that_is_being_written_stays():
     shelf = Shelf([copy(1), copy(2, 1), copy(2), copy(3, 2)])
     assert shelf.retain(1, newest=2, read=()) == ["1-2", "-1-2", "2-3"]
+
+
+def test_the_whole_copy_of_the_newest_version_stays_longest():
+    shelf = Shelf([copy(2), copy(2, 1), copy(3), copy(3, 2)])
+    assert shelf.retain(3, newest=9, read=()) == ["-1-2", "2-3", "-1-3"]
+    assert shelf.retain(1, newest=9, read=()) == ["-1-3"]

@@ -66,27 +66,34 @@ class Members:
         return []
 
 
-@pytest.mark.parametrize("failing", ["source-0/manifest.json", "source-1/part-00001"])
-async def test_changes_that_were_not_completed_are_followed_by_a_whole_version(
-    monkeypatch, failing
-):
-    """Sources that had sent their changes hold the new version, and cannot send them again."""
-    store = FailingFolder()
-    monkeypatch.setattr(channel, "open_versions", lambda url: store)
-    tries = []
+class FakeFollowers:
+    """Fake of ``Followers``, whose rollouts read what a test says.
 
-    async def pause(self):
-        tries.append(self.cause)
-        assert len(tries) < 3
+    Attributes:
+        stopped: Copies whose readers were stopped.
+    """
 
-    monkeypatch.setattr(StoreTrouble, "pause", pause)
-    cluster = StoredCluster(2, "delta")
+    def __init__(self):
+        self.version = 0
+        self.copies = set()
+        self.held_versions = [0]
+        self.stopped = []
+
+    async def stop_readers(self, copy):
+        self.stopped.append(copy)
+        self.copies.discard(copy)
+
+    def notify(self):
+        pass
+
+
+def writer_of(cluster, followers, *, keep):
+    """Returns a writer, its shelf, and a function that prepares and writes a version."""
     cluster.agree()
-    storage = {"directory": "/weights"}
+    storage = {"directory": "/weights", "keep": keep}
     spec = WeightSyncSpec(backend="storage", mode="delta", storage=storage)
     epochs = iter(range(1, 100))
     members, shelf = Members(cluster), Shelf()
-    followers = SimpleNamespace(version=0, copies=set(), held_versions=[0], notify=lambda: None)
     writer = StoreWriter(
         members,
         shelf,
@@ -105,6 +112,62 @@ async def test_changes_that_were_not_completed_are_followed_by_a_whole_version(
         held = await prepare()
         await writer.write(version, held=held.values(), prepare=prepare)
 
+    return writer, shelf, write
+
+
+class CountingFolder(MemoryFolder):
+    """A store that notes the largest number of copies that it held at once."""
+
+    most = 0
+
+    def put(self, name, content):
+        super().put(name, content)
+        self.most = max(self.most, len({name.partition("/")[0] for name in self.objects}))
+
+
+@pytest.mark.parametrize("keep", [2, 3, 4])
+@pytest.mark.parametrize("reading", ["nothing", "the newest", "all", "damaged ones"])
+async def test_the_store_never_holds_more_copies_than_allowed(monkeypatch, keep, reading):
+    """Each version is written as changes for one rollout and whole for another."""
+    store = CountingFolder()
+    monkeypatch.setattr(channel, "open_versions", lambda url: store)
+    cluster, followers = StoredCluster(1, "delta"), FakeFollowers()
+    writer, shelf, write = writer_of(cluster, followers, keep=keep)
+    await writer.form()
+    followers.held_versions, followers.version = [-1], -1
+    for version in range(8):
+        cluster.weights["embed"][1, version % 4] += 1
+        await write(version)
+        assert shelf.find(version, -1) is not None
+        followers.version, followers.held_versions = version, [version, -1]
+        names = [copy.name for copy in shelf.copies]
+        read = {"nothing": [], "the newest": names[-1:]}.get(reading, names)
+        followers.copies = {*read}
+        if reading == "damaged ones":
+            shelf.drop(names[0])
+            followers.copies = {names[0]}
+    assert store.most == keep
+    if reading == "all":
+        assert followers.stopped
+
+
+@pytest.mark.parametrize("failing", ["source-0/manifest.json", "source-1/part-00001"])
+async def test_changes_that_were_not_completed_are_followed_by_a_whole_version(
+    monkeypatch, failing
+):
+    """Sources that had sent their changes hold the new version, and cannot send them again."""
+    store = FailingFolder()
+    monkeypatch.setattr(channel, "open_versions", lambda url: store)
+    tries = []
+
+    async def pause(self):
+        tries.append(self.cause)
+        assert len(tries) < 3
+
+    monkeypatch.setattr(StoreTrouble, "pause", pause)
+    cluster = StoredCluster(2, "delta")
+    followers = FakeFollowers()
+    writer, shelf, write = writer_of(cluster, followers, keep=4)
     await writer.form()
     followers.held_versions = [-1]
     await write(0)
