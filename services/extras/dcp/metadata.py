@@ -1,13 +1,15 @@
 """Reads the metadata of a DCP folder, which torch pickles, without executing anything that it holds.
 
-The pickle creates only records, tuples, dictionaries and dtypes, from which torch's own objects are made
-after their types are checked. Files of tensors are read with torch's ``weights_only``, and must be inside the
-folder.
+The pickle creates only records, tuples, lists, dictionaries and dtypes, from which torch's own objects are
+made after their types are checked. Memory and time grow with the size of the file: the standard library's
+unpickler in Python allocates nothing by a number in the file, opcodes that torch's writer does not use are
+refused, and so are keys whose hash could take long. Files of tensors are read with torch's ``weights_only``,
+and must be inside the folder.
 """
 
 import io
 import pickle  # noqa: TID251 -- torch's writer pickles metadata; no global of it is loaded but dtypes
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
@@ -24,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 
 _MARKER: Final = ".metadata"
 _MAX_BYTES: Final = 1 << 30
+_MAX_DIMENSIONS: Final = 64
 _METADATA: Final = "torch.distributed.checkpoint.metadata"
 _FILES: Final = "torch.distributed.checkpoint.filesystem"
 _DTYPES: Final = frozenset(
@@ -61,19 +64,83 @@ _NAMES: Final = (
     ("pathlib", "PurePosixPath"),
 )
 _RECORDS: Final[dict[str, type[_Record]]] = {name: type(name, (_Record,), {}) for _, name in _NAMES}
+
+
+def _size(dimensions: tuple[Any, ...] | list[Any]) -> tuple[Any, ...]:
+    """Returns the dimensions of a tensor; repeated copies of a long list would fill the memory."""
+    if len(dimensions) > _MAX_DIMENSIONS:
+        raise pickle.UnpicklingError(f"a tensor has {len(dimensions)} dimensions")
+    return tuple(dimensions)
+
+
+def _empty_dict() -> dict[Any, Any]:
+    """Returns a dictionary, whose items follow in the pickle."""
+    return {}
+
+
 _GLOBALS: Final[dict[tuple[str, str], Any]] = {
     **{(module, name): _RECORDS[name] for module, name in _NAMES},
     **{("torch", name): getattr(torch, name) for name in _DTYPES},
-    ("torch", "Size"): tuple,
-    ("collections", "OrderedDict"): dict,
+    ("torch", "Size"): _size,
+    ("collections", "OrderedDict"): _empty_dict,
 }
+_OPCODES: Final = (
+    *("PROTO", "FRAME", "STOP", "MARK", "POP", "POP_MARK"),
+    *("NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
+    *("BINUNICODE", "SHORT_BINUNICODE", "BINBYTES", "SHORT_BINBYTES"),
+    *("EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
+    *("EMPTY_LIST", "APPEND", "APPENDS", "EMPTY_DICT", "SETITEM", "SETITEMS"),
+    *("GLOBAL", "STACK_GLOBAL", "REDUCE", "NEWOBJ", "BUILD"),
+    *("MEMOIZE", "BINGET", "LONG_BINGET", "BINPUT", "LONG_BINPUT"),
+)
+"""What torch's writer uses, in the protocols from 2 on."""
 
 
-class _Unpickler(pickle.Unpickler):
+class _Dispatch(dict[int, Any]):
+    def __missing__(self, opcode: int) -> Any:
+        raise pickle.UnpicklingError(f"it uses the opcode {bytes([opcode])!r}")
+
+
+class _Unpickler(pickle._Unpickler):  # noqa: SLF001 -- the unpickler in C allocates by numbers in the file
+    """Loads the globals and opcodes above."""
+
+    stack: list[Any]
+    dispatch = _Dispatch(
+        {
+            code[0]: pickle._Unpickler.dispatch[code[0]]  # noqa: SLF001
+            for code in (getattr(pickle, name) for name in _OPCODES)
+        }
+    )
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _GLOBALS:
             return _GLOBALS[module, name]
-        raise pickle.UnpicklingError(f"it holds an object of {module}.{name}")
+        raise pickle.UnpicklingError(f"it holds an object of {module[:80]}.{name[:80]}")
+
+    def load_setitem(self) -> None:
+        _check_keys(self.stack[-2:-1])
+        super().load_setitem()  # type: ignore[misc]
+
+    def load_setitems(self) -> None:
+        _check_keys(self.stack[::2])  # the items since the last mark
+        super().load_setitems()  # type: ignore[misc]
+
+    def load_build(self) -> None:
+        """Sets the state of a record, never attributes of a class or function."""
+        if not isinstance(self.stack[-2], _Record):
+            raise pickle.UnpicklingError("it changes another object than a record")
+        super().load_build()  # type: ignore[misc]
+
+    dispatch[pickle.SETITEM[0]] = load_setitem
+    dispatch[pickle.SETITEMS[0]] = load_setitems
+    dispatch[pickle.BUILD[0]] = load_build
+
+
+def _check_keys(keys: Iterable[Any]) -> None:
+    """Refuses keys of dictionaries whose hash follows references: nested tuples."""
+    for key in keys:
+        if type(key) is not str and not isinstance(key, _Record):
+            raise pickle.UnpicklingError(f"a key is of type {type(key).__name__}")
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -85,19 +152,17 @@ def read_metadata(folder: Path) -> Metadata:
     """
     file = folder / _MARKER
     try:
-        size = file.stat().st_size
-        loaded = _Unpickler(io.BytesIO(file.read_bytes())).load() if size <= _MAX_BYTES else None
-        metadata = None if loaded is None else _metadata_of(loaded)
+        if file.stat().st_size > _MAX_BYTES:
+            raise ValueError("it is larger than 1 GiB, which no metadata is")
+        metadata = _metadata_of(_Unpickler(io.BytesIO(file.read_bytes())).load())
     except (
         *(OSError, EOFError, pickle.UnpicklingError, AttributeError, TypeError, LookupError),
-        *(ValueError, OverflowError),
+        *(ValueError, OverflowError, AssertionError),
     ) as error:
         raise ValueError(
             f"{file} is not the metadata of a checkpoint of torch.distributed.checkpoint: {error}; copy the "
             "folder again, or save the model as safetensors"
         ) from error
-    if metadata is None:
-        raise ValueError(f"{file} is larger than 1 GiB, which no metadata is")
     for info in metadata.storage_data.values():
         path = PurePosixPath(info.relative_path)
         if len(path.parts) != 1 or path.parts[0] in {"..", "/"} or (folder / path).is_symlink():

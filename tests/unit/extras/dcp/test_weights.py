@@ -3,6 +3,7 @@
 import pickle
 import pkgutil
 import shutil
+import tracemalloc
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,41 @@ def test_metadata_that_would_run_code_are_refused_and_run_nothing(tmp_path: Path
     assert not (tmp_path / "harmed").exists()
     (problem,) = other_problems(folder)
     assert "save the model as safetensors" in problem
+
+
+def _crafted(name: str) -> bytes:
+    """Returns a small pickle that makes the standard library's unpickler allocate or compute for long."""
+    protocol = b"\x80\x04"
+    size = b"ctorch\nSize\n"
+    pickles = {
+        "memo": protocol + b"Nr\xff\xff\xff\x7f.",
+        "bytearray": protocol + b"\x96" + (1 << 40).to_bytes(8, "little") + b".",
+        # Each tuple holds the one before twice; hashing the last one as a key takes 2**100 operations.
+        "hash": protocol + b"})" + b"2\x86" * 100 + b"Ns.",
+        "nesting": protocol + b"})" + b"\x85" * 1_000_000 + b"Ns.",
+        # Each copy of the list takes 400 kB, and 4 bytes of the file.
+        "copies": protocol
+        + size
+        + b"\x940]("
+        + b"N" * 50_000
+        + b"e\x85\x940"
+        + b"h\x00h\x01R" * 50_000
+        + b".",
+        "function": protocol + size + b"N}\x8c\x0c__defaults__N\x85s\x86b.",
+    }
+    return pickles[name]
+
+
+@pytest.mark.parametrize("name", ["memo", "bytearray", "hash", "nesting", "copies", "function"])
+def test_a_small_file_takes_little_memory_and_time(tmp_path: Path, name: str) -> None:
+    (tmp_path / ".metadata").write_bytes(_crafted(name))
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="not the metadata of"):
+            open_weights(tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < 200 << 20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("path", ["../hf/model.safetensors", "/etc/hostname", "link"])
