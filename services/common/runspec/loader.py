@@ -32,10 +32,12 @@ _MAX_NODES = 100_000
 
 
 def shape_problem(document: Any) -> str:
-    """Returns the reason why a document is too deep or too long to be examined; empty if it is not.
+    """Returns why a document cannot be examined: another format, too deep or too long; empty if it can.
 
     Works level by level, so that depth cannot exhaust the stack.
     """
+    if isinstance(document, dict) and {"apiVersion", "kind"} <= document.keys():
+        return "is an object of Kubernetes: apply it with kubectl, or give the keys of its spec (docs/rlrun.md)"
     level, depth, count = [document], 0, 0
     while level:
         count += len(level)

@@ -597,6 +597,7 @@ def _bomb(form: str) -> str:
     ("text", "words"),
     [
         ("[1, 2]", "mapping"),
+        ("{apiVersion: slipstream.dev/v1alpha1, kind: RLRun, spec: {}}", "kubectl"),
         ("a: [", "not valid YAML"),
         (None, "cannot be read"),
         (f"a: {'[' * 5000}", "levels deep"),
