@@ -39,7 +39,7 @@ _CONTEXTS: Final = 2.0e9
 # Engine memory besides weights and KV cache: activations, CUDA graphs, allocator fragmentation.
 _WORKING: Final = 4.0e9
 _LARGEST_SHARE: Final = 0.9
-# Fraction of a shared GPU that no plan uses: contexts and allocators of several processes take more.
+# Fraction of a GPU that no plan uses: contexts and allocators of its processes take more than planned.
 _FREE_SHARE: Final = 0.03
 # Share of the KV cache for all slots with the longest responses that stays where adapters are merged ahead:
 # without that memory, generation stops for several times as long at each version.
@@ -169,8 +169,7 @@ class MemoryPlan:
     @property
     def engine_share(self) -> float:
         """Max fraction of the GPU for the engine, including weights and KV cache, in steps of 0.01."""
-        free = _FREE_SHARE if self.others else 0.0
-        left = 1 - free - (self.plane + self.others) / self.total
+        left = 1 - _FREE_SHARE - (self.plane + self.others) / self.total
         return min(_LARGEST_SHARE, floor(100 * left) / 100)
 
     @property
