@@ -446,9 +446,7 @@ class RunDriver:
         if worker_id.startswith("rollout-"):
             return False
         worker = self._services.membership.find(self._run_id, worker_id)
-        if (
-            worker is None
-        ):  # after a restart of the controller, it may not have registered again yet
+        if worker is None:  # after the controller's restart, it may not have registered again
             return worker_id not in self._restarted
         return worker.state != "loading"
 
