@@ -1,4 +1,4 @@
-"""How much a trainer and a decoding engine slow each other down on one GPU, and what helps.
+"""Measures how much a trainer and a decoding engine slow each other down on one GPU, and what helps.
 
 ``python -m bench.beside [--smoke] [--json FILE]`` measures the product's own training step and vLLM through
 the product's adapter, in two processes on one GPU: each alone, both at once, and both with each of the knobs:
@@ -163,7 +163,7 @@ class _PartFailedError(RuntimeError):
 
 
 class _Process:
-    """One part in a process of its own, which answers one line for each line that it gets."""
+    """One side in a separate process, which answers one line for each line that it gets."""
 
     def __init__(
         self, arguments: argparse.Namespace, part: str, further: Mapping[str, str]
@@ -252,7 +252,7 @@ async def _serve_engine(shape: Shape, max_running: int) -> None:
     from bench.rollout.driven import opened, order, random_weights
     from services.rollout.engines.base import GenerationRequest
 
-    # Fits beside the trainer, and holds every response.
+    # Fits on the GPU together with the trainer, and holds every response.
     kv_bytes = 24 << 30
     # vLLM refuses to start if less than this share of the GPU is free.
     arguments = {"kv_cache_memory_bytes": kv_bytes, "gpu_memory_utilization": 0.3}

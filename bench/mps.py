@@ -20,7 +20,7 @@ class MpsUnavailableError(RuntimeError):
 
 @contextmanager
 def serving_mps() -> Iterator[dict[str, str]]:
-    """Runs a service of its own; yields the environment variables of processes that use it.
+    """Runs a separate service; yields the environment variables of processes that use it.
 
     Raises:
         MpsUnavailableError: If it is not installed or does not start.

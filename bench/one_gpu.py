@@ -24,7 +24,7 @@ longest has 3,072 tokens (``one-gpu-tail.json``). Bar at lag 4 on an H200: 53.8 
 With ``--whole-8b`` all 8.2 billion weights of Qwen3-8B's shape are trained, with moments in host memory and
 weights that arrive in place; each setting's entry goes to ``bench/results/one-gpu-8b.json``.
 
-With ``--mps`` the processes use a Multi-Process Service of their own, which ends with the run.
+With ``--mps`` the processes use their own Multi-Process Service, which ends with the run.
 """
 
 import argparse

@@ -86,7 +86,7 @@ def model_of(version: int) -> PreTrainedModel:
 
 @dataclass(slots=True)
 class Verdict:
-    """What was found in all responses."""
+    """Findings in all responses."""
 
     num_responses: int = 0
     num_crossing: int = 0

@@ -2,7 +2,7 @@
 
 ``python -m bench.weightsync.storage [--smoke] [--folder F] [--millions N]``
 
-The controller's session runs in this process; trainer and rollout are processes of their own with a weight
+The controller's session runs in this process; trainer and rollout are separate processes with a weight
 member each, as in a run. Measured are whole versions, and differences of 1 % of the weights at random
 places, of a model with 1.3 billion weights in bfloat16. Beside them stands the limit: the same number of
 bytes, written to and read from the same folder in the same pieces, without anything else. At the end every
@@ -227,7 +227,7 @@ async def _publish(
 
 
 async def _nothing() -> None:
-    """Stands for the publisher, which is told about late rollouts."""
+    """Stands for the publisher, which learns of late rollouts."""
 
 
 def main() -> None:

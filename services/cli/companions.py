@@ -1,4 +1,4 @@
-"""Companions: what an extra does beside the runs of this machine, such as writing them to trackers.
+"""Companions: work of an extra during the runs of this machine, such as writing them to trackers.
 
 The name of a companion is the key of a specification that asks for it. ``slipstream run`` starts it if the
 run has that key, ``slipstream up`` always.
@@ -24,7 +24,7 @@ COMPANIONS: Final = References("run_companions")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompanionArgs:
-    """What a companion needs to follow runs."""
+    """Arguments with which a companion follows runs."""
 
     api: Api
     url: str

@@ -156,7 +156,7 @@ class StoreKind:
     """Function of a URL that returns a :class:`StoreFolder`; empty if the store has none, so that it cannot
     have weight versions."""
     extra: str
-    """What ``pip install`` needs, for example ``slipstream[objects]``."""
+    """Requirement for ``pip install``, for example ``slipstream[objects]``."""
 
 
 STORES: Final = Door("stores", StoreKind)

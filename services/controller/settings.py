@@ -165,8 +165,8 @@ class ControllerSettings(KeySettings, SpecSettings):
 
     @property
     def allowance(self) -> CodePolicy:
-        """Policy for what specifications may name; runs may not write beside the controller's files."""
-        # Pods have volumes of their own at the same path.
+        """Policy for what specifications may name; runs may not write next to the controller's files."""
+        # Each pod has its own volume at the same path.
         is_shared = LAUNCHERS[self.launcher].shares_files
         return replace(super().allowance, unwritable=(self.state_directory,) if is_shared else ())
 

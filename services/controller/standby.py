@@ -3,7 +3,7 @@
 ::
 
     this one waits   accepts a connection, connects to the same port of the leader, copies bytes both ways
-    nobody leads     accepted connections wait until a controller leads
+    none leads       accepted connections wait until a controller leads
     this one leads   REST keeps its listening socket, so no connection is refused; gRPC opens its own,
                      and workers connect again
 
@@ -39,7 +39,7 @@ Port = str
 
 
 def shown_address(host: str, *, rest: int, grpc: int) -> str:
-    """Returns the text with which a leader tells others where it serves."""
+    """Returns the text with which a leader announces where it serves."""
     return f"{host} {rest} {grpc}"
 
 
@@ -159,7 +159,7 @@ class Standby:
             upstream[1].close()
 
     async def _connect(self, port: Port) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Connects to the leader's port; waits while nobody leads."""
+        """Connects to the leader's port; waits while no controller leads."""
         while True:
             target = self._own.get(port) or _target(await self._leader(), port)
             if target is not None and (self._own or target != self._address(port)):

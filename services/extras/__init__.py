@@ -1,1 +1,1 @@
-"""Features that only some runs use, each behind a door; the core imports none of them (README.md)."""
+"""Features that only some runs use, each an entry of a door; the core imports none of them (README.md)."""

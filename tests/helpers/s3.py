@@ -1,6 +1,6 @@
 """A server of the S3 protocol on loopback, and a connection to it that can be cut.
 
-The server is moto's, in an environment of its own (``make s3-server``).
+The server is moto's, in a separate environment (``make s3-server``).
 """
 
 import os
@@ -64,7 +64,7 @@ def s3_server() -> Iterator[int]:
 
 @dataclass
 class Relay:
-    """Forwards connections to a port; refuses them, or answers that the storage is full, when told to."""
+    """Forwards connections to a port; refuses them, or answers that the storage is full, if a test asks for it."""
 
     target: int
     mode: Literal["forward", "refuse", "full"] = "forward"

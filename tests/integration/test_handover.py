@@ -1,4 +1,4 @@
-"""Two controllers on PostgreSQL behind a service: no further API call fails while the leader is replaced."""
+"""Two controllers on PostgreSQL with one address: no further API call fails while the leader is replaced."""
 
 import asyncio
 import os

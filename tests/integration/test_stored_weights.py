@@ -54,7 +54,7 @@ async def test_all_rollouts_serve_each_version(tmp_path, mode):
 async def test_rollouts_keep_their_version_when_the_trainer_is_killed_while_it_writes(
     tmp_path, part
 ):
-    """The next trainer removes what is left, and its version is served."""
+    """The next trainer removes the rest, and its version is served."""
     fall = Fall(signal.SIGKILL, bucket=NUM_PARTS + part)
     spec = stored(tmp_path)
     async with session_of("trainer", "rollout-0", falls={"trainer": fall}, **spec) as parts:

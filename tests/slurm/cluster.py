@@ -135,7 +135,7 @@ def running_cluster(root: Path, names: Sequence[str]) -> Iterator[Cluster]:
 
 
 def _start_munge(folder: Path) -> None:
-    """Starts a credential service with a key of its own."""
+    """Starts a credential service with a new key."""
     key = folder / "key"
     key.write_bytes(os.urandom(128))
     key.chmod(0o600)

@@ -45,7 +45,7 @@ class Layout:
 
     @property
     def cost(self) -> tuple[float, ...]:
-        """What the layout costs, in the order in which layouts are listed.
+        """Cost of the layout, by which layouts are ordered.
 
         Bubbles idle GPUs. Tensor-parallel processes communicate twice in each layer and pass, those that
         share tokens or experts once for attention or experts.

@@ -72,7 +72,7 @@ class EngineKind:
     """True if the engine runs in servers that run separately: a rollout then takes no GPU, and the
     weights leave the trainer through host memory."""
     takes_adapters: bool = False
-    """True if the engine adds LoRA adapters to base weights of its own; otherwise the rollout merges them."""
+    """True if the engine adds LoRA adapters to its own base weights; otherwise the rollout merges them."""
     most_running: int = 1024
     """Upper bound of the default of ``rollout.max_running_samples``."""
     is_writable: bool = False

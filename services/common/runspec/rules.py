@@ -1507,7 +1507,7 @@ def _groups(spec: RunSpec) -> Iterator[str]:
 
 
 def _dynamic_sampling(spec: RunSpec) -> Iterator[str]:
-    """Yields reasons why dynamic sampling cannot tell the groups that train from others."""
+    """Yields reasons why dynamic sampling cannot distinguish the groups that train."""
     algorithm, size = spec.algorithm, spec.rollout.group_size
     if not algorithm.dynamic_sampling:
         return

@@ -131,7 +131,7 @@ class WeightStorageSpec(SpecPart):
 
     directory: str = Field(min_length=1)
     """Folder of the versions, which trainer and rollouts see under the same path, or a URL such as
-    ``s3://bucket/folder``. Each run has a folder of its own in it."""
+    ``s3://bucket/folder``. Each run has its own folder in it."""
     keep: int = Field(4, ge=2)
     """Max number of stored versions. A rollout that still reads an older one starts again with the newest."""
     timeout_s: float = Field(600.0, gt=0, le=MAX_SECONDS)
@@ -163,7 +163,7 @@ class WeightSyncSpec(SpecPart):
     without memory for a second copy. ``cpu_async``: weights travel through host memory and Gloo,
     for members that share no NCCL. ``delta``: only changed values are sent, for slow links."""
     storage: WeightStorageSpec | None = None
-    """Where ``backend: storage`` has the versions; null for other transports."""
+    """Store of the versions of ``backend: storage``; null for other transports."""
     senders: Literal["ranks", "leader"] = "ranks"
     """Senders. ``ranks``: every trainer rank sends its own rows. ``leader``: rank 0 gathers all
     weights and sends them. A model with merged adapters, or with tensors that are sharded by
@@ -435,7 +435,7 @@ class RunSpec(SpecPart):
 
     @property
     def adds_adapters(self) -> bool:
-        """True if the rollout engine adds the adapters that it receives to base weights of its own."""
+        """True if the rollout engine adds the adapters that it receives to its own base weights."""
         return self.sends_adapters and engine_kind(self.rollout.engine).takes_adapters
 
     @property

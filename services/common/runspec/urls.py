@@ -19,7 +19,7 @@ class UrlKey:
     name: str
     """Name of the value there."""
     kind: FetchKind | None
-    """What a local copy in its place is; None if workers use the URL itself."""
+    """Kind of a local copy in its place; None if workers use the URL itself."""
 
     @property
     def url(self) -> str:

@@ -266,7 +266,7 @@ class EvaluationQueue:
         """State of the current evaluation."""
 
     def enqueue(self, evaluation: StartedEvaluation) -> StartedEvaluation | None:
-        """Queues an evaluation behind the current one; returns the evaluation that it replaces.
+        """Queues an evaluation after the current one; returns the evaluation that it replaces.
 
         A queued evaluation is replaced, unless it is the final one, whose weights are the last.
         """

@@ -221,7 +221,7 @@ NETWORK_PROTOCOLS: dict[int, tuple[int, ...]] = {
 """Protocols by family: TCP and UDP over IPv4 and IPv6, and routes over netlink.
 
 They cannot leave the sandbox's own network; vsock, for example, can. Memory cgroups do not count connections
-that nobody has accepted, messages of netlink, and memberships in multicast groups.
+that no process has accepted, messages of netlink, and memberships in multicast groups.
 """
 
 CLONE3 = 435

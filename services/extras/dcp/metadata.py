@@ -93,7 +93,7 @@ _OPCODES: Final = (
     *("GLOBAL", "STACK_GLOBAL", "REDUCE", "NEWOBJ", "BUILD"),
     *("MEMOIZE", "BINGET", "LONG_BINGET", "BINPUT", "LONG_BINPUT"),
 )
-"""What torch's writer uses, in the protocols from 2 on."""
+"""Opcodes that torch's writer uses, in the protocols from 2 on."""
 
 
 class _Dispatch(dict[int, Any]):

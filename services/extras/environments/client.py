@@ -56,7 +56,7 @@ class Environment(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentArgs:
-    """What a specification says about a server of environments."""
+    """Settings of a server of environments in a specification."""
 
     url: str
     """URL with the name of the protocol, which errors name."""

@@ -1,1 +1,1 @@
-"""Engines in processes of their own: requests as segments of tokens, and weights that their workers copy."""
+"""Engines in separate processes: requests as segments of tokens, and weights that their workers copy."""

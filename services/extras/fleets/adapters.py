@@ -1,4 +1,4 @@
-"""Runs that share one server: each has adapters of its own on the base model that the server loaded.
+"""Runs that share one server: each has its own adapters on the base model that the server loaded.
 
 A session belongs to one run. The server derives the names of its adapters, which no run learns, sets the
 name in each request, and lets a request sample only under an adapter version that its session has loaded.
@@ -50,7 +50,7 @@ _ABORTED: Final = json.dumps(
 
 
 class AdapterEngine(Protocol):
-    """What an engine must offer to runs that share it."""
+    """Operations that an engine must offer to runs that share it."""
 
     @property
     def max_adapters(self) -> int:
@@ -97,7 +97,7 @@ class AdapterSession:
     session_id: str
     owner: str
     proof: str
-    """What the owner must know to take the session over."""
+    """Secret with which the owner can take the session over."""
     share: float
     seen_at: float
     upload: Upload
@@ -172,7 +172,7 @@ class SharedServer:
         """Begins the session of a run; one of the same owner ends.
 
         Raises:
-            RefusedError: If the owner's session belongs to somebody else, or the server is full.
+            RefusedError: If the owner's session belongs to another process, or the server is full.
         """
         await self._end_expired()
         if not owner or not 0 < share <= MAX_SHARE:
@@ -230,7 +230,7 @@ class SharedServer:
         await self._end(self.session(request))
 
     async def load(self, request: Request) -> AdapterSession:
-        """Loads a version that has arrived and puts it into service beside the one before.
+        """Loads a version that has arrived and puts it into service in addition to the one before.
 
         Raises:
             RefusedError: If the base, the received bytes or the loaded tensors are other ones.
@@ -489,7 +489,7 @@ class _Response:
             self._is_ended = True
 
     async def _abort(self) -> None:
-        """Tells the client that the response was cut."""
+        """Reports to the client that the response was cut."""
         if self._is_ended:
             return
         if not self._is_stream:

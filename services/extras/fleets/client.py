@@ -81,7 +81,7 @@ class FleetServer(ABC):
     """
 
     wrong_path: str
-    """What a server that answers 404 lacks, and how to start it."""
+    """Feature that a server that answers 404 lacks, and how to start it."""
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ PREFIX: Final = "/slipstream/v1"
 STATE: Final = f"{PREFIX}/state"
 """GET: the server's instance, owner and served weights. With a session, it also renews the session."""
 ATTACH: Final = f"{PREFIX}/attach"
-"""POST: begins a session; the server then serves weights to nobody before this session has loaded some.
+"""POST: begins a session; the server then serves no weights before this session has loaded some.
 DELETE: ends it."""
 WEIGHTS: Final = f"{PREFIX}/weights"
 """POST: announces a version. PUT ``/{bucket}``: one bucket of its bytes."""

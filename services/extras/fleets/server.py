@@ -257,7 +257,7 @@ class FleetMember:
             self._check_session(request)
             staged = self._upload.complete(body.get("version"), body.get("digest"))
             self._withdraw()
-            # An update that ends half-way must end in the workers nevertheless, whoever still waits for it.
+            # An update that ends half-way must end in the workers, even if no client waits for it.
             workers = await asyncio.shield(self._load_in_workers(request, staged))
             session.seen_at = time.monotonic()
             if self._session is not session:

@@ -79,7 +79,7 @@ class SglangServer(FleetServer):
         self._engine: Mapping[str, Any] = {}
         """Answer of ``/server_info``."""
         self._label: Label | None = None
-        """What the server's ``weight_version`` says, as far as this rollout knows."""
+        """Newest ``weight_version`` of the server that this rollout knows."""
         self._beat_at = 0.0
         self._other: tuple[Label, float] | None = None
         """Label of another owner, and the time at which it was seen first."""
@@ -225,7 +225,7 @@ class SglangServer(FleetServer):
                     async with asyncio.timeout(_BEAT_S):
                         await ended.wait()
                 except TimeoutError:
-                    # The operations have deadlines and reasons of their own.
+                    # The operations have their own deadlines and reasons.
                     with suppress(ServerAwayError, ServerRefusedError):
                         started_at = _now()
                         await self._check_session()
@@ -494,7 +494,7 @@ def _chunks(tensors: Mapping[str, Tensor]) -> Iterator[list[tuple[str, Tensor]]]
 def _serialized(tensors: Sequence[tuple[str, Tensor]]) -> str:
     """Returns tensors by value, in the form that SGLang's restricted unpickler reads.
 
-    Clones have storages of their own, as a pickled view would contain the whole arena.
+    Clones have their own storages, as a pickled view would contain the whole arena.
     """
     named = [(name, tensor.clone()) for name, tensor in tensors]
     return base64.b64encode(pickle.dumps(named)).decode()

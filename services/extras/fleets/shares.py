@@ -66,7 +66,7 @@ class Ticket:
 
 @dataclass(slots=True)
 class Account:
-    """What one run was served."""
+    """Tokens that one run was served."""
 
     weight: float
     charged: float = 0.0
@@ -83,7 +83,7 @@ class Account:
 
     @property
     def cost(self) -> float:
-        """What the run was served, in sampled tokens."""
+        """Service that the run got, in sampled tokens."""
         return self.num_tokens + CONTEXT_COST * self.num_context_tokens
 
     @property
@@ -113,7 +113,7 @@ class TokenShares:
         self._capacity_tokens = capacity_tokens
         self._accounts: dict[str, Account] = {}
         self._floor = 0.0
-        """What the run that was served least had been served, at the last admission."""
+        """Service of the run that was served least, at the last admission."""
 
     @property
     def accounts(self) -> dict[str, Account]:

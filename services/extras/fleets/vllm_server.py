@@ -74,7 +74,7 @@ class VllmServer(FleetServer):
     Args:
         share: Weight of the run on a server that runs share, with adapters; None for a run that brings whole
             weights.
-        proof: What the server must be told to let another process take the session over.
+        proof: Secret with which another process can take the session over.
     """
 
     path = GENERATE

@@ -45,7 +45,7 @@ def _block(document: Mapping[str, Any], comments: Comments, *, prefix: str) -> I
 
 def _inline(value: Any) -> str:
     """Returns a value as YAML without line breaks."""
-    # A text as a document of its own would be followed by a mark of the document's end.
+    # YAML marks the end of a document that is only a text.
     text: str = yaml.dump(
         [value],
         Dumper=_Dumper,

@@ -2,9 +2,9 @@
 
 ::
 
-    a node is cordoned, or a taint   -> the runs with pods there are told, each minute again; they call
+    a node is cordoned, or a taint   -> the runs with pods there get a notice each minute; they call
     announces its end                   ``release``
-    a pod has nothing to lose        -> its label lets evictions through; the launcher deletes what nobody
+    a pod has nothing to lose        -> its label lets evictions through; the launcher deletes what no client
                                         evicts
     a pod of the transferqueue is    -> each run that trains saves a checkpoint before it leaves
     on such a node
@@ -65,7 +65,7 @@ class PlacedPod:
 
 
 class NodeDrains:
-    """Tells runs which of their workers are on drained nodes.
+    """Notifies runs of their workers on drained nodes.
 
     Args:
         taints: Keys of taints that announce the end of a node, besides a cordon.
@@ -116,7 +116,7 @@ class NodeDrains:
         self.on_changed()
 
     def notify(self, node: str) -> None:
-        """Tells each run with pods on a node, if the node is drained."""
+        """Notifies each run with pods on a node, if the node is drained."""
         drain = self._drains.get(node)
         if drain is None:
             return

@@ -423,7 +423,7 @@ class KubernetesLauncher(LauncherDefaults):
         await self._forget(seen.body["metadata"]["labels"][RUN_LABEL])
 
     async def _forget(self, run_id: str) -> None:
-        """Deletes secret and policy of a run that nobody drives, once its last pod has ended."""
+        """Deletes secret and policy of a run that no controller drives, once its last pod has ended."""
         try:
             async with self._creating:
                 pods = await self._api.list(f"{RUN_LABEL}={run_id}")

@@ -42,7 +42,7 @@ Pod = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overrides:
-    """What the runs of an installation may choose for their pods; by default nothing."""
+    """Choices of an installation's runs for their pods; by default none."""
 
     max: Mapping[str, str] = field(default_factory=dict)
     """Largest amount of a pod by its key: ``cpu``, ``memory``, ``sharedMemory``, ``ephemeralStorage``."""

@@ -57,7 +57,7 @@ TLS_FILES = ("tls.crt", "tls.key", "ca.crt")
 _TLS_VOLUME = "tls"
 
 _PROJECT = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_-]*[A-Za-z0-9])?")
-"""Projects that can have templates of their own, as ``values.schema.json`` says."""
+"""Projects that can have their own templates, as ``values.schema.json`` says."""
 _SCRATCH_VOLUMES = frozenset({"emptyDir", "ephemeral"})
 """Kinds of volumes that are deleted with their pod."""
 
@@ -76,7 +76,7 @@ class WorkerTemplates:
     pod_group: Mapping[str, Any] | None = None
     """Template of a run's pod group; None without a gang scheduler."""
     overrides: Overrides = field(default_factory=Overrides)
-    """What a run may choose for its pods."""
+    """Choices of a run for its pods."""
 
     @property
     def is_on_node_network(self) -> bool:
@@ -119,7 +119,7 @@ class _Ports:
     meeting: int
     """Port of the first worker at which the ranks of several nodes meet."""
     is_meeting_shared: bool
-    """True if all workers have the same one, because each is in a network of its own."""
+    """True if all workers have the same one, because each is in a separate network."""
 
     def meeting_of(self, index: int) -> int:
         return self.meeting if self.is_meeting_shared else self.meeting + index
@@ -198,7 +198,7 @@ def load_templates(folder: Path, project: str = "") -> WorkerTemplates:
     """Reads the templates from the mounted ConfigMap.
 
     Args:
-        project: Project of the run, which may have templates of its own (``workers.projects`` of the chart).
+        project: Project of the run, which may have its own templates (``workers.projects`` of the chart).
 
     Raises:
         FailedPreconditionError: If the folder does not contain them.

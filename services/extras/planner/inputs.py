@@ -551,7 +551,7 @@ def rates_of(steps: Sequence[Step], lengths: Mapping[int, int], *, setting: Sett
         fmean(_number_of(step, name) for step in decoding) for name in DECODE_TIMES
     )
     if setting.shares_gpu and setting.max_staleness > 0:
-        # The steps have the times that each side takes beside the other one; rates are those alone.
+        # Steps have the times of both sides at once; rates are those of one side alone.
         a_gpu *= _TRAIN_SLOWDOWN
         beside = 1 + (_DECODE_SLOWDOWN - 1) * (1 - waited_fraction(found))
         fixed_s, sample_s = fixed_s / beside, sample_s / beside

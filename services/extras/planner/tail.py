@@ -9,7 +9,7 @@ engine, and L tokens of the longest response that starts in a step, all as means
 
 Together, n <= (max_staleness + 1) tokens / (L engines), whatever d is. More slots than that many are occupied
 only until the first batch waits for its oldest responses, and fewer make less of an engine. Steps take up to
-a quarter longer than this bound, because one long response holds up all that started beside it.
+a quarter longer than this bound, because one long response holds up all that started with it.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ _MIN_ROUNDS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TailBound:
-    """What the longest responses and the max staleness allow."""
+    """Rates that the longest responses and the max staleness allow."""
 
     longest_tokens: float
     """Mean tokens of the longest response of a step."""

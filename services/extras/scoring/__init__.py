@@ -1,1 +1,1 @@
-"""Workers that only score batches: ``ref_logp`` and ``logp`` with GPUs of their own."""
+"""Workers that only score batches: ``ref_logp`` and ``logp`` on their own GPUs."""

@@ -24,7 +24,7 @@ class Component:
     """A whole allocation, or one component of a heterogeneous job."""
 
     job_id: str
-    """Id of the component, which is a job of its own."""
+    """Id of the component, which is a separate job."""
     group: int | None
     """Index of the component (``srun --het-group``); None outside of heterogeneous jobs."""
     tasks: Mapping[str, int]

@@ -62,7 +62,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class _Need:
-    """What a worker needs."""
+    """Resources that a worker needs."""
 
     worker_id: str
     role: str

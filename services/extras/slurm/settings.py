@@ -1,4 +1,4 @@
-"""Settings of the launcher, and what Slurm tells a job in its environment."""
+"""Settings of the launcher, and Slurm's variables in the environment of a job."""
 
 import os
 

@@ -67,7 +67,7 @@ def srun_command(request: StepRequest, *, job_id: str, extra: Sequence[str] = ()
 async def start_srun(
     command: Sequence[str], environment: Mapping[str, str], log: Path
 ) -> asyncio.subprocess.Process:
-    """Starts srun in a session of its own, with the output of its tasks in a log."""
+    """Starts srun in a separate session, with the output of its tasks in a log."""
     with log.open("ab") as output:
         return await asyncio.create_subprocess_exec(
             *command,

@@ -21,7 +21,7 @@ from services.trainer.engines.fsdp.oom import catch_oom
 _ROUND: Final = 4
 """Micro-batches of one scoring schedule, for each stage: it keeps the states of all of them until it ends."""
 Columns = tuple[Tensor, ...]
-"""What the last stage computes for a micro-batch: ``[R, ...]`` each."""
+"""Outputs of the last stage for a micro-batch: ``[R, ...]`` each."""
 
 
 class BoundedStage(PipelineStage):

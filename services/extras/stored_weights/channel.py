@@ -140,7 +140,7 @@ class _Started:
 
 
 class _Side:
-    """What both sides of a channel have in common."""
+    """Base of both sides of a channel."""
 
     def __init__(self, folder: StoreFolder, source: int) -> None:
         self._folder = folder
@@ -197,7 +197,7 @@ class StoredSource(_Side):
         return manifest_digest(content)
 
     def retain(self, names: Collection[str]) -> None:
-        """Deletes the versions of all sources but some, their manifests first, and what is left of probes."""
+        """Deletes the versions of all sources but some, their manifests first, and remainders of probes."""
         deleting = self._threads.submit(lambda: self._delete_outdated(names))
         self._threads.result(deleting)
 

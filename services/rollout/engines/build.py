@@ -53,7 +53,7 @@ def build_engine(  # noqa: PLR0913 -- what a run says about its engine
     Args:
         plan: Plans the GPU's memory; None for an engine that receives no weights and has the GPU to itself.
         is_written_in_place: True if weights are received directly into the live weights.
-        adds_adapters: True if only adapters arrive, which the engine adds to base weights of its own.
+        adds_adapters: True if only adapters arrive, which the engine adds to its own base weights.
         sleeps: True if the engine must release its GPU memory from time to time.
         images: Limits of images; None if prompts have none.
         top_logprobs: Max number of most likely tokens that a request asks for.

@@ -99,7 +99,7 @@ class EngineConfig:
     is_written_in_place: bool = False
     """True if weights are received directly into the engine's parameters."""
     adds_adapters: bool = False
-    """True if only LoRA adapters arrive, which the engine adds to base weights of its own."""
+    """True if only LoRA adapters arrive, which the engine adds to its own base weights."""
     sleeps: bool = False
     """True if the engine must release its GPU memory from time to time."""
     quantization: Fp8 | None = None

@@ -477,7 +477,7 @@ class Workflow(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkflowResources:
-    """What the rollout offers to a workflow with servers or processes of its own."""
+    """Services of the rollout for a workflow that starts servers or processes."""
 
     calls: CallPool
     """Processes that call functions of users."""
@@ -495,7 +495,7 @@ class WorkflowResources:
 
 @runtime_checkable
 class ServingWorkflow(Protocol):
-    """A workflow with servers or processes of its own, which run as long as the rollout."""
+    """A workflow that starts servers or processes, which run as long as the rollout."""
 
     def serving(self, resources: WorkflowResources) -> AbstractAsyncContextManager[None]:
         """Starts them for the block. Raises ValueError, with the key, if the run cannot use them."""

@@ -31,7 +31,7 @@ class Column:
     """Role that writes it: ``rollout``, ``logp``, ``ref_logp``, ``critic`` or, if it does not travel,
     ``trainer``."""
     needed_by: str = ""
-    """What reads it, for people."""
+    """Readers of the column, in words."""
     dtype: torch.dtype = torch.float32
     """Dtype in the trainer."""
     travels: bool = False

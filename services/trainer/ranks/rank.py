@@ -38,7 +38,7 @@ class StepRecorder(Protocol):
     """Records the steps of one rank."""
 
     written_s: float
-    """CPU seconds that the newest complete record of a step took beside the training."""
+    """CPU seconds that the newest complete record of a step took in addition to the training."""
 
     def begin(self, step: int, spec: RunSpec, engine: TrainEngine) -> None:
         """Records a start that continues after ``step``; all ranks call it."""

@@ -1,4 +1,4 @@
-"""Tests that URLs of object stores are told from paths, and refused where they must be."""
+"""Tests that URLs of object stores are distinguished from paths, and refused where they must be."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -13,7 +13,7 @@ from services.controller.store.lease import Leadership, leader_address
 
 @asynccontextmanager
 async def answering(text: str, port: int = 0):
-    """Serves connections that send a line and get it back behind a text; yields the port."""
+    """Serves connections that send a line and get it back after a text; yields the port."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while line := await reader.readline():

@@ -1,4 +1,4 @@
-"""Tests of what projects have of their own: claims, queue, code, secrets, priority class and quota."""
+"""Tests of the resources of projects: claims, queue, code, secrets, priority class and quota."""
 
 import json
 from pathlib import Path

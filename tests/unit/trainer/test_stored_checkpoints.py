@@ -60,7 +60,7 @@ class FolderStore:
         shutil.rmtree(self.folder / name)
 
     def close(self) -> None:
-        """Has nothing to end."""
+        """Does nothing."""
 
 
 def rank_with(root: Path, store: FolderStore) -> Rank:

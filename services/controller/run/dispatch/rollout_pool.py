@@ -23,7 +23,7 @@ class RolloutPool:
     """Connected rollouts of a run, from which the dispatcher chooses.
 
     Args:
-        max_lag: Versions by which a rollout that receives groups may be behind the newest one; more than 0
+        max_lag: Versions by which a rollout that receives groups may lag the newest one; more than 0
             only for rollouts that load weights at their own pace.
     """
 

@@ -6,7 +6,7 @@
                                           (``elastic.py``)
     other workers leave, or all        -> the step in progress ends; a checkpoint is saved; the loops are
     rollouts                              left; the workers end and start elsewhere; the loops are entered
-    the checkpoint fails, or would be  -> nobody moves; the event ``Draining`` says why; the next notice of
+    the checkpoint fails, or would be  -> no worker moves; the event ``Draining`` says why; the next notice of
     lost with the trainer                 the launcher tries again
 
 The launcher repeats its notice as long as the host is drained, so nothing of this is stored.
@@ -29,7 +29,7 @@ class DrainedHost:
 
     name: str
     reason: str
-    """What says so, such as ``cordoned`` or the key of a taint."""
+    """Mark of the node, such as ``cordoned`` or the key of a taint."""
     since: float
     """Time at which it was first seen, in seconds since the epoch."""
 
@@ -74,7 +74,7 @@ class HostDrains:
         return set().union(*self._workers.values())
 
     def note(self, *, obstacle: str = "", why: str = "") -> Note | None:
-        """Returns the event that tells of the drain; None if the newest one says the same.
+        """Returns the event of the drain; None if the newest one says the same.
 
         Args:
             obstacle: Code of the reason for which the workers stay; empty if they move.

@@ -239,7 +239,7 @@ class RunDriver:
         """Lets workers stay on a host that is in service again, unless they are leaving already.
 
         Returns:
-            The event that tells of it; None if no worker had to leave.
+            Its event; None if no worker had to leave.
         """
         staying = self._drains.withdraw(host)
         self._sizing.stay(staying)
@@ -439,7 +439,7 @@ class RunDriver:
             await self._drains.changed.wait()
 
     def _has_state(self, worker_ids: Collection[str]) -> bool:
-        """Returns True if a worker, other than a rollout, may know steps that nobody saved."""
+        """Returns True if a worker, other than a rollout, may know steps that no checkpoint has."""
         return self._state is not RunState.STARTING and any(map(self._may_know_steps, worker_ids))
 
     def _may_know_steps(self, worker_id: str) -> bool:
@@ -485,7 +485,7 @@ class RunDriver:
     async def _leave_hosts(self) -> dict[str, str]:
         """Ends workers on drained hosts after the loops are left; returns them with the cause.
 
-        Nobody leaves if the last step is not saved, because a trainer would lose it.
+        No worker leaves if the last step is not saved, because a trainer would lose it.
         """
         leaving, self._may_leave = self._may_leave & self._drains.leaving(), set()
         self._request_queue.resume_steps()

@@ -121,7 +121,7 @@ async def restore(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Parts:
-    """What the stages of a run's pipeline share."""
+    """Objects that the stages of a run's pipeline share."""
 
     spec: CurrentSpec
     connections: RunConnections

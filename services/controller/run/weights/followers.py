@@ -47,7 +47,7 @@ class Follower:
     served_version: int = -1
     """Version that it serves, verified; -1 for none of this session."""
     held_version: int = -1
-    """Version whose bytes it holds beside the live weights."""
+    """Version whose bytes it holds in addition to the live weights."""
     lacked_version: int = -1
     """Version that it could not reach by the copies in the store; -1 for none."""
     copies: tuple[str, ...] = ()

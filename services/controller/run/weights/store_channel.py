@@ -1,4 +1,4 @@
-"""What the sources and the rollouts of a weight store share: its URL, deadlines, and failures."""
+"""URL, deadlines and failures that the sources and the rollouts of a weight store share."""
 
 import asyncio
 import logging

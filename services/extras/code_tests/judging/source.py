@@ -12,7 +12,7 @@ MODULE: Final = "solution"
 MODULES: Final = (MODULE, "your_module", "submission", "program", "main")
 """Modules that tests import the program from."""
 LAST_LINE: Final = "end\n"
-"""What the judge writes after its last verdict."""
+"""Text that the judge writes after its last verdict."""
 _CHECKING: Final = re.compile(r"(?i)_?(?:assert|raises|fail)")
 
 

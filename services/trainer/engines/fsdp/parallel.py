@@ -2,7 +2,7 @@
 
 mesh   dp x tp; FSDP2 shards over dp, tensor-parallel ranks share layers. With expert parallelism, dp is
        copies x experts: each of the inner ranks holds a part of the experts of every layer. Tensor-parallel
-       ranks hold parts of them too, in a mesh of its own of copies x (experts x tp). With context
+       ranks hold parts of them too, in a second mesh of copies x (experts x tp). With context
        parallelism, dp is data x context: each of the inner ranks computes a part of every pack's tokens.
        With both, weights use the mesh with experts, and packs use the mesh with context
 frozen a rank that keeps gathered weights holds frozen ones whole, in the dtype of the forward pass and

@@ -1,4 +1,4 @@
-"""The ranks of a worker end together, and the launcher tells which one ended first."""
+"""The ranks of a worker end together, and the launcher reports which one ended first."""
 
 import asyncio
 import signal

@@ -182,7 +182,7 @@ async def test_a_clock_that_is_set_back_delays_no_checkpoint(
         manager.drivers.services = replace(manager.drivers.services, clock=clock)
         run_id = await submitted(manager, trainer=trainer)
         await ended(manager, run_id)
-    # After a loss nobody knows how much time passed, so the checkpoint is due.
+    # After a loss it is unknown how much time passed, so the checkpoint is due.
     assert workers.saved == ([3, 5, 7] if is_lost else [3, 6, 7])
 
 

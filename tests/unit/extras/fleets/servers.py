@@ -51,7 +51,7 @@ class FakeEngine:
         """Answers to the next requests for tokens."""
         self.malformed: list[str] = []
         self.entry: dict[str, Any] = {"token_id": 7}
-        """How an entry of logprobs names its token."""
+        """Form of the token's name in an entry of logprobs."""
         """Events that each response begins with."""
         self.steps = asyncio.Semaphore(0)
         """Released once for each token that may be sampled."""
@@ -147,7 +147,7 @@ def application(engine: FakeEngine) -> Starlette:
 
 
 class FakeServer:
-    """Server on a port of its own that can be restarted with a new engine."""
+    """Server on its own port that can be restarted with a new engine."""
 
     def __init__(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:

@@ -158,7 +158,7 @@ _CONTROL = (
 
 
 class SglangFake(FakeServer):
-    """SGLang's server on a port of its own that can be restarted."""
+    """SGLang's server on its own port that can be restarted."""
 
     def __init__(self) -> None:
         super().__init__()

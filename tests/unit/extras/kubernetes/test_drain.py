@@ -39,7 +39,7 @@ class Clock:
 
 @dataclass
 class Told:
-    """Runs that are told of drained nodes."""
+    """Runs that get notices of drained nodes."""
 
     pods: list[PlacedPod] = field(default_factory=list)
     drained: list[tuple[str, DrainedHost, frozenset[str]]] = field(default_factory=list)

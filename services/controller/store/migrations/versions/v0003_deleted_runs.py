@@ -1,4 +1,4 @@
-"""Records which runs were deleted, to tell them from runs of a lost database."""
+"""Records which runs were deleted, to distinguish them from runs of a lost database."""
 
 import sqlalchemy as sa
 from alembic import op

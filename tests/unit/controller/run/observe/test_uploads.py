@@ -1,4 +1,4 @@
-"""Tests that uploads of checkpoints are told once each: a failure with its cause, its end, and success."""
+"""Tests that each upload of a checkpoint is reported once: a failure with its cause, its end, and success."""
 
 from services.controller.membership import Worker
 from services.controller.run.train.checkpoints import UploadReports
