@@ -365,7 +365,7 @@ def _stages(
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """What a pipeline stage holds; without stages, the only one holds everything."""
+    """Weights of a pipeline stage, or of the whole model without stages."""
 
     shapes: Mapping[str, tuple[int, ...]]
     """Shapes of its weights by name."""
