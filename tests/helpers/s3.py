@@ -64,7 +64,7 @@ def s3_server() -> Iterator[int]:
 
 @dataclass
 class Relay:
-    """Forwards connections to a port; refuses them, or answers that the storage is full, if a test asks for it."""
+    """Forwards connections to a port; refuses them, or answers that it is full, on a test's request."""
 
     target: int
     mode: Literal["forward", "refuse", "full"] = "forward"

@@ -37,7 +37,7 @@ def shape_problem(document: Any) -> str:
     Works level by level, so that depth cannot exhaust the stack.
     """
     if isinstance(document, dict) and {"apiVersion", "kind"} <= document.keys():
-        return "is an object of Kubernetes: apply it with kubectl, or give the keys of its spec (docs/rlrun.md)"
+        return "is an object of Kubernetes: use kubectl, or the keys of its spec (docs/rlrun.md)"
     level, depth, count = [document], 0, 0
     while level:
         count += len(level)

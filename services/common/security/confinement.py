@@ -56,7 +56,7 @@ which must be public or listed. ``address``: a URL, which rollouts judge when th
 rewards, agents and environments. ``target``: a ``path`` to which a run writes, and therefore neither among
 code nor in the controller's folder.
 
-Code that gets a ``text`` may connect to an address in it without asking :mod:`services.rollout.calls.outside`.
+Code may connect to an address in its ``text`` without asking :mod:`services.rollout.calls.outside`.
 A ``text`` may therefore name only hosts that the installation lists.
 """
 
@@ -190,7 +190,7 @@ class CodePolicy:
     hosts: tuple[str, ...] = ()
     """Hosts, in lower case, that arguments may name."""
     unwritable: tuple[Path, ...] = ()
-    """Further folders, besides those with code, to which runs may not write by a path of the specification."""
+    """Further folders, besides those with code, to which runs may not write by their paths."""
 
     def problems(self, spec: RunSpec) -> list[str]:
         """Returns the forbidden names in a specification, judged by its text.

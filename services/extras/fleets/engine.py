@@ -1,4 +1,4 @@
-"""Engines ``vllm-server`` and ``sglang-server``: servers that run separately, used through the engine protocol."""
+"""Engines ``vllm-server`` and ``sglang-server``: separate servers, used through the engine protocol."""
 
 import asyncio
 import logging
