@@ -82,10 +82,10 @@ class Api(AsyncTransport):
         events: list[EventView] = []
         while True:
             types = [type_] if type_ else []
-            asked = ListEvents(run_id=run_id, after_seq=after_seq, type=types, limit=_EVENTS_A_PAGE)
-            page = (await self.call(asked)).items
+            call = ListEvents(run_id=run_id, after_seq=after_seq, type=types, limit=_EVENTS_A_PAGE)
+            page = (await self.call(call)).items
             events += page
-            if len(page) < asked.limit:
+            if len(page) < call.limit:
                 return events
             if page[-1].seq <= after_seq:
                 raise no_controller(self.url, "its pages of events do not advance")
@@ -95,8 +95,8 @@ class Api(AsyncTransport):
         self, run_id: str, *, component: str = "", tail_lines: int = 100, follow: bool = False
     ) -> AsyncIterator[LogLine]:
         """Yields the last log lines of the workers; with ``follow`` also new lines until the run ends."""
-        asked = FollowLogs if follow else ReadLogs
-        operation = asked(run_id=run_id, component=component, tail_lines=tail_lines)
+        operation_class = FollowLogs if follow else ReadLogs
+        operation = operation_class(run_id=run_id, component=component, tail_lines=tail_lines)
         async for kind, data in self.stream(_request(operation)):
             if kind == "end":
                 continue
@@ -105,9 +105,9 @@ class Api(AsyncTransport):
             except ValidationError as error:
                 raise no_controller(self.url, "a line of a log is none") from error
 
-    async def samples(self, asked: ExportSamples) -> AsyncIterator[dict[str, Any]]:
+    async def samples(self, operation: ExportSamples) -> AsyncIterator[dict[str, Any]]:
         """Yields the kept samples of a run."""
-        async for _, sample in self.stream(_request(asked)):
+        async for _, sample in self.stream(_request(operation)):
             if missing := _SAMPLE_KEYS - sample.keys():
                 raise no_controller(self.url, f"a sample has no {min(missing)!r}")
             yield sample

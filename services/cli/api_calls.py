@@ -66,12 +66,12 @@ async def find_run(api: Api, text: str | None) -> str:
     if named := (await api.call(ListRuns(name=text, page_size=1))).items:
         return named[0].id
     runs = (await api.call(ListRuns(page_size=_MAX_RUNS))).items
-    found = [run.id for run in runs if run.id.startswith((text, f"run_{text}"))]
-    if len(found) == 1:
-        return found[0]
-    if found:
+    ids = [run.id for run in runs if run.id.startswith((text, f"run_{text}"))]
+    if len(ids) == 1:
+        return ids[0]
+    if ids:
         raise ApiError(
-            f"the ids of {len(found)} runs start with {text!r}, such as {found[0]} and {found[1]}; use a "
+            f"the ids of {len(ids)} runs start with {text!r}, such as {ids[0]} and {ids[1]}; use a "
             "longer one"
         )
     meant = did_you_mean(text, sorted({run.name for run in runs}))
@@ -84,9 +84,9 @@ async def find_run(api: Api, text: str | None) -> str:
 def short_ids(ids: Sequence[str]) -> list[str]:
     """Returns the shortest prefix of each id that distinguishes all of them; all have the same length."""
     length = _MIN_DIGITS
-    while len({each[:length] for each in ids}) < len(set(ids)):
+    while len({run_id[:length] for run_id in ids}) < len(set(ids)):
         length += 1
-    return [each[:length] for each in ids]
+    return [run_id[:length] for run_id in ids]
 
 
 _T = TypeVar("_T")
@@ -162,19 +162,19 @@ def call_operation(
 ) -> Answer:
     """Returns the answer to an operation with a single answer; ``run_id`` None is the newest run."""
     is_of_run = "run_id" in fields
-    given = fields.get("run_id")
-    is_found = given is not None and is_id(given)
+    name = fields.get("run_id")
+    is_found = name is not None and is_id(name)
     if is_of_run and not is_found:
         fields["run_id"] = _SOME_ID
     try:
-        asked = operation(**fields)
+        request = operation(**fields)
     except ValidationError as error:
         raise typer.BadParameter(_message_of(error)) from error
 
     async def work(api: Api) -> Answer:
         if not is_of_run or is_found:
-            return await api.call(asked)
-        return await api.call(asked.model_copy(update={"run_id": await find_run(api, given)}))
+            return await api.call(request)
+        return await api.call(request.model_copy(update={"run_id": await find_run(api, name)}))
 
     return call_api(url, work, state_directory=state_directory)
 
@@ -199,8 +199,8 @@ async def _with_api(
 ) -> _T:
     is_default = state_directory == DEFAULT_STATE
     from_environment = CliSettings().url if is_default else ""
-    if known := url or from_environment or _started_in(state_directory):
-        return await _at(known, work)
+    if address := url or from_environment or _started_in(state_directory):
+        return await _at(address, work)
     elsewhere = running_controllers() if is_default else []
     if (state_directory / DATABASE_FILE).exists():
         # This imports the controller.
@@ -239,14 +239,14 @@ def find_controller(url: str | None) -> tuple[str, str]:
     Raises:
         ApiError: If no running controller is known, or several are.
     """
-    found = url or CliSettings().url or _started_in(DEFAULT_STATE)
+    address = url or CliSettings().url or _started_in(DEFAULT_STATE)
     running = running_controllers()
-    if not found and len(running) != 1:
+    if not address and len(running) != 1:
         raise ApiError(
             f"{len(running)} controllers run here; choose one with --url, or start one with 'slipstream up'"
         )
-    found = found or running[0]
-    return found, CliSettings().token or find_token(found)
+    address = address or running[0]
+    return address, CliSettings().token or find_token(address)
 
 
 def _started_in(state_directory: Path) -> str:
@@ -285,11 +285,11 @@ def run_until_signal(work: Coroutine[Any, Any, Any], *, needs_reader: bool = Tru
     except BaseExceptionGroup as group:
         if group.subgroup(BrokenPipeError) is not None:
             raise typer.Exit(0) from None
-        known, unknown = group.split(_TOLD)
+        expected, unknown = group.split(_TOLD)
         if unknown is not None:
             raise
-        assert known is not None
-        for error in _root_causes(leaves(known)):
+        assert expected is not None
+        for error in _root_causes(leaves(expected)):
             fail(_message_of(error))
         raise typer.Exit(1) from None
 
@@ -305,9 +305,9 @@ def _message_of(error: BaseException) -> str:
     return "\n".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in wrong)
 
 
-def _root_causes(found: list[BaseException]) -> list[BaseException]:
+def _root_causes(failures: list[BaseException]) -> list[BaseException]:
     """Returns only the errors of exited services if there are any: they caused the failed calls."""
     exited: list[BaseException] = [
-        error for error in found if isinstance(error, ServiceExitedError)
+        error for error in failures if isinstance(error, ServiceExitedError)
     ]
-    return exited or found
+    return exited or failures

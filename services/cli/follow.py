@@ -47,13 +47,13 @@ class StartReport:
         self.seconds["imports"] = round(time.time() - psutil.Process().create_time(), 2)
 
     @contextmanager
-    def measured(self, part: str) -> Iterator[None]:
+    def measured(self, phase: str) -> Iterator[None]:
         """Measures a part that the command does itself."""
         begin = time.monotonic()
         try:
             yield
         finally:
-            self.seconds[part] = round(time.monotonic() - begin, 2)
+            self.seconds[phase] = round(time.monotonic() - begin, 2)
 
     def process(self, kind: str, event: Mapping[str, Any]) -> bool:
         """Processes an event; returns True once, when the first step completes the report.
@@ -64,11 +64,11 @@ class StartReport:
             return False
         if kind == "StateChanged" and event["data"]["to"] == "STARTING":
             self._since = datetime.fromisoformat(event["time"])
-        part = _PARTS.get(kind)
-        if part is None or self._since is None or part in self.seconds:
+        phase = _PARTS.get(kind)
+        if phase is None or self._since is None or phase in self.seconds:
             return False
         now = datetime.fromisoformat(event["time"])
-        self.seconds[part] = round((now - self._since).total_seconds(), 2)
+        self.seconds[phase] = round((now - self._since).total_seconds(), 2)
         self._since = now
         if kind == "WorkersReady":
             self.workers = event["data"].get("start_seconds", {})
@@ -170,10 +170,10 @@ def _thinned(lines: JsonLines, names: Sequence[str]) -> list[dict[str, Any]]:
 def _line(
     axes: Any, x: Sequence[float], y: Sequence[float | None], label: str, *, marker: str = ""
 ) -> None:
-    known = [(step, value) for step, value in zip(x, y, strict=True) if value is not None]
+    points = [(step, value) for step, value in zip(x, y, strict=True) if value is not None]
     # Different line styles keep overlapping lines visible.
     style = _STYLES[len(axes.lines) % len(_STYLES)]
-    axes.plot(*zip(*known, strict=True) if known else ((), ()), style, label=label, marker=marker)
+    axes.plot(*zip(*points, strict=True) if points else ((), ()), style, label=label, marker=marker)
 
 
 def _decorate(axes: Any, title: str, unit: str) -> None:

@@ -92,8 +92,8 @@ def write_bytecode() -> None:
     Many images set ``PYTHONDONTWRITEBYTECODE``. If packages were installed without bytecode, each process of
     a run then compiles them again, which doubles the time of its imports.
     """
-    found = (importlib.util.find_spec(name) for name in _LARGE_PACKAGES)
-    if any(spec and spec.cached and not Path(spec.cached).exists() for spec in found):
+    specs = (importlib.util.find_spec(name) for name in _LARGE_PACKAGES)
+    if any(spec and spec.cached and not Path(spec.cached).exists() for spec in specs):
         sys.dont_write_bytecode = False
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
@@ -233,8 +233,8 @@ async def local_services(
     logs = state_directory / "logs"
     _adopt_orphans()
     prepared = {} if prepared is None else prepared
-    own = {process.pid for process in prepared.values()}
-    strangers = [child for child in psutil.Process().children() if child.pid not in own]
+    prepared_pids = {process.pid for process in prepared.values()}
+    strangers = [child for child in psutil.Process().children() if child.pid not in prepared_pids]
     services = LocalServices(max_restarts=max_restarts, token=f"slp_{secrets.token_urlsafe(32)}")
 
     with _files_of_this_user(), lock_state_directory(state_directory), process_folder() as folder:
@@ -271,10 +271,10 @@ async def local_services(
                     "GRPC_REFLECTION": "true",
                 },
             )
-            found = await services.start(controller)
+            addresses = await services.start(controller)
             # The API is served on loopback only, whatever host name the controller advertises to workers.
-            rest_port = found["rest"].rpartition(":")[2]
-            services.url, services.grpc_address = f"http://127.0.0.1:{rest_port}", found["grpc"]
+            rest_port = addresses["rest"].rpartition(":")[2]
+            services.url, services.grpc_address = f"http://127.0.0.1:{rest_port}", addresses["grpc"]
             # Restarted services must keep their addresses.
             transferqueue.settings["BIND"] = address
             controller.settings["BIND"] = services.grpc_address

@@ -152,8 +152,8 @@ def load(name: str) -> Any:
 app = typer.Typer(cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
+def _show_version(is_requested: bool) -> None:
+    if is_requested:
         typer.echo(version("slipstream"))
         raise typer.Exit
 

@@ -45,7 +45,7 @@ def printable(text: str) -> str:
     clear the screen or write to the clipboard (OSC 52). JSON remains valid JSON with the same
     value.
     """
-    return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return _UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 class _Terminal(Console):
@@ -91,15 +91,15 @@ def escaping_descriptors() -> Iterator[None]:
     A user's function that is tried prints rows, which may come from anybody.
     """
     with tempfile.TemporaryFile() as file:
-        kept = {descriptor: os.dup(descriptor) for descriptor in (_STDOUT, _STDERR)}
+        copies = {descriptor: os.dup(descriptor) for descriptor in (_STDOUT, _STDERR)}
         sys.stdout.flush()
-        for descriptor in kept:
+        for descriptor in copies:
             os.dup2(file.fileno(), descriptor)
         try:
             yield
         finally:
             sys.stdout.flush()
-            for descriptor, copy in kept.items():
+            for descriptor, copy in copies.items():
                 os.dup2(copy, descriptor)
                 os.close(copy)
             file.seek(0)

@@ -81,8 +81,8 @@ def process_folder() -> Iterator[Path]:
 def _is_left_behind(folder: Path) -> bool:
     """Returns True for a folder of this user whose process is known to have ended."""
     try:
-        found = folder.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
             return False
         return is_gone(json.loads((folder / _OWNER).read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError):
@@ -120,8 +120,8 @@ def find_token(url: str) -> str:
 
 def running_controllers() -> list[str]:
     """Returns the addresses of the running controllers that this user started on this machine."""
-    found = sorted(_folder().iterdir()) if _folder().is_dir() else []
-    return [f"http://{path.name}" for path in found if _lives(path)]
+    paths = sorted(_folder().iterdir()) if _folder().is_dir() else []
+    return [f"http://{path.name}" for path in paths if _lives(path)]
 
 
 def _lives(path: Path) -> bool | None:

@@ -246,13 +246,13 @@ def _loaded_once(path: Path) -> ModuleType:
     )
     if module_name in sys.modules:
         return sys.modules[module_name]
-    found = importlib.util.spec_from_file_location(module_name, path)
-    assert found is not None
-    assert found.loader is not None
-    module = importlib.util.module_from_spec(found)
+    module_spec = importlib.util.spec_from_file_location(module_name, path)
+    assert module_spec is not None
+    assert module_spec.loader is not None
+    module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_name] = module
     try:
-        found.loader.exec_module(module)
+        module_spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[module_name]
         raise

@@ -152,11 +152,11 @@ def missing_compiler() -> str:
     compiler = os.environ.get("CC")
     if shutil.which(compiler) if compiler else shutil.which("gcc") or shutil.which("clang"):
         return ""
-    found = (
+    cause = (
         f"CC is {compiler!r}, which is not an executable program" if compiler else "none was found"
     )
     return (
-        f"GPU kernels need a C compiler, but {found}; install gcc or clang and the headers of "
+        f"GPU kernels need a C compiler, but {cause}; install gcc or clang and the headers of "
         "Python, or set CC"
     )
 

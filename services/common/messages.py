@@ -23,13 +23,13 @@ def from_message(message: Message, kind: Callable[..., _Value], **given: Any) ->
 
     Repeated values become tuples; an absent nested message becomes None.
     """
-    own: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, field, is_repeated in _pairs(message.DESCRIPTOR, kind):
         value = getattr(message, name)
         if isinstance(value, Message) and not message.HasField(name):
             value = None
-        own[field] = tuple(value) if is_repeated else value
-    return kind(**own | given)
+        values[field] = tuple(value) if is_repeated else value
+    return kind(**values | given)
 
 
 @cache
@@ -39,8 +39,8 @@ def _pairs(message: Descriptor, kind: Any) -> list[tuple[str, str, bool]]:
     Raises:
         KeyError: If the dataclass lacks a field of the message.
     """
-    known = {_counted(field.name): field.name for field in fields(kind)}
-    return [(each.name, known[each.name], each.is_repeated) for each in message.fields]
+    names = {_counted(field.name): field.name for field in fields(kind)}
+    return [(item.name, names[item.name], item.is_repeated) for item in message.fields]
 
 
 def _counted(name: str) -> str:

@@ -169,8 +169,8 @@ class KeySettings(ServiceSettings):
         from services.common.security.issuer import IssuedTls, Issuer
 
         issuer = Issuer(self.tls_issuer)
-        own = IssuedTls(issuer, peer_name(self.peer))
-        return Identity(tls=own, issue=issuer.issue, key=key)
+        issued = IssuedTls(issuer, peer_name(self.peer))
+        return Identity(tls=issued, issue=issuer.issue, key=key)
 
 
 class SpecSettings(ServiceSettings):

@@ -196,8 +196,8 @@ def url_problem(url: str) -> str:
     matched = _URL.fullmatch(url)
     assert matched is not None, "only URLs are judged"
     if matched["scheme"] not in STORES:
-        known = ", ".join(f"{name}://" for name in STORES.names()) or "none"
-        return f"no installed package has a store for {matched['scheme']}://; use one of {known}"
+        schemes = ", ".join(f"{name}://" for name in STORES.names()) or "none"
+        return f"no installed package has a store for {matched['scheme']}://; use one of {schemes}"
     if (rewritten := _REWRITTEN.search(url)) is not None:
         return (
             f"has the character {rewritten.group()!r}; a store may read such a URL as another one, so use "

@@ -187,8 +187,8 @@ async def _keep_leading(leadership: Leadership) -> None:
 def _opened_database(settings: ControllerSettings) -> Iterator[Database]:
     """Opens the database until the block ends; an SQLite file is locked against replacement."""
     file = settings.state_directory / DATABASE_FILE
-    kept = nullcontext() if settings.database_url else in_use(file)
-    with kept, closing(Database(settings.database)) as database:
+    lock = nullcontext() if settings.database_url else in_use(file)
+    with lock, closing(Database(settings.database)) as database:
         yield database
 
 

@@ -160,8 +160,8 @@ class Membership:
                 f"{worker.worker_id} was considered lost and has been replaced by another process",
                 run_id=worker.run_id,
             )
-        known = self._runs[worker.run_id].get(worker.worker_id)
-        if known is None and len(self._runs[worker.run_id]) >= MAX_WORKERS:
+        previous = self._runs[worker.run_id].get(worker.worker_id)
+        if previous is None and len(self._runs[worker.run_id]) >= MAX_WORKERS:
             raise ResourceExhaustedError(
                 f"run {worker.run_id} has {MAX_WORKERS} workers, so no other one can register",
                 run_id=worker.run_id,
@@ -172,7 +172,7 @@ class Membership:
             ("registered", self._clock.monotonic()),
         ]
         await self._notify()
-        return known is not None and known.incarnation != worker.incarnation
+        return previous is not None and previous.incarnation != worker.incarnation
 
     async def record_heartbeat(
         self,
@@ -195,7 +195,7 @@ class Membership:
             return "stop"
         has_new_names = worker.gauges.keys() != gauges.keys()
         if has_new_names:
-            others = sum(len(each.gauges) for each in workers.values()) - len(worker.gauges)
+            others = sum(len(other.gauges) for other in workers.values()) - len(worker.gauges)
             if others + len(gauges) > MAX_GAUGES or max(map(len, gauges), default=0) > MAX_TEXT:
                 raise ResourceExhaustedError(
                     f"the workers of run {run_id} report more than {MAX_GAUGES} gauges, or a name of more "
@@ -223,9 +223,9 @@ class Membership:
 
     def workers(self, run_id: str, role: str | None = None) -> list[Worker]:
         """Returns the registered workers of a run, ordered by name."""
-        found = self._runs.get(run_id, {}).values()
+        members = self._runs.get(run_id, {}).values()
         return sorted(
-            (worker for worker in found if role is None or worker.role == role),
+            (worker for worker in members if role is None or worker.role == role),
             key=lambda worker: worker.worker_id,
         )
 
@@ -380,9 +380,9 @@ class RendezvousStore:
             FailedPreconditionError: If the run is not active.
             InvalidArgumentError: If the key holds a value that is not a counter.
         """
-        known = self._run(scope).scopes.get(scope, {}).get(key, b"0")
+        old_value = self._run(scope).scopes.get(scope, {}).get(key, b"0")
         try:
-            value = int(known) + amount
+            value = int(old_value) + amount
         except ValueError as error:
             raise InvalidArgumentError(
                 f"{key!r} of {scope!r} must be a counter, but has another value"

@@ -111,8 +111,8 @@ def forget_run(run: str) -> None:
     """Removes the series of a run; without this, each run would add some 150 for ever."""
     for metric in _OF_RUNS:
         for family in metric.collect():
-            found = [sample.labels for sample in family.samples if sample.labels["run"] == run]
-            for labels in {tuple(v for k, v in each.items() if k != "le") for each in found}:
+            rows = [sample.labels for sample in family.samples if sample.labels["run"] == run]
+            for labels in {tuple(v for k, v in keys.items() if k != "le") for keys in rows}:
                 metric.remove(*labels)
 
 

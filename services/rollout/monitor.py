@@ -87,10 +87,10 @@ class DecodeTimes:
             return
         samples = (stats.num_running + before.num_running) / 2
         step_s = samples * passed / tokens
-        kept = math.exp(-passed / _REMEMBERED_S)
+        rest = math.exp(-passed / _REMEMBERED_S)
         new = (1.0, samples, step_s, samples * samples, samples * step_s)
         # Weighted by tokens, not by time: a mean of ratios with varying denominators would be too large.
-        self._sums = [kept * old + tokens * one for old, one in zip(self._sums, new, strict=True)]
+        self._sums = [rest * old + tokens * add for old, add in zip(self._sums, new, strict=True)]
         self._most = max(self._most, samples)
 
     def gauges(self) -> Mapping[str, float]:

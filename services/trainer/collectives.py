@@ -165,8 +165,8 @@ class MetricTotals:
     @torch.no_grad()
     def max(self, name: str, values: Tensor, mask: Tensor) -> None:
         """Adds the elements of ``values`` that ``mask`` selects to the maximum ``name``, at least 0."""
-        kept = torch.where(mask, values.detach(), 0.0).to(torch.float64)
-        highest = kept.max() if kept.numel() else kept.new_zeros(())
+        masked = torch.where(mask, values.detach(), 0.0).to(torch.float64)
+        highest = masked.max() if masked.numel() else masked.new_zeros(())
         if name in self._maxima:
             highest = torch.maximum(highest, self._maxima[name])
         self._maxima[name] = highest
@@ -179,8 +179,8 @@ class MetricTotals:
             known_total, known_count = self._sums.get(name, (0.0, 0.0))
             self._sums[name] = known_total + total, known_count + count
         for name, highest in other._maxima.items():  # noqa: SLF001
-            known = self._maxima.get(name, highest)
-            self._maxima[name] = torch.maximum(known, highest)
+            maximum = self._maxima.get(name, highest)
+            self._maxima[name] = torch.maximum(maximum, highest)
 
     def _add_squares(self, name: str, total: Tensor, count: Tensor, squares: Tensor) -> None:
         """Adds squared distances from the mean of further values, before their sum is added."""
@@ -214,11 +214,11 @@ class MetricTotals:
         if not spread:
             return {}
         places = [names.index(name) for name in spread]
-        totals, own = torch.stack([torch.stack(self._sums[name]).cpu() for name in spread]).unbind(
+        totals, size = torch.stack([torch.stack(self._sums[name]).cpu() for name in spread]).unbind(
             1
         )
         squares = torch.stack([self._squares[name].cpu() for name in spread])
-        squares = squares + own * (totals / own.clamp(min=1) - averages[places]).square()
+        squares = squares + size * (totals / size.clamp(min=1) - averages[places]).square()
         variances = ranks.sum(squares) / counts[places].clamp(min=1)
         deviations = [DEVIATIONS[name] for name in spread]
         return dict(zip(deviations, variances.sqrt().tolist(), strict=True))

@@ -116,7 +116,7 @@ def fetch_model_inputs(fetch: Fetch, meta: KVBatchMeta) -> list[SampleInputs]:
     if TURN_INPUTS not in meta.field_names:
         return [SampleInputs(prompt) for prompt in prompts]
     turns = map(decode_bundles, fetch(meta, (TURN_INPUTS,))[TURN_INPUTS].unbind())
-    return [SampleInputs(prompt, own) for prompt, own in zip(prompts, turns, strict=True)]
+    return [SampleInputs(prompt, rest) for prompt, rest in zip(prompts, turns, strict=True)]
 
 
 def of_vocabulary(fetch: Fetch, vocab_size: int) -> Fetch:

@@ -88,8 +88,8 @@ class TransferQueueServicer(pb_grpc.TransferQueueServiceServicer):
     async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:
         """Returns the fill of partitions and shards."""
         return pb.GetStatsResponse(
-            partitions=[to_message(each, pb.PartitionStats) for each in self._index.stats()],
-            shards=[to_message(each, pb.ShardStats) for each in self._shards.stats()],
+            partitions=[to_message(stats, pb.PartitionStats) for stats in self._index.stats()],
+            shards=[to_message(stats, pb.ShardStats) for stats in self._shards.stats()],
         )
 
     async def ConnectClient(
@@ -135,8 +135,8 @@ class SampleRecordServicer(pb_grpc.SampleRecordServiceServicer):
     async def ReadSampleRecords(
         self, request: pb.ReadSampleRecordsRequest, context: Context
     ) -> AsyncIterator[pb.ReadSampleRecordsResponse]:
-        given = {field.name: value for field, value in request.ListFields()}
-        async for lines in self._keeper.read(given.pop("run_id", ""), SampleRecordQuery(**given)):
+        fields = {field.name: value for field, value in request.ListFields()}
+        async for lines in self._keeper.read(fields.pop("run_id", ""), SampleRecordQuery(**fields)):
             yield pb.ReadSampleRecordsResponse(lines=lines)
 
     async def DeleteSampleRecords(

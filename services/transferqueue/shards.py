@@ -174,8 +174,8 @@ class Shards:
             yield
         finally:
             self._num_keepers -= 1
-            kept, self._kept = self._kept, []
-            self.free(kept)
+            deferred, self._kept = self._kept, []
+            self.free(deferred)
 
     def _notify_clients(self) -> None:
         metrics.SHARDS.set(len(self._members))

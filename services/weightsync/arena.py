@@ -117,21 +117,21 @@ class WeightArena:
     @cached_property
     def _whole(self) -> tuple[Mapping[str, Tensor], list[Tensor], list[Tensor]]:
         """Returns tensors by name, the parts to copy, and their targets."""
-        found: dict[str, list[tuple[int, Tensor]]] = {}
+        views: dict[str, list[tuple[int, Tensor]]] = {}
         for source in self.buffers:
             for name, start, view in self.pieces(source):
-                found.setdefault(name, []).append((start, view))
+                views.setdefault(name, []).append((start, view))
         whole = {
             name: parts[0][1]
             if len(parts) == 1
             else parts[0][1].new_empty(
                 (sum(len(part) for _, part in parts), *parts[0][1].shape[1:])
             )
-            for name, parts in found.items()
+            for name, parts in views.items()
         }
         divided = [
             (part, whole[name][start : start + len(part)])
-            for name, parts in found.items()
+            for name, parts in views.items()
             if len(parts) > 1
             for start, part in parts
         ]

@@ -40,9 +40,9 @@ def canary_tolerance(dtypes: Sequence[str]) -> float:
     return max(_TOLERANCE.get(dtype, 0.0) for dtype in dtypes)
 
 
-def difference(one: Sequence[float], other: Sequence[float]) -> float:
+def difference(first: Sequence[float], other: Sequence[float]) -> float:
     """Returns the mean absolute difference of two lists of logprobs; infinite if they are incomparable."""
-    if len(one) != len(other) or not one:
+    if len(first) != len(other) or not first:
         return math.inf
-    mean = sum(abs(a - b) for a, b in zip(one, other, strict=True)) / len(one)
+    mean = sum(abs(a - b) for a, b in zip(first, other, strict=True)) / len(first)
     return mean if math.isfinite(mean) else math.inf

@@ -409,9 +409,9 @@ class WeightMember:
                 f"version {version} is not in service here; adopt it first"
             )
         scored = await self._sink.score(canary.token_ids)
-        found = difference(canary.logprobs, scored) if scored else 0.0
-        CANARY_DIFFERENCE.set(found)
-        if found > tolerance:
+        distance = difference(canary.logprobs, scored) if scored else 0.0
+        CANARY_DIFFERENCE.set(distance)
+        if distance > tolerance:
             REJECTED.labels("canary").inc()
             if all(map(math.isfinite, canary.logprobs)):
                 cause = "weights were written to wrong positions"
@@ -421,14 +421,14 @@ class WeightMember:
                     "trainer.optimizer.learning_rate"
                 )
             message = (
-                f"under version {version} the canary's logprobs differ from the trainer's by {found:.3g} "
+                f"under version {version} the canary's logprobs differ from the trainer's by {distance:.3g} "
                 f"on average, more than {tolerance:.3g}; {cause}"
             )
             self._adopted = None
             await self._sink.refuse_weights(message)
             raise DataLossError(message, version=version)
         self._on_ready(version)
-        return found
+        return distance
 
     async def abort(self, epoch: int, reason: str) -> None:
         """Aborts an epoch. Live weights stay unchanged."""

@@ -113,8 +113,8 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
     ) -> pb.CheckWeightsResponse:
         """Compares the live weights with the trainer's by the canary."""
         canary = Canary(tuple(request.token_ids), tuple(request.logprobs))
-        found = await self._member.check(request.version, canary, request.tolerance)
-        return pb.CheckWeightsResponse(difference=found)
+        distance = await self._member.check(request.version, canary, request.tolerance)
+        return pb.CheckWeightsResponse(difference=distance)
 
     async def AbortGroup(
         self, request: pb.AbortGroupRequest, context: _Context

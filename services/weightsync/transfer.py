@@ -107,18 +107,18 @@ def receive_version(
     ]
     longest = max(len(source.buckets) for source in shadow.plan.sources)
     for index in range(longest):
-        for one in arriving:
-            one.start(index)
+        for arrival in arriving:
+            arrival.start(index)
     for index in range(longest):
-        for one in arriving:
-            one.check(index)
-    for one in arriving:
-        one.finish()
+        for arrival in arriving:
+            arrival.check(index)
+    for arrival in arriving:
+        arrival.finish()
     # A blocking copy to the host would keep other threads from starting work on the GPU.
     group.synchronize()
     return Transferred(
-        digests=tuple(one.verified() for one in arriving),
-        num_bytes=sum(one.num_bytes for one in arriving),
+        digests=tuple(arrival.verified() for arrival in arriving),
+        num_bytes=sum(arrival.num_bytes for arrival in arriving),
     )
 
 
@@ -165,8 +165,8 @@ class _Arriving:
     def finish(self) -> None:
         """Waits for the statement; copies both sides of the comparison to the host."""
         self._works[-1].wait()
-        found = torch.cat((self._stated, self._computed.flatten().view(torch.uint8)))
-        self._found = found.to("cpu", non_blocking=True)
+        checksums = torch.cat((self._stated, self._computed.flatten().view(torch.uint8)))
+        self._found = checksums.to("cpu", non_blocking=True)
 
     def verified(self) -> str:
         """Compares both sides after the device is done; returns the digest of the received version."""
@@ -207,9 +207,9 @@ def check_header(header: Tensor, plan: WeightPlan, order: TransferOrder, source:
     Raises:
         TransferError: If it announces another transfer.
     """
-    found = header.cpu().numpy().tobytes()
-    num_changed: int = _HEADER.unpack(found)[5]
-    if found != make_header(plan, order, source, num_changed).numpy().tobytes():
+    received = header.cpu().numpy().tobytes()
+    num_changed: int = _HEADER.unpack(received)[5]
+    if received != make_header(plan, order, source, num_changed).numpy().tobytes():
         raise TransferError(
             f"expected epoch {order.epoch}, version {order.version}, source {source} and plan "
             f"{plan.plan_hash[:12]}, but the source announced other values; the version is rejected"

@@ -317,13 +317,13 @@ def _without_unused_blobs(meta: KVBatchMeta) -> KVBatchMeta:
 def _concat_field(
     name: str, metas: Sequence[KVBatchMeta], numbers: Sequence[Mapping[int, int]]
 ) -> FieldColumn:
-    known = next(column for meta in metas for column in meta.fields if column.name == name)
+    first_column = next(column for meta in metas for column in meta.fields if column.name == name)
     columns = []
     for meta, new_numbers in zip(metas, numbers, strict=True):
         if name in meta.field_names:
             columns.append(meta.column(name).renumber(new_numbers))
         else:
-            columns.append(known.without_values(meta.num_keys))
+            columns.append(first_column.without_values(meta.num_keys))
     return concat_columns(columns)
 
 

@@ -71,11 +71,11 @@ class RolloutClient:
         request = rollout_pb2.StartGroupsRequest(
             groups=[
                 to_message(
-                    each,
+                    group,
                     rollout_pb2.GroupAssignment,
-                    tried=each.tried and to_message(each.tried, rollout_pb2.PromptHistory),
+                    tried=group.tried and to_message(group.tried, rollout_pb2.PromptHistory),
                 )
-                for each in groups
+                for group in groups
             ]
         )
         await call(self._stub.StartGroups, request, idempotent=True)

@@ -45,8 +45,8 @@ from services.controller.store import copies
 def watch(run_id: RunId, url: Url = None, state_directory: StateDirectory = DEFAULT_STATE) -> None:
     """Show a run's progress until it ends."""
 
-    async def work(api: Api, found: str) -> dict[str, Any]:
-        return await follow(api, found, state_directory=state_directory, console=console)
+    async def work(api: Api, run_key: str) -> dict[str, Any]:
+        return await follow(api, run_key, state_directory=state_directory, console=console)
 
     ended = of_run(url, run_id, work)
     if ended["state"] != "SUCCEEDED":
@@ -110,18 +110,18 @@ def evaluate(
 ) -> None:
     """Evaluate the current weights, and show the result."""
 
-    async def work(api: Api, found: str) -> str:
-        run = await api.get(found)
+    async def work(api: Api, run_key: str) -> str:
+        run = await api.get(run_key)
         if run.spec["data"]["heldout"] is None:
             raise ApiError(f"{run.name} has no data.heldout to evaluate on")
-        seen = (await api.events(found))[-1].seq
-        await api.call(EvaluateRun(run_id=found))
+        seen = (await api.events(run_key))[-1].seq
+        await api.call(EvaluateRun(run_id=run_key))
         if not wait:
-            return f"{found} is evaluating its weights"
-        async for kind, event in api.watch(found):
+            return f"{run_key} is evaluating its weights"
+        async for kind, event in api.watch(run_key):
             if kind == "Validated" and event["seq"] > seen:
                 return heldout_line(event["data"])
-        return f"{found} has ended; 'slipstream get' shows its last evaluation"
+        return f"{run_key} has ended; 'slipstream get' shows its last evaluation"
 
     console.print(of_run(url, run_id, work), highlight=False)
 
@@ -143,11 +143,11 @@ def set_keys(
         name: changes.pop(name) for name in ("priority", "labels") if name in changes
     }
 
-    async def work(api: Api, found: str) -> RunView:
-        run = await api.get(found)
+    async def work(api: Api, key: str) -> RunView:
+        run = await api.get(key)
         if isinstance(labels := attributes.get("labels"), dict):
             attributes["labels"] = {**run.labels, **labels}
-        arguments: dict[str, Any] = {"run_id": found, "if_match": f'"{run.revision}"', **attributes}
+        arguments: dict[str, Any] = {"run_id": key, "if_match": f'"{run.revision}"', **attributes}
         return await api.call(UpdateRun(spec=changes or None, **arguments))
 
     changed = of_run(url, run_id, work)
@@ -186,9 +186,9 @@ def delete(
 ) -> None:
     """Delete a run that has ended."""
 
-    async def work(api: Api, found: str) -> None:
-        etag = f'"{(await api.get(found)).revision}"'
-        await api.call(DeleteRun(run_id=found, if_match=etag, delete_checkpoints=checkpoints))
+    async def work(api: Api, run_key: str) -> None:
+        etag = f'"{(await api.get(run_key)).revision}"'
+        await api.call(DeleteRun(run_id=run_key, if_match=etag, delete_checkpoints=checkpoints))
 
     of_run(url, run_id, work)
     console.print(f"deleted {run_id}", highlight=False)
@@ -218,10 +218,10 @@ def _nested(assignments: list[str]) -> dict[str, object]:
             raise typer.BadParameter(f"{assignment}: expected KEY=VALUE, such as trainer.steps=200")
         *parents, leaf = key.split(".")
         target = result
-        for part in parents:
-            inner = target.setdefault(part, {})
+        for segment in parents:
+            inner = target.setdefault(segment, {})
             if not isinstance(inner, dict):
-                raise typer.BadParameter(f"{assignment}: {part!r} already has a value")
+                raise typer.BadParameter(f"{assignment}: {segment!r} already has a value")
             target = inner
         target[leaf] = json.loads(json.dumps(yaml.safe_load(text)))
     return result
@@ -277,11 +277,11 @@ _QUOTAS = (
 
 def quota(url: Url = None) -> None:
     """Show the project's usage and limits."""
-    found = call_operation(url, GetQuota)
-    table = Table(f"project {found.project}", "uses", "of", box=None, pad_edge=False)
+    view = call_operation(url, GetQuota)
+    table = Table(f"project {view.project}", "uses", "of", box=None, pad_edge=False)
     for name, used, limit in _QUOTAS:
-        table.add_row(name, f"{getattr(found, used):,}", _bound(getattr(found, limit)))
-    table.add_row("requests a second", "", _bound(found.max_requests_per_second))
+        table.add_row(name, f"{getattr(view, used):,}", _bound(getattr(view, limit)))
+    table.add_row("requests a second", "", _bound(view.max_requests_per_second))
     console.print(table, highlight=False)
 
 

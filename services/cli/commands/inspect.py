@@ -148,12 +148,12 @@ def events(
         else:
             _print_event(event)
 
-    async def work(api: Api, found: str) -> None:
+    async def work(api: Api, full_id: str) -> None:
         if not follow:
-            for event in await api.events(found, type_=type_):
+            for event in await api.events(full_id, type_=type_):
                 show(event)
             return
-        async for kind, data in api.watch(found):
+        async for kind, data in api.watch(full_id):
             if kind != "end" and type_ in ("", kind):
                 show(EventView.model_validate(data))
 
@@ -172,9 +172,9 @@ def logs(
 ) -> None:
     """Show the logs of a run's workers."""
 
-    async def work(api: Api, found: str) -> None:
+    async def work(api: Api, full_id: str) -> None:
         is_empty = True
-        lines = api.logs(found, component=component, tail_lines=tail, follow=follow)
+        lines = api.logs(full_id, component=component, tail_lines=tail, follow=follow)
         async for line in lines:
             is_empty = False
             prefix = "" if component else f"{line.component:<12} "
@@ -207,8 +207,8 @@ def metrics(
 
     async def work(api: Api) -> tuple[str, MetricPage]:
         found, number = await _run_and_number(api, run_id, name)
-        asked = ListMetrics(run_id=found, name=[number] if number else [])
-        return number, await api.call(asked)
+        operation = ListMetrics(run_id=found, name=[number] if number else [])
+        return number, await api.call(operation)
 
     number, found = call_api(url, work, state_directory=state_directory)
     if number and not found.items:
@@ -284,8 +284,8 @@ def checkpoints(
     columns = ("id", "step", "version", "state", "age", "size", "path")
     table = Table(*columns, box=None, pad_edge=False)
 
-    async def work(api: Api, found: str) -> tuple[RunView, CheckpointPage]:
-        return await api.get(found), await api.call(ListCheckpoints(run_id=found))
+    async def work(api: Api, full_id: str) -> tuple[RunView, CheckpointPage]:
+        return await api.get(full_id), await api.call(ListCheckpoints(run_id=full_id))
 
     run, page = of_run(url, run_id, work, state_directory=state_directory)
     shown = [item for item in page.items if item.state != "DELETED" or all_]
@@ -313,12 +313,12 @@ def workers(
     url: Url = None,
 ) -> None:
     """List the workers of a run and their current activity."""
-    found = call_operation(url, GetTopology, state_directory=state_directory, run_id=run_id).items
+    views = call_operation(url, GetTopology, state_directory=state_directory, run_id=run_id).items
     if as_json:
-        _write_json(found)
+        _write_json(views)
         return
     table = Table("worker", "state", "version", "doing", box=None, pad_edge=False)
-    for worker in found:
+    for worker in views:
         version = str(worker.weight_version) if worker.weight_version >= 0 else "-"
         table.add_row(worker.worker_id, worker.state, version, worker.activity)
     console.print(table if table.row_count else "no workers")
@@ -329,18 +329,18 @@ def _write_json(items: Iterable[BaseModel]) -> None:
         write(item.model_dump_json())
 
 
-def _write_metrics(found: MetricPage) -> None:
+def _write_metrics(page: MetricPage) -> None:
     """Writes one JSON object per step with its metrics."""
-    for index, step in enumerate(found.steps):
-        numbers = {metric.name: metric.values[index] for metric in found.items}
-        known = {name: value for name, value in numbers.items() if value is not None}
-        write(json.dumps({"step": step, **known}))
+    for index, step in enumerate(page.steps):
+        numbers = {metric.name: metric.values[index] for metric in page.items}
+        values = {name: value for name, value in numbers.items() if value is not None}
+        write(json.dumps({"step": step, **values}))
 
 
-def _by_step(found: MetricPage) -> Iterator[tuple[int, float]]:
+def _by_step(page: MetricPage) -> Iterator[tuple[int, float]]:
     """Yields the steps and values of the only metric."""
-    for metric in found.items:
-        for step, value in zip(found.steps, metric.values, strict=True):
+    for metric in page.items:
+        for step, value in zip(page.steps, metric.values, strict=True):
             if value is not None:
                 yield step, value
 
@@ -375,8 +375,8 @@ def _steps(run: ListedRun) -> str:
 
 def _heldout(run: ListedRun) -> str:
     scores = run.summary.get("heldout") or {}
-    found = [scores.get(name) for name in ("greedy", "sampled")]
-    return " / ".join("-" if score is None else f"{score:.3f}" for score in found)
+    values = [scores.get(name) for name in ("greedy", "sampled")]
+    return " / ".join("-" if score is None else f"{score:.3f}" for score in values)
 
 
 def _heldout_sets(run: ListedRun) -> dict[str, dict[str, float]]:
@@ -410,7 +410,7 @@ def compare(
     """Compare two runs: results, and keys of their specifications that differ."""
 
     async def work(api: Api) -> tuple[RunView, RunView]:
-        ids = [await find_run(api, each) for each in (one, other)]
+        ids = [await find_run(api, run_name) for run_name in (one, other)]
         first, second = await asyncio.gather(*map(api.get, ids))
         return first, second
 

@@ -106,23 +106,23 @@ async def submit_or_resume(
 async def _newest_with_checkpoint(api: Api, name: str) -> ListedRun | None:
     """Returns the newest run with a name, if it did not succeed and has a checkpoint."""
     for run in (await api.call(ListRuns(name=name, page_size=1))).items:
-        kept = (await api.call(ListCheckpoints(run_id=run.id))).items
-        if run.state != "SUCCEEDED" and any(point.state == "READY" for point in kept):
+        points = (await api.call(ListCheckpoints(run_id=run.id))).items
+        if run.state != "SUCCEEDED" and any(point.state == "READY" for point in points):
             return run
     return None
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the keys of ``new`` whose values differ, nested as in ``new``."""
-    found: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     for key, value in new.items():
         before = old.get(key)
         if isinstance(value, Mapping) and isinstance(before, Mapping):
             if inner := _changes(before, value):
-                found[key] = inner
+                changes[key] = inner
         elif value != before:
-            found[key] = value
-    return found
+            changes[key] = value
+    return changes
 
 
 _PAUSE_TIMEOUT_S = 300.0

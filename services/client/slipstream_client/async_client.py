@@ -48,9 +48,9 @@ class AsyncClient(AsyncOperations):
         retry_s: float = 0.0,
         http: httpx.AsyncClient | None = None,
     ) -> None:
-        found = find_url(url)
+        address = find_url(url)
         super().__init__(
-            AsyncTransport(found, token=token or find_token(found), retry_s=retry_s, http=http)
+            AsyncTransport(address, token=token or find_token(address), retry_s=retry_s, http=http)
         )
 
     async def __aenter__(self) -> Self:
@@ -108,12 +108,12 @@ class AsyncClient(AsyncOperations):
         """
         if name_or_id.startswith("run_"):
             return AsyncRun(self, await self.get_run(name_or_id))
-        found = (await self.list_runs(name=name_or_id, page_size=1)).items
-        if not found:
+        runs = (await self.list_runs(name=name_or_id, page_size=1)).items
+        if not runs:
             raise ApiError(
                 f"there is no run with the name {name_or_id!r}", status=404, code="not_found"
             )
-        return AsyncRun(self, await self.get_run(found[0].id))
+        return AsyncRun(self, await self.get_run(runs[0].id))
 
     async def runs(self, *, name: str = "", label: str = "") -> AsyncIterator["AsyncRun"]:
         """Yields the runs of the project, newest first, optionally only those with a name or a label."""

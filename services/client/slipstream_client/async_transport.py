@@ -78,8 +78,8 @@ class AsyncTransport:
         """Returns the body of an answer. Raises ApiError if it is an error, too large, or takes too long."""
         content = bytearray()
         deadline = time.monotonic() + _ANSWER_S
-        async for part in response.aiter_bytes():
-            content += part
+        async for chunk in response.aiter_bytes():
+            content += chunk
             if len(content) > MAX_ANSWER_BYTES:
                 raise no_controller(self.url, f"it sent more than {MAX_ANSWER_BYTES} bytes")
             if time.monotonic() > deadline:
@@ -109,8 +109,8 @@ class AsyncTransport:
             is_events = response.headers.get("content-type", "").startswith("text/event-stream")
             kind = "message" if is_events else "line"
             lines = AnswerLines(self.url)
-            async for part in response.aiter_bytes():
-                for line in lines.of(part):
+            async for chunk in response.aiter_bytes():
+                for line in lines.of(chunk):
                     if line.startswith("event:") and is_events:
                         kind = line.removeprefix("event:").strip()
                     elif line.startswith("data:") and is_events:
@@ -147,7 +147,7 @@ class AsyncTransport:
                 names={"run_id": run_id},
                 headers={"last-event-id": str(after_seq)},
             )
-            asked = time.monotonic()
+            requested_at = time.monotonic()
             try:
                 async for kind, data in self.stream(request, silence_s=min(left, _SILENCE_S)):
                     yield kind, data
@@ -160,7 +160,7 @@ class AsyncTransport:
             except httpx.TransportError as error:
                 now = time.monotonic()
                 # A stream may have no events for long, but the controller was reachable until it failed.
-                if isinstance(error, _DISCONNECTED) and now - asked > _RETRY_INTERVAL_S:
+                if isinstance(error, _DISCONNECTED) and now - requested_at > _RETRY_INTERVAL_S:
                     last_heartbeat = now
                 elif now - last_heartbeat > _SILENCE_S:
                     problem = f"lost the connection to the controller at {self.url}: {error!r}"

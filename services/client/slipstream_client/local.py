@@ -19,8 +19,8 @@ def find_url(url: str = "") -> str:
     Raises:
         ApiError: If no controller, or more than one, is found.
     """
-    if found := url or os.environ.get("SLIPSTREAM_URL", ""):
-        return found
+    if explicit := url or os.environ.get("SLIPSTREAM_URL", ""):
+        return explicit
     if _UP_FILE.exists():
         return str(json.loads(_UP_FILE.read_text(encoding="utf-8"))["url"])
     running = sorted(address for address, owner in _started() if _is_running(owner))
@@ -40,9 +40,7 @@ def find_token(url: str) -> str:
     if token := os.environ.get("SLIPSTREAM_TOKEN", ""):
         return token
     address = f"http://{urlsplit(url).netloc}"
-    return next(
-        (str(owner.get("token", "")) for found, owner in _started() if found == address), ""
-    )
+    return next((str(owner.get("token", "")) for base, owner in _started() if base == address), "")
 
 
 def _started() -> Iterator[tuple[str, dict[str, Any]]]:

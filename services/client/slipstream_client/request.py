@@ -78,9 +78,9 @@ class AnswerLines:
         self._parts: list[bytes] = []
         self._num_bytes = 0
 
-    def of(self, part: bytes) -> Iterator[str]:
+    def of(self, chunk: bytes) -> Iterator[str]:
         """Yields the lines that end in the next bytes. Raises ApiError if a line is too long."""
-        *lines, rest = part.split(b"\n")
+        *lines, rest = chunk.split(b"\n")
         for line in lines:
             yield b"".join((*self._parts, line)).decode(errors="replace").rstrip("\r")
             self._parts, self._num_bytes = [], 0

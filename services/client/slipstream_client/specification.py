@@ -30,8 +30,8 @@ def read_spec(spec: str | Path | Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(  # noqa: TRY004 -- the content of the file is wrong, not an argument
             f"{path}: expected a mapping of keys, got {type(document).__name__}"
         )
-    found: dict[str, Any] = _resolved(document, path.resolve().parent)
-    return found
+    resolved: dict[str, Any] = _resolved(document, path.resolve().parent)
+    return resolved
 
 
 class _Loader(yaml.SafeLoader):

@@ -442,8 +442,8 @@ class _ResponseTransport:
 
 def limited(connections: Connections, header_deadline_s: float) -> type[asyncio.Protocol]:
     """Returns a protocol class with the given limits."""
-    given = {"connections_by_peer": connections, "header_deadline_s": header_deadline_s}
-    return type("Limited", (LimitedProtocol,), given)
+    attributes = {"connections_by_peer": connections, "header_deadline_s": header_deadline_s}
+    return type("Limited", (LimitedProtocol,), attributes)
 
 
 def raise_descriptor_limit() -> int:

@@ -146,13 +146,13 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=[])
-        loop, given = asyncio.get_running_loop(), self.config.ssl
+        loop, context = asyncio.get_running_loop(), self.config.ssl
         for listener in sockets or ():
             server = await loop.create_server(
                 self._protocol,
                 sock=listener,
-                ssl=given,
-                ssl_handshake_timeout=self._deadline_s if given else None,
+                ssl=context,
+                ssl_handshake_timeout=self._deadline_s if context else None,
                 backlog=_ACCEPTED_AT_ONCE,
             )
             self.servers.append(server)

@@ -29,11 +29,11 @@ def unknown_modules(shapes: Mapping[str, tuple[int, ...]], lora: LoraSpec) -> li
 
     Output and input embeddings are none: the loss and the engines use their weights directly.
     """
-    known = [*_linear_modules(shapes), *(name for name in shapes if f".{OF_EXPERTS}" in name)]
+    modules = [*_linear_modules(shapes), *(name for name in shapes if f".{OF_EXPERTS}" in name)]
     return [
         target
         for target in target_modules(shapes, lora)
-        if not any(f".{name}".endswith(f".{target}") for name in known)
+        if not any(f".{name}".endswith(f".{target}") for name in modules)
     ]
 
 
@@ -54,7 +54,7 @@ def adapted_weights(
     The weights of a vision tower get no adapter.
     """
     targets = target_modules(shapes, lora)
-    ends = tuple(f".{each}" if OF_EXPERTS in each else f".{each}.weight" for each in targets)
+    ends = tuple(f".{base}" if OF_EXPERTS in base else f".{base}.weight" for base in targets)
     return {
         name: shape
         for name, shape in shapes.items()

@@ -89,9 +89,9 @@ def _of_other_roles(tokens: Collection[str], added: Collection[str]) -> set[str]
     """
     return {
         token
-        for known in tokens
+        for vocabulary_token in tokens
         for role in _ROLES
-        if (parts := known.partition(role))[1] and parts[0] and parts[2]
+        if (parts := vocabulary_token.partition(role))[1] and parts[0] and parts[2]
         for token in added
         if token.startswith(parts[0])
         and token.endswith(parts[2])

@@ -110,8 +110,8 @@ def _unmarked(part: dict[str, Any] | None) -> dict[str, Any] | None:
         return None
     if part["type"] == "Sequence":
         key = "normalizers" if "normalizers" in part else "pretokenizers"
-        inner = [_unmarked(each) for each in part[key]]
-        return {**part, key: [each for each in inner if each is not None]}
+        inner = [_unmarked(item) for item in part[key]]
+        return {**part, key: [item for item in inner if item is not None]}
     if part["type"] == "Metaspace":
         return {**part, "prepend_scheme": "never"}
     if part["type"] == "ByteLevel":

@@ -42,10 +42,10 @@ class EvaluationStoppedError(ValueError):
     """Reports that an evaluation exceeded the deadline or the memory limit."""
 
 
-def _plain_float(found: dict[str, Any]) -> Any:
-    tag = found.get("__float__")
-    is_float = len(found) == 1 and tag in ("NaN", "Infinity", "-Infinity")
-    return float(tag) if is_float else found  # type: ignore[arg-type]
+def _plain_float(value: dict[str, Any]) -> Any:
+    tag = value.get("__float__")
+    is_float = len(value) == 1 and tag in ("NaN", "Infinity", "-Infinity")
+    return float(tag) if is_float else value  # type: ignore[arg-type]
 
 
 class Evaluator:

@@ -173,8 +173,8 @@ def language_config(config: Mapping[str, Any], *, images: bool = False) -> dict[
     if images or not MULTIMODAL[kind].startswith(kind):
         for key in ("rope_scaling", "rope_parameters"):
             if isinstance(table := text.get(key), Mapping):
-                kept = {n: value for n, value in table.items() if images or "mrope" not in n}
-                text[key] = kept | {n: "default" for n in kept if kept[n] == "mrope"}
+                entries = {n: value for n, value in table.items() if images or "mrope" not in n}
+                text[key] = entries | {n: "default" for n in entries if entries[n] == "mrope"}
     if images:
         seen = {key: config[key] for key in (*_SEEN, "vision_config") if key in config}
         return text | seen | {"model_type": f"{kind}_text"}
@@ -224,10 +224,10 @@ def check_trainer(
     if model_type == "falcon_h1":
         problems += _mixer_problems(config)
     if tensor_parallel > 1 and not family.tensor_parallel:
-        known = ", ".join(name for name, each in FAMILIES.items() if each.tensor_parallel)
+        choices = ", ".join(name for name, entry in FAMILIES.items() if entry.tensor_parallel)
         problems.append(
             f"trainer.tensor_parallel is {tensor_parallel}, but {model_type!r} does not support tensor "
-            f"parallelism; set it to 1 (FSDP shards over all ranks), or use one of {known}"
+            f"parallelism; set it to 1 (FSDP shards over all ranks), or use one of {choices}"
         )
     elif tensor_parallel > 1:
         problems += _tensor_problems(config, tensor_parallel)
@@ -259,19 +259,19 @@ def _shape_problems(config: Mapping[str, Any], family: Family) -> Iterator[str]:
     count, chosen = num_experts(config), config.get("num_experts_per_tok") or 1
     if family.routing is None or not count:
         return
-    groups = kept = 1
+    groups = num_kept = 1
     if family.routing == "sigmoid":
-        groups, kept = config.get("n_group") or 1, config.get("topk_group") or 1
+        groups, num_kept = config.get("n_group") or 1, config.get("topk_group") or 1
         # The score of a group is the sum of its two best experts.
         least = 2 * groups
     else:
         least = 1
-    if count % groups or count < least or kept > groups:
+    if count % groups or count < least or num_kept > groups:
         yield (
-            f"model.path: its config.json has {count} experts, n_group {groups} and topk_group {kept}; "
+            f"model.path: its config.json has {count} experts, n_group {groups} and topk_group {num_kept}; "
             "expected groups of equal size with at least 2 experts, and topk_group from 1 to n_group"
         )
-    elif chosen > (open_experts := count // groups * kept):
+    elif chosen > (open_experts := count // groups * num_kept):
         yield (
             f"model.path: num_experts_per_tok in its config.json is {chosen}, but only {open_experts} "
             "experts are available to a token"
@@ -308,12 +308,12 @@ def _context_problems(
     config: Mapping[str, Any], context_parallel: int, tensor_parallel: int
 ) -> Iterator[str]:
     heads = config.get("num_attention_heads") or 0
-    own = heads // tensor_parallel
-    if own % context_parallel:
-        divided = f", {own} on each of {tensor_parallel} tensor-parallel processes"
+    local_heads = heads // tensor_parallel
+    if local_heads % context_parallel:
+        divided = f", {local_heads} on each of {tensor_parallel} tensor-parallel processes"
         yield (
             f"trainer.context_parallel is {context_parallel}, but layers of model.path have {heads} "
-            f"attention heads{divided if tensor_parallel > 1 else ''}; set it to a divisor of {own}"
+            f"attention heads{divided if tensor_parallel > 1 else ''}; set it to a divisor of {local_heads}"
         )
 
 
@@ -426,8 +426,8 @@ def exact_tokens(config: Mapping[str, Any], engine: str) -> int | None:
     Args:
         config: A ``config.json``.
     """
-    known = WINDOWED.get(engine)
-    if known is None or config.get("model_type") in known:
+    windowed_types = WINDOWED.get(engine)
+    if windowed_types is None or config.get("model_type") in windowed_types:
         return None
     return min((size for size in windows_of(config).values() if size is not None), default=None)
 
@@ -435,8 +435,8 @@ def exact_tokens(config: Mapping[str, Any], engine: str) -> int | None:
 def rope_types(config: Mapping[str, Any]) -> set[str]:
     """Returns the types of rotary embedding, one for the model or one per kind of layer."""
     # The older key takes precedence if a configuration has both.
-    found = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    tables = [found, *(value for value in found.values() if isinstance(value, Mapping))]
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    tables = [rope, *(value for value in rope.values() if isinstance(value, Mapping))]
     is_fixed = _family_of(config).fixed_by_alpha
     kinds = {
         table.get("rope_type") or table.get("type")

@@ -53,10 +53,10 @@ def use_invariant_operators(model: PreTrainedModel) -> None:
         "recurrent layers": recurrent_module(config) is not None,
         "capped or sink scores": not has_plain_scores(config),
     }
-    if found := [name for name, is_so in lacks.items() if is_so]:
+    if missing := [name for name, is_so in lacks.items() if is_so]:
         raise ValueError(
             f"rollout.reproducible is batch_invariant, which the engine torch does not support with "
-            f"{' and '.join(found)}; use vllm or sglang on a GPU, or set rollout.reproducible to true"
+            f"{' and '.join(missing)}; use vllm or sglang on a GPU, or set rollout.reproducible to true"
         )
     if model.device.type != "cuda":
         # Several threads would split the elements at any place and compute each remainder by other code.
@@ -161,8 +161,8 @@ def _use_row_norm(norm: Any) -> None:
 
     def forward(states: Tensor) -> Tensor:
         if not states.is_cuda:
-            found: Tensor = plain(states)
-            return found
+            result: Tensor = plain(states)
+            return result
         weight = norm.weight
         return functional.rms_norm(
             states, weight.shape, weight.to(states.dtype), norm.variance_epsilon

@@ -67,9 +67,9 @@ def read_weights(
     """
     try:
         other = open_other_weights(folder)
-        known = stored_names(folder) if other is None else other.names
+        names = stored_names(folder) if other is None else other.names
         reader = HuggingFaceStorageReader(str(folder)) if other is None else other.reader()
-        load_shards(as_stored(tensors, config, known=known), storage_reader=reader, no_dist=True)
+        load_shards(as_stored(tensors, config, known=names), storage_reader=reader, no_dist=True)
     except (CheckpointException, OSError, RuntimeError) as error:
         raise ValueError(
             f"model.path: weights in {folder} do not match its config.json: {error}"
@@ -111,15 +111,15 @@ def as_stored(
             place = value.shape, value.device_mesh, value.placements
             first = compute_local_shape_and_global_offset(*place)[1][0]
             held = value.to_local()
-        for each, part in checkpoint_names(name, held, config, first=first):
-            stored[_prefixed(each, prefixes)] = part
+        for stored_name, part in checkpoint_names(name, held, config, first=first):
+            stored[_prefixed(stored_name, prefixes)] = part
     return stored
 
 
 def _prefixed(name: str, prefixes: Sequence[str]) -> str:
-    for own, other in zip((TOWER, _DECODER, _HEAD), prefixes, strict=True):
-        if name.startswith(own):
-            return other + name.removeprefix(own)
+    for prefix, other in zip((TOWER, _DECODER, _HEAD), prefixes, strict=True):
+        if name.startswith(prefix):
+            return other + name.removeprefix(prefix)
     return name
 
 
@@ -228,10 +228,10 @@ def find_folder(model: ModelSpec) -> Path:
         return Path(model.path)
     patterns = ["*.json", "*.safetensors"]
     try:
-        found = snapshot_download(model.path, revision=model.revision, allow_patterns=patterns)
+        snapshot = snapshot_download(model.path, revision=model.revision, allow_patterns=patterns)
     except (OSError, ValueError) as error:
         raise ValueError(load_problem(model, error)) from error
-    return Path(found)
+    return Path(snapshot)
 
 
 def load_folder(folder: Path, *, dtype: torch.dtype, device: torch.device | str) -> PreTrainedModel:
@@ -260,19 +260,19 @@ def _from_pretrained(
         read: Any = AutoModelForCausalLM.from_pretrained(
             model.path, dtype=dtype, use_safetensors=True, **arguments
         )
-        loaded, found = read
-        _check_found(found)
+        loaded, findings = read
+        _check_found(findings)
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(load_problem(model, error)) from error
     return cast("PreTrainedModel", loaded.to(device).eval())
 
 
-def _check_found(found: Mapping[str, Any]) -> None:
+def _check_found(findings: Mapping[str, Any]) -> None:
     """Raises ValueError for weights that are missing or have another shape."""
-    lacking = sorted(found["missing_keys"])
+    lacking = sorted(findings["missing_keys"])
     if lacking:
         raise ValueError(f"the weight files lack {named(lacking)}, which config.json requires")
-    for name, held, expected in found["mismatched_keys"]:
+    for name, held, expected in findings["mismatched_keys"]:
         raise ValueError(
             f"{name} has shape {list(held)} in the weight files, but {list(expected)} according to "
             "config.json"

@@ -78,8 +78,8 @@ def stages_of(name: str, division: Sequence[range], *, is_tied: bool) -> tuple[i
         is_tied: True if the output head is the embedding, which both the first and the last stage then hold.
     """
     last = len(division) - 1
-    _, found, after = name.partition("layers.")
-    if found:
+    _, separator, after = name.partition("layers.")
+    if separator:
         number = int(after.partition(".")[0])
         return tuple(stage for stage, layers in enumerate(division) if number in layers)
     if "embed_tokens." in name:

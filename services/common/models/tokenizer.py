@@ -68,9 +68,9 @@ class Tokenizer:
         self._stop_ids = frozenset({int(inner.eos_token_id), *stop_ids})
         self._special_tokens = {
             **{
-                str(each): int(id_)
-                for id_, each in inner.added_tokens_decoder.items()
-                if each.special
+                str(added_token): int(id_)
+                for id_, added_token in inner.added_tokens_decoder.items()
+                if added_token.special
             },
             **dict(zip(inner.all_special_tokens, inner.all_special_ids, strict=True)),
         }
@@ -440,9 +440,9 @@ class Tokenizer:
 def _evaluated(
     template: str, arguments: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]
 ) -> tuple[str, list[tuple[int, int]]]:
-    given = {**arguments, "conversations": [messages]}
+    names = {**arguments, "conversations": [messages]}
     text, places = (
-        render(template, **given) if template == _CHAT_TEMPLATE else CHATS.evaluate(template, given)
+        render(template, **names) if template == _CHAT_TEMPLATE else CHATS.evaluate(template, names)
     )
     return text, places
 
@@ -556,8 +556,8 @@ def _end_ids(model: ModelSpec) -> list[int]:
     if path is None:
         return []
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))["eos_token_id"]
-        ids = [found] if isinstance(found, int) else [int(one) for one in found or ()]
+        value = json.loads(path.read_text(encoding="utf-8"))["eos_token_id"]
+        ids = [value] if isinstance(value, int) else [int(token_id) for token_id in value or ()]
     except KeyError:
         return []
     except (TypeError, ValueError) as error:
@@ -619,13 +619,13 @@ def check_teacher(spec: RunSpec) -> None:
     """
     if spec.teacher is None or spec.teacher.is_policy:
         return
-    own = load_tokenizer(spec.model).vocabulary
+    ids = load_tokenizer(spec.model).vocabulary
     others = load_tokenizer(spec.teacher).vocabulary
-    differing = sorted(own.keys() ^ others.keys() | {t for t in own if own[t] != others.get(t)})
+    differing = sorted(ids.keys() ^ others.keys() | {t for t in ids if ids[t] != others.get(t)})
     if differing:
         token = differing[0]
         raise ValueError(
             f"teacher and model need the same tokenizer, but {len(differing)} of their {len(others)} and "
-            f"{len(own)} tokens differ: {token!r} has id {others.get(token, 'none')} in teacher and "
-            f"{own.get(token, 'none')} in model; use a teacher of the same family"
+            f"{len(ids)} tokens differ: {token!r} has id {others.get(token, 'none')} in teacher and "
+            f"{ids.get(token, 'none')} in model; use a teacher of the same family"
         )

@@ -97,11 +97,11 @@ def _tower_class(decoder: Any, config: type) -> Any:
     Some versions of transformers do not list it in ``AutoModel``.
     """
     return next(
-        each
-        for each in vars(sys.modules[decoder.__module__]).values()
-        if isinstance(each, type)
-        and issubclass(each, PreTrainedModel)
-        and getattr(each, "config_class", None) is config
+        kind
+        for kind in vars(sys.modules[decoder.__module__]).values()
+        if isinstance(kind, type)
+        and issubclass(kind, PreTrainedModel)
+        and getattr(kind, "config_class", None) is config
     )
 
 
@@ -192,17 +192,17 @@ def image_arguments(
     pixels, grids, uses = list[Tensor](), list[Tensor](), list[list[int]]()
     for tensors, (start, end, depth) in zip(bundles, spans, strict=True):
         sizes = tensors["image_grid_thw"].prod(1).tolist()
-        for own, grid, place in zip(
+        for rows, grid, place in zip(
             tensors["pixel_values"].split(sizes),
             tensors["image_grid_thw"],
             tensors["image_places"],
             strict=True,
         ):
-            data = own.contiguous().view(torch.uint8).numpy()
+            data = rows.contiguous().view(torch.uint8).numpy()
             key = (xxhash.xxh3_128_hexdigest(data), tuple(grid.tolist()))
             if key not in distinct:
                 distinct[key] = len(distinct)
-                pixels.append(own)
+                pixels.append(rows)
                 grids.append(grid)
             uses.append([distinct[key], start + int(place[1]) - depth, end])
     return {
@@ -251,14 +251,14 @@ def _embedded(
     seen = tower(pixel_values.to(tower.dtype), grid_thw=image_grid_thw, return_dict=True)
     embedded = decoder.embed_tokens(input_ids)
     features = seen.pooler_output.to(embedded.dtype)[rows]
-    found = {"inputs_embeds": embedded[0].index_copy(0, places, features)[None]}
+    arguments = {"inputs_embeds": embedded[0].index_copy(0, places, features)[None]}
     deepstack = getattr(seen, "deepstack_features", None)
     if deepstack is None:
-        return found
+        return arguments
     mask = torch.zeros_like(input_ids, dtype=torch.bool)
     mask[0, places] = True
-    deepstack = [each[rows] for each in deepstack]
-    return {**found, "visual_pos_masks": mask, "deepstack_visual_embeds": deepstack}
+    deepstack = [layer_features[rows] for layer_features in deepstack]
+    return {**arguments, "visual_pos_masks": mask, "deepstack_visual_embeds": deepstack}
 
 
 def _blank(tower: Any) -> Tensor:
@@ -270,7 +270,7 @@ def _blank(tower: Any) -> Tensor:
     grid = torch.tensor([[1, size, size]], device=weight.device)
     seen = tower(pixels, grid_thw=grid, return_dict=True)
     features = [seen.pooler_output, *(getattr(seen, "deepstack_features", None) or ())]
-    return torch.stack([each.sum() for each in features]).sum()
+    return torch.stack([feature.sum() for feature in features]).sum()
 
 
 def _placed(
@@ -314,7 +314,7 @@ def _placed(
 
 
 def _causal_class(text: Any, decoder: Any) -> Any:
-    base: Any = next(each for each in decoder.__mro__ if each.__name__.endswith("PreTrainedModel"))
+    base: Any = next(kind for kind in decoder.__mro__ if kind.__name__.endswith("PreTrainedModel"))
 
     class Causal(base, GenerationMixin):  # type: ignore[misc]  # the base is known at run time only
         """Causal language model of a decoder with a vision tower."""

@@ -54,8 +54,8 @@ def missing_operators(config: Mapping[str, Any], dtype: torch.dtype) -> list[str
         f"the activation {config.get('hidden_act')!r}": config.get("hidden_act") != "silu",
         f"heads of {head} elements": head not in _HEADS,
     }
-    found = [name for name, is_so in lacks.items() if is_so]
-    return found if are_here() else [*found, f"an environment without vLLM {_VERSION}"]
+    missing = [name for name, is_so in lacks.items() if is_so]
+    return missing if are_here() else [*missing, f"an environment without vLLM {_VERSION}"]
 
 
 def are_here() -> bool:
@@ -74,9 +74,9 @@ def use_vllm_operators(model: PreTrainedModel) -> None:
     """
     untyped: Any = model
     decoder, config = untyped.get_decoder(), untyped.config
-    if found := missing_operators(config.to_dict(), torch.bfloat16):
+    if missing := missing_operators(config.to_dict(), torch.bfloat16):
         raise ValueError(
-            f"vLLM's batch-invariant operators do not compute {' and '.join(found)}; use another model or "
+            f"vLLM's batch-invariant operators do not compute {' and '.join(missing)}; use another model or "
             f"environment, or set rollout.reproducible to true"
         )
     for layer in decoder.layers:
@@ -100,8 +100,8 @@ def products(states: Tensor, weight: Tensor, *, dtype: torch.dtype | None = None
     if not len(rows):
         return states.new_zeros(shape, dtype=dtype)
     if dtype is None or dtype == rows.dtype:
-        found: Tensor = _vllm().matmul(rows, weight.t())
-        return found.view(shape)
+        result: Tensor = _vllm().matmul(rows, weight.t())
+        return result.view(shape)
     return _stored_products(rows, weight, dtype).view(shape)
 
 
@@ -143,8 +143,8 @@ def float32_products(hidden: Tensor, weight: Tensor) -> Tensor:
 
 def norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """Returns the RMS norm of ``[..., H]`` states."""
-    found: Tensor = _vllm().norm(states, weight, epsilon)
-    return found
+    result: Tensor = _vllm().norm(states, weight, epsilon)
+    return result
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
@@ -230,8 +230,8 @@ def logprobs(logits: Tensor, targets: Tensor, *, temperature: float) -> tuple[Te
     if temperature != 1.0:
         rows = torch.zeros(count, dtype=torch.int32, device=logits.device)
         vllm.apply_temperature(logits, rows, torch.full((1,), temperature, device=logits.device))
-    found: Tensor = vllm.token_logprobs(logits, targets[:, None])
-    return logits, found.squeeze(1)
+    values: Tensor = vllm.token_logprobs(logits, targets[:, None])
+    return logits, values.squeeze(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,14 +289,14 @@ class _Computed(torch.autograd.Function):
         needed = ctx.needs_input_grad[2:]
         with torch.enable_grad():
             inputs = [
-                each.detach().requires_grad_(is_needed)
-                for each, is_needed in zip(ctx.saved_tensors, needed, strict=True)
+                leaf.detach().requires_grad_(is_needed)
+                for leaf, is_needed in zip(ctx.saved_tensors, needed, strict=True)
             ]
             outputs = ctx.formula(*inputs)
-        found = iter(
-            torch.autograd.grad(outputs, [each for each in inputs if each.requires_grad], grads)
+        grad_of = iter(
+            torch.autograd.grad(outputs, [leaf for leaf in inputs if leaf.requires_grad], grads)
         )
-        return None, None, *(next(found) if is_needed else None for is_needed in needed)
+        return None, None, *(next(grad_of) if is_needed else None for is_needed in needed)
 
 
 def computed(compute: Callable[..., Any], formula: Callable[..., Any], *inputs: Tensor) -> Any:
@@ -306,9 +306,9 @@ def computed(compute: Callable[..., Any], formula: Callable[..., Any], *inputs: 
 
 class _Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
-        found: Tensor = Products.apply(products, input, self.weight)  # type: ignore[no-untyped-call]
+        result: Tensor = Products.apply(products, input, self.weight)  # type: ignore[no-untyped-call]
         # vLLM rounds the products before it adds the bias.
-        return found if self.bias is None else found + self.bias
+        return result if self.bias is None else result + self.bias
 
 
 def _replace(module: Any, forward: Callable[..., Any]) -> None:
@@ -321,10 +321,10 @@ def _norm_forward(self: Any, states: Tensor) -> Tensor:
     def formula(states: Tensor, weight: Tensor) -> Tensor:
         return functional.rms_norm(states, weight.shape, weight, epsilon)
 
-    found: Tensor = computed(
+    result: Tensor = computed(
         partial(norm, epsilon=epsilon), formula, states, self.weight.to(states.dtype)
     )
-    return found
+    return result
 
 
 def _gated_formula(gate: Tensor, up: Tensor) -> Tensor:
@@ -367,7 +367,7 @@ def _attention_forward(
     attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]  # noqa: SLF001 -- as transformers
     output, _ = attend(
         self,
-        *(each.transpose(1, 2) for each in (query, key, value)),
+        *(projection.transpose(1, 2) for projection in (query, key, value)),
         attention_mask,
         scaling=self.scaling,
         **options,
@@ -377,14 +377,14 @@ def _attention_forward(
 
 def _rotation(rows: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
     """Rotates ``[1, T, heads, D]`` states by ``[T, D]`` cosines and sines."""
-    cosines, sines = (each[:, None] for each in rows.chunk(2, -1))
-    found = []
-    for each in states:
-        first, second = each.chunk(2, -1)
-        found.append(
+    cosines, sines = (heads[:, None] for heads in rows.chunk(2, -1))
+    results = []
+    for heads in states:
+        first, second = heads.chunk(2, -1)
+        results.append(
             torch.cat([first * cosines - second * sines, second * cosines + first * sines], -1)
         )
-    return tuple(found)
+    return tuple(results)
 
 
 _tables: dict[tuple[object, ...], Tensor] = {}

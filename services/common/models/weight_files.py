@@ -36,7 +36,7 @@ def file_problems(folder: Path) -> Iterator[str]:
             yield (
                 f"{folder / name} lacks {named(lacking)}, which {_INDEX} lists; download both again"
             )
-        others = {each["dtype"] for each in held.values()} - set(_TRAINED)
+        others = {entry["dtype"] for entry in held.values()} - set(_TRAINED)
         if others:
             yield (
                 f"{folder / name} has weights of dtype {', '.join(sorted(others))}, which is not supported; "

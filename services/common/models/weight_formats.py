@@ -62,10 +62,10 @@ def other_problems(folder: Path) -> Iterator[str]:
             markers = ", or the format ".join(
                 f"{name} ({FORMATS[name].marker})" for name in FORMATS
             )
-            known = f", or the format {markers}" if markers else ""
+            choices = f", or the format {markers}" if markers else ""
             yield (
                 f"{str(folder)!r} has no weights; use a folder with config.json and *.safetensors "
-                f"files{known}"
+                f"files{choices}"
             )
     except ValueError as error:
         yield str(error)

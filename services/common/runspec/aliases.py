@@ -129,38 +129,38 @@ def canonical_key(key: str) -> str:
 
 def prepare_override(document: dict[str, Any], key: str) -> None:
     """Prepares a document for an override: removes aliases of the key and expands a short form above it."""
-    own = canonical_key(key)
-    for name in {own, *(name for name, alias in _ALIASES.items() if alias.key == own)} - {key}:
+    main = canonical_key(key)
+    for name in {main, *(name for name, alias in _ALIASES.items() if alias.key == main)} - {key}:
         _remove(document, name)
     loss = document.get("algorithm")
     if isinstance(loss, str) and key.startswith("algorithm."):
         document["algorithm"] = {"loss": loss}
 
 
-def remove_contradictions(document: dict[str, Any], given: Collection[str]) -> None:
+def remove_contradictions(document: dict[str, Any], set_keys: Collection[str]) -> None:
     """Removes keys that contradict those that a user has just set.
 
     Args:
         document: A specification without aliases, with the new values already set; modified in
             place.
-        given: Dotted names of the keys, or groups of keys, that were set.
+        set_keys: Dotted names of the keys, or groups of keys, that were set.
     """
-    if any(_is_set(key, document, given) for key in _LENGTHS):
+    if any(_is_set(key, document, set_keys) for key in _LENGTHS):
         for key in _LENGTHS:
-            if not _is_set(key, document, given):
+            if not _is_set(key, document, set_keys):
                 _remove(document, key)
     topology = document.get("topology")
     if not isinstance(topology, dict) or not topology.get("task_groups"):
         return
-    if any(_is_set(f"topology.{name}", document, given) for name in _SPLIT):
+    if any(_is_set(f"topology.{name}", document, set_keys) for name in _SPLIT):
         for key in _COUNTS:
-            if not _is_set(key, document, given):
+            if not _is_set(key, document, set_keys):
                 _remove(document, key)
-    elif any(_is_set(key, document, given) for key in _COUNTS):
-        _count_without_groups(document, given)
+    elif any(_is_set(key, document, set_keys) for key in _COUNTS):
+        _count_without_groups(document, set_keys)
 
 
-def _count_without_groups(document: dict[str, Any], given: Collection[str]) -> None:
+def _count_without_groups(document: dict[str, Any], set_keys: Collection[str]) -> None:
     """Replaces a split into two groups by process counts, after a user has set one of these counts.
 
     Process counts cannot express a group of ``logp``, ``ref_logp`` or ``critic``; the rules then
@@ -180,18 +180,18 @@ def _count_without_groups(document: dict[str, Any], given: Collection[str]) -> N
         return
     for name in _SPLIT:
         document["topology"].pop(name, None)
-    if not _is_set("trainer.world_size", document, given):
+    if not _is_set("trainer.world_size", document, set_keys):
         trainer["world_size"] = topology.gpus_of("train")
-    if not _is_set("rollout.replicas", document, given):
+    if not _is_set("rollout.replicas", document, set_keys):
         rollout["replicas"] = topology.gpus_of("generate") // engine_gpus
 
 
-def _is_set(key: str, document: Mapping[str, Any], given: Collection[str]) -> bool:
+def _is_set(key: str, document: Mapping[str, Any], set_keys: Collection[str]) -> bool:
     """Returns True if a key has a value that a user has just set."""
     part, _, name = key.partition(".")
     group = document.get(part)
     has_value = isinstance(group, Mapping) and group.get(name) is not None
-    return has_value and any(f"{key}.".startswith(f"{each}.") for each in given)
+    return has_value and any(f"{key}.".startswith(f"{set_key}.") for set_key in set_keys)
 
 
 def _remove(document: dict[str, Any], key: str) -> None:

@@ -71,8 +71,8 @@ def _not_json(value: Any) -> Iterator[str]:
     if isinstance(value, Mapping):
         value = (*value, *value.values())
     if isinstance(value, list | tuple):
-        for each in value:
-            yield from _not_json(each)
+        for item in value:
+            yield from _not_json(item)
 
 
 _Entry = TypeVar("_Entry")
@@ -128,7 +128,7 @@ def in_yaml(value: Any) -> str:
     return json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
 
 
-def did_you_mean(name: str, known: Sequence[str]) -> str:
+def did_you_mean(name: str, names: Sequence[str]) -> str:
     """Returns a question with the most similar known name, after a space; empty if none is similar."""
-    found = get_close_matches(name, known, n=1, cutoff=0.6)
-    return f" Did you mean {found[0]!r}?" if found else ""
+    matches = get_close_matches(name, names, n=1, cutoff=0.6)
+    return f" Did you mean {matches[0]!r}?" if matches else ""

@@ -40,7 +40,7 @@ class FilterSpec(SpecPart):
     @model_validator(mode="after")
     def _is_of_one_kind(self) -> Self:
         conditions = (self.one_of, self.at_least, self.at_most, self.min_length, self.max_length)
-        is_conditional = any(each is not None for each in (*conditions, self.matches))
+        is_conditional = any(condition is not None for condition in (*conditions, self.matches))
         if self.function is not None:
             if self.column is not None or is_conditional:
                 raise ValueError(

@@ -131,13 +131,13 @@ def validate_spec(document: Mapping[str, Any]) -> ValidationResult:
             if num_mended < max(len(by_place), 1):
                 break
         else:
-            found = ValidationResult(spec, (), frozenset(wrong - removed.keys()))
+            result = ValidationResult(spec, (), frozenset(wrong - removed.keys()))
             all_across = chain(_too_large(spec.model_dump(mode="json")), broken_rules(spec))
             across = [*islice(all_across, _MAX_PROBLEMS)]
-            across = [each for each in across if not found.is_about_stand_ins(each)]
+            across = [line for line in across if not result.is_about_stand_ins(line)]
             # If a rule reports that a removed key is missing, its message replaces the one about null.
-            needed = [key for key in removed if any(_begins_with(each, key) for each in across)]
-            problems = [each for each in problems if each not in map(removed.get, needed)]
+            needed = [key for key in removed if any(_begins_with(line, key) for line in across)]
+            problems = [line for line in problems if line not in map(removed.get, needed)]
             problems += across
             return ValidationResult(spec, tuple(problems), frozenset(wrong))
     return ValidationResult(None, tuple(problems), frozenset(wrong))
@@ -175,13 +175,13 @@ def argument_problems(
         ),
         **fields,
     )
-    given = {
+    plain_arguments = {
         name: value
         for name, value in arguments.items()
         if not (isinstance(value, Mapping) and set(value) == {"secret"})
     }
     try:
-        model.model_validate(given)
+        model.model_validate(plain_arguments)
     except ValidationError as error:
         by_place: dict[tuple[int | str, ...], list[Any]] = {}
         for item in error.errors():
@@ -190,8 +190,8 @@ def argument_problems(
             name = f"{key}.{_key(place)}"
             if items[0]["type"] == "extra_forbidden":
                 meant = did_you_mean(str(place[0]), tuple(named))
-                known = f"use one of {', '.join(named)}" if named else "remove it"
-                yield f"{name}: is not a known key; {known}.{meant}"
+                remedy = f"use one of {', '.join(named)}" if named else "remove it"
+                yield f"{name}: is not a known key; {remedy}.{meant}"
             elif items[0]["type"] == "missing":
                 yield f"{name}: is required, but missing; see docs/rollouts.md for its meaning"
             else:
@@ -278,25 +278,25 @@ def _problem(errors: Sequence[Any]) -> str:
 
 def _foreign(key: str) -> str:
     """Returns the names of characters that look like others or are invisible; empty if there are none."""
-    found = {
-        f"U+{ord(each):04X} {unicodedata.name(each, '')}".strip()
-        for each in key
-        if not each.isascii()
+    descriptions = {
+        f"U+{ord(character):04X} {unicodedata.name(character, '')}".strip()
+        for character in key
+        if not character.isascii()
     }
-    return f", and contains {', '.join(sorted(found)[:3])}" if found else ""
+    return f", and contains {', '.join(sorted(descriptions)[:3])}" if descriptions else ""
 
 
 def _expected(errors: Sequence[Any], key: str) -> str:
     """Returns the expected value in words; alternatives are joined by "or"."""
     ways = []
     for error in errors:
-        known = _TYPES.get(error["type"])
+        phrase = _TYPES.get(error["type"])
         if error["type"] == "string_pattern_mismatch":
-            known = _SPELLINGS.get(key.rpartition(".")[2], _SET_NAME)
+            phrase = _SPELLINGS.get(key.rpartition(".")[2], _SET_NAME)
         text = re.sub(r"^String should have ", "text with ", error["msg"])
         text = re.sub(r"^(Input|Value) should be ", "", text)
         # Each of several alternatives is shortened.
-        ways.append(known or (text.partition(",")[0] if len(errors) > 1 else text))
+        ways.append(phrase or (text.partition(",")[0] if len(errors) > 1 else text))
     return " or ".join(dict.fromkeys(ways))
 
 
@@ -331,8 +331,8 @@ def _hint(errors: Sequence[Any], key: str) -> str:
         expected = [
             error["ctx"]["expected"] for error in errors if error["type"] == "literal_error"
         ]
-        known = re.findall(r"'([^']+)'", " ".join(expected))
-        hint = did_you_mean(value, known).strip().replace("Did", "did")
+        choices = re.findall(r"'([^']+)'", " ".join(expected))
+        hint = did_you_mean(value, choices).strip().replace("Did", "did")
     return f"; {hint}" if hint else ""
 
 

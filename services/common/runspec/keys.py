@@ -97,20 +97,20 @@ def nested(key: str, value: Any) -> dict[str, Any]:
 
 def did_you_mean_key(key: str) -> str:
     """Returns a suggestion for an unknown key: a sibling with a similar name, or the same name elsewhere."""
-    known = _keys()
+    keys = _keys()
     parent, _, leaf = key.rpartition(".")
     top = key.partition(".")[0]
     # Among keys with the same name, the last one wins: one in the same part of the specification.
-    ordered = sorted(known, key=lambda name: name.partition(".")[0] == top)
+    ordered = sorted(keys, key=lambda name: name.partition(".")[0] == top)
     by_leaf = {name.rpartition(".")[2]: name for name in ordered}
     # A sibling may be below a name that the user chose.
     parents = {parent, f"{parent.rpartition('.')[0]}.NAME"}
-    beside = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] in parents}
+    beside = {name.rpartition(".")[2]: name for name in keys if name.rpartition(".")[0] in parents}
     if meant := _ELSEWHERE.get(leaf) or by_leaf.get(leaf):
         return f" Did you mean {meant!r}?"
     for names, cutoff in ((beside, 0.6), (by_leaf, 0.75)):
-        if found := get_close_matches(leaf, names, n=1, cutoff=cutoff):
-            return f" Did you mean {names[found[0]]!r}?"
+        if matches := get_close_matches(leaf, names, n=1, cutoff=cutoff):
+            return f" Did you mean {names[matches[0]]!r}?"
     return ""
 
 

@@ -70,7 +70,7 @@ class SpecError(ValueError):
 
     def __init__(self, problems: Sequence[str]) -> None:
         # A message may show a lone surrogate, which UTF-8 does not encode.
-        self.problems = tuple(each.encode(errors="backslashreplace").decode() for each in problems)
+        self.problems = tuple(line.encode(errors="backslashreplace").decode() for line in problems)
         super().__init__("\n".join(self.problems))
 
 
@@ -108,23 +108,23 @@ def draft_of(document: dict[str, Any], overrides: Sequence[str], *, folder: Path
         SpecError: If an assignment is malformed.
     """
     refused: list[str] = []
-    given: list[str] = []
+    override_keys: list[str] = []
     for assignment in overrides:
         try:
-            given.append(_apply_override(document, assignment))
+            override_keys.append(_apply_override(document, assignment))
         except SpecError as error:
             refused += error.problems
     if refused:
         raise SpecError(refused)
     renamed = without_aliases(document)
-    remove_contradictions(renamed.document, given)
-    found = validate_spec(renamed.document)
-    spec = None if found.spec is None else resolve_paths(found.spec, folder)
-    problems = (*renamed.problems, *found.problems)
+    remove_contradictions(renamed.document, override_keys)
+    result = validate_spec(renamed.document)
+    spec = None if result.spec is None else resolve_paths(result.spec, folder)
+    problems = (*renamed.problems, *result.problems)
     return Draft(
-        replace(found, spec=spec, problems=problems),
+        replace(result, spec=spec, problems=problems),
         tuple(renamed.notes),
-        left_out=frozenset() if found.spec is None else _left_out(found.spec),
+        left_out=frozenset() if result.spec is None else _left_out(result.spec),
     )
 
 
@@ -155,15 +155,15 @@ def parse_spec(document: Mapping[str, Any] | str) -> RunSpec:
     if problem := shape_problem(document):
         raise SpecError([f"the specification {problem}"])
     renamed = without_aliases(document)
-    found = validate_spec(renamed.document)
-    return _right(replace(found, problems=(*renamed.problems, *found.problems)))
+    result = validate_spec(renamed.document)
+    return _right(replace(result, problems=(*renamed.problems, *result.problems)))
 
 
-def _right(found: ValidationResult) -> RunSpec:
-    if found.problems:
-        raise SpecError(found.problems)
-    assert found.spec is not None
-    return found.spec
+def _right(result: ValidationResult) -> RunSpec:
+    if result.problems:
+        raise SpecError(result.problems)
+    assert result.spec is not None
+    return result.spec
 
 
 def _parse_json(text: str) -> Mapping[str, Any]:
@@ -354,8 +354,8 @@ def _absolute(path: str, folder: Path) -> str:
 
 def _absolute_folder(path: str, folder: Path) -> str:
     """Returns the absolute path of a folder; an id of Hugging Face is not changed."""
-    found = _absolute(path, folder)
-    return found if os.path.isdir(found) else path  # noqa: PTH112 -- Path's raises
+    resolved = _absolute(path, folder)
+    return resolved if os.path.isdir(resolved) else path  # noqa: PTH112 -- Path's raises
 
 
 def _resolve_model(model: dict[str, Any], folder: Path) -> None:
@@ -384,8 +384,8 @@ def _resolve_rewards(rewards: Sequence[dict[str, Any]], folder: Path) -> None:
 def _resolve_sources(data: dict[str, Any], folder: Path) -> None:
     for _, source in set_documents(data):
         _resolve_rewards(source["rewards"] or (), folder)
-        for each in source["filters"]:
-            _resolve_functions(each, ("function",), folder)
+        for filter_spec in source["filters"]:
+            _resolve_functions(filter_spec, ("function",), folder)
         if source["source"] in ("jsonl", "parquet"):
             source["path"] = _absolute(source["path"], folder)
         elif source["source"] == "huggingface":

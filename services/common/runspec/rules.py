@@ -232,12 +232,12 @@ def _best(spec: RunSpec) -> Iterator[str]:
             )
         return
     part = sets[best.set or next(iter(sets))]
-    own = part.samples_per_prompt if isinstance(part, HeldoutSetSpec) else None
-    count = spec.validation.samples_per_prompt if own is None else own
-    if best.metric not in (known := _scores(count)) and not best.metric.startswith("reward/"):
+    set_count = part.samples_per_prompt if isinstance(part, HeldoutSetSpec) else None
+    count = spec.validation.samples_per_prompt if set_count is None else set_count
+    if best.metric not in (metrics := _scores(count)) and not best.metric.startswith("reward/"):
         yield (
             f"{key}.metric is {best.metric!r}, but with {count} sampled responses per prompt the metrics are "
-            f"{', '.join(known)} and reward/TERM; use one of them, or change validation.samples_per_prompt"
+            f"{', '.join(metrics)} and reward/TERM; use one of them, or change validation.samples_per_prompt"
         )
 
 
@@ -402,14 +402,14 @@ def _counts(spec: RunSpec, engine_gpus: int) -> Iterator[str]:
     except ValueError as error:
         yield f"topology.ratios: {error}"
         return
-    given = {
+    counts = {
         "trainer.world_size": (spec.trainer.world_size, spec.topology.gpus_of("train")),
         "rollout.replicas": (
             spec.rollout.replicas,
             spec.topology.gpus_of("generate") // engine_gpus,
         ),
     }
-    for key, (stated, follows) in given.items():
+    for key, (stated, follows) in counts.items():
         if stated != follows:
             yield (
                 f"{key} is {stated}, but topology implies {follows}; remove the key, or change "
@@ -503,7 +503,7 @@ def _concurrent_use(spec: RunSpec) -> Iterator[str]:
             f"weight_sync.mode {spec.weight_sync.mode!r} writes into live weights, which a sleeping engine "
             "does not have; remove it"
         )
-    for key, (found, fitting, why) in {
+    for key, (value, fitting, why) in {
         "rollout.kv_policy": (
             spec.rollout.kv_policy, "recompute", "a sleeping engine drops its KV cache",
         ),
@@ -514,8 +514,8 @@ def _concurrent_use(spec: RunSpec) -> Iterator[str]:
             spec.trainer.accumulate_early, False, "no training is possible while rollouts have the GPUs",
         ),
     }.items():  # fmt: skip
-        if found != fitting:
-            yield f"{key} is {found!r}, and {why}; set it to {fitting!r}"
+        if value != fitting:
+            yield f"{key} is {value!r}, and {why}; set it to {fitting!r}"
 
 
 def models(spec: RunSpec) -> Iterator[str]:
@@ -636,12 +636,12 @@ def quota(spec: RunSpec, *, expert_bytes: int = 0) -> Iterator[str]:
     Args:
         expert_bytes: Bytes per token of the chosen experts, if they are stored.
     """
-    given, needed = spec.transferqueue.quota_bytes, batch_bytes(spec, expert_bytes=expert_bytes)
+    limit, needed = spec.transferqueue.quota_bytes, batch_bytes(spec, expert_bytes=expert_bytes)
     prompts, group_size = spec.trainer.prompts_per_step, spec.samples_per_group
     longest, token_bytes = spec.rollout.max_response_tokens, _token_bytes(spec) + expert_bytes
-    if needed > given:
+    if needed > limit:
         yield (
-            f"transferqueue.quota_bytes is {given:,}, but a batch may take {needed:,}: "
+            f"transferqueue.quota_bytes is {limit:,}, but a batch may take {needed:,}: "
             f"trainer.prompts_per_step ({prompts}) groups of {group_size} responses of up to "
             f"rollout.max_response_tokens ({longest}), {token_bytes} bytes a token, and training starts "
             f"after all are stored; raise it, to {2 * needed} to leave room for the next batch"
@@ -784,15 +784,15 @@ def _rewards(spec: RunSpec) -> Iterator[str]:
         )
     for key, rewards in spec.rewards.items():
         if key == "rollout.rewards":
-            own = [part for part in spec.data.sets.values() if part.rewards is None]
-            has_answers = all(spec.data.answer_column_of(part) is not None for part in own)
+            prompt_sets = [part for part in spec.data.sets.values() if part.rewards is None]
+            has_answers = all(spec.data.answer_column_of(part) is not None for part in prompt_sets)
         else:
             part = spec.data.sets[key.removeprefix("data.").removesuffix(".rewards")]
             has_answers = spec.data.answer_column_of(part) is not None
         yield from _rewards_of(key, rewards, has_answers=has_answers)
         yield from _missing_scores(key, rewards, spec)
         most, size = spec.rollout.max_running_samples, spec.samples_per_group
-        if size > most and (compared := [one.name for one in rewards if one.sees != "response"]):
+        if size > most and (compared := [item.name for item in rewards if item.sees != "response"]):
             yield (
                 f"{key}: {compared[0]!r} compares the responses of a group, but a group of {size} is split "
                 f"over several rollouts; set rollout.max_running_samples ({most}) to at "
@@ -806,17 +806,17 @@ _MAX_HOST_BYTES = 253
 def _rewards_of(
     list_key: str, rewards: Sequence[RewardSpec], *, has_answers: bool
 ) -> Iterator[str]:
-    known = (*REWARDS, EARNED)
+    names = (*REWARDS, EARNED)
     schemes = ", ".join(f"{scheme}://" for scheme in REWARD_SERVICES)
     for index, reward in enumerate(rewards):
         key = f"{list_key}.{index}"
         if is_service(reward.name):
             yield from _address(f"{key}.name", reward.name)
-        elif reward.name not in known and not is_reference(reward.name):
+        elif reward.name not in names and not is_reference(reward.name):
             yield (
-                f"{key}.name: {reward.name!r} is not a known reward; use one of {', '.join(known)}, the URL "
+                f"{key}.name: {reward.name!r} is not a known reward; use one of {', '.join(names)}, the URL "
                 f"of a reward service ({schemes}), or 'module:function' or 'file.py:function'."
-                + did_you_mean(reward.name, known)
+                + did_you_mean(reward.name, names)
             )
         if is_service(reward.name) and (unknown := sorted(reward.arguments.keys() - {"token"})):
             yield (
@@ -951,17 +951,17 @@ def _sandbox(spec: RunSpec) -> Iterator[str]:
         yield (
             "rollout.sandbox.image_column names folders inside rollout.sandbox.image, which is empty; set it"
         )
-    system = [each for each in sandbox.folders if each.split("/")[1] in ("dev", "proc", "sys")]
+    system = [path for path in sandbox.folders if path.split("/")[1] in ("dev", "proc", "sys")]
     if system:
         yield (
             f"rollout.sandbox.folders has {system[0]!r}, where the sandbox has file systems of the kernel; "
             "name another folder"
         )
-    known = {"api_key"} if sandbox.kind == "e2b" else set[str]()
-    if unknown := sorted(sandbox.arguments.keys() - known):
+    secret_names = {"api_key"} if sandbox.kind == "e2b" else set[str]()
+    if unknown := sorted(sandbox.arguments.keys() - secret_names):
         yield (
             f"rollout.sandbox.arguments has {unknown[0]!r}, but rollout.sandbox.kind {sandbox.kind!r} takes "
-            f"{sorted(known) or 'none'}; remove it"
+            f"{sorted(secret_names) or 'none'}; remove it"
         )
     if sandbox.kind == "e2b" and "api_key" not in sandbox.arguments:
         yield (
@@ -1160,10 +1160,10 @@ def _speculation(spec: RunSpec, speculation: SpeculationSpec) -> Iterator[str]:
     name, method = spec.rollout.engine, speculation.method
     kind = engine_kind(name)
     if method not in kind.speculation:
-        known = " or ".join(map(repr, kind.speculation))
+        choices = " or ".join(map(repr, kind.speculation))
         yield (
             f"rollout.speculation.method is {method!r}, which engine {name!r} does not support; "
-            + (f"set it to {known}, " if known else "")
+            + (f"set it to {choices}, " if choices else "")
             + "or set rollout.speculation to null"
         )
         return
@@ -1206,17 +1206,17 @@ def _speculation(spec: RunSpec, speculation: SpeculationSpec) -> Iterator[str]:
 def _argument_problems(
     key: str, name: str, formula: Formula, arguments: Mapping[str, Any]
 ) -> Iterator[str]:
-    known = tuple(formula.arguments.model_fields)
+    keys = tuple(formula.arguments.model_fields)
     try:
         formula.resolve(arguments)
     except ValidationError as error:
         for problem in error.errors():
             argument = ".".join(map(str, problem["loc"]))
             if problem["type"] == "extra_forbidden":
-                settings = ", ".join((*known, *(f"algorithm.{each}" for each in formula.keys)))
+                settings = ", ".join((*keys, *(f"algorithm.{item}" for item in formula.keys)))
                 yield (
                     f"{key}_arguments.{argument} is unknown; the settings of {name!r} are "
-                    f"{settings or 'none'}" + did_you_mean(argument, known)
+                    f"{settings or 'none'}" + did_you_mean(argument, keys)
                 )
             elif problem["type"] == "missing":
                 meaning = formula.arguments.model_fields[argument].description or ""
@@ -1282,22 +1282,22 @@ def _keys_of_others(
     """Yields keys of ``algorithm`` that only other formulas of a table use."""
     if algorithm.num_demonstrations:
         return  # reported with all other keys
-    plain, own = AlgorithmSpec(loss=algorithm.loss), table[name]
+    plain, formula_entry = AlgorithmSpec(loss=algorithm.loss), table[name]
     users: dict[str, list[str]] = {}
     for other, formula in table.items():
-        for each in formula.keys:
-            users.setdefault(each, []).append(other)
-    for each, others in users.items():
-        value = getattr(algorithm, each)
-        if each in own.keys or value == getattr(plain, each):
+        for item in formula.keys:
+            users.setdefault(item, []).append(other)
+    for item, others in users.items():
+        value = getattr(algorithm, item)
+        if item in formula_entry.keys or value == getattr(plain, item):
             continue
         also = (
-            f", or set algorithm.{key}_arguments.{each}"
-            if each in own.arguments.model_fields
+            f", or set algorithm.{key}_arguments.{item}"
+            if item in formula_entry.arguments.model_fields
             else ""
         )
         yield (
-            f"algorithm.{each} is {value}, but has no effect with algorithm.{key} {name!r}; it is a key of "
+            f"algorithm.{item} is {value}, but has no effect with algorithm.{key} {name!r}; it is a key of "
             f"{', '.join(others)}. Remove it{also}"
         )
 
@@ -1630,21 +1630,21 @@ def train_engine(spec: RunSpec) -> Iterator[str]:
     for key, values in engine.supported.items():
         value = attrgetter(key)(spec)
         if value not in values:
-            known = " or ".join(map(in_yaml, values))
+            choices = " or ".join(map(in_yaml, values))
             # Of two engines, the other one may be what the run needs.
             other = "stages" if key == "trainer.pipeline_parallel" else "fsdp"
             yield (
-                f"trainer.engine {name!r} supports {key} {known} only, but it is {in_yaml(value)}; "
+                f"trainer.engine {name!r} supports {key} {choices} only, but it is {in_yaml(value)}; "
                 f"set {key} to {in_yaml(values[0])}, or trainer.engine to {other!r}"
             )
     if engine.serves_own_gpus:
         return
     with suppress(TaskGroupError):  # another rule reports impossible groups
         kinds = kinds_with_own_gpus(spec.topology).items()
-        if own := [role for role, kind in kinds if kind.program == "trainer"]:
+        if roles := [role for role, kind in kinds if kind.program == "trainer"]:
             yield (
                 f"trainer.engine {name!r} computes all models in the trainer, but topology.task_groups "
-                f"gives {', '.join(own)} GPUs of their own; remove these groups, or set trainer.engine "
+                f"gives {', '.join(roles)} GPUs of their own; remove these groups, or set trainer.engine "
                 "to 'fsdp'"
             )
 

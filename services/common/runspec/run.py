@@ -391,11 +391,11 @@ class RunSpec(SpecPart):
         """Addresses of served teachers by split of ``data.train``; empty if the teacher is not served."""
         if self.teacher is None:
             return {}
-        found = {
+        urls = {
             split: getattr(part, "teacher_url", None) or self.teacher.url
             for split, part in self.data.train_sets.items()
         }
-        return {split: url for split, url in found.items() if url is not None}
+        return {split: url for split, url in urls.items() if url is not None}
 
     @property
     def teacher_fields(self) -> tuple[str, ...]:
@@ -518,24 +518,26 @@ class RunSpec(SpecPart):
     @property
     def rewards(self) -> dict[str, tuple[RewardSpec, ...]]:
         """The rewards by key: ``rollout.rewards``, and those of sets that have their own."""
-        own = {f"data.{split}.rewards": part.rewards for split, part in self.data.sets.items()}
+        sets = {f"data.{split}.rewards": part.rewards for split, part in self.data.sets.items()}
         return {"rollout.rewards": self.rollout.rewards} | {
-            key: rewards for key, rewards in own.items() if rewards is not None
+            key: rewards for key, rewards in sets.items() if rewards is not None
         }
 
     @property
     def has_token_rewards(self) -> bool:
         """True if a reward scores turns or tokens."""
         return any(
-            one.per != "response" and one.column is None
+            spec.per != "response" and spec.column is None
             for rewards in self.rewards.values()
-            for one in rewards
+            for spec in rewards
         )
 
     @property
     def reward_columns(self) -> tuple[str, ...]:
         """Columns of numbers per token that rewards fill for the loss or the advantage."""
-        named = {one.column for rewards in self.rewards.values() for one in rewards if one.column}
+        named = {
+            spec.column for rewards in self.rewards.values() for spec in rewards if spec.column
+        }
         return tuple(sorted(named))
 
     @property

@@ -115,7 +115,7 @@ def _named(
             TaskGroupFault.LENGTH_MISMATCH,
             f"expected one ratio for each of the {len(task_groups)} task groups, got {num_ratios}",
         )
-    known, aliases, groups = tasks(), task_aliases(), []
+    task_names, aliases, groups = tasks(), task_aliases(), []
     for number, group in enumerate(task_groups):
         names = (group,) if isinstance(group, str) else tuple(group)
         if not names:
@@ -125,12 +125,12 @@ def _named(
             )
         groups.append(tuple(aliases.get(name, name) for name in names))
     everything = [task for group in groups for task in group]
-    if unknown := [task for task in everything if task not in known]:
+    if unknown := [task for task in everything if task not in task_names]:
         raise TaskGroupError(
             TaskGroupFault.UNKNOWN_TASK,
-            f"unknown task {unknown[0]!r}; use {', '.join(known)}",
+            f"unknown task {unknown[0]!r}; use {', '.join(task_names)}",
         )
-    if twice := [task for task in known if everything.count(task) > 1]:
+    if twice := [task for task in task_names if everything.count(task) > 1]:
         raise TaskGroupError(
             TaskGroupFault.DUPLICATE_TASK, f"task {twice[0]} is listed twice; remove one"
         )

@@ -51,9 +51,9 @@ _IMAGE_REGISTRY: Final = re.compile(
 def hosts_in(text: str) -> set[str]:
     """Returns the hosts of all URLs in a text; of the text itself if it is ``host:port`` or an IP address."""
     hosts = {
-        _host_of(found[0])
-        for found in _URL.finditer(text)
-        if found[0].partition(":")[0].lower() not in _FILES
+        _host_of(match[0])
+        for match in _URL.finditer(text)
+        if match[0].partition(":")[0].lower() not in _FILES
     }
     stripped = text.strip()
     if named := _HOST_AND_PORT.fullmatch(stripped):

@@ -320,7 +320,7 @@ class _Judge:
 
     def _command(self, command: Any) -> Iterator[str]:
         if not isinstance(command, list) or tuple(command) not in self.allowance.commands:
-            allowed = [" ".join(known) for known in self.allowance.commands]
+            allowed = [" ".join(words) for words in self.allowance.commands]
             yield (
                 f"{command!r} is not an allowed command of this installation "
                 f"({', '.join(allowed) or 'none'}); ask the operator to add it to allowed_commands"
@@ -403,29 +403,29 @@ def _names(spec: RunSpec) -> Iterator[tuple[str, Kind, Any]]:
             yield from ((name, judged, text) for name, text in _texts(value, key))
 
 
-def _fields(part: BaseModel, key: str, known: str) -> Iterator[tuple[str, Kind, Any, BaseModel]]:
+def _fields(part: BaseModel, key: str, pattern: str) -> Iterator[tuple[str, Kind, Any, BaseModel]]:
     """Yields values of a specification: key, kind, value, and the part that holds it.
 
     Args:
-        known: The same prefix in the notation of :data:`KINDS`.
+        pattern: The same prefix in the notation of :data:`KINDS`.
     """
     for name, value in part:
-        yield from _field(value, f"{key}{name}", f"{known}{name}", part)
+        yield from _field(value, f"{key}{name}", f"{pattern}{name}", part)
 
 
 def _field(
-    value: Any, key: str, known: str, part: BaseModel
+    value: Any, key: str, pattern: str, part: BaseModel
 ) -> Iterator[tuple[str, Kind, Any, BaseModel]]:
     if isinstance(value, BaseModel):
-        yield from _fields(value, f"{key}.", f"{known}.")
+        yield from _fields(value, f"{key}.", f"{pattern}.")
     elif isinstance(value, tuple) and any(isinstance(inner, BaseModel) for inner in value):
         for index, inner in enumerate(value):
-            yield from _field(inner, f"{key}.{index}", f"{known}.N", part)
+            yield from _field(inner, f"{key}.{index}", f"{pattern}.N", part)
     elif isinstance(value, dict) and any(isinstance(inner, BaseModel) for inner in value.values()):
         for name, inner in value.items():
-            yield from _field(inner, f"{key}.{name}", f"{known}.NAME", part)
+            yield from _field(inner, f"{key}.{name}", f"{pattern}.NAME", part)
     else:
-        yield key, KINDS.get(known, "text"), value, part
+        yield key, KINDS.get(pattern, "text"), value, part
 
 
 def _workflow_names(
@@ -477,23 +477,23 @@ def _module_specs(module: str) -> Iterator[ModuleSpec]:
     """Yields the specs of a module and its parent packages, as far as known without executing them."""
     name, *below = module.split(".")
     try:
-        found = importlib.util.find_spec(name)
+        module_spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):
-        found = None
-    while found is not None:
-        yield found
-        places = found.submodule_search_locations
+        module_spec = None
+    while module_spec is not None:
+        yield module_spec
+        places = module_spec.submodule_search_locations
         if not below or places is None:
             return
         name = f"{name}.{below.pop(0)}"
-        found = PathFinder.find_spec(name, list(places))
+        module_spec = PathFinder.find_spec(name, list(places))
 
 
-def _is_within(found: ModuleSpec, roots: Sequence[Path]) -> bool:
+def _is_within(module_spec: ModuleSpec, roots: Sequence[Path]) -> bool:
     """Returns True if all code of a module is in one of the folders."""
-    places = list(found.submodule_search_locations or ())
-    if found.has_location and found.origin:
-        places.append(found.origin)
+    places = list(module_spec.submodule_search_locations or ())
+    if module_spec.has_location and module_spec.origin:
+        places.append(module_spec.origin)
     return bool(places) and all(_is_inside(Path(place).resolve(), roots) for place in places)
 
 

@@ -86,8 +86,8 @@ class Identity:
         """
         scheme, _, token = authorization.partition(" ")
         if scheme.lower() == "bearer":
-            if self.key and (found := bearer_of(self.key, token)) is not None:
-                return found
+            if self.key and (bearer := bearer_of(self.key, token)) is not None:
+                return bearer
             if self.run_token and hmac.compare_digest(token.encode(), self.run_token.encode()):
                 return SERVICES
         raise UnauthenticatedError(

@@ -57,8 +57,8 @@ def find_plain_secrets(spec: RunSpec) -> list[str]:
     Returns:
         One line per key: the key and the fix, never the value.
     """
-    found = _plain_secrets(spec.model_dump(mode="json"), "", is_secret=False)
-    return [f"{key.removeprefix('.')}: {fix}" for key, fix in dict(found).items()]
+    plain_secrets = _plain_secrets(spec.model_dump(mode="json"), "", is_secret=False)
+    return [f"{key.removeprefix('.')}: {fix}" for key, fix in dict(plain_secrets).items()]
 
 
 def _plain_secrets(value: Any, key: str, *, is_secret: bool) -> Iterator[tuple[str, str]]:
@@ -87,8 +87,8 @@ def _plain_secrets(value: Any, key: str, *, is_secret: bool) -> Iterator[tuple[s
 
 def _has_secret_parameter(text: str) -> bool:
     """Returns True if a text has a URL with a secret in its query, such as ``?access_token=...``."""
-    _, found, rest = text.partition("://")
-    names = _URL_PARAMETER.findall(rest) if found else ()
+    _, separator, rest = text.partition("://")
+    names = _URL_PARAMETER.findall(rest) if separator else ()
     return any(_is_secret_name(name) or name.lower() in _SIGNATURES for name in names)
 
 

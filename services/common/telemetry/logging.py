@@ -77,7 +77,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def _escaped(text: str, control: re.Pattern[str]) -> str:
-    return control.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return control.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def _without_secrets(line: str) -> str:

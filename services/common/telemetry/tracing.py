@@ -168,16 +168,16 @@ def span(
         with within(parent):
             yield attributes
         return
-    own, parent_id = _place(parent, is_first=is_first)
+    context, parent_id = _place(parent, is_first=is_first)
     begin_ns, error = time.time_ns(), ""
     try:
-        with within(own):
+        with within(context):
             yield attributes
     except BaseException as caught:
         error = type(caught).__name__
         raise
     finally:
-        _send(name, own, parent_id, begin_ns, attributes, links=links, error=error)
+        _send(name, context, parent_id, begin_ns, attributes, links=links, error=error)
 
 
 def record(
@@ -192,8 +192,8 @@ def record(
     """Records a span from ``begin_ns`` to now for each of several traces."""
     for trace in traces:
         if trace.is_collected:
-            own, parent_id = _place(trace, is_first=is_first)
-            _send(name, own, parent_id, begin_ns, attributes, links=links)
+            context, parent_id = _place(trace, is_first=is_first)
+            _send(name, context, parent_id, begin_ns, attributes, links=links)
 
 
 def of_groups(run_id: str, group_ids: Iterable[str]) -> list[Trace]:

@@ -164,7 +164,7 @@ def _add_request_handlers(app: FastAPI) -> None:
     async def validation_error(request: Request, error: RequestValidationError) -> JSONResponse:
         errors = [
             FieldProblem(
-                pointer="/" + "/".join(str(part) for part in item["loc"]),
+                pointer="/" + "/".join(str(step) for step in item["loc"]),
                 message=describe_field_error(item),
             )
             for item in error.errors()

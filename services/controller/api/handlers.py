@@ -96,8 +96,8 @@ def _fields(run: Run, activities: Sequence[str]) -> dict[str, Any]:
 
 def view_quota(quota: Quota, *, event_streams: int) -> QuotaView:
     """Builds the view of a project's limits and use."""
-    own = {name: getattr(quota, name) for name in Quota.__slots__}
-    return QuotaView(**own, **asdict(quota.limits), event_streams=event_streams)
+    usage = {name: getattr(quota, name) for name in Quota.__slots__}
+    return QuotaView(**usage, **asdict(quota.limits), event_streams=event_streams)
 
 
 def error_of(run: Run) -> RunError | None:
@@ -122,8 +122,8 @@ def _component_of(run: Run) -> str:
     """Returns the part that failed: a worker, a service, or the controller if the message names no other."""
     if run.state_reason == "GenerationError":
         return "rollout"
-    found = _COMPONENT.match(run.message)
-    return found[1] or found[2] if found else "controller"
+    match = _COMPONENT.match(run.message)
+    return match[1] or match[2] if match else "controller"
 
 
 _MAC_BYTES = 12
@@ -330,8 +330,8 @@ class Handlers:
         return EventPage(items=[EventView.model_validate(event) for event in events])
 
     async def watch_run(self, call: Call, request: ops.WatchRun) -> Items:
-        known = request.last_event_id
-        start = int(known) if known.isdecimal() and len(known) < 16 else request.after_seq
+        seen = request.last_event_id
+        start = int(seen) if seen.isdecimal() and len(seen) < 16 else request.after_seq
         if start:
             # Checked before the response begins, because a running stream can no longer report
             # expired events.
@@ -382,20 +382,20 @@ class Handlers:
         )
 
     async def list_groups(self, call: Call, request: ops.ListGroups) -> GroupPage:
-        found = await self._audit.groups(request.run_id, request.after_step, request.steps)
-        return GroupPage(items=found)
+        groups = await self._audit.groups(request.run_id, request.after_step, request.steps)
+        return GroupPage(items=groups)
 
     async def list_samples(self, call: Call, request: ops.ListSamples) -> SamplePage:
         scope = request.model_dump_json(exclude={"page_token", "page_size", "excerpt"})
-        found = await self._manager.samples.page(
+        records = await self._manager.samples.page(
             request.run_id,
             request,
             after=self._pages.read(request.page_token, scope) or "",
             limit=request.page_size + 1,
             excerpt=request.excerpt,
         )
-        page = found[: request.page_size]
-        has_more = len(found) > len(page)
+        page = records[: request.page_size]
+        has_more = len(records) > len(page)
         return SamplePage(
             items=page,
             next_page_token=self._pages.make(page[-1].id, scope) if has_more else "",
@@ -410,12 +410,12 @@ class Handlers:
         )
 
     async def list_checkpoints(self, call: Call, request: ops.ListCheckpoints) -> CheckpointPage:
-        found = await self._audit.checkpoints(request.run_id)
-        return CheckpointPage(items=[CheckpointView.model_validate(each) for each in found])
+        rows = await self._audit.checkpoints(request.run_id)
+        return CheckpointPage(items=[CheckpointView.model_validate(row) for row in rows])
 
     async def get_checkpoint(self, call: Call, request: ops.GetCheckpoint) -> CheckpointView:
-        found = await self._audit.checkpoint(request.run_id, request.checkpoint_id)
-        return CheckpointView.model_validate(found)
+        checkpoint = await self._audit.checkpoint(request.run_id, request.checkpoint_id)
+        return CheckpointView.model_validate(checkpoint)
 
     async def delete_checkpoint(self, call: Call, request: ops.DeleteCheckpoint) -> None:
         await self._manager.checkpoints.delete(
@@ -518,10 +518,10 @@ def defaults_of(spec: RunSpec) -> dict[str, Any]:
     return defaults
 
 
-def _changed_fields(part: BaseModel, prefix: str = "") -> Iterator[str]:
+def _changed_fields(model: BaseModel, prefix: str = "") -> Iterator[str]:
     """Yields the dotted keys whose values differ from the defaults of their fields."""
-    for name, info in type(part).model_fields.items():
-        value = getattr(part, name)
+    for name, info in type(model).model_fields.items():
+        value = getattr(model, name)
         if isinstance(value, BaseModel):
             yield from _changed_fields(value, f"{prefix}{name}.")
         elif info.is_required() or value != info.get_default(call_default_factory=True):

@@ -72,14 +72,14 @@ class Operation(BaseModel, Generic[Answer]):
     @classmethod
     def answer(cls) -> Any:
         """Returns the type of the response, or of one item if the response is a sequence."""
-        found = (base.__pydantic_generic_metadata__["args"] for base in cls._bases())
-        return next(args[0] for args in found if args)
+        arguments = (base.__pydantic_generic_metadata__["args"] for base in cls._bases())
+        return next(args[0] for args in arguments if args)
 
     @classmethod
     def body(cls) -> type[Body] | None:
         """Returns the model of the REST body, or None if no model describes the body."""
-        found = (b for b in cls._bases() if issubclass(b, Body) and not issubclass(b, Operation))
-        return next(found, None)
+        bodies = (b for b in cls._bases() if issubclass(b, Body) and not issubclass(b, Operation))
+        return next(bodies, None)
 
     @classmethod
     def place(cls, name: str) -> Place:

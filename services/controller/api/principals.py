@@ -212,9 +212,9 @@ class TokenStore:
     def revoke(self, name: str) -> int:
         """Revokes all tokens with a name, and all derived from them; returns how many have the name."""
         with self._database.write_unfenced() as connection:
-            found = connection.execute(API_TOKENS.delete().where(API_TOKENS.c.name == name))
+            result = connection.execute(API_TOKENS.delete().where(API_TOKENS.c.name == name))
             connection.execute(API_TOKENS.delete().where(_IS_ORPHAN))
-            return found.rowcount
+            return result.rowcount
 
     def authenticate(self, authorization: str) -> Principal:
         """Returns the principal of an ``Authorization`` header.
@@ -328,15 +328,15 @@ class OidcProvider:
 
     def _role(self, claims: Mapping[str, Any]) -> tuple[str, Role]:
         entries: Any = claims
-        for part in self._roles_claim.split("."):
-            entries = entries.get(part, {}) if isinstance(entries, Mapping) else {}
+        for segment in self._roles_claim.split("."):
+            entries = entries.get(segment, {}) if isinstance(entries, Mapping) else {}
         roles: dict[str, Role] = {}
         for entry in entries if isinstance(entries, list) else []:
             project, _, role = str(entry).rpartition(":")
             if project and role in get_args(Role):
-                found = cast("Role", role)
+                claim = cast("Role", role)
                 # If the claim lists several roles in a project, the highest one applies.
-                roles[project] = max(found, roles.get(project, found), key=get_args(Role).index)
+                roles[project] = max(claim, roles.get(project, claim), key=get_args(Role).index)
         if len(roles) != 1:
             raise PermissionDeniedError(
                 f"the token's claim {self._roles_claim!r} must contain a role in one project, such as "

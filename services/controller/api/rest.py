@@ -225,8 +225,8 @@ def _signature(operation: type[Operation[Any]], who: Any) -> inspect.Signature:
     }
     defaults: dict[str, Any] = {}
     for name, field in operation.model_fields.items():
-        if (place := operation.place(name)) in _PARAMETERS:
-            types[name] = _annotation(field, _PARAMETERS[place])
+        if (location := operation.place(name)) in _PARAMETERS:
+            types[name] = _annotation(field, _PARAMETERS[location])
             if not field.is_required():
                 defaults[name] = field.default
     if (body := operation.body()) is not None:
@@ -247,9 +247,9 @@ def _signature(operation: type[Operation[Any]], who: Any) -> inspect.Signature:
     )
 
 
-def _annotation(field: FieldInfo, place: Any) -> Any:
+def _annotation(field: FieldInfo, kind: Any) -> Any:
     bounds = [item for item in field.metadata if not isinstance(item, str)]
-    return Annotated[(field.annotation, *bounds, place(json_schema_extra=field.json_schema_extra))]
+    return Annotated[(field.annotation, *bounds, kind(json_schema_extra=field.json_schema_extra))]
 
 
 class _Encoded:

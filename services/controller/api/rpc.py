@@ -207,7 +207,7 @@ def _value(value: Any, field: Any) -> Any:
     if isinstance(value, BaseModel):
         return message_of(value, GetMessageClass(field.message_type))
     if isinstance(value, list):
-        return [_value(each, field) for each in value]
+        return [_value(item, field) for item in value]
     return value
 
 
@@ -228,8 +228,8 @@ def run_id_of(name: str) -> str:
 
 def _state_name(number: int) -> str:
     """Returns the name of a state; for an unknown state, its number as text, which no filter accepts."""
-    known = pb.Run.State.DESCRIPTOR.values_by_number.get(number)
-    return known.name.removeprefix("STATE_") if known else str(number)
+    descriptor = pb.Run.State.DESCRIPTOR.values_by_number.get(number)
+    return descriptor.name.removeprefix("STATE_") if descriptor else str(number)
 
 
 def _object(name: str, text: str) -> dict[str, Any]:

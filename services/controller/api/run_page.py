@@ -80,10 +80,10 @@ class PageLinks:
     def make(self, who: Principal) -> PageLink:
         """Creates a link that signs a browser in as ``who`` within the hour."""
         now = self._clock()
-        self._codes = {code: known for code, known in self._codes.items() if known[1] > now}
+        self._codes = {code: entry for code, entry in self._codes.items() if entry[1] > now}
         user = who.project, who.name
-        own = [code for code, (by, _) in self._codes.items() if (by.project, by.name) == user]
-        for oldest in own[: max(len(own) - _MAX_LINKS + 1, 0)]:
+        codes = [code for code, (by, _) in self._codes.items() if (by.project, by.name) == user]
+        for oldest in codes[: max(len(codes) - _MAX_LINKS + 1, 0)]:
             del self._codes[oldest]
         code = secrets.token_urlsafe(24)
         self._codes[code] = (who, now + _CODE_LIFE_S)

@@ -85,8 +85,8 @@ class HostGpus:
 
     def unassigned_workers(self, run_id: str, needs: Mapping[str, int]) -> set[str]:
         """Returns the workers without GPUs in a run whose other workers have GPUs."""
-        known = self._runs.get(run_id, {})
-        return set(needs.keys() - known.keys()) if known else set()
+        assigned = self._runs.get(run_id, {})
+        return set(needs.keys() - assigned.keys()) if assigned else set()
 
     def release_unstarted(self, run_id: str, workers: Iterable[str]) -> None:
         """Releases the GPUs of workers that are not started."""
@@ -97,7 +97,7 @@ class HostGpus:
         """Returns the workers of the same run that share GPUs with this one."""
         run = self._runs[run_id]
         mine = set(run[worker_id])
-        return [one for one, gpus in run.items() if one != worker_id and mine & set(gpus)]
+        return [worker for worker, gpus in run.items() if worker != worker_id and mine & set(gpus)]
 
     def release(self, run_id: str) -> None:
         self._runs.pop(run_id, None)

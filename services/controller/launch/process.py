@@ -206,12 +206,12 @@ class ProcessLauncher(LauncherDefaults):
 
         The worker's engine leaves memory for them. Empty if there are no such workers.
         """
-        roles = {one: named for named, one in names}
+        roles = {worker: named for named, worker in names}
         others = self._gpus.workers_sharing(run_id, worker_id)
         if not others:
             return {}
-        found = [roles[one] for one in others if one in roles]
-        return {f"{WORKERS[role].settings_prefix}GPU_NEIGHBOURS": json.dumps(found)}
+        neighbours = [roles[worker] for worker in others if worker in roles]
+        return {f"{WORKERS[role].settings_prefix}GPU_NEIGHBOURS": json.dumps(neighbours)}
 
     async def _spawn(
         self,
@@ -224,10 +224,10 @@ class ProcessLauncher(LauncherDefaults):
     ) -> ProcessGroup:
         processes: list[StartedProcess] = []
         try:
-            for place in _places(ranks):
+            for rank_environment in _places(ranks):
                 process = await self._start_process(
                     WORKERS[role].module,
-                    {**environment, **place},
+                    {**environment, **rank_environment},
                     self._logs(run_id) / f"{worker_id}.log",
                 )
                 processes.append(process)

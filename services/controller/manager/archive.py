@@ -98,12 +98,12 @@ class CheckpointArchive:
             NotFoundError: If no checkpoint has that id.
             NoCheckpointError: If the checkpoint is not READY, or the run has none.
         """
-        found = await self._database.query(self._store.list_checkpoints, run_id)
+        rows = await self._database.query(self._store.list_checkpoints, run_id)
         if checkpoint_id:
-            found = [await self._database.query(self._store.get, run_id, checkpoint_id)]
-        ready = [checkpoint for checkpoint in found if checkpoint.state == "READY"]
+            rows = [await self._database.query(self._store.get, run_id, checkpoint_id)]
+        ready = [checkpoint for checkpoint in rows if checkpoint.state == "READY"]
         if not ready:
-            got = f"{checkpoint_id} is {found[0].state}" if checkpoint_id else "the run has none"
+            got = f"{checkpoint_id} is {rows[0].state}" if checkpoint_id else "the run has none"
             raise NoCheckpointError(
                 f"run {run_id} needs a READY checkpoint to continue from, but {got}; save one first",
                 run_id=run_id,

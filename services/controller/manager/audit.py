@@ -94,8 +94,8 @@ class SampleReader:
 
 
 def _query(only: SampleFilter, **more: object) -> SampleRecordQuery:
-    given = only.model_dump(include=_FIELDS, exclude_none=True)
-    return SampleRecordQuery(**(given | more))
+    filters = only.model_dump(include=_FIELDS, exclude_none=True)
+    return SampleRecordQuery(**(filters | more))
 
 
 _HISTOGRAMS = "histograms"
@@ -111,7 +111,7 @@ def as_columns(steps: Sequence[StepMetrics], names: Collection[str]) -> MetricPa
     """
     numbers = {name for step in steps for name in step.metrics} - {_HISTOGRAMS}
     spreads = [step.metrics.get(_HISTOGRAMS, {}) for step in steps]
-    spread = {name for one in spreads for name in one}
+    spread = {name for histogram in spreads for name in histogram}
     return MetricPage(
         steps=[step.step for step in steps],
         times=[datetime.fromtimestamp(step.time, UTC) for step in steps],
@@ -120,22 +120,22 @@ def as_columns(steps: Sequence[StepMetrics], names: Collection[str]) -> MetricPa
             for name in _wanted(numbers, names)
         ],
         histograms=[
-            _histogram(name, [one.get(name, {}) for one in spreads])
+            _histogram(name, [histogram.get(name, {}) for histogram in spreads])
             for name in _wanted(spread, names)
         ],
     )
 
 
-def _wanted(known: Collection[str], names: Collection[str]) -> list[str]:
+def _wanted(recorded: Collection[str], names: Collection[str]) -> list[str]:
     beginnings = tuple(name[:-1] for name in names if name.endswith("*"))
     return sorted(
-        name for name in known if not names or name in names or name.startswith(beginnings)
+        name for name in recorded if not names or name in names or name.startswith(beginnings)
     )
 
 
 def _histogram(name: str, spreads: Sequence[dict[str, int]]) -> MetricHistogram:
-    bounds = sorted({int(bound) for one in spreads for bound in one})
-    counts = [[one.get(str(bound), 0) for bound in bounds] for one in spreads]
+    bounds = sorted({int(bound) for counter in spreads for bound in counter})
+    counts = [[counter.get(str(bound), 0) for bound in bounds] for counter in spreads]
     return MetricHistogram(name=name, bounds=bounds, counts=counts)
 
 

@@ -30,8 +30,8 @@ def merged(document: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
         if value is None:
             result.pop(key, None)
         elif isinstance(value, dict):
-            known = result.get(key)
-            result[key] = merged(known if isinstance(known, dict) else {}, value)
+            old_value = result.get(key)
+            result[key] = merged(old_value if isinstance(old_value, dict) else {}, value)
         else:
             result[key] = value
     return result
@@ -123,7 +123,7 @@ def fork_of(
     old = parse_spec(parent.spec_json)
     if problems := [*_other_model(old, spec), *_no_steps(spec, checkpoint.step)]:
         raise SpecError(problems)
-    rows, old_rows = (each.data.model_copy(update={"epochs": None}) for each in (spec, old))
+    rows, old_rows = (side.data.model_copy(update={"epochs": None}) for side in (spec, old))
     has_same_prompts = (rows, spec.seed) == (old_rows, old.seed)
     new = new_run(
         spec,
@@ -173,7 +173,7 @@ def _other_model(old: RunSpec, new: RunSpec) -> Iterator[str]:
                 f"{json.dumps(before[key])}, got {json.dumps(value)}; remove the override, or submit a new "
                 "run"
             )
-    critics = [each.algorithm.advantage_kind.needs_critic for each in (old, new)]
+    critics = [side.algorithm.advantage_kind.needs_critic for side in (old, new)]
     if critics == [False, True]:
         yield (
             f"algorithm.advantage: {new.algorithm.advantage!r} needs a critic, but the parent, which has "

@@ -38,9 +38,9 @@ class RunLogs:
     ) -> AsyncIterator[list[LogLine]]:
         """Yields the last lines of one worker, or of every worker if ``component`` is empty, in batches."""
         for log in self._files(run_id, component):
-            found = (await asyncio.to_thread(_tail, log, num_lines)).splitlines()
-            for first in range(0, len(found), _BATCH_LINES):
-                lines = found[first : first + _BATCH_LINES]
+            tail_lines = (await asyncio.to_thread(_tail, log, num_lines)).splitlines()
+            for first in range(0, len(tail_lines), _BATCH_LINES):
+                lines = tail_lines[first : first + _BATCH_LINES]
                 yield [LogLine(component=log.stem, line=line) for line in lines]
 
     async def follow(
@@ -90,8 +90,8 @@ class RunLogs:
         await asyncio.to_thread(remove)
 
     def _files(self, run_id: str, component: str) -> list[Path]:
-        found = sorted((self._state_directory / run_id / "logs").glob("*.log"))
-        return [log for log in found if component in ("", log.stem)]
+        logs = sorted((self._state_directory / run_id / "logs").glob("*.log"))
+        return [log for log in logs if component in ("", log.stem)]
 
 
 def _tail(log: Path, num_lines: int) -> str:
@@ -102,8 +102,8 @@ def _tail_offset(log: Path, num_lines: int) -> int:
     """Returns the offset at which the last lines of a file begin."""
     if num_lines == 0:
         return log.stat().st_size
-    kept = len(_tail(log, num_lines).encode())
-    return max(log.stat().st_size - kept - 1, 0)
+    num_bytes = len(_tail(log, num_lines).encode())
+    return max(log.stat().st_size - num_bytes - 1, 0)
 
 
 def _read(log: Path, offset: int) -> tuple[list[str], int]:

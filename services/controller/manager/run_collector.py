@@ -144,10 +144,10 @@ def _add_spec(families: dict[str, GaugeMetricFamily], run: Run, spec: RunSpec) -
 
 
 def _add_numbers(
-    families: dict[str, GaugeMetricFamily], run: Run, name: str, part: str, keys: tuple[str, ...]
+    families: dict[str, GaugeMetricFamily], run: Run, name: str, section: str, keys: tuple[str, ...]
 ) -> None:
     """Adds numbers of the run's summary, which has none before the first step or evaluation."""
-    numbers = run.summary.get(part) or {}
+    numbers = run.summary.get(section) or {}
     for key in keys:
         if numbers.get(key) is not None:
             families[name].add_metric([run.run_id, key], numbers[key])

@@ -182,7 +182,9 @@ class RunManager:
             self._store.create,
             new,
             request=request,
-            check=lambda found: quotas.check_submit(found, new.project, new.needs, self._defaults),
+            check=lambda access: quotas.check_submit(
+                access, new.project, new.needs, self._defaults
+            ),
             also=also,
         )
         if is_new:

@@ -166,8 +166,8 @@ def evaluate(
         greedy=_mean(greedy),
         sampled=_mean([mean_reward(samples) for samples in prompts]),
         by_set={
-            name: {"prompts": part.num_prompts, **part.means(solved_from)}
-            for name, part in sorted(sets.items())
+            name: {"prompts": summary.num_prompts, **summary.means(solved_from)}
+            for name, summary in sorted(sets.items())
         },
         by_source={name: source.means(solved_from) for name, source in sources.items()},
         seconds=seconds,
@@ -194,7 +194,7 @@ def majority(samples: Sequence[Scored]) -> float:
     for sample in samples:
         rewards[sample.answer].append(sample.reward)
     maximum = max(map(len, rewards.values()))
-    return min(sum(found) / maximum for found in rewards.values() if len(found) == maximum)
+    return min(sum(scores) / maximum for scores in rewards.values() if len(scores) == maximum)
 
 
 def pass_at_k(solved: Sequence[tuple[int, int]]) -> dict[str, float]:

@@ -57,7 +57,7 @@ def term_means(terms: Iterable[str]) -> dict[str, float]:
     for text in terms:
         for name, value in json.loads(text).items():
             values[PREFIX + name].append(value)
-    return {name: sum(found) / len(found) for name, found in sorted(values.items())}
+    return {name: sum(numbers) / len(numbers) for name, numbers in sorted(values.items())}
 
 
 PATIENCE = 3
@@ -227,16 +227,16 @@ class RewardHistory:
 
     def _changes(self, best: slice, newest: slice) -> dict[str, tuple[float, float]]:
         """Returns the three metrics that changed most between two stretches."""
-        found: list[tuple[float, str, float, float]] = []
-        stretches = [[values for _, values in self._points[part]] for part in (best, newest)]
+        changes: list[tuple[float, str, float, float]] = []
+        stretches = [[values for _, values in self._points[stretch]] for stretch in (best, newest)]
         for name in stretches[1][-1].keys() - {"reward_mean"}:
             columns = [[v[name] for v in values if name in v] for values in stretches]
             if all(columns):
                 old, new = map(fmean, columns)
                 change = abs(new - old) / max(abs(old), abs(new), 1e-9)
                 if change > _MIN_CHANGE:
-                    found.append((change, name, old, new))
-        return {name: (old, new) for _, name, old, new in sorted(found, reverse=True)[:3]}
+                    changes.append((change, name, old, new))
+        return {name: (old, new) for _, name, old, new in sorted(changes, reverse=True)[:3]}
 
 
 def _variance(values: Sequence[float]) -> float:

@@ -241,8 +241,8 @@ class Ledger:
 
     def in_state(self, *states: GroupState) -> list[Group]:
         """Returns the groups in any of the states, in order of admission."""
-        found = [group for state in states for group in self._by_state[state].values()]
-        return sorted(found, key=lambda group: group.sequence)
+        groups = [group for state in states for group in self._by_state[state].values()]
+        return sorted(groups, key=lambda group: group.sequence)
 
     def count(self, *states: GroupState) -> int:
         """Returns the number of groups in any of the states; ended groups are not counted."""

@@ -82,11 +82,11 @@ class Placement:
         return list(islice(names, count))
 
     def _move(self, worker_id: str, load: int) -> None:
-        known = self._load.get(worker_id, load)
-        equals = self._by_load.get(known, {})
+        old_load = self._load.get(worker_id, load)
+        equals = self._by_load.get(old_load, {})
         equals.pop(worker_id, None)
         if not equals:
-            self._by_load.pop(known, None)
+            self._by_load.pop(old_load, None)
         self._load[worker_id] = load
         if worker_id not in self._excluded:
             self._by_load.setdefault(load, {})[worker_id] = None
@@ -173,7 +173,7 @@ class GroupShards:
 def split(members: Sequence[int], workers: Sequence[str]) -> dict[str, Sequence[int]]:
     """Splits members into contiguous shards of near-equal sizes, by rollout."""
     size, rest = divmod(len(members), len(workers))
-    ends = [(place + 1) * size + min(place + 1, rest) for place in range(len(workers))]
+    ends = [(index + 1) * size + min(index + 1, rest) for index in range(len(workers))]
     begins = [0, *ends[:-1]]
     return {
         worker: members[begin:end] for worker, begin, end in zip(workers, begins, ends, strict=True)

@@ -39,8 +39,8 @@ class Mixture:
         """Names of the sets."""
         self.sizes: Sequence[int] = tuple(rows.values())
         """Number of rows of each set."""
-        given = weights or {}
-        self._weights = [float(given.get(split, size)) for split, size in rows.items()]
+        set_weights = weights or {}
+        self._weights = [float(set_weights.get(split, size)) for split, size in rows.items()]
         self._begins = list(accumulate(self.sizes, initial=0))
 
     @property
@@ -120,10 +120,10 @@ class ReturnedRows:
     """
 
     def __init__(self, rows: Iterable[ReturnedRow] = ()) -> None:
-        self._rows = {each.row: each for each in rows}
-        self._waiting = deque(each.row for each in self._rows.values() if each.is_waiting)
-        self._epoch = max((each.epoch for each in self._rows.values()), default=0)
-        self._num_returned = max((each.number for each in self._rows.values()), default=-1) + 1
+        self._rows = {row.row: row for row in rows}
+        self._waiting = deque(row.row for row in self._rows.values() if row.is_waiting)
+        self._epoch = max((row.epoch for row in self._rows.values()), default=0)
+        self._num_returned = max((row.number for row in self._rows.values()), default=-1) + 1
         self._changed: dict[int, None] = {}
         self._deleted: list[int] = []
         self._is_new_epoch = False
@@ -166,7 +166,7 @@ class ReturnedRows:
         # Rows that were not issued at the end of their epoch wait for the end of this one.
         self._epoch, self._is_new_epoch = epoch, True
         self._deleted += [row for row in self._changed if not self._rows[row].is_waiting]
-        self._rows = {row: each for row, each in self._rows.items() if each.is_waiting}
+        self._rows = {row: returned for row, returned in self._rows.items() if returned.is_waiting}
         self._changed = {row: None for row in self._changed if row in self._rows}
 
 

@@ -149,7 +149,7 @@ _CONDITION_OF_EVENT: Final[dict[str, tuple[ConditionType, ConditionStatus]]] = {
 
 
 def conditions_after(
-    known: Sequence[Condition],
+    conditions: Sequence[Condition],
     event: str,
     message: str,
     data: Mapping[str, Any],
@@ -162,10 +162,10 @@ def conditions_after(
     Args:
         time: Time of the event, in seconds since the epoch.
     """
-    found = {condition.type: condition for condition in known}
-    for change in _changes(event, message, data, known):
-        old = found.get(change.type)
-        found[change.type] = Condition(
+    by_type = {condition.type: condition for condition in conditions}
+    for change in _changes(event, message, data, conditions):
+        old = by_type.get(change.type)
+        by_type[change.type] = Condition(
             type=change.type,
             status=change.status,
             reason=change.reason,
@@ -175,11 +175,11 @@ def conditions_after(
                 old.last_transition_time if old and old.status == change.status else time
             ),
         )
-    return tuple(found.values())
+    return tuple(by_type.values())
 
 
 def _changes(
-    event: str, message: str, data: Mapping[str, Any], known: Sequence[Condition]
+    event: str, message: str, data: Mapping[str, Any], conditions: Sequence[Condition]
 ) -> Iterable[_Change]:
     if event in _CONDITION_OF_EVENT:
         type_, status = _CONDITION_OF_EVENT[event]
@@ -189,7 +189,7 @@ def _changes(
     elif event == "Submitted":
         yield from _submitted()
     elif event == "StateChanged":
-        yield from _moved(RunState(data["to"]), data["reason"], message, known)
+        yield from _moved(RunState(data["to"]), data["reason"], message, conditions)
     elif event == "WorkersReady":
         yield from _ready(message, data["absent"])
     elif event in ("Resized", "Replaced"):
@@ -208,7 +208,7 @@ def _submitted() -> Iterable[_Change]:
 
 
 def _moved(
-    state: RunState, reason: str, message: str, known: Sequence[Condition]
+    state: RunState, reason: str, message: str, conditions: Sequence[Condition]
 ) -> Iterable[_Change]:
     if state is RunState.QUEUED:
         yield _Change("Admitted", "False", "Queued", "the run is queued")
@@ -222,7 +222,7 @@ def _moved(
         yield _Change("Progressing", "False", reason, message)
         yield _Change("Degraded", "True", reason, message)
     elif state is RunState.PAUSED or state in TERMINAL:
-        for condition in known:
+        for condition in conditions:
             if condition.type != "CheckpointCurrent" and not (
                 state is RunState.FAILED and _may_explain(condition)
             ):

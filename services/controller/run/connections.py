@@ -107,8 +107,8 @@ async def create_partitions(
         too.
     """
     train = partition_id(run_id, "train")
-    known = {found.partition_id: found.revision for found in (await queue.stats()).partitions}
-    if snapshot_id and train not in known:
+    revisions = {stats.partition_id: stats.revision for stats in (await queue.stats()).partitions}
+    if snapshot_id and train not in revisions:
         try:
             restored = await queue.restore_snapshot(run_id, snapshot_id)
             logger.info(
@@ -139,7 +139,7 @@ async def create_partitions(
         await queue.record_samples(
             run_id, max_bytes=spec.samples.max_bytes, max_steps=spec.samples.max_steps
         )
-    return not known.get(train)
+    return not revisions.get(train)
 
 
 async def drop_partitions(queue: TransferQueueClient, run_id: str) -> None:

@@ -203,13 +203,13 @@ class TrainingPipeline:
 
     def activities(self) -> list[str]:
         """Returns the run's current activities, such as ``TRAINING``."""
-        found = {
+        activities = {
             self.activity: bool(self.activity),
             "SYNCING_WEIGHTS": self.publisher.is_busy,
             "GENERATING": self.ledger.count(*RUNNING) > 0,
             "VALIDATING": self.evaluator.is_busy,
         }
-        return [name for name, is_true in found.items() if is_true]
+        return [name for name, is_true in activities.items() if is_true]
 
     @property
     def is_done(self) -> bool:
@@ -320,14 +320,14 @@ class TrainingPipeline:
 
     async def _report_cut_off(self) -> None:
         """Reports workers besides trainer and rollouts that cannot reach the transferqueue, or can again."""
-        known: set[str] = set()
+        reported: set[str] = set()
         while True:
             now = {w.worker_id: w.activity for w in self.connections.others if w.is_cut_off}
-            lost = {name: now[name] for name in sorted(now.keys() - known)}
-            back = sorted(known - now.keys())
+            lost = {name: now[name] for name in sorted(now.keys() - reported)}
+            back = sorted(reported - now.keys())
             for note in cut_off_notes("WorkerCutOff", lost, "WorkerReconnected", back):
                 await self.journal.record_event(note, self.ledger)
-            known = {*now}
+            reported = {*now}
             await asyncio.sleep(CUT_OFF_EVERY_S)
 
     async def _raise_fault(self) -> None:
@@ -419,8 +419,8 @@ class TrainingPipeline:
         Raises:
             RolloutsOutdatedError: If the rollouts must restart.
         """
-        found = mismatch([*self.steps.divergences], self.spec.now)
-        if found is None or self.is_done:
+        report = mismatch([*self.steps.divergences], self.spec.now)
+        if report is None or self.is_done:
             return
         store = end_quantization(self.journal.run_id)
         ask = self.request_queue.added("restart_rollouts")
@@ -430,12 +430,12 @@ class TrainingPipeline:
             ask(connection)
 
         logger.warning(
-            "quantization ends", extra={"run": self.journal.run_id, "why": found.message}
+            "quantization ends", extra={"run": self.journal.run_id, "why": report.message}
         )
-        data = {"step": self.step, "kl_rollout": found.kl, "max_mismatch": found.limit}
-        await self.record_event("QuantizationEnded", found.message, data, also=write)
+        data = {"step": self.step, "kl_rollout": report.kl, "max_mismatch": report.limit}
+        await self.record_event("QuantizationEnded", report.message, data, also=write)
         self.spec.now = without_quantization(self.spec.now)
-        raise RolloutsOutdatedError(found.message)
+        raise RolloutsOutdatedError(report.message)
 
     def _open_gate(self) -> None:
         """Opens the staleness gate for rows with demonstrations, which need no published weights."""
@@ -489,11 +489,11 @@ class TrainingPipeline:
         if self.spec.now.trainer.checkpoint.best is None:
             return set()
         best, offset = self.progress.best, self.version_offset
-        kept = set() if best is None else {int(best["step"])}
-        kept |= {version - offset for version in self.evaluator.pending_versions}
+        steps = set() if best is None else {int(best["step"])}
+        steps |= {version - offset for version in self.evaluator.pending_versions}
         # Versions that are not served yet will still be evaluated.
         served = max(self.evaluator.version - offset, self.step - _MAX_UNSERVED)
-        return kept | set(range(served + 1, self.step))
+        return steps | set(range(served + 1, self.step))
 
     async def is_saved(self) -> bool:
         """Returns True if the run can resume after its last step without the trainer's host."""

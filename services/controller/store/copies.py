@@ -42,12 +42,12 @@ def expect(database: Path) -> None:
     if not runs:
         return
     try:
-        found = "missing" if not database.exists() else "" if _has_runs_table(database) else "empty"
+        state = "missing" if not database.exists() else "" if _has_runs_table(database) else "empty"
     except sqlite3.DatabaseError as error:
-        found = f"damaged ({error})"
-    if found:
+        state = f"damaged ({error})"
+    if state:
         raise FailedPreconditionError(
-            f"the database {database} is {found}, but {len(runs)} runs have folders beside it, such as "
+            f"the database {database} is {state}, but {len(runs)} runs have folders beside it, such as "
             f"{runs[-1]}; restore a copy with 'slipstream restore FILE', or move these folders away, or use "
             "another state directory"
         )
@@ -132,9 +132,9 @@ def _complete_copy(source: Path, target: Path) -> Iterator[tuple[Path, int]]:
             reading.backup(writing)
             # Stores the copy in one file, without a write-ahead log.
             writing.execute("PRAGMA journal_mode=DELETE")
-            (found,) = writing.execute("PRAGMA integrity_check(1)").fetchone()
-            if found != "ok":
-                raise InvalidArgumentError(f"{source} is damaged ({found}); use an older copy")
+            (verdict,) = writing.execute("PRAGMA integrity_check(1)").fetchone()
+            if verdict != "ok":
+                raise InvalidArgumentError(f"{source} is damaged ({verdict}); use an older copy")
             (num_runs,) = writing.execute("SELECT count(*) FROM runs").fetchone()
         yield copy, num_runs
     except sqlite3.DatabaseError as error:

@@ -150,11 +150,11 @@ class Database:
     def _check_lead(self, connection: sa.Connection) -> None:
         if self.epoch is None:
             return
-        found = connection.execute(_EPOCH).scalar()
-        if found != self.epoch:
+        epoch = connection.execute(_EPOCH).scalar()
+        if epoch != self.epoch:
             raise LeaseLostError(
-                f"another controller is the leader (epoch {found}; this one had {self.epoch})",
-                epoch=found,
+                f"another controller is the leader (epoch {epoch}; this one had {self.epoch})",
+                epoch=epoch,
             )
 
     @contextmanager
@@ -169,8 +169,8 @@ class Database:
 
 def _make_engine(url: str) -> sa.Engine:
     if not url.startswith("sqlite"):
-        given = sa.make_url(url).query
-        options = {name: value for name, value in _CLIENT_OPTIONS.items() if name not in given}
+        query = sa.make_url(url).query
+        options = {name: value for name, value in _CLIENT_OPTIONS.items() if name not in query}
         engine = sa.create_engine(url, pool_pre_ping=True, pool_size=10, connect_args=options)
         event.listen(engine, "connect", partial(_prepare_postgresql, engine.dialect.loaded_dbapi))
         return engine

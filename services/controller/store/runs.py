@@ -109,9 +109,9 @@ class RunStore:
         """
         with self.database.write() as connection:
             if request is not None:
-                known = seen_request(connection, request)
-                if known is not None:
-                    return get_run(connection, known), False
+                earlier_id = seen_request(connection, request)
+                if earlier_id is not None:
+                    return get_run(connection, earlier_id), False
             check_name(connection, new)
             if check is not None:
                 check(connection)
@@ -143,7 +143,7 @@ class RunStore:
         """Lists runs after the run ``after``, newest first unless the filter sets another order."""
         only = only or RunFilter()
         order = RUNS.c.run_id if only.is_oldest_first else RUNS.c.run_id.desc()
-        columns = RUNS.c if has_specs else [each for each in RUNS.c if each.name != "spec_json"]
+        columns = RUNS.c if has_specs else [field for field in RUNS.c if field.name != "spec_json"]
         query = sa.select(*columns).order_by(order).limit(limit)
         if after is not None:
             is_after = RUNS.c.run_id > after if only.is_oldest_first else RUNS.c.run_id < after

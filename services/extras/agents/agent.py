@@ -95,7 +95,7 @@ class Agent:
         refuse_images(episode.prompt.pictures)
         try:
             async with endpoint.open(episode) as access, asyncio.timeout(self._timeout_s):
-                given = {
+                arguments = {
                     "base_url": access.base_url,
                     "api_key": access.api_key,
                     "model": access.model,
@@ -103,8 +103,8 @@ class Agent:
                     "row": dict(episode.prompt.row),
                 }
                 if episode.sandbox is not None:
-                    given["sandbox"] = episode.sandbox.access
-                episode.earned = await runner.run(given)
+                    arguments["sandbox"] = episode.sandbox.access
+                episode.earned = await runner.run(arguments)
         except TimeoutError as error:
             raise CallError(
                 "timeout", f"the agent took longer than {self._timeout_s:g} s"

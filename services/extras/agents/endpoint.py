@@ -222,5 +222,5 @@ class Endpoint:
 
 def _cause(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     """Returns the error to raise: an interruption takes precedence over the errors that it caused."""
-    found = leaves(errors)
-    return next((error for error in found if isinstance(error, Interrupted)), found[0])
+    causes = leaves(errors)
+    return next((error for error in causes if isinstance(error, Interrupted)), causes[0])

@@ -138,17 +138,17 @@ class EpisodeRecord:
         reasoning = earlier.reasoning if earlier else ()
         added = request.messages[len(reasoning) :]
         with_reasoning = partial(self._with_reasoning, request, reasoning)
-        request, kept = await _computed(with_reasoning, request)
+        request, reasoned = await _computed(with_reasoning, request)
         is_rewritten = any(message.role == "assistant" for message in added)
-        if earlier is not None and kept != earlier.kept:
+        if earlier is not None and reasoned != earlier.kept:
             earlier, is_rewritten = None, True
         self._episode.num_rewritten += is_rewritten
         turns = await self._chat_turns(request, earlier)
-        asked = _hash(turns, earlier)
+        context_hash = _hash(turns, earlier)
         is_open = self.format.opens_reasoning(self._episode.tokenizer, turns[-1].token_ids)
         if listener is not None:
             listener.begin(num_prompt_tokens=num_tokens(turns), is_open=is_open)
-        sampled = await self._sample(turns, asked, request, request.reply_tokens, listener)
+        sampled = await self._sample(turns, context_hash, request, request.reply_tokens, listener)
         choices = [
             Choice(
                 turn=turn,
@@ -169,14 +169,16 @@ class EpisodeRecord:
         self._chats += [
             _Conversation(
                 turns=(*turns, choice.turn),
-                asked=asked,
+                asked=context_hash,
                 meanings=(*meanings, choice.message.meaning),
                 reasoning=(
                     *reasoning,
                     *[""] * len(added),
                     choice.message.reasoning_content or "",
                 ),
-                kept=kept | {len(request.messages)} if choice.message.reasoning_content else kept,
+                kept=reasoned | {len(request.messages)}
+                if choice.message.reasoning_content
+                else reasoned,
             )
             for choice in choices
         ]
@@ -193,14 +195,14 @@ class EpisodeRecord:
             rest, continues = prompt.removeprefix(seen_text), earlier is not None
             added = await _computed(partial(self._encoded, rest, continues=continues), request)
         else:
-            known = [*self._texts, *self._chats]
-            earlier = _longest(known, lambda seen: _begins(prompt, token_ids(seen.turns)))
+            conversations = [*self._texts, *self._chats]
+            earlier = _longest(conversations, lambda seen: _begins(prompt, token_ids(seen.turns)))
             added = list(prompt[num_tokens(earlier.turns) :] if earlier else prompt)
         turns = self._extended(earlier, observed(added))
-        asked = _hash(turns, earlier)
+        context_hash = _hash(turns, earlier)
         if listener is not None:
             listener.begin(num_prompt_tokens=num_tokens(turns), is_open=False)
-        sampled = await self._sample(turns, asked, request, request.max_tokens, listener)
+        sampled = await self._sample(turns, context_hash, request, request.max_tokens, listener)
         tokenizer = self._episode.tokenizer
         choices = [
             Choice(
@@ -216,7 +218,7 @@ class EpisodeRecord:
         self._texts += [
             _Conversation(
                 turns=(*turns, choice.turn),
-                asked=asked,
+                asked=context_hash,
                 text=text + choice.message.text,
                 has_visible_reply=bool(choice.message.text),
             )
@@ -233,19 +235,19 @@ class EpisodeRecord:
             The request, and the indices of the messages whose reasoning belongs to the history: with
             ``history: template``, those whose reasoning the chat template renders in this request.
         """
-        known = {index: text for index, text in enumerate(reasoning) if text}
-        if not known:
+        texts = {index: text for index, text in enumerate(reasoning) if text}
+        if not texts:
             return request, frozenset()
         messages = [
-            message.model_copy(update={"reasoning_content": known[index]})
-            if index in known
+            message.model_copy(update={"reasoning_content": texts[index]})
+            if index in texts
             else message
             for index, message in enumerate(request.messages)
         ]
         request = request.model_copy(update={"messages": tuple(messages)})
         if not self._is_rendered:
-            return request, frozenset(known)
-        return request, rendered_reasoning(self._episode.tokenizer, messages, request.tools, known)
+            return request, frozenset(texts)
+        return request, rendered_reasoning(self._episode.tokenizer, messages, request.tools, texts)
 
     async def count(self, request: ChatRequest) -> int:
         """Returns the number of tokens of a chat, up to the start of the reply."""
@@ -377,7 +379,7 @@ class EpisodeRecord:
         """Returns texts and tokens that end the reply, in addition to the episode's."""
         tokenizer = self._episode.tokenizer
         ids = frozenset(request.stop_token_ids or ())
-        if unknown := [each for each in ids if not 0 <= each < tokenizer.vocab_size]:
+        if unknown := [token_id for token_id in ids if not 0 <= token_id < tokenizer.vocab_size]:
             raise invalid(
                 f"stop_token_ids has {unknown[0]}, but the model has tokens 0 to "
                 f"{tokenizer.vocab_size - 1}; use some of these",
@@ -389,9 +391,9 @@ class EpisodeRecord:
             raise invalid(str(error), param="stop") from error
         return texts, special_ids | ids
 
-    def _seed(self, context: bytes, given: int | None, *, number: int, index: int) -> int:
+    def _seed(self, context: bytes, request_seed: int | None, *, number: int, index: int) -> int:
         """Returns a distinct seed for each reply to a context, equal if the agent repeats its requests."""
-        which = f"{number + index}" if given is None else f"{given}+{index}"
+        which = f"{number + index}" if request_seed is None else f"{request_seed}+{index}"
         text = f"{self._episode.limits.seed}/{which}/".encode() + context
         return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1
 
@@ -425,21 +427,23 @@ def _longest(
     fitting = [conversation for conversation in conversations if fits(conversation)]
     # Messages count first: a conversation without reasoning has more messages, but maybe fewer tokens.
     return max(
-        fitting, key=lambda found: (len(found.meanings), num_tokens(found.turns)), default=None
+        fitting,
+        key=lambda candidate: (len(candidate.meanings), num_tokens(candidate.turns)),
+        default=None,
     )
 
 
 def _hash(turns: Sequence[Turn], earlier: _Conversation | None) -> "_Hash":
     """Hashes the tokens of turns, starting from the hash of the conversation that they continue."""
-    found = hashlib.sha256() if earlier is None else earlier.asked.copy()
+    context_hash = hashlib.sha256() if earlier is None else earlier.asked.copy()
     try:
         for turn in turns[0 if earlier is None else len(earlier.turns) - 1 :]:
-            found.update(array("q", turn.token_ids))
+            context_hash.update(array("q", turn.token_ids))
             if turn.model_inputs is not None:
-                found.update(turn.model_inputs.digest.encode())
+                context_hash.update(turn.model_inputs.digest.encode())
     except OverflowError as error:
         raise invalid("prompt: a token id has more than 64 bits", param="prompt") from error
-    return found
+    return context_hash
 
 
 def _begins(whole: Sequence[Any], part: Sequence[Any]) -> bool:

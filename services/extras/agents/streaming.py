@@ -192,13 +192,13 @@ class VisibleText:
 
     def add(self, tokens: Sequence[int]) -> Piece:
         self._tokens += tokens
-        known = self._decode(self._tokens[self._context : self._decoded])
+        shown = self._decode(self._tokens[self._context : self._decoded])
         text = self._decode(self._tokens[self._context :])
         if text.endswith(_INCOMPLETE):
             return Piece()
         self._context, self._decoded = self._decoded, len(self._tokens)
-        self._held += text[len(known) :]
-        self.num_characters += len(text) - len(known)
+        self._held += text[len(shown) :]
+        self.num_characters += len(text) - len(shown)
         piece = self._visible()
         self._sent = Piece(
             self._sent.content + piece.content, self._sent.reasoning + piece.reasoning
@@ -217,7 +217,7 @@ class VisibleText:
 
     def _decode(self, tokens: Sequence[int]) -> str:
         if self._keeps_special:
-            tokens = [each for each in tokens if each not in self._tokenizer.stop_ids]
+            tokens = [token for token in tokens if token not in self._tokenizer.stop_ids]
         return self._tokenizer.decode(tokens, keeps_special=self._keeps_special)
 
     def _visible(self) -> Piece:
@@ -250,8 +250,8 @@ class VisibleText:
         self._held, self._label = self._held.removeprefix(self._label), ""
         if not self._sent.reasoning:
             self._held = self._held.lstrip()
-        before, found, after = self._held.partition(end)
-        if found:
+        before, separator, after = self._held.partition(end)
+        if separator:
             self._held, self._is_reasoning = after, False
             return before.rstrip()
         # Spaces before the end mark do not belong to the reasoning.
@@ -264,8 +264,8 @@ def _first_mark(text: str, marks: Sequence[str]) -> int:
     """Returns the position of the first mark, or possible start of one, in a text."""
     places = [len(text)]
     for mark in marks:
-        found = text.find(mark)
+        position = text.find(mark)
         starts = range(max(0, len(text) - len(mark) + 1), len(text))
         begun = next((start for start in starts if mark.startswith(text[start:])), None)
-        places += [place for place in (found, begun) if place is not None and place >= 0]
+        places += [place for place in (position, begun) if place is not None and place >= 0]
     return min(places)

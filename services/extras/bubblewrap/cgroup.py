@@ -149,8 +149,8 @@ def create_cgroups(*, memory_bytes: int, max_tasks: int) -> CgroupSet:
 
 def children(pid: int) -> list[int]:
     """Returns the processes that the main thread of a process has started. Raises OSError."""
-    found = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8")
-    return [int(child) for child in found.split()]
+    content = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8")
+    return [int(child) for child in content.split()]
 
 
 @functools.cache
@@ -190,22 +190,22 @@ def _usable(controller: Controller, memory_parent: Path | None = None) -> Path:
     Args:
         memory_parent: Parent of the cgroups that limit memory: a process has one cgroup in version 2.
     """
-    own = own_cgroup(
+    group = own_cgroup(
         Path("/proc/self/mountinfo").read_text(encoding="utf-8"),
         Path("/proc/self/cgroup").read_text(encoding="utf-8"),
         controller,
     )
-    is_unified = (own / "cgroup.controllers").exists()
+    is_unified = (group / "cgroup.controllers").exists()
     if is_unified and memory_parent is not None:
         parent = memory_parent
     elif is_unified and controller == "memory":
         # Only the root of the hierarchy, which has no type, may contain processes and distribute memory.
-        parent = own.parent if (own / "cgroup.type").exists() else own
+        parent = group.parent if (group / "cgroup.type").exists() else group
         controllers = (parent / "cgroup.subtree_control").read_text(encoding="ascii")
         if controller not in controllers.split():
             raise FileNotFoundError(f"{parent} does not distribute memory to its children")
     else:
-        parent = own
+        parent = group
     if is_unified and controller == "pids":
         (parent / "cgroup.subtree_control").write_text("+pids")
     remove_left(parent)

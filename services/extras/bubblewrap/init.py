@@ -75,16 +75,16 @@ def serve(limits: _Limits) -> None:
         if not (line := requests.readline()):
             break
         command_bytes, stdin_bytes, milliseconds, output_bytes = map(int, line.split())
-        command, given = requests.read(command_bytes), requests.read(stdin_bytes)
+        command, stdin = requests.read(command_bytes), requests.read(stdin_bytes)
         output = _Output(output_bytes)
         # Processes that the last command left may still start others, and leave none for this command.
         _kill_if_exceeded(limits)
         try:
             try:
-                process = _start(command, given, output)
+                process = _start(command, stdin, output)
             except BlockingIOError:
                 _kill_if_exceeded(limits)
-                process = _start(command, given, output)
+                process = _start(command, stdin, output)
         except (OSError, ValueError) as error:  # a zero byte, too long, or the process limit
             output.close_writer()
             output.read_rest()
@@ -140,11 +140,11 @@ class _Output:
         os.close(self.reader)
 
 
-def _start(command: bytes, given: bytes, output: _Output) -> int:
+def _start(command: bytes, content: bytes, output: _Output) -> int:
     stdin = os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR)  # noqa: S108 -- inside its own namespace
     try:
-        for begin in range(0, len(given), _READ_BYTES):
-            os.write(stdin, given[begin : begin + _READ_BYTES])
+        for begin in range(0, len(content), _READ_BYTES):
+            os.write(stdin, content[begin : begin + _READ_BYTES])
         os.lseek(stdin, 0, os.SEEK_SET)
         process = os.posix_spawn(
             "/bin/sh",

@@ -205,8 +205,8 @@ def _tensor_of(entry: Any) -> TensorStorageMetadata:
         TensorProperties(dtype=dtype),
         _size_of(values["size"]),
         [
-            ChunkStorageMetadata(_size_of(each["offsets"]), _size_of(each["sizes"]))
-            for each in chunks
+            ChunkStorageMetadata(_size_of(chunk_values["offsets"]), _size_of(chunk_values["sizes"]))
+            for chunk_values in chunks
         ],
     )
 

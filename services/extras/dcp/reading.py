@@ -54,23 +54,23 @@ def open_weights(folder: Path) -> DcpWeights:
         if isinstance(entry, TensorStorageMetadata)
     }
     prefix = _prefix_of(tensors, folder)
-    kept = {
+    stored_names = {
         name: name.removeprefix(prefix)
         for name in tensors
         if name.startswith(prefix) and not name.startswith("optimizer.")
     }
     storage = {
-        MetadataIndex(kept[index.fqn], index.offset, index.index): info
+        MetadataIndex(stored_names[index.fqn], index.offset, index.index): info
         for index, info in metadata.storage_data.items()
-        if index.fqn in kept
+        if index.fqn in stored_names
     }
     renamed = replace(
         metadata,
-        state_dict_metadata={kept[name]: tensors[name] for name in kept},
+        state_dict_metadata={stored_names[name]: tensors[name] for name in stored_names},
         planner_data=None,
         storage_data=storage,
     )
-    return DcpWeights(folder, renamed, frozenset(kept.values()))
+    return DcpWeights(folder, renamed, frozenset(stored_names.values()))
 
 
 def _prefix_of(tensors: Mapping[str, object], folder: Path) -> str:

@@ -124,25 +124,25 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tls-key", type=Path, help="PEM file with the private key")
 
 
-def serve_guarded(app: ASGIApp, given: argparse.Namespace) -> AbstractAsyncContextManager[int]:
+def serve_guarded(app: ASGIApp, options: argparse.Namespace) -> AbstractAsyncContextManager[int]:
     """Serves an application according to the command line; yields the port.
 
     Raises:
         ValueError: If other users or hosts could connect without a token.
         InvalidArgumentError: If the token file or the address is invalid.
     """
-    is_here = given.bind.startswith("unix:")
-    if given.token_file is None and not is_here:
+    is_here = options.bind.startswith("unix:")
+    if options.token_file is None and not is_here:
         raise ValueError(
-            f"--bind {given.bind} accepts other hosts; set --token-file to a file with at least 32 random "
+            f"--bind {options.bind} accepts other hosts; set --token-file to a file with at least 32 random "
             "bytes, such as 'openssl rand -hex 32' writes, or bind to unix:PATH"
         )
-    token = b"" if given.token_file is None else read_key(given.token_file)
+    token = b"" if options.token_file is None else read_key(options.token_file)
     return serve_http(
-        given.bind,
+        options.bind,
         Guard(app, token=token),
-        certificate=given.tls_certificate,
-        key=given.tls_key,
+        certificate=options.tls_certificate,
+        key=options.tls_key,
         connections_per_peer=0 if is_here else _CONNECTIONS_PER_PEER,
         authenticates=bool(token),
         max_unauthenticated=MAX_UNAUTHENTICATED_EPISODES,

@@ -114,9 +114,11 @@ class HarborTask:
         return None if self._is_verified or self._sandbox is None else await self._verify()
 
     async def _run(self, call: Mapping[str, Any]) -> str:
-        given = call["function"]["arguments"]
+        arguments = call["function"]["arguments"]
         try:
-            command = (json.loads(given) if isinstance(given, str) else given)["command"]
+            command = (json.loads(arguments) if isinstance(arguments, str) else arguments)[
+                "command"
+            ]
         except (ValueError, KeyError, TypeError):
             return 'the arguments must be {"command": "..."}'
         variables = _value(self._task, "environment.env") or {}
@@ -138,13 +140,13 @@ class HarborTask:
         script = f"chmod +x {TESTS}/test.sh; {TESTS}/test.sh > {REWARDS}/test-stdout.txt 2>&1"
         timeout_s = float(_value(self._task, "verifier.timeout_sec") or _VERIFIER_TIMEOUT_S)
         await self._box.run(self._in_workdir(script, variables), timeout_s=timeout_s)
-        found = await self._box.run(
+        result = await self._box.run(
             f"cat {REWARDS}/reward.json 2>/dev/null || cat {REWARDS}/reward.txt 2>/dev/null"
         )
-        if found.exit_status != 0:
+        if result.exit_status != 0:
             said = (await self._box.run(f"tail -c 500 {REWARDS}/test-stdout.txt")).text
             raise RuntimeError(f"the tests of {self._folder.name!r} wrote no reward: {said}")
-        return _rewards(found.text, self._folder.name)
+        return _rewards(result.text, self._folder.name)
 
     def _in_workdir(self, command: str, variables: Mapping[str, str]) -> str:
         exports = "".join(
@@ -217,12 +219,12 @@ def _files(folder: Path) -> Sequence[tuple[str, bytes]]:
 def _rewards(text: str, name: str) -> dict[str, float]:
     """Reads ``reward.json`` or ``reward.txt``. Raises ValueError."""
     try:
-        given = json.loads(text)
+        answer = json.loads(text)
     except ValueError as error:
         raise ValueError(
             f"the tests of {name!r} wrote no number as reward: {text[:80]!r}"
         ) from error
-    rewards = given if isinstance(given, dict) else {"reward": given}
+    rewards = answer if isinstance(answer, dict) else {"reward": answer}
     for key, value in rewards.items():
         if not isinstance(value, int | float) or not math.isfinite(value):
             raise ValueError(f"the tests of {name!r} wrote the reward {key!r} = {value!r:.80}")

@@ -121,7 +121,7 @@ class Host:
         return {"protocol": PROTOCOL, "name": self._name, "version": str(version)}
 
     async def _begin(self, request: Request) -> dict[str, Any]:
-        given = await _body(request, "task", "seed")
+        fields = await _body(request, "task", "seed")
         if len(self._episodes) >= self._max_episodes:
             raise _RefusedError(
                 503, f"all {len(self._episodes)} episode slots are in use; retry later"
@@ -132,9 +132,9 @@ class Host:
         try:
             episode.inner = await _call(self._make, **self._arguments)
             more = {}
-            if given.get("sandbox") is not None:
-                more["sandbox"] = sandbox_argument(given["sandbox"], episode.inner.reset)
-            answer = await _call(episode.inner.reset, given["task"], seed=given["seed"], **more)
+            if fields.get("sandbox") is not None:
+                more["sandbox"] = sandbox_argument(fields["sandbox"], episode.inner.reset)
+            answer = await _call(episode.inner.reset, fields["task"], seed=fields["seed"], **more)
         except BaseException:
             del self._episodes[name]
             raise
@@ -142,8 +142,8 @@ class Host:
         return {**_as_answer(answer), "episode": name}
 
     async def _step(self, request: Request) -> dict[str, Any]:
-        given = await _body(request, "step", "message")
-        episode, number = self._found(request), given["step"]
+        fields = await _body(request, "step", "message")
+        episode, number = self._found(request), fields["step"]
         if number == episode.step and not episode.is_busy:
             return episode.answer
         if episode.is_busy or number != episode.step + 1:
@@ -151,7 +151,7 @@ class Host:
             raise _RefusedError(409, f"step {number} cannot follow: step {episode.step} {done}")
         self._is_used(episode)
         try:
-            answer = _as_answer(await _call(episode.inner.step, given["message"]))
+            answer = _as_answer(await _call(episode.inner.step, fields["message"]))
         finally:
             self._is_idle(request.path_params["name"], episode)
         episode.step, episode.answer = number, {**answer, "step": number}
@@ -199,12 +199,12 @@ class Host:
 async def _body(request: Request, *keys: str) -> dict[str, Any]:
     """Returns a request's JSON object. Raises _RefusedError if it is invalid or lacks one of the keys."""
     try:
-        given = json.loads(await request.body())
+        body = json.loads(await request.body())
     except (ValueError, RecursionError) as error:
         raise _RefusedError(400, f"the body is not valid JSON: {error}") from error
-    if not isinstance(given, dict) or not given.keys() >= set(keys):
+    if not isinstance(body, dict) or not body.keys() >= set(keys):
         raise _RefusedError(400, f"the body must be an object with {' and '.join(keys)}")
-    return given
+    return body
 
 
 def _refusal(message: str, status: int) -> JSONResponse:
@@ -240,7 +240,7 @@ def _as_answer(answer: Any) -> dict[str, Any]:
     raise TypeError(f"an observation must be an object or text, got {type(answer).__name__}")
 
 
-async def serve(given: argparse.Namespace, answers: TextIO) -> None:
+async def serve(options: argparse.Namespace, answers: TextIO) -> None:
     """Serves until a signal arrives; a child process also stops when its standard input ends.
 
     Raises:
@@ -248,16 +248,20 @@ async def serve(given: argparse.Namespace, answers: TextIO) -> None:
     """
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_MAX_THREADS))
     try:
-        make = await asyncio.to_thread(load_callable, given.reference)
+        make = await asyncio.to_thread(load_callable, options.reference)
     except Exception as error:  # noqa: BLE001 -- boundary to user code: every exception becomes an answer
         answers.write(json.dumps({"error": f"{type(error).__name__}: {error}"}) + "\n")
         raise SystemExit(1) from None
     host = Host(
-        make, given.reference, given.arguments, max_episodes=given.max_episodes, idle_s=given.idle_s
+        make,
+        options.reference,
+        options.arguments,
+        max_episodes=options.max_episodes,
+        idle_s=options.idle_s,
     )
-    async with serve_guarded(host.app(), given) as port:
+    async with serve_guarded(host.app(), options) as port:
         answers.write(json.dumps({"port": port}) + "\n")
-        await wait_for_shutdown(stop_on_stdin_eof=given.child)
+        await wait_for_shutdown(stop_on_stdin_eof=options.child)
 
 
 def _json_object(text: str) -> dict[str, Any]:
@@ -290,14 +294,14 @@ def main() -> None:
     parser.add_argument(
         "--child", action="store_true", help="exit at the end of the standard input"
     )
-    given = parser.parse_args()
-    if given.child:
+    options = parser.parse_args()
+    if options.child:
         die_with_parent()
     # The parent reads the answer from the original standard output; user code prints to standard error.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     try:
-        asyncio.run(serve(given, answers))
+        asyncio.run(serve(options, answers))
     except (ValueError, InvalidArgumentError) as error:
         parser.error(str(error))
 

@@ -221,21 +221,21 @@ class OpenEnvSession:
         return self._observation(answer, kind)
 
     def _observation(self, answer: Any, kind: str) -> Observation:
-        found = answer.get("data") if isinstance(answer, Mapping) else None
-        if not isinstance(found, Mapping):
+        content = answer.get("data") if isinstance(answer, Mapping) else None
+        if not isinstance(content, Mapping):
             raise CallError(
                 "invalid_value",
                 f"environment {self._name!r} must respond to {kind} with an object that has data, got "
                 f"{answer!r:.200}",
             )
-        if found.get("code") == _BUSY:
+        if content.get("code") == _BUSY:
             raise BusyError
         if answer.get("type") == "error":
             raise CallError(
                 "exception",
-                f"environment {self._name!r} rejected {kind}: {found.get('message')!s:.500}",
+                f"environment {self._name!r} rejected {kind}: {content.get('message')!s:.500}",
             )
-        seen = found.get("observation")
+        seen = content.get("observation")
         if self._observe is not None:
             if not isinstance(seen, Mapping) or self._observe not in seen:
                 raise CallError(
@@ -244,11 +244,11 @@ class OpenEnvSession:
                     f"{self._observe!r}; set rollout.workflow_arguments.arguments.observe to one of its keys",
                 )
             seen = seen[self._observe]
-        reward = found.get("reward")
+        reward = content.get("reward")
         return parse_observation(
             {
                 "messages": seen if isinstance(seen, str) else json.dumps(seen, ensure_ascii=False),
-                "done": found.get("done", False),
+                "done": content.get("done", False),
                 "reward": None if reward is None else float(reward),
             },
             source=f"environment {self._name!r}",

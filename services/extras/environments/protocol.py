@@ -86,8 +86,8 @@ def parse_observation(answer: object, *, source: str) -> Observation:
 
 def parse_end(answer: object, *, source: str) -> Observation:
     """Parses the answer to the end of an episode, which has only reward and metrics. Raises CallError."""
-    known = {"reward", "metrics"}
-    if not isinstance(answer, Mapping) or set(answer) - known:
+    names = {"reward", "metrics"}
+    if not isinstance(answer, Mapping) or set(answer) - names:
         raise _wrong(source, "an end", "an object with reward and metrics", answer)
     return parse_observation({**answer, "done": True}, source=source)
 

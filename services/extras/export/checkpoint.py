@@ -76,7 +76,9 @@ def export_checkpoint(checkpoint: Path, spec: RunSpec, folder: Path) -> None:
             quantize_base(trained, lora.base_dtype, dtype=dtype)
     saved = stored_tensors(trained)
     if not spec.model.is_tiny:
-        frozen = {name for name, each in trained.named_parameters() if not each.requires_grad}
+        frozen = {
+            name for name, parameter in trained.named_parameters() if not parameter.requires_grad
+        }
         saved = {name: value for name, value in saved.items() if name not in frozen}
     load_shards(
         {_PREFIX + name: value.detach() for name, value in saved.items()},
@@ -111,23 +113,23 @@ def _replace(
     Returns:
         False if the source has no other tensors and takes no images; nothing is written then.
     """
-    known = stored_names(source)
-    stored = as_stored(tensors, config.to_dict(), known=known)
+    names = stored_names(source)
+    stored = as_stored(tensors, config.to_dict(), known=names)
     if config.tie_word_embeddings:
         embedding = next(stored[name] for name in stored if name.endswith("embed_tokens.weight"))
-        stored |= {name: embedding for name in known if name.endswith("lm_head.weight")}
-    if not known - stored.keys() and image_kind(config.to_dict()) is None:
+        stored |= {name: embedding for name in names if name.endswith("lm_head.weight")}
+    if not names - stored.keys() and image_kind(config.to_dict()) is None:
         return False
     folder.mkdir(parents=True, exist_ok=True)
     for path in sorted(source.iterdir()):
         if path.suffix == ".safetensors":
             with safe_open(path, "pt") as file:
                 held = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- no dict
-            found = {
+            replaced = {
                 name: stored[name].to(value.dtype).contiguous() if name in stored else value
                 for name, value in held.items()
             }
-            save_file(found, folder / path.name, metadata={"format": "pt"})
+            save_file(replaced, folder / path.name, metadata={"format": "pt"})
         elif path.suffix == ".json":
             shutil.copyfile(path, folder / path.name)
     return True

@@ -57,13 +57,13 @@ def export(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise typer.BadParameter(f"{folder} exists and is not an empty folder; use another one")
     if format_ not in (_HUGGING_FACE, *FORMATS):
-        known = ", ".join((_HUGGING_FACE, *FORMATS))
-        raise typer.BadParameter(f"--format {format_!r} is not installed; use one of {known}")
+        choices = ", ".join((_HUGGING_FACE, *FORMATS))
+        raise typer.BadParameter(f"--format {format_!r} is not installed; use one of {choices}")
 
-    async def work(api: Api, found: str) -> tuple[str, RunSpec]:
-        view = await api.get(found)
-        kept = _best(view) if best else None
-        return await _checkpoint(api, found, checkpoint_id, step=kept), parse_spec(view.spec)
+    async def work(api: Api, full_id: str) -> tuple[str, RunSpec]:
+        view = await api.get(full_id)
+        best_step = _best(view) if best else None
+        return await _checkpoint(api, full_id, checkpoint_id, step=best_step), parse_spec(view.spec)
 
     location, spec = of_run(url, run_id, work, state_directory=state_directory)
     try:
@@ -99,15 +99,15 @@ def _best(run: RunView) -> int:
 
 
 async def _checkpoint(api: Api, run_id: str, checkpoint_id: str, *, step: int | None) -> str:
-    kept = (await api.call(ListCheckpoints(run_id=run_id))).items
-    ready = [item for item in kept if item.state == "READY"]
+    checkpoints = (await api.call(ListCheckpoints(run_id=run_id))).items
+    ready = [item for item in checkpoints if item.state == "READY"]
     chosen = [
         item for item in ready if checkpoint_id in ("", item.id) and step in (None, item.step)
     ]
     if not chosen:
-        known = ", ".join(item.id for item in ready) or "none"
+        ids = ", ".join(item.id for item in ready) or "none"
         raise ApiError(
-            f"{run_id} has no ready checkpoint {checkpoint_id}; its ready checkpoints are {known}"
+            f"{run_id} has no ready checkpoint {checkpoint_id}; its ready checkpoints are {ids}"
             if checkpoint_id
             else f"{run_id} has no checkpoint; 'slipstream checkpoint' saves one if the run is active"
         )

@@ -620,8 +620,10 @@ class ExternalEngine:
                 "resume", self._freezer.thaw(version, recompute=self._recompute)
             )
             if self._recompute:
-                running = [each for each in self._running.values() if each.segment_id is not None]
-                self._recomputed_tokens_total += sum(each.num_sampled for each in running)
+                running = [
+                    request for request in self._running.values() if request.segment_id is not None
+                ]
+                self._recomputed_tokens_total += sum(request.num_sampled for request in running)
         self._num_caches += not is_emptied
 
     def stats(self) -> EngineStats:

@@ -118,15 +118,15 @@ def handle_weight_command(
     Returns:
         False if ``order`` is no such command.
     """
-    asked: Mapping[str, Any] = json.loads(order)
-    if "slot" in asked:
-        _WRITERS[model].write(asked["slot"], asked["parts"])
+    command: Mapping[str, Any] = json.loads(order)
+    if "slot" in command:
+        _WRITERS[model].write(command["slot"], command["parts"])
         return True
-    if "slots" not in asked:
+    if "slots" not in command:
         return False
     _WRITERS.pop(model, None)
-    slots = open_shared(asked["slots"])
-    shapes = {name: tuple(shape) for name, shape in asked["shapes"]}
+    slots = open_shared(command["slots"])
+    shapes = {name: tuple(shape) for name, shape in command["shapes"]}
     parameters = dict(model.named_parameters())
     try:
         if make_writer is not None:
@@ -204,7 +204,7 @@ class FlatTarget:
             first: Index of the first element in the flat tensor.
             values: ``[n]`` consecutive elements from there on.
         """
-        found = []
+        pairs = []
         row, column = divmod(first, self._width)
         while len(values):
             num_rows = 1 if column else max(len(values) // self._width, 1)
@@ -214,7 +214,7 @@ class FlatTarget:
             end = min(self._begin + self._place.shape[1], column + width)
             if begin < end:
                 place = self._place[row : row + num_rows, begin - self._begin : end - self._begin]
-                found.append((place, block[:, begin - column : end - column]))
+                pairs.append((place, block[:, begin - column : end - column]))
             values = values[num_rows * width :]
             row, column = row + num_rows, 0
-        return found
+        return pairs

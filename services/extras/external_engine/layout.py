@@ -84,7 +84,7 @@ def plan_pieces(
         UnknownLayoutError: If no such pieces exist.
     """
     stored = {engine_name(name, targets): name for name in sources}
-    sources = {own: sources[name] for own, name in stored.items()}
+    sources = {stored_name: sources[name] for stored_name, name in stored.items()}
     pieces: list[Piece] = []
     for name, shape in sources.items():
         owner, _, leaf = name.rpartition(".experts.")

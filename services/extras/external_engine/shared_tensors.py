@@ -121,7 +121,7 @@ def _memory_folder() -> str | None:
 
 def _cuda_handles(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Returns handles of the tensors' memory blocks: usually one, the arena of a received version."""
-    places = tuple((name, each.data_ptr(), each.shape) for name, each in tensors.items())
+    places = tuple((name, tensor.data_ptr(), tensor.shape) for name, tensor in tensors.items())
     if places not in _DESCRIBED:
         _DESCRIBED.clear()
         _DESCRIBED[places] = _describe(tensors)
@@ -142,15 +142,15 @@ _DESCRIBED: dict[Any, tuple[list[str], str]] = {}
 def _describe(tensors: Mapping[str, Tensor]) -> tuple[list[str], str]:
     """Returns the name of one tensor in each memory block, and the description of all tensors."""
     owners: list[str] = []
-    known: dict[int, int] = {}
+    numbers: dict[int, int] = {}
     entries = []
     for name, tensor in tensors.items():
         block = tensor.untyped_storage().data_ptr()
-        if block not in known:
-            known[block] = len(owners)
+        if block not in numbers:
+            numbers[block] = len(owners)
             owners.append(name)
         offset = int(tensor.storage_offset()) * tensor.itemsize
-        entries.append(_entry(name, known[block], offset, tensor))
+        entries.append(_entry(name, numbers[block], offset, tensor))
     return owners, json.dumps(entries)
 
 

@@ -131,8 +131,8 @@ def _exported(store: Any, device: torch.device, folder: Path) -> Iterator[_Membe
             folder.mkdir(parents=True, exist_ok=True)
             # This folder has mode 0700: the socket is never open to other users, regardless of the
             # process's umask.
-            own = tempfile.TemporaryDirectory(prefix="weights-", dir=folder)
-            path = Path(stack.enter_context(own)).resolve() / "socket"
+            socket_folder = tempfile.TemporaryDirectory(prefix="weights-", dir=folder)
+            path = Path(stack.enter_context(socket_folder)).resolve() / "socket"
             with short_path(path) as short:
                 line.bind(short)
             path.chmod(0o600)
@@ -171,9 +171,9 @@ def _accepted(met: _MemberBuffer, count: int, timeout_s: float) -> list[socket.s
     deadline = time.monotonic() + timeout_s
     with selectors.DefaultSelector() as selector:
 
-        def drop(one: socket.socket) -> None:
-            silent.remove(one)
-            selector.unregister(one)
+        def drop(peer: socket.socket) -> None:
+            silent.remove(peer)
+            selector.unregister(peer)
 
         met.line.setblocking(False)
         selector.register(met.line, selectors.EVENT_READ)
@@ -185,24 +185,24 @@ def _accepted(met: _MemberBuffer, count: int, timeout_s: float) -> list[socket.s
                         f"{len(lines)} of {count} receivers connected within {timeout_s:.0f} s"
                     )
                 for key, _ in ready:
-                    one = key.fileobj
-                    assert isinstance(one, socket.socket)
-                    if one is met.line:
+                    peer = key.fileobj
+                    assert isinstance(peer, socket.socket)
+                    if peer is met.line:
                         _accept(met.line, silent, selector)
                         while len(silent) > _MAX_SILENT:
                             oldest = silent[0]
                             drop(oldest)
                             oldest.close()
                     else:
-                        drop(one)
-                        if _knows(one, met.secret):
-                            one.settimeout(timeout_s)
-                            lines.append(one)
+                        drop(peer)
+                        if _knows(peer, met.secret):
+                            peer.settimeout(timeout_s)
+                            lines.append(peer)
                         else:
-                            one.close()
+                            peer.close()
         finally:
-            for one in silent:
-                one.close()
+            for peer in silent:
+                peer.close()
     return lines
 
 
@@ -211,20 +211,22 @@ def _accept(
 ) -> None:
     """Accepts a connection if its other end belongs to this user."""
     with suppress(OSError):  # the peer has already disconnected
-        one, _ = line.accept()
-        _, user, _ = _PEER.unpack(one.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+        peer, _ = line.accept()
+        _, user, _ = _PEER.unpack(
+            peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+        )
         if user != os.geteuid():
-            one.close()
+            peer.close()
             return
-        one.setblocking(False)
-        silent.append(one)
-        selector.register(one, selectors.EVENT_READ)
+        peer.setblocking(False)
+        silent.append(peer)
+        selector.register(peer, selectors.EVENT_READ)
 
 
-def _knows(one: socket.socket, secret: bytes) -> bool:
+def _knows(peer: socket.socket, secret: bytes) -> bool:
     """Returns True if the other end sent the secret."""
     try:
-        return secrets.compare_digest(one.recv(_SECRET_BYTES), secret)
+        return secrets.compare_digest(peer.recv(_SECRET_BYTES), secret)
     except OSError:
         return False
 
@@ -241,7 +243,9 @@ def _first_reason(store: Any, assignment: RankAssignment, why: str) -> str:
         reports = [
             store.get(f"report/{rank + 1}").decode() for rank in range(assignment.num_receivers)
         ]
-        verdict = next((one for one in (why, *reports) if one not in ("", _NOTHING)), _NOTHING)
+        verdict = next(
+            (reason for reason in (why, *reports) if reason not in ("", _NOTHING)), _NOTHING
+        )
         store.set(_VERDICT, verdict)
     return "" if verdict == _NOTHING else verdict
 

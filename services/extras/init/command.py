@@ -126,7 +126,7 @@ def _document(file: Path, model: str, source: PromptSourceSpec, rows: "_Rows") -
     """Returns the specification of a model and its first rows of data."""
     row, is_tiny = rows.first[0], model.startswith(TINY_PREFIX)
     prompt, answer = _column(row, _PROMPTS), _column(row, _ANSWERS)
-    form = _answer_form([str(each.get(answer) or "") for each in rows.first])
+    form = _answer_form([str(data_row.get(answer) or "") for data_row in rows.first])
     is_large = has_gpus() and not is_tiny
     return {
         "name": _name(file),
@@ -222,7 +222,11 @@ def _writing(file: Path) -> Iterator[None]:
 
 def _write_example(file: Path, *, force: bool) -> None:
     """Copies the specification of the example to ``file``, and its code to the same folder."""
-    source = next(found for found in _EXAMPLE_FOLDERS if (found / _EXAMPLE[0]).exists())
+    source = next(
+        example_folder
+        for example_folder in _EXAMPLE_FOLDERS
+        if (example_folder / _EXAMPLE[0]).exists()
+    )
     code = file.with_name(_EXAMPLE[1])
     _refuse_if_there(file, force=force)
     if code.exists() and not force:
@@ -295,8 +299,8 @@ def _answer_form(answers: Sequence[str]) -> _AnswerForm:
     return _PLAIN
 
 
-def _column(row: Row, known: Sequence[str]) -> str:
-    return next((name for name in known if name in row), "")
+def _column(row: Row, columns: Sequence[str]) -> str:
+    return next((name for name in columns if name in row), "")
 
 
 def _path(data: str, source: str, file: Path) -> str:

@@ -137,10 +137,10 @@ def _described(tool: Mapping[str, Any]) -> dict[str, Any]:
 def _message(line: str) -> dict[str, Any]:
     """Parses a message of a server; returns an empty dict for other output."""
     try:
-        found = json.loads(line)
+        message = json.loads(line)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return message if isinstance(message, dict) else {}
 
 
 @functools.cache

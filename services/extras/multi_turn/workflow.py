@@ -190,7 +190,7 @@ class MultiTurn:
         self, episode: Episode, rounds: Sequence[ToolRound], text: str, calls: Sequence[ParsedCall]
     ) -> str | list[int] | Turn:
         results = [await self._result(episode, call) for call in calls]
-        images = [image for _, own in results for image in own]
+        images = [image for _, result_images in results for image in result_images]
         if self._result_template is not None:
             if images:
                 raise CallError(
@@ -245,8 +245,8 @@ class MultiTurn:
             return await episode.call(
                 f"{_MCP}:call_tool", (servers[name], name, arguments), timeout_s=timeout_s
             )
-        known = ", ".join(sorted([*self._functions, *servers])) or "none"
-        return f"error: unknown tool {name!r}; tools: {known}"
+        names = ", ".join(sorted([*self._functions, *servers])) or "none"
+        return f"error: unknown tool {name!r}; tools: {names}"
 
     async def _servers(self, episode: Episode) -> Mapping[str, list[str]]:
         """Returns the server command of each MCP tool; lists the tools first if that was not done before."""
@@ -285,7 +285,7 @@ class MultiTurn:
             if self._offers_tools and functions
         ]
         origins = {name: f"the function {name!r} of tools" for name in self._functions}
-        found: dict[str, list[str]] = {}
+        commands: dict[str, list[str]] = {}
         for command in self._mcp_servers:
             origin = f"the MCP server {shlex.join(command)!r}"
             tools = await calls.call(f"{_MCP}:list_tools", (command,), timeout_s=timeout_s)
@@ -297,9 +297,9 @@ class MultiTurn:
                         f"{origins[name]} and {origin} both offer a tool {name!r}, and a call names only the "
                         "tool; remove one of them, or rename it",
                     )
-                origins[name], found[name] = origin, command
+                origins[name], commands[name] = origin, command
             schemas += tools
-        self._mcp_tools, self._schemas = found, schemas
+        self._mcp_tools, self._schemas = commands, schemas
 
 
 def _name_of(tool: Mapping[str, Any]) -> Any:

@@ -150,9 +150,9 @@ class ObjectCheckpoints:
         newest = stored[0].upload
         if newest == _recorded(root) or newest in uploads.values():
             return
-        known = {manifest.upload for manifest in stored}
+        upload_names = {manifest.upload for manifest in stored}
         for step, folder in _local(root, None).items():
-            if uploads[step] not in known:
+            if uploads[step] not in upload_names:
                 logger.warning(
                     "checkpoint deleted, because the run continued elsewhere",
                     extra={"folder": str(folder), "stored_step": stored[0].step},
@@ -274,8 +274,8 @@ class ObjectCheckpoints:
         total = sum(manifest.sizes.values())
         self._progress = TransferProgress(f"uploading {self._store.url}/{name}", total)
         if not self._is_stored(name, manifest):
-            own = {f: n for f, n in manifest.sizes.items() if self._owner(f) == 0}
-            self._upload_files(upload, manifest, own)
+            rank_files = {f: n for f, n in manifest.sizes.items() if self._owner(f) == 0}
+            self._upload_files(upload, manifest, rank_files)
             self._wait_for_peers(upload, manifest)
             self._request(
                 lambda: self._store.write(f"{name}/{manifests.MANIFEST}", manifest.content)

@@ -50,7 +50,7 @@ class AdamW8bit(torch.optim.AdamW):
             part: list[_QuantizedRows] = []
             for rows in _rows_of(group["params"], self.state):
                 part.append(rows)
-                if sum(each.weight.numel() for each in part) >= _PART_VALUES:
+                if sum(entry.weight.numel() for entry in part) >= _PART_VALUES:
                     _update_rows(part, group)
                     part = []
             _update_rows(part, group)
@@ -143,9 +143,9 @@ def _write_moment(state: Mapping[str, Tensor], name: str, value: Tensor) -> None
         return
     is_signed = _IS_SIGNED[name]
     midpoints = _on_device(is_signed=is_signed, device=value.device)[1]
-    codes, found = _quantized(value, scales.shape[-1], midpoints, is_signed=is_signed)
+    codes, new_scales = _quantized(value, scales.shape[-1], midpoints, is_signed=is_signed)
     state[name].copy_(codes)
-    scales.copy_(found)
+    scales.copy_(new_scales)
 
 
 def _quantized(

@@ -80,7 +80,7 @@ class HostAdamW(torch.optim.AdamW):
     def _fetched(self, part: "_HostPart") -> "_FetchedPart":
         there = [local_part(self.state[p][name]) for name in _MOMENTS for p in part.parameters]
         device = local_part(part.parameters[0]).device
-        here = [torch.empty_like(each, device=device) for each in there]
+        here = [torch.empty_like(tensor, device=device) for tensor in there]
         return _FetchedPart(part, here, self._copied(here, there, device=device, leaving=False))
 
     def _returned(self, visit: "_FetchedPart") -> "_FetchedPart":

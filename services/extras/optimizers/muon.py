@@ -64,11 +64,13 @@ class MuonWithAdamW(torch.optim.AdamW):
             nesterov=False,
             adjust_lr_fn="match_rms_adamw",
         ).step()
-        own = change.detach()
+        local_change = change.detach()
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
-            same = DTensor.from_local(own, mesh, [Replicate()] * mesh.ndim, run_check=False)
-            own = same.redistribute(placements=parameter.placements).to_local()
+            same = DTensor.from_local(
+                local_change, mesh, [Replicate()] * mesh.ndim, run_check=False
+            )
+            local_change = same.redistribute(placements=parameter.placements).to_local()
         weight = local_part(parameter.detach())
-        weight.mul_(1.0 - group["lr"] * group["weight_decay"]).add_(own)
+        weight.mul_(1.0 - group["lr"] * group["weight_decay"]).add_(local_change)
         state["step"] += 1

@@ -189,7 +189,7 @@ def advise(
     share, idle_share = waited_fraction(steps), idle_fraction(steps)
     step_s = measured_step_s(representative_steps(steps))
     now = None if rates is None else predict(rates, setting, num_steps=_SIMULATED_STEPS)
-    found = Advice(
+    advice = Advice(
         bottleneck=_bottleneck(share, idle_share) if setting.dedicated_rollouts else "neither",
         waited=share,
         idled=idle_share,
@@ -198,14 +198,14 @@ def advise(
         changes=(),
         placement=setting.placement,
     )
-    if rates is None or now is None or not found.is_trusted:
-        return found
+    if rates is None or now is None or not advice.is_trusted:
+        return advice
     spare = 0 if gpus is None else gpus - setting.gpus
     found_changes = _changes(
         rates,
         setting,
         now,
-        bottleneck=found.bottleneck,
+        bottleneck=advice.bottleneck,
         spare_gpus=spare,
         allows=allows,
         slots=slots,
@@ -215,9 +215,9 @@ def advise(
     # If the run needs more GPUs than there are, its workers share GPUs or have none, and other placements
     # are not predicted: their workers would, too.
     gains: dict[str, float] = {
-        each.placement: _gain(rates, each, now) for each in others if spare >= 0
+        candidate.placement: _gain(rates, candidate, now) for candidate in others if spare >= 0
     }
-    return replace(found, changes=tuple(helpful[:_MAX_CHANGES]), others=gains)
+    return replace(advice, changes=tuple(helpful[:_MAX_CHANGES]), others=gains)
 
 
 def _bottleneck(waited_share: float, idle_share: float) -> Bottleneck:
@@ -280,5 +280,5 @@ def _changes(
 
 
 def _gain(rates: Rates, setting: Setting, now: Prediction) -> float:
-    found = predict(rates, setting, num_steps=_SIMULATED_STEPS)
-    return found.samples_per_s / now.samples_per_s
+    prediction = predict(rates, setting, num_steps=_SIMULATED_STEPS)
+    return prediction.samples_per_s / now.samples_per_s

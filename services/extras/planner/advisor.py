@@ -148,11 +148,11 @@ class Advisor:
 
     def _lengths(self) -> Mapping[int, int]:
         """Returns the number of responses by upper bound of their length bucket."""
-        found: dict[int, int] = {}
+        histogram: dict[int, int] = {}
         for step in self._steps:
             for bound, count in step.get("histograms", {}).get("response_tokens", {}).items():
-                found[int(bound)] = found.get(int(bound), 0) + count
-        return found
+                histogram[int(bound)] = histogram.get(int(bound), 0) + count
+        return histogram
 
 
 def _default_slots(spec: RunSpec) -> Callable[[int], int] | None:

@@ -68,8 +68,8 @@ def allows(spec: RunSpec, setting: Setting) -> bool:
     # Task groups follow from the numbers of GPUs; a user who changes these changes the groups, too.
     plain = spec.model_copy(update={"topology": TopologySpec(placement=spec.topology.placement)})
     now, then = with_setting(plain, setting_of(spec)), with_setting(plain, setting)
-    kept = {*problems(now), *pod_problems(now)}
-    return kept.issuperset((*problems(then), *pod_problems(then)))
+    remaining = {*problems(now), *pod_problems(now)}
+    return remaining.issuperset((*problems(then), *pod_problems(then)))
 
 
 def trainer_unit(spec: RunSpec) -> int:
@@ -96,13 +96,13 @@ def other_placements(spec: RunSpec, now: Setting) -> Iterator[Setting]:
     for trainer_gpus, is_colocated in ((apart, False), (apart, True), (gpus, True)):
         if not 0 < trainer_gpus <= gpus - (not is_colocated) * engine_gpus or trainer_gpus % unit:
             continue
-        found = on_gpus(now, gpus, trainer_gpus=trainer_gpus, is_colocated=is_colocated)
-        if found.placement == "colocated":
-            found = replace(found, max_staleness=min(1, found.max_staleness))
-        if found.placement == now.placement or found.gpus != gpus:
+        setting = on_gpus(now, gpus, trainer_gpus=trainer_gpus, is_colocated=is_colocated)
+        if setting.placement == "colocated":
+            setting = replace(setting, max_staleness=min(1, setting.max_staleness))
+        if setting.placement == now.placement or setting.gpus != gpus:
             continue
-        if not is_colocated or may_colocate(spec, found):
-            yield found
+        if not is_colocated or may_colocate(spec, setting):
+            yield setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,19 +129,24 @@ class GpuCapacity:
             if size <= self.gpus_per_node or size % self.gpus_per_node == 0
         ]
         whole = [size for size in sizes if (self.gpus - size) % self.engine_gpus == 0]
-        found = whole or [*sizes]
-        return found[:: max(1, -(-len(found) // _MAX_SPLITS))]
+        candidates = whole or [*sizes]
+        return candidates[:: max(1, -(-len(candidates) // _MAX_SPLITS))]
 
     def shared_sizes(self) -> Sequence[int]:
         """Returns the numbers of trainer GPUs if rollouts use all GPUs, the trainer's included.
 
         All ranks of a trainer that takes turns with rollouts are on one node.
         """
-        found = [*self.trainer_sizes(), *([] if self.gpus % self.trainer_unit else [self.gpus])]
+        candidates = [
+            *self.trainer_sizes(),
+            *([] if self.gpus % self.trainer_unit else [self.gpus]),
+        ]
         if self.gpus % self.engine_gpus:
             return []
         return [
-            size for size in found if size % self.engine_gpus == 0 and size <= self.gpus_per_node
+            size
+            for size in candidates
+            if size % self.engine_gpus == 0 and size <= self.gpus_per_node
         ]
 
 
@@ -211,10 +216,14 @@ def plan_splits(
         ]
 
     turns = [way for way in ways(room.shared_sizes(), is_colocated=True) if may_colocate(way)]
-    one = on_one_gpu(base) if room.gpus == room.trainer_unit == 1 else None
-    at_once = [] if one is None else [replace(one, max_staleness=bound) for bound in sorted(bounds)]
+    shared_setting = on_one_gpu(base) if room.gpus == room.trainer_unit == 1 else None
+    at_once = (
+        []
+        if shared_setting is None
+        else [replace(shared_setting, max_staleness=bound) for bound in sorted(bounds)]
+    )
     reasons: dict[str, str] = {}
-    found = []
+    splits = []
     for way in (*ways(room.trainer_sizes(), is_colocated=False), *at_once, *turns):
         kind = " colocated" if way.is_colocated else " shared" if way.shares_gpu else ""
         name = f"{way.trainer_gpus}{kind}"
@@ -222,8 +231,8 @@ def plan_splits(
         if name not in reasons:
             reasons[name] = refused(way)
         if not reasons[name]:
-            found.append(_tried(rates, way, slots))
-    if not found and reasons:
+            splits.append(_tried(rates, way, slots))
+    if not splits and reasons:
         # Names the split that is closest to fitting: the one with the largest trainer, preferably
         # disaggregated, because engines also occupy the GPUs of a colocated trainer.
         apart = [name for name in reasons if name.isdigit()]
@@ -231,16 +240,16 @@ def plan_splits(
         raise ValueError(
             f"no split of {room.gpus} GPUs is possible; with {name} for the trainer: {reasons[name]}"
         )
-    if not found:
+    if not splits:
         raise ValueError(too_few)
-    best = _recommended(found)
+    best = _recommended(splits)
     more = replace(best.setting, slots=2 * best.setting.slots)
     if more.slots <= max_slots:
-        found.append(Split(setting=more, prediction=_predict(rates, more)))
-        best = _recommended(found)
-    now = base if base.gpus <= room.gpus else one if base.rollouts == 1 else None
+        splits.append(Split(setting=more, prediction=_predict(rates, more)))
+        best = _recommended(splits)
+    now = base if base.gpus <= room.gpus else shared_setting if base.rollouts == 1 else None
     return SplitPlan(
-        splits=tuple(found),
+        splits=tuple(splits),
         best=Split(setting=best.setting, prediction=predict(rates, best.setting)),
         now=None if now is None else Split(setting=now, prediction=predict(rates, now)),
         refused={name: reason for name, reason in reasons.items() if reason},
@@ -264,9 +273,9 @@ def _predict(rates: Rates, setting: Setting) -> Prediction:
     return predict(rates, setting, num_steps=num_steps)
 
 
-def _recommended(found: Sequence[Split]) -> Split:
-    maximum = max(split.prediction.samples_per_s for split in found)
-    near = [split for split in found if split.prediction.samples_per_s >= _NEARLY * maximum]
+def _recommended(splits: Sequence[Split]) -> Split:
+    maximum = max(split.prediction.samples_per_s for split in splits)
+    near = [split for split in splits if split.prediction.samples_per_s >= _NEARLY * maximum]
     return min(
         near, key=lambda s: (s.setting.max_staleness, s.setting.slots, -s.prediction.samples_per_s)
     )

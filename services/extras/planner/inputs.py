@@ -131,13 +131,13 @@ class Measured:
     @classmethod
     def of_run(cls, histogram: Mapping[int, int], *, mean_tokens: float) -> "Measured":
         """Creates a histogram from a run's counts by upper bound and the mean of all responses."""
-        found = replace(cls.of(histogram), lowest=tuple(map(lower_bound_of, sorted(histogram))))
-        least, most = (replace(found, lean=lean).mean() for lean in (0.0, 1.0))
+        measured = replace(cls.of(histogram), lowest=tuple(map(lower_bound_of, sorted(histogram))))
+        least, most = (replace(measured, lean=lean).mean() for lean in (0.0, 1.0))
         # A mean outside this range is not the mean of these lengths: if samples have several
         # sequences, it is the mean of the sequences.
         if not least <= mean_tokens <= most or least == most:
-            return found
-        return replace(found, lean=(mean_tokens - least) / (most - least))
+            return measured
+        return replace(measured, lean=(mean_tokens - least) / (most - least))
 
     def draws(self, rng: Random) -> Iterator[int]:
         """Yields random response lengths, without end."""
@@ -410,27 +410,27 @@ def with_overrides(rates: Rates, document: Any) -> Rates:
     Raises:
         ValueError: If it has an unknown key or an invalid rate; the message names the key.
     """
-    given = _mapping(document, "rates")
-    _refuse_others(given, {*_NUMBERS, "decode", "lengths"}, "rates")
+    overrides = _mapping(document, "rates")
+    _refuse_others(overrides, {*_NUMBERS, "decode", "lengths"}, "rates")
     changes: dict[str, Any] = {
-        name: _number(value, name) for name, value in given.items() if name in _NUMBERS
+        name: _number(value, name) for name, value in overrides.items() if name in _NUMBERS
     }
-    if "decode" in given:
-        changes["decode"] = _made(DecodeTime, given["decode"], "decode")
-    if "lengths" in given:
-        changes["lengths"] = _lengths(given["lengths"])
+    if "decode" in overrides:
+        changes["decode"] = _made(DecodeTime, overrides["decode"], "decode")
+    if "lengths" in overrides:
+        changes["lengths"] = _lengths(overrides["lengths"])
     return replace(rates, **changes)
 
 
 def _lengths(document: Any) -> Lengths:
-    given = _mapping(document, "lengths")
-    _refuse_others(given, {*_SHAPES, "histogram"}, "lengths")
-    if len(given) != 1:
-        raise ValueError(f"lengths must have exactly one shape, got {len(given)}; try {_EXAMPLE}")
-    ((shape, arguments),) = given.items()
+    shapes = _mapping(document, "lengths")
+    _refuse_others(shapes, {*_SHAPES, "histogram"}, "lengths")
+    if len(shapes) != 1:
+        raise ValueError(f"lengths must have exactly one shape, got {len(shapes)}; try {_EXAMPLE}")
+    ((shape, arguments),) = shapes.items()
     if shape != "histogram":
-        found: Lengths = _made(_SHAPES[shape], arguments, f"lengths.{shape}")
-        return found
+        lengths: Lengths = _made(_SHAPES[shape], arguments, f"lengths.{shape}")
+        return lengths
     counts = _mapping(arguments, "lengths.histogram")
     try:
         return Measured.of({int(bound): int(count) for bound, count in counts.items()})
@@ -439,12 +439,12 @@ def _lengths(document: Any) -> Lengths:
 
 
 def _made(kind: type[Any], document: Any, key: str) -> Any:
-    given = _mapping(document, key)
+    values = _mapping(document, key)
     names = {field.name for field in fields(kind)}
-    _refuse_others(given, names, key)
-    if missing := names - given.keys():
+    _refuse_others(values, names, key)
+    if missing := names - values.keys():
         raise ValueError(f"{key} lacks {', '.join(sorted(missing))}")
-    return kind(**{name: _number(value, f"{key}.{name}") for name, value in given.items()})
+    return kind(**{name: _number(value, f"{key}.{name}") for name, value in values.items()})
 
 
 def _mapping(document: Any, key: str) -> Mapping[str, Any]:
@@ -455,10 +455,10 @@ def _mapping(document: Any, key: str) -> Mapping[str, Any]:
     return {str(name): value for name, value in document.items()}
 
 
-def _refuse_others(given: Mapping[str, Any], known: set[str], key: str) -> None:
-    if others := sorted(given.keys() - known):
+def _refuse_others(mapping: Mapping[str, Any], allowed_keys: set[str], key: str) -> None:
+    if others := sorted(mapping.keys() - allowed_keys):
         raise ValueError(
-            f"{key} must have only the keys {', '.join(sorted(known))}, got {', '.join(others)}"
+            f"{key} must have only the keys {', '.join(sorted(allowed_keys))}, got {', '.join(others)}"
         )
 
 
@@ -515,9 +515,13 @@ def rates_of(steps: Sequence[Step], lengths: Mapping[int, int], *, setting: Sett
     Raises:
         TooFewStepsError: If a metric is missing.
     """
-    found = representative_steps(steps)
-    trained = [step for step in found if step.get("seconds_total") and step.get("response_tokens")]
-    decoding = [step for step in found if all(step.get(name) is not None for name in DECODE_TIMES)]
+    representative = representative_steps(steps)
+    trained = [
+        step for step in representative if step.get("seconds_total") and step.get("response_tokens")
+    ]
+    decoding = [
+        step for step in representative if all(step.get(name) is not None for name in DECODE_TIMES)
+    ]
     if not (trained and decoding and lengths):
         missing = {
             "seconds_total and response_tokens of the trainer": trained,
@@ -533,7 +537,7 @@ def rates_of(steps: Sequence[Step], lengths: Mapping[int, int], *, setting: Sett
     a_gpu = median(
         _number_of(s, "response_tokens") / _number_of(s, "seconds_total") for s in trained
     )
-    synced = [step for step in found if step.get("sync_ms") is not None]
+    synced = [step for step in representative if step.get("sync_ms") is not None]
     ms = {
         name: _median_ms(synced, name) for name in ("copy", "prepare", "transfer", "adopt", "stall")
     }
@@ -542,9 +546,12 @@ def rates_of(steps: Sequence[Step], lengths: Mapping[int, int], *, setting: Sett
     switch, prepared_ms = {}, ms["prepare"] - ms["copy"]
     if setting.is_colocated:
         back_s = median(
-            _number_of(s, "trainer_sleep_s") + _number_of(s, "rollouts_wake_s") for s in found
+            _number_of(s, "trainer_sleep_s") + _number_of(s, "rollouts_wake_s")
+            for s in representative
         )
-        switch = {"gpu_switch_s": median(_number_of(step, "gpu_switch_s") for step in found)}
+        switch = {
+            "gpu_switch_s": median(_number_of(step, "gpu_switch_s") for step in representative)
+        }
         prepared_ms -= 1000 * back_s  # included in the time to prepare
     prepared_ms = max(0.0, prepared_ms)
     fixed_s, sample_s, most = (
@@ -553,13 +560,13 @@ def rates_of(steps: Sequence[Step], lengths: Mapping[int, int], *, setting: Sett
     if setting.shares_gpu and setting.max_staleness > 0:
         # Steps have the times of both sides at once; rates are those of one side alone.
         a_gpu *= _TRAIN_SLOWDOWN
-        beside = 1 + (_DECODE_SLOWDOWN - 1) * (1 - waited_fraction(found))
+        beside = 1 + (_DECODE_SLOWDOWN - 1) * (1 - waited_fraction(representative))
         fixed_s, sample_s = fixed_s / beside, sample_s / beside
     return Rates(
         train_tokens_per_s=a_gpu / trainer_speedup(setting.trainer_gpus),
         decode=DecodeTime(fixed_s=fixed_s, sample_s=sample_s, max_samples=max(1.0, most)),
         lengths=Measured.of_run(lengths, mean_tokens=_mean_tokens(trained)),
-        step_s=median(_number_of(step, "idle_seconds_control") for step in found),
+        step_s=median(_number_of(step, "idle_seconds_control") for step in representative),
         copy_s=ms["copy"] / 1000,
         transfer_s=(prepared_ms + ms["transfer"] + waiting_ms) / 1000,
         stall_s=ms["stall"] / 1000,
@@ -578,16 +585,16 @@ def measured_step_s(steps: Sequence[Step]) -> float:
 
 def waited_fraction(steps: Sequence[Step]) -> float:
     """Returns the fraction of the time in which the trainer waited for samples."""
-    found = representative_steps(steps)
-    seconds = sum(_number_of(step, "seconds") for step in found)
-    return sum(_number_of(step, "trainer_wait_s") for step in found) / seconds
+    representative = representative_steps(steps)
+    seconds = sum(_number_of(step, "seconds") for step in representative)
+    return sum(_number_of(step, "trainer_wait_s") for step in representative) / seconds
 
 
 def idle_fraction(steps: Sequence[Step]) -> float:
     """Returns the fraction of the time in which a rollout had nothing to generate, averaged over them."""
-    found = representative_steps(steps)
-    seconds = sum(_number_of(step, "seconds") for step in found)
-    return sum(_number_of(step, "rollout_idle_s") for step in found) / seconds
+    representative = representative_steps(steps)
+    seconds = sum(_number_of(step, "seconds") for step in representative)
+    return sum(_number_of(step, "rollout_idle_s") for step in representative) / seconds
 
 
 def _median_ms(steps: Sequence[Step], name: str) -> float:

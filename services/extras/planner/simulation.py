@@ -165,13 +165,13 @@ class ParkedGroup:
 
 def park(engines: Sequence[SimulatedEngine[SimulatedGroup]]) -> list[ParkedGroup]:
     """Parks all groups of some engines, oldest first; call ``advance`` of the engines before."""
-    found: dict[tuple[int, int], ParkedGroup] = {}
+    groups: dict[tuple[int, int], ParkedGroup] = {}
     for number, engine in enumerate(engines):
         for made, tokens in engine.park():
             key = made.group.sequence, number
-            found.setdefault(key, ParkedGroup(made, number, [])).tokens.append(tokens)
+            groups.setdefault(key, ParkedGroup(made, number, [])).tokens.append(tokens)
         engine.num_groups = 0
-    return [found[key] for key in sorted(found)]
+    return [groups[key] for key in sorted(groups)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -436,14 +436,16 @@ class Simulation:
         """Dispatches groups by the rules of ``controller/run/dispatch/dispatcher.py``."""
         present = self._present
         ahead = max(0, len(self._ready) - self._setting.groups_per_step)
-        running = len(self._running) - len({one.made.group.sequence for one in self._parked})
+        running = len(self._running) - len(
+            {parked_group.made.group.sequence for parked_group in self._parked}
+        )
         free = max(0, self._use.num_groups(len(present)) - running - ahead)
         resumed, self._parked = self._parked[:free], self._parked[free:]
         touched: set[int] = set()
-        for one in resumed:
+        for parked_group in resumed:
             number = min(present, key=lambda n: self._engines[n].num_groups)
             self._advance(number)
-            one.resume(self._engines, number)
+            parked_group.resume(self._engines, number)
             touched.add(number)
         free -= len(resumed)
         issued, published = self._num_issued, self._published
@@ -619,10 +621,10 @@ def predict(rates: Rates, setting: Setting, *, num_steps: int | None = None) -> 
             as many as stable means need.
     """
     few = math.ceil(_SAMPLES / setting.samples_per_step)
-    found = Simulation(*_scaled_down(rates, setting)).run(
+    prediction = Simulation(*_scaled_down(rates, setting)).run(
         num_steps or max(_MIN_STEPS, min(few, _MAX_STEPS))
     )
-    return replace(found, samples_per_s=setting.samples_per_step / found.step_s)
+    return replace(prediction, samples_per_s=setting.samples_per_step / prediction.step_s)
 
 
 def _scaled_down(rates: Rates, setting: Setting) -> tuple[Rates, Setting]:

@@ -248,21 +248,21 @@ def _messages(message: _Message, key: str) -> Iterator[Message]:
         return
     parts, reasoning, calls, results = list[dict[str, str]](), [], [], []
     for place, block in enumerate(message.content):
-        given, where = block.model_extra or {}, f"{key}.content.{place}"
+        extra, where = block.model_extra or {}, f"{key}.content.{place}"
         match block.type:
             case "text" | "image":
                 parts.append(_part(block, where))
             case "thinking":
-                reasoning.append(_required_text(given, "thinking", where))
+                reasoning.append(_required_text(extra, "thinking", where))
             case "redacted_thinking":
                 pass
             case "tool_use":
                 call = FunctionCall(
-                    name=str(given.get("name", "")), arguments=json.dumps(given.get("input", {}))
+                    name=str(extra.get("name", "")), arguments=json.dumps(extra.get("input", {}))
                 )
-                calls.append(ToolCall(id=str(given.get("id", "")), function=call))
+                calls.append(ToolCall(id=str(extra.get("id", "")), function=call))
             case "tool_result":
-                results.append(_result(given, where))
+                results.append(_result(extra, where))
             case _:
                 raise _not_applied(f"{where}.type", block.type, "send text or images")
     yield from results
@@ -279,7 +279,7 @@ def _result(block: Mapping[str, Any], key: str) -> Message:
     content = block.get("content") or ""
     if not isinstance(content, str):
         blocks = parse_body(_Parts, {"parts": content}).parts
-        parts = [_part(each, f"{key}.content.{place}") for place, each in enumerate(blocks)]
+        parts = [_part(item, f"{key}.content.{place}") for place, item in enumerate(blocks)]
     else:
         parts = [{"type": "text", "text": content}]
     if block.get("is_error"):
@@ -291,12 +291,12 @@ def _result(block: Mapping[str, Any], key: str) -> Message:
 
 def _part(block: _Block, key: str) -> dict[str, str]:
     """Returns a text or an image as a part of a chat's message."""
-    given = block.model_extra or {}
+    extra = block.model_extra or {}
     if block.type == "text":
-        return {"type": "text", "text": _required_text(given, "text", key)}
+        return {"type": "text", "text": _required_text(extra, "text", key)}
     if block.type != "image":
         raise _not_applied(f"{key}.type", block.type, "send text or images")
-    source = given.get("source")
+    source = extra.get("source")
     if not isinstance(source, Mapping) or source.get("type") not in ("base64", "url"):
         raise _not_applied(f"{key}.source", source, "send base64 or a url")
     where = f"{key}.source"
@@ -341,13 +341,15 @@ def _blocks(message: Message) -> list[dict[str, Any]]:
     if message.text:
         blocks.append({"type": "text", "text": message.text})
     for call in message.tool_calls or ():
-        given = call.function.parsed_arguments
+        call_arguments = call.function.parsed_arguments
         blocks.append(
             {
                 "type": "tool_use",
                 "id": call.id,
                 "name": call.function.name,
-                "input": given if isinstance(given, dict) else {"input": given},
+                "input": call_arguments
+                if isinstance(call_arguments, dict)
+                else {"input": call_arguments},
             }
         )
     return blocks

@@ -156,9 +156,9 @@ class ResponsesFormatter:
         yield self._event(f"response.{response['status']}", response=response)
 
     def error_event(self, error: ApiError) -> str:
-        given = error.body["error"]
+        content = error.body["error"]
         return self._event(
-            "error", code=given["code"], message=given["message"], param=given["param"]
+            "error", code=content["code"], message=content["message"], param=content["param"]
         )
 
     def _texts(self, piece: Piece) -> Iterator[str]:
@@ -303,10 +303,10 @@ def _usage(replies: Replies) -> dict[str, Any]:
     }
 
 
-def _messages(given: str | Sequence[Mapping[str, Any]]) -> list[Message]:
+def _messages(inputs: str | Sequence[Mapping[str, Any]]) -> list[Message]:
     """Joins the items of one assistant turn (reasoning, text, calls) to one message of a chat."""
-    if isinstance(given, str):
-        return [Message(role="user", content=given)]
+    if isinstance(inputs, str):
+        return [Message(role="user", content=inputs)]
     messages: list[Message] = []
     turn: dict[str, Any] = {}
 
@@ -323,7 +323,7 @@ def _messages(given: str | Sequence[Mapping[str, Any]]) -> list[Message]:
             )
             turn.clear()
 
-    for place, item in enumerate(given):
+    for place, item in enumerate(inputs):
         kind = item.get("type", "message")
         key = f"input.{place}"
         if kind == "message" and item.get("role") == "assistant":
@@ -360,21 +360,21 @@ def _messages(given: str | Sequence[Mapping[str, Any]]) -> list[Message]:
 def _content(content: object, key: str) -> Any:
     """Returns text, or parts if there are images."""
     parts = content if isinstance(content, Sequence) and not isinstance(content, str) else ()
-    is_image = [isinstance(each, Mapping) and each.get("type") == "input_image" for each in parts]
+    is_image = [isinstance(item, Mapping) and item.get("type") == "input_image" for item in parts]
     if not any(is_image):
         return _text(content, key)
-    found = list[dict[str, str]]()
+    converted = list[dict[str, str]]()
     for place, (part, shows) in enumerate(zip(parts, is_image, strict=True)):
         if not shows:
-            found.append({"type": "text", "text": _text([part], f"{key}.{place}")})
+            converted.append({"type": "text", "text": _text([part], f"{key}.{place}")})
             continue
         if not isinstance(url := part.get("image_url"), str) or not url:
             raise invalid(
                 f"{key}.content.{place}.image_url must be a data URL or an http(s) URL, got {url!r:.80}",
                 param=f"{key}.content.{place}.image_url",
             )
-        found.append({"type": "image", "image": url})
-    return found
+        converted.append({"type": "image", "image": url})
+    return converted
 
 
 def _text(content: object, key: str) -> str:

@@ -42,19 +42,19 @@ def gym_answer(prompt: str, response: str, answer: Any, row: Mapping[str, Any]) 
         )
     response = answer_part(response)
     tagged = extract_answer(response)
-    found = response.strip() if tagged is None else tagged
+    answer_text = response.strip() if tagged is None else tagged
     entry = dict(row)
     if metadata["source_dataset"] in _BOARD_TASKS:
         entry["metadata"] = {**metadata, "output": tuple(map(tuple, metadata["output"]))}
     task = row.get("task") or {"name": metadata["source_dataset"], "arguments": {}}
     verify = _gym_verifier(task["name"], json.dumps(task["arguments"], sort_keys=True))
-    if _is_no_number(found, row.get("answer")):
+    if _is_no_number(answer_text, row.get("answer")):
         return 0.0
-    score = float(verify(answer=found, entry=entry))
+    score = float(verify(answer=answer_text, entry=entry))
     task_name, expected = metadata["source_dataset"], row.get("answer")
-    is_other = (task_name in _PREFIX_TASKS and _differ(found, expected)) or (
+    is_other = (task_name in _PREFIX_TASKS and _differ(answer_text, expected)) or (
         task_name in _BOOLEAN_TASKS
-        and found.strip().rstrip(".").casefold() != str(expected).casefold()
+        and answer_text.strip().rstrip(".").casefold() != str(expected).casefold()
     )
     return 0.0 if score >= 1.0 and is_other else score
 
@@ -75,7 +75,9 @@ def _is_no_number(text: str, answer: Any) -> bool:
 def _differ(text: str, answer: Any) -> bool:
     """Returns True if a text and an answer are different numbers."""
     try:
-        numbers = [float(Fraction(str(each).replace(",", ""))) for each in (text, answer)]
+        numbers = [
+            float(Fraction(str(number_text).replace(",", ""))) for number_text in (text, answer)
+        ]
     except (ValueError, ZeroDivisionError, OverflowError):
         return False
     return abs(numbers[0] - numbers[1]) > _TOLERANCE

@@ -112,13 +112,19 @@ class ReferenceEngine:
         self.teacher = self
         """Engine of the teacher, if the loss compares the policy with one."""
         self._max_grad_norm = spec.trainer.optimizer.max_grad_norm
-        named = [each for each in self.module.named_parameters() if each[1].requires_grad]
+        named = [tensor for tensor in self.module.named_parameters() if tensor[1].requires_grad]
         # Norms and biases do not decay; biases of fused experts have two dimensions.
-        decayed = {name for name, each in named if each.ndim > 1 and not name.endswith("bias")}
+        decayed = {name for name, tensor in named if tensor.ndim > 1 and not name.endswith("bias")}
         decay = spec.trainer.optimizer.weight_decay
         groups = [
-            {"params": [each for name, each in named if name in decayed], "weight_decay": decay},
-            {"params": [each for name, each in named if name not in decayed], "weight_decay": 0.0},
+            {
+                "params": [tensor for name, tensor in named if name in decayed],
+                "weight_decay": decay,
+            },
+            {
+                "params": [tensor for name, tensor in named if name not in decayed],
+                "weight_decay": 0.0,
+            },
         ]
         if named:
             betas = spec.trainer.optimizer.betas
@@ -150,14 +156,19 @@ class ReferenceEngine:
         """Scores samples without gradients, one sequence after the other."""
         result: Tensor | None = None
         temperature = temperature or self._temperature
-        for position in (each for micros in plan.updates for micro in micros for each in micro):
+        for position in (
+            sample_position
+            for micros in plan.updates
+            for micro in micros
+            for sample_position in micro
+        ):
             if teaches is None:
-                found, *_ = self._sequence(samples, position, temperature)
+                predicted, *_ = self._sequence(samples, position, temperature)
             else:
-                found = self._distribution(samples, position, temperature, teaches)
+                predicted = self._distribution(samples, position, temperature, teaches)
             if result is None:
-                result = torch.zeros(len(samples.responses.values), *found.shape[1:])
-            result[samples.places([position])] = found.cpu()
+                result = torch.zeros(len(samples.responses.values), *predicted.shape[1:])
+            result[samples.places([position])] = predicted.cpu()
         return torch.zeros(0) if result is None else result
 
     def forward_backward(
@@ -173,8 +184,10 @@ class ReferenceEngine:
         loss_of = make_loss(micros)
         passes = Passes(loss_of, micros, torch.zeros((), device=self.device), Work())
         for micro in filter(None, micros):
-            found = [self._sequence(samples, position, self._temperature) for position in micro]
-            columns = [torch.cat(each) for each in zip(*found, strict=True)]
+            sequence_values = [
+                self._sequence(samples, position, self._temperature) for position in micro
+            ]
+            columns = [torch.cat(column) for column in zip(*sequence_values, strict=True)]
             loss = loss_of(samples.select(micro), *columns)
             (loss * loss_scale).backward()
             passes.loss += loss.detach()
@@ -186,39 +199,39 @@ class ReferenceEngine:
 
     def _sequence(self, samples: Samples, position: int, temperature: float) -> tuple[Tensor, ...]:
         """Returns ``[r]`` scores of a sequence's response; for a policy, also entropies and divergences."""
-        found, response = self._predicted(samples, position)
+        predicted, response = self._predicted(samples, position)
         if self.module.head is not None:
-            return (self.module.head(found).squeeze(-1).float(),)
+            return (self.module.head(predicted).squeeze(-1).float(),)
         if samples.masks is not None:
-            found = _limited(found, samples.masks.select([position]).values.tolist())
-        logprobs = torch.log_softmax(found / temperature, dim=-1)
+            predicted = _limited(predicted, samples.masks.select([position]).values.tolist())
+        logprobs = torch.log_softmax(predicted / temperature, dim=-1)
         entropy = -(logprobs.exp() * logprobs.clamp(min=-1e30)).sum(-1)
         scores = logprobs.gather(1, response[:, None]).squeeze(1), entropy
         if samples.distributions is None:
             return scores
         taught = samples.distributions[samples.places([position])].to(self.device)
         if self._centering is not None:
-            return *scores, self._centering(found / temperature, taught)
+            return *scores, self._centering(predicted / temperature, taught)
         if self._distill is None:
             return scores
         if self._distill.top_k is None:
             head = output_head(self.teacher.module.model)
             numbers = head.scale, head.cap, temperature
             logits, _ = bounded_logits(taught @ head.weight.detach().T, None, numbers)
-            known = torch.log_softmax(logits, dim=-1)
+            teacher_logprobs = torch.log_softmax(logits, dim=-1)
         else:
-            logprobs, known = _events(logprobs, taught[:, :-1, 0].long()), taught[..., 1]
+            logprobs, teacher_logprobs = _events(logprobs, taught[:, :-1, 0].long()), taught[..., 1]
         kind, beta = self._distill.divergence, self._distill.beta
-        return *scores, divergence(logprobs, known, kind=kind, beta=beta)
+        return *scores, divergence(logprobs, teacher_logprobs, kind=kind, beta=beta)
 
     def _distribution(
         self, samples: Samples, position: int, temperature: float, teaches: DistillArguments
     ) -> Tensor:
         """Returns a sequence's part of what :meth:`forward_logprobs` returns with ``teaches``."""
-        found, _ = self._predicted(samples, position, has_logits=teaches.top_k is not None)
+        predicted, _ = self._predicted(samples, position, has_logits=teaches.top_k is not None)
         if teaches.top_k is None:
-            return found.float()
-        logprobs = torch.log_softmax(found / temperature, dim=-1)
+            return predicted.float()
+        logprobs = torch.log_softmax(predicted / temperature, dim=-1)
         ids = logprobs.topk(min(teaches.top_k, logprobs.shape[1])).indices
         places = functional.pad(ids.float(), (0, 1), value=-1.0)
         return torch.stack([places, _events(logprobs, ids)], -1)
@@ -231,8 +244,11 @@ class ReferenceEngine:
         response = samples.responses.select([position]).values.to(self.device, torch.int64)
         tokens = torch.cat([prompt, response])[None]
         model: Any = self.module.model
-        given = [span.inputs for span in samples.inputs[position]] if samples.inputs else []
-        arguments = {"use_cache": False, **model_arguments(model.get_decoder(), given, self.device)}
+        bundles = [span.inputs for span in samples.inputs[position]] if samples.inputs else []
+        arguments = {
+            "use_cache": False,
+            **model_arguments(model.get_decoder(), bundles, self.device),
+        }
         # The state before a token predicts it.
         predictors = slice(len(prompt) - 1, len(prompt) + len(response) - 1)
         if self.module.head is not None or not has_logits:
@@ -246,7 +262,9 @@ class ReferenceEngine:
         """Clips the accumulated gradients, updates the weights with them, and drops them."""
         grad_norm, moved = math.nan, False
         if learning_rate is not None:
-            parameters = [each for each in self.module.parameters() if each.grad is not None]
+            parameters = [
+                trained for trained in self.module.parameters() if trained.grad is not None
+            ]
             for parameter in parameters:
                 if scale is not None and parameter.grad is not None:
                     parameter.grad *= scale
@@ -280,17 +298,17 @@ class ReferenceEngine:
             DataLossError: If tensors are missing or have other shapes: those of another model, or of several
                 ranks.
         """
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for file in sorted(folder.glob("*.safetensors")):
-            found |= load_file(file)
+            tensors |= load_file(file)
         for name, value in self._state().items():
-            if name not in found or found[name].shape != value.shape:
+            if name not in tensors or tensors[name].shape != value.shape:
                 raise DataLossError(
                     f"{folder} has no tensor {name} of the shape {list(value.shape)}; resume from a "
                     "checkpoint of the same model that one trainer process wrote",
                     folder=folder,
                 )
-            value.copy_(found[name])
+            value.copy_(tensors[name])
         for state in self.optimizer.state.values():
             state["step"].fill_(float(num_updates))
 
@@ -318,10 +336,10 @@ class ReferenceEngine:
                 state.update({moment: state[moment].to(device) for moment in _MOMENTS})
 
 
-def _events(own: Tensor, ids: Tensor) -> Tensor:
+def _events(student: Tensor, ids: Tensor) -> Tensor:
     """Returns ``[r, K + 1]`` logprobs: of each of the ``K`` tokens ``ids``, and of all other tokens."""
-    rest = own.scatter(1, ids, -1e30).logsumexp(-1, keepdim=True)
-    return torch.cat([own.gather(1, ids), rest], -1)
+    rest = student.scatter(1, ids, -1e30).logsumexp(-1, keepdim=True)
+    return torch.cat([student.gather(1, ids), rest], -1)
 
 
 def _limited(logits: Tensor, mask: list[int]) -> Tensor:

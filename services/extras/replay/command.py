@@ -109,13 +109,13 @@ def _regenerate(plan: "ReplayPlan", regeneration: "Regeneration", *, as_json: bo
             fail(why(step, is_start=step["step"] == plan.start_step))
             return _DIFFERS
     differing = 0
-    for each in regeneration.responses:
-        differing += bool(each.difference)
+    for response in regeneration.responses:
+        differing += bool(response.difference)
         if as_json:
-            write(json.dumps({"key": each.key, "difference": each.difference}))
+            write(json.dumps({"key": response.key, "difference": response.difference}))
         else:
-            tokens = f"all {each.num_done} tokens are equal"
-            write(f"{each.key}: {each.difference or tokens}")
+            tokens = f"all {response.num_done} tokens are equal"
+            write(f"{response.key}: {response.difference or tokens}")
     total = len(regeneration.responses)
     print_line(errors, f"{total - differing} of {total} responses are equal")
     return _DIFFERS if differing else 0
@@ -192,16 +192,16 @@ def why(step: Mapping[str, Any], *, is_start: bool = False) -> str:
     if is_start:
         return f"the weights to start from differ from those of the run: {where}"
     causes = []
-    found, recorded = step["metrics"], step["recorded"]
+    metrics, recorded = step["metrics"], step["recorded"]
     if step["max_tokens"][0] != step["max_tokens"][1] or recorded.get("divided_micro_batches"):
         causes.append(
             "the run divided micro-batches because of memory, and other divisions add in another order"
         )
     if names := step["nondeterministic"]:
         causes.append(f"torch has no deterministic {', '.join(names)}")
-    if found.get("loss") != recorded.get("loss"):
-        causes.append(f"the loss is {found.get('loss')}, but was {recorded.get('loss')}")
-    elif found.get("grad_norm") != recorded.get("grad_norm"):
+    if metrics.get("loss") != recorded.get("loss"):
+        causes.append(f"the loss is {metrics.get('loss')}, but was {recorded.get('loss')}")
+    elif metrics.get("grad_norm") != recorded.get("grad_norm"):
         causes.append("the loss is equal, but the gradients differ")
     else:
         causes.append("loss and gradient norm are equal; single gradients or the optimizer differ")
@@ -209,11 +209,11 @@ def why(step: Mapping[str, Any], *, is_start: bool = False) -> str:
 
 
 def _curves(step: Mapping[str, Any]) -> str:
-    found, recorded = step["metrics"], step["recorded"]
+    metrics, recorded = step["metrics"], step["recorded"]
     pairs = [
-        f"{name} {found[name]:.6g} ({recorded[name]:.6g})"
+        f"{name} {metrics[name]:.6g} ({recorded[name]:.6g})"
         for name in _CURVES
-        if name in found and name in recorded
+        if name in metrics and name in recorded
     ]
     return f"step {step['step']}: {', '.join(pairs)}"
 
@@ -229,12 +229,12 @@ def diff(
     async def work(api: Api) -> list[RunView]:
         return [await api.get(await find_run(api, text)) for text in (run_id, other)]
 
-    one, two = call_api(url, work, state_directory=state_directory)
+    first_run, two = call_api(url, work, state_directory=state_directory)
     from services.extras.replay.comparing import compare_records
 
     try:
         difference, keys = compare_records(
-            record_folder(one, state_directory), record_folder(two, state_directory)
+            record_folder(first_run, state_directory), record_folder(two, state_directory)
         )
     except ServiceError as error:
         fail(str(error))

@@ -103,23 +103,23 @@ class RecordedStep:
         return {name: self._column(meta, name) for name in fields}
 
     def _column(self, meta: KVBatchMeta, name: str) -> Jagged:
-        found: dict[Any, Tensor] = {}
+        by_sample: dict[Any, Tensor] = {}
         first: Jagged | None = None
         names = _places(self.meta, name)
         for rank in self.ranks:
             if (columns := rank.columns.get(name)) is not None:
                 rows = zip(columns.rows.tolist(), columns.values.unbind(), strict=True)
-                found |= {names[row]: values for row, values in rows}
+                by_sample |= {names[row]: values for row, values in rows}
                 first = columns.values
         wanted = dict(zip(self.meta.keys, names, strict=True))
-        if first is None or (missing := [k for k in meta.keys if wanted.get(k) not in found]):
+        if first is None or (missing := [k for k in meta.keys if wanted.get(k) not in by_sample]):
             missing = list(meta.keys) if first is None else missing
             raise NotFoundError(
                 f"step {self.numbers.step} has no record of {name} of {missing[0]}; the recorded run did "
                 "not use it",
                 field=name,
             )
-        return Jagged.from_list([found[wanted[key]] for key in meta.keys])
+        return Jagged.from_list([by_sample[wanted[key]] for key in meta.keys])
 
 
 def _places(meta: KVBatchMeta, name: str) -> list[Any]:
@@ -220,12 +220,12 @@ def _read(file: Path) -> RankStep:
 
 def _checksums(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Returns the checksum of the header and of each tensor, with its dtype and shape, by name."""
-    found = {"header": xxhash.xxh3_128_hexdigest(json.dumps(header, sort_keys=True).encode())}
+    checksums = {"header": xxhash.xxh3_128_hexdigest(json.dumps(header, sort_keys=True).encode())}
     for name, tensor in tensors.items():
         total = xxhash.xxh3_128(f"{tensor.dtype}{list(tensor.shape)}".encode())
         total.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-        found[name] = total.hexdigest()
-    return found
+        checksums[name] = total.hexdigest()
+    return checksums
 
 
 def forget_after(folder: Path, step: int) -> None:
@@ -286,10 +286,12 @@ def joined(parts: Iterable[tuple[Sequence[int], Jagged]]) -> Columns:
         parts: For each fetch, the row in the batch of each value (-1 for samples of another batch), and the
             values. If a sample was fetched several times, the newest value is kept.
     """
-    found = {
+    column_rows = {
         row: value
         for rows, values in parts
         for row, value in zip(rows, values.unbind(), strict=True)
         if row >= 0
     }
-    return Columns(torch.tensor([*found], dtype=torch.int64), Jagged.from_list([*found.values()]))
+    return Columns(
+        torch.tensor([*column_rows], dtype=torch.int64), Jagged.from_list([*column_rows.values()])
+    )

@@ -89,9 +89,9 @@ def plan_replay(
     if not versions:
         numbers = _read_numbers(folder, [s for s in trained if s <= last], num_ranks=num_ranks)
     targets = {
-        step: int(each.metrics["rewound_to_step"])
-        for step, each in numbers.items()
-        if step <= last and "rewound_to_step" in each.metrics
+        step: int(step_numbers.metrics["rewound_to_step"])
+        for step, step_numbers in numbers.items()
+        if step <= last and "rewound_to_step" in step_numbers.metrics
     }
     chosen = _checkpoint(
         folder.parent, origin, before=min((first, *(t + 1 for t in targets.values())))
@@ -156,17 +156,17 @@ def _steps_from(numbers: Mapping[int, StepNumbers], versions: Sequence[int]) -> 
     Raises:
         InvalidArgumentError: If there is a version from which no recorded step starts.
     """
-    found = {
-        each.weight_version: step
-        for step, each in numbers.items()
-        if each.weight_version in versions
+    steps = {
+        step_numbers.weight_version: step
+        for step, step_numbers in numbers.items()
+        if step_numbers.weight_version in versions
     }
-    if lost := sorted(set(versions) - set(found)):
+    if lost := sorted(set(versions) - set(steps)):
         raise InvalidArgumentError(
             f"the weight version {lost[0]} was lost when the run went back to a checkpoint; choose responses "
             "of other versions"
         )
-    return min(found.values()), max(found.values())
+    return min(steps.values()), max(steps.values())
 
 
 def _checkpoint(root: Path, origin: int, *, before: int) -> tuple[Path, int] | None:

@@ -171,9 +171,9 @@ class StepRecorder:
                 columns[name] = files.joined(
                     ([rows.get(key, -1) for key in keys], values) for keys, values in parts
                 )
-        own = metas if self._rank == 0 else ()
+        rank_metas = metas if self._rank == 0 else ()
         numbers = replace(numbers, weights=weights())
-        files.write_step(self._folder, self._rank, numbers, metas=own, columns=columns)
+        files.write_step(self._folder, self._rank, numbers, metas=rank_metas, columns=columns)
         self.written_s = time.thread_time() - began
 
 
@@ -210,17 +210,17 @@ def start_digests(tensors: Iterable[tuple[str, Tensor]]) -> Callable[[], dict[st
     for device, group in groups.items():
         sums = torch.zeros(len(group), 2, dtype=torch.int64, device=device)
         write_tensor_checksums([*group.values()], sums)
-        found = sums.to("cpu", non_blocking=True)
+        host_sums = sums.to("cpu", non_blocking=True)
         event = torch.cuda.current_stream(device).record_event() if sums.is_cuda else None
-        started.append(([*group], found, event))
+        started.append(([*group], host_sums, event))
 
     def finished() -> dict[str, str]:
         digests: dict[str, str] = {}
-        for names, found, event in started:
+        for names, host_sums, event in started:
             if event is not None:
                 event.synchronize()
-            pairs = zip(names, found.numpy(), strict=True)
-            digests |= {name: each.tobytes().hex() for name, each in pairs}
+            pairs = zip(names, host_sums.numpy(), strict=True)
+            digests |= {name: digest.tobytes().hex() for name, digest in pairs}
         return digests
 
     return finished
@@ -236,8 +236,10 @@ def compute_deterministically() -> None:
     show = warnings.showwarning
 
     def note(message: Warning | str, *args: Any, **options: Any) -> None:
-        operator, found, _ = str(message).partition(" does not have a deterministic implementation")
-        if found:
+        operator, separator, _ = str(message).partition(
+            " does not have a deterministic implementation"
+        )
+        if separator:
             _nondeterministic[operator] = None
         show(message, *args, **options)
 
@@ -271,15 +273,19 @@ def hardware(device: torch.device) -> dict[str, Any]:
 @cache
 def packages() -> dict[str, str]:
     """Returns the versions of the packages that take part in a step."""
-    found = {each.metadata["Name"]: each.version for each in distributions()}
-    return {name: found[name] for name in sorted(found) if name.startswith(_PACKAGES)}
+    versions = {
+        distribution.metadata["Name"]: distribution.version for distribution in distributions()
+    }
+    return {name: versions[name] for name in sorted(versions) if name.startswith(_PACKAGES)}
 
 
 def code_digests(spec: RunSpec) -> dict[str, str]:
     """Returns the SHA-256 of Slipstream's code, and of each file of the user that the run names."""
     named = [text for _, text in flat(spec.model_dump(mode="json")) if isinstance(text, str)]
-    own = {parse_reference(text).file for text in named if is_reference(text)}
-    contents = {str(file): file.read_bytes() for file in own if file is not None and file.is_file()}
+    code_files = {parse_reference(text).file for text in named if is_reference(text)}
+    contents = {
+        str(file): file.read_bytes() for file in code_files if file is not None and file.is_file()
+    }
     return {"services": _services_digest(), **{k: _sha256(v) for k, v in sorted(contents.items())}}
 
 

@@ -65,7 +65,9 @@ class Regeneration:
     @property
     def versions(self) -> tuple[int, ...]:
         """All weight versions that sampled the responses, in ascending order."""
-        return tuple(sorted({version for each in self.responses for version, _ in each.runs}))
+        return tuple(
+            sorted({version for response in self.responses for version, _ in response.runs})
+        )
 
     @torch.no_grad()
     def decode(self, version: int, file: Path) -> None:
@@ -82,27 +84,27 @@ class Regeneration:
         for name, value in load_file(file).items():
             self._weights[name].copy_(value)
         waiting = {
-            each.key: each
-            for each in self.responses
-            if each.runs[:1] and each.runs[0][0] == version
+            response.key: response
+            for response in self.responses
+            if response.runs[:1] and response.runs[0][0] == version
         }
         batch = self._batch
-        batch.admit([self._request(each) for each in waiting.values()])
+        batch.admit([self._request(response) for response in waiting.values()])
         while len(batch):
             for key, result in batch.step(version):
-                each = waiting[key]
-                each.compare(result.token_ids, result.logprobs, version=version)
-                del each.runs[0]
+                response = waiting[key]
+                response.compare(result.token_ids, result.logprobs, version=version)
+                del response.runs[0]
 
-    def _request(self, each: Response) -> GenerationRequest:
+    def _request(self, response: Response) -> GenerationRequest:
         sampling = self.spec.rollout.sampling
         return GenerationRequest(
-            request_id=each.key,
-            context_ids=each.prompt + each.tokens[: each.num_done],
-            max_tokens=each.runs[0][1],
-            seed=each.seed,
-            draw_offset=each.num_done,
-            temperature=0.0 if each.is_greedy else sampling.temperature,
+            request_id=response.key,
+            context_ids=response.prompt + response.tokens[: response.num_done],
+            max_tokens=response.runs[0][1],
+            seed=response.seed,
+            draw_offset=response.num_done,
+            temperature=0.0 if response.is_greedy else sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             returns_mask=sampling.is_truncated,
@@ -126,13 +128,13 @@ def wanted_responses(folder: Path, spec: RunSpec, names: Sequence[str]) -> Regen
             "rollout.reproducible: batch_invariant and rollout.engine: torch, but has "
             f"{str(spec.rollout.reproducible).lower()} and {spec.rollout.engine}"
         )
-    found = [each for name in names for each in _responses(folder, spec, name)]
-    if spec.rollout.kv_policy == "keep" and any(len(each.runs) > 1 for each in found):
+    responses = [response for name in names for response in _responses(folder, spec, name)]
+    if spec.rollout.kv_policy == "keep" and any(len(response.runs) > 1 for response in responses):
         raise FailedPreconditionError(
             "rollout.kv_policy is keep: tokens depend on keys of earlier weights; use recompute to "
             "regenerate responses of several versions"
         )
-    return Regeneration(spec, found)
+    return Regeneration(spec, responses)
 
 
 def _responses(folder: Path, spec: RunSpec, name: str) -> Iterator[Response]:

@@ -74,11 +74,11 @@ class RecordedBatches:
 
     def fetch(self, meta: KVBatchMeta, fields: Sequence[str]) -> dict[str, Jagged]:
         """Returns recorded fields of samples."""
-        found = self.step.fetch(meta, fields)
-        if self.is_experiment and (versions := found.get("proximal_version")) is not None:
+        values = self.step.fetch(meta, fields)
+        if self.is_experiment and (versions := values.get("proximal_version")) is not None:
             outdated = torch.full_like(versions.values, _OUTDATED)
-            found["proximal_version"] = Jagged(outdated, versions.lengths, is_scalar=True)
-        return found
+            values["proximal_version"] = Jagged(outdated, versions.lengths, is_scalar=True)
+        return values
 
     def store_records(
         self, partition_id: str, keys: Sequence[str], fields: Mapping[str, Sequence[Tensor]]
@@ -144,8 +144,8 @@ def _compared(
 ) -> ReplayedStep:
     engine, expected = rank.runner.engine, recorded.ranks[settings.rank].numbers
     rows = engine.export_weights(rows=True)
-    found = start_digests((name, value) for name, value in rows if name in expected.weights)()
-    differing = [name for name, digest in found.items() if expected.weights[name] != digest]
+    digests = start_digests((name, value) for name, value in rows if name in expected.weights)()
+    differing = [name for name, digest in digests.items() if expected.weights[name] != digest]
     everywhere: list[list[str]] = [differing]
     if settings.world_size > 1:
         everywhere = [[] for _ in range(settings.world_size)]

@@ -165,8 +165,8 @@ class ClassifierService:
 
     async def _score(self, request: Request) -> JSONResponse:
         try:
-            given = await request.json()
-            text = self._classifier.tokens(str(given["prompt"]), str(given["response"]))
+            fields = await request.json()
+            text = self._classifier.tokens(str(fields["prompt"]), str(fields["response"]))
         except (ValueError, KeyError, TypeError) as error:
             return JSONResponse({"error": f"{type(error).__name__}: {error}"}, status_code=400)
         answer: asyncio.Future[float] = asyncio.Future()
@@ -177,8 +177,8 @@ class ClassifierService:
         return JSONResponse({"score": await answer})
 
 
-async def _serve(service: ClassifierService, given: argparse.Namespace) -> None:
-    async with TaskGroup() as tasks, serve_guarded(service.app(), given) as port:
+async def _serve(service: ClassifierService, options: argparse.Namespace) -> None:
+    async with TaskGroup() as tasks, serve_guarded(service.app(), options) as port:
         scoring = tasks.create_task(service.run())
         sys.stdout.write(f"scoring on port {port}\n")
         sys.stdout.flush()
@@ -197,12 +197,12 @@ def main() -> None:
     parser.add_argument(
         "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda"
     )
-    given = parser.parse_args()
+    options = parser.parse_args()
     classifier = Classifier(
-        given.model, label=given.label, max_tokens=given.max_tokens, device=given.device
+        options.model, label=options.label, max_tokens=options.max_tokens, device=options.device
     )
     try:
-        asyncio.run(_serve(ClassifierService(classifier, max_batch=given.max_batch), given))
+        asyncio.run(_serve(ClassifierService(classifier, max_batch=options.max_batch), options))
     except (ValueError, InvalidArgumentError) as error:
         parser.error(str(error))
 

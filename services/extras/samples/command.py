@@ -92,9 +92,9 @@ def samples(
         if is_here:
             number = _read(state_directory, run_id, only, limit, with_tokens, show)
         else:
-            asked = _operation(run_id, only, limit, with_tokens)
+            operation = _operation(run_id, only, limit, with_tokens)
             number = call_api(
-                url, lambda api: _ask(api, asked, show), state_directory=state_directory
+                url, lambda api: _ask(api, operation, show), state_directory=state_directory
             )
     if export is not None:
         errors.print(f"wrote {number} samples to {export}")
@@ -110,9 +110,9 @@ def _operation(run: str, only: Mapping[str, Any], limit: int, tokens: bool) -> E
         raise typer.BadParameter(f"{wrong['loc'][0]}: {wrong['msg']}") from error
 
 
-async def _ask(api: Api, asked: ExportSamples, show: Show) -> int:
+async def _ask(api: Api, operation: ExportSamples, show: Show) -> int:
     number = 0
-    async for sample in api.samples(asked):
+    async for sample in api.samples(operation):
         show(sample)
         number += 1
     return number

@@ -92,17 +92,17 @@ class HostedSandbox(ExecSandbox):
     async def _run(
         self, command: str, *, stdin: bytes, timeout_s: float, output_bytes: int
     ) -> tuple[int, bytes, bool]:
-        given = ""
+        in_file = ""
         try:
             await self._renew(timeout_s)
             if stdin:
-                given = f"/tmp/.stdin-{time.monotonic_ns()}"  # noqa: S108 -- in the sandbox
-                await self._inner.files.write(given, stdin)
+                in_file = f"/tmp/.stdin-{time.monotonic_ns()}"  # noqa: S108 -- in the sandbox
+                await self._inner.files.write(in_file, stdin)
             status, output = await self._run_script(
                 # The SDK buffers all output and decodes it as text, so the script cuts and encodes it.
-                f"timeout -s KILL {timeout_s:g} sh -c {shlex.quote(command)} < {given or '/dev/null'} 2>&1 "
+                f"timeout -s KILL {timeout_s:g} sh -c {shlex.quote(command)} < {in_file or '/dev/null'} 2>&1 "
                 f"| {{ head -c {output_bytes + 1}; cat > /dev/null; }} | base64 -w 0; "
-                f"status=${{PIPESTATUS[0]}}; rm -f {given}; exit $status",
+                f"status=${{PIPESTATUS[0]}}; rm -f {in_file}; exit $status",
                 timeout_s + ANSWER_GRACE_S,
             )
         except TimeoutException as error:

@@ -82,7 +82,7 @@ class Pods:
                 "the chart, or SLIPSTREAM_ROLLOUT_SANDBOX_NAMESPACE"
             )
         policies = await self._api.call("GET", "networkpolicies", group="networking.k8s.io/v1")
-        if not any(_denies_egress(each["spec"]) for each in policies["items"]):
+        if not any(_denies_egress(policy["spec"]) for policy in policies["items"]):
             raise SandboxError(
                 "rollout.sandbox.kind 'kubernetes': no network policy denies the egress of all pods in "
                 f"namespace {namespace!r}; set sandboxes.enabled in the chart, or create a policy with "
@@ -194,10 +194,10 @@ class Pod(ExecSandbox):
     async def _run(
         self, command: str, *, stdin: bytes, timeout_s: float, output_bytes: int
     ) -> tuple[int, bytes, bool]:
-        given = f"head -c {len(stdin)} |" if stdin else "</dev/null"
+        stdin_source = f"head -c {len(stdin)} |" if stdin else "</dev/null"
         # Without the redirection, this shell would write a message about a killed command to the output.
         limited = f"timeout -s KILL {timeout_s:g}"
-        script = f'exec 3>&2 2>/dev/null; cd "$1" && {given} {limited} sh -c "$0" 2>&3 3>&-'
+        script = f'exec 3>&2 2>/dev/null; cd "$1" && {stdin_source} {limited} sh -c "$0" 2>&3 3>&-'
         async with (
             asyncio.timeout(timeout_s + ANSWER_GRACE_S),
             self._executing("sh", "-c", script, command, self._folder) as connection,
@@ -216,17 +216,17 @@ class Pod(ExecSandbox):
     def _runs(self, status: Mapping[str, Any]) -> bool:
         """Returns True if the container runs. Raises SandboxError if it will not."""
         containers = status.get("containerStatuses") or [{}]
-        found = containers[0].get("state", {})
-        if "running" in found:
+        state = containers[0].get("state", {})
+        if "running" in state:
             return True
-        waiting = found.get("waiting", {})
-        unscheduled = (each.get("message") for each in status.get("conditions", ()))
+        waiting = state.get("waiting", {})
+        unscheduled = (condition.get("message") for condition in status.get("conditions", ()))
         said = (
             waiting.get("message") or waiting.get("reason") or next(filter(None, unscheduled), "")
         )
         self.state = said or self.state
         if waiting.get("reason") in _STUCK or status.get("phase") in ("Failed", "Succeeded"):
-            ended = found.get("terminated", {})
+            ended = state.get("terminated", {})
             reason = said or ended.get("message") or ended.get("reason") or status.get("message")
             raise SandboxError(f"the sandbox's pod does not start: {reason}")
         return False
@@ -316,11 +316,11 @@ class _Api:
         Raises:
             SandboxError: If the API refuses the connection or does not answer.
         """
-        asked = urlencode([*query.items(), *(("command", each) for each in command)])
+        query_text = urlencode([*query.items(), *(("command", argument) for argument in command)])
         address = self._hosts.url.replace("http", "ws", 1) + self._path(f"pods/{pod}/{action}")
         try:
             return await connect(
-                f"{address}?{asked}",
+                f"{address}?{query_text}",
                 ssl=self._tls,
                 additional_headers=self._headers(),
                 subprotocols=[_PROTOCOL],
@@ -387,13 +387,13 @@ async def _frame(connection: ClientConnection) -> tuple[int, bytes]:
 
 def _exit_status(status: bytes) -> int:
     """Returns the exit status from the status object that ends a process's streams. Raises SandboxError."""
-    found = json.loads(status)
-    if found.get("status") == "Success":
+    verdict = json.loads(status)
+    if verdict.get("status") == "Success":
         return 0
-    causes = (found.get("details") or {}).get("causes") or ()
-    codes = [each["message"] for each in causes if each.get("reason") == "ExitCode"]
+    causes = (verdict.get("details") or {}).get("causes") or ()
+    codes = [cause["message"] for cause in causes if cause.get("reason") == "ExitCode"]
     if not codes:
-        raise SandboxError(f"the sandbox's pod cannot run the command: {found.get('message')}")
+        raise SandboxError(f"the sandbox's pod cannot run the command: {verdict.get('message')}")
     return int(codes[0])
 
 

@@ -52,8 +52,8 @@ def kernels(order: EngineConfig) -> dict[str, str]:
     """Returns arguments that avoid SGLang kernels whose packages are missing or incomplete."""
     if order.device.type == "cpu":
         return {}
-    found = importlib.util.find_spec("sgl_kernel")
-    folders = (found and found.submodule_search_locations) or ()
+    module_spec = importlib.util.find_spec("sgl_kernel")
+    folders = (module_spec and module_spec.submodule_search_locations) or ()
     chosen: dict[str, str] = {}
     if not any(True for folder in folders for _ in Path(folder).glob("**/flash_ops*")):
         chosen["attention_backend"] = "triton"

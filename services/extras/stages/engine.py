@@ -127,8 +127,8 @@ class StagesEngine(FsdpEngine):
         columns = self._passes.train(packs, trained)
         self._count(self.module.expert_counts)
         if self._spec.rollout.routing_replay != "off" and self._is_mixture:
-            differs, known = self._differences(packs)
-            loss_of.tally.mean("routing_differs", differs.float(), known)
+            differs, counted = self._differences(packs)
+            loss_of.tally.mean("routing_differs", differs.float(), counted)
         idle = torch.tensor(bubble(self.module.stage.count, len(packs)))
         loss_of.tally.mean("pipeline_bubble", idle, torch.tensor(True))
         if not self.module.stage.is_last:
@@ -147,12 +147,12 @@ class StagesEngine(FsdpEngine):
             flags.append(torch.stack(self.module.differs.get(number, (nothing, nothing))))
         all_flags = torch.cat(flags, 1).to(torch.uint8)
         distributed.all_reduce(all_flags, distributed.ReduceOp.MAX, group=self.module.stage.group)
-        differs, known = all_flags.bool().unbind()
-        return differs, known
+        differs, is_replayed = all_flags.bool().unbind()
+        return differs, is_replayed
 
     def _count(self, counts: Tensor | None) -> None:
-        known = self._expert_counts
-        self._expert_counts = counts if known is None or counts is None else known + counts
+        total = self._expert_counts
+        self._expert_counts = counts if total is None or counts is None else total + counts
 
     def optimizer_step(
         self, learning_rate: float | None, *, scale: Tensor | None = None
@@ -169,7 +169,10 @@ class StagesEngine(FsdpEngine):
             stages, None if counts is None else counts.cpu(), group=self.module.stage.group
         )
         return replace(
-            taken, expert_counts=torch.cat([each for each in stages if each is not None])
+            taken,
+            expert_counts=torch.cat(
+                [stage_counts for stage_counts in stages if stage_counts is not None]
+            ),
         )
 
     def _gradient_norm(self) -> Tensor:

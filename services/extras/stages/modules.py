@@ -66,8 +66,8 @@ class StagePart:
         """
         if packed.experts is None:
             return packed
-        own = packed.experts[:, self.routers].to(torch.int16, copy=True)
-        return replace(packed, experts=own)
+        stage_experts = packed.experts[:, self.routers].to(torch.int16, copy=True)
+        return replace(packed, experts=stage_experts)
 
     def pass_states(self, received: tuple[Tensor, ...], number: Tensor) -> Tensor | PackedTokens:
         """Computes this stage's layers, or returns the pack with states for the last stage's."""
@@ -97,8 +97,8 @@ class StagePart:
         if self.routing is None or self.routing.num_layers == 0:
             return
         counts = self.routing.counts()
-        known = self.expert_counts
-        self.expert_counts = counts if known is None else known + counts
+        total = self.expert_counts
+        self.expert_counts = counts if total is None else total + counts
         if (differences := self.routing.differences()) is not None:
             self.differs[self.number] = differences
 
@@ -119,8 +119,10 @@ class StagedPolicy(StagePart, Policy):
         super().__init__(model, **options)
         self.stage, self.whole, self.options, self.differs = stage, whole, {}, {}
         self.replay = str(options.get("routing_replay", "off"))
-        own = [place for place, router in enumerate(routers) if router in [*routers_of(model)]]
-        self.routers = slice(own[0], own[-1] + 1) if own else slice(0)
+        positions = [
+            place for place, router in enumerate(routers) if router in [*routers_of(model)]
+        ]
+        self.routers = slice(positions[0], positions[-1] + 1) if positions else slice(0)
 
     def forward(  # type: ignore[override]
         self, *received: Tensor, number: Tensor

@@ -198,19 +198,25 @@ class StagePasses:
     def _shared(self, columns: Sequence[Columns]) -> list[Columns]:
         """Returns the columns of the last stage on all stages."""
         stage = self._module.stage
-        shapes = [[tuple(column.shape) for column in each] for each in columns]
+        shapes = [[tuple(column.shape) for column in stage_columns] for stage_columns in columns]
         held: list[Any] = [shapes]
         last = stage.count - 1
         distributed.broadcast_object_list(held, group=stage.group, group_src=last)
         (shapes,) = held
-        sizes = [int(torch.Size(shape).numel()) for each in shapes for shape in each]
+        sizes = [
+            int(torch.Size(shape).numel()) for stage_columns in shapes for shape in stage_columns
+        ]
         if stage.is_last:
-            flat = torch.cat([column.float().flatten() for each in columns for column in each])
+            flat = torch.cat(
+                [column.float().flatten() for stage_columns in columns for column in stage_columns]
+            )
         else:
             flat = torch.empty(sum(sizes), device=self._device)
         distributed.broadcast(flat, group=stage.group, group_src=last)
         parts = iter(flat.split(sizes))
-        return [tuple(next(parts).view(shape) for shape in each) for each in shapes]
+        return [
+            tuple(next(parts).view(shape) for shape in stage_columns) for stage_columns in shapes
+        ]
 
 
 def _as_columns(output: Tensor | Columns) -> Columns:

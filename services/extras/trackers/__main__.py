@@ -128,9 +128,9 @@ class Writer:
             return
         moment, split = self._due
         maximum = self._spec.samples
-        found: dict[str, SampleView] = {}
+        due_samples: dict[str, SampleView] = {}
         for order, number in (("best", (maximum + 1) // 2), ("worst", maximum // 2)):
-            asked = ListSamples(
+            operation = ListSamples(
                 run_id=self._run.id,
                 split=split,
                 step=moment.step,
@@ -139,10 +139,12 @@ class Writer:
                 excerpt=_EXCERPT,
             )
             with suppress(ApiError):  # without the transferqueue, metrics are still written
-                found |= {each.id: each for each in (await self._api.call(asked)).items[:number]}
-        if found:
+                due_samples |= {
+                    sample.id: sample for sample in (await self._api.call(operation)).items[:number]
+                }
+        if due_samples:
             with self._deadline():
-                tracker.samples(moment, split, [row_of(each) for each in found.values()])
+                tracker.samples(moment, split, [row_of(sample) for sample in due_samples.values()])
             self._due = None
 
     @contextmanager

@@ -65,9 +65,9 @@ def track(
                 api, url=address, token=token, folder=folder, deadline_s=deadline_s, on_failure=fail
             )
             if run:
-                one = await find_run(api, run)
-                written = ", ".join(await processes.follow(one, kinds))
-                print_line(console, f"{one} is written to {written}; files are in {folder}")
+                run_id = await find_run(api, run)
+                written = ", ".join(await processes.follow(run_id, kinds))
+                print_line(console, f"{run_id} is written to {written}; files are in {folder}")
             else:
                 await processes.follow_project()
 

@@ -59,11 +59,11 @@ def open_run(run: RunView, spec: TrackerSpec, folder: Path) -> MlflowRun:
     """Opens a run in its project's experiment, with its specification as parameters."""
     client = MlflowClient()
     number = _experiment(client, spec.project, folder)
-    found = client.search_runs([number], f"tags.`{_TAG}` = '{run.id}'", max_results=1)
-    if found:
-        known = found[0].info.run_id
-        client.update_run(known, status="RUNNING")
-        return MlflowRun(client, known, list(found[0].data.metrics))
+    runs = client.search_runs([number], f"tags.`{_TAG}` = '{run.id}'", max_results=1)
+    if runs:
+        mlflow_id = runs[0].info.run_id
+        client.update_run(mlflow_id, status="RUNNING")
+        return MlflowRun(client, mlflow_id, list(runs[0].data.metrics))
     tags = {_TAG: run.id, **{f"slipstream.label.{key}": value for key, value in run.labels.items()}}
     begin_ms = round(1000 * run.create_time.timestamp())
     made = client.create_run(number, start_time=begin_ms, run_name=run.name, tags=tags).info.run_id
@@ -76,8 +76,8 @@ def open_run(run: RunView, spec: TrackerSpec, folder: Path) -> MlflowRun:
 
 def _experiment(client: MlflowClient, name: str, folder: Path) -> str:
     """Returns the id of an experiment, which is created if necessary."""
-    if (found := client.get_experiment_by_name(name)) is not None:
-        return str(found.experiment_id)
+    if (experiment := client.get_experiment_by_name(name)) is not None:
+        return str(experiment.experiment_id)
     # A database has no artifact location; the default would be the current folder.
     is_here = client.tracking_uri.startswith("sqlite:")
     artifacts = (folder.absolute() / "mlflow-artifacts").as_uri() if is_here else None

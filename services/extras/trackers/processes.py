@@ -161,8 +161,8 @@ class TrackerProcesses:
     async def _unwritten(self) -> list[str]:
         """Returns the running runs, and those that are not completely written."""
         runs = (await self._api.call(ListRuns(page_size=_LISTED))).items
-        known = (self._folder / CURSORS).glob("*/*.json")
-        left = [path.parent.name for path in known if not Cursor.read(path).is_done]
+        cursors = (self._folder / CURSORS).glob("*/*.json")
+        left = [path.parent.name for path in cursors if not Cursor.read(path).is_done]
         return [run.id for run in runs if run.state not in _IDLE] + left
 
     async def _kinds(self, run_id: str) -> list[str]:

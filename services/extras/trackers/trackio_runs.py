@@ -22,12 +22,12 @@ class TrackioRun:
         known: Rows that the run already has; None if they cannot be read.
     """
 
-    def __init__(self, run: Any, known: Sequence[Mapping[str, Any]] | None) -> None:
+    def __init__(self, run: Any, logs: Sequence[Mapping[str, Any]] | None) -> None:
         self._run = run
         # A thread of trackio writes rows with a delay of half a second.
-        self.rereads = 0 if known is None else _REREADS
+        self.rereads = 0 if logs is None else _REREADS
         self._newest = NewestSteps()
-        for row in known or ():
+        for row in logs or ():
             for name in row:
                 self._newest.record_step(name, int(row["step"]))
 
@@ -50,7 +50,7 @@ def open_run(run: RunView, spec: TrackerSpec, folder: Path) -> TrackioRun:
     name = f"{run.name}-{run.id.removeprefix('run_')[-8:]}"
     # Only a local database can be queried for existing rows; elsewhere the cursor must suffice.
     is_here = not any(resolve_space_id_and_server_url(None, None))
-    known = SQLiteStorage.get_logs(spec.project, name) if is_here else None
+    logs = SQLiteStorage.get_logs(spec.project, name) if is_here else None
     made = trackio.init(
         spec.project,
         name=name,
@@ -60,4 +60,4 @@ def open_run(run: RunView, spec: TrackerSpec, folder: Path) -> TrackioRun:
         auto_log_gpu=False,
         auto_log_cpu=False,
     )
-    return TrackioRun(made, known)
+    return TrackioRun(made, logs)

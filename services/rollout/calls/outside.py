@@ -48,10 +48,10 @@ def _plain(value: Any) -> Any:
 def _with_text_keys(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {
-            key if isinstance(key, str) else str(key): _with_text_keys(each)
-            for key, each in value.items()
+            key if isinstance(key, str) else str(key): _with_text_keys(item)
+            for key, item in value.items()
         }
-    return [_with_text_keys(each) for each in value] if isinstance(value, list | tuple) else value
+    return [_with_text_keys(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -100,10 +100,10 @@ class AddressPolicy:
         if not _is_address(host):
             loop = asyncio.get_running_loop()
             try:
-                found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+                entries = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
             except (OSError, UnicodeError) as error:
                 raise BusyError(f"the host {host!r} does not resolve: {error}") from error
-            addresses = [str(entry[4][0]) for entry in found]
+            addresses = [str(entry[4][0]) for entry in entries]
         if host.lower() not in self.inner_hosts:
             for address in addresses:
                 if not is_public(address):
@@ -153,7 +153,7 @@ def _carried(address: _Address) -> list[_Address]:
         return [last]
     is_isatap = (int(address) >> 32) & 0xFFFFFFFF in _ISATAP
     tunnelled = [address.sixtofour, *(address.teredo or ()), last if is_isatap else None]
-    return [address, *(each for each in tunnelled if each is not None)]
+    return [address, *(inner_address for inner_address in tunnelled if inner_address is not None)]
 
 
 _MAX_ANSWER_BYTES: Final = 1 << 20

@@ -41,12 +41,12 @@ class Demonstration:
 
     def cut(self, num_tokens: int) -> "Demonstration":
         """Returns a copy with at most ``num_tokens`` tokens after the prompt."""
-        kept: list[DemonstrationTurn] = []
+        turns: list[DemonstrationTurn] = []
         for stretch in self.stretches:
             if num_tokens > 0:
-                kept.append(DemonstrationTurn(stretch.token_ids[:num_tokens], stretch.is_answer))
+                turns.append(DemonstrationTurn(stretch.token_ids[:num_tokens], stretch.is_answer))
             num_tokens -= len(stretch.token_ids)
-        return Demonstration(prompt_ids=self.prompt_ids, stretches=tuple(kept), text=self.text)
+        return Demonstration(prompt_ids=self.prompt_ids, stretches=tuple(turns), text=self.text)
 
     @property
     def num_tokens(self) -> int:
@@ -129,7 +129,7 @@ def as_tools(value: object) -> Messages:
             tools = json.loads(value)
     if not tools:
         return ()
-    if not isinstance(tools, Sequence) or not all(isinstance(each, Mapping) for each in tools):
+    if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
         raise ValueError(
             f"the column 'tools' must be a list of tools, or its JSON text, got {value!r:.60}; correct or "
             "rename it"

@@ -85,7 +85,7 @@ class ImageReader:
         config = read_config(model, tokenizer)
         self._placeholder = int(config["image_token_id"])
         around = (config.get("vision_start_token_id"), config.get("vision_end_token_id"))
-        before, after = ([] if each is None else [int(each)] for each in around)
+        before, after = ([] if token_id is None else [int(token_id)] for token_id in around)
         self.mark_ids = [*before, self._placeholder, *after]
         """Tokens of one image in a text without chat template."""
         self._processor: Any = _processor(model)
@@ -303,8 +303,8 @@ def with_parts(
         images: Images of the row's column. Marks and parts without an image take them in order; if there are
             neither, the images precede the text of the first user message.
     """
-    rest, found = list(images), list[Any]()
-    split = [list(_parts_of(each["content"], marks=bool(images))) for each in messages]
+    rest, used = list(images), list[Any]()
+    split = [list(_parts_of(line["content"], marks=bool(images))) for line in messages]
     if all(part["type"] == "text" for parts in split for part in parts):
         users = (n for n, message in enumerate(messages) if message["role"] == "user")
         split[next(users, 0)][:0] = [{"type": "image"} for _ in rest]
@@ -313,14 +313,14 @@ def with_parts(
         for place, part in enumerate(parts):
             if part["type"] == "text":
                 continue
-            own = _own_image(part)
-            if own is None and rest:
-                own = rest.pop(0)
-            found += [] if own is None else [own]
+            image = _own_image(part)
+            if image is None and rest:
+                image = rest.pop(0)
+            used += [] if image is None else [image]
             parts[place] = {"type": "image"}
         is_text = isinstance(message["content"], str) and [p["type"] for p in parts] == ["text"]
         made.append({**message, "content": message["content"] if is_text else parts})
-    return made, found + rest
+    return made, used + rest
 
 
 def has_images(value: Any) -> bool:
@@ -351,8 +351,8 @@ def _text(text: str) -> dict[str, Any]:
 
 def _own_image(part: Mapping[str, Any]) -> Any:
     url = part.get("image_url")
-    own = url.get("url") if isinstance(url, Mapping) else url
-    return own or next((part[k] for k in ("image", "url", "path", "bytes") if part.get(k)), None)
+    source = url.get("url") if isinstance(url, Mapping) else url
+    return source or next((part[k] for k in ("image", "url", "path", "bytes") if part.get(k)), None)
 
 
 def _processor(model: ModelSpec) -> Any:

@@ -201,7 +201,7 @@ class PromptStore:
             every = [self._shown(messages, tools, turns) for messages in talks]
         except ValueError as error:
             raise refused_prompt("prompt_malformed", f"{place}: {error}") from error
-        if len({one.prompt_ids for one in every}) > 1:
+        if len({demonstration.prompt_ids for demonstration in every}) > 1:
             raise refused_prompt(
                 "prompt_malformed",
                 f"the answers in {place} follow different prompts, so they cannot be compared; correct the "
@@ -253,8 +253,8 @@ class PromptStore:
         elif _are_messages(content) and self._data.chat_template:
             messages = [
                 # A message with calls may have no content.
-                each if each.get("content") is not None else {**each, "content": ""}
-                for each in cast("Sequence[Message]", content)
+                message if message.get("content") is not None else {**message, "content": ""}
+                for message in cast("Sequence[Message]", content)
             ]
             if messages[-1]["role"] == "assistant":
                 raise refused_prompt(
@@ -295,7 +295,7 @@ class PromptStore:
         self, row: Row, messages: Sequence[Message], place: str
     ) -> tuple[Sequence[Message], Sequence[Any]]:
         """Returns messages whose images are parts, and the images in their order."""
-        given = None if self._data.image_column is None else row.get(self._data.image_column)
+        value = None if self._data.image_column is None else row.get(self._data.image_column)
         has_parts = any(
             part["type"] != "text"
             for message in messages
@@ -303,7 +303,7 @@ class PromptStore:
             for part in message["content"]
         )
         # Arrays of a data set have no truth value.
-        if not has_parts and (given is None or (isinstance(given, Sequence) and not given)):
+        if not has_parts and (value is None or (isinstance(value, Sequence) and not value)):
             return messages, ()
         if self._images is None:
             raise refused_prompt(
@@ -314,10 +314,10 @@ class PromptStore:
         # Imported here, because most runs have no images.
         from services.rollout.data.images import with_parts
 
-        is_list = isinstance(given, Sequence) and not isinstance(given, str | bytes)
-        each = [] if given is None else list(cast("Sequence[Any]", given)) if is_list else [given]
+        is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+        images = [] if value is None else list(cast("Sequence[Any]", value)) if is_list else [value]
         try:
-            return with_parts(messages, each)
+            return with_parts(messages, images)
         except (AttributeError, KeyError, TypeError) as error:
             raise refused_prompt(
                 "prompt_malformed",
@@ -389,9 +389,9 @@ def _conversation_of(
     if answer_column is not None:
         answer = column_value(row, answer_column)
         if data.chat_template and isinstance(answer, Sequence) and not isinstance(answer, str):
-            own = as_messages(answer, f"data.{key} {answer_column!r} of {place}")
-            is_whole = own[0]["role"] != "assistant"
-            messages = own if is_whole else [*as_messages(messages, what), *own]
+            turns = as_messages(answer, f"data.{key} {answer_column!r} of {place}")
+            is_whole = turns[0]["role"] != "assistant"
+            messages = turns if is_whole else [*as_messages(messages, what), *turns]
         elif isinstance(answer, str) and answer:
             messages = [*as_messages(messages, what), {"role": "assistant", "content": answer}]
         else:

@@ -67,20 +67,20 @@ def filtered_rows(rows: Rows, filters: Sequence[FilterSpec], *, key: str) -> "ar
     """
     named = [(f"{key}.filters.{index}", spec) for index, spec in enumerate(filters)]
     tests = [(name, _test(spec, name, rows[0])) for name, spec in named]
-    kept = array("q")
+    indices = array("q")
     for index in range(len(rows)):
         try:
             row = rows[index]
         except ValueError:
-            kept.append(index)
+            indices.append(index)
             continue
         if all(_passes(keeps, row, f"{name}: row {index}") for name, keeps in tests):
-            kept.append(index)
-    if not kept:
+            indices.append(index)
+    if not indices:
         raise ValueError(
             f"{key}.filters leave none of {len(rows):,} rows; relax one of them, or remove the set"
         )
-    return kept
+    return indices
 
 
 def _passes(keeps: _Keeps, row: Row, place: str) -> bool:
@@ -276,11 +276,11 @@ class _DuplicateKeyError(Exception):
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
         (key, _), *_ = Counter(key for key, _ in pairs).most_common(1)
         raise _DuplicateKeyError(repr(key))
-    return found
+    return entries
 
 
 class _JsonLines:

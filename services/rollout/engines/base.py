@@ -322,10 +322,10 @@ def fewer_top(top: TopLogprobs, count: int) -> TopLogprobs:
     """Returns a copy with at most the ``count`` most likely tokens; the others join the last entry."""
     if top.shape[1] - 1 <= count:
         return top.copy()
-    kept = top[:, : count + 1].copy()
-    kept[:, count] = [-1, 0]
-    kept[:, count, 1] = np.logaddexp.reduce(top[:, count:, 1], axis=1)
-    return kept
+    shortened = top[:, : count + 1].copy()
+    shortened[:, count] = [-1, 0]
+    shortened[:, count, 1] = np.logaddexp.reduce(top[:, count:, 1], axis=1)
+    return shortened
 
 
 def append_version(runs: list[VersionRun], version: int, num_tokens: int) -> None:

@@ -130,13 +130,13 @@ class EngineConfig:
 
     def precision_arguments(self, kind: EngineKind) -> dict[str, str]:
         """Returns the engine's arguments for the precision of products and KV cache."""
-        given = {
+        arguments = {
             "quantization": kind.quantizations[self.quantization] if self.quantization else None,
             "kv_cache_dtype": kind.cache_dtypes[self.kv_cache_dtype]
             if self.kv_cache_dtype
             else None,
         }
-        return {name: value for name, value in given.items() if value is not None}
+        return {name: value for name, value in arguments.items() if value is not None}
 
     def check_arguments(self, known: Collection[str], *, engine: str) -> None:
         """Refuses arguments that the engine does not have.

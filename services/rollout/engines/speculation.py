@@ -176,8 +176,8 @@ def propose_ngram(
 def num_equal(proposed: Sequence[int], drawn: Sequence[int]) -> int:
     """Returns the number of proposed tokens before the first one that differs from the drawn token."""
     count = 0
-    for one, other in zip(proposed, drawn, strict=False):
-        if one != other:
+    for proposal, other in zip(proposed, drawn, strict=False):
+        if proposal != other:
             break
         count += 1
     return count

@@ -60,9 +60,9 @@ def exact_match(
     Raises:
         ValueError: If there is no answer, or it is not one value.
     """
-    given = answer_part(response).strip()
+    response_answer = answer_part(response).strip()
     expected = answer_text(answer, reward="exact_match").strip()
     if ignore_case:
-        given, expected = given.casefold(), expected.casefold()
+        response_answer, expected = response_answer.casefold(), expected.casefold()
     whole = expected.removesuffix(".0") if isinstance(answer, float) else expected
-    return float(given in (expected, whole))
+    return float(response_answer in (expected, whole))

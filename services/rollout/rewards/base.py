@@ -194,14 +194,14 @@ def weighted_score(values: Iterable[tuple[RewardSpec, object]]) -> Score:
     total, terms = 0.0, dict[str, float]()
     for spec, value in values:
         if isinstance(value, Mapping):
-            found = _checked_terms(spec, value)
-            weighted = [spec.terms.get(name, _PLAIN).weight * found[name] for name in found]
+            fields = _checked_terms(spec, value)
+            weighted = [spec.terms.get(name, _PLAIN).weight * fields[name] for name in fields]
             score = checked_score(sum(weighted), bounds=spec.bounds, name=spec.name)
         else:
             score = checked_score(value, bounds=spec.bounds, name=spec.name)
-            found = {_label(spec.name): score}
+            fields = {_label(spec.name): score}
         total += spec.weight * score
-        for name, term in found.items():
+        for name, term in fields.items():
             terms[_free(name, terms)] = term
     return Score(checked_score(total, bounds=None, name=_SUM), terms)
 
@@ -233,13 +233,13 @@ def token_values(spec: RewardSpec, value: object, turn_lengths: Sequence[int]) -
     ]
 
 
-def joined(one: Score, other: Score) -> Score:
+def joined(first: Score, other: Score) -> Score:
     """Adds two scores; a term name that both have gets a number as suffix."""
-    terms = dict(one.terms)
+    terms = dict(first.terms)
     for name, term in other.terms.items():
         terms[_free(name, terms)] = term
-    value = checked_score(one.value + other.value, bounds=None, name=_SUM)
-    return Score(value, terms, one.tokens or other.tokens, {**one.columns, **other.columns})
+    value = checked_score(first.value + other.value, bounds=None, name=_SUM)
+    return Score(value, terms, first.tokens or other.tokens, {**first.columns, **other.columns})
 
 
 def earned_terms(spec: RewardSpec, earned: object) -> tuple[RewardSpec, dict[str, float]]:
@@ -254,21 +254,23 @@ def earned_terms(spec: RewardSpec, earned: object) -> tuple[RewardSpec, dict[str
     Raises:
         CallError: ``invalid_value`` if there is no reward, or it has another form.
     """
-    given = {"reward": earned} if isinstance(earned, int | float) else earned
-    if not isinstance(given, Mapping) or not {"reward"} <= set(given) <= {"reward", "metrics"}:
+    parts = {"reward": earned} if isinstance(earned, int | float) else earned
+    if not isinstance(parts, Mapping) or not {"reward"} <= set(parts) <= {"reward", "metrics"}:
         raise CallError(
             "invalid_value",
             "reward 'environment' needs a workflow that scores its episodes: an environment, or an agent "
             'that returns a number or {"reward": terms, "metrics": numbers}, got '
             f"{shortened(earned)}",
         )
-    terms = named_numbers(given["reward"], what="reward", source="the episode")
-    measured = named_numbers(given.get("metrics"), what="metrics", source="the episode")
-    found = {**measured, **terms}
-    known = {name: TermSpec(weight=0.0) for name in set(measured) - set(terms)} | dict(spec.terms)
+    terms = named_numbers(parts["reward"], what="reward", source="the episode")
+    measured = named_numbers(parts.get("metrics"), what="metrics", source="the episode")
+    values = {**measured, **terms}
+    term_specs = {name: TermSpec(weight=0.0) for name in set(measured) - set(terms)} | dict(
+        spec.terms
+    )
     # An episode that was cut short may lack some terms.
-    present = {name: term for name, term in known.items() if name in found}
-    return spec.model_copy(update={"terms": present}), found
+    present = {name: term for name, term in term_specs.items() if name in values}
+    return spec.model_copy(update={"terms": present}), values
 
 
 def _checked_terms(spec: RewardSpec, value: Mapping[object, object]) -> dict[str, float]:

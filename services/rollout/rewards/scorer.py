@@ -60,7 +60,7 @@ class Comparison:
     async def _values(self, spec: RewardSpec, given: Sequence[RewardInput]) -> Sequence[Any]:
         if spec.sees == "pairs":
             return await self._wins(spec, given)
-        values = await self._ask(spec, given, [one.response for one in given])
+        values = await self._ask(spec, given, [reward_input.response for reward_input in given])
         if not isinstance(values, list) or len(values) != len(given):
             raise CallError(
                 "invalid_value",
@@ -84,8 +84,8 @@ class Comparison:
         for (first, second), task in zip(pairs, tasks, strict=True):
             wins[first] += task.result()
             wins[second] += 1.0 - task.result()
-        asked = 2 * (len(given) - 1)
-        return [win / asked for win in wins] if asked else [0.5]
+        num_questions = 2 * (len(given) - 1)
+        return [win / num_questions for win in wins] if num_questions else [0.5]
 
     async def _preference(self, spec: RewardSpec, first: RewardInput, second: RewardInput) -> float:
         value = await self._ask(spec, (first, second), first.response, second.response)
@@ -94,11 +94,11 @@ class Comparison:
     async def _ask(self, spec: RewardSpec, given: Sequence[RewardInput], *seen: Any) -> Any:
         keywords = dict(spec.arguments)
         if spec.sees_episode:
-            keywords["episodes"] = [one.episode() for one in given]
-        one = given[0]
+            keywords["episodes"] = [reward_input.episode() for reward_input in given]
+        reward_input = given[0]
         return await self._pool.call(
             spec.name,
-            (one.prompt, *seen, one.answer, dict(one.row)),
+            (reward_input.prompt, *seen, reward_input.answer, dict(reward_input.row)),
             keywords,
             timeout_s=spec.timeout_s,
         )
@@ -263,8 +263,8 @@ class ScorerOfSets:
                 )
                 for key, specs in spec.rewards.items()
             }
-            own = {s: scorers[k] for s in spec.data.sets if (k := f"data.{s}.rewards") in scorers}
-            yield cls(scorers["rollout.rewards"], own)
+            sets = {s: scorers[k] for s in spec.data.sets if (k := f"data.{s}.rewards") in scorers}
+            yield cls(scorers["rollout.rewards"], sets)
 
     def comparison(self, split: str) -> Comparison | None:
         """Returns the comparison for a split; see :meth:`Scorer.comparison`."""

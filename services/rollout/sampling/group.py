@@ -184,8 +184,8 @@ class RunningGroup:
                 if not await self._run_workflow(episode):
                     return None
                 self._check_segments(episode)
-                given = self._given[member] = self._input(episode)
-                score = earlier.score or await self._score(given)
+                reward_input = self._given[member] = self._input(episode)
+                score = earlier.score or await self._score(reward_input)
             except CallError as error:
                 failure = error
                 continue
@@ -283,11 +283,11 @@ class RunningGroup:
         scored = [sample for sample in samples if sample.finish_reason != "failed"]
         if not scored:
             return [*samples]
-        given = [self._given[sample.member] for sample in scored]
+        reward_inputs = [self._given[sample.member] for sample in scored]
         for _ in range(self._spec.max_attempts):
             try:
                 with metrics.REWARD_SECONDS.time(), tracing.span("reward.compare"):
-                    scores = await comparison.score(given)
+                    scores = await comparison.score(reward_inputs)
                 break
             except CallError as error:
                 metrics.REWARD_FAILURES.labels(kind=error.kind).inc()
@@ -302,10 +302,10 @@ class RunningGroup:
             for s in samples
         ]
 
-    async def _score(self, given: RewardInput) -> Score:
+    async def _score(self, reward_input: RewardInput) -> Score:
         try:
             with metrics.REWARD_SECONDS.time(), tracing.span("reward.score"):
-                return await self._tools.reward.score(given)
+                return await self._tools.reward.score(reward_input)
         except CallError as error:
             metrics.REWARD_FAILURES.labels(kind=error.kind).inc()
             raise

@@ -120,7 +120,7 @@ def decode_progress(fields: Mapping[str, Tensor]) -> MemberProgress:
     turns: list[Turn] = []
     masks = fields[SAMPLING_MASK].numpy()
     top: TopLogprobs = _read(fields[SAMPLER_TOP_K])
-    token, run, known, masked, placed = 0, 0, 0, 0, 0
+    token, run, expert, masked, placed = 0, 0, 0, 0, 0
     inputs = decode_bundles(fields[TURN_INPUTS])
     pictures = json.loads(fields["pictures"].numpy().tobytes() or b"{}")
     for number, row in enumerate(table):
@@ -132,18 +132,18 @@ def decode_progress(fields: Mapping[str, Tensor]) -> MemberProgress:
                 version_runs=tuple(runs[run : run + num_runs]),
                 finish_reason=_FINISH_REASONS[code],
                 seconds=ms / 1000,
-                routed_experts=experts[known : known + num_known] if num_known else None,
+                routed_experts=experts[expert : expert + num_known] if num_known else None,
                 sampling_mask=masks[masked : masked + num_masked] if num_masked else None,
                 top_logprobs=top[placed : placed + num_top] if num_top else None,
                 model_inputs=inputs.get(number),
                 pictures=tuple(
-                    Picture(**{**each, "size": tuple(each["size"])})
-                    for each in pictures.get(str(number), ())
+                    Picture(**{**picture, "size": tuple(picture["size"])})
+                    for picture in pictures.get(str(number), ())
                 ),
             )
         )
         masked, placed = masked + num_masked, placed + num_top
-        token, run, known = token + num_tokens, run + num_runs, known + num_known
+        token, run, expert = token + num_tokens, run + num_runs, expert + num_known
     return MemberProgress(
         num_failed_scores=table[0][0] if table else 0,
         turns=tuple(turns),
@@ -172,8 +172,8 @@ def _stored(values: NDArray[Any] | None) -> Tensor:
 def _read(stored: Tensor) -> NDArray[Any]:
     if not len(stored):
         return np.zeros((0, 0, 0), np.uint8)
-    found: NDArray[Any] = np.load(io.BytesIO(stored.numpy().tobytes()), allow_pickle=False)
-    return found
+    array: NDArray[Any] = np.load(io.BytesIO(stored.numpy().tobytes()), allow_pickle=False)
+    return array
 
 
 logger = logging.getLogger(__name__)
@@ -207,8 +207,8 @@ class TransferQueueCache:
             serials = stored.tag("serial")
             for place, (group_id, member) in enumerate(_members(stored)):
                 if group_id in first_attempts:
-                    known = self._serials[group_id]
-                    known[member] = max(int(serials[place]), known.get(member, 0))
+                    member_serials = self._serials[group_id]
+                    member_serials[member] = max(int(serials[place]), member_serials.get(member, 0))
             newest = _newest(stored, first_attempts)
             if newest.num_keys == 0:
                 return {}
@@ -217,15 +217,15 @@ class TransferQueueCache:
             logger.warning("ignoring unusable cached progress", extra={"why": str(error)})
             return {}
         columns = {name: rows[name].unbind() for name in PARTIAL_FIELDS}
-        found: dict[str, dict[int, MemberProgress]] = defaultdict(dict)
+        groups: dict[str, dict[int, MemberProgress]] = defaultdict(dict)
         for index, (group_id, member) in enumerate(_members(newest)):
             try:
-                found[group_id][member] = decode_progress(
+                groups[group_id][member] = decode_progress(
                     {name: column[index] for name, column in columns.items()}
                 )
             except ValueError as error:
                 logger.warning("ignoring unusable cached progress", extra={"why": str(error)})
-        return found
+        return groups
 
     async def save(
         self, groups: Mapping[str, GroupProgress], attempts: Mapping[str, int], *, is_last: bool
@@ -272,8 +272,8 @@ class TransferQueueCache:
                 self._serials[group_id][member] = serial
 
     async def delete_progress(self, group_id: str, members: Collection[int]) -> None:
-        known = self._serials.pop(group_id, {})
-        keys = [_key(group_id, m, slot) for m in members if m in known for slot in _SLOTS]
+        serials = self._serials.pop(group_id, {})
+        keys = [_key(group_id, m, slot) for m in members if m in serials for slot in _SLOTS]
         if not keys:
             return
         try:

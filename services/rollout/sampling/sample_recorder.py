@@ -53,11 +53,11 @@ class SampleRecorder:
         self._format = reply_format(tokenizer, str(named))
 
     def keeps(self, assignment: GroupAssignment) -> bool:
-        kept = self._spec.samples
+        recording = self._spec.samples
         if kind_of(assignment.split) == "train":
             prompts = self._spec.trainer.prompts_per_step
-            return kept.records_group(assignment.group_id, prompts_per_step=prompts)
-        return kept.keeps_prompt(assignment.row, num_prompts=self._num_heldout)
+            return recording.records_group(assignment.group_id, prompts_per_step=prompts)
+        return recording.keeps_prompt(assignment.row, num_prompts=self._num_heldout)
 
     async def record_group(
         self,
@@ -121,12 +121,12 @@ class SampleRecorder:
             "answer": prompt.answer,
             "images": [
                 {
-                    "name": each.name,
-                    "width": each.size[0],
-                    "height": each.size[1],
-                    "thumbnail": each.thumbnail,
+                    "name": picture.name,
+                    "width": picture.size[0],
+                    "height": picture.size[1],
+                    "thumbnail": picture.thumbnail,
                 }
-                for each in sample.pictures
+                for picture in sample.pictures
             ],
             "turns": turns,
             "vocabulary": self._vocabulary(sample.response_ids),
@@ -160,10 +160,10 @@ class SampleRecorder:
     def _vocabulary(self, token_ids: Sequence[int]) -> dict[int, str]:
         """Returns the text of each token that occurs; texts are cached, since tokens recur often."""
         texts = self._texts
-        found: dict[int, str] = {}
+        vocabulary: dict[int, str] = {}
         for token in set(token_ids):
             if token not in texts:
                 end = self._tokenizer.eos_text if token == self._tokenizer.eos_id else ""
                 texts[token] = self._tokenizer.decode([token]) or end
-            found[token] = texts[token]
-        return found
+            vocabulary[token] = texts[token]
+        return vocabulary

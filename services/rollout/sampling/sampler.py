@@ -349,11 +349,11 @@ class GroupSampler:
         """Caches progress. A failure is only logged: after a crash the groups start from the beginning."""
         progress = {group.assignment.group_id: group.progress(running) for group in groups}
         attempts = {group.assignment.group_id: group.assignment.attempt for group in groups}
-        found = {group_id: members for group_id, members in progress.items() if members}
-        if not found:
+        saved = {group_id: members for group_id, members in progress.items() if members}
+        if not saved:
             return
         try:
-            await self._cache.save(found, attempts, is_last=is_last)
+            await self._cache.save(saved, attempts, is_last=is_last)
         except GroupError as error:
             metrics.CACHE_FAILURES.inc()
             logger.warning("caching progress failed", extra={"why": error.message})

@@ -88,7 +88,7 @@ class Sample:
     @property
     def pictures(self) -> tuple[Picture, ...]:
         """All images, for people."""
-        return (*self.prompt_pictures, *(each for turn in self.turns for each in turn.pictures))
+        return (*self.prompt_pictures, *(image for turn in self.turns for image in turn.pictures))
 
     @property
     def turn_inputs(self) -> Mapping[int, ModelInputs]:
@@ -123,10 +123,10 @@ def answer_digest(response: str, pattern: str) -> str:
     """
     answer: str | None = response
     try:
-        for found in (
+        for match in (
             regex.finditer(pattern, response, timeout=_PATTERN_TIMEOUT_S) if pattern else ()
         ):
-            answer = found[min(1, len(found.groups()))]
+            answer = match[min(1, len(match.groups()))]
     except TimeoutError:
         answer = response
         logger.warning("matching rollout.answer_pattern takes too long", extra={"pattern": pattern})
@@ -236,10 +236,10 @@ def _experts(sample: Sample, routing: RoutingShape) -> Tensor:
     experts = np.full((num_tokens, *routing.tail), routing.missing, routing.dtype)
     start = 0
     for conversation in divided((observed(sample.prompt_ids), *sample.turns)):
-        known, length = routed_experts(conversation), len(token_ids(conversation))
-        if known is not None:
-            end = min(start + min(len(known), length - 1), num_tokens)
-            experts[start:end] = known[: end - start]
+        routed, length = routed_experts(conversation), len(token_ids(conversation))
+        if routed is not None:
+            end = min(start + min(len(routed), length - 1), num_tokens)
+            experts[start:end] = routed[: end - start]
         start += length
     return torch.from_numpy(experts)
 
@@ -340,5 +340,5 @@ async def _logprobs(shows: Demonstration, prompt: Prompt, engine: Engine) -> lis
         logprobs = await engine.score([*shows.prompt_ids, *response], prompt.model_inputs)
     except ValueError as error:
         raise GroupError("request_refused", str(error), retryable=False) from error
-    own = logprobs[len(shows.prompt_ids) - 1 :]
-    return [value for value, is_answer in zip(own, trains, strict=True) if is_answer]
+    rest = logprobs[len(shows.prompt_ids) - 1 :]
+    return [value for value, is_answer in zip(rest, trains, strict=True) if is_answer]

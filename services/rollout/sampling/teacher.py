@@ -87,11 +87,11 @@ class Teacher:
             GroupError: If a server fails or does not answer before the deadline; a retry may succeed.
         """
         shown = [self._prompt(prompt, sample, samples) for sample in samples]
-        found: dict[str, list[Tensor]] = {}
+        fields: dict[str, list[Tensor]] = {}
         if TEACHER_PROMPT in self._fields:
-            found[TEACHER_PROMPT] = [torch.tensor(ids, dtype=torch.int32) for ids in shown]
+            fields[TEACHER_PROMPT] = [torch.tensor(ids, dtype=torch.int32) for ids in shown]
         if split not in self._services:
-            return found
+            return fields
         try:
             async with asyncio.timeout(self._spec.timeout_s):
                 rows = await asyncio.gather(
@@ -108,10 +108,10 @@ class Teacher:
                 retryable=True,
             ) from error
         columns = {
-            "ref_logprobs": [torch.from_numpy(each) for each, _ in rows],
-            TEACHER_TOP_K: [torch.from_numpy(each) for _, each in rows],
+            "ref_logprobs": [torch.from_numpy(values) for values, _ in rows],
+            TEACHER_TOP_K: [torch.from_numpy(values) for _, values in rows],
         }
-        return found | {name: rows for name, rows in columns.items() if name in self._fields}
+        return fields | {name: rows for name, rows in columns.items() if name in self._fields}
 
     def _prompt(self, prompt: Prompt, sample: Sample, samples: Sequence[Sample]) -> Sequence[int]:
         """Returns the tokens that the teacher sees before a response; empty if the sample has no teacher."""
@@ -151,7 +151,7 @@ class Teacher:
         The prompts of further conversations, and samples without a teacher, have zeros.
         """
         conversations = divided((observed(sample.prompt_ids), *sample.turns))
-        size = sum(len(token_ids(each)) for each in conversations) - len(sample.prompt_ids)
+        size = sum(len(token_ids(talk)) for talk in conversations) - len(sample.prompt_ids)
         logprobs = np.zeros(size, np.float32)
         top = np.zeros((size, self._top_k + 1, 2), np.float32)
         end = -len(sample.prompt_ids)
@@ -163,10 +163,10 @@ class Teacher:
                 continue
             async with self._places:
                 body = await self._answer(service, [*context, *rest])
-            found = await asyncio.to_thread(
+            scored = await asyncio.to_thread(
                 parsed, self._spec.server, body, rest, top_k=self._top_k
             )
-            logprobs[start:end], top[start:end] = found
+            logprobs[start:end], top[start:end] = scored
         return logprobs, top
 
     async def _answer(self, service: ExternalService, ids: Sequence[int]) -> bytes:
@@ -254,11 +254,11 @@ def _of_vllm(answer: Any, response: Sequence[int]) -> list[_Row]:
 
 def _of_sglang(answer: Any, response: Sequence[int]) -> list[_Row]:
     facts = answer["meta_info"]
-    own = facts["input_token_logprobs"][-len(response) :]
+    response_entries = facts["input_token_logprobs"][-len(response) :]
     top = facts["input_top_logprobs"][-len(response) :]
-    if [entry[1] for entry in own] != list(response):
+    if [entry[1] for entry in response_entries] != list(response):
         raise ValueError("other tokens")
     return [
         (float(logprob), [(float(token), float(value)) for value, token, *_ in likely])
-        for (logprob, *_), likely in zip(own, top, strict=True)
+        for (logprob, *_), likely in zip(response_entries, top, strict=True)
     ]

@@ -118,8 +118,8 @@ class SandboxService:
 
 
 async def _run(sandbox: EpisodeSandbox, request: Request) -> Response:
-    given = _Command.model_validate_json(await request.body())
-    result = await sandbox.run(given.command, timeout_s=given.timeout_s, stdin=given.stdin.encode())
+    order = _Command.model_validate_json(await request.body())
+    result = await sandbox.run(order.command, timeout_s=order.timeout_s, stdin=order.stdin.encode())
     return JSONResponse({**asdict(result), "output": result.text})
 
 

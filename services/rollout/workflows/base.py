@@ -249,7 +249,7 @@ class Episode:
         """
         place, before = len(turns), tuple(turns)
         recorded = [
-            one[place] for one in self._recorded if len(one) > place and one[:place] == before
+            row[place] for row in self._recorded if len(row) > place and row[:place] == before
         ]
         following = list(dict.fromkeys(recorded))
         return following[number] if number < len(following) else None
@@ -324,7 +324,7 @@ class Episode:
     def _check_ids(self, token_ids: Sequence[int]) -> None:
         """Raises CallError if an id is not in the vocabulary; no engine checks ids after the last reply."""
         size = self.tokenizer.vocab_size
-        if wrong := [each for each in token_ids if not 0 <= each < size]:
+        if wrong := [token_id for token_id in token_ids if not 0 <= token_id < size]:
             raise CallError(
                 "invalid_value",
                 f"an observation has the token id {wrong[0]}, but ids are 0 to {size - 1}; use "
@@ -419,7 +419,7 @@ class Episode:
     ) -> GenerationRequest:
         before = () if self.is_served else self.prompt.token_ids
         versions = sampled_versions((*turns, started))
-        known = routed_experts((*turns, started))
+        routed = routed_experts((*turns, started))
         return GenerationRequest(
             request_id=f"{self._request_id}#{next(self._numbers)}",
             context_ids=before + token_ids((*turns, started)),
@@ -427,7 +427,7 @@ class Episode:
             seed=draw.seed,
             draw_offset=draw.offset + len(started.token_ids),
             model_inputs=self._inputs_before(turns),
-            experts_from=0 if known is None else len(known),
+            experts_from=0 if routed is None else len(routed),
             oldest_version=min(versions, default=None),
             temperature=self.limits.temperature,
             top_p=self.limits.top_p,

@@ -65,7 +65,7 @@ def following_ids(
         ids = tokenizer.encode(rest, continues=True)
         if not any(message.get("content") == mark for message in chat):
             # Skip the rest of the call, which the policy has already written in its own format.
-            ends = [place for place, each in enumerate(ids) if each in tokenizer.turn_end_ids]
+            ends = [place for place, id_ in enumerate(ids) if id_ in tokenizer.turn_end_ids]
             if not ends:
                 problem = problem or "no token of the template ends an assistant's turn"
                 continue
@@ -170,18 +170,18 @@ def _tool_chats(
 ) -> list[list[_Message]]:
     """Returns the chat with calls as text, and with calls as the fields that some templates need."""
     as_text, as_fields = [*messages], [*messages]
-    for number, each in enumerate(rounds):
+    for number, example in enumerate(rounds):
         is_last = number == len(rounds) - 1
         # Mistral's templates require ids of nine letters or digits.
-        ids = [f"{number:05}{index:04}" for index in range(len(each.calls))]
-        names = [call.name for call in each.calls]
+        ids = [f"{number:05}{index:04}" for index in range(len(example.calls))]
+        names = [call.name for call in example.calls]
         if is_last:
             names[-1] = mark
         results: list[_Message] = [
             {"role": "tool", "name": call.name, "tool_call_id": id_, "content": call.result}
-            for id_, call in zip(ids, each.calls, strict=True)
+            for id_, call in zip(ids, example.calls, strict=True)
         ]
-        as_text += [{"role": "assistant", "content": mark if is_last else each.reply}, *results]
+        as_text += [{"role": "assistant", "content": mark if is_last else example.reply}, *results]
         calls = [
             {"id": id_, "type": "function", "function": {"name": name, "arguments": {}}}
             for id_, name in zip(ids, names, strict=True)
@@ -191,8 +191,8 @@ def _tool_chats(
 
 
 def _after_mark(text: str, mark: str) -> str:
-    before, found, rest = text.rpartition(mark)
-    if not found or mark in before:
+    before, separator, rest = text.rpartition(mark)
+    if not separator or mark in before:
         raise ValueError(
             "the model's chat template does not render an assistant's message exactly once, so the chat "
             "cannot be continued with the recorded tokens"

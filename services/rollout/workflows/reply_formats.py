@@ -89,8 +89,8 @@ class ReasoningFormat:
         start = text.lstrip()
         if start.startswith(self.begin):
             text, is_open = start[len(self.begin) :].removeprefix(self.label), True
-        before, found, rest = text.partition(self.end)
-        if found and (is_open or self.begin not in before):
+        before, separator, rest = text.partition(self.end)
+        if separator and (is_open or self.begin not in before):
             return before.strip(), rest.lstrip()
         if not is_open:
             return "", text
@@ -115,8 +115,8 @@ class ReplyFormat:
         if not self.has_special_marks:
             return tokenizer.decode(token_ids)
         ends = tokenizer.stop_ids
-        kept = token_ids[:-1] if token_ids and token_ids[-1] in ends else token_ids
-        return tokenizer.decode(kept, keeps_special=True)
+        content = token_ids[:-1] if token_ids and token_ids[-1] in ends else token_ids
+        return tokenizer.decode(content, keeps_special=True)
 
     def parse(
         self, text: str, tools: Tools = (), *, has_tools: bool = True, is_open: bool = False
@@ -182,18 +182,18 @@ def check_tool_format(name: str) -> None:
 def _reply_format(tokenizer: Tokenizer, name: str) -> ReplyFormat:
     template, vocabulary = tokenizer.chat_template, tokenizer.vocabulary
     if name == "auto":
-        found = (
+        names = (
             key
             for key, kind in TOOL_FORMATS.items()
             if any(mark in template for mark in kind.template_marks)
         )
-        name = next(found, "hermes")
+        name = next(names, "hermes")
     tools = TOOL_FORMATS[name]
     reasoning = next(
         (
-            each
-            for each in REASONING_FORMATS
-            if each.end in template or (each.end in vocabulary and each.begin in vocabulary)
+            item
+            for item in REASONING_FORMATS
+            if item.end in template or (item.end in vocabulary and item.begin in vocabulary)
         ),
         None,
     )
@@ -255,9 +255,9 @@ def _json_call(place: int, text: str) -> ParsedCall:
 
 def _name_in(text: str) -> str:
     """Returns the value of ``name`` in a malformed JSON object; empty if it cannot be read."""
-    _, found, rest = text.partition('"name"')
+    _, separator, rest = text.partition('"name"')
     rest = rest.lstrip().removeprefix(":").lstrip()
-    if not found or not rest.startswith('"'):
+    if not separator or not rest.startswith('"'):
         return ""
     return rest[1:].partition('"')[0]
 
@@ -311,8 +311,8 @@ def _deepseek_v3(text: str, _tools: Tools) -> Iterator[ParsedCall]:
     section = text.find("<｜tool▁calls▁begin｜>")
     blocks = _blocks(text, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
     for number, (place, inner, _) in enumerate(blocks):
-        kind, found, rest = inner.partition("<｜tool▁sep｜>")
-        if not found:
+        kind, separator, rest = inner.partition("<｜tool▁sep｜>")
+        if not separator:
             continue
         name, body = kind.strip(), rest
         if name == "function" and "```" in rest:
@@ -328,10 +328,10 @@ def _kimi_k2(text: str, _tools: Tools) -> Iterator[ParsedCall]:
     for number, (place, inner, _) in enumerate(
         _blocks(text, "<|tool_call_begin|>", "<|tool_call_end|>")
     ):
-        id_, found, body = inner.partition("<|tool_call_argument_begin|>")
+        id_, separator, body = inner.partition("<|tool_call_argument_begin|>")
         id_ = id_.strip()
         name, _, index = id_.removeprefix("functions.").rpartition(":")
-        if found and name and index.isdigit():
+        if separator and name and index.isdigit():
             at = section if number == 0 and 0 <= section < place else place
             yield _named_call(at, name, body, id_)
 
@@ -348,8 +348,8 @@ def _named_call(place: int, name: str, body: str, id_: str = "") -> ParsedCall:
 def _llama3_json(text: str, _tools: Tools) -> Iterator[ParsedCall]:
     """``{"name": ..., "parameters": {...}}``, several separated by ``;`` (Llama 3.1 to 3.3)."""
     mark, stop, num_failed = "<|python_tag|>", 0, 0
-    for found in _LLAMA_CALL.finditer(text):
-        start = found.start()
+    for match in _LLAMA_CALL.finditer(text):
+        start = match.start()
         if start < stop:  # inside the last call
             continue
         try:
@@ -380,7 +380,7 @@ def _pythonic(text: str, _tools: Tools) -> Iterator[ParsedCall]:
         for call in calls.elts:
             assert isinstance(call, ast.Call)
             assert not call.args
-            arguments = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+            arguments = {str(pair.arg): ast.literal_eval(pair.value) for pair in call.keywords}
             json.dumps(arguments)
             yield ParsedCall(0, ast.unparse(call.func), arguments)
     except (AssertionError, SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
@@ -396,11 +396,11 @@ def _mistral(text: str, _tools: Tools) -> Iterator[ParsedCall]:
         part = text[start + len(mark) : len(text) if stop < 0 else stop].strip()
         if part.startswith(("[", "{")):
             try:
-                found, _ = _DECODER.raw_decode(part)
+                value, _ = _DECODER.raw_decode(part)
             except _NO_JSON as error:
                 yield ParsedCall(start, "", {}, problem=f"calls must be JSON ({error})")
                 return
-            for call in found if isinstance(found, list) else [found]:
+            for call in value if isinstance(value, list) else [value]:
                 yield _json_call(start, json.dumps(call))
         elif "{" in part:
             head, _, rest = part.partition("{")
@@ -422,9 +422,9 @@ def _gemma(begin: str, end: str, quote: str) -> Callable[[str, Tools], Iterator[
 
     def find(text: str, tools: Tools) -> Iterator[ParsedCall]:
         for place, inner, _ in _blocks(text, begin, end):
-            name, found, body = inner.removeprefix("call:").partition("{")
+            name, separator, body = inner.removeprefix("call:").partition("{")
             name = name.strip()
-            if not inner.startswith("call:") or not found or not name:
+            if not inner.startswith("call:") or not separator or not name:
                 continue
             try:
                 values = _GemmaObject("{" + body, quote).read()
@@ -452,8 +452,8 @@ class _GemmaObject:
         self._at = 0
 
     def read(self) -> dict[str, Any]:
-        found = self._value()
-        return found if isinstance(found, dict) else {}
+        value = self._value()
+        return value if isinstance(value, dict) else {}
 
     def _value(self) -> Any:
         self._skip(" \n\t")
@@ -533,11 +533,11 @@ def _typed(text: str, schemas: Mapping[str, Any] | None, key: str) -> Any:
     except _NO_JSON:
         pass
     try:
-        found = ast.literal_eval(plain)
-        json.dumps(found)
+        literal = ast.literal_eval(plain)
+        json.dumps(literal)
     except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
         return text
-    return found
+    return literal
 
 
 def _names_of_types(schema: Any) -> set[str]:
@@ -546,8 +546,8 @@ def _names_of_types(schema: Any) -> set[str]:
     named = schema.get("type", ())
     names = {named} if isinstance(named, str) else set(map(str, named))
     for key in ("anyOf", "oneOf", "allOf"):
-        for each in schema.get(key) or ():
-            names |= _names_of_types(each)
+        for alternative in schema.get(key) or ():
+            names |= _names_of_types(alternative)
     return names
 
 
@@ -556,12 +556,12 @@ def _harmony(text: str, *, has_tools: bool) -> ParsedReply:
     content, reasoning, calls = [], [], []
     place = 0
     for part in text.split("<|start|>"):
-        header, found, body = part.partition("<|message|>")
+        header, separator, body = part.partition("<|message|>")
         for end in ("<|end|>", "<|call|>", "<|return|>"):
             body = body.partition(end)[0]
         recipient = header.partition("to=")[2]
         recipient = recipient.replace("<", " ").split(" ")[0] if recipient else ""
-        if not found:
+        if not separator:
             content.append(header if "<|channel|>" not in header else "")
         elif recipient and has_tools:
             calls.append(_named_call(place, recipient.removeprefix("functions."), body))

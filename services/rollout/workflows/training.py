@@ -45,24 +45,24 @@ class TrainedConversations:
         """Returns the indices that the user's function selects."""
         last = tuple(episode.turns)
         conversations = [
-            {"messages": messages_of(episode, each), "is_last": each == last}
-            for each in episode.conversations
+            {"messages": messages_of(episode, talk), "is_last": talk == last}
+            for talk in episode.conversations
         ]
         row = dict(episode.prompt.row)
-        found = await episode.call(self._train, (conversations, row), timeout_s=_TIMEOUT_S)
-        known = range(len(conversations))
+        numbers = await episode.call(self._train, (conversations, row), timeout_s=_TIMEOUT_S)
+        choices = range(len(conversations))
         if (
-            not isinstance(found, list)
-            or not found
-            or not all(type(number) is int and number in known for number in found)
-            or len(set(found)) < len(found)
+            not isinstance(numbers, list)
+            or not numbers
+            or not all(type(number) is int and number in choices for number in numbers)
+            or len(set(numbers)) < len(numbers)
         ):
             raise CallError(
                 "invalid_value",
                 f"{_KEY} {self._train!r} must return distinct indexes of conversations, at least one from 0 "
-                f"to {len(conversations) - 1}, got {found!r:.200}",
+                f"to {len(conversations) - 1}, got {numbers!r:.200}",
             )
-        return found
+        return numbers
 
 
 def _num_sampled(conversations: Sequence[Conversation]) -> int:
@@ -80,7 +80,7 @@ def history_of(episode: Episode) -> Mapping[str, Any]:
     """
     judged = (observed(episode.prompt_ids), *episode.response_turns)
     last = tuple(episode.turns)
-    others = [messages_of(episode, each) for each in episode.conversations if each != last]
+    others = [messages_of(episode, talk) for talk in episode.conversations if talk != last]
     return {
         "messages": messages_of(episode, judged),
         "other_conversations": others,

@@ -147,21 +147,21 @@ def top_logprobs(turns: Iterable[Turn], count: int) -> TopLogprobs:
 
 def joined_inputs(bundles: "Iterable[ModelInputs | None]") -> "ModelInputs | None":
     """Joins the inputs of a prompt and its turns; None if there are none."""
-    found = [bundle for bundle in bundles if bundle is not None]
+    present = [bundle for bundle in bundles if bundle is not None]
     # Joined by its class, so that episodes without inputs do not import torch.
-    return type(found[0]).joined(found) if found else None
+    return type(present[0]).joined(present) if present else None
 
 
 def _joined(parts: Sequence[NDArray[Any] | None]) -> NDArray[Any] | None:
-    known = [part for part in parts if part is not None]
-    return np.concatenate(known) if known else None
+    present = [part for part in parts if part is not None]
+    return np.concatenate(present) if present else None
 
 
 def token_ids(turns: Iterable[Turn]) -> tuple[int, ...]:
-    found: list[int] = []
+    ids: list[int] = []
     for turn in turns:
-        found += turn.token_ids  # extends in bulk; token by token is ten times slower
-    return tuple(found)
+        ids += turn.token_ids  # extends in bulk; token by token is ten times slower
+    return tuple(ids)
 
 
 def num_tokens(turns: Iterable[Turn]) -> int:
@@ -206,12 +206,12 @@ def with_turn(
     Args:
         conversations: Conversations, none of which continues another.
     """
-    found, grown = list(conversations), (*before, turn)
-    for place, conversation in enumerate(found):
+    grown_conversations, grown = list(conversations), (*before, turn)
+    for place, conversation in enumerate(grown_conversations):
         if len(conversation) <= len(before) and all(map(operator.is_, conversation, before)):
-            found[place] = grown
-            return found
-    return [*found, grown]
+            grown_conversations[place] = grown
+            return grown_conversations
+    return [*grown_conversations, grown]
 
 
 def merged(reached: Sequence[Conversation], recorded: Sequence[Conversation]) -> list[Conversation]:
@@ -220,16 +220,16 @@ def merged(reached: Sequence[Conversation], recorded: Sequence[Conversation]) ->
     Args:
         recorded: Conversations of the previous attempt; those that this attempt has not started are kept.
     """
-    found, unreached = list(reached), list[Conversation]()
+    conversations, unreached = list(reached), list[Conversation]()
     for old in recorded:
         if any(_reaches(new, old) for new in reached):
             continue
-        begun = [place for place, new in enumerate(found) if old[: len(new)] == new]
+        begun = [place for place, new in enumerate(conversations) if old[: len(new)] == new]
         if begun:
-            found[begun[0]] = old
+            conversations[begun[0]] = old
         else:
             unreached.append(old)
-    return [*found, *unreached[-_MAX_UNREACHED:]]
+    return [*conversations, *unreached[-_MAX_UNREACHED:]]
 
 
 def flattened(conversations: Iterable[Conversation]) -> tuple[Turn, ...]:
@@ -240,7 +240,7 @@ def flattened(conversations: Iterable[Conversation]) -> tuple[Turn, ...]:
 
 def divided(turns: Iterable[Turn]) -> list[Conversation]:
     """Splits the turns that :func:`flattened` returned into their conversations."""
-    found: list[list[Turn]] = [[]]
+    stretches: list[list[Turn]] = [[]]
     for turn in turns:
         if turn.version_runs[:1] and turn.version_runs[0][0] == PROMPT_VERSION:
             first = observed(
@@ -249,22 +249,22 @@ def divided(turns: Iterable[Turn]) -> list[Conversation]:
                 model_inputs=turn.model_inputs,
                 pictures=turn.pictures,
             )
-            found.append([first])
+            stretches.append([first])
         else:
-            found[-1].append(turn)
-    return [tuple(conversation) for conversation in found if conversation]
+            stretches[-1].append(turn)
+    return [tuple(conversation) for conversation in stretches if conversation]
 
 
 def trained_once(conversations: Iterable[Conversation]) -> list[Conversation]:
     """Converts repeated sampled turns to observed ones, so that no token trains twice."""
     seen: set[int] = set()
-    found = []
+    result = []
     for conversation in conversations:
-        found.append(
+        result.append(
             tuple(_as_context(turn) if id(turn) in seen else turn for turn in conversation)
         )
         seen |= set(map(id, conversation))
-    return found
+    return result
 
 
 def _as_prompt(turn: Turn) -> Turn:

@@ -226,10 +226,10 @@ def gae(
         next_value, next_advantage = state.unbind(1)
         delta = rewards[tokens] + gamma * next_value - values[tokens]
         advantage = delta + gamma * decays[tokens] * next_advantage
-        kept = mask[tokens]
-        advantages[tokens] = torch.where(kept, advantage, 0.0)
+        is_response = mask[tokens]
+        advantages[tokens] = torch.where(is_response, advantage, 0.0)
         updated = torch.stack([values[tokens], advantage], dim=1)
-        return torch.where(kept[:, None], updated, state)
+        return torch.where(is_response[:, None], updated, state)
 
     segments.scan_backwards(step, rewards.new_zeros(len(segments), 2))
     return advantages, torch.where(mask, advantages + values, 0.0)
@@ -263,11 +263,11 @@ def whiten(
     Returns:
         ``[T]`` whitened values.
     """
-    kept = torch.where(mask, values, 0.0).to(torch.float64)
-    count, total = sum_over_ranks(torch.stack([mask.sum().to(kept.dtype), kept.sum()])).unbind()
+    masked = torch.where(mask, values, 0.0).to(torch.float64)
+    count, total = sum_over_ranks(torch.stack([mask.sum().to(masked.dtype), masked.sum()])).unbind()
     # Center first: as a difference of two large sums, the variance could be mere rounding error.
     mean = total / count.clamp(min=1)
-    centred = torch.where(mask, kept - mean, 0.0)
+    centred = torch.where(mask, masked - mean, 0.0)
     # The mean of equal values may differ from them by its rounding.
     centred = torch.where(centred.abs() > _ROUNDING * mean.abs(), centred, 0.0)
     variance = sum_over_ranks(centred.square().sum()) / (count - 1).clamp(min=1)

@@ -37,18 +37,18 @@ class TokenDivergence:
             teacher: ``[C, K + 1, 2]`` as from :func:`most_likely`, or ``[C, H]`` final hidden states.
         """
         if self.head is None:
-            own, others = _events(logits, teacher)
+            student, others = _events(logits, teacher)
         else:
             products = float32_products(teacher.to(self.head.weight), self.head.weight)
             # Heads of one family may be padded to different sizes.
             size = min(logits.shape[1], products.shape[1])
             numbers = self.head.scale, self.head.cap, self.temperature
             others = bounded_logits(products[:, :size], None, numbers)[0].log_softmax(-1)
-            own = logits[:, :size].log_softmax(-1)
-        return divergence(own, others, kind=self.arguments.divergence, beta=self.arguments.beta)
+            student = logits[:, :size].log_softmax(-1)
+        return divergence(student, others, kind=self.arguments.divergence, beta=self.arguments.beta)
 
 
-def divergence(own: Tensor, teacher: Tensor, *, kind: str, beta: float) -> Tensor:
+def divergence(student: Tensor, teacher: Tensor, *, kind: str, beta: float) -> Tensor:
     """Returns the divergence of distributions over the last dimension.
 
     Args:
@@ -60,11 +60,11 @@ def divergence(own: Tensor, teacher: Tensor, *, kind: str, beta: float) -> Tenso
         beta: Weight of the teacher in ``jsd``.
     """
     if kind == "forward_kl":
-        return _kl(teacher, own)
+        return _kl(teacher, student)
     if kind == "reverse_kl":
-        return _kl(own, teacher)
-    mixture = torch.logaddexp(teacher + math.log(beta), own + math.log1p(-beta))
-    return beta * _kl(teacher, mixture) + (1.0 - beta) * _kl(own, mixture)
+        return _kl(student, teacher)
+    mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
+    return beta * _kl(teacher, mixture) + (1.0 - beta) * _kl(student, mixture)
 
 
 def _kl(p: Tensor, q: Tensor) -> Tensor:
@@ -77,11 +77,11 @@ def _events(logits: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
     # A token that exists only in the teacher's padded head counts as one of all other tokens.
     is_known = functional.pad(ids < size, (0, 1))
     rest = others.masked_fill(is_known, LOWEST).logsumexp(-1, keepdim=True)
-    known = torch.cat([others.masked_fill(~is_known, LOWEST)[:, :-1], rest], 1)
+    teacher_events = torch.cat([others.masked_fill(~is_known, LOWEST)[:, :-1], rest], 1)
     normalizer = logits.logsumexp(-1, keepdim=True)
     ids = ids.clamp(max=size - 1)
-    own = torch.cat([logits.gather(1, ids), _rest(logits, ids, is_known[:, :-1])], 1) - normalizer
-    return own.masked_fill(functional.pad(~is_known[:, :-1], (0, 1)), LOWEST), known
+    ours = torch.cat([logits.gather(1, ids), _rest(logits, ids, is_known[:, :-1])], 1) - normalizer
+    return ours.masked_fill(functional.pad(~is_known[:, :-1], (0, 1)), LOWEST), teacher_events
 
 
 def _rest(logits: Tensor, ids: Tensor, is_known: Tensor) -> Tensor:
@@ -100,12 +100,12 @@ def most_likely(hidden: Tensor, head: OutputHead, count: int, *, temperature: fl
         count: Max number of tokens; ``K`` is at most the vocabulary.
     """
     count = min(count, len(head.weight))
-    found = torch.full((len(hidden), count + 1, 2), -1.0, device=hidden.device)
+    candidates = torch.full((len(hidden), count + 1, 2), -1.0, device=hidden.device)
     for part in chunks(hidden, head.weight, copies=2):
         products = float32_products(hidden[part], head.weight)
         logits, _ = bounded_logits(products, None, (head.scale, head.cap, temperature))
         values, ids = logits.topk(count)
         rest = _rest(logits, ids, torch.ones_like(ids, dtype=torch.bool))
-        found[part, :-1, 0] = ids.float()
-        found[part, :, 1] = torch.cat([values, rest], 1) - logits.logsumexp(-1, keepdim=True)
-    return found
+        candidates[part, :-1, 0] = ids.float()
+        candidates[part, :, 1] = torch.cat([values, rest], 1) - logits.logsumexp(-1, keepdim=True)
+    return candidates

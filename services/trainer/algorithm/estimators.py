@@ -54,10 +54,10 @@ class ScoredBatch:
 
     def expand(self, per_sample: Tensor) -> Tensor:
         """Expands ``[M]`` to ``[T]``: each token gets its sample's value, 0 if its sample is not listed."""
-        kept = self.places >= 0
-        own = per_sample.new_zeros(len(self.places))
-        own[kept] = per_sample[self.places[kept]]
-        return self.segments.expand(own)
+        is_present = self.places >= 0
+        local_values = per_sample.new_zeros(len(self.places))
+        local_values[is_present] = per_sample[self.places[is_present]]
+        return self.segments.expand(local_values)
 
     def whiten(self, values: Tensor) -> Tensor:
         """Normalizes ``[T]`` to zero mean and unit variance over all trained tokens of the whole batch."""

@@ -280,8 +280,8 @@ def _divergence_gradient(
     logits, slope = bounded_logits(products, excluded, numbers)
     with torch.enable_grad():
         leaf = logits.detach().requires_grad_()
-        (found,) = torch.autograd.grad(compute(leaf, teacher[part]), leaf, gradient)
-    return found * slope
+        (leaf_gradient,) = torch.autograd.grad(compute(leaf, teacher[part]), leaf, gradient)
+    return leaf_gradient * slope
 
 
 def _excluded(mask: Tensor | None, part: slice, products: Tensor) -> Tensor | None:

@@ -229,7 +229,7 @@ def dppo(
     if divergence == "tv":
         distance = (probability - old_probability).abs()
     else:
-        rest, old_rest = (_log_complement(each) for each in (logprobs, old))
+        rest, old_rest = (_log_complement(log_probability) for log_probability in (logprobs, old))
         distance = old_probability * (old - logprobs) + (1.0 - old_probability) * (old_rest - rest)
     leaves = torch.where(
         tokens.advantages > 0, rises & (distance > clip_high), ~rises & (distance > clip_low)
@@ -321,8 +321,8 @@ def m2po(tokens: LossTokens, *, second_moment: float) -> TokenLoss:
     # The mean of the smallest squares grows with their number.
     counts = torch.arange(1, len(squares) + 1, device=squares.device)
     fits = ascending.cumsum(0) <= second_moment * counts
-    kept = torch.zeros_like(leaves).scatter(0, order, fits)
-    masked = leaves & ~kept
+    stays = torch.zeros_like(leaves).scatter(0, order, fits)
+    masked = leaves & ~stays
     values = torch.where(masked, 0.0, -advantages * torch.exp(log_ratio))
     return TokenLoss(values, {"clip_fraction": masked.to(values.dtype)})
 
@@ -396,8 +396,8 @@ def _covariance(tokens: LossTokens) -> Tensor:
     """Returns the ``[T]`` terms of the covariance of advantage and logprob over the trained tokens."""
     count = tokens.mask.sum().clamp(min=1)
     centred = (
-        each - torch.where(tokens.mask, each, 0.0).sum() / count
-        for each in (tokens.advantages, tokens.logprobs.detach())
+        column - torch.where(tokens.mask, column, 0.0).sum() / count
+        for column in (tokens.advantages, tokens.logprobs.detach())
     )
     return math.prod(centred)  # type: ignore[return-value]
 
@@ -466,8 +466,8 @@ def _preferred(tokens: LossTokens, rewards: Tensor, *, center: float = 0.0) -> T
     is_chosen = segments.max(tokens.advantages, mask) > 0
     _, pairs = torch.unique(tokens.groups, return_inverse=True)
     of_pairs = [
-        rewards.new_zeros(len(segments)).index_add(0, pairs, torch.where(own, rewards, 0.0))[pairs]
-        for own in (is_chosen, ~is_chosen)
+        rewards.new_zeros(len(segments)).index_add(0, pairs, torch.where(side, rewards, 0.0))[pairs]
+        for side in (is_chosen, ~is_chosen)
     ]
     margins = of_pairs[0] - of_pairs[1]
     of_answers = -logsigmoid(margins) + center * (of_pairs[0] + of_pairs[1]).square()

@@ -47,7 +47,7 @@ class OwnFunction(TorchDispatchMode):
         """Columns that the function declares; see :func:`columns.uses_columns`."""
         return declared_columns(getattr(self._function, "func", self._function))
 
-    def __call__(self, given: Any) -> Any:
+    def __call__(self, batch: Any) -> Any:
         """Calls the function.
 
         Raises:
@@ -57,7 +57,7 @@ class OwnFunction(TorchDispatchMode):
         failure: Exception | None = None
         try:
             with self:
-                found = self._function(given)
+                result = self._function(batch)
         except Exception as error:  # noqa: BLE001 -- a user's code; other ranks are notified first
             failure = error
         if self._mismatch is not None:  # even if the function caught the error
@@ -69,7 +69,7 @@ class OwnFunction(TorchDispatchMode):
             logger.error("%s failed", self._name, exc_info=failure)
             problem = f"{self._name} failed: {type(failure).__name__}: {failure}"
             raise OwnFunctionError(problem) from failure
-        return found
+        return result
 
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: Any = (), kwargs: Any = None

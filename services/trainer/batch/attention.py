@@ -108,7 +108,7 @@ def packed_attention(  # noqa: PLR0913 -- transformers decides its arguments
                 comptime.force_static(getattr(module, size))
     if context is not None:
         num_tokens = len(layout.ends)
-        query, key, value = (context.to_heads(each, num_tokens) for each in (query, key, value))
+        query, key, value = (context.to_heads(heads, num_tokens) for heads in (query, key, value))
         s_aux = None if s_aux is None else context.local_heads(s_aux)
     scores = Scores(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -167,10 +167,10 @@ class _InvariantAttention(torch.autograd.Function):
         length = len(ctx.layout.ends)
         padding = ctx.saved_tensors[0].shape[2] - length
         with torch.enable_grad():
-            leaves = [each[:, :, :length].detach().requires_grad_() for each in ctx.saved_tensors]
+            leaves = [leaf[:, :, :length].detach().requires_grad_() for leaf in ctx.saved_tensors]
             output = _packed(*leaves, scores=ctx.scores, layout=ctx.layout)
-        found = torch.autograd.grad(output, leaves, grad[:, :length])
-        return *(functional.pad(each, (0, 0, 0, padding)) for each in found), None, None, None
+        grads = torch.autograd.grad(output, leaves, grad[:, :length])
+        return *(functional.pad(leaf, (0, 0, 0, padding)) for leaf in grads), None, None, None
 
 
 # The number of batches differs from pack to pack, and the compiler would make a graph for each number.

@@ -100,8 +100,8 @@ class AttentionLayout:
         shift = (ends[1:] - offsets[1:]).repeat_interleave(
             offsets.diff(), output_size=len(self.depths)
         )
-        own = torch.arange(len(self.depths), device=ends.device) + shift
-        return Sequences(self.paths.places, own, ends, depths)
+        positions = torch.arange(len(self.depths), device=ends.device) + shift
+        return Sequences(self.paths.places, positions, ends, depths)
 
 
 def build_layout(branches: Sequence[Branch], device: torch.device) -> AttentionLayout:
@@ -147,10 +147,10 @@ def _ends_and_depths(branches: Sequence[Branch]) -> tuple[Tensor, Tensor]:
     # By depth: start of the first later branch whose own tokens begin at this depth or before it.
     next_ends = np.full(max(len(branch.path) for branch in branches), total)
     for branch in reversed(branches):
-        own = branch.path[branch.depth :]
-        ends[own] = next_ends[branch.depth : len(branch.path)]
-        depths[own] = np.arange(branch.depth, len(branch.path))
-        next_ends[branch.depth :] = own[0]
+        positions = branch.path[branch.depth :]
+        ends[positions] = next_ends[branch.depth : len(branch.path)]
+        depths[positions] = np.arange(branch.depth, len(branch.path))
+        next_ends[branch.depth :] = positions[0]
     return torch.from_numpy(ends), torch.from_numpy(depths)
 
 
@@ -167,11 +167,11 @@ def _batches(
         keys = np.zeros((len(members), max(len(branch.path) for branch in members)), np.int64)
         depths = np.empty_like(queries)
         for row, branch in enumerate(members):
-            own = branch.path[branch.depth :]
-            queries[row, : branch.length] = own
+            positions = branch.path[branch.depth :]
+            queries[row, : branch.length] = positions
             keys[row, : len(branch.path)] = branch.path
             depths[row] = np.minimum(np.arange(width) + branch.depth, len(branch.path) - 1)
-            gather[own] = np.arange(branch.length) + (filled + row * width)
+            gather[positions] = np.arange(branch.length) + (filled + row * width)
         is_shared = any(branch.depth for branch in members)
         batches.append(
             AttentionBatch(

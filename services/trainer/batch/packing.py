@@ -122,21 +122,21 @@ class PackedTokens:
         )
         size = ranks.chunk(len(self.input_ids))
         bounds = np.searchsorted(self.places, np.arange(ranks.size + 1) * size).tolist()
-        own = slice(bounds[ranks.rank], bounds[ranks.rank + 1])
+        range_of_rank = slice(bounds[ranks.rank], bounds[ranks.rank + 1])
         mask = self.mask
         if mask is not None:
-            mask = mask[:, (mask[0] >= own.start) & (mask[0] < own.stop)]
-            mask = torch.stack([mask[0] - own.start, mask[1]])
+            mask = mask[:, (mask[0] >= range_of_rank.start) & (mask[0] < range_of_rank.stop)]
+            mask = torch.stack([mask[0] - range_of_rank.start, mask[1]])
         return replace(
             self,
             input_ids=ranks.own(self.input_ids),
             position_ids=ranks.own(self.position_ids),
             uses=None if self.uses is None else ranks.own(self.uses),
             experts=None if self.experts is None else ranks.own(self.experts, filler=-1),
-            predictors=self.predictors[own] - ranks.rank * size,
-            targets=self.targets[own],
+            predictors=self.predictors[range_of_rank] - ranks.rank * size,
+            targets=self.targets[range_of_rank],
             mask=mask,
-            distributions=None if self.distributions is None else self.distributions[own],
+            distributions=None if self.distributions is None else self.distributions[range_of_rank],
             context=ranks,
             counts=tuple(end - start for start, end in pairwise(bounds)),
         )
@@ -331,19 +331,19 @@ def _pairs(masks: Tensor, predictions: NDArray[np.int64] | None) -> Tensor:
 
 
 def _placed(
-    given: Sequence[Sequence[InputSpan]], prefixes: Prefixes, found: Sequence[Branch]
+    inputs: Sequence[Sequence[InputSpan]], prefixes: Prefixes, branch_list: Sequence[Branch]
 ) -> tuple[PlacedInputs, ...]:
     """Returns the places of model inputs. The sequences that share a token follow one another in a pack."""
-    if not given:
+    if not inputs:
         return ()
-    ends = np.cumsum([branch.length for branch in found]).tolist()
+    ends = np.cumsum([branch.length for branch in branch_list]).tolist()
     placed = []
-    for number, (index, branch) in enumerate(zip(prefixes.order, found, strict=True)):
-        for span in given[index]:
+    for number, (index, branch) in enumerate(zip(prefixes.order, branch_list, strict=True)):
+        for span in inputs[index]:
             # Sequences with such a span share all of its tokens with an earlier one, or none.
             if branch.depth <= span.start < len(branch.path):
                 last = number
-                while last + 1 < len(found) and found[last + 1].depth > span.start:
+                while last + 1 < len(branch_list) and branch_list[last + 1].depth > span.start:
                     last += 1
                 start = int(branch.path[span.start])
                 placed.append(PlacedInputs(span.inputs, start, ends[last], span.start))
@@ -359,11 +359,11 @@ def _distinct(
     return distinct >> 32, distinct & 0xFFFFFFFF, places
 
 
-def _work(found: list[Branch], num_predictions: int) -> Work:
+def _work(branch_list: list[Branch], num_predictions: int) -> Work:
     return Work(
-        sequence_tokens=sum(len(branch.path) for branch in found),
-        tokens=sum(branch.length for branch in found),
-        squares=float(sum(len(branch.path) ** 2 - branch.depth**2 for branch in found)),
+        sequence_tokens=sum(len(branch.path) for branch in branch_list),
+        tokens=sum(branch.length for branch in branch_list),
+        squares=float(sum(len(branch.path) ** 2 - branch.depth**2 for branch in branch_list)),
         predictions=num_predictions,
     )
 

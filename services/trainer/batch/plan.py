@@ -105,9 +105,9 @@ def shard_of(
                 members[group - first].append(index)
         if not (shares_prefixes or keeps_groups):
             members = [[index] for group in members for index in group]
-        own = _deal(cohort, members, num_ranks, cost, divides=not keeps_groups)[rank]
-        updates.append(tuple(range(len(rows), len(rows) + len(own))))
-        rows += own
+        dealt = _deal(cohort, members, num_ranks, cost, divides=not keeps_groups)[rank]
+        updates.append(tuple(range(len(rows), len(rows) + len(dealt))))
+        rows += dealt
     return RankShard(rows=tuple(rows), updates=tuple(updates))
 
 
@@ -131,12 +131,12 @@ def plan_step(
     sizes, owners = _undivided(samples), samples.by_sample.ids.tolist()
     divided = []
     for members in map(set, share.updates):
-        own = [
+        positions = [
             place
             for place, owner in enumerate(owners)
             if owner in members and sizes[place] < bounds.too_long
         ]
-        micros = cut(samples, own, max_tokens=bounds.max_tokens, shares=shares_prefixes)
+        micros = cut(samples, positions, max_tokens=bounds.max_tokens, shares=shares_prefixes)
         # Ascending sizes: ranks then compute similar sizes at a time, and the first size that exceeds
         # memory is the smallest one.
         divided.append(sorted(micros, key=lambda micro: sum(lengths[i] for i in micro)))
@@ -163,8 +163,8 @@ def cut(
         None if experts is None else [experts[position] for position in positions],
         [samples.inputs[position] for position in positions] if samples.inputs else [],
     )
-    found = micro_batches(sequences, max_tokens, shares=shares, groups=groups)
-    return [tuple(positions[index] for index in micro) for micro in found]
+    micros = micro_batches(sequences, max_tokens, shares=shares, groups=groups)
+    return [tuple(positions[index] for index in micro) for micro in micros]
 
 
 def num_tokens(part: Samples) -> int:
@@ -217,8 +217,8 @@ def micro_batches(
     if groups is not None:
         units = _whole_groups(sequences, groups, shares=shares)
     elif shares and sequences:
-        found = families(find_prefixes(sequences), lengths)
-        units = [unit for family in found for unit in _evenly_cut(family, lengths, max_tokens)]
+        trees = families(find_prefixes(sequences), lengths)
+        units = [unit for family in trees for unit in _evenly_cut(family, lengths, max_tokens)]
     else:
         units = [Prefixes((index,), (0,)) for index in range(len(sequences))]
     sizes = [_num_tokens(unit, lengths) for unit in units]
@@ -245,9 +245,9 @@ def _whole_groups(
     for index, group in enumerate(groups):
         members.setdefault(group, []).append(index)
     units = []
-    for own in members.values():
-        found = find_prefixes([sequences[i] for i in own]) if shares else unshared(len(own))
-        units.append(Prefixes(tuple(own[place] for place in found.order), found.shared))
+    for rows in members.values():
+        tree = find_prefixes([sequences[i] for i in rows]) if shares else unshared(len(rows))
+        units.append(Prefixes(tuple(rows[place] for place in tree.order), tree.shared))
     return units
 
 

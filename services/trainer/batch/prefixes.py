@@ -154,16 +154,16 @@ def branches(prefixes: Prefixes, lengths: Sequence[int]) -> list[Branch]:
     Args:
         prefixes: Common prefixes of the sequences; at least one sequence.
     """
-    found, path, end = [], np.zeros(0, np.int64), 0
+    result, path, end = [], np.zeros(0, np.int64), 0
     for index, shared in zip(prefixes.order, prefixes.shared, strict=True):
         start, end = end, end + lengths[index] - shared
         path = np.concatenate([path[:shared], np.arange(start, end)])
-        found.append(Branch(path, end - start))
-    return found
+        result.append(Branch(path, end - start))
+    return result
 
 
-def _common(one: NDArray[np.int64], other: NDArray[np.int64]) -> int:
+def _common(first: NDArray[np.int64], other: NDArray[np.int64]) -> int:
     """Returns the length of the common prefix of two sequences."""
-    length = min(len(one), len(other))
-    differences = np.flatnonzero(one[:length] != other[:length])
+    length = min(len(first), len(other))
+    differences = np.flatnonzero(first[:length] != other[:length])
     return int(differences[0]) if len(differences) else length

@@ -198,7 +198,7 @@ def _projected(module: Any, states: Tensor) -> tuple[Tensor, Tensor, Tensor, Ten
         module.in_proj_qkvz(states)[None], module.in_proj_ba(states)[None]
     )
     query, key, value, z, beta, decay = (part[0] for part in parts)
-    mixed = torch.cat([each.flatten(1) for each in (query, key, value)], -1)
+    mixed = torch.cat([tensor.flatten(1) for tensor in (query, key, value)], -1)
     return mixed, z, beta, decay
 
 

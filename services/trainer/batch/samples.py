@@ -66,15 +66,15 @@ class Sequences:
     masks: Jagged | None = None
     """``n`` rows ``[S]``: sampling masks of the responses; None if all tokens could be drawn."""
 
-    def inputs_of(self, given: Sequence[SampleInputs]) -> tuple[tuple[InputSpan, ...], ...]:
+    def inputs_of(self, inputs: Sequence[SampleInputs]) -> tuple[tuple[InputSpan, ...], ...]:
         """Returns the model inputs of each sequence; empty if the run has none.
 
         Args:
-            given: Inputs of each sample.
+            inputs: Inputs of each sample.
         """
-        if not given:
+        if not inputs:
             return ()
-        found, start = list[tuple[InputSpan, ...]](), 0
+        sequence_spans, start = list[tuple[InputSpan, ...]](), 0
         rows = zip(
             self.samples.tolist(),
             self.numbers.tolist(),
@@ -85,10 +85,10 @@ class Sequences:
         )
         for sample, number, prompt, response, observed in rows:
             start = 0 if number == 0 else start
-            own, length = given[sample], prompt + response
-            bundles = {n - start: each for n, each in own.turns.items() if 0 <= n - start < length}
+            item, length = inputs[sample], prompt + response
+            bundles = {n - start: turn for n, turn in item.turns.items() if 0 <= n - start < length}
             if number == 0:
-                first = [own.prompt, *(each for n, each in bundles.items() if n == 0)]
+                first = [item.prompt, *(turn for n, turn in bundles.items() if n == 0)]
                 bundles = {**bundles, 0: ModelInputs.joined(first)}
             spans = []
             for first, bundle in sorted(bundles.items()):
@@ -97,15 +97,15 @@ class Sequences:
                     sampled = torch.nonzero(~observed[first - prompt :])
                     end = first + int(sampled[0]) if len(sampled) else length
                 spans.append(InputSpan(first, end, bundle))
-            found.append(tuple(span for span in spans if span.inputs.digest))
+            sequence_spans.append(tuple(span for span in spans if span.inputs.digest))
             start += length
-        return tuple(found)
+        return tuple(sequence_spans)
 
     def _observed(self) -> list[Tensor]:
         """Returns ``[R]`` bool for each sequence: response tokens that the policy may not have sampled."""
-        known = self.is_observed
+        flags = self.is_observed
         values = (
-            torch.ones_like(self.responses.values, dtype=torch.bool) if known is None else known
+            torch.ones_like(self.responses.values, dtype=torch.bool) if flags is None else flags
         )
         return Jagged(values, self.responses.lengths).unbind()
 
@@ -157,7 +157,7 @@ def sequences_of(fields: Mapping[str, Jagged]) -> Sequences:
     whole = Jagged(responses.values[is_prompt], inner).unbind()
     for first, prompt in zip(firsts.tolist(), prompts.unbind(), strict=True):
         whole[first] = prompt.to(responses.values.dtype)
-    found = Sequences(
+    sequences = Sequences(
         samples=samples,
         numbers=torch.arange(len(samples)) - firsts[samples],
         prompts=Jagged.from_list(whole),
@@ -167,23 +167,23 @@ def sequences_of(fields: Mapping[str, Jagged]) -> Sequences:
     )
     if masks is not None:
         token_of = torch.cumsum(masks.values < 0, 0) - 1
-        kept = found.is_response[token_of]
-        sizes = torch.bincount(sequence_of[token_of][kept], minlength=len(samples))
-        found = replace(found, masks=Jagged(masks.values[kept], sizes))
-    return found if experts is None else _with_experts(found, experts)
+        is_response = sequences.is_response[token_of]
+        sizes = torch.bincount(sequence_of[token_of][is_response], minlength=len(samples))
+        sequences = replace(sequences, masks=Jagged(masks.values[is_response], sizes))
+    return sequences if experts is None else _with_experts(sequences, experts)
 
 
-def _with_experts(found: Sequences, experts: Jagged) -> Sequences:
+def _with_experts(sequences: Sequences, experts: Jagged) -> Sequences:
     """Splits the experts of samples by sequence; a sample has experts for all tokens but its last."""
-    lengths = found.prompts.lengths + found.responses.lengths
-    kept, rows, place = [], experts.unbind(), 0
+    lengths = sequences.prompts.lengths + sequences.responses.lengths
+    values, rows, place = [], experts.unbind(), 0
     for sample, number, length in zip(
-        found.samples.tolist(), found.numbers.tolist(), lengths.tolist(), strict=True
+        sequences.samples.tolist(), sequences.numbers.tolist(), lengths.tolist(), strict=True
     ):
         place = 0 if number == 0 else place
-        kept.append(rows[sample][place : place + length - 1])
+        values.append(rows[sample][place : place + length - 1])
         place += length
-    return replace(found, experts=Jagged.from_list(kept))
+    return replace(sequences, experts=Jagged.from_list(values))
 
 
 _CORRECTION_FIELDS = ("rollout_logprobs", "version_runs")
@@ -260,14 +260,14 @@ class Samples:
 
     def select(self, positions: Sequence[int]) -> "Samples":
         chosen = torch.as_tensor(positions, dtype=torch.int64)
-        kept = self.places(positions)
+        token_places = self.places(positions)
         return Samples(
             rows=self.rows[chosen],
             numbers=self.numbers[chosen],
             prompts=self.prompts.select(chosen),
             responses=self.responses.select(chosen),
             rewards=self.rewards[chosen],
-            tokens={name: column[kept] for name, column in self.tokens.items()},
+            tokens={name: column[token_places] for name, column in self.tokens.items()},
             experts=None if self.experts is None else self.experts.select(chosen),
             masks=None if self.masks is None else self.masks.select(chosen),
             teacher_prompts=None
@@ -437,8 +437,8 @@ def wanted_fields(meta: KVBatchMeta, spec: RunSpec) -> tuple[str, ...]:
         optional += (name,)
         if name not in present:
             raise IncompleteBatchError(f"the batch lacks {name}, which {use}", missing=name)
-    known = (*_REQUIRED_FIELDS, *optional, *ADDED, "proximal_version", TOKEN_REWARDS)
-    return tuple(name for name in dict.fromkeys(known) if name in present)
+    names = (*_REQUIRED_FIELDS, *optional, *ADDED, "proximal_version", TOKEN_REWARDS)
+    return tuple(name for name in dict.fromkeys(names) if name in present)
 
 
 def _fields_of_rollouts(spec: RunSpec) -> dict[str, str]:
@@ -482,32 +482,32 @@ def build_samples(
         IncompleteBatchError: If the lengths of the fields do not match.
     """
     _check_lengths(fields)
-    found = sequences_of(fields)
-    chosen = torch.as_tensor(rows, dtype=torch.int64)[found.samples]
+    parts = sequences_of(fields)
+    chosen = torch.as_tensor(rows, dtype=torch.int64)[parts.samples]
     tokens = {"response_mask": fields["response_mask"].values.bool()}
     for name in fetched_columns(fields):
         tokens[name] = fields[name].values.float()
     if "version_runs" in fields:
         runs = fields["version_runs"].values.to(torch.int64)
         tokens["token_versions"] = torch.repeat_interleave(runs[:, 0], runs[:, 1])
-    tokens = {name: column[found.is_response] for name, column in tokens.items()}
+    tokens = {name: column[parts.is_response] for name, column in tokens.items()}
     samples = Samples(
         rows=chosen,
-        numbers=found.numbers,
-        prompts=found.prompts,
-        responses=found.responses,
-        rewards=fields["rewards"].values.float()[found.samples],
+        numbers=parts.numbers,
+        prompts=parts.prompts,
+        responses=parts.responses,
+        rewards=fields["rewards"].values.float()[parts.samples],
         tokens=tokens,
-        experts=found.experts,
-        masks=found.masks,
-        inputs=found.inputs_of(inputs),
+        experts=parts.experts,
+        masks=parts.masks,
+        inputs=parts.inputs_of(inputs),
         groups=cohort.groups[chosen] if spec.loss_kind.compares_members else None,
     )
     trains = cohort.is_member[chosen]
     if TEACHER_PROMPT in fields:
-        samples = replace(samples, teacher_prompts=_teacher_prompts(fields[TEACHER_PROMPT], found))
+        samples = replace(samples, teacher_prompts=_teacher_prompts(fields[TEACHER_PROMPT], parts))
         # A sample without a teacher prompt has no teacher: no other response of its group was good enough.
-        trains = trains & (fields[TEACHER_PROMPT].lengths > 0)[found.samples]
+        trains = trains & (fields[TEACHER_PROMPT].lengths > 0)[parts.samples]
     if spec.advantage_kind.needs_greedy:
         trains = trains & ~cohort.lost_baseline[chosen]
     if spec.overlong.mask_truncated:
@@ -522,34 +522,34 @@ def build_samples(
     return samples.with_tokens(loss_mask=loss_mask)
 
 
-def _teacher_prompts(given: Jagged, found: Sequences) -> Jagged:
+def _teacher_prompts(teacher_prompts: Jagged, sequences: Sequences) -> Jagged:
     """Returns the prompt that the teacher sees for each sequence.
 
     It is the given one for the first sequence of a sample, unless that is empty, otherwise the sequence's.
     """
-    shown, own = given.unbind(), found.prompts.unbind()
-    for place, sample in enumerate(found.samples.tolist()):
-        if found.numbers[place] == 0 and len(shown[sample]):
-            own[place] = shown[sample].to(own[place])
-    return Jagged.from_list(own)
+    shown, prompts = teacher_prompts.unbind(), sequences.prompts.unbind()
+    for place, sample in enumerate(sequences.samples.tolist()):
+        if sequences.numbers[place] == 0 and len(shown[sample]):
+            prompts[place] = shown[sample].to(prompts[place])
+    return Jagged.from_list(prompts)
 
 
 def _check_lengths(fields: Mapping[str, Jagged]) -> None:
     """Checks that every row of a field matches its response; a shift between rows would go unnoticed."""
     expected = fields["response_ids"].lengths
-    found = {name: fields[name].lengths for name in fetched_columns(fields)}
-    found["response_mask"] = fields["response_mask"].lengths
+    sizes = {name: fields[name].lengths for name in fetched_columns(fields)}
+    sizes["response_mask"] = fields["response_mask"].lengths
     if "version_runs" in fields:
         runs = fields["version_runs"]
         counts = runs.values.reshape(-1, 2)[:, 1].to(torch.int64)
-        found["version_runs"] = Segments.from_lengths(runs.lengths).sum(counts)
+        sizes["version_runs"] = Segments.from_lengths(runs.lengths).sum(counts)
     if ROUTED_EXPERTS in fields:
         # The engine has experts for every token except the last, including those of the prompt.
-        found[ROUTED_EXPERTS] = fields[ROUTED_EXPERTS].lengths - fields["prompt_ids"].lengths + 1
+        sizes[ROUTED_EXPERTS] = fields[ROUTED_EXPERTS].lengths - fields["prompt_ids"].lengths + 1
     if SAMPLING_MASK in fields:
         masks = fields[SAMPLING_MASK]
-        found[SAMPLING_MASK] = Segments.from_lengths(masks.lengths).sum((masks.values < 0).long())
-    for name, lengths in found.items():
+        sizes[SAMPLING_MASK] = Segments.from_lengths(masks.lengths).sum((masks.values < 0).long())
+    for name, lengths in sizes.items():
         for row in torch.nonzero(lengths != expected).flatten().tolist():
             raise IncompleteBatchError(
                 f"{name} covers {lengths[row]} tokens of sample {row}, but its response has {expected[row]}; "

@@ -143,11 +143,11 @@ def _listed(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {value}" for key, value in values.items())
 
 
-def _are_equal(saved: Mapping[str, Any] | None, own: Mapping[str, Any] | None) -> bool:
+def _are_equal(saved: Mapping[str, Any] | None, current: Mapping[str, Any] | None) -> bool:
     """Returns True if the run's adapters have all saved facts, or if neither side has adapters."""
-    if saved is None or own is None:
-        return saved is own
-    return {**own, **saved} == own
+    if saved is None or current is None:
+        return saved is current
+    return {**current, **saved} == current
 
 
 def _adapters(lora: Mapping[str, Any] | None) -> str:

@@ -84,11 +84,11 @@ def publish(
         output.flush()
         os.fsync(output.fileno())
     install(unfinished, folder)
-    kept = {folder_of(root, step) for step in keep_steps}
+    kept_folders = {folder_of(root, step) for step in keep_steps}
     published = published_in(root)
-    later = [each for each in published if each.name > folder.name]
+    later = [path for path in published if path.name > folder.name]
     for outdated in (*later, *published[len(later) + keep :]):
-        if outdated not in kept:
+        if outdated not in kept_folders:
             delete(outdated)
     return folder
 
@@ -167,8 +167,8 @@ def verify(folder: Path) -> dict[str, Any]:
                 folder=folder,
                 file=name,
             )
-    found = _digests([folder / name for name in files])
-    for (name, expected), digest in zip(files.items(), found, strict=True):
+    digests = _digests([folder / name for name in files])
+    for (name, expected), digest in zip(files.items(), digests, strict=True):
         if digest != expected["sha256"]:
             raise DataLossError(
                 f"checkpoint {folder}: {name} does not have the digest in the manifest",

@@ -196,7 +196,7 @@ def _by_expert(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         outputs: Tensor = functional.grouped_mm(rows, weight, offs=offsets)
         return outputs
     parts = zip(rows.split(counts.tolist()), weight.unbind(), strict=True)
-    return torch.cat([part @ each for part, each in parts])
+    return torch.cat([part @ matrix for part, matrix in parts])
 
 
 def _weight(module: Any, name: str, ranks: ExpertRanks | None) -> Tensor:

@@ -108,8 +108,8 @@ class Policy(nn.Module):
         if teaches is not None:
             if teaches.top_k is None:
                 return (packed.of_responses(hidden.float()),)
-            found = most_likely(hidden, head, teaches.top_k, temperature=temperature)
-            return (packed.of_responses(found),)
+            candidates = most_likely(hidden, head, teaches.top_k, temperature=temperature)
+            return (packed.of_responses(candidates),)
         scores = token_logprobs(
             hidden,
             head,
@@ -121,7 +121,7 @@ class Policy(nn.Module):
             else self._divergence(head, temperature),
             distributions=packed.distributions,
         )
-        return tuple(packed.of_responses(each) for each in scores)
+        return tuple(packed.of_responses(values) for values in scores)
 
     def _divergence(self, head: OutputHead, temperature: float) -> ChunkDivergence | None:
         if self._centering is not None:
@@ -202,7 +202,7 @@ def decoder_states(model: PreTrainedModel, packed: PackedTokens, *, multiple: in
         begin = {"inputs_embeds": functional.pad(packed.states, (0, 0, *padding))[None]}
     bundles = [placed.inputs for placed in packed.inputs]
     if bundles and vision_tower(model) is not None:
-        spans = [(each.start, each.end, each.depth) for each in packed.inputs]
+        spans = [(span.start, span.end, span.depth) for span in packed.inputs]
         for bundle in bundles:
             check_arguments(decoder, bundle)
         tensors = [bundle.tensors for bundle in bundles]

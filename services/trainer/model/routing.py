@@ -68,11 +68,11 @@ class Routing:
 
         A token that sequences share counts as often as it would without sharing.
         """
-        own = self._num_local
-        chosen = torch.stack([self._chosen[place][:own] for place in sorted(self._chosen)])
+        num_local = self._num_local
+        chosen = torch.stack([self._chosen[place][:num_local] for place in sorted(self._chosen)])
         times = torch.ones_like(chosen)
         if self._uses is not None:
-            times *= self._uses[:own, None]
+            times *= self._uses[:num_local, None]
         counts = chosen.new_zeros(len(chosen), self._num_experts)
         return counts.scatter_add_(1, chosen.flatten(1), times.flatten(1))
 
@@ -83,12 +83,12 @@ class Routing:
         """
         if self._replayed is None:
             return None
-        known = (self._replayed >= 0).flatten(1).any(1)
+        is_replayed = (self._replayed >= 0).flatten(1).any(1)
         differs = torch.stack(list(self._differs.values())).any(0)
         if self._context is not None:
             differs = self._context.whole(differs, self._num_tokens)
-            known = self._context.whole(known, self._num_tokens)
-        return differs, known
+            is_replayed = self._context.whole(is_replayed, self._num_tokens)
+        return differs, is_replayed
 
     def balance_loss(self) -> Tensor:
         """Auxiliary loss of the Switch Transformer (arXiv:2101.03961, equations 4 to 6) over all layers.
@@ -97,8 +97,8 @@ class Routing:
         all are chosen equally often. If each expert has its own sigmoid score, probabilities are shares of
         their sum (arXiv:2412.19437, equation 18).
         """
-        own = self._num_local
-        logits = torch.cat([self._logits[place][:own] for place in sorted(self._logits)]).float()
+        size = self._num_local
+        logits = torch.cat([self._logits[place][:size] for place in sorted(self._logits)]).float()
         if self._kind == "sigmoid":
             scores = logits.sigmoid()
             probabilities = scores / (scores.sum(1, keepdim=True) + _LEAST_SUM)
@@ -135,13 +135,13 @@ class Routing:
         logits, weights, chosen = output
         if self._replayed is not None:
             wanted = self._replayed[:, place]
-            known = (wanted >= 0).all(1, keepdim=True)
+            is_replayed = (wanted >= 0).all(1, keepdim=True)
             others = (wanted.sort(1).values != chosen.sort(1).values).any(1, keepdim=True)
-            self._differs[place] = (known & others).squeeze(1)
+            self._differs[place] = (is_replayed & others).squeeze(1)
             if self._is_replaying:
-                chosen = torch.where(known, wanted, chosen)
+                chosen = torch.where(is_replayed, wanted, chosen)
                 weights = torch.where(
-                    known, self._weights(router, logits, chosen).to(weights), weights
+                    is_replayed, self._weights(router, logits, chosen).to(weights), weights
                 )
         self._logits[place], self._chosen[place] = logits, chosen
         return logits, weights, chosen

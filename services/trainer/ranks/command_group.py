@@ -318,9 +318,9 @@ class CommandGroup:
             return [text]
         mine = torch.zeros(_MAX_TEXT_BYTES, dtype=torch.uint8)
         mine[: len(text)] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-        found = [torch.zeros_like(mine) for _ in range(self._size)]
-        distributed.all_gather(found, mine)
-        return [bytes(each.tolist()).rstrip(b"\0").decode() for each in found]
+        messages = [torch.zeros_like(mine) for _ in range(self._size)]
+        distributed.all_gather(messages, mine)
+        return [bytes(message.tolist()).rstrip(b"\0").decode() for message in messages]
 
     def receive(self) -> Command:
         """Waits for the next command of rank 0."""

@@ -308,8 +308,8 @@ class Rank:
             share = self._share(
                 meta, weight_version, num_updates=self._spec.trainer.updates_per_step
             )
-        if self._any_rank_has(found := nonfinite_inputs(share.samples, share.cohort)):
-            what = "reward" if "rewards" in found else "logprob"
+        if self._any_rank_has(nonfinite := nonfinite_inputs(share.samples, share.cohort)):
+            what = "reward" if "rewards" in nonfinite else "logprob"
             metrics = {"nonfinite_inputs": 1.0, f"nonfinite_{what}": 1.0}
             result = StepResult(metrics=metrics, skipped=True)
             self._drop_accumulated()
@@ -376,7 +376,7 @@ class Rank:
             self._recorder.begin(meta)
         fields = wanted_fields(meta, self._spec)
         cohort = BatchFacts.from_meta(meta)
-        own = shard_of(
+        shard = shard_of(
             cohort,
             num_updates=num_updates,
             rank=self._ranks.rank,
@@ -388,21 +388,21 @@ class Rank:
         samples = empty_samples(fields)
         is_outdated = False
         with self._ranks.fail_together("fetch its share of the batch"):
-            if own.rows:
-                fetched = self._fetch(meta.select(own.rows), fields)
+            if shard.rows:
+                fetched = self._fetch(meta.select(shard.rows), fields)
                 is_outdated = _is_outdated(fetched, weight_version)
                 samples = build_samples(
                     fetched,
-                    own.rows,
+                    shard.rows,
                     cohort,
                     spec=self._spec.algorithm,
                     weight_version=weight_version,
-                    inputs=fetch_model_inputs(self._fetch, meta.select(own.rows)),
+                    inputs=fetch_model_inputs(self._fetch, meta.select(shard.rows)),
                 )
         if self._any(is_outdated):
             samples = samples.without_tokens("proximal_logprobs")
         plan = plan_step(
-            own,
+            shard,
             samples,
             ranks=self._ranks,
             shares_prefixes=self._spec.shares_prefixes,

@@ -34,11 +34,11 @@ class TrainingRecorder:
     def begin(self, meta: KVBatchMeta) -> None:
         """Selects the recorded samples of the next batch."""
         prompts = self._spec.trainer.prompts_per_step
-        kept = {
+        is_recorded = {
             group: self._spec.samples.records_group(group, prompts_per_step=prompts)
             for group in set(map(group_of, meta.keys))
         }
-        self._keys = {row: key for row, key in enumerate(meta.keys) if kept[group_of(key)]}
+        self._keys = {row: key for row, key in enumerate(meta.keys) if is_recorded[group_of(key)]}
 
     def collect(self, part: Samples, logprobs: Tensor) -> None:
         """Collects a micro-batch with its logprobs ``[R]`` under the weights that it is trained with."""
@@ -50,10 +50,10 @@ class TrainingRecorder:
         columns = {name: values.split(lengths) for name, values in tokens.items()}
         for index, (row, number) in enumerate(zip(rows, part.numbers.tolist(), strict=True)):
             if row in self._keys:
-                own = {name: values[index] for name, values in columns.items()}
+                fields = {name: values[index] for name, values in columns.items()}
                 if number > 0:
-                    own = _after_prompt(own, int(part.prompts.lengths[index]))
-                self._collected.setdefault(self._keys[row], {})[number] = own
+                    fields = _after_prompt(fields, int(part.prompts.lengths[index]))
+                self._collected.setdefault(self._keys[row], {})[number] = fields
 
     def discard(self) -> None:
         """Drops everything collected, because it is not trained."""

@@ -54,9 +54,12 @@ class CreditAssigner:
         if not kind.is_own:
             self._estimate = bind_callable(kind.function, arguments, key=key)
             return
-        own = OwnFunction(kind.function, arguments, key=key)
-        self.columns = own.columns
-        self._estimate, self._sum_over_ranks = own, own.checked_sum(ranks.sum, num_ranks=ranks.size)
+        code = OwnFunction(kind.function, arguments, key=key)
+        self.columns = code.columns
+        self._estimate, self._sum_over_ranks = (
+            code,
+            code.checked_sum(ranks.sum, num_ranks=ranks.size),
+        )
         self._try()
 
     def __call__(self, samples: Samples, cohort: BatchFacts, *, kl_coefficient: float) -> Credit:
@@ -105,11 +108,11 @@ class CreditAssigner:
             is_greedy=no,
             is_failed=no,
         )
-        own = both if self._ranks.rank == 0 else both.select([])
-        found = self(own, cohort, kl_coefficient=0.0).advantages
-        if not bool(found.isfinite().all()):
+        rank_samples = both if self._ranks.rank == 0 else both.select([])
+        advantages = self(rank_samples, cohort, kl_coefficient=0.0).advantages
+        if not bool(advantages.isfinite().all()):
             raise ValueError(
-                f"algorithm.advantage {self._spec.advantage!r} is {found.tolist()} for a group with the "
+                f"algorithm.advantage {self._spec.advantage!r} is {advantages.tolist()} for a group with the "
                 "scores 0 and 1"
             )
 

@@ -63,26 +63,26 @@ class FieldScoring:
             cost=self._engine.model.cost,
             shares_prefixes=self._shares_prefixes,
         )
-        own = meta.select(share.rows)
+        rank_meta = meta.select(share.rows)
         names = (*_INPUTS, *(name for name in _OPTIONAL_INPUTS if name in meta.field_names))
         empty = Jagged(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
         inputs: Mapping[str, Jagged] = dict.fromkeys(_INPUTS, empty)
-        given: list[SampleInputs] = []
+        model_inputs: list[SampleInputs] = []
         with self._ranks.fail_together("fetch its share of the batch"):
             if share.rows:
-                inputs = self._fetch(own, names)
-                given = fetch_model_inputs(self._fetch, own)
-        found = sequences_of(inputs)
+                inputs = self._fetch(rank_meta, names)
+                model_inputs = fetch_model_inputs(self._fetch, rank_meta)
+        sequences = sequences_of(inputs)
         samples = Samples(
-            rows=torch.tensor(share.rows, dtype=torch.int64)[found.samples],
-            numbers=found.numbers,
-            prompts=found.prompts,
-            responses=found.responses,
-            rewards=torch.zeros(len(found.samples)),
+            rows=torch.tensor(share.rows, dtype=torch.int64)[sequences.samples],
+            numbers=sequences.numbers,
+            prompts=sequences.prompts,
+            responses=sequences.responses,
+            rewards=torch.zeros(len(sequences.samples)),
             tokens={},
-            experts=found.experts,
-            masks=found.masks,
-            inputs=found.inputs_of(given),
+            experts=sequences.experts,
+            masks=sequences.masks,
+            inputs=sequences.inputs_of(model_inputs),
         )
         plan = plan_step(
             share,
@@ -91,14 +91,14 @@ class FieldScoring:
             shares_prefixes=self._shares_prefixes,
             bounds=self._engine.bounds,
         )
-        scored = found.joined(self._engine.forward_logprobs(samples, plan))
+        scored = sequences.joined(self._engine.forward_logprobs(samples, plan))
         scores = Jagged(scored, inputs["response_ids"].lengths)
         fields = {self.field: scores.unbind()}
         if self.field in VERSION_OF:
             fields[VERSION_OF[self.field]] = [torch.tensor([version])] * len(share.rows)
         with self._ranks.fail_together(f"store its {self.field}"):
             if share.rows:
-                self._add(own, fields)
+                self._add(rank_meta, fields)
 
 
 def lacking(meta: KVBatchMeta, field: str) -> KVBatchMeta:

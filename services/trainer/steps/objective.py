@@ -101,8 +101,8 @@ class Objective:
         Both arguments are ``[2]``: tokens and sequences. The factor is a scalar.
         """
         before, now = (
-            loss.divisor(self._spec.aggregation, self.denominators(*each.unbind()))
-            for each in (unit, counts)
+            loss.divisor(self._spec.aggregation, self.denominators(*counters.unbind()))
+            for counters in (unit, counts)
         )
         return before / now
 
@@ -192,14 +192,14 @@ class Objective:
         Raises:
             ValueError: If the result is not finite or has no gradient.
         """
-        idle, one = idle_samples(), torch.ones(1)
+        idle, ones = idle_samples(), torch.ones(1)
         for mask in (torch.tensor([True]), torch.tensor([False])):
             logprobs = torch.tensor([-0.5], requires_grad=True)
             value = self(
                 logprobs,
-                one,
-                idle.with_tokens(loss_mask=mask, advantages=one),
-                denominators=self.denominators(one, one),
+                ones,
+                idle.with_tokens(loss_mask=mask, advantages=ones),
+                denominators=self.denominators(ones, ones),
                 kl_coefficient=0.0,
                 tally=MetricTotals(),
             )
@@ -239,7 +239,7 @@ class Objective:
             weights = weights / self._mean_weight
         accepted = mask
         for rule in spec.rejections:
-            kept = correction.rejection_mask(
+            stays = correction.rejection_mask(
                 log_ratio,
                 mask,
                 segments,
@@ -249,8 +249,8 @@ class Objective:
                 upper=rule.upper,
             )
             if rule.negative_only:
-                kept = kept | (mask & (tokens["advantages"] >= 0))
-            accepted = accepted & kept
+                stays = stays | (mask & (tokens["advantages"] >= 0))
+            accepted = accepted & stays
         old = rollout if self._correction == "bypass" else proximal
         return _Comparison(old, proximal, rollout, weights, accepted)
 
@@ -392,6 +392,6 @@ class PolicyLoss:
 
 def num_counted(mask: Tensor, samples: Samples, work: Micros, ranks: Ranks) -> Tensor:
     """Counts masked tokens, and sequences that have any, in some micro-batches over all ranks: ``[2]``."""
-    own = [position for micro in work for position in micro]
-    counts = samples.segments.count(mask)[own]
+    positions = [position for micro in work for position in micro]
+    counts = samples.segments.count(mask)[positions]
     return ranks.sum(torch.stack([counts.sum(), (counts > 0).sum()]))

@@ -145,7 +145,7 @@ def imbalance(counts: Tensor) -> tuple[float, float]:
 
 
 def _expert_load(updates: Sequence[Update]) -> dict[str, float]:
-    counts = [each.expert_counts for each in updates if each.expert_counts is not None]
+    counts = [update.expert_counts for update in updates if update.expert_counts is not None]
     if not counts:
         return {}
     mean, worst = imbalance(torch.stack(counts).sum(0))

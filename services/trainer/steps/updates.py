@@ -242,12 +242,12 @@ def nonfinite_inputs(samples: Samples, cohort: BatchFacts) -> tuple[str, ...]:
     member = cohort.is_member[samples.rows]
     # A greedy response is not a member of its group, but the baseline of the members.
     rewarded = member | cohort.is_greedy[samples.rows]
-    found = [] if bool(torch.isfinite(samples.rewards[rewarded]).all()) else ["rewards"]
+    names = [] if bool(torch.isfinite(samples.rewards[rewarded]).all()) else ["rewards"]
     # Untrained tokens may count too, because the rewards of trained tokens may depend on them.
     mask = samples.tokens["response_mask"] & samples.segments.expand(member)
-    found += [
+    names += [
         name
         for name, column in samples.tokens.items()
         if is_checked(name) and not bool(torch.isfinite(column[mask]).all())
     ]
-    return tuple(found)
+    return tuple(names)

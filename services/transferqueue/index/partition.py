@@ -32,8 +32,8 @@ class Schema:
     kinds: dict[str, Kind] = field(default_factory=dict)
     tag_types: dict[str, type] = field(default_factory=dict)
 
-    def check(self, meta: KVBatchMeta, known: Sequence[Row]) -> None:
-        """Checks a put before anything of it is stored; ``known`` are its rows that already exist.
+    def check(self, meta: KVBatchMeta, rows: Sequence[Row]) -> None:
+        """Checks a put before anything of it is stored; ``rows`` are its rows that already exist.
 
         Raises:
             AlreadyExistsError: If a key already has one of the fields.
@@ -46,7 +46,7 @@ class Schema:
         names = set(meta.field_names)
         if len(names) != len(meta.fields) or len(meta.blobs) != len(meta.fields):
             raise InvalidArgumentError("expected one blob for each field and no duplicate fields")
-        for row in known:
+        for row in rows:
             again = names & row.field_names()
             if again:
                 raise AlreadyExistsError(
@@ -55,7 +55,7 @@ class Schema:
                     key=row.key,
                     fields=",".join(sorted(again)),
                 )
-        self._check_tags(meta, has_new_keys=len(known) < len(meta.keys))
+        self._check_tags(meta, has_new_keys=len(rows) < len(meta.keys))
 
     def add_types(self, meta: KVBatchMeta) -> None:
         for column in meta.fields:
@@ -99,10 +99,10 @@ class Schema:
                 f"got {sorted(meta.tags)}"
             )
         for name, values in meta.tags.items():
-            known = self.tag_types.get(name, type(values[0]))
-            if known is not type(values[0]):
+            tag_type = self.tag_types.get(name, type(values[0]))
+            if tag_type is not type(values[0]):
                 raise InvalidArgumentError(
-                    f"tag {name!r}: expected {known.__name__} as in earlier samples, got "
+                    f"tag {name!r}: expected {tag_type.__name__} as in earlier samples, got "
                     f"{type(values[0]).__name__}",
                     tag=name,
                 )
@@ -227,9 +227,9 @@ class Partition:
             AlreadyExistsError: If a key already has one of the fields.
             InvalidArgumentError: If the put contradicts itself or the partition.
         """
-        found = list(map(self.rows.get, meta.keys))
-        known = [(row, place) for place, row in enumerate(found) if row is not None]
-        self._schema.check(meta, [row for row, _ in known])
+        earlier = list(map(self.rows.get, meta.keys))
+        extended = [(row, place) for place, row in enumerate(earlier) if row is not None]
+        self._schema.check(meta, [row for row, _ in extended])
         self._schema.add_types(meta)
         self.stored_bytes += sum(blob.size_bytes for blob in meta.blobs)
         alone = self._open_part(layout_of(meta))
@@ -237,13 +237,13 @@ class Partition:
         places = map(single_put, range(first, first + meta.num_keys))
         new = [
             Row(key, alone, place)
-            for key, row, place in zip(meta.keys, found, places, strict=True)
+            for key, row, place in zip(meta.keys, earlier, places, strict=True)
             if row is None
         ]
         self.rows.update(zip([row.key for row in new], new, strict=True))
         fields = frozenset(meta.field_names)
         extensions = [Extension(new, frozenset(), fields)] if new else []
-        extensions += _extend([(row, first + place) for row, place in known], alone[0])
+        extensions += _extend([(row, first + place) for row, place in extended], alone[0])
         for extension in extensions:
             if self.required_fields <= extension.after:
                 self._log(extension.rows)
@@ -326,17 +326,17 @@ class Partition:
         """Describes all samples; each description has the samples that came with the same puts."""
         by_puts: dict[tuple[tuple[ColumnRange, int], ...], list[Row]] = {}
         for row in self.rows.values():
-            found = zip(row.parts, row.places, strict=True)
-            puts = tuple([(part, part.puts[place]) for part, place in found])
+            locations = zip(row.parts, row.places, strict=True)
+            puts = tuple([(part, part.puts[place]) for part, place in locations])
             by_puts.setdefault(puts, []).append(row)
         return tuple(self.describe(rows) for rows in by_puts.values())
 
     def _open_part(self, layout: Layout) -> tuple[ColumnRange]:
         """Returns the range for the next put of a layout, in a tuple that its rows share."""
-        found = self._open.get(layout)
-        if found is None or found[0].is_full:
-            found = self._open[layout] = (ColumnRange(layout),)
-        return found
+        open_parts = self._open.get(layout)
+        if open_parts is None or open_parts[0].is_full:
+            open_parts = self._open[layout] = (ColumnRange(layout),)
+        return open_parts
 
     def _log(self, rows: Sequence[Row]) -> None:
         self.num_complete += sum([row.revision == 0 for row in rows])
@@ -380,17 +380,17 @@ def _by_part(rows: Sequence[Row]) -> Iterator[tuple[ColumnRange, list[int]]]:
             yield part, [of_row[number] for of_row in places]
 
 
-def _extend(known: Sequence[tuple[Row, int]], part: ColumnRange) -> list[Extension]:
+def _extend(extended_rows: Sequence[tuple[Row, int]], part: ColumnRange) -> list[Extension]:
     alike: dict[tuple[ColumnRange, ...], list[tuple[Row, int]]] = {}
-    for row, place in known:
+    for row, place in extended_rows:
         alike.setdefault(row.parts, []).append((row, place))
     extensions = []
-    for parts, found in alike.items():
-        before = found[0][0].field_names()
+    for parts, same_rows in alike.items():
+        before = same_rows[0][0].field_names()
         extended = (*parts, part)
-        for row, place in found:
+        for row, place in same_rows:
             row.parts = extended
             row.places = (*row.places, place)
-        rows = [row for row, _ in found]
+        rows = [row for row, _ in same_rows]
         extensions.append(Extension(rows, before, before | set(part.fields)))
     return extensions

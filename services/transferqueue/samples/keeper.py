@@ -116,7 +116,7 @@ class SampleRecordKeeper:
                     max_bytes=run.max_bytes,
                     max_steps=run.max_steps,
                 )
-                metrics.SAMPLE_RECORDS.inc(sum(each.is_from_rollout for each in records))
+                metrics.SAMPLE_RECORDS.inc(sum(record.is_from_rollout for record in records))
             except Exception as error:  # noqa: BLE001 -- a run may store anything, and others go on
                 metrics.SAMPLE_RECORDS_FAILED.inc(pending.num_keys)
                 logger.warning(
@@ -154,14 +154,14 @@ class SampleRecordKeeper:
 
     def _delete_ended_runs(self, wanted_bytes: int, kept: Collection[str]) -> None:
         """Deletes files of ended runs, the oldest first, until ``wanted_bytes`` more fit."""
-        found = []
+        files = []
         for path in self._folder.glob("*.db"):
             if path.stem not in kept:
                 with suppress(FileNotFoundError):  # the start of another run deleted it
                     about = path.stat()
-                    found.append((about.st_mtime, about.st_size, path))
-        surplus = sum(size for _, size, _ in found) + wanted_bytes - self._capacity_bytes
-        for _, size, path in sorted(found):
+                    files.append((about.st_mtime, about.st_size, path))
+        surplus = sum(size for _, size, _ in files) + wanted_bytes - self._capacity_bytes
+        for _, size, path in sorted(files):
             if surplus <= 0:
                 return
             surplus -= size

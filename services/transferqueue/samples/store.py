@@ -157,8 +157,8 @@ class SampleStore:
             max_steps: Number of newest steps whose samples stay; 0 for all.
         """
         with _opened(self._path, is_new=True) as database:
-            for each in records:
-                (_insert_made if each.is_from_rollout else _insert_trained)(database, each)
+            for record in records:
+                (_insert_made if record.is_from_rollout else _insert_trained)(database, record)
             _delete_untold(database, records)
             if max_steps:
                 _delete_old_steps(database, max_steps)
@@ -298,7 +298,7 @@ def _delete_untold(database: sqlite3.Connection, records: Sequence[SampleRecord]
     The file's ``user_version`` is the newest step whose records were examined, so that each is examined once.
     """
     examined: int = database.execute("PRAGMA user_version").fetchone()[0]
-    steps = [each.record["step"] for each in records if not each.is_from_rollout]
+    steps = [record.record["step"] for record in records if not record.is_from_rollout]
     examined = min([examined, *(step - 1 for step in steps)])
     last = max(_newest_step(database) - _UNTOLD_STEPS - 1, examined)
     database.execute(
@@ -358,12 +358,12 @@ def _select(
 ) -> tuple[str, dict[str, Any]]:
     """Returns the SQL statement for the next samples, and its parameters."""
     values = {name: getattr(query, name) for name in _WHERE}
-    given = [name for name, value in values.items() if value not in (None, "")]
+    filters = [name for name, value in values.items() if value not in (None, "")]
     for sign in "!%_":
         values["text"] = values["text"].replace(sign, f"!{sign}")
     values["text"] = f"%{values['text']}%"
     rank = _RANKS[query.order_by]
-    where = [_WHERE[name] for name in given]
+    where = [_WHERE[name] for name in filters]
     if behind is not None:
         where.append(f"({rank}, -seq) > (:rank, -:seq)")
         values["rank"], values["seq"] = behind
@@ -386,15 +386,15 @@ def _select(
 
 def _position(database: sqlite3.Connection, query: SampleRecordQuery) -> Position:
     rank = _RANKS[query.order_by]
-    found = database.execute(
+    row = database.execute(
         f"SELECT {rank} AS rank, seq FROM samples WHERE id = ?", (query.after,)
     ).fetchone()
-    if found is None:
+    if row is None:
         raise NotFoundError(
             f"sample {query.after} was deleted, so the list cannot continue after it; start from the first "
             "page"
         )
-    return found["rank"], found["seq"]
+    return row["rank"], row["seq"]
 
 
 def _line(query: SampleRecordQuery, row: sqlite3.Row) -> bytes:

@@ -265,9 +265,9 @@ class Snapshots:
         try:
             return await self._restore(path)
         except BaseException:
-            known = {image.partition_id for image in before}
+            partition_ids = {image.partition_id for image in before}
             for image in self._index.export(run_id):
-                if image.partition_id not in known:
+                if image.partition_id not in partition_ids:
                     self._index.drop_partition(image.partition_id)
             raise
 

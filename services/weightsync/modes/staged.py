@@ -119,13 +119,13 @@ def receive_staged(
         for source, channel in sorted(group.channels.items())
     ]
     for index in range(max(len(source.buckets) for source in slots.plan.sources)):
-        for one in arriving:
-            one.place_bucket(index)
-    for one in arriving:
-        one.finish()
+        for peer in arriving:
+            peer.place_bucket(index)
+    for peer in arriving:
+        peer.finish()
     group.synchronize()
     return Transferred(
-        digests=tuple(one.verified(order) for one in arriving), num_bytes=slots.plan.num_bytes
+        digests=tuple(peer.verified(order) for peer in arriving), num_bytes=slots.plan.num_bytes
     )
 
 

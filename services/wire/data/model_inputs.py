@@ -92,15 +92,15 @@ class ModelInputs:
     @classmethod
     def joined(cls, bundles: Sequence["ModelInputs"]) -> "ModelInputs":
         """Concatenates the bundles of a sequence along their first dimension, in the order of its tokens."""
-        found = [bundle for bundle in bundles if bundle.digest]
-        if len(found) < 2:
-            return found[0] if found else cls.from_values(None)
-        names = dict.fromkeys(name for bundle in found for name in bundle.tensors)
+        full = [bundle for bundle in bundles if bundle.digest]
+        if len(full) < 2:
+            return full[0] if full else cls.from_values(None)
+        names = dict.fromkeys(name for bundle in full for name in bundle.tensors)
         tensors = {
-            name: torch.cat([each.tensors[name] for each in found if name in each.tensors])
+            name: torch.cat([item.tensors[name] for item in full if name in item.tensors])
             for name in names
         }
-        digest = _digest("/".join(bundle.digest for bundle in found).encode())
+        digest = _digest("/".join(bundle.digest for bundle in full).encode())
         return cls(tensors, digest)
 
 
@@ -121,11 +121,11 @@ def decode_bundles(encoded: Tensor) -> dict[int, ModelInputs]:
     Raises:
         DataLossError: If the bytes are no bundles.
     """
-    found: dict[int, dict[str, Tensor]] = {}
+    tensors: dict[int, dict[str, Tensor]] = {}
     for key, tensor in _decoded(encoded.numpy().tobytes()).items():
         number, _, name = key.partition(".")
-        found.setdefault(int(number), {})[name] = tensor
-    return {number: ModelInputs.from_values(found[number]) for number in sorted(found)}
+        tensors.setdefault(int(number), {})[name] = tensor
+    return {number: ModelInputs.from_values(tensors[number]) for number in sorted(tensors)}
 
 
 def check_arguments(model: nn.Module, inputs: ModelInputs) -> None:
@@ -136,11 +136,11 @@ def check_arguments(model: nn.Module, inputs: ModelInputs) -> None:
     """
     # The signature is that of the class, because the forward pass of the instance may be compiled.
     parameters = inspect.signature(type(model).forward).parameters.values()
-    known = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD} - _RESERVED - {"self"}
-    if unknown := sorted(inputs.tensors.keys() - known):
+    names = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD} - _RESERVED - {"self"}
+    if unknown := sorted(inputs.tensors.keys() - names):
         raise ValueError(
             f"{type(model).__name__} takes no input named {', '.join(unknown)}; it takes "
-            f"{', '.join(sorted(known)) or 'token ids only'}; rename or remove them in the rows, or choose "
+            f"{', '.join(sorted(names)) or 'token ids only'}; rename or remove them in the rows, or choose "
             "another model"
         )
 
@@ -165,7 +165,7 @@ def model_arguments(
         for name, tensor in bundle.tensors.items():
             parts.setdefault(name, []).append(tensor)
     for name, tensors in parts.items():
-        kinds = dict.fromkeys(f"{each.dtype} {['*', *each.shape[1:]]}" for each in tensors)
+        kinds = dict.fromkeys(f"{item.dtype} {['*', *item.shape[1:]]}" for item in tensors)
         if len(kinds) > 1:
             raise InvalidArgumentError(
                 f"model input {name!r} is {' in one row and '.join(list(kinds)[:3])} in another; all but the "

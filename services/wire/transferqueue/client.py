@@ -222,8 +222,8 @@ class TransferQueueClient:
         """Returns the fill of partitions and shards."""
         response = await call(self._stub.GetStats, pb.GetStatsRequest(), idempotent=True)
         return Stats(
-            partitions=tuple(from_message(each, PartitionStats) for each in response.partitions),
-            shards=tuple(from_message(each, ShardStats) for each in response.shards),
+            partitions=tuple(from_message(stats, PartitionStats) for stats in response.partitions),
+            shards=tuple(from_message(stats, ShardStats) for stats in response.shards),
         )
 
     async def connect_client(self, public_key: str = "") -> AsyncIterator[tuple[Shard, ...]]:
@@ -241,7 +241,7 @@ class TransferQueueClient:
         request = pb.ConnectClientRequest(public_key=public_key)
         try:
             async for response in self._stub.ConnectClient(request):
-                yield tuple(from_message(each, Shard) for each in response.shards)
+                yield tuple(from_message(shard, Shard) for shard in response.shards)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, "ConnectClient of the transferqueue") from error
 

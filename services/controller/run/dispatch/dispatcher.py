@@ -335,9 +335,9 @@ class Dispatcher:
         # A group that was interrupted or lost was accepted before and may have tokens.
         if group.attempt > 1 + group.failures or self.num_deferred >= maximum:
             return None
-        known = difficulty.rate_of(group.row)
+        rate = difficulty.rate_of(group.row)
         step = max(self.published_step, 0)
-        return PromptHistory(step=step, tries=known.tries, mean_reward=known.rate)
+        return PromptHistory(step=step, tries=rate.tries, mean_reward=rate.rate)
 
     def _assign_shards(self, group: Group) -> tuple[Mapping[str, Sequence[int]], int]:
         """Returns members by rollout, and the oldest weight version that these rollouts serve.

@@ -93,8 +93,8 @@ class RolloutPool:
 
     def remove(self, names: Iterable[str]) -> None:
         for name in names:
-            for known in (self._clients, self._workers, self._progress):
-                known.pop(name, None)
+            for entries in (self._clients, self._workers, self._progress):
+                entries.pop(name, None)
             self._outdated.discard(name)
             self._leaving.discard(name)
             self._cut_off.discard(name)
@@ -209,22 +209,22 @@ class RolloutPool:
 
     def decode_times(self) -> dict[str, float]:
         """Returns decode step times averaged over the rollouts; empty before any has decoded."""
-        known = [worker.gauges for worker in self._workers.values()]
-        known = [gauges for gauges in known if gauges.keys() >= set(DECODE_TIMES)]
-        return {name: fmean(gauges[name] for gauges in known) for name in DECODE_TIMES if known}
+        reports = [worker.gauges for worker in self._workers.values()]
+        reports = [gauges for gauges in reports if gauges.keys() >= set(DECODE_TIMES)]
+        return {name: fmean(gauges[name] for gauges in reports) for name in DECODE_TIMES if reports}
 
     def acceptance_length(self) -> dict[str, float]:
         """Returns the mean tokens per pass with proposals, over the rollouts; empty without speculation."""
         gauge = "acceptance_length"
-        known = [w.gauges[gauge] for w in self._workers.values() if gauge in w.gauges]
-        return {gauge: fmean(known)} if known else {}
+        lengths = [w.gauges[gauge] for w in self._workers.values() if gauge in w.gauges]
+        return {gauge: fmean(lengths)} if lengths else {}
 
     def moved_at(self, worker_id: str, *, now: float) -> float:
         """Returns when a rollout's token count was last seen to change, in monotonic seconds."""
         worker = self._workers.get(worker_id)
         tokens = worker.gauges.get("tokens_total", 0.0) if worker is not None else 0.0
-        known, since = self._progress.get(worker_id, (-1.0, now))
-        since = since if tokens == known else now
+        last_tokens, since = self._progress.get(worker_id, (-1.0, now))
+        since = since if tokens == last_tokens else now
         self._progress[worker_id] = (tokens, since)
         return since
 

@@ -97,9 +97,9 @@ class SampleIndex:
 
     async def delete(self, samples: Sequence[GroupSamples]) -> None:
         """Deletes samples, but not those that a later attempt stored under the same keys meanwhile."""
-        keys = [key for each in samples for key in each.keys]
+        keys = [key for sample in samples for key in sample.keys]
         if keys:
-            attempts = [attempt for each in samples for attempt in each.numbers("attempt")]
+            attempts = [attempt for sample in samples for attempt in sample.numbers("attempt")]
             await self._queue.release(self._partition, keys, attempts)
 
     async def find(self) -> dict[str, GroupSamples]:
@@ -265,9 +265,9 @@ def set_scores(samples: KVBatchMeta, sets: Mapping[str, str]) -> dict[str, float
         if finish != "failed" and not greedy:
             rewards[sets[str(group_id)]].append(float(reward))
     scores: dict[str, float] = {}
-    for name, found in sorted(rewards.items()):
-        scores[f"set_reward/{name}"] = sum(found) / len(found)
-        scores[f"set_samples/{name}"] = float(len(found))
+    for name, set_rewards in sorted(rewards.items()):
+        scores[f"set_reward/{name}"] = sum(set_rewards) / len(set_rewards)
+        scores[f"set_samples/{name}"] = float(len(set_rewards))
     return scores
 
 
@@ -285,9 +285,9 @@ def spread_of(
         return {}
     limit = weight_version - max_staleness
     oldest = cast("Sequence[int]", samples.tag("v_min"))
-    trained = (max(one, limit) for one in oldest if one >= 0)
+    trained = (max(version, limit) for version in oldest if version >= 0)
     return {
-        "staleness": histogram(weight_version - one for one in trained),
+        "staleness": histogram(weight_version - version for version in trained),
         "response_tokens": histogram(cast("Sequence[int]", samples.tag("response_tokens"))),
     }
 

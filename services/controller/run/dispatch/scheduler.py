@@ -240,10 +240,10 @@ class GenerationScheduler:
         Groups in training are left alone: the trainer has their samples, or reports them as lost.
         """
         async for group_ids in self.stored.watch_losses():
-            found = await self.stored.find()
-            whole = {name for name, samples in found.items() if self.stored.is_whole(samples)}
-            known = [self._ledger.get(group_id) for group_id in sorted(group_ids - whole)]
-            groups = [group for group in known if group is not None]
+            by_group = await self.stored.find()
+            whole = {name for name, samples in by_group.items() if self.stored.is_whole(samples)}
+            lost_groups = [self._ledger.get(group_id) for group_id in sorted(group_ids - whole)]
+            groups = [group for group in lost_groups if group is not None]
             # During the calls, these attempts may fail, or be interrupted and dispatched again.
             begun = [(group.group_id, group.attempt) for group in groups if group.state in RUNNING]
             await self._rollout_pool.cancel([group_id for group_id, _ in begun])

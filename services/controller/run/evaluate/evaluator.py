@@ -143,8 +143,8 @@ class Evaluator:
             if begun.version != version:
                 await self._report_missed(begun, EvaluationState.INTERRUPTED)
         # The current evaluation answers its own request, which stays pending until it is recorded.
-        asked = self._request_queue.get("evaluate")
-        if reason is None and asked is not None and asked != self._answering:
+        request = self._request_queue.get("evaluate")
+        if reason is None and request is not None and request != self._answering:
             reason = "manual"
         current = self._evaluations.current
         if reason is not None and (current is None or current.version != version):
@@ -179,11 +179,11 @@ class Evaluator:
         The request stays pending. Before a version is served, this does nothing: the evaluation of the
         first served version completes the request.
         """
-        asked = self._request_queue.get("evaluate")
-        is_answered = asked in (None, self._answering)  # by a version that was served meanwhile
+        request = self._request_queue.get("evaluate")
+        is_answered = request in (None, self._answering)  # by a version that was served meanwhile
         current, next_ = self._evaluations.current, self._evaluations.next
         waiting = (next_,) if self._is_leased else (current, next_)
-        is_queued = any(each is not None and each.version == self._version for each in waiting)
+        is_queued = any(job is not None and job.version == self._version for job in waiting)
         if self._version >= 0 and not is_answered and not is_queued:
             await self._enqueue(StartedEvaluation(self._version, self._step, "manual"))
             await self._notify()
@@ -365,12 +365,12 @@ class Evaluator:
 
     def _temperatures(self, split: str) -> tuple[float, ...]:
         """Returns one temperature per sample of a prompt of the set; the first sample is greedy."""
-        validation, part = self._spec.now.validation, self._spec.now.data.heldout_sets[split]
-        if not (part.rewards or self._spec.now.rollout.rewards):
+        validation, set_spec = self._spec.now.validation, self._spec.now.data.heldout_sets[split]
+        if not (set_spec.rewards or self._spec.now.rollout.rewards):
             return (0.0,)  # without rewards, one sample measures the likelihood of the row's answer
         count = validation.samples_per_prompt
-        if isinstance(part, HeldoutSetSpec) and part.samples_per_prompt is not None:
-            count = part.samples_per_prompt
+        if isinstance(set_spec, HeldoutSetSpec) and set_spec.samples_per_prompt is not None:
+            count = set_spec.samples_per_prompt
         return (0.0,) + (validation.temperature,) * count
 
     async def _start(self, groups: Sequence[GroupAssignment], workers: Sequence[str]) -> None:

@@ -248,8 +248,8 @@ class RunDriver:
     def worker_exited(self, exit_: WorkerExit) -> None:
         if self._sizing.handles_exit(exit_):
             return
-        known = self._services.membership.find(self._run_id, exit_.worker_id)
-        had_loaded = known is not None and known.state != "loading"
+        worker = self._services.membership.find(self._run_id, exit_.worker_id)
+        had_loaded = worker is not None and worker.state != "loading"
         was_interrupted = exit_.code is None or exit_.code < 0 or exit_.code == OUTAGE_EXIT
         # At the run's start, a worker that fails by itself before it has loaded would fail again. Later,
         # a slow machine or an occupied port is the more likely cause, and the number of restarts is
@@ -374,7 +374,7 @@ class RunDriver:
         data: dict[str, object] = {"absent": missing}
         if self._state is RunState.STARTING:
             workers = self._services.membership.workers(self._run_id)
-            data["start_seconds"] = {each.worker_id: each.start_seconds() for each in workers}
+            data["start_seconds"] = {worker.worker_id: worker.start_seconds() for worker in workers}
         await self._journal.record_event(Note("WorkersReady", message, data))
         if not missing:
             await self._sizing.confirm()
@@ -386,7 +386,7 @@ class RunDriver:
     async def _handle_loss(self, error: Exception) -> dict[str, str]:
         """Records lost workers and cleans up after them; raises ``error`` if the run cannot recover."""
         broken = leaves(error)
-        errors = [each for each in broken if not isinstance(each, _PLANNED)]
+        errors = [cause for cause in broken if not isinstance(cause, _PLANNED)]
         if not is_worker_failure(errors):
             raise error
         if len(errors) < len(broken) and not self._exits:
@@ -395,14 +395,14 @@ class RunDriver:
                 if self._state is RunState.RUNNING:
                     await self._transition(RunEvent.LOSE, "RolloutsRestart")
                 return {}
-            if any(isinstance(each, HostDrainedError) for each in broken):
+            if any(isinstance(cause, HostDrainedError) for cause in broken):
                 return await self._leave_hosts()
             return await self._sizing.remove_surplus()
-        for each in errors:
+        for cause in errors:
             # A restart of the trainer may lose trained steps, so it counts as lost only without heartbeats;
             # a rollout also counts as lost if it does not answer.
-            if isinstance(each, UnresponsiveError) and each.worker_id in self._rollouts():
-                self.worker_lost(each.worker_id, self._with_log(each.worker_id, str(each)))
+            if isinstance(cause, UnresponsiveError) and cause.worker_id in self._rollouts():
+                self.worker_lost(cause.worker_id, self._with_log(cause.worker_id, str(cause)))
         await self._await_exit_report()
         self._count_loss()
         lost, self._exits = self._exits, {}

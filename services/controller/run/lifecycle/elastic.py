@@ -170,8 +170,8 @@ class ElasticSizing:
     async def remove_surplus(self) -> dict[str, str]:
         """Ends surplus rollouts before the loops are entered again; returns them with the cause."""
         workers = self._membership.workers(self._run_id, "rollout")
-        known = {worker.worker_id for worker in workers} | self._started | self._size
-        gone = known - self._wanted()
+        present = {worker.worker_id for worker in workers} | self._started | self._size
+        gone = present - self._wanted()
         await self._end(gone)
         kind = "Replaced" if self._size == self._wanted() else "Resized"
         queued = self._wanted() & set(self._launcher.queued(self._run_id))
@@ -221,7 +221,7 @@ class ElasticSizing:
         while self._exited:
             await self._membership.unregister(self._run_id, self._exited.pop())
         self._started |= missing
-        asked = self._spec.now.rollout.replicas
+        num_replicas = self._spec.now.rollout.replicas
         try:
             joining = await self._load(missing, pipeline)
             if not joining or not joining <= self._wanted() & self._loaded():
@@ -233,14 +233,14 @@ class ElasticSizing:
             if not missing & self._new():
                 raise
             why = "; ".join(str(leaf) for leaf in leaves(error))
-            await self._keep_size(why, asked=asked, request=request)
+            await self._keep_size(why, asked=num_replicas, request=request)
             return set()
         self._started -= joining
         kind = "Replaced" if joining <= self._size else "Resized"
         self._size |= joining
         await pipeline.result().publisher.wait_all_serve()
         absent = missing - joining
-        await self._report(kind, asked - len(absent), request, absent=absent)
+        await self._report(kind, num_replicas - len(absent), request, absent=absent)
         return joining
 
     async def _keep_size(self, why: str, *, asked: int, request: Request | None) -> None:

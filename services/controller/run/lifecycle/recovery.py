@@ -289,9 +289,9 @@ def _order(
 ) -> PromptOrder:
     sets = spec.now.data.train_sets
     weights = {
-        split: part.weight
-        for split, part in sets.items()
-        if isinstance(part, WeightedSetSpec) and part.weight is not None
+        split: set_spec.weight
+        for split, set_spec in sets.items()
+        if isinstance(set_spec, WeightedSetSpec) and set_spec.weight is not None
     }
     mixture, curriculum = Mixture(connections.train_rows, weights), spec.now.data.curriculum
     difficulty = None
@@ -384,10 +384,10 @@ async def _rewind(
 
 
 def _check_same_run(connections: RunConnections, recovered: Recovered) -> None:
-    known = recovered.step if recovered.begun is None else recovered.begun.step
-    if connections.trained > known:
+    recorded_step = recovered.step if recovered.begun is None else recovered.begun.step
+    if connections.trained > recorded_step:
         raise FailedPreconditionError(
-            f"the trainer loaded step {connections.trained}, but the database records only {known}: "
+            f"the trainer loaded step {connections.trained}, but the database records only {recorded_step}: "
             "trainer.checkpoint.directory has checkpoints of another run (set "
             "trainer.checkpoint.start_from to start from one of them), or the database is an older copy"
         )

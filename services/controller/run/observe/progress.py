@@ -71,8 +71,8 @@ class Progress:
             syncs_ms: Latencies of the weight syncs so far, in milliseconds.
             step_metrics: Metrics of the steps in :meth:`RewardHistory.sampled_steps`.
         """
-        for found in step_metrics:
-            self._rewards.add(found.step, found.metrics)
+        for record in step_metrics:
+            self._rewards.add(record.step, record.metrics)
         self._update_drop()
         self._syncs_ms.extend(syncs_ms)
         self._steps = steps

@@ -124,18 +124,18 @@ class StallReporter:
             return "StepIsLong", "the trainer is training the batch"
         ledger = self.ledger
         ready, running = ledger.count(GroupState.READY), ledger.count(*RUNNING)
-        found = f"{ready} of {self.groups_per_step} groups are finished"
+        readiness = f"{ready} of {self.groups_per_step} groups are finished"
         ended = ", ".join(f"{count} {name}" for name, count in sorted(ledger.reasons().items()))
         lost = f"; dropped so far: {ended}" if ended else ""
         if running:
-            return "WaitsForGroups", f"{found}, {running} are being generated{lost}"
+            return "WaitsForGroups", f"{readiness}, {running} are being generated{lost}"
         waiting = ledger.count(*WAITING)
         if waiting:
             return (
                 "NoGroupRuns",
-                f"{found}, {waiting} wait for a rollout, none is running; check the rollouts{lost}",
+                f"{readiness}, {waiting} wait for a rollout, none is running; check the rollouts{lost}",
             )
         return (
             "NoGroupRuns",
-            f"{found}; no other group may start before new weights are served{lost}",
+            f"{readiness}; no other group may start before new weights are served{lost}",
         )

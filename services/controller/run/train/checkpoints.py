@@ -82,7 +82,7 @@ def steps_in_use(connection: sa.Connection, run_id: str) -> list[int]:
     """Returns steps of a run from whose checkpoints other runs, which have not ended, start."""
     specs = connection.execute(sa.select(RUNS.c.spec_json).where(IS_UNFINISHED)).scalars()
     used = {json.loads(spec)["trainer"]["checkpoint"].get("start_from") for spec in specs}
-    return [each.step for each in ready_checkpoints(connection, run_id) if each.path in used]
+    return [row.step for row in ready_checkpoints(connection, run_id) if row.path in used]
 
 
 def steps_being_replaced(connection: sa.Connection, run_id: str) -> list[int]:
@@ -170,7 +170,7 @@ class CheckpointStore:
 
     def runs_saved_at(self, paths: Collection[Path]) -> list[str]:
         """Returns runs that have a checkpoint at one of the paths, in a parent of it, or directly in it."""
-        around = {str(each) for path in paths for each in (path, *path.parents)}
+        around = {str(folder) for path in paths for folder in (path, *path.parents)}
         here = {str(path) for path in paths}
         query = sa.select(CHECKPOINTS.c.run_id, CHECKPOINTS.c.path)
         with self._database.read() as connection:
@@ -249,11 +249,11 @@ class Checkpoints:
                 Checkpoints of earlier steps are kept, because the trainer may return to them.
             also: Further write of the same transaction.
         """
-        kept = {*keep_steps, *await self._journal.read(steps_in_use)}
+        steps = {*keep_steps, *await self._journal.read(steps_in_use)}
         ready = await self._journal.read(ready_checkpoints)
         if skipped_since is not None:
-            kept.update(each.step for each in ready if each.step < skipped_since)
-        replaced = sorted(_outdated([step, *(each.step for each in ready)], keep=self._keep) - kept)
+            steps.update(row.step for row in ready if row.step < skipped_since)
+        replaced = sorted(_outdated([step, *(row.step for row in ready)], keep=self._keep) - steps)
         begin = self._clock.monotonic()
         data = {"step": step, "replaces": replaced}
         await self._journal.record_event(
@@ -261,14 +261,14 @@ class Checkpoints:
         )
         # The event prevents further forks from the checkpoints that it replaces; this read finds the forks
         # that were created before.
-        kept.update(await self._journal.read(steps_in_use))
+        steps.update(await self._journal.read(steps_in_use))
         checkpoint = await self._save(
-            trainer, critic, step=step, version=version, keep_steps=sorted(kept)
+            trainer, critic, step=step, version=version, keep_steps=sorted(steps)
         )
         self._saved_at, self.saved_step = self._clock.monotonic(), step
 
         def write(connection: sa.Connection) -> None:
-            self._write(connection, checkpoint, sorted(kept))
+            self._write(connection, checkpoint, sorted(steps))
             also(connection)
 
         why_volatile = await self._why_volatile(checkpoint.path) if checkpoint.path else ""
@@ -293,9 +293,9 @@ class Checkpoints:
         state: CheckpointState = "READY"
         path, size_bytes, snapshot_id, message = "", 0, "", ""
         ready = await self._journal.read(ready_checkpoints)
-        same = next((each for each in ready if each.step == step), None)
+        same = next((row for row in ready if row.step == step), None)
         try:
-            snapshot_id, message = await self._save_samples({each.snapshot_id for each in ready})
+            snapshot_id, message = await self._save_samples({row.snapshot_id for row in ready})
             if same is not None:
                 path, size_bytes = same.path, same.size_bytes
                 snapshot_id = snapshot_id or same.snapshot_id
@@ -353,7 +353,7 @@ class Checkpoints:
                 {name: getattr(checkpoint, name) for name in Checkpoint.__slots__}
             )
         )
-        ready = [each.step for each in ready_checkpoints(connection, self._run_id)]
+        ready = [saved.step for saved in ready_checkpoints(connection, self._run_id)]
         outdated = _outdated(ready, keep=self._keep) - set(keep_steps)
         connection.execute(
             CHECKPOINTS.update()

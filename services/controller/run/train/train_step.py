@@ -283,13 +283,13 @@ class TrainSteps:
                     self.connections.critic.train(command, timeout_s=timeout_s)
                 )
             trained = training.result()
-            own = {
+            step_metrics = {
                 **learning.result(),
                 **reward_terms(samples),
                 **length_facts(samples),
                 **self._set_scores(batch, samples),
             }
-            trained = replace(trained, metrics={**trained.metrics, **own})
+            trained = replace(trained, metrics={**trained.metrics, **step_metrics})
             spread = spread_of(
                 samples,
                 weight_version=version,
@@ -378,8 +378,8 @@ class TrainSteps:
         for event in events:
             await self.journal.record_event(event)
         self.observers.record_step(data)
-        if not trained.skipped and (found := mismatch.divergence(numbers)) is not None:
-            self.divergences.append(found)
+        if not trained.skipped and (divergence := mismatch.divergence(numbers)) is not None:
+            self.divergences.append(divergence)
         tracing.record(
             "group.settle", self._traces(batch), begin_ns=begin_ns, step=step, outcome="consumed"
         )
@@ -410,12 +410,12 @@ class TrainSteps:
                     is_idle=math.isnan(idle) or idle >= 1,
                 )
             )
-        found, known = nothing_learned([*self.newest], self.spec.now), self.progress.nothing_learned
-        self.progress.nothing_learned = {} if found is None else asdict(found)
-        if found is not None and found.reason != known.get("reason"):
+        cause, last = nothing_learned([*self.newest], self.spec.now), self.progress.nothing_learned
+        self.progress.nothing_learned = {} if cause is None else asdict(cause)
+        if cause is not None and cause.reason != last.get("reason"):
             summary = self.progress.summary(self.ledger)
             note = Note(
-                "NothingLearned", found.message, {"reason": found.reason}, step, None, summary
+                "NothingLearned", cause.message, {"reason": cause.reason}, step, None, summary
             )
             await self.journal.record_event(note, self.ledger)
 

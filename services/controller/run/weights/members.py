@@ -179,13 +179,13 @@ class WeightMembers:
             FailedPreconditionError: If there is none; the message names the members' devices.
         """
         wanted, mode = self._backend, MODES[self._mode]
-        found = {mode.wire_device(device) for device in self._devices.values()}
-        if len(found) > 1:
+        device_types = {mode.wire_device(device) for device in self._devices.values()}
+        if len(device_types) > 1:
             raise FailedPreconditionError(
                 f"trainer and rollouts must have their weights on the same kind of device, got "
                 f"{self._devices}; give all of them a GPU or none, or set weight_sync.mode to {HOST_MODE}"
             )
-        (device,) = found
+        (device,) = device_types
         if self._spec.is_stored:
             return wanted
         if wanted == HANDLE and (device == "cpu" or len(set(self._devices.values())) == 1):
@@ -328,13 +328,13 @@ async def _probe(name: str, member: WeightSyncClient, timeout_s: float) -> None:
         raise UnresponsiveError(name, f"does not answer: {error}") from error
 
 
-async def _in_time(asked: Callable[[], Awaitable[_T]], timeout_s: float) -> _T:
+async def _in_time(call: Callable[[], Awaitable[_T]], timeout_s: float) -> _T:
     """Awaits a call; repeats it if it timed out while this process itself was late."""
     for _ in range(_MAX_LATE):
         begin = time.monotonic()
         try:
-            return await asked()
+            return await call()
         except DeadlineExceededError:
             if time.monotonic() - begin < 2 * timeout_s:
                 raise
-    return await asked()
+    return await call()

@@ -176,8 +176,8 @@ class SlotCache(Cache):
         size = int(kwargs["conv_kernel_size"])
         before = self._recurrent(self._inputs, layer_idx)
         seen = conv_states if before is None else torch.cat([before, conv_states], -1)
-        kept = pad(seen, (max(0, size - seen.shape[-1]), 0))[..., -size:]
-        self._keep(self._inputs, layer_idx, kept)
+        newest = pad(seen, (max(0, size - seen.shape[-1]), 0))[..., -size:]
+        self._keep(self._inputs, layer_idx, newest)
         return seen
 
     def update_recurrent_state(
@@ -197,8 +197,8 @@ class SlotCache(Cache):
         assert self._targets is not None, "no forward pass is prepared"
         if layer not in stored:
             stored[layer] = states.new_zeros(self.num_slots, *states.shape[1:])
-        given = states if self._positions is not None else states[self._sources]
-        stored[layer][self._targets] = given
+        slot_states = states if self._positions is not None else states[self._sources]
+        stored[layer][self._targets] = slot_states
 
     def _holders(self) -> Tensor:
         """Returns ``[rows]`` int64: for each row of a prefill pass, a slot that stores it."""
@@ -210,8 +210,8 @@ class SlotCache(Cache):
     def move(self, sources: Tensor, targets: Tensor) -> None:
         """Copies slots over others, to close the holes that finished requests leave."""
         for stored in (self._keys, self._values, self._inputs, self._states):
-            for each in stored.values():
-                each[targets] = each[sources]
+            for layer_states in stored.values():
+                layer_states[targets] = layer_states[sources]
 
 
 class Visibility:
@@ -444,8 +444,8 @@ class StepOutputs:
 
     def first(self, num_rows: int) -> "StepOutputs":
         experts, allowed, top = (
-            None if each is None else each[:num_rows]
-            for each in (self.experts, self.allowed, self.top)
+            None if output is None else output[:num_rows]
+            for output in (self.experts, self.allowed, self.top)
         )
         return StepOutputs(self.tokens[:num_rows], self.logprobs[:num_rows], experts, allowed, top)
 
@@ -748,11 +748,11 @@ class DecodeBatch:
             self._refused[self._rows[slot].request.request_id] = error
         self._remove(dict.fromkeys(failures, "aborted"))
 
-    def _offset(self, given: ModelInputs | None) -> int:
-        if given is None or vision_tower(self._model) is None:
+    def _offset(self, model_inputs: ModelInputs | None) -> int:
+        if model_inputs is None or vision_tower(self._model) is None:
             return 0
         decoder: Any = self._model.base_model
-        return int(decoder.position_offset(given.tensors))
+        return int(decoder.position_offset(model_inputs.tensors))
 
     def pop_refused(self) -> dict[str, Exception]:
         """Returns the errors of requests that :meth:`admit` removed since the last call, by request."""
@@ -919,33 +919,33 @@ class DecodeBatch:
             row = self._rows[slot]
             self.recomputed_tokens_total += row.num_sampled
             if tokens := tuple(row.tokens[:-1]):
-                given = row.request.model_inputs
-                context = (tokens, "" if given is None else given.digest)
+                bundle = row.request.model_inputs
+                context = (tokens, "" if bundle is None else bundle.digest)
                 slots_by_context.setdefault(context, []).append(slot)
         for (tokens, _), owners in slots_by_context.items():
             self.prompt_tokens_total += len(tokens) * len(owners)
             self.shared_tokens_total += len(tokens) * (len(owners) - 1)
         failures: dict[int, Exception] = {}
-        by_length = sorted(slots_by_context, key=lambda each: len(each[0]))
+        by_length = sorted(slots_by_context, key=lambda entry: len(entry[0]))
         for contexts in _split_by_size(by_length, pads=self._pads):
             holders = [slots_by_context[context] for context in contexts]
-            targets = [slot for own in holders for slot in own]
-            sources = [row for row, own in enumerate(holders) for _ in own]
+            targets = [slot for rows in holders for slot in rows]
+            sources = [row for row, rows in enumerate(holders) for _ in rows]
             longest = _multiple(len(contexts[-1][0]), self._length_multiple)
             self._cache.reserve(len(self._rows), longest)
             inputs = self._tensor([[*ids, *[0] * (longest - len(ids))] for ids, _ in contexts])
-            given = self._rows[targets[0]].request.model_inputs if contexts[0][1] else None
+            bundle = self._rows[targets[0]].request.model_inputs if contexts[0][1] else None
             try:
-                experts = self._store(inputs, self._tensor(targets), self._tensor(sources), given)
+                experts = self._store(inputs, self._tensor(targets), self._tensor(sources), bundle)
             except Exception as error:
-                if given is None:
+                if bundle is None:
                     raise
                 # The rows are the user's, and the model's own checks raise various errors.
                 failures |= dict.fromkeys(targets, error)
                 continue
             if notes_experts and experts is not None:
-                for (ids, _), own, chosen_experts in zip(contexts, holders, experts, strict=True):
-                    self._note_experts(own, chosen_experts[: len(ids)])
+                for (ids, _), rows, chosen_experts in zip(contexts, holders, experts, strict=True):
+                    self._note_experts(rows, chosen_experts[: len(ids)])
         return failures
 
     def _store(

@@ -75,7 +75,7 @@ def use_decoding_kernels(model: PreTrainedModel, *, is_invariant: bool = False) 
     experts = (
         value for name, value in model.named_parameters() if OF_EXPERTS in name and value.ndim == 3
     )
-    if any(size * each.element_size() % _ROW_BYTES for each in experts for size in each.shape[1:]):
+    if any(size * held.element_size() % _ROW_BYTES for held in experts for size in held.shape[1:]):
         model.set_experts_implementation("eager")
 
 

@@ -110,8 +110,8 @@ def compiled(forward: _Forward) -> _Forward:
         arguments["recompile_limit"] = _MOST_KINDS
     else:
         torch._dynamo.config.recompile_limit = _MOST_KINDS  # noqa: SLF001
-    found: _Forward = torch.compile(forward, **arguments)
-    return found
+    compiled_forward: _Forward = torch.compile(forward, **arguments)
+    return compiled_forward
 
 
 def _keep_costly() -> Any:
@@ -213,8 +213,8 @@ class _LayerActivations:
     def offload(self) -> None:
         """Copies the registered storages, and frees those of the previous layer on the device."""
         self._on_host = [
-            [_host_bytes(len(piece), pinned=self._stream is not None) for piece in _pieces(each)]
-            for each in self._on_device
+            [_host_bytes(len(piece), pinned=self._stream is not None) for piece in _pieces(tensor)]
+            for tensor in self._on_device
         ]
         self._copy(chain(*self._on_host), chain.from_iterable(map(_pieces, self._on_device)))
         self._numbers, self._weights = {}, frozenset()
@@ -253,8 +253,8 @@ class _LayerActivations:
         if self._on_device or not self._on_host:
             return
         self._on_device = [
-            torch.empty(sum(map(len, each)), dtype=torch.uint8, device=self._device)
-            for each in self._on_host
+            torch.empty(sum(map(len, pieces)), dtype=torch.uint8, device=self._device)
+            for pieces in self._on_host
         ]
         self._copy(chain.from_iterable(map(_pieces, self._on_device)), chain(*self._on_host))
 

@@ -305,9 +305,9 @@ def fill(module: nn.Module, folder: Path, *, device: torch.device) -> None:
     held = stored_tensors(model)
     for parameter in set(module.parameters()) - set(model.parameters()):
         nn.init.zeros_(parameter)
-    own = {plain_name(name): each.detach() for name, each in held.items() if not is_adapter(name)}
+    base = {plain_name(name): leaf.detach() for name, leaf in held.items() if not is_adapter(name)}
     config = model.config.to_dict()
-    read_weights(own, folder, config)
+    read_weights(base, folder, config)
     for name, layer in quantized_layers(model).items():
         shape = layer.out_features, layer.in_features
         weight = torch.empty(shape, dtype=layer.scales.dtype, device=device)

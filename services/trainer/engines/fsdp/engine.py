@@ -131,8 +131,8 @@ class FsdpEngine:
         teaches: DistillArguments | None = None,
     ) -> Tensor:
         """Scores samples without gradients: logprobs of a policy, values of a critic."""
-        given = {"temperature": temperature, "teaches": teaches}
-        options = {name: value for name, value in given.items() if value is not None}
+        arguments = {"temperature": temperature, "teaches": teaches}
+        options = {name: value for name, value in arguments.items() if value is not None}
         return score_tokens(
             self.module,
             lambda packed: parts_of(self.module(packed, **options))[0],
@@ -282,8 +282,8 @@ class Balancer:
         self._update = counts if self._update is None else self._update + counts
         if self._compares:
             nothing = torch.zeros(0), torch.zeros(0, dtype=torch.bool)
-            differs, known = self._routing.differences() or nothing
-            loss_of.tally.mean("routing_differs", differs.float(), known)
+            differs, counted = self._routing.differences() or nothing
+            loss_of.tally.mean("routing_differs", differs.float(), counted)
         if self._spec.kind != "loss":
             return 0.0
         loss = self._routing.balance_loss()

@@ -68,13 +68,13 @@ class OffloadedState:
         self._synchronize()  # also with FSDP's streams, on which layers are gathered
 
     def _move(self) -> None:
-        found = {_key(tensor): tensor.untyped_storage() for tensor in self._tensors()}
-        for number, (key, storage) in enumerate(found.items()):
+        storages = {_key(tensor): tensor.untyped_storage() for tensor in self._tensors()}
+        for number, (key, storage) in enumerate(storages.items()):
             buffer = self._buffer(number, storage.nbytes())
             buffer.copy_(_bytes(storage), non_blocking=True)
             self._moved[key] = storage, buffer
         self._synchronize()
-        for storage in found.values():
+        for storage in storages.values():
             storage.resize_(0)
 
     @torch.no_grad()

@@ -53,10 +53,10 @@ def add_adapters(model: PreTrainedModel, spec: LoraSpec) -> None:
         )
     if unknown := unknown_modules(shapes, spec):
         experts = sorted({OF_EXPERTS + name.rpartition(".")[2] for name in fused})
-        known = [*target_modules(shapes, LoraSpec()), *experts]
+        choices = [*target_modules(shapes, LoraSpec()), *experts]
         raise ValueError(
             f"trainer.lora.target_modules has {', '.join(unknown)}, but modules of model.path that can have "
-            f"an adapter are {', '.join(known)}; name some of these"
+            f"an adapter are {', '.join(choices)}; name some of these"
         )
     for target in targets:
         for name in _named(target, fused) if OF_EXPERTS in target else ():
@@ -74,11 +74,11 @@ def add_adapters(model: PreTrainedModel, spec: LoraSpec) -> None:
 def _fused(model: nn.Module) -> dict[str, Tensor]:
     """Returns the fused matrices of experts, by name."""
     named = model.named_parameters()
-    return {name: each for name, each in named if OF_EXPERTS in name and each.ndim == 3}
+    return {name: held for name, held in named if OF_EXPERTS in name and held.ndim == 3}
 
 
-def _named(target: str, known: Iterable[str]) -> list[str]:
-    return [name for name in known if f".{name}".endswith(f".{target}")]
+def _named(target: str, modules: Iterable[str]) -> list[str]:
+    return [name for name in modules if f".{name}".endswith(f".{target}")]
 
 
 def _adapt_experts(experts: Any, leaf: str, spec: LoraSpec) -> None:

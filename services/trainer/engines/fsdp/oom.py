@@ -115,8 +115,8 @@ def load_oom_limits(settings: TrainerSettings, trainer: TrainerSpec, *, ranks: R
     bounds = Bounds(*(-(ranks.everyone or ranks).max(mine)).tolist())
     was_recorded = bounds != budget_of(trainer)
     if was_recorded:
-        known = {"max_tokens": bounds.max_tokens, "too_long": bounds.too_long}
-        logger.warning("micro-batches are smaller than configured", extra=known)
+        limits = {"max_tokens": bounds.max_tokens, "too_long": bounds.too_long}
+        logger.warning("micro-batches are smaller than configured", extra=limits)
     file = folder / f"{settings.worker_id}-{settings.rank}.json"
     return OomLimits(bounds, is_alone=False, file=file, memory=memory, was_recorded=was_recorded)
 
@@ -252,7 +252,7 @@ class OomRetry:
             # the last one.
             begin_micro_batch(root, is_last=True, spec=self._spec.trainer)
             scores = root(pack_samples(idle_samples(), self._device, shares_prefixes=False))
-            torch.stack([each.sum() for each in parts_of(scores)]).sum().backward()
+            torch.stack([half.sum() for half in parts_of(scores)]).sum().backward()
             self._module.zero_grad(set_to_none=True)
 
 

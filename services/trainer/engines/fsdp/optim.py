@@ -122,6 +122,6 @@ def clip_gradients(parameters: Sequence[nn.Parameter], norm: Tensor, max_norm: f
 @torch.no_grad()
 def scale_gradients(parameters: Sequence[nn.Parameter], factor: Tensor) -> None:
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    shards = [local_part(each) for each in gradients]
+    shards = [local_part(gradient) for gradient in gradients]
     if shards:
         torch._foreach_mul_(shards, factor.to(shards[0].device))

@@ -140,23 +140,23 @@ def use_few_threads(spec: TrainerSpec, device: torch.device) -> None:
 def _meshes(spec: TrainerSpec, device: torch.device) -> tuple[DeviceMesh, DeviceMesh | None]:
     """Returns the mesh of weights, and the mesh of packs if context parallelism is used."""
     tensor = spec.tensor_parallel
-    found = []
+    meshes = []
     for names, inner in (
         (("copies", "experts"), spec.expert_parallel if tensor == 1 else 1),
         (("data", "context"), spec.context_parallel),
     ):
         if inner > 1:
             shape = (spec.world_size // (inner * tensor), inner, tensor)
-            found.append(init_device_mesh(device.type, shape, mesh_dim_names=(*names, "tp")))
-            if len(found) == 1:
-                found[0][names]._flatten("dp")  # noqa: SLF001 -- torch has no other name for it
-    if not found:
-        found = [
+            meshes.append(init_device_mesh(device.type, shape, mesh_dim_names=(*names, "tp")))
+            if len(meshes) == 1:
+                meshes[0][names]._flatten("dp")  # noqa: SLF001 -- torch has no other name for it
+    if not meshes:
+        meshes = [
             init_device_mesh(
                 device.type, (spec.world_size // tensor, tensor), mesh_dim_names=("dp", "tp")
             )
         ]
-    return found[0], found[-1] if spec.context_parallel > 1 else None
+    return meshes[0], meshes[-1] if spec.context_parallel > 1 else None
 
 
 def _expert_mesh(spec: TrainerSpec, mesh: DeviceMesh, device: torch.device) -> DeviceMesh | None:
@@ -247,7 +247,7 @@ def _shard(
         else OffloadPolicy(),
     }
     if spec.keeps_gathered and not spec.offloads_weights:
-        options["ignored_params"] = {each for each in module.parameters() if not each.requires_grad}
+        options["ignored_params"] = {held for held in module.parameters() if not held.requires_grad}
     if topology.experts is not None:
         for experts in _experts(layers):
             fully_shard(experts, **{**options, "mesh": topology.experts["copies"]})
@@ -329,7 +329,7 @@ _TENSOR_PLAN: dict[str, Any] = {
 
 
 def _has(layer: nn.Module, name: str) -> bool:
-    return any(known == name for known, _ in layer.named_modules())
+    return any(module_name == name for module_name, _ in layer.named_modules())
 
 
 def _experts(layers: nn.ModuleList) -> Iterator[nn.Module]:
@@ -342,8 +342,8 @@ def _share(experts: nn.Module, topology: RankTopology) -> None:
     assert topology.experts is not None and topology.mesh is not None
     mesh, tensor = topology.experts["experts"], topology.mesh["tp"]
     for name, parameter in list(experts.named_parameters()):
-        own = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
-        part = DTensor.from_local(own, mesh, (Shard(0),), run_check=False)
+        shard = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
+        part = DTensor.from_local(shard, mesh, (Shard(0),), run_check=False)
         setattr(experts, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
     peers = None
     if tensor.size() > 1:

@@ -175,9 +175,9 @@ def open_arena(path: str, *, instance_id: str) -> tuple[mmap.mmap, socket.socket
 def _is_left_behind(path: Path) -> bool:
     """Returns True if this user owns the socket, nothing listens there, and it is not just being created."""
     try:
-        found = path.lstat()
-        is_own = stat.S_ISSOCK(found.st_mode) and found.st_uid == os.geteuid()
-        if not is_own or time.time() - found.st_mtime < _NEW_S:
+        status = path.lstat()
+        is_own = stat.S_ISSOCK(status.st_mode) and status.st_uid == os.geteuid()
+        if not is_own or time.time() - status.st_mtime < _NEW_S:
             return False
         with short_path(path) as short, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
             peer.settimeout(_TIMEOUT_S)

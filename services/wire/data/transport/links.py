@@ -149,8 +149,8 @@ class Links:
                 self._lost.setdefault(link.connection.shard.endpoint, time.monotonic())
                 if not link.connection.is_open:
                     await self._reopen(shard_id)
-            known = {link.connection.shard.endpoint for link in self._links.values()}
-            for gone in self._lost.keys() - known - {self._address}:
+            endpoints = {link.connection.shard.endpoint for link in self._links.values()}
+            for gone in self._lost.keys() - endpoints - {self._address}:
                 del self._lost[gone]
 
     async def _reopen(self, shard_id: str) -> Link | None:
