@@ -52,7 +52,7 @@ def divergence(student: Tensor, teacher: Tensor, *, kind: str, beta: float) -> T
     """Returns the divergence of distributions over the last dimension.
 
     Args:
-        own: ``[C, E]`` logprobs of the policy.
+        student: ``[C, E]`` logprobs of the policy.
         teacher: ``[C, E]`` logprobs of the teacher.
         kind: ``forward_kl`` (``KL(teacher || policy)``), ``reverse_kl`` (``KL(policy || teacher)``) or
             ``jsd``, the generalized Jensen-Shannon divergence (GKD, arXiv:2306.13649, equation 1)
