@@ -206,6 +206,53 @@ async def test_checkpoints_with_long_folders_fit_the_page(open_page, controller)
     assert await table.evaluate("e => e.scrollWidth <= e.clientWidth")
 
 
+def server(number, **facts):
+    """Returns the state of a server as the API shows it."""
+    plain = {"is_healthy": True, "problem": "", "exclusive_run": None, "weight_version": None}
+    return {"address": f"http://server-{number}:8000", "runs": [], **plain, **facts}
+
+
+@pytest.mark.parametrize("width", [1440, 390])
+async def test_the_servers_of_a_run_are_shown_with_its_part_or_their_problem(
+    open_page, controller, width
+):
+    run = controller.running
+    use = {"weight_version": 9, "tokens": 1234567, "running": 12, "waiting": 3}
+    servers = [
+        server(
+            0, runs=[{"run_id": run, "share": 2.0, **use}, {"run_id": None, "share": 1.0, **use}]
+        ),
+        server(1, exclusive_run=run, weight_version=8),
+        server(2, is_healthy=False, problem="no answer within 3 s"),
+        server(3, exclusive_run="run_other", weight_version=5),
+    ]
+
+    async def fleets(route):
+        await route.fulfill(json={"items": [{"name": "shared", "servers": servers}]})
+
+    async def view(route):
+        answer = await route.fetch()
+        content = await answer.json()
+        addresses = [f"http://server-{number}:8000" for number in range(3)]
+        content["spec"]["rollout"]["engine_arguments"] = {"addresses": addresses}
+        await route.fulfill(response=answer, json=content)
+
+    page = await open_page(f"/runs/{run}", width=width)
+    await page.route("**/v1/fleets", fleets)
+    await page.route(f"**/v1/runs/{run}", view)
+    await page.goto(f"{controller.url}/runs/{run}/workers")
+    rows = page.get_by_role("region", name="Servers").locator("tbody tr")
+    await expect(rows).to_have_count(3)
+    shown = [await row.locator("td").all_inner_texts() for row in await rows.all()]
+    assert [row[1:5] for row in shown] == [
+        ["http://server-0:8000", "answers", "67 %", "9"],
+        ["http://server-1:8000", "answers", "all", "8"],
+        ["http://server-2:8000", "no answer within 3 s", "–", "–"],  # noqa: RUF001
+    ]
+    assert shown[0][5:] == ["1,234,567", "12", "3", "1"]
+    assert await page.evaluate("document.documentElement.scrollWidth") <= width
+
+
 async def test_axe_finds_nothing_on_any_tab(open_page, controller):
     axe = pytest.importorskip("axe_playwright_python.async_playwright").Axe()
     save(controller.store.database, controller.ended, step=11, path="/checkpoints/step-00000011")

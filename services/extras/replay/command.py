@@ -229,12 +229,12 @@ def diff(
     async def work(api: Api) -> list[RunView]:
         return [await api.get(await find_run(api, text)) for text in (run_id, other)]
 
-    first_run, two = call_api(url, work, state_directory=state_directory)
+    one, two = call_api(url, work, state_directory=state_directory)
     from services.extras.replay.comparing import compare_records
 
     try:
         difference, keys = compare_records(
-            record_folder(first_run, state_directory), record_folder(two, state_directory)
+            record_folder(one, state_directory), record_folder(two, state_directory)
         )
     except ServiceError as error:
         fail(str(error))

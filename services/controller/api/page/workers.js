@@ -27,20 +27,24 @@ export class Workers {
     this.list.replaceChildren(table("Workers", ["worker", "state", "activity", "version", "running samples", "waiting samples"], items.map((worker) => [
       worker.worker_id, worker.state, worker.activity, worker.weight_version < 0 ? "–" : worker.weight_version, gauge(worker, "running_samples"), gauge(worker, "waiting_samples"),
     ]), "No workers are registered."));
-    if (this.run.spec?.rollout?.engine_arguments?.addresses) await this.#showServers();
+    const addresses = this.run.spec?.rollout?.engine_arguments?.addresses;
+    if (addresses) await this.#showServers(addresses);
   }
 
-  /** Shows the servers of fleets that the run uses, with its part of each. */
-  async #showServers() {
+  /** Shows the servers of fleets that the run uses, with its part of each; one that does not answer says why. */
+  async #showServers(addresses) {
     const { items } = await getJson("/v1/fleets");
-    const rows = items.flatMap((fleet) => fleet.servers.flatMap((server) => {
+    const rows = items.flatMap((fleet) => fleet.servers.filter((server) => addresses.includes(server.address)).map((server) => {
       const total = server.runs.reduce((sum, use) => sum + use.share, 0);
-      return server.runs.filter((use) => use.run_id === this.run.id).map((use) => [
-        fleet.name, server.address, `${Math.round(100 * use.share / total)} %`, use.weight_version ?? "–", use.tokens.toLocaleString(), use.running, use.waiting, server.runs.length - 1,
-      ]);
+      const use = server.runs.find(({ run_id }) => run_id === this.run.id);
+      const isExclusive = server.exclusive_run === this.run.id;
+      const share = use ? `${Math.round(100 * use.share / total)} %` : isExclusive ? "all" : "–";
+      const version = use?.weight_version ?? (isExclusive ? server.weight_version : null) ?? "–";
+      const others = server.runs.length - (use ? 1 : 0);
+      return [fleet.name, server.address, server.is_healthy ? "answers" : server.problem, share, version, use?.tokens.toLocaleString() ?? "–", use?.running ?? "–", use?.waiting ?? "–", others];
     }));
     if (rows.length === 0) return;
-    const columns = ["fleet", "server", "share", "version", "tokens", "running", "waiting", "other runs"];
+    const columns = ["fleet", "server", "state", "share", "version", "tokens", "running", "waiting", "other runs"];
     this.servers.replaceChildren(h("h3", {}, "Servers"), table("Servers", columns, rows, ""));
   }
 
