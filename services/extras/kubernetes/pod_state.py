@@ -213,8 +213,8 @@ class PodRecord:
             return found
         message = (
             f"{found.message}; it left the drained node {self.moved_from}, nothing is lost, and it starts, "
-            f"without a time limit, once a node has room: uncordon {self.moved_from}, or add a node. The run's "
-            "other pods keep their GPUs until then; cancel the run to release them, and fork it to continue"
+            f"without a time limit, once a node has room: uncordon {self.moved_from}, or add a node. "
+            "Other pods of the run keep their GPUs until then: cancel the run to release them, fork it later"
         )
         return StartFailure(reason=NO_ROOM, message=message)
 
