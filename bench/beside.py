@@ -196,12 +196,12 @@ class _Process:
             _PartFailedError: If the part failed, or does not answer in time.
         """
         try:
-            found: dict[str, Any] = json.loads(self._lines.get(timeout=_ANSWER_S))
+            content: dict[str, Any] = json.loads(self._lines.get(timeout=_ANSWER_S))
         except Empty:
             raise _PartFailedError(f"{self._part}: no answer within {_ANSWER_S:.0f} s") from None
-        if "failed" in found:
-            raise _PartFailedError(f"{self._part}: {found['failed']}")
-        return found
+        if "failed" in content:
+            raise _PartFailedError(f"{self._part}: {content['failed']}")
+        return content
 
     def ask(self, what: str, **values: Any) -> dict[str, Any]:
         """Sends a request; returns its answer."""
@@ -281,18 +281,18 @@ async def _serve_engine(shape: Shape, max_running: int) -> None:
         marked, since = 0, time.perf_counter()
         _say({"ready": True})
         while line := await asyncio.to_thread(sys.stdin.readline):
-            asked = json.loads(line)
-            if asked["what"] == "run":
-                for task in tasks[asked["number"] :]:
+            content = json.loads(line)
+            if content["what"] == "run":
+                for task in tasks[content["number"] :]:
                     task.cancel()
-                await asyncio.gather(*tasks[asked["number"] :], return_exceptions=True)
-                tasks = tasks[: asked["number"]]
+                await asyncio.gather(*tasks[content["number"] :], return_exceptions=True)
+                tasks = tasks[: content["number"]]
                 tasks += [
                     group.create_task(decode(number))
-                    for number in range(len(tasks), asked["number"])
+                    for number in range(len(tasks), content["number"])
                 ]
                 _say({"running": len(tasks)})
-            elif asked["what"] == "mark":
+            elif content["what"] == "mark":
                 marked, since = engine.stats().tokens_total, time.perf_counter()
                 _say({})
             else:
@@ -323,9 +323,9 @@ def _serve_trainer(shape: Shape, *, is_smoke: bool) -> None:
     timed(work, 0, device)
     _say({"ready": True})
     for line in sys.stdin:
-        asked = json.loads(line)
+        content = json.loads(line)
         try:
-            _say(_timed_steps(work, asked["rounds"], asked.get("way", "usual"), device))
+            _say(_timed_steps(work, content["rounds"], content.get("way", "usual"), device))
         except Exception as error:  # noqa: BLE001 -- it is the answer
             _say({"failed": f"{type(error).__name__}: {error}"[:300]})
 

@@ -86,8 +86,8 @@ def main() -> None:
             entries[name] = entry
             print(json.dumps({name: entry}, indent=1), flush=True)
     if not arguments.smoke:
-        found = read_json(RESULTS)
-        write_json(RESULTS, found | entries)
+        results = read_json(RESULTS)
+        write_json(RESULTS, results | entries)
 
 
 def _recorded(folder: Path, settings: list[str], spec: Path, *, num_steps: int) -> dict[str, Any]:

@@ -81,13 +81,13 @@ def main() -> None:
 
 def _note(out: Path, way: str, found: dict[str, float], *, steps: int, chosen: int) -> None:
     """Writes a way's results next to those of the others."""
-    known = read_json(out)
+    results = read_json(out)
     facts = {
         "device": device_name(),
         "torch": torch.__version__,
     }
     way_found = {"steps": steps, "chosen": chosen, **found}
-    write_json(out, known | facts | {way: way_found})
+    write_json(out, results | facts | {way: way_found})
 
 
 def _spec(model: Path, *, engine: str, replay: str, is_small: bool) -> dict[str, Any]:

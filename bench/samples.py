@@ -131,13 +131,13 @@ async def pages(queue: TransferQueueClient) -> dict[str, float]:
         "search": SampleRecordQuery(limit=50, excerpt=300, text="not to be found"),
         "whole": SampleRecordQuery(limit=1, with_turns=True, with_tokens=True),
     }
-    found: dict[str, float] = {}
+    result: dict[str, float] = {}
     for name, query in asked.items():
         begin = time.perf_counter()
         async for _ in queue.read_sample_records("run_1", query):
             pass
-        found[name] = round((time.perf_counter() - begin) * 1000, 1)
-    return found
+        result[name] = round((time.perf_counter() - begin) * 1000, 1)
+    return result
 
 
 async def rollout(num_groups: int, rounds: int) -> dict[str, object]:
@@ -175,8 +175,8 @@ async def rollout(num_groups: int, rounds: int) -> dict[str, object]:
     extra = [a_token * (after[0] - before[0]) for before, after in pairs]
     put = a_token * statistics.median(before[0] for before, _ in pairs)
     there = [a_token * (after[1] - before[1]) for before, after in pairs]
-    known = json.loads((RESULTS / "rollout-vllm-h200.json").read_text(encoding="utf-8"))
-    sampled = known["adapter_cpu_us_per_token"]
+    content = json.loads((RESULTS / "rollout-vllm-h200.json").read_text(encoding="utf-8"))
+    sampled = content["adapter_cpu_us_per_token"]
     return {
         "groups": size * rounds,
         "rounds": rounds,
@@ -223,8 +223,8 @@ async def _a_group(here: Stage, steps: int, batch: int, *, is_kept: bool) -> flo
 
 def _child(module: str) -> psutil.Process:
     """Returns the child process that runs a module."""
-    (found,) = (each for each in psutil.Process().children() if module in each.cmdline())
-    return found
+    (result,) = (child for child in psutil.Process().children() if module in child.cmdline())
+    return result
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:

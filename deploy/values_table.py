@@ -29,8 +29,8 @@ def table(values: Path) -> str:
             comment = stripped.removeprefix("# -- ")
         elif stripped.startswith("#") and comment:
             comment += " " + stripped.removeprefix("#").strip()
-        elif found := _KEY.match(line):
-            path = [*path[: len(found["indent"]) // 2], found["key"]]
+        elif match := _KEY.match(line):
+            path = [*path[: len(match["indent"]) // 2], match["key"]]
             if comment:
                 default = json.dumps(_at(defaults, path))
                 rows.append(f"| `{'.'.join(path)}` | `{default}` | {comment} |")

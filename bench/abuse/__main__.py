@@ -59,24 +59,24 @@ def chart_limits_mib() -> dict[str, float]:
 
 def services_of(here: LocalServices) -> dict[str, psutil.Process]:
     """Returns the processes of the controller and the transferqueue."""
-    found = {}
+    result = {}
     for service in here.services:
         assert service.process is not None
-        found[service.name] = psutil.Process(service.process.pid)
-    return found
+        result[service.name] = psutil.Process(service.process.pid)
+    return result
 
 
 def listening() -> dict[int, str]:
     """Returns the ports of all processes below this one, with the names of the listeners."""
-    found = {}
+    result = {}
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             words = [word for word in process.cmdline() if word.startswith("services.")]
             for connection in process.net_connections(kind="tcp"):
                 if connection.status == psutil.CONN_LISTEN:
                     name = words[0].removeprefix("services.") if words else "other"
-                    found[connection.laddr.port] = name
-    return found
+                    result[connection.laddr.port] = name
+    return result
 
 
 async def measure_memory(processes: dict[str, psutil.Process], most: dict[str, float]) -> None:

@@ -55,22 +55,22 @@ def orders(
     rest: int, controller: int, queue: int, data: int, token: str
 ) -> dict[str, dict[str, Any]]:
     """Returns all attacks by name."""
-    found: dict[str, dict[str, Any]] = {}
+    result: dict[str, dict[str, Any]] = {}
     for attack in strangers.HTTP:
-        found[f"rest/{attack.__name__}"] = {"port": rest, "attack": attack.__name__}
+        result[f"rest/{attack.__name__}"] = {"port": rest, "attack": attack.__name__}
     # A user with a token of another project is authenticated, but must not exhaust the memory either.
-    found["rest/bodies, with a token"] = {"port": rest, "attack": "bodies", "token": token}
+    result["rest/bodies, with a token"] = {"port": rest, "attack": "bodies", "token": token}
     grpc = {
         "controller": {"port": controller, "method": _REGISTER, "message_bytes": 4 << 20},
         "transferqueue": {"port": queue, "method": _GET_STATS, "message_bytes": 4 << 20},
     }
     for name, where in grpc.items():
         for attack in strangers.GRPC:
-            found[f"{name}/{attack.__name__}"] = {**where, "attack": attack.__name__}
+            result[f"{name}/{attack.__name__}"] = {**where, "attack": attack.__name__}
     for attack in strangers.ZMQ:
         more = {"frame_bytes": 4 << 20, "attack": attack.__name__}
-        found[f"data/{attack.__name__}"] = {"port": data, **more}
-    return found
+        result[f"data/{attack.__name__}"] = {"port": data, **more}
+    return result
 
 
 @dataclass(slots=True)
@@ -196,11 +196,11 @@ async def measured(
         }
         async with asking(here, client) as quiet:
             await asyncio.sleep(seconds)
-        before = {name: own_mib(each) for name, each in processes.items()}
+        before = {name: own_mib(process) for name, process in processes.items()}
         found: dict[str, Any] = {}
         waits = Waits()
         for name, order in orders(**ports, token=other).items():
-            if names and not any(name.startswith(each) for each in names):
+            if names and not any(name.startswith(process) for process in names):
                 continue
             most: dict[str, float] = {}
             begin, used_s = time.monotonic(), {key: _cpu_s(processes[key]) for key in processes}
@@ -215,8 +215,8 @@ async def measured(
             found[name] = {"rise_mib": rises, "cpu": cpu, **taken.summary(), **answered}
             print(f"{name:40} {json.dumps(found[name])}", flush=True)
             await asyncio.sleep(1.0)
-        after = {name: own_mib(each) for name, each in processes.items()}
-    most_mib = max(rise for each in found.values() for rise in each["rise_mib"].values())
+        after = {name: own_mib(process) for name, process in processes.items()}
+    most_mib = max(rise for process in found.values() for rise in process["rise_mib"].values())
     attacked_ms = waits.summary()
     p99_ms = max(attacked_ms[name]["p99"] for name in ("api_ms", "new_connection_ms"))
     return {

@@ -192,8 +192,8 @@ def main() -> None:
     results: dict[str, Figures] = read_json(RESULTS)
     for name in arguments.names or MEASUREMENTS:
         load, before_ms = os.getloadavg()[0], python_ms()
-        found = asyncio.run(MEASUREMENTS[name](arguments.smoke))
-        results[name] = found | {
+        result = asyncio.run(MEASUREMENTS[name](arguments.smoke))
+        results[name] = result | {
             "load_average_before": round(load, 2),
             "python_ms": [before_ms, python_ms()],
         }

@@ -48,8 +48,8 @@ async def measure_api(here: Stage, *, is_smoke: bool) -> dict[str, Any]:
         await here.until_step(run_id, 1)
     address = urlsplit(here.url)
     crowd = _Crowd(str(address.hostname), int(address.port or 80), runs, num_clients)
-    found = {"clients": num_clients, "streams": num_streams}
-    found |= {"without_streams": await crowd.ask(here, seconds, pause_s=_PAUSE_S)}
+    result = {"clients": num_clients, "streams": num_streams}
+    result |= {"without_streams": await crowd.ask(here, seconds, pause_s=_PAUSE_S)}
     async with AsyncExitStack() as stack:
         streams = [
             await stack.enter_async_context(_Stream(crowd, runs[number % 3]))
@@ -58,13 +58,13 @@ async def measure_api(here: Stage, *, is_smoke: bool) -> dict[str, Any]:
         begin = time.perf_counter()
         while not all(stream.num_events for stream in streams):
             await asyncio.sleep(0.05)
-        found |= {"streams_caught_up_s": time.perf_counter() - begin}
+        result |= {"streams_caught_up_s": time.perf_counter() - begin}
         before = [stream.num_events for stream in streams]
-        found |= await crowd.ask(here, seconds, pause_s=_PAUSE_S)
+        result |= await crowd.ask(here, seconds, pause_s=_PAUSE_S)
         events = [s.num_events - then for s, then in zip(streams, before, strict=True)]
-        found |= {"events_per_stream": {"least": min(events), "most": max(events)}}
-    found |= {"without_pause": await crowd.ask(here, seconds / 2, pause_s=0.0)}
-    return found
+        result |= {"events_per_stream": {"least": min(events), "most": max(events)}}
+    result |= {"without_pause": await crowd.ask(here, seconds / 2, pause_s=0.0)}
+    return result
 
 
 class _Crowd:

@@ -85,8 +85,8 @@ class FakeQueue(
         return tq.ReleaseKeysResponse(key_count=len(request.keys))
 
     async def GetStats(self, request: Any, context: Any) -> Any:
-        found = [tq.PartitionStats(partition_id=name) for name in self._partitions]
-        return tq.GetStatsResponse(partitions=found)
+        partition_stats = [tq.PartitionStats(partition_id=name) for name in self._partitions]
+        return tq.GetStatsResponse(partitions=partition_stats)
 
     async def SaveSnapshot(self, request: Any, context: Any) -> Any:
         return tq.SaveSnapshotResponse()
@@ -160,8 +160,8 @@ class FakeWeights(weightsync_pb2_grpc.WeightSyncServiceServicer):
         self._queue = queue
 
     async def DescribeWeights(self, request: Any, context: Any) -> Any:
-        found = [ws.TensorSpec(name=t.name, shape=t.shape, dtype=t.dtype) for t in _TENSORS]
-        return ws.DescribeWeightsResponse(tensors=found, device="cpu")
+        tensor_specs = [ws.TensorSpec(name=t.name, shape=t.shape, dtype=t.dtype) for t in _TENSORS]
+        return ws.DescribeWeightsResponse(tensors=tensor_specs, device="cpu")
 
     async def AgreePlan(self, request: Any, context: Any) -> Any:
         shards = row_shards(_TENSORS, request.source_count)

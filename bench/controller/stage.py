@@ -193,8 +193,8 @@ async def _addresses(ready: Path, controller: asyncio.subprocess.Process) -> dic
         if controller.returncode is not None:
             raise RuntimeError("the controller did not start")
         await asyncio.sleep(0.05)
-    found: dict[str, Any] = json.loads(ready.read_text())
-    return found
+    content: dict[str, Any] = json.loads(ready.read_text())
+    return content
 
 
 def _free_port() -> int:

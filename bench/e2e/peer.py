@@ -185,9 +185,9 @@ def main() -> None:
             server.terminate()
             server.wait(timeout=60)
     print(json.dumps(entry), flush=True)
-    found = read_json(out)
-    found["peer"] = {"name": "TRL 1.16 AsyncGRPOTrainer, vLLM 0.26 server", **entry}
-    write_json(out, found)
+    results = read_json(out)
+    results["peer"] = {"name": "TRL 1.16 AsyncGRPOTrainer, vLLM 0.26 server", **entry}
+    write_json(out, results)
 
 
 if __name__ == "__main__":

@@ -230,9 +230,9 @@ async def _measure_engine(
         entry = {
             "tokens_per_s": rates,
             "response_tokens": num_tokens,
-            "adopt_ms": [round(each, 1) for each in adopt_ms[1:]],
+            "adopt_ms": [round(value, 1) for value in adopt_ms[1:]],
             "start_s": round(start_s, 1),
-            "logprobs": [round(each, 5) for each in logprobs],
+            "logprobs": [round(value, 5) for value in logprobs],
         }
         if ordered.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(ordered.device)
@@ -366,7 +366,9 @@ def _exact_score(folder: Path, settings: Sequence[str], spec: Path) -> float:
         *("trainer.steps=1", "validation.every=1"),
     ]
     kept = [
-        each for each in settings if not each.startswith(("trainer.steps", "validation.", "model."))
+        setting
+        for setting in settings
+        if not setting.startswith(("trainer.steps", "validation.", "model."))
     ]
     found = train(folder / "exact", [*kept, *own], spec)
     return float(found["curve"][0]["greedy"])

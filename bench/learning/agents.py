@@ -98,8 +98,8 @@ def trained(
     if process.returncode != 0 or left:
         raise SystemExit(f"{spec} failed, or ended too early:\n{output_of(folder)}")
     (summary,) = folder.glob("run_*/summary.json")
-    found: dict[str, Any] = json.loads(summary.read_text(encoding="utf-8"))
-    return found
+    content: dict[str, Any] = json.loads(summary.read_text(encoding="utf-8"))
+    return content
 
 
 def _is_rollout(process: psutil.Process) -> bool:

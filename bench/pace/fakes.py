@@ -163,10 +163,10 @@ class PacedRollouts(FakeRollouts):
         return rollout_pb2.WakeResponse()
 
     async def _make(self, group: Any) -> None:
-        known = self._aside.pop(group.group_id, {})
+        entry = self._aside.pop(group.group_id, {})
         async with asyncio.TaskGroup() as tasks:
             members = [
-                tasks.create_task(self._sample(group, member, seed, known.get(member, Part())))
+                tasks.create_task(self._sample(group, member, seed, entry.get(member, Part())))
                 for member, seed in zip(group.members, group.seeds, strict=True)
             ]
         parts = {m: task.result() for m, task in zip(group.members, members, strict=True)}

@@ -98,16 +98,16 @@ async def compare(
 
 
 def _lengths(steps: list[dict[str, Any]]) -> dict[int, int]:
-    found: Counter[int] = Counter()
+    counter: Counter[int] = Counter()
     for step in steps:
         for bound, count in step["histograms"]["response_tokens"].items():
-            found[int(bound)] += count
-    return dict(found)
+            counter[int(bound)] += count
+    return dict(counter)
 
 
 async def measure_shapes(names: list[str]) -> None:
     """Measures, prints and writes."""
-    found = read_json(RESULTS, {"shapes": {}})
+    results = read_json(RESULTS, {"shapes": {}})
     async with stage("bench.pace.fleet") as here:
         for name in names:
             rows: dict[str, Any] = {}
@@ -115,13 +115,13 @@ async def measure_shapes(names: list[str]) -> None:
             for split in SPLITS:
                 rows[str(split)], rates = await compare(here, SHAPES[name], split, rates)
                 print(f"{name}, {split}: {json.dumps(rows[str(split)])}", flush=True)
-            found["shapes"][name] = {"splits": rows, **_choice(rows)}
-            found["largest_error"] = max(
+            results["shapes"][name] = {"splits": rows, **_choice(rows)}
+            results["largest_error"] = max(
                 abs(row["off"])
-                for shape in found["shapes"].values()
+                for shape in results["shapes"].values()
                 for row in shape["splits"].values()
             )
-            write_json(RESULTS, found)
+            write_json(RESULTS, results)
 
 
 def _choice(rows: dict[str, Any]) -> dict[str, Any]:

@@ -161,7 +161,7 @@ async def measure(page: Page, address: str, condition: str) -> float:
 async def _busy_s(session: Any) -> float:
     """Returns the CPU time of the page's thread so far."""
     found = await session.send("Performance.getMetrics")
-    (busy,) = (each["value"] for each in found["metrics"] if each["name"] == "TaskDuration")
+    (busy,) = (metric["value"] for metric in found["metrics"] if metric["name"] == "TaskDuration")
     return float(busy)
 
 

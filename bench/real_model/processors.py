@@ -55,13 +55,13 @@ class Processors:
 @contextmanager
 def watched() -> Iterator[Processors]:
     """Samples while the block runs."""
-    found = Processors()
-    thread = threading.Thread(target=found.watch, daemon=True)
+    processors = Processors()
+    thread = threading.Thread(target=processors.watch, daemon=True)
     thread.start()
     try:
-        yield found
+        yield processors
     finally:
-        found.stop()
+        processors.stop()
         thread.join()
 
 

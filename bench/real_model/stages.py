@@ -51,7 +51,9 @@ def chain(model: Path, folder: Path, settings: list[str]) -> list[dict[str, Any]
     for stage in STAGES:
         own, spec = folder / stage, EXAMPLES / f"{stage}.yaml"
         # Only reinforcement learning has groups.
-        own_settings = [each for each in settings if stage == "rl" or "group_size" not in each]
+        own_settings = [
+            setting for setting in settings if stage == "rl" or "group_size" not in setting
+        ]
         given = [*own_settings, f"model.path={model}"]
         entry = {"variant": stage, "seed": _seed(settings), **train(own, given, spec)}
         print(json.dumps(entry), flush=True)
@@ -64,7 +66,9 @@ def chain(model: Path, folder: Path, settings: list[str]) -> list[dict[str, Any]
 
 
 def _seed(settings: list[str]) -> int:
-    return next(int(each.removeprefix("seed=")) for each in settings if each.startswith("seed="))
+    return next(
+        int(setting.removeprefix("seed=")) for setting in settings if setting.startswith("seed=")
+    )
 
 
 if __name__ == "__main__":

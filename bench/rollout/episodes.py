@@ -84,7 +84,7 @@ async def measure(load: Load, *, seconds: float) -> dict[str, Any]:
         idle = episodes.engine.stats().idle_seconds - idle
         # The turns of an episode are known only at its end.
         await asyncio.sleep(load.turns * load.sleep_s[1] / 2)
-    asked = [turn for turn in episodes.asked if begin <= turn.sent < end]
+    turns = [turn for turn in episodes.asked if begin <= turn.sent < end]
     herd = [turn.received for turn in episodes.asked if turn.is_first and turn.sent < began + 1]
     num_turns = sum(begin <= t[0] < end for spans in episodes.engine.spans.values() for t in spans)
     num_turns += sum(begin <= turn.begun < end for turn in episodes.asked)
@@ -95,15 +95,15 @@ async def measure(load: Load, *, seconds: float) -> dict[str, Any]:
         **machine_state(),
         "episodes": load.episodes,
         "turns_per_s": round(num_turns / seconds, 1),
-        "overhead_ms": milliseconds([turn.overhead_s for turn in asked]),
+        "overhead_ms": milliseconds([turn.overhead_s for turn in turns]),
         "handling_ms": milliseconds([each.handling_s for each in handled]),
-        "to_engine_ms": milliseconds([turn.begun - turn.sent for turn in asked]),
+        "to_engine_ms": milliseconds([turn.begun - turn.sent for turn in turns]),
         "cpu_ms_per_turn": round(1e3 * cpu / num_turns, 3),
         "run_queue_ms_per_turn": {
             name: round(1e3 * each / num_turns, 3) for name, each in waited.items()
         },
         "engine_idle_ratio": round(idle / seconds, 4),
-        "engine_idle_though_asked_ratio": round(idle_though_asked(asked) / seconds, 4),
+        "engine_idle_though_asked_ratio": round(idle_though_asked(turns) / seconds, 4),
         "all_at_once_s": round(max(herd, default=began) - began, 2),
         "failed": len(episodes.failed),
         "why": sorted(set(episodes.failed))[:3],

@@ -40,8 +40,8 @@ def main() -> None:
     models = arguments.models or [*shapes(is_large=not arguments.smoke)]
     if arguments.mode is not None:
         (model,) = models
-        found = asyncio.run(_tokens_per_s(model, arguments.mode, is_smoke=arguments.smoke))
-        print(json.dumps(found), flush=True)
+        result = asyncio.run(_tokens_per_s(model, arguments.mode, is_smoke=arguments.smoke))
+        print(json.dumps(result), flush=True)
         return
     entries = {}
     for model in models:
@@ -63,8 +63,8 @@ def _in_own_process(model: str, mode: str, *, is_smoke: bool) -> dict[str, float
         check=True,
         timeout=_DEADLINE_S,
     )
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    content: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return content
 
 
 async def _tokens_per_s(model: str, mode: str, *, is_smoke: bool) -> dict[str, float]:
@@ -82,7 +82,7 @@ async def _tokens_per_s(model: str, mode: str, *, is_smoke: bool) -> dict[str, f
         is_invariant=is_invariant,
         arguments={} if is_smoke else engine_arguments,
     )
-    found = {}
+    result = {}
     async with opened("torch" if is_smoke else "vllm", ordered) as engine:
         await engine.adopt_weights(0, random_weights(engine, ordered))
         for count in running:
@@ -92,8 +92,8 @@ async def _tokens_per_s(model: str, mode: str, *, is_smoke: bool) -> dict[str, f
                 began = time.perf_counter()
                 await asyncio.gather(*map(engine.generate, todo))
                 times.append(time.perf_counter() - began)
-            found[str(count)] = round(count * num_tokens / min(times[1:]), 1)
-    return found
+            result[str(count)] = round(count * num_tokens / min(times[1:]), 1)
+    return result
 
 
 if __name__ == "__main__":

@@ -67,8 +67,8 @@ def main() -> None:
         "meets_bars": all(meets_bars(run) for run in runs),
         "runs": runs,
     }
-    known = read_json(arguments.out)
-    report_to(arguments.out, known | {arguments.engine: result})
+    results = read_json(arguments.out)
+    report_to(arguments.out, results | {arguments.engine: result})
 
 
 def meets_bars(run: dict[str, Any]) -> bool:

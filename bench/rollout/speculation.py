@@ -168,16 +168,16 @@ def compared(plain: list[Any], drafted: list[Any]) -> list[float]:
 
     A position is compared over the responses that begin with the most frequent tokens before it.
     """
-    found: list[float] = []
+    result: list[float] = []
     prefix: tuple[int, ...] = ()
     for place in range(_PLACES):
         samples = [
             Counter(tokens[place] for tokens in each if tokens[:place] == prefix)
             for each in (plain, drafted)
         ]
-        found.append(round(p_value(*samples), 4))
+        result.append(round(p_value(*samples), 4))
         prefix += ((samples[0] + samples[1]).most_common(1)[0][0],)
-    return found
+    return result
 
 
 async def differences(scorer: Engine, results: Sequence[tuple[Any, GenerationResult]]) -> Any:
@@ -186,8 +186,8 @@ async def differences(scorer: Engine, results: Sequence[tuple[Any, GenerationRes
     for request, result in results:
         scores = await scorer.score(request.context_ids + result.token_ids)
         found += [
-            one - other
-            for one, other in zip(
+            logprob - other
+            for logprob, other in zip(
                 result.logprobs, scores[len(request.context_ids) - 1 :], strict=True
             )
         ]
@@ -225,29 +225,29 @@ class Bench:
         Args:
             others: Responses of the other setting, whose logprobs this engine also computes.
         """
-        found: dict[str, Any] = {"rates": {}}
+        result: dict[str, Any] = {"rates": {}}
         ordered = replace(self._ordered, speculation=speculation)
         async with opened(self._name, ordered) as engine:
             await engine.adopt_weights(0, self._weights)
             for running in options.running:
                 lengths = [options.tokens] * running
-                found["rates"][running] = sum(lengths) / await self._median(
+                result["rates"][running] = sum(lengths) / await self._median(
                     engine, f"speed{running}", lengths, options.repeats
                 )
             tail = [options.tokens // 8] * options.tail_short + [2 * options.tokens] * 4
-            found["tail_s"] = await self._median(engine, "tail", tail, options.repeats)
-            found["drafts"] = engine.stats().drafts
+            result["tail_s"] = await self._median(engine, "tail", tail, options.repeats)
+            result["drafts"] = engine.stats().drafts
             seed = 1 if speculation is None else 1 << 32
-            found["drawn"] = await drawn(engine, self._task, options.draws, seed=seed)
-            found["drafts_of_draws"] = engine.stats().drafts
-            _, found["responses"] = await self._seconds(
+            result["drawn"] = await drawn(engine, self._task, options.draws, seed=seed)
+            result["drafts_of_draws"] = engine.stats().drafts
+            _, result["responses"] = await self._seconds(
                 engine, "responses", [options.tokens // 4] * options.sequences
             )
             if others:
-                found["scores"] = [
-                    await differences(engine, each) for each in (found["responses"], others)
+                result["scores"] = [
+                    await differences(engine, each) for each in (result["responses"], others)
                 ]
-        return found
+        return result
 
     async def _median(
         self, engine: Engine, label: str, lengths: Sequence[int], repeats: int
@@ -262,10 +262,10 @@ class Bench:
         self, engine: Engine, label: str, lengths: Sequence[int]
     ) -> tuple[float, list[tuple[GenerationRequest, GenerationResult]]]:
         clock = time.process_time if self._ordered.device.type == "cpu" else time.perf_counter
-        asked = self._task.requests(label, lengths)
+        requests = self._task.requests(label, lengths)
         began = clock()
-        results = await asyncio.gather(*map(engine.generate, asked))
-        return clock() - began, list(zip(asked, results, strict=True))
+        results = await asyncio.gather(*map(engine.generate, requests))
+        return clock() - began, list(zip(requests, results, strict=True))
 
 
 def report_of(plain: Any, drafted: Any) -> dict[str, Any]:
@@ -373,8 +373,8 @@ async def measure(options: argparse.Namespace) -> None:
     found = facts | report_of(plain, drafted)
     print(json.dumps(found, indent=2), flush=True)
     if options.out is not None:
-        known = read_json(options.out)
-        write_json(options.out, known | {found["model"]: found})
+        results = read_json(options.out)
+        write_json(options.out, results | {found["model"]: found})
 
 
 def main() -> None:

@@ -90,7 +90,7 @@ class _Chat:
         return int(answer["usage"]["completion_tokens"])
 
     def _add(self, *items: Any) -> None:
-        self._said += [json.dumps(each).encode() for each in items]
+        self._said += [json.dumps(item).encode() for item in items]
 
 
 class _Messages(_Chat):

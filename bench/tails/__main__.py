@@ -91,9 +91,9 @@ def main() -> None:
     arguments = parser.parse_args()
     default = None if arguments.smoke else Path("bench/results/tails.json")
     out = arguments.out or default
-    known = read_json(out)
-    known.pop("unfinished", None)
-    report = GrowingReport(out, known)
+    results = read_json(out)
+    results.pop("unfinished", None)
+    report = GrowingReport(out, results)
     if not arguments.served_only:
         found = {}
         for name, setting in settings(is_small=arguments.smoke):

@@ -144,8 +144,8 @@ class SimulatedRollout:
     async def num_unfinished(self) -> int:
         """Returns the tokens of the groups that this rollout generates."""
         running = await self.engine.peek()
-        found = [group.progress(running) for group in self.sampler._groups.values()]  # noqa: SLF001
-        return sum(len(t.token_ids) for one in found for m in one.values() for t in m.turns)
+        progress = [group.progress(running) for group in self.sampler._groups.values()]  # noqa: SLF001
+        return sum(len(t.token_ids) for one in progress for m in one.values() for t in m.turns)
 
     async def _report(self, failures: Sequence[Failure]) -> None:
         await self._report_failures(

@@ -77,9 +77,9 @@ def measure(
         save_endless_model(folder / "model")
         document = specification(folder / "model", tokens=tokens, versions=versions)
         spec.write_text(json.dumps(document))
-    known = {"kills": 0, "cuts": 0, "seconds": 0.0}
+    content = {"kills": 0, "cuts": 0, "seconds": 0.0}
     if facts.exists():
-        known = json.loads(facts.read_text())
+        content = json.loads(facts.read_text())
     command = [sys.executable, "-m", "services.cli.main", "run", spec, "--state-directory", state]
     began = time.monotonic()
     with (folder / "output.txt").open("a") as output:
@@ -88,18 +88,18 @@ def measure(
         )
     try:
         while process.poll() is None and time.monotonic() - began < limit_s:
-            due = (known["kills"] + 1) * versions // (kills + 1)
-            if known["kills"] < kills and _step(state) >= due and (worker := _holder(state)):
-                known["kills"] += _kill(process.pid, worker)
+            due = (content["kills"] + 1) * versions // (kills + 1)
+            if content["kills"] < kills and _step(state) >= due and (worker := _holder(state)):
+                content["kills"] += _kill(process.pid, worker)
             time.sleep(_LOOK_S)
         is_finished = process.poll() is not None
         assert process.poll() in (None, 0), (folder / "output.txt").read_text()
     finally:
         _cut_off(process)
-    known["seconds"] = round(known["seconds"] + time.monotonic() - began)
-    known["cuts"] += not is_finished
-    facts.write_text(json.dumps(known))
-    return known | (_found(state) if is_finished else {"unfinished": True})
+    content["seconds"] = round(content["seconds"] + time.monotonic() - began)
+    content["cuts"] += not is_finished
+    facts.write_text(json.dumps(content))
+    return content | (_found(state) if is_finished else {"unfinished": True})
 
 
 def _found(state: Path) -> dict[str, Any]:

@@ -164,9 +164,10 @@ class SimulatedRun:
             self._offered.clear()
             version = self._version
             adopting = [
-                self._tasks.create_task(one.adopt(version)) for one in self._rollouts.values()
+                self._tasks.create_task(rollout.adopt(version))
+                for rollout in self._rollouts.values()
             ]
-            deaths = [one.task for one in self._rollouts.values()]
+            deaths = [rollout.task for rollout in self._rollouts.values()]
             for adoption, death in zip(adopting, deaths, strict=True):
                 await asyncio.wait((adoption, death), return_when=asyncio.FIRST_COMPLETED)
                 if not adoption.done():

@@ -46,8 +46,8 @@ def main() -> None:
         "tokens_per_micro_batch": base.tokens_per_micro_batch if is_smoke else arguments.tokens,
     }
     out = None if is_smoke else HYBRIDS
-    found = read_json(out)
-    found["step"] = found.get("step", {}) | {
+    results = read_json(out)
+    results["step"] = results.get("step", {}) | {
         "device": "cpu" if is_smoke else torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "packages": [name for name in _KERNELS if importlib.util.find_spec(name)],
@@ -56,10 +56,10 @@ def main() -> None:
     }
     for name in arguments.models or _MODELS:
         shape = smoke(_MODELS[name]) if is_smoke else _MODELS[name]
-        found["step"][name] = _measure(replace(base, config=shape.config()), trainer, device)
+        results["step"][name] = _measure(replace(base, config=shape.config()), trainer, device)
         if distributed.is_initialized():
             distributed.destroy_process_group()
-        report_to(out, found)
+        report_to(out, results)
 
 
 def _measure(scale: Scale, trainer: dict[str, Any], device: torch.device) -> dict[str, Any]:

@@ -73,14 +73,14 @@ def trained(name: str, steps: Sequence[Tensor], *, shards: int = 1) -> tuple[Ten
 
 def measured(steps: int) -> dict[str, Any]:
     """Trains with every optimizer and every kind of gradients."""
-    found: dict[str, Any] = {"torchao": version("torchao"), "torch": torch.__version__}
+    result: dict[str, Any] = {"torchao": version("torchao"), "torch": torch.__version__}
     for kind in ("equal", "unequal", "rare"):
         given = gradients(kind, steps)
         exact, _ = trained("float32", given)
         for name in ("slipstream", "torchao"):
             weights, largest = trained(name, given)
             whole, _ = trained(name, given[:10])
-            found[f"{kind}/{name}"] = {
+            result[f"{kind}/{name}"] = {
                 "error": round(float((weights - exact).abs().mean() / exact.abs().mean()), 4),
                 "largest_step": round(largest, 2),
                 "equal_bits": {
@@ -88,7 +88,7 @@ def measured(steps: int) -> dict[str, Any]:
                     for shards in _SHARDS
                 },
             }
-    return found
+    return result
 
 
 def main() -> None:

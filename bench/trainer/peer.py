@@ -102,7 +102,7 @@ def main() -> None:
         print(name, json.dumps(results["shapes"][name], indent=1), flush=True)
         if out is not None:
             write_json(out, results)
-    if not all(found["agreement"]["agrees"] for found in results["shapes"].values()):
+    if not all(shape["agreement"]["agrees"] for shape in results["shapes"].values()):
         raise SystemExit("the two sides do not compute the same: see agreement")
 
 

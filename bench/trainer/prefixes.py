@@ -82,7 +82,7 @@ def measure_shapes(
     distribute(policy, spec, topology)
     if spec.compile:
         compile_ahead(policy, spec, device=device)
-    found = {}
+    result = {}
     for name, (prompt, response) in _SHAPES.items():
         samples, cohort = make_groups(
             scale, num_groups, max(1, prompt // shrink), max(2, response // shrink)
@@ -100,13 +100,13 @@ def measure_shapes(
                 peaks[way] = peak_gib(device)
                 if turn:  # the first one warms up
                     seconds[way].append(spent)
-        found[name] = {
+        result[name] = {
             "prompt_tokens": int(cohort.prompt_lengths[0]),
             "tokens": sum(cohort.lengths),
             **{way: _figures(steps[way], seconds[way], peaks[way]) for way in steps},
             "speedup": median(seconds["plain"]) / median(seconds["shared"]),
         }
-    return found
+    return result
 
 
 class _Step:

@@ -142,9 +142,9 @@ def main() -> None:
     print(f"end to end, {options.mode}, {setting}")
     print("  " + ", ".join(f"{name} {value:.2f}" for name, value in row.items()))
     if not options.smoke:
-        known = read_json(RESULTS)
-        known.setdefault(setting, {})[f"end_to_end/{options.mode}"] = row
-        write_json(RESULTS, known)
+        results = read_json(RESULTS)
+        results.setdefault(setting, {})[f"end_to_end/{options.mode}"] = row
+        write_json(RESULTS, results)
 
 
 if __name__ == "__main__":

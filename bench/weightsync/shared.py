@@ -94,8 +94,8 @@ def main() -> None:
     setting = f"{arguments.model} on one {device}"
     print(json.dumps({setting: found}, indent=1))
     if not arguments.smoke:
-        known = read_json(RESULTS)
-        write_json(RESULTS, known | {setting: found})
+        results = read_json(RESULTS)
+        write_json(RESULTS, results | {setting: found})
 
 
 if __name__ == "__main__":

@@ -261,8 +261,11 @@ async def test_axe_finds_nothing_on_any_tab(open_page, controller):
         for tab in TABS:
             await page.goto(f"{controller.url}/runs/{controller.ended}/{tab}")
             await expect(page.locator("#panel > *").first).to_be_visible()
-            found = (await axe.run(page)).response["violations"]
-            assert [(rule["id"], rule["nodes"][0]["html"]) for rule in found] == [], (scheme, tab)
+            violations = (await axe.run(page)).response["violations"]
+            assert [(rule["id"], rule["nodes"][0]["html"]) for rule in violations] == [], (
+                scheme,
+                tab,
+            )
 
 
 async def test_the_time_line_shows_work_and_waits(open_page, controller):

@@ -23,13 +23,13 @@ def import_images(archives: Sequence[Path], command: Sequence[str | Path], store
         archives: Archives that ``buildah push docker-archive:`` wrote; their layers are uncompressed.
         store: Folder of containerd's blobs, named by their digests.
     """
-    known = {blob.name for blob in store.glob("*")}
+    names = {blob.name for blob in store.glob("*")}
     with subprocess.Popen([str(part) for part in command], stdin=subprocess.PIPE) as process:
         assert process.stdin is not None
         with tarfile.open(fileobj=process.stdin, mode="w|") as layout:
             _write(layout, "oci-layout", json.dumps({"imageLayoutVersion": "1.0.0"}).encode())
             manifests = [
-                manifest for path in archives for manifest in _convert(path, layout, known)
+                manifest for path in archives for manifest in _convert(path, layout, names)
             ]
             index = {"schemaVersion": 2, "manifests": manifests}
             _write(layout, "index.json", json.dumps(index).encode())

@@ -107,8 +107,8 @@ class Provoked:
         return httpx.get(f"{self.url}{path}", trust_env=False, headers=as_owner(self.url))
 
     def run(self, run_id: str) -> dict[str, Any]:
-        found: dict[str, Any] = self.get(f"/v1/runs/{run_id}").json()
-        return found
+        content: dict[str, Any] = self.get(f"/v1/runs/{run_id}").json()
+        return content
 
     def fired(self) -> set[str]:
         """Returns the names of alerts that have fired so far."""

@@ -136,15 +136,15 @@ def test_accounts_may_do_what_they_need_and_no_more(
 def may(cluster: Cluster, account: str, verb: str, resource: str, *, namespace: str) -> bool:
     (kubectl,) = require("kubectl")
     home = WORKERS if account == "worker" else NAMESPACE
-    asked = subprocess.run(
+    result = subprocess.run(
         [
             kubectl, "--kubeconfig", cluster.kubeconfig, "auth", "can-i", verb, *resource.split(),
             "--as", f"system:serviceaccount:{home}:demo-slipstream-{account}", "-n", namespace,
         ],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert asked.stdout.strip() in ("yes", "no"), asked.stderr
-    return asked.stdout.strip() == "yes"
+    assert result.stdout.strip() in ("yes", "no"), result.stderr
+    return result.stdout.strip() == "yes"
 
 
 def controller_account(cluster: Cluster) -> CoreV1Api:

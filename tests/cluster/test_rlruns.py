@@ -156,7 +156,9 @@ async def served(cluster: Cluster, release: None, tmp_path: Path) -> AsyncIterat
 
 def rejection(status: dict[str, Any]) -> tuple[str, str, str]:
     """Returns status, reason and message of the condition SpecRejected."""
-    (found,) = [each for each in status["conditions"] if each["type"] == "SpecRejected"]
+    (found,) = [
+        condition for condition in status["conditions"] if condition["type"] == "SpecRejected"
+    ]
     return found["status"], found["reason"], found.get("message", "")
 
 
@@ -202,15 +204,15 @@ async def test_a_run_is_applied_watched_edited_suspended_and_deleted(served: Ser
     await watch
     events = await served.kubectl("-n", BLUE, "get", "events", "-o", "json")
     reasons = {
-        each["reason"]
-        for each in json.loads(events)["items"]
-        if each["involvedObject"]["name"] == "one"
+        item["reason"]
+        for item in json.loads(events)["items"]
+        if item["involvedObject"]["name"] == "one"
     }
     assert {"Starting", "Rejected", "Cancelled"} <= reasons
     await served.delete("one")
-    found = (await served.reached("two", "Starting"))["runId"]
+    run_id = (await served.reached("two", "Starting"))["runId"]
     await served.delete("two")
-    assert (await served.manager.get(found)).state is RunState.CANCELLED
+    assert (await served.manager.get(run_id)).state is RunState.CANCELLED
 
 
 async def test_the_api_server_refuses_a_wrong_value_and_the_controller_a_wrong_combination(

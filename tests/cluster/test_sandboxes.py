@@ -60,8 +60,8 @@ def _token(machine: Cluster) -> bytes:
 
 
 def _pods(machine: Cluster) -> dict[str, str]:
-    found = machine.core.list_namespaced_pod(BOXES, label_selector=f"{LABEL}=true").items
-    return {pod.metadata.name: pod.status.phase for pod in found}
+    items = machine.core.list_namespaced_pod(BOXES, label_selector=f"{LABEL}=true").items
+    return {pod.metadata.name: pod.status.phase for pod in items}
 
 
 async def test_a_pod_is_a_sandbox(machine: Cluster, access: Access) -> None:
@@ -71,9 +71,9 @@ async def test_a_pod_is_a_sandbox(machine: Cluster, access: Access) -> None:
     async with pool.open({}) as box:
         (phase,) = _pods(machine).values()
         assert phase == "Running"
-        found = await box.run("pwd; echo err >&2; exit 3")
+        result = await box.run("pwd; echo err >&2; exit 3")
         # The order of the two streams is not defined.
-        assert (sorted(found.text.split()), found.exit_status) == (["/app", "err"], 3)
+        assert (sorted(result.text.split()), result.exit_status) == (["/app", "err"], 3)
         assert (await box.run("cat", stdin=b"given")).text == "given"
         slow = await box.run("sleep 60", timeout_s=1)
         assert (slow.limit, slow.exit_status) == ("time", 137)

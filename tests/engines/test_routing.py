@@ -16,8 +16,8 @@ _MEASURED = REPOSITORY / "bench" / "results" / "routing-cpu.json"
 def _measured(folder: Path, *ways: str) -> dict[str, Any]:
     out = folder / "routing.json"
     run_module("bench.routing", *ways, "--steps", "4", "--out", out)
-    found: dict[str, Any] = json.loads(out.read_text())
-    return found
+    content: dict[str, Any] = json.loads(out.read_text())
+    return content
 
 
 def _difference(found: dict[str, Any], way: str) -> float:

@@ -26,7 +26,7 @@ def test_training_learns_to_sort_with_servers_of_which_one_is_killed_and_restart
 ):
     results = tmp_path / "fleet.json"
     run_module("bench.rollout.fleet", "--seeds", "0", "--kill", "--out", results)
-    found = json.loads(results.read_text())
-    assert found["engine"] == f"{engine}-server"
-    assert found["meets_bars"], found
-    assert found["runs"][0]["kills"] >= 1
+    content = json.loads(results.read_text())
+    assert content["engine"] == f"{engine}-server"
+    assert content["meets_bars"], content
+    assert content["runs"][0]["kills"] >= 1

@@ -21,15 +21,15 @@ PATIENCE_S = 400.0
 
 def processes_of(root: psutil.Process) -> dict[str, psutil.Process]:
     """Returns a command's services and workers by name; rollouts and trainers are named like their logs."""
-    found: dict[str, psutil.Process] = {}
+    result: dict[str, psutil.Process] = {}
     for child, arguments in below(root):
         service = next((a for a in arguments if a.startswith("services.")), "")
         name = service.removeprefix("services.")
         with suppress(FileNotFoundError):  # the process has ended
             if name in ("rollout", "trainer"):
                 name = (Path("/proc") / str(child.pid) / "fd" / "1").readlink().stem
-            found.setdefault(name, child)
-    return found
+            result.setdefault(name, child)
+    return result
 
 
 def until(condition: Callable[[], object], what: str, timeout_s: float = PATIENCE_S) -> None:

@@ -48,7 +48,7 @@ def test_flash_attention_is_attention(
             for number in (heads[0], heads[1], heads[1])
         ]
         actual = _differentiated(attention._varlen(*states, scores=scores, layout=layout), states)
-        exact = [each.detach().float().requires_grad_() for each in states]
+        exact = [state.detach().float().requires_grad_() for state in states]
         expected = _differentiated(attention._batched(*exact, scores=scores, layout=layout), exact)
         for ours, plain in zip(actual, expected, strict=True):
             assert (ours - plain).norm() <= 1e-2 * plain.norm(), (seed, size)

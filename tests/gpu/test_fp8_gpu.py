@@ -110,12 +110,12 @@ async def check_updates(kind: Fp8 | None, cache: str | None, *, is_eager: bool, 
                 TorchEngine(
                     Qwen2ForCausalLM(config(tied=tied)).to("cuda", torch.bfloat16),
                     max_running=2,
-                    quantization=each,
+                    quantization=outcome,
                 )
-                for each in (kind, None)
+                for outcome in (kind, None)
             ]
-            for each in (rounded, plain):
-                await each.adopt_weights(version, weights)
+            for outcome in (rounded, plain):
+                await outcome.adopt_weights(version, weights)
             own, exact = await rounded.score(PROMPT), await plain.score(PROMPT)
             print(kind, cache, version, difference(served, own), difference(served, exact))
             # Logprobs of other weights differ by whole units.
@@ -128,7 +128,7 @@ async def check_updates(kind: Fp8 | None, cache: str | None, *, is_eager: bool, 
             await engine.adopt_placed(version)
             await engine.resume()
             assert await engine.score(PROMPT) == served
-    assert all(each["differing"] == [] for each in outcomes)
+    assert all(outcome["differing"] == [] for outcome in outcomes)
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["all weights", "adapters"])

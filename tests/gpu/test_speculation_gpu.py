@@ -55,7 +55,7 @@ async def assert_scored(
     expected = []
     for result in results:
         expected += (await engine.score(context + result.token_ids))[len(context) - 1 :]
-    got = torch.tensor([each for result in results for each in result.logprobs])
+    got = torch.tensor([logprob for result in results for logprob in result.logprobs])
     difference = (got - torch.tensor(expected)).abs()
     # In bfloat16, passes over one token and over several tokens round products differently.
     assert difference.mean() <= 0.02

@@ -123,7 +123,7 @@ async def _compare_logprobs(kind: str, *, in_place: bool) -> None:
                 ),
             )
             expected, _ = Policy(model, temperature=1.0)(packed)
-            got = torch.tensor([each for result in results for each in result.logprobs])
+            got = torch.tensor([logprob for result in results for logprob in result.logprobs])
             assert (got - expected.cpu()).abs().mean() <= 5e-3
     # The same weights give the same scores bit for bit, although others were served in between.
     assert scores[4] == scores[1]

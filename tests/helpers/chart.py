@@ -59,12 +59,12 @@ def worker_templates(manifests: Sequence[Manifest]) -> dict[str, Manifest]:
 
 def pods(manifests: Sequence[Manifest]) -> dict[str, Manifest]:
     """Returns all pods that the release can create, by component: ``{"metadata": ..., "spec": ...}``."""
-    found = dict(worker_templates(manifests))
+    result = dict(worker_templates(manifests))
     for manifest in manifests:
         pod = manifest if manifest["kind"] == "Pod" else manifest.get("spec", {}).get("template")
         if isinstance(pod, dict) and "containers" in pod.get("spec", {}):
-            found[pod["metadata"]["labels"]["app.kubernetes.io/component"]] = pod
-    return found
+            result[pod["metadata"]["labels"]["app.kubernetes.io/component"]] = pod
+    return result
 
 
 EVERYTHING = (

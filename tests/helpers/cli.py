@@ -129,11 +129,11 @@ def started(*arguments: str | Path, until: str) -> Iterator[tuple[subprocess.Pop
 
 def descendants(process: subprocess.Popen) -> dict[str, psutil.Process]:
     """Returns all processes below a command, by the service that they run."""
-    found = {}
+    result = {}
     for child, arguments in below(psutil.Process(process.pid)):
         match = re.search(r"services\.(\w+)", " ".join(arguments))
-        found[f"{match.group(1) if match else 'other'}-{child.pid}"] = child
-    return found
+        result[f"{match.group(1) if match else 'other'}-{child.pid}"] = child
+    return result
 
 
 def ranks_of(worker_id: str, state_directory: Path) -> dict[str, psutil.Process]:

@@ -65,11 +65,11 @@ class Subject:
 def groups(count: int, *, tokens: int, vocabulary: int, context: int) -> list[GenerationRequest]:
     """Returns requests in groups that share a context; contexts and responses have random lengths."""
     generator = torch.Generator().manual_seed(1)
-    found = []
+    result = []
     for group in range(count // _GROUP):
         length = int(torch.randint(1, context + 1, (1,), generator=generator))
         ids = tuple(torch.randint(2, vocabulary, (length,), generator=generator).tolist())
-        found += [
+        result += [
             GenerationRequest(
                 request_id=f"{group}.{member}",
                 context_ids=ids,
@@ -79,7 +79,7 @@ def groups(count: int, *, tokens: int, vocabulary: int, context: int) -> list[Ge
             )
             for member in range(_GROUP)
         ]
-    return found
+    return result
 
 
 def decoded(

@@ -25,8 +25,8 @@ def recipes(folder: Path) -> dict[str, Path]:
     docs.mkdir()
     for block in re.findall(r"```python\n(# (\S+)\n.*?)```", page, re.DOTALL):
         (docs / block[1]).write_text(block[0])
-    found = {}
+    result = {}
     for text, name in re.findall(r"```yaml\n(name: (\S+)\n.*?)```", page, re.DOTALL):
-        found[name] = docs / f"{name}.yaml"
-        found[name].write_text(text)
-    return found
+        result[name] = docs / f"{name}.yaml"
+        result[name].write_text(text)
+    return result

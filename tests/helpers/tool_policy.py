@@ -177,7 +177,7 @@ def _encoded(tokenizer: Tokenizer, text: str) -> Iterator[tuple[int, bool]]:
         is_reply = place % 2 == 1
         for piece in re.split(f"({'|'.join(WORDS)})", part) if is_reply else [part]:
             letters = piece if piece in WORDS else [piece]
-            yield from ((id_, is_reply) for each in letters for id_ in tokenizer.encode(each))
+            yield from ((id_, is_reply) for letter in letters for id_ in tokenizer.encode(letter))
 
 
 def _train(

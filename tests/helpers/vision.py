@@ -169,7 +169,7 @@ def plain_logprobs(
     places have images.
     """
     ids = torch.tensor([[*prompt, *response]])
-    arguments = {name: each for name, each in given.tensors.items() if name != "image_places"}
+    arguments = {name: tensor for name, tensor in given.tensors.items() if name != "image_places"}
     is_image = torch.zeros_like(ids, dtype=torch.bool)
     if arguments:
         counts = given.tensors["image_grid_thw"].prod(1) // 4

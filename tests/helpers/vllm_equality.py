@@ -61,16 +61,16 @@ def main() -> None:
     shape = {"model_type": family, **_SHAPES[family], **_COMMON}
     subject = Subject(shape, device="cuda", dtype=torch.bfloat16)
     given = groups(160, tokens=150, vocabulary=shape["vocab_size"], context=700)
-    found = asyncio.run(_generated(subject, given))
+    result = asyncio.run(_generated(subject, given))
     entries: dict[str, Any] = {}
-    for (temperature, number), results in found.items():
+    for (temperature, number), results in result.items():
         asked = [each for each in given if each.request_id in results]
         entries[f"temperature {temperature}, {number} at once"] = _compared(
             subject, asked, results, temperature
         )
     temperature = _TEMPERATURES[1]
     entries["with gradients"] = _with_gradients(
-        subject, given[:8], found[temperature, _RUNNING], temperature
+        subject, given[:8], result[temperature, _RUNNING], temperature
     )
     print(json.dumps(entries))
 
@@ -89,7 +89,7 @@ async def _generated(
         arguments={"max_model_len": 1024, "gpu_memory_utilization": 0.2},
     )
     engine = make_engine("vllm", order)
-    found: dict[tuple[float, int], _Results] = {}
+    result: dict[tuple[float, int], _Results] = {}
     async with asyncio.timeout(400), running(engine):
         await engine.wait_ready()
         weights = {name: value.detach() for name, value in subject.model().named_parameters()}
@@ -98,11 +98,11 @@ async def _generated(
             asked = [replace(each, temperature=temperature) for each in given]
             results = await asyncio.gather(*map(engine.generate, asked))
             names = [each.request_id for each in asked]
-            found[temperature, _RUNNING] = dict(zip(names, results, strict=True))
-            found[temperature, 1] = {
+            result[temperature, _RUNNING] = dict(zip(names, results, strict=True))
+            result[temperature, 1] = {
                 each.request_id: await engine.generate(each) for each in asked[::_PACK]
             }
-    return found
+    return result
 
 
 def _compared(
@@ -124,7 +124,7 @@ def _with_gradients(
     policy = subject.policy("vllm", temperature=temperature)
     found, entropy = policy(subject.packed(asked, results, shares_prefixes=True))
     (found.sum() + entropy.sum()).backward()
-    are_finite = all(bool(each.grad.isfinite().all()) for each in policy.parameters())
+    are_finite = all(bool(parameter.grad.isfinite().all()) for parameter in policy.parameters())
     return _difference(found.detach().cpu(), logprobs(asked, results)) | {"are_finite": are_finite}
 
 

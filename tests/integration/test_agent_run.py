@@ -39,8 +39,8 @@ class Judge(BaseHTTPRequestHandler):
     """Reward service that prefers long answers."""
 
     def do_POST(self) -> None:
-        given = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        body = json.dumps({"score": len(given["response"]) / 100}).encode()
+        content = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = json.dumps({"score": len(content["response"]) / 100}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -85,9 +85,9 @@ def test_an_agent_trains_on_what_a_service_judges(plumbing, judge, tmp_path, sys
         *("samples", done.folder.name, "--tokens", "--limit", "0"),
         *("--state-directory", done.folder.parent),
     )
-    kept = [json.loads(line) for line in shown.out.splitlines()]
-    assert {sample["step"] for sample in kept} == {1, 2, 3}
-    for sample in kept:
+    contents = [json.loads(line) for line in shown.out.splitlines()]
+    assert {sample["step"] for sample in contents} == {1, 2, 3}
+    for sample in contents:
         tokens = sample["tokens"]
         is_input = [version < 0 for version in tokens["weight_versions"]]
         assert any(is_input) and not any(sample["turns"][0]["tool_calls"])

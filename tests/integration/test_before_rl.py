@@ -244,8 +244,8 @@ def test_distributions_are_compared_as_in_a_plain_loop(
     policy = policy_of(spec, scale=1.5)
     own, _, trains = plain_distributions(policy, batch_of(spec))
     if (count := arguments["top_k"]) is not None:
-        kept = taught.topk(count).indices
-        own, taught = _coarse(own, kept), _coarse(taught, kept)
+        indices = taught.topk(count).indices
+        own, taught = _coarse(own, indices), _coarse(taught, indices)
 
     def kl(p: Tensor, q: Tensor) -> Tensor:
         return (p.exp() * (p - q)).sum(-1)
@@ -292,8 +292,8 @@ def test_the_policy_teaches_itself_with_another_prompt(
             both.append(logits.log_softmax(-1))
         own, taught = both[0], both[1].detach()
         if top_k is not None:
-            kept = taught.topk(top_k).indices
-            own, taught = _coarse(own, kept), _coarse(taught, kept)
+            indices = taught.topk(top_k).indices
+            own, taught = _coarse(own, indices), _coarse(taught, indices)
         total = total + (taught.exp() * (taught - own)).sum(-1)[mask].sum()
         count += int(mask.sum())
     (total / count).backward()

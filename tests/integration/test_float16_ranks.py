@@ -93,9 +93,9 @@ def test_an_overflow_on_one_rank_skips_the_update_on_all(
 ) -> None:
     spec = spec_with(world_size=2, **trainer)
     run_ranks(_train, str(tmp_path), spec.model_dump_json(), count=2)
-    found = [json.loads((tmp_path / f"found-{rank}.json").read_text()) for rank in (0, 1)]
-    assert found[0] == found[1]
-    *steps, facts = found[0]
+    contents = [json.loads((tmp_path / f"found-{rank}.json").read_text()) for rank in (0, 1)]
+    assert contents[0] == contents[1]
+    *steps, facts = contents[0]
     assert steps == [[True, True, False, 2048], [False, False, True, 2048]]
     assert [facts[name] for name in ("num_updates", "loss_scale", "loss_scale_updates")] == [
         *(1, 2048, 1)

@@ -46,7 +46,7 @@ class Installed:
             [self.slipstream, "up", "--port", "0"], stdout=subprocess.PIPE, **self.options()
         ) as process:
             try:
-                yield next(found[1] for line in process.stdout if (found := _LINK.search(line)))
+                yield next(match[1] for line in process.stdout if (match := _LINK.search(line)))
             finally:
                 process.terminate()
                 process.communicate(timeout=60)

@@ -134,8 +134,10 @@ def _leave_out(rank: int, folder: str, spec_json: str) -> None:
     queue = random_queue(policy_of(spec, seed=1, scale=1.5), num_groups=4)
     topology = build_topology(spec.trainer, device=CPU, rank=rank, world_size=2)
     distribute(policy, spec.trainer, topology)
-    known = OomLimits(Bounds(max_tokens=40, too_long=_longest(queue)), is_alone=False)
-    trained = rank_of(spec, engine_of(policy, spec, topology=topology, oom_limits=known), queue)
+    oom_limits = OomLimits(Bounds(max_tokens=40, too_long=_longest(queue)), is_alone=False)
+    trained = rank_of(
+        spec, engine_of(policy, spec, topology=topology, oom_limits=oom_limits), queue
+    )
     recorder: Any = Recorder(policy)
     runner: Any = trained.runner
     runner.engine.optimizer = recorder

@@ -38,19 +38,19 @@ def _sharded(rank: int, world_size: int, folder: str, kind: str) -> None:
     update(model, make(), optimizer, range(2))
     checkpoint.save().write(Path(folder) / "checkpoint")
     update(model, make(), optimizer, [2])
-    found = values_of(model)
+    values = values_of(model)
     if rank == 0:
-        torch.save(found, f"{folder}/found.pt")
+        torch.save(values, f"{folder}/found.pt")
     distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_updates_on_two_ranks_are_those_on_one(tmp_path: Path, kind: str) -> None:
     run_ranks(_sharded, 2, str(tmp_path), kind, count=2)
-    found = torch.load(tmp_path / "found.pt", weights_only=True)
+    content = torch.load(tmp_path / "found.pt", weights_only=True)
     make, spec = MODELS[kind]
     for name, value in updated(make(), make(), spec).items():
-        torch.testing.assert_close(found[name], value, atol=1e-7, rtol=0, msg=name)
+        torch.testing.assert_close(content[name], value, atol=1e-7, rtol=0, msg=name)
 
     resumed = make()
     optimizer = build_optimizer(resumed, spec)
@@ -59,4 +59,4 @@ def test_updates_on_two_ranks_are_those_on_one(tmp_path: Path, kind: str) -> Non
     checkpoint.load(tmp_path / "checkpoint", num_updates=2)
     update(resumed, make(), optimizer, [2])
     for name, value in values_of(resumed).items():
-        torch.testing.assert_close(value, found[name], atol=1e-7, rtol=0, msg=name)
+        torch.testing.assert_close(value, content[name], atol=1e-7, rtol=0, msg=name)

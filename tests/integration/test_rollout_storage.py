@@ -133,8 +133,10 @@ async def test_a_group_for_which_there_is_never_room_is_held_against_its_prompt(
 
 
 async def read(metadata: TransferQueueClient, **query: Any) -> list[dict[str, Any]]:
-    asked = SampleRecordQuery(with_turns=True, with_tokens=True, **query)
-    found = b"".join([lines async for lines in metadata.read_sample_records("run", asked)])
+    sample_record_query = SampleRecordQuery(with_turns=True, with_tokens=True, **query)
+    found = b"".join(
+        [lines async for lines in metadata.read_sample_records("run", sample_record_query)]
+    )
     return [json.loads(line) for line in found.splitlines()]
 
 

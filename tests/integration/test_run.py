@@ -171,8 +171,8 @@ def test_runs_are_submitted_watched_listed_and_cancelled(plumbing, tmp_path):
         assert (state / run_id / "curves.png").stat().st_size > 10_000
 
         result = slipstream("samples", run_id, "--url", url, "--best", "--json", "--limit", "2")
-        kept = [json.loads(line) for line in result.out.splitlines()]
-        assert kept[0]["reward"] >= kept[1]["reward"]
+        contents = [json.loads(line) for line in result.out.splitlines()]
+        assert contents[0]["reward"] >= contents[1]["reward"]
         exported = tmp_path / "samples.jsonl"
         slipstream("samples", run_id, "--url", url, "--step", "3", "--export", exported)
         lines = [json.loads(line) for line in exported.read_text().splitlines()]

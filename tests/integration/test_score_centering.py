@@ -39,14 +39,14 @@ def _distributions(spec: RunSpec, queue: Queue, *, seed: int) -> list[Tensor]:
     """Returns logprobs ``[r, V]`` of a random policy in place of each sample's response tokens."""
     policy = policy_of(spec, seed=seed, scale=1.5)
     policy.model.set_attn_implementation("eager")
-    found = []
+    result = []
     for prompt, response in zip(
         queue.fields["prompt_ids"].unbind(), queue.fields["response_ids"].unbind(), strict=True
     ):
         ids = torch.cat([prompt, response]).long()
         logits = policy.model(input_ids=ids[None]).logits[0, len(prompt) - 1 : -1]
-        found.append(logits.log_softmax(-1))
-    return found
+        result.append(logits.log_softmax(-1))
+    return result
 
 
 def _queue(spec: RunSpec) -> Queue:
@@ -119,7 +119,7 @@ def _plain_norm(spec: RunSpec) -> float:
         total = total - advantages[row] * values[mask.bool()].sum()
         count += int(mask.sum())
     (total / count).backward()
-    squares = [float(each.grad.square().sum()) for each in policy.model.parameters()]
+    squares = [float(parameter.grad.square().sum()) for parameter in policy.model.parameters()]
     return sum(squares) ** 0.5
 
 

@@ -236,10 +236,10 @@ def test_ranks_that_outgrow_memory_start_again_and_leave_it_unscored(tmp_path: P
         (tmp_path / "store").unlink(missing_ok=True)
         run_ranks(_outgrow, str(tmp_path), spec.model_dump_json(), limit, count=2)
     (file,) = (tmp_path / "oom").glob("worker-0-1.json")
-    known = json.loads(file.read_text())
-    assert min(lengths) < known["too_long"] <= max(lengths)
+    content = json.loads(file.read_text())
+    assert min(lengths) < content["too_long"] <= max(lengths)
     (tmp_path / "store").unlink()
     run_ranks(_rank, 2, str(tmp_path), spec.model_dump_json(), "ref_logp", count=2)
     for key, length in zip(queue.meta.keys, lengths, strict=True):
         scores = torch.load(tmp_path / f"ref_logprobs-{key}.pt")
-        assert (scores == UNSCORED).all() == (length >= known["too_long"])
+        assert (scores == UNSCORED).all() == (length >= content["too_long"])

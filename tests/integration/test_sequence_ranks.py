@@ -56,10 +56,10 @@ def test_branches_have_the_gradient_of_a_loop_by_hand(options: Any, tmp_path: Pa
         _train(0, 1, str(tmp_path), spec.model_dump_json())
     else:
         run_ranks(_train, world_size, str(tmp_path), spec.model_dump_json(), count=world_size)
-    found = torch.load(tmp_path / "gradients.pt", weights_only=True)
+    content = torch.load(tmp_path / "gradients.pt", weights_only=True)
     queue, episodes = branched_episodes(policy_of(spec, seed=1, scale=1.5))
     expected = gradients_by_hand(policy_of(spec, scale=1.5), queue, episodes)
-    assert found.keys() == expected.keys()
+    assert content.keys() == expected.keys()
     wanted = torch.cat([gradient.flatten() for gradient in expected.values()])
-    actual = torch.cat([found[name].flatten() for name in expected])
+    actual = torch.cat([content[name].flatten() for name in expected])
     assert (actual - wanted).norm() <= 1e-6 * wanted.norm()

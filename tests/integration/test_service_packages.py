@@ -35,7 +35,7 @@ def test_a_service_imports_nothing_that_its_extra_does_not_install(service: str)
     absent = {
         name
         for name, distributions in _distributions().items()
-        if not {_normal(one) for one in distributions} & installed
+        if not {_normal(distribution) for distribution in distributions} & installed
     }
     program = f"absent = {absent!r}\n{_WITHOUT % service}"
     done = subprocess.run(

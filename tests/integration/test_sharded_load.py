@@ -56,8 +56,8 @@ def _load(rank: int, folder: str, spec_json: str) -> None:
 
 def _loaded(folder: Path, spec: RunSpec) -> tuple[dict[str, torch.Tensor], int]:
     run_ranks(_load, str(folder), spec.model_dump_json(), count=spec.trainer.world_size)
-    found = torch.load(folder / "loaded.pt", weights_only=True)
-    return found["weights"], found["risen"]
+    content = torch.load(folder / "loaded.pt", weights_only=True)
+    return content["weights"], content["risen"]
 
 
 def _saved_model(folder: Path, preset: str, **shape: int) -> float:
@@ -138,7 +138,7 @@ def test_ranks_shard_frozen_weights_with_adapters_of_another_dtype(
     trainer = {"world_size": 2, "zero_stage": stage, "dtype": dtype, "lora": lora}
     spec = spec_of(model={"path": str(tmp_path / "model")}, trainer=trainer)
     run_ranks(_train_adapters, str(tmp_path), spec.model_dump_json(), count=2)
-    found = torch.load(tmp_path / "logprobs.pt", weights_only=True)
+    content = torch.load(tmp_path / "logprobs.pt", weights_only=True)
     policy = Policy(
         load_folder(tmp_path / "model", dtype=getattr(torch, dtype), device=CPU),
         temperature=1.0,
@@ -148,4 +148,4 @@ def test_ranks_shard_frozen_weights_with_adapters_of_another_dtype(
             value.data = rounded(value.data, base_dtype)
     text = torch.arange(2, 18, dtype=torch.int32)
     packed = pack(Jagged.from_list([text[:4]]), Jagged.from_list([text[4:]]), device=CPU)
-    torch.testing.assert_close(found, policy(packed)[0].detach(), rtol=0.02, atol=0.02)
+    torch.testing.assert_close(content, policy(packed)[0].detach(), rtol=0.02, atol=0.02)

@@ -60,6 +60,6 @@ def test_ranks_that_slept_have_the_weights_of_ranks_that_did_not(
     for sleeps in (False, True):
         run_ranks(_train, str(tmp_path), spec.model_dump_json(), sleeps, count=ranks)
     for rank in range(ranks):
-        found = [torch.load(tmp_path / f"rows-{sleeps}-{rank}.pt") for sleeps in (False, True)]
-        assert found[0].keys() == found[1].keys()
-        assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+        contents = [torch.load(tmp_path / f"rows-{sleeps}-{rank}.pt") for sleeps in (False, True)]
+        assert contents[0].keys() == contents[1].keys()
+        assert all(torch.equal(value, contents[1][name]) for name, value in contents[0].items())

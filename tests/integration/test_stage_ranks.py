@@ -287,7 +287,7 @@ def assert_close(stages: list[Outcome], reference: Outcome) -> None:
     """Compares the first step with a relative error of 1e-5 in float32, and what follows from it."""
     for step, largest_error in enumerate((1e-5, 1e-4)):  # AdamW enlarges rounding errors
         gradients = {
-            name: value for each in stages for name, value in each["gradients"][step].items()
+            name: value for stage in stages for name, value in stage["gradients"][step].items()
         }
         expected_gradients = reference["gradients"][step]
         assert gradients.keys() == expected_gradients.keys()

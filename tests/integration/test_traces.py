@@ -60,8 +60,8 @@ def test_a_group_is_followed_from_its_prompt_to_its_gradient(plumbing, tmp_path,
     assert {span.name: service for service, span in spans} == GROUP_SPANS
     (first,) = [span for _, span in spans if span.name == "group.issue"]
     assert (first.span_id.hex(), first.parent_span_id) == (trained.span_id, b"")
-    known = {span.span_id for _, span in spans}
-    assert all(span.parent_span_id in known for _, span in spans if span is not first)
+    span_ids = {span.span_id for _, span in spans}
+    assert all(span.parent_span_id in span_ids for _, span in spans if span is not first)
     assert sum(span.name == "reward.score" for _, span in spans) == 4
 
     (gradient,) = [span for _, span in spans if span.name == "group.train"]

@@ -196,11 +196,11 @@ async def test_images_of_observations_train_as_they_were_sampled(kind: str, tmp_
             expected, count = plain(rollout.whole, sample)
             num_images.append(count)
             torch.testing.assert_close(logprobs[mask], expected[mask], atol=1e-5, rtol=0)
-            sampled = torch.tensor([each for turn in sample.turns for each in turn.logprobs])
+            sampled = torch.tensor([request for turn in sample.turns for request in turn.logprobs])
             torch.testing.assert_close(sampled[mask], expected[mask], atol=1e-5, rtol=0)
             assert len(sample.pictures) == count
     assert set(num_images) == {4}, "one of the reset, two of the first step, one of the third"
-    assert all(each.model_inputs for each in engine.requests)
+    assert all(request.model_inputs for request in engine.requests)
 
 
 def plain(whole: Any, sample: Sample) -> tuple[torch.Tensor, int]:

@@ -319,6 +319,6 @@ def _command_of_image(container: Mapping[str, Any]) -> list[str]:
     stage = re.search(r"/slipstream/(\w+)", container["image"])
     assert stage is not None
     text = (ROOT / "deploy" / "docker" / "Dockerfile").read_text()
-    found = re.search(rf" AS {stage.group(1)}\n(?:.+\n)*?CMD (.+)\n", text)
-    assert found is not None, stage.group(1)
-    return list(yaml.safe_load(found.group(1)))
+    match = re.search(rf" AS {stage.group(1)}\n(?:.+\n)*?CMD (.+)\n", text)
+    assert match is not None, stage.group(1)
+    return list(yaml.safe_load(match.group(1)))

@@ -590,7 +590,7 @@ def test_dates_are_texts_and_home_is_the_users(folder, monkeypatch):
 )
 def test_null_is_offered_for_the_answers_only_where_it_is_valid(folder, changes, is_offered):
     problems = problems_of(folder, {**changes, "data.answer_column": "gone"})
-    assert any("or to null" in each for each in problems) is is_offered, problems
+    assert any("or to null" in problem for problem in problems) is is_offered, problems
 
 
 def test_a_duplicate_key_is_rejected(folder):

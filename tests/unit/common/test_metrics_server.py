@@ -59,7 +59,7 @@ async def test_concurrent_readers_cause_one_write(monkeypatch):
     monkeypatch.setattr(server, "generate_latest", generate)
     async with serve_metrics("127.0.0.1:0", free_port()) as port:
         answers = await asyncio.gather(*(fetch(port) for _ in range(10)))
-    assert {each.text for each in answers} == {"text"}
+    assert {answer.text for answer in answers} == {"text"}
     assert len(written) == 1
 
 

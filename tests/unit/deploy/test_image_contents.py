@@ -90,7 +90,7 @@ def _at_load(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
 
 def _closure(requirements: list[str]) -> set[str]:
     """Returns the names of all distributions that pip installs for the requirements."""
-    found: set[str] = set()
+    result: set[str] = set()
     waiting = list(requirements)
     while waiting:
         requirement = waiting.pop()
@@ -98,14 +98,14 @@ def _closure(requirements: list[str]) -> set[str]:
         if name == "slipstream":
             for extra in re.search(r"\[(.*)\]", requirement)[1].split(","):
                 waiting += _EXTRAS[extra]
-        elif name not in found:
-            found.add(name)
+        elif name not in result:
+            result.add(name)
             try:
                 needs = metadata.requires(name) or []
             except metadata.PackageNotFoundError:
                 continue  # a requirement of another platform
             waiting += [need for need in needs if "extra ==" not in need]
-    return found
+    return result
 
 
 def _normal(name: str) -> str:

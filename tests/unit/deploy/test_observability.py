@@ -36,14 +36,14 @@ def plain(expression: str) -> str:
 
 def metric_names(node: Any) -> set[str]:
     """Returns the names of all metrics in a parsed expression."""
-    found = {node.name} if isinstance(node, promql_parser.VectorSelector) else set()
+    result = {node.name} if isinstance(node, promql_parser.VectorSelector) else set()
     for name in ("lhs", "rhs", "expr", "vector_selector"):
         inner = getattr(node, name, None)
         if inner is not None and not isinstance(inner, str):
-            found |= metric_names(inner)
+            result |= metric_names(inner)
     for argument in getattr(node, "args", None) or ():
-        found |= metric_names(argument)
-    return found
+        result |= metric_names(argument)
+    return result
 
 
 @pytest.mark.parametrize("path", files(), ids=lambda path: path.name)
@@ -179,17 +179,17 @@ def lacks(written: Any, read: Any, place: str = "") -> list[str]:
         parts = [(key, value, read.get(key)) for key, value in written.items()]
         missing = [f"{place}.{key}" for key, value, _ in parts if key not in read and value != {}]
         return missing + [
-            each
+            lack
             for key, value, other in parts
             if key in read
-            for each in lacks(value, other, f"{place}.{key}")
+            for lack in lacks(value, other, f"{place}.{key}")
         ]
     if isinstance(written, list):
         assert len(written) == len(read), place
         return [
-            each
+            lack
             for number, (one, other) in enumerate(zip(written, read, strict=True))
-            for each in lacks(one, other, f"{place}.{number}")
+            for lack in lacks(one, other, f"{place}.{number}")
         ]
     return [] if written == read else [f"{place}: {written!r} became {read!r}"]
 

@@ -25,8 +25,8 @@ def test_time_without_work_between_two_looks_is_not_counted():
     times = DecodeTimes()
     for second in range(50):
         times.observe(stats(10, 500 * second, 0.5 * second), now=float(second))
-    found = times.gauges()
-    assert found["decode_fixed_s"] + 10 * found["decode_sample_s"] == pytest.approx(0.01)
+    gauges = times.gauges()
+    assert gauges["decode_fixed_s"] + 10 * gauges["decode_sample_s"] == pytest.approx(0.01)
 
 
 def test_an_engine_whose_concurrency_swings_is_measured_right():
@@ -61,9 +61,9 @@ def test_an_engine_whose_concurrency_swings_is_measured_right():
 
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         runner.run(serve())
-    found = times.gauges()
+    gauges = times.gauges()
     for samples in (16, 64, 200):
-        measured = found["decode_fixed_s"] + samples * found["decode_sample_s"]
+        measured = gauges["decode_fixed_s"] + samples * gauges["decode_sample_s"]
         assert measured == pytest.approx(0.004 + 1e-5 * samples, rel=0.1)
 
 

@@ -10,7 +10,7 @@ from services.rollout import metrics
 
 def num_observed() -> float:
     (histogram,) = metrics.FIRST_TOKEN_SECONDS.collect()
-    return next(one.value for one in histogram.samples if one.name.endswith("_count"))
+    return next(sample.value for sample in histogram.samples if sample.name.endswith("_count"))
 
 
 def test_the_first_token_of_each_update_is_reported(caplog: pytest.LogCaptureFixture) -> None:

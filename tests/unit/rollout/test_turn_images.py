@@ -125,15 +125,17 @@ async def test_another_image_in_the_history_is_another_conversation() -> None:
 async def test_a_resumed_agent_gets_the_replies_to_its_images_only() -> None:
     engine = Scripted(["a", "b"])
     first = seeing(engine)
-    asked = [{"role": "user", "content": [part(url(each)), text("?")]} for each in ("red", "blue")]
+    asked = [
+        {"role": "user", "content": [part(url(reply)), text("?")]} for reply in ("red", "blue")
+    ]
     async with client_of(first) as client:
         for message in asked:
             await chat(client, message)
     resumed = seeing(Scripted(["c"]), recorded=first.recorded({}))
     green = {"role": "user", "content": [part(url("green")), text("?")]}
     async with client_of(resumed) as client:
-        replies = [await chat(client, each) for each in (asked[1], green, asked[0])]
-    said = [each["choices"][0]["message"]["content"] for each in replies]
+        replies = [await chat(client, reply) for reply in (asked[1], green, asked[0])]
+    said = [reply["choices"][0]["message"]["content"] for reply in replies]
     assert said == ["b", "c", "a"]
 
 

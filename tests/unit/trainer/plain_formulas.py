@@ -234,9 +234,9 @@ def plain_geometric_mean(
 def plain_kernel(
     spec: AlgorithmSpec, logprobs: Any, rollout: Any, advantage: float, kept: list[int]
 ) -> float:
-    given = spec.arguments_of_loss
+    arguments_of_loss = spec.arguments_of_loss
     sign = "negative" if advantage < 0 else "positive"
-    k, decay = given[f"k_{sign}"], given[f"lambda_{sign}"]
+    k, decay = arguments_of_loss[f"k_{sign}"], arguments_of_loss[f"lambda_{sign}"]
     log_weight = sum(max(-20.0, min(20.0, logprobs[t].item() - rollout[t])) for t in kept)
     weight = math.exp(max(-20.0, min(20.0, log_weight)))
     return float(weight**k * math.exp(decay * (1.0 - weight)))

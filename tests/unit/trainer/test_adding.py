@@ -300,7 +300,7 @@ def test_a_run_may_name_the_engine_of_the_page(sgd: Any, tmp_path: Path) -> None
     )
     device = torch.device("cpu")
     engines = build_engines(EngineArgs(spec, settings, device, ["policy", "reference"]))
-    assert all(isinstance(each, sgd) for each in engines.values())
+    assert all(isinstance(engine, sgd) for engine in engines.values())
     queue = random_queue(policy_of(spec, seed=1))
     rank = rank_of(spec, engines["policy"], queue)
     assert not rank.train(StepCommand(1, queue.meta)).skipped

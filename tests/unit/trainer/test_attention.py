@@ -110,7 +110,7 @@ class _FlashPasses:
     def _differentiate(
         self, tensors: tuple[Tensor, ...], options: dict[str, Any]
     ) -> tuple[Tensor, ...]:
-        states = tuple(each.detach().requires_grad_() for each in tensors[:3])
+        states = tuple(tensor.detach().requires_grad_() for tensor in tensors[:3])
         output = self._attend(states, options)
         assert torch.equal(output, tensors[3])
         return torch.autograd.grad(output, states, tensors[4])

@@ -94,8 +94,8 @@ async def test_a_column_travels_and_is_no_part_of_the_reward() -> None:
         RewardSpec(name="mine:other", per="token", column="other", weight=7.0),
     ]
     values = {"mine:score": 1.0, "mine:per_token": [0.5, 0.0], "mine:other": [-3.0, -4.0]}
-    given = RewardInput(prompt="", response="", answer=None, row={}, turn_lengths=(2,))
-    score = await Scorer(specs, Pool(values)).score(given)  # type: ignore[arg-type]
+    reward_input = RewardInput(prompt="", response="", answer=None, row={}, turn_lengths=(2,))
+    score = await Scorer(specs, Pool(values)).score(reward_input)  # type: ignore[arg-type]
     assert score == Score(
         1.5, {"score": 1.0, "per_token": 0.5}, (0.5, 0.0), {"other": (-3.0, -4.0)}
     )

@@ -85,9 +85,9 @@ def test_a_checkpoint_of_another_model_is_refused_before_workers_start(
         check(spec_with(tmp_path, **{**own, "trainer": trainer}))
         problems = []
     except SpecError as error:
-        problems = [each for each in error.problems if "start_from" in each]
+        problems = [problem for problem in error.problems if "start_from" in problem]
     assert len(problems) == bool(key), problems
-    assert all(key in each for each in problems)
+    assert all(key in problem for problem in problems)
 
 
 def test_a_model_that_cannot_be_built_is_reported_without_its_checkpoint(tmp_path: Path) -> None:

@@ -52,15 +52,15 @@ def _slopes(
     kind: dict[str, Any], own: list[float], teacher: list[float], kept: list[int]
 ) -> list[float]:
     """Returns the gradient with respect to the policy's logits, from finite differences in float64."""
-    step, found = 1e-5, []
+    step, result = 1e-5, []
     for token in range(len(own)):
         ends = []
         for sign in (step, -step):
             moved = list(own)
             moved[token] += sign
             ends.append(_plain(kind, moved, teacher, kept))
-        found.append((ends[0] - ends[1]) / (2 * step))
-    return found
+        result.append((ends[0] - ends[1]) / (2 * step))
+    return result
 
 
 def _divergence(kind: dict[str, Any], own: Tensor, teacher: Tensor, head: Any) -> Tensor:

@@ -120,7 +120,7 @@ def test_inputs_that_samples_share_are_fetched_once_and_are_one_object() -> None
     queue = queue_of(
         {
             "prompt_ids": rows(*[[1, 2]] * 6),
-            MODEL_INPUTS: Jagged.from_list([each.encoded for each in bundles]),
+            MODEL_INPUTS: Jagged.from_list([bundle.encoded for bundle in bundles]),
         },
         {},
     )
@@ -141,11 +141,13 @@ def test_inputs_that_samples_share_are_fetched_once_and_are_one_object() -> None
         asked.append((part.keys, tuple(names)))
         return queue.fetch(part, names)
 
-    found = fetch_model_inputs(fetch, meta)
+    model_inputs = fetch_model_inputs(fetch, meta)
     (((keys), names),) = asked
     assert (sorted(keys), names) == (["g0", "g2", "g4", "g5"], (MODEL_INPUTS,))
-    assert [each.prompt.digest for each in found] == [each.digest for each in bundles]
-    assert found[0].prompt is found[1].prompt is found[5].prompt, (
+    assert [bundle.prompt.digest for bundle in model_inputs] == [
+        bundle.digest for bundle in bundles
+    ]
+    assert model_inputs[0].prompt is model_inputs[1].prompt is model_inputs[5].prompt, (
         "the last one is stored apart, and equal"
     )
     assert fetch_model_inputs(fetch, queue.without(MODEL_INPUTS).meta) == []

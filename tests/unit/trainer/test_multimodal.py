@@ -142,8 +142,8 @@ def test_text_trains_and_the_whole_checkpoint_is_exported(kind: str, tmp_path: P
 
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("source", "hf"))
     assert before.keys() == after.keys()
-    kept = {name for name in before if torch.equal(before[name], after[name])}
-    assert kept == {
+    names = {name for name in before if torch.equal(before[name], after[name])}
+    assert names == {
         name
         for name in before
         if "visi" in name or "visual" in name or ("proj" in name and "multi" in name)
@@ -171,8 +171,8 @@ def test_other_prefixes_of_language_models_are_found(
         for name, value in stored_tensors(plain).items()
     }
     save_file({**towers, **renamed}, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    found = load_model(spec, tokenizer, dtype=torch.float32, device="cpu")
-    for name, value in stored_tensors(found).items():
+    model = load_model(spec, tokenizer, dtype=torch.float32, device="cpu")
+    for name, value in stored_tensors(model).items():
         assert torch.equal(value, stored_tensors(plain)[name]), name
 
 

@@ -38,8 +38,8 @@ class Recorder:
         self.gradients: list[Tensor] = []
 
     def step(self) -> None:
-        found = [weight.grad for weight in self._policy.parameters() if weight.grad is not None]
-        self.gradients.append(torch.cat([gradient.flatten() for gradient in found]))
+        grads = [weight.grad for weight in self._policy.parameters() if weight.grad is not None]
+        self.gradients.append(torch.cat([gradient.flatten() for gradient in grads]))
 
     def zero_grad(self, *, set_to_none: bool) -> None:
         self._policy.zero_grad(set_to_none=set_to_none)

@@ -24,15 +24,21 @@ from tests.helpers.episodes import branched_episodes
 
 def test_each_conversation_is_a_sequence_of_its_sample() -> None:
     queue, episodes = branched_episodes(policy_of(spec_of()))
-    found = sequences_of(queue.fields)
+    sequences = sequences_of(queue.fields)
     whole = [
         (*prompt.tolist(), *response.tolist())
-        for prompt, response in zip(found.prompts.unbind(), found.responses.unbind(), strict=True)
+        for prompt, response in zip(
+            sequences.prompts.unbind(), sequences.responses.unbind(), strict=True
+        )
     ]
-    assert whole == [token_ids(each) for conversations in episodes for each in conversations]
+    assert whole == [
+        token_ids(conversation) for conversations in episodes for conversation in conversations
+    ]
     owners = [row for row, conversations in enumerate(episodes) for _ in conversations]
-    assert found.samples.tolist() == owners
-    assert found.numbers.tolist() == [n for each in episodes for n in range(len(each))]
+    assert sequences.samples.tolist() == owners
+    assert sequences.numbers.tolist() == [
+        n for conversation in episodes for n in range(len(conversation))
+    ]
 
 
 def test_a_shared_prefix_trains_once_and_observations_never() -> None:
@@ -41,7 +47,7 @@ def test_a_shared_prefix_trains_once_and_observations_never() -> None:
     samples = build_samples(
         queue.fields, range(len(episodes)), cohort, spec=spec_of().algorithm, weight_version=0
     )
-    turns = {id(turn): turn for each in episodes for conv in each for turn in conv}.values()
+    turns = {id(turn): turn for episode in episodes for conv in episode for turn in conv}.values()
     assert int(samples.tokens["loss_mask"].sum()) == sum(
         len(turn.token_ids) for turn in turns if turn.is_sampled
     )
@@ -90,8 +96,8 @@ def test_scores_of_sequences_become_scores_of_samples() -> None:
         shares_prefixes=True,
     )
     scoring.add(queue.meta)
-    found = sequences_of(queue.fields)
-    expected = torch.where(found.is_response, queue.fields["response_ids"].values.float(), 0.0)
+    sequences = sequences_of(queue.fields)
+    expected = torch.where(sequences.is_response, queue.fields["response_ids"].values.float(), 0.0)
     assert torch.equal(torch.cat(added["ref_logprobs"]), expected)
     assert [len(row) for row in added["ref_logprobs"]] == queue.fields[
         "response_ids"
@@ -127,13 +133,13 @@ def test_experts_and_masks_follow_their_tokens_into_each_sequence() -> None:
     )
     fields = sample_fields([sample], shape, has_masks=True)
     rows = {**fields, "prompt_ids": prompt_fields([sample])}
-    found = sequences_of({name: Jagged.from_list(row) for name, row in rows.items()})
+    sequences = sequences_of({name: Jagged.from_list(row) for name, row in rows.items()})
     assert ROUTED_EXPERTS in rows
-    assert found.experts is not None
-    expert_rows = [row[:, 0, 0].tolist() for row in found.experts.unbind()]
+    assert sequences.experts is not None
+    expert_rows = [row[:, 0, 0].tolist() for row in sequences.experts.unbind()]
     assert expert_rows == [[10, 11, 12], [20, 21, 22]]
-    assert found.masks is not None
-    masks = [row.tolist() for row in found.masks.unbind()]
+    assert sequences.masks is not None
+    masks = [row.tolist() for row in sequences.masks.unbind()]
     assert masks == [[~7, 8, ~8, 9], [~3, 4, ~4, 5, ~5, 6]]
 
 

@@ -149,13 +149,13 @@ def test_images_of_observations_are_computed_as_by_the_whole_model(
             groups += [random_conversation(rng, prompt) for _ in range(rng.randrange(1, 4))]
         further = [random_conversation(rng, random_prompt(rng, rng.randrange(3))) for _ in groups]
         fields, given = stored(list(zip(groups, further, strict=True)))
-        found = sequences_of(fields)
+        sequences = sequences_of(fields)
         packed = pack(
-            found.prompts,
-            found.responses,
+            sequences.prompts,
+            sequences.responses,
             device=CPU,
             shares_prefixes=seed % 2 == 1,
-            inputs=found.inputs_of(given),
+            inputs=sequences.inputs_of(given),
         )
         pairs = zip(groups, further, strict=True)
         expected = torch.cat([each.logprobs(whole) for pair in pairs for each in pair])
@@ -181,10 +181,10 @@ def test_conversations_share_what_they_have_in_common_with_its_images(
         rng.shuffle(groups)
         pairs = list(zip(groups, [*groups[1:], groups[0]], strict=True))
         fields, given = stored(pairs)
-        found = sequences_of(fields)
-        inputs = found.inputs_of(given)
+        sequences = sequences_of(fields)
+        inputs = sequences.inputs_of(given)
         packed = pack(
-            found.prompts, found.responses, device=CPU, shares_prefixes=True, inputs=inputs
+            sequences.prompts, sequences.responses, device=CPU, shares_prefixes=True, inputs=inputs
         )
         plain += sum(len(spans) for spans in inputs)
         computed += len(packed.inputs)
@@ -242,12 +242,12 @@ def stored(
             ]
         )
         turns = {**first.turns, start: second.given}
-        turns |= {start + place: each for place, each in second.turns.items()}
+        turns |= {start + place: turn for place, turn in second.turns.items()}
         inputs.append(SampleInputs(first.given, decode_bundles(encode_bundles(turns))))
     fields = {
         "prompt_ids": Jagged.from_list([torch.tensor(first.prompt) for first, _ in samples]),
-        "response_ids": Jagged.from_list([torch.tensor(each) for each in responses]),
-        "version_runs": Jagged.from_list([torch.tensor(each) for each in runs]),
+        "response_ids": Jagged.from_list([torch.tensor(turn) for turn in responses]),
+        "version_runs": Jagged.from_list([torch.tensor(turn) for turn in runs]),
     }
     return fields, inputs
 

@@ -157,10 +157,10 @@ def whole_sample_meta(number: int, num_members: int) -> KVBatchMeta:
     """Returns the metadata of a put with the fields and tags that rollouts send."""
     lengths = [500 + (7 * number + 31 * member) % 3000 for member in range(num_members)]
     offsets = tuple(accumulate([4 * length for length in lengths[:-1]], initial=0))
-    one = meta_of(*[f"g{number}.{member}" for member in range(num_members)])
+    meta = meta_of(*[f"g{number}.{member}" for member in range(num_members)])
     columns = [
         replace(
-            one.fields[0],
+            meta.fields[0],
             name=name,
             lengths=tuple(lengths),
             offsets=offsets,
@@ -175,7 +175,7 @@ def whole_sample_meta(number: int, num_members: int) -> KVBatchMeta:
     tags = dict.fromkeys(SAME_TAGS, (number // 100,) * num_members)
     texts = dict.fromkeys(("finish_reason", "data_source"), ("stop",) * num_members)
     return replace(
-        one,
+        meta,
         fields=tuple(columns),
         blobs=tuple(blobs),
         tags={"group_id": (f"g{number}",) * num_members}

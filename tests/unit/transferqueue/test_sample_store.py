@@ -104,15 +104,15 @@ def test_queries_return_the_filtered_and_ordered_samples(store):
 @pytest.mark.parametrize("order", ["newest", "best", "worst"])
 def test_pages_hold_every_sample_once(store, order):
     records = [made(n, reward=float(n % 3) if n % 4 else None) for n in range(40)]
-    for each in records[::7]:
-        each.record["facts"]["reward"] = None
+    for record in records[::7]:
+        record.record["facts"]["reward"] = None
     store.write(records, **NO_BOUND)
     seen, after = [], ""
     while page := ids(store, order_by=order, limit=7, after=after):
         seen += page
         after = page[-1]
     assert seen == ids(store, order_by=order)
-    assert sorted(seen) == sorted(each.sample_id for each in records)
+    assert sorted(seen) == sorted(record.sample_id for record in records)
 
 
 def test_a_page_after_a_deleted_sample_is_rejected(store):

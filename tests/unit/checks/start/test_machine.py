@@ -169,7 +169,10 @@ def test_the_dtype_that_is_not_given_follows_the_machine(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     run = spec_with(model={"path": path}, trainer=given)
     left_out = {"trainer.dtype"} - {f"trainer.{key}" for key in given}
-    found = {each.key: each.value for each in machine_defaults(run, left_out)}
+    found = {
+        machine_default.key: machine_default.value
+        for machine_default in machine_defaults(run, left_out)
+    }
     assert found.get("trainer.dtype", run.trainer.dtype) == dtype
 
 
@@ -185,7 +188,7 @@ def test_a_model_that_this_machine_cannot_hold_is_rejected(
         num_attention_heads=16, num_key_value_heads=16,
     )  # fmt: skip
     problems = [*memory_problems(spec_with(model={"path": "org/model"}), config)]
-    assert [each.startswith("model.path") for each in problems] == [True] * is_refused
+    assert [problem.startswith("model.path") for problem in problems] == [True] * is_refused
 
 
 @pytest.mark.parametrize("mebibytes", [24_576, 40_960, 81_559])

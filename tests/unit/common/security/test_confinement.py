@@ -495,7 +495,7 @@ def test_no_arguments_name_a_host_that_the_installation_does_not_list(roots, arg
         "evil",
         "2130706433",
     )
-    assert not [each for each in strays(spec, roots, hosts=hosts) if "reward_hosts" in each]
+    assert not [stray for stray in strays(spec, roots, hosts=hosts) if "reward_hosts" in stray]
 
 
 def test_ordinary_arguments_name_no_hosts(roots):
@@ -509,7 +509,7 @@ def test_ordinary_arguments_name_no_hosts(roots):
         "image": "data:image/png;base64,aaaa",
     }
     spec = RunSpec.model_validate(with_arguments(ARGUMENTS, arguments))
-    assert not [each for each in strays(spec, roots) if "reward_hosts" in each]
+    assert not [stray for stray in strays(spec, roots) if "reward_hosts" in stray]
 
 
 @pytest.mark.parametrize(
@@ -529,7 +529,7 @@ def test_an_image_names_a_public_or_listed_registry(roots, image, is_refused):
     spec = spec_with(rollout__sandbox=sandbox, rollout__workflow="agent")
     assert any("sandbox" in problem for problem in strays(spec, roots)) == is_refused
     hosts = ("10.0.0.1", "localhost", "registry", "registry.internal")
-    assert not [each for each in strays(spec, roots, hosts=hosts) if "sandbox" in each]
+    assert not [stray for stray in strays(spec, roots, hosts=hosts) if "sandbox" in stray]
 
 
 def test_the_domain_that_gets_the_key_of_e2b_is_no_part_of_a_specification():

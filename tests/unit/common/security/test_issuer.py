@@ -89,13 +89,13 @@ async def test_a_worker_reaches_a_service_with_an_issued_certificate(tmp_path, k
 def test_certificates_last_days_and_are_renewed_when_half_of_their_time_is_over(tmp_path):
     make_issuer(tmp_path / "issuer")
     clock = Clock()
-    own = IssuedTls(Issuer(tmp_path / "issuer", clock=clock), "controller.slipstream")
-    first = own.current()
+    issued_tls = IssuedTls(Issuer(tmp_path / "issuer", clock=clock), "controller.slipstream")
+    first = issued_tls.current()
     assert ends_of(first) == pytest.approx(clock.now + LIFETIME.total_seconds(), abs=2)
     clock.now += 1.4 * DAY_S
-    assert own.current() is first
+    assert issued_tls.current() is first
     clock.now += 0.2 * DAY_S
-    second = own.current()
+    second = issued_tls.current()
     assert second is not first
     assert second.key != first.key
     assert ends_of(second) > ends_of(first)
@@ -104,21 +104,21 @@ def test_certificates_last_days_and_are_renewed_when_half_of_their_time_is_over(
 def test_a_certificate_ends_no_later_than_its_issuer(tmp_path):
     make_issuer(tmp_path / "issuer", ends_after=timedelta(hours=10))
     clock = Clock()
-    own = IssuedTls(Issuer(tmp_path / "issuer", clock=clock), "controller.slipstream")
-    assert ends_of(own.current()) == pytest.approx(clock.now + 36_000, abs=2)
-    first = own.current()
+    issued_tls = IssuedTls(Issuer(tmp_path / "issuer", clock=clock), "controller.slipstream")
+    assert ends_of(issued_tls.current()) == pytest.approx(clock.now + 36_000, abs=2)
+    first = issued_tls.current()
     clock.now += 11 * 3600
-    assert own.current() is first, "what cannot be renewed is shown to its end"
+    assert issued_tls.current() is first, "what cannot be renewed is shown to its end"
     make_issuer(tmp_path / "issuer")
-    assert own.current() is not first
+    assert issued_tls.current() is not first
 
 
 def test_another_authority_renews_at_once(tmp_path):
     make_issuer(tmp_path / "issuer")
-    own = IssuedTls(Issuer(tmp_path / "issuer"), "controller.slipstream")
-    first = own.current()
+    issued_tls = IssuedTls(Issuer(tmp_path / "issuer"), "controller.slipstream")
+    first = issued_tls.current()
     make_issuer(tmp_path / "issuer")
-    assert own.current().authority != first.authority
+    assert issued_tls.current().authority != first.authority
 
 
 def test_an_issuer_needs_a_valid_ca_certificate(tmp_path):

@@ -326,7 +326,7 @@ async def test_validation_reports_an_insufficient_quota(database, tmp_path):
             await client.post("/v1/runs", json=SPEC, params=query)
             for query in ({"validate_only": True}, {})
         ]
-        assert {(each.status_code, each.json()["code"]) for each in answers} == {
+        assert {(answer.status_code, answer.json()["code"]) for answer in answers} == {
             (409, "quota_too_small")
         }
 
@@ -543,8 +543,8 @@ async def test_lookups_of_unknown_tokens_are_limited(manager, database, tmp_path
     monkeypatch.setattr(request_limits, "_MAX_WAITING", 64)
     headers = [{"Authorization": f"Bearer slp_{number}"} for number in range(100)]
     async with client_of(manager, database, tmp_path, TokenStore(database)) as api:
-        answers = await asyncio.gather(*(api.get("/v1/runs", headers=each) for each in headers))
-    assert {each.status_code for each in answers} == {401, 429}
+        answers = await asyncio.gather(*(api.get("/v1/runs", headers=answer) for answer in headers))
+    assert {answer.status_code for answer in answers} == {401, 429}
 
 
 class _Fleets:

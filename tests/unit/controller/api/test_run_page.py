@@ -122,4 +122,4 @@ async def test_a_stream_ends_with_the_token(users, tokens, manager, monkeypatch)
     tokens.revoke("ann")
     await manager.cancel(run.run_id)
     async with asyncio.timeout(20):
-        assert [each async for each in items] == []
+        assert [item async for item in items] == []

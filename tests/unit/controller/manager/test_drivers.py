@@ -78,9 +78,9 @@ async def test_a_scrape_describes_runs_next_to_a_rejected_one(database):
             NewRun(run_id=f"run_{number}", name=spec["name"], spec_json=text, spec_digest="")
         )
     collector = RunCollector(lambda: store.list_runs(limit=9, has_specs=True), lambda run_id: ())
-    samples = [each for family in collector.collect() for each in family.samples]
-    named = {each.labels["run"] for each in samples if each.name == "slipstream_run_info"}
-    states = {each.labels["run"] for each in samples if each.name == "slipstream_run_state"}
+    samples = [sample for family in collector.collect() for sample in family.samples]
+    named = {sample.labels["run"] for sample in samples if sample.name == "slipstream_run_info"}
+    states = {sample.labels["run"] for sample in samples if sample.name == "slipstream_run_state"}
     assert (named, states) == ({"run_1"}, {"run_0", "run_1"})
 
 

@@ -103,7 +103,9 @@ async def reached(
 
 def rejection(status: dict[str, Any]) -> tuple[str, str, str]:
     """Returns the status, reason and message of the condition SpecRejected."""
-    (found,) = [each for each in status["conditions"] if each["type"] == "SpecRejected"]
+    (found,) = [
+        condition for condition in status["conditions"] if condition["type"] == "SpecRejected"
+    ]
     return found["status"], found["reason"], found.get("message", "")
 
 
@@ -119,7 +121,11 @@ async def test_an_object_is_a_run_of_the_project_of_its_namespace(manager, api) 
     assert (run.name, run.priority, run.created_by) == ("one", 3, ACTOR)
     assert run.labels["team"] == "rl"
     assert (status["runId"], status["step"], status["targetSteps"]) == (run.run_id, 0, 3)
-    assert {each["type"] for each in status["conditions"]} >= {"Admitted", "Placed", "SpecRejected"}
+    assert {condition["type"] for condition in status["conditions"]} >= {
+        "Admitted",
+        "Placed",
+        "SpecRejected",
+    }
     assert rejection(status)[0] == "False"
     assert api.get(BLUE, "one")["metadata"]["finalizers"] == [FINALIZER]
     await until(lambda: [event[:2] for event in api.events] == [("one", "Starting")])
@@ -304,9 +310,9 @@ async def test_a_run_that_is_deleted_over_the_api_is_not_submitted_again(databas
 
 def outcome(status: dict[str, Any]) -> dict[str, str]:
     """Returns the conditions with which Jobs report their end, by type, with their reasons."""
-    ends = [each for each in status["conditions"] if each["type"] in ("Complete", "Failed")]
-    assert all(each["status"] == "True" for each in ends)
-    return {each["type"]: each["reason"] for each in ends}
+    ends = [end for end in status["conditions"] if end["type"] in ("Complete", "Failed")]
+    assert all(end["status"] == "True" for end in ends)
+    return {end["type"]: end["reason"] for end in ends}
 
 
 async def test_a_run_of_a_lost_database_is_lost_until_it_is_submitted_again(database, api) -> None:

@@ -65,18 +65,18 @@ async def test_numbers_of_steps_are_thinned_out_evenly(api, database):
         ("max_points=2&from_step=2&to_step=5", [3, 5]),
         ("from_step=9", []),
     ):
-        found = (await api.get(f"/v1/runs/{run_id}/metrics?{query}")).json()
-        assert found["steps"] == steps, query
-        assert len(found["times"]) == len(steps)
+        content = (await api.get(f"/v1/runs/{run_id}/metrics?{query}")).json()
+        assert content["steps"] == steps, query
+        assert len(content["times"]) == len(steps)
         known = [{"name": "reward_mean", "values": [0.5] * len(steps)}]
-        assert found["items"] == (known if steps else [])
+        assert content["items"] == (known if steps else [])
 
 
 async def test_numbers_are_asked_for_by_name(api, database):
     run_id = await submitted(api)
     train(database, run_id, steps=2)
-    found = (await api.get(f"/v1/runs/{run_id}/metrics?name=loss&name=reward_mean")).json()
-    assert [metric["name"] for metric in found["items"]] == ["reward_mean"]
+    content = (await api.get(f"/v1/runs/{run_id}/metrics?name=loss&name=reward_mean")).json()
+    assert [metric["name"] for metric in content["items"]] == ["reward_mean"]
 
 
 async def test_events_are_read_from_the_newest_on_and_by_type(api):
@@ -85,8 +85,8 @@ async def test_events_are_read_from_the_newest_on_and_by_type(api):
     path = f"/v1/runs/{run_id}/events"
 
     async def numbers(query):
-        found = (await api.get(f"{path}?{query}")).json()["items"]
-        return [event["seq"] for event in found]
+        items = (await api.get(f"{path}?{query}")).json()["items"]
+        return [event["seq"] for event in items]
 
     everything = await numbers("")
     assert len(everything) > 2

@@ -119,10 +119,10 @@ def test_all_series_of_a_run_are_forgotten_and_no_others():
     }
     assert of_runs == {*metrics._OF_RUNS}
     assert series_of("run_a")
-    kept = series_of("run_b")
+    series = series_of("run_b")
     metrics.forget_run("run_a")
     assert not series_of("run_a")
-    assert series_of("run_b") == kept
+    assert series_of("run_b") == series
     metrics.forget_run("run_b")
 
 

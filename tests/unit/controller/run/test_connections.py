@@ -23,8 +23,8 @@ class Queue:
         self.revisions = {}
 
     async def stats(self):
-        found = self.revisions.items()
-        partitions = [SimpleNamespace(partition_id=name, revision=n) for name, n in found]
+        revisions = self.revisions.items()
+        partitions = [SimpleNamespace(partition_id=name, revision=n) for name, n in revisions]
         return SimpleNamespace(partitions=partitions)
 
     async def create_partition(self, name, **_):

@@ -296,7 +296,9 @@ async def test_checkpoints_that_are_lost_with_the_trainer_are_reported_as_such(d
         run = await manager.get(run_id)
     assert warning.seq < saved.seq
     assert saved.data["reason"] == "Volatile"
-    (current,) = [each for each in run.conditions if each.type == "CheckpointCurrent"]
+    (current,) = [
+        condition for condition in run.conditions if condition.type == "CheckpointCurrent"
+    ]
     assert (current.status, current.reason) == ("False", "Volatile")
 
 

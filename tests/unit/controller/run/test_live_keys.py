@@ -57,7 +57,7 @@ async def running(database, workers, tmp_path):
         async with asyncio.timeout(20):
             await workers.trains.wait()
         async with serve("127.0.0.1:0", register) as port:
-            own = TrainerSettings(
+            trainer_settings = TrainerSettings(
                 controller_address=f"127.0.0.1:{port}",
                 run_id=run_id,
                 worker_id="rollout-1",
@@ -65,7 +65,7 @@ async def running(database, workers, tmp_path):
                 advertise_host="127.0.0.1",
                 state_directory=tmp_path,
             )
-            async with WorkerSession(own, role="rollout", port=1) as session:
+            async with WorkerSession(trainer_settings, role="rollout", port=1) as session:
                 yield manager, run_id, session
         workers.may_train.set()
         if manager.drivers.find(run_id) is not None:

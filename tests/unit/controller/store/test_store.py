@@ -74,11 +74,11 @@ async def test_a_ledger_is_read_back_as_it_was_written(journal):
     await journal.begin_step(1, ledger, version=0, groups=[groups[0]])
     ledger.quarantine(groups[1], "prompt_too_long")
     await journal.save(ledger)
-    found = await journal.load()
-    assert found.begun is not None
-    assert found.begun.groups == ((0, 0, 1, 0),)
-    assert found.quarantined_rows == {1}
-    restored = Ledger.restore(found.ledger, max_attempts=3, now=0.0)
+    content = await journal.load()
+    assert content.begun is not None
+    assert content.begun.groups == ((0, 0, 1, 0),)
+    assert content.quarantined_rows == {1}
+    restored = Ledger.restore(content.ledger, max_attempts=3, now=0.0)
     assert restored.counts() == ledger.counts()
 
 
@@ -115,7 +115,7 @@ async def test_a_write_names_no_returned_row_that_did_not_change(journal, databa
     await journal.save(ledger)
     order.give_back(order.next_row())
     change = ledger.returned.take_changes()
-    assert [each.row for each in change.rows] == [500]
+    assert [row.row for row in change.rows] == [500]
     assert not ledger.returned.take_changes().rows
 
 
@@ -123,8 +123,8 @@ async def test_a_restart_does_not_reset_how_many_groups_are_replaced(journal):
     ledger = Ledger(max_attempts=3)
     ledger.refilled_before = 7
     await journal.save(ledger)
-    found = await journal.load()
-    assert Ledger.restore(found.ledger, max_attempts=3, now=0.0).refilled_before == 7
+    content = await journal.load()
+    assert Ledger.restore(content.ledger, max_attempts=3, now=0.0).refilled_before == 7
 
 
 async def test_a_rewound_run_repeats_later_steps(journal):
@@ -139,9 +139,9 @@ async def test_a_rewound_run_repeats_later_steps(journal):
         note = Note("StepCommitted", "", {}, step)
         await journal.commit_step(step, ledger, note=note, metrics={})
     await journal.rewind(1, version=3, message="lost")
-    found = await journal.load()
-    assert (found.step, found.version_offset) == (1, 2)
-    restored = Ledger.restore(found.ledger, max_attempts=3, now=0.0)
+    content = await journal.load()
+    assert (content.step, content.version_offset) == (1, 2)
+    restored = Ledger.restore(content.ledger, max_attempts=3, now=0.0)
     assert restored.counts()["consumed"] == 1
     (again,) = restored.in_state(GroupState.PENDING)
     assert (again.sequence, again.attempt) == (1, 2)
@@ -183,8 +183,8 @@ async def test_a_step_writes_what_it_touched_only(journal, database):
     assert len(change.groups) == 1
     with database.write() as connection:
         ledger_store.write_change(connection, "run_1", change)
-    found = await journal.load()
-    assert len(found.ledger.groups) == 50
+    content = await journal.load()
+    assert len(content.ledger.groups) == 50
 
 
 async def test_success_rates_are_stored_with_their_groups(journal, database):
@@ -196,9 +196,9 @@ async def test_success_rates_are_stored_with_their_groups(journal, database):
     await journal.save(ledger)
     ledger.difficulty.observe(4, [1.0, 1.0], step=1)
     await journal.save(ledger)
-    found = await journal.load()
-    assert sorted(found.rates) == [PromptRate(4, 0.75, 2, 0), PromptRate(7, 1.0, 1, 50)]
-    assert len(found.ledger.groups) == 1
+    content = await journal.load()
+    assert sorted(content.rates) == [PromptRate(4, 0.75, 2, 0), PromptRate(7, 1.0, 1, 50)]
+    assert len(content.ledger.groups) == 1
 
 
 async def test_how_long_a_run_is_is_written_when_its_data_is_opened(journal, store):
@@ -224,11 +224,11 @@ def test_old_events_are_forgotten_and_their_cursors_are_refused(database):
     run_id = "run_" + "0" * 32
     store.create(NewRun(run_id=run_id, name="one", spec_json="{}", spec_digest="d"))
     recorded = [store.record(run_id, Note("Tick", "tick")) for _ in range(59)]
-    kept = store.events(run_id)
-    assert [event.seq for event in kept] == list(range(41, 61))
-    assert store.events(run_id, after_seq=40) == kept
+    events = store.events(run_id)
+    assert [event.seq for event in events] == list(range(41, 61))
+    assert store.events(run_id, after_seq=40) == events
     with pytest.raises(CursorExpiredError):
         store.events(run_id, after_seq=39)
     with pytest.raises(CursorExpiredError):
         store.events_since("default", recorded[0].time - 1.0)
-    assert store.events_since("default", kept[0].time, limit=1)[0].seq > kept[0].seq
+    assert store.events_since("default", events[0].time, limit=1)[0].seq > events[0].seq

@@ -32,8 +32,8 @@ async def test_a_process_that_an_agent_forks_ends_without_an_answer(tmp_path: Pa
     (tmp_path / "agents.py").write_text(AGENTS)
     async with agent_runner(f"{tmp_path}/agents.py:forks", 1, AddressPolicy()) as runner:
         async with asyncio.timeout(60):
-            found = await asyncio.gather(*[runner.run({"number": each}) for each in range(8)])
-        assert found == [*range(8)]
+            answers = await asyncio.gather(*[runner.run({"number": each}) for each in range(8)])
+        assert answers == [*range(8)]
         (agent,) = [
             process
             for process in psutil.Process().children()
@@ -58,5 +58,5 @@ async def test_an_agent_that_ends_its_process_or_task_fails_its_episode_only(
 async def test_an_agent_may_return_numbers_of_numpy(tmp_path: Path) -> None:
     (tmp_path / "agents.py").write_text(AGENTS)
     async with agent_runner(f"{tmp_path}/agents.py:answers", 1, AddressPolicy()) as runner:
-        found = await runner.run({"number": 3})
-    assert found == {"reward": {"right": 0.5}, "metrics": {"turns": 3}}
+        result = await runner.run({"number": 3})
+    assert result == {"reward": {"right": 0.5}, "metrics": {"turns": 3}}

@@ -106,7 +106,8 @@ async def test_rewards_see_the_other_conversations() -> None:
     history = history_of(await played(branch, ["a", "h", "b", "c"]))
     assert [message["content"] for message in history["messages"]][-1] == "c"
     others = [
-        [m["content"] for m in each if "logprobs" in m] for each in history["other_conversations"]
+        [m["content"] for m in other_conversation if "logprobs" in m]
+        for other_conversation in history["other_conversations"]
     ]
     assert others == [["a", "b"], ["h"]]
 

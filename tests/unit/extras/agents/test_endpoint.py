@@ -332,11 +332,11 @@ async def test_a_request_to_an_ending_episode_gets_a_retry(is_streamed):
     answers = []
     with pytest.raises(Interrupted):
         async with client_of(make_episode(Scripted(["abcdef"], cut=1))) as client:
-            asked = asyncio.create_task(client.post("/chat/completions", json=body))
+            task = asyncio.create_task(client.post("/chat/completions", json=body))
             try:
                 await asyncio.Event().wait()
             except asyncio.CancelledError:
-                answers += [await asked, await client.post("/chat/completions", json=body)]
+                answers += [await task, await client.post("/chat/completions", json=body)]
                 raise
     assert [answer.status_code for answer in answers] == [503, 503]
     assert [answer.headers["retry-after"] for answer in answers] == ["1", "1"]

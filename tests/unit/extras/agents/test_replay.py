@@ -38,13 +38,13 @@ async def complete(client: Any, text: str) -> str:
 
 def sampled(conversations: list[Conversation]) -> dict[tuple[int, ...], Any]:
     """Returns tokens, logprobs and versions of each trained turn, by the tokens before it."""
-    found = {}
+    result = {}
     for conversation in conversations:
         for place, turn in enumerate(conversation):
             if turn.is_sampled:
                 before = token_ids(conversation[:place])
-                found[before] = (turn.token_ids, turn.logprobs, turn.version_runs)
-    return found
+                result[before] = (turn.token_ids, turn.logprobs, turn.version_runs)
+    return result
 
 
 async def test_tokens_logprobs_and_versions_of_branches_are_those_of_a_replay() -> None:

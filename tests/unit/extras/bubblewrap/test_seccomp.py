@@ -161,5 +161,5 @@ def test_a_sandbox_has_neither_uncounted_memory_nor_new_namespaces(machine: str)
         ):
             call_one = partial(call, name, sockets=has_sockets, network=has_network)
             families = (unix, tcp, mptcp, netlink, vsock)
-            assert {each for each in families if call_one(*each) == ALLOW} == allowed
-            assert {call_one(*each) for each in families} - {ALLOW} == {DENY}
+            assert {family for family in families if call_one(*family) == ALLOW} == allowed
+            assert {call_one(*family) for family in families} - {ALLOW} == {DENY}

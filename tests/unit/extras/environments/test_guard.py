@@ -111,11 +111,11 @@ async def test_health_needs_no_token_and_a_socket_of_this_user_none_at_all() -> 
 
 
 async def test_nothing_is_served_to_others_without_a_token(tmp_path: Path) -> None:
-    given = argparse.Namespace(
+    namespace = argparse.Namespace(
         bind="127.0.0.1:0", token_file=None, tls_certificate=None, tls_key=None
     )
     with pytest.raises(ValueError, match="--token-file"):
-        serve_guarded(Starlette(), given)
+        serve_guarded(Starlette(), namespace)
 
 
 class Echo:
@@ -130,10 +130,10 @@ class Echo:
 
 async def test_a_rollout_shows_the_token_of_its_environment(tmp_path: Path) -> None:
     (tmp_path / "token").write_bytes(TOKEN + b"\n")
-    given = argparse.Namespace(
+    namespace = argparse.Namespace(
         bind="127.0.0.1:0", token_file=tmp_path / "token", tls_certificate=None, tls_key=None
     )
-    async with serve_guarded(Host(Echo, "echo", {}).app(), given) as port, asyncio.timeout(30):
+    async with serve_guarded(Host(Echo, "echo", {}).app(), namespace) as port, asyncio.timeout(30):
         for token in (TOKEN.decode(), ""):
             service = ExternalService(
                 f"http://127.0.0.1:{port}", reach=AddressPolicy({"127.0.0.1"}), token=token

@@ -23,7 +23,7 @@ class Workers:
     """Fake engine with all its workers in this process."""
 
     def __init__(self, parameters: list[dict[str, Tensor]]) -> None:
-        self.models = [_model(each) for each in parameters]
+        self.models = [_model(parameter) for parameter in parameters]
 
     async def load(self, order: str) -> None:
         for rank, model in enumerate(self.models):

@@ -258,9 +258,9 @@ async def test_silent_connections_are_dropped_and_the_group_forms(monkeypatch, t
     def accepted_among_strangers(met, count, timeout_s):
         (path,) = tmp_path.glob("weights-*/socket")
         for _ in range(20):
-            one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            one.connect(str(path))
-            strangers.append(one)
+            stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            stranger.connect(str(path))
+            strangers.append(stranger)
         strangers[0].send(b"not the secret")
         return accepted(met, count, timeout_s)
 
@@ -271,11 +271,11 @@ async def test_silent_connections_are_dropped_and_the_group_forms(monkeypatch, t
     await cluster.publish(0)
     assert cluster.serves_what_was_sent()
     assert len(strangers) == 20
-    for one in strangers:
-        one.settimeout(20)
+    for stranger in strangers:
+        stranger.settimeout(20)
         with suppress(ConnectionError):
-            assert one.recv(1) == b""
-        one.close()
+            assert stranger.recv(1) == b""
+        stranger.close()
 
 
 def test_the_line_is_a_file_of_this_user_that_goes_again(tmp_path):

@@ -513,15 +513,15 @@ def with_replicas(count: int) -> RunSpec:
 
 def groups(cluster: FakeCluster) -> dict[str, tuple[str, str]]:
     """Returns the Kueue pod group and the size of that group, by pod."""
-    found = {}
+    result = {}
     for name, pod in cluster.pods.items():
         labels, annotations = pod["metadata"]["labels"], pod["metadata"]["annotations"]
         assert labels["kueue.x-k8s.io/queue-name"] == "gpus"
         assert annotations["kueue.x-k8s.io/pod-group-serving"] == "true"
         assert annotations["kueue.x-k8s.io/role-hash"] in name
         count = annotations["kueue.x-k8s.io/pod-group-total-count"]
-        found[name] = (labels["kueue.x-k8s.io/pod-group-name"], count)
-    return found
+        result[name] = (labels["kueue.x-k8s.io/pod-group-name"], count)
+    return result
 
 
 EXTRAS = ("run-01-rollout-1", "run-01-rollout-2")

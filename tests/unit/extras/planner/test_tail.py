@@ -31,8 +31,8 @@ def test_no_number_of_slots_beats_the_bound_of_the_longest_responses(name, fixed
     rates = rates_of(TAILS[name], fixed_s=fixed_s)
     bound = tail_bound(rates, SETTING)
     for slots in (96, 160, 256, 512, 960):
-        found = Simulation(rates, replace(SETTING, slots=slots)).run(30)
-        assert found.step_s > 0.98 * bound.step_s
+        result = Simulation(rates, replace(SETTING, slots=slots)).run(30)
+        assert result.step_s > 0.98 * bound.step_s
 
 
 @pytest.mark.parametrize("max_staleness", [1, 2, 4])

@@ -125,9 +125,9 @@ def test_gradients_that_were_dropped_are_no_part_of_the_record(tmp_path: Path) -
     rank.accumulate(queue.meta.select(range(4)), weight_version=0)
     rank.train(StepCommand(1, queue.meta.select(range(4, 16))))
     rank.snapshot(1)
-    found = files.read_step(tmp_path / files.FOLDER, 1, num_ranks=1)
-    assert (found.numbers.num_parts, found.meta.num_keys) == (0, 12)
-    assert len(found.ranks[0].columns["rewards"].rows) == 12
+    step = files.read_step(tmp_path / files.FOLDER, 1, num_ranks=1)
+    assert (step.numbers.num_parts, step.meta.num_keys) == (0, 12)
+    assert len(step.ranks[0].columns["rewards"].rows) == 12
 
 
 def test_samples_that_share_model_inputs_find_them_by_place() -> None:

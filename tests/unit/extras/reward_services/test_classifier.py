@@ -62,10 +62,10 @@ async def asked(classifier: Classifier, *texts: str) -> list[Any]:
             f"http://127.0.0.1:{port}/score", reach=AddressPolicy(["127.0.0.1"])
         )
         questions = [client.request_score(given(text), None) for text in texts]
-        found = await asyncio.gather(*questions, return_exceptions=True)
+        answers = await asyncio.gather(*questions, return_exceptions=True)
         await client.close()
         scoring.cancel()
-    return found
+    return answers
 
 
 @pytest.mark.parametrize(("num_labels", "label"), [(1, None), (3, "class-2")])

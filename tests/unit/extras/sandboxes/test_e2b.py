@@ -144,9 +144,9 @@ async def test_a_hosted_sandbox_runs_commands_and_keeps_every_byte(tmp_path, mon
             assert hosted.started["templateID"] == "coder"
             assert hosted.started["allow_internet_access"] is False
             assert hosted.started["timeout"] > 0
-            found = await box.run("pwd; printf '\\377'; echo err >&2; exit 3")
-            assert found.output == f"{tmp_path}\n".encode() + b"\xfferr\n"
-            assert (found.exit_status, found.limit) == (3, "")
+            result = await box.run("pwd; printf '\\377'; echo err >&2; exit 3")
+            assert result.output == f"{tmp_path}\n".encode() + b"\xfferr\n"
+            assert (result.exit_status, result.limit) == (3, "")
             assert (await box.run("cat", stdin=b"given")).text == "given"
             assert (await box.run("true \0")).exit_status == 126
             await box.write("deep/it's a file", content)
@@ -157,8 +157,8 @@ async def test_a_hosted_sandbox_runs_commands_and_keeps_every_byte(tmp_path, mon
             assert (await box.run("ls")).text == "deep\n"
             with pytest.raises(SandboxError, match="No such file"):
                 await box.read("missing")
-            found = await box.run(f": {'x' * 200_000}\nexit 4\n")
-            assert (found.text, found.exit_status) == ("", 4)
+            result = await box.run(f": {'x' * 200_000}\nexit 4\n")
+            assert (result.text, result.exit_status) == ("", 4)
         assert hosted.started is None
 
 

@@ -30,8 +30,8 @@ async def test_a_pod_runs_commands_and_keeps_every_byte(tmp_path) -> None:
         async with pool.open({}) as box:
             (name,) = api.pods
             assert (await box.run("pwd; echo err >&2; exit 3")).text == f"{tmp_path / name}\nerr\n"
-            found = await box.run("cat; kill -9 $$", stdin=b"given")
-            assert (found.text, found.exit_status, found.limit) == ("given", 137, "")
+            result = await box.run("cat; kill -9 $$", stdin=b"given")
+            assert (result.text, result.exit_status, result.limit) == ("given", 137, "")
             assert (await box.run("true \0")).exit_status == 126
             assert (await box.run("true", stdin=bytes(1 << 20))).exit_status == 0
             await box.write("deep/it's a file", content)
@@ -43,8 +43,8 @@ async def test_a_pod_runs_commands_and_keeps_every_byte(tmp_path) -> None:
             with pytest.raises(SandboxError, match="No such file"):
                 await box.read("missing")
             long = f"echo {'x' * 9000}\nexit 4\n"
-            found = await box.run(long)
-            assert (len(found.output), found.exit_status) == (9001, 4)
+            result = await box.run(long)
+            assert (len(result.output), result.exit_status) == (9001, 4)
         assert not api.pods
 
 

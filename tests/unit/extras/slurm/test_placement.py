@@ -156,8 +156,8 @@ def test_no_gpu_has_two_workers_and_every_worker_has_what_it_needs(world_size, r
     assert set(placements) == {name for _, name in worker_names(spec)}
     used = [
         (share.node.name, gpu)
-        for each in placements.values()
-        for share in each.shares
+        for placement in placements.values()
+        for share in placement.shares
         for gpu in share.gpus
     ]
     assert len(used) == len(set(used)) == sum(gpu_needs(spec).values())

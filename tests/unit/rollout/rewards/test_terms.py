@@ -72,8 +72,10 @@ async def test_a_reward_sees_the_whole_episode_if_it_asks_for_it(tmp_path: Path)
         RewardSpec(name=f"{file}:seen", sees_episode=True),
         RewardSpec(name=f"{file}:blind"),
     ]
-    given = RewardInput(
+    reward_input = RewardInput(
         prompt="p", response="r", answer=None, row={}, episode=lambda: {"messages": [1, 2, 3]}
     )
     async with CallPool(1) as pool:
-        assert await Scorer(specs, pool).score(given) == Score(4.0, {"turns": 3.0, "blind": 1.0})
+        assert await Scorer(specs, pool).score(reward_input) == Score(
+            4.0, {"turns": 3.0, "blind": 1.0}
+        )

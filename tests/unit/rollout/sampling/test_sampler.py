@@ -70,11 +70,11 @@ class MemoryCache:
         self.rows: dict[tuple[str, int], dict[str, Tensor]] = {}
 
     async def load(self, first_attempts: Mapping[str, int]) -> Mapping[str, GroupProgress]:
-        found: dict[str, dict[int, MemberProgress]] = {}
+        result: dict[str, dict[int, MemberProgress]] = {}
         for (group_id, member), row in self.rows.items():
             if group_id in first_attempts:
-                found.setdefault(group_id, {})[member] = decode_progress(row)
-        return found
+                result.setdefault(group_id, {})[member] = decode_progress(row)
+        return result
 
     async def save(
         self, groups: Mapping[str, GroupProgress], attempts: Mapping[str, int], *, is_last: bool

@@ -124,10 +124,10 @@ async def test_a_server_returns_what_the_trainer_would_compute(server: str, answ
     spec = _spec(server)
     responses = [(6, 7, 8, 2), (9, 3)]
     samples = [_sample(member, row) for member, row in enumerate(responses)]
-    found = await _teacher(spec, answer, failures=1).fields("train", _prompt(), samples)
+    fields = await _teacher(spec, answer, failures=1).fields("train", _prompt(), samples)
     policy = policy_of(spec, scale=1.5)
     for row, logprobs, top in zip(
-        responses, found["ref_logprobs"], found["teacher_topk"], strict=True
+        responses, fields["ref_logprobs"], fields["teacher_topk"], strict=True
     ):
         packed = pack(
             Jagged.from_list([torch.tensor([3, 4, 5])]),
@@ -149,10 +149,10 @@ async def test_a_teacher_with_its_own_prompt_sees_it() -> None:
         return _vllm(request)
 
     teacher = _teacher(_spec(prompt_column="solved"), answer)
-    found = await teacher.fields("train", _prompt(teacher_ids=(9, 9, 3, 4)), [_sample(0, (6, 7))])
+    fields = await teacher.fields("train", _prompt(teacher_ids=(9, 9, 3, 4)), [_sample(0, (6, 7))])
     assert asked == [[9, 9, 3, 4, 6, 7]]
-    assert [row.tolist() for row in found["teacher_prompt_ids"]] == [[9, 9, 3, 4]]
-    assert found["teacher_topk"][0].shape == (2, TOP_K + 1, 2)
+    assert [row.tolist() for row in fields["teacher_prompt_ids"]] == [[9, 9, 3, 4]]
+    assert fields["teacher_topk"][0].shape == (2, TOP_K + 1, 2)
 
 
 async def test_a_teacher_sees_the_best_other_response_of_the_group() -> None:
@@ -169,8 +169,8 @@ async def test_a_teacher_sees_the_best_other_response_of_the_group() -> None:
     assert shown.tolist() == tokenizer.encode_prompt("12e45e") == same.tolist()
     assert none.tolist() == []
     short = Teacher(spec, tokenizer, max_tokens=4, reach=REACH)
-    found = await short.fields("train", _prompt(), samples)
-    assert [len(row) for row in found["teacher_prompt_ids"]] == [0, 0, 0]
+    fields = await short.fields("train", _prompt(), samples)
+    assert [len(row) for row in fields["teacher_prompt_ids"]] == [0, 0, 0]
 
 
 @pytest.mark.parametrize(

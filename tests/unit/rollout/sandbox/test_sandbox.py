@@ -39,8 +39,8 @@ async def test_commands_share_files_and_processes_until_the_episode_ends() -> No
             "/sandbox\n42\n"
         )
         # A process is listed as sleep only after the shell's fork has called exec.
-        found = await box.run("cat file; until ps -e -o comm= | grep sleep; do :; done; exit 3")
-        assert (found.text, found.exit_status, found.limit) == ("one\nsleep\n", 3, "")
+        result = await box.run("cat file; until ps -e -o comm= | grep sleep; do :; done; exit 3")
+        assert (result.text, result.exit_status, result.limit) == ("one\nsleep\n", 3, "")
         assert (await box.run("cat", stdin=b"given")).text == "given"
         assert (await box.run("true \0")).exit_status == 126
         assert (await box.run("kill -9 $$")).exit_status == 128 + signal.SIGKILL

@@ -131,8 +131,10 @@ USER: dict[str, Any] = {"role": "user", "content": "2 + 3?"}
 
 
 def rounds(*results: Sequence[str]) -> list[ToolRound]:
-    calls = [tuple(ToolCallAndResult(name="add", result=one) for one in each) for each in results]
-    return [ToolRound(reply="<tool_call>{}</tool_call>", calls=each) for each in calls]
+    calls = [
+        tuple(ToolCallAndResult(name="add", result=one) for one in result) for result in results
+    ]
+    return [ToolRound(reply="<tool_call>{}</tool_call>", calls=result) for result in calls]
 
 
 QWEN_OPEN = "<|im_start|>assistant\n"

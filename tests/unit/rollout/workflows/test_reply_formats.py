@@ -34,8 +34,8 @@ TOOLS = [
 
 
 def _calls(name: str, text: str, tools: Any = ()) -> list[tuple[str, Any]]:
-    found = reply_format(TOKENIZER, name).parse(text, tools).calls
-    return [(call.name, call.arguments) for call in found if not call.problem]
+    calls = reply_format(TOKENIZER, name).parse(text, tools).calls
+    return [(call.name, call.arguments) for call in calls if not call.problem]
 
 
 @pytest.mark.parametrize(

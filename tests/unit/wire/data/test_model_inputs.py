@@ -33,8 +33,8 @@ def test_a_bundle_round_trips_with_its_digest() -> None:
 
 def test_arrays_and_lists_are_tensors_too() -> None:
     values = {"a": np.ones((2, 3), np.float32), "b": [[1.0, 2.0]], "c": [1, 2]}
-    found = ModelInputs.from_values(values).tensors
-    assert {name: (t.dtype, tuple(t.shape)) for name, t in found.items()} == {
+    tensors = ModelInputs.from_values(values).tensors
+    assert {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()} == {
         "a": (torch.float32, (2, 3)),
         "b": (torch.float32, (1, 2)),
         "c": (torch.int64, (2,)),
@@ -51,7 +51,7 @@ def test_the_digest_depends_on_names_types_shapes_and_values_and_not_on_the_orde
         {"a": zeros + 1e-7},
         {"a": zeros, "b": zeros},
     ]
-    assert len({ModelInputs.from_values(each).digest for each in bundles}) == len(bundles)
+    assert len({ModelInputs.from_values(bundle).digest for bundle in bundles}) == len(bundles)
     one, other = ({"a": zeros, "b": zeros + 1}, {"b": zeros + 1, "a": zeros})
     assert ModelInputs.from_values(one).digest == ModelInputs.from_values(other).digest
 

@@ -40,17 +40,17 @@ def worker(name, version=3):
 @pytest.fixture
 async def opened(monkeypatch):
     """Yields a function that opens a pool, some of it colocated, and returns it with the recorded calls."""
-    found = RolloutPool()
+    rollout_pool = RolloutPool()
 
     async def open_(count, colocated):
         log, names = [], [f"rollout-{index}" for index in range(count)]
         clients = iter([Rollout(name, log) for name in names])
         monkeypatch.setattr(module, "RolloutClient", lambda channel: next(clients))
-        await found.open([worker(name) for name in names], colocated=names[:colocated])
-        return found, log
+        await rollout_pool.open([worker(name) for name in names], colocated=names[:colocated])
+        return rollout_pool, log
 
     yield open_
-    await found.close()
+    await rollout_pool.close()
 
 
 async def test_rollouts_that_share_gpus_hand_over_to_those_that_do_not(opened):

@@ -156,9 +156,9 @@ async def test_a_scoring_worker_that_cannot_reach_the_transferqueue_is_reported(
 
         async def reported(kind):
             only = EventFilter(types=(kind,))
-            while not (found := await manager.feed.page(run_id, after_seq=0, only=only)):  # noqa: ASYNC110 -- the test polls stored events
+            while not (result := await manager.feed.page(run_id, after_seq=0, only=only)):  # noqa: ASYNC110 -- the test polls stored events
                 await asyncio.sleep(0.01)
-            return found
+            return result
 
         (cut,) = await reported("WorkerCutOff")
         assert cut.data["workers"] == ["ref_logp-0"]

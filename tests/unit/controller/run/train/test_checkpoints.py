@@ -70,8 +70,8 @@ def parent(database):
             skipped_since=None,
             also=lambda connection: None,
         )
-        known = [each.step for each in await journal.read(ready_checkpoints)]
-        assert sorted(known) == trainer.steps
+        steps = [each.step for each in await journal.read(ready_checkpoints)]
+        assert sorted(steps) == trainer.steps
         return trainer.steps
 
     return trainer, journal, save
