@@ -75,5 +75,5 @@ function firstSentence(about) {
 
 function text(value) {
   if (value === undefined) return "";
-  return typeof value === "string" ? value : JSON.stringify(value);
+  return typeof value === "string" ? value : JSON.stringify(value, null, 1).replace(/\n */g, " "); // spaces let lines break
 }

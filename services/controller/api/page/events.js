@@ -13,7 +13,7 @@ export class Events {
     this.conditions = h("div", { id: "conditions" });
     this.list = h("ol", { id: "events", reversed: true, tabIndex: 0, "aria-label": "Events, newest first" });
     this.more = h("button", { type: "button", class: "part", onclick: () => this.#read() }, "older");
-    const type = h("input", { type: "search", placeholder: "type, such as WorkerLost", "aria-label": "Only events of this type", onchange: () => { this.type = type.value.trim(); this.#again(); } });
+    const type = h("input", { type: "search", size: 26, placeholder: "type, such as WorkerLost", "aria-label": "Only events of this type", onchange: () => { this.type = type.value.trim(); this.#again(); } });
     panel.replaceChildren(h("h3", {}, "Conditions"), this.conditions, h("h3", {}, "Events ", type), this.list, this.more);
     this.refresh(run);
     this.#again();
