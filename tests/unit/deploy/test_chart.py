@@ -5,7 +5,6 @@ import json
 import re
 from pathlib import Path
 
-import kubernetes_validate
 import pytest
 import yaml
 from cryptography import x509
@@ -28,6 +27,7 @@ from tests.helpers.chart import (
     render,
     worker_templates,
 )
+from tests.helpers.manifests import validate_manifest
 
 _PROFILES: tuple[tuple[str, ...], ...] = (
     (),
@@ -134,7 +134,7 @@ def test_manifests_fit_the_schemas_of_kubernetes(
     assert len(manifests) > 18
     for manifest in [*manifests, *templates]:
         if manifest["kind"] not in _CUSTOM:
-            kubernetes_validate.validate(manifest, kube_version.rpartition(".")[0], strict=True)
+            validate_manifest(manifest, kube_version.rpartition(".")[0])
 
 
 def test_helm_3_and_4_render_the_same() -> None:
@@ -495,7 +495,7 @@ def test_only_autoscaling_defines_a_kind_and_lets_the_controller_write_its_objec
     switched_on = ("--set", "workers.rolloutScales.enabled=true")
     manifests = render(*switched_on)
     (definition,) = [m for m in manifests if m["kind"] == "CustomResourceDefinition"]
-    kubernetes_validate.validate(definition, "1.35", strict=True)
+    validate_manifest(definition, "1.35")
     (version,) = definition["spec"]["versions"]
     assert definition["metadata"]["name"] == f"{PLURAL}.{GROUP}"
     kept = {"helm.sh/resource-policy": "keep"}
@@ -514,7 +514,7 @@ def test_served_namespaces_get_a_kind_and_the_rights_to_mirror_its_objects() -> 
     assert not [m for m in render() if "rlrun" in m["metadata"]["name"]]
     manifests = render("--set", "rlruns.namespaces={blue,green}")
     (definition,) = [m for m in manifests if m["kind"] == "CustomResourceDefinition"]
-    kubernetes_validate.validate(definition, "1.35", strict=True)
+    validate_manifest(definition, "1.35")
     assert definition["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
     (version,) = definition["spec"]["versions"]
     assert (definition["metadata"]["name"], version["name"]) == (

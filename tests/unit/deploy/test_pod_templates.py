@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import pytest
 
 from services.checks.pods import pod_problems
@@ -13,6 +12,7 @@ from services.common.runspec.loader import SpecError
 from services.extras.kubernetes.pod_templates import Overrides
 from services.extras.kubernetes.worker_pods import Pod
 from tests.helpers.chart import CHART, helm
+from tests.helpers.manifests import validate_manifest
 from tests.helpers.specs import spec_with
 from tests.unit.deploy.test_worker_pods import SMALL, build, sizes
 
@@ -96,7 +96,7 @@ def test_the_administrators_part_is_in_each_pod_of_a_kind(tmp_path: Path) -> Non
     assert "datasets" not in json.dumps(rollout)
     for pod in pods.values():
         assert "resources-of-kinds" not in str(pod["metadata"]["annotations"])
-        kubernetes_validate.validate(pod, "1.33", strict=True)
+        validate_manifest(pod, "1.33")
 
 
 def test_a_run_chooses_within_the_bounds(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_a_run_chooses_within_the_bounds(tmp_path: Path) -> None:
     (proxy,) = rollout["spec"]["initContainers"]
     assert (proxy["name"], proxy["restartPolicy"]) == ("proxy", "Always")
     for pod in pods.values():
-        kubernetes_validate.validate(pod, "1.33", strict=True)
+        validate_manifest(pod, "1.33")
 
 
 def read(folder: Path, overrides: dict[str, Any] | None) -> Overrides:

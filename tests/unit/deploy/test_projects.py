@@ -4,12 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import pytest
 
 from services.common.errors import FailedPreconditionError
 from services.extras.kubernetes.worker_pods import Pod, build_pods, load_templates, why_volatile
 from tests.helpers.chart import CHART, helm, one, render
+from tests.helpers.manifests import validate_manifest
 from tests.helpers.specs import spec_with
 from tests.unit.deploy.test_worker_pods import OWNER, SMALL
 
@@ -44,7 +44,7 @@ def pods_of(folder: Path, project: str) -> dict[str, Pod]:
         owner=OWNER,
     )
     for pod in pods:
-        kubernetes_validate.validate(pod, "1.33", strict=True)
+        validate_manifest(pod, "1.33")
     return {pod["spec"]["containers"][0]["name"]: pod for pod in pods}
 
 
@@ -97,7 +97,7 @@ def test_a_quota_counts_the_pods_of_the_projects_priority_class() -> None:
     assert quota["spec"]["hard"] == VISION["quota"]
     (scope,) = quota["spec"]["scopeSelector"]["matchExpressions"]
     assert (scope["scopeName"], scope["values"]) == ("PriorityClass", ["vision"])
-    kubernetes_validate.validate(quota, "1.33", strict=True)
+    validate_manifest(quota, "1.33")
     kept = one(manifests, "Namespace", "train-workers")["metadata"]["annotations"]
     assert kept == {"helm.sh/resource-policy": "keep"}, "the namespace has the project's claims"
     drainless = render(*arguments(vision=VISION), "--set", "controller.drain.enabled=false")
@@ -149,5 +149,5 @@ def test_no_pod_of_a_project_evades_its_quota(tmp_path: Path, chosen: dict[str, 
 
 def test_templates_of_projects_are_in_their_config_map_only() -> None:
     service = one(render(*arguments(vision=VISION)), "Service", "demo-slipstream-workers")
-    kubernetes_validate.validate(service, "1.33", strict=True)
+    validate_manifest(service, "1.33")
     assert service["metadata"].keys() == {"name", "namespace", "labels"}

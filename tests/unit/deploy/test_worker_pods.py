@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any, cast
 
-import kubernetes_validate
 import pytest
 
 from services.common.errors import FailedPreconditionError
@@ -20,6 +19,7 @@ from services.extras.kubernetes.worker_pods import (
     why_volatile,
 )
 from tests.helpers.chart import one, render, worker_templates
+from tests.helpers.manifests import validate_manifest
 from tests.helpers.specs import spec_with
 
 SMALL = {
@@ -83,7 +83,7 @@ def test_processors_and_memory_follow_the_gpus_of_a_pod(tmp_path: Path) -> None:
     assert by_worker["rollout-0"] == ("8", "64Gi", "128Gi", "10Gi")
     assert all("resources-per-gpu" not in str(pod["metadata"]["annotations"]) for pod in pods)
     for pod in pods:
-        kubernetes_validate.validate(pod, "1.33", strict=True)
+        validate_manifest(pod, "1.33")
 
 
 def test_a_kind_of_worker_may_have_its_own_resources(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_pods_fit_the_schema_of_kubernetes_and_end_with_their_owner(
     tmp_path: Path, profiles: tuple[str, ...]
 ) -> None:
     for pod in build(tmp_path, profiles=profiles):
-        kubernetes_validate.validate(pod, "1.35", strict=True)
+        validate_manifest(pod, "1.35")
         assert pod["metadata"]["ownerReferences"] == [OWNER]
         assert pod["metadata"]["labels"]["slipstream.dev/run"] == "run_0198"
         assert pod["spec"]["restartPolicy"] == "Never"
@@ -203,7 +203,7 @@ def test_roles_of_their_own_get_pods_of_the_trainers_program(tmp_path: Path) -> 
     names = [pod["metadata"]["name"].removeprefix("run-0198-") for pod in pods]
     assert names == ["trainer-0", "rollout-0", "ref-logp-0", "ref-logp-1"]
     assert [gpus(pod) for pod in pods] == [["4"], ["2"], ["1"], ["1"]]
-    kubernetes_validate.validate(pods[2], "1.35", strict=True)
+    validate_manifest(pods[2], "1.35")
     (container,) = pods[2]["spec"]["containers"]
     assert environment(container)["SLIPSTREAM_TRAINER_ROLE"] == "ref_logp"
     assert "--nproc-per-node=4" in pods[0]["spec"]["containers"][0]["command"]
@@ -223,7 +223,7 @@ def test_a_sharded_reference_is_one_pod_with_all_its_ranks(tmp_path: Path) -> No
         },
     )
     (pod,) = [pod for pod in pods if "ref-logp" in pod["metadata"]["name"]]
-    kubernetes_validate.validate(pod, "1.35", strict=True)
+    validate_manifest(pod, "1.35")
     assert gpus(pod) == ["4"]
     (container,) = pod["spec"]["containers"]
     assert environment(container)["SLIPSTREAM_TRAINER_ROLE"] == "ref_logp"
@@ -313,7 +313,7 @@ def test_a_trainer_of_more_ranks_than_a_node_has_gpus_is_a_set_of_pods(tmp_path:
         "run-0198-trainer-0-node-1",
     ]
     for rank, pod in enumerate((first, second)):
-        kubernetes_validate.validate(pod, "1.35", strict=True)
+        validate_manifest(pod, "1.35")
         assert gpus(pod) == ["8"]
         (container,) = pod["spec"]["containers"]
         assert container["name"] == "trainer-0"
@@ -355,10 +355,9 @@ def test_a_trainer_of_several_nodes_is_one_indexed_job_of_a_job_set_where_asked(
     assert metadata["labels"]["slipstream.dev/run"] == "run_0198"
     assert metadata["annotations"] == {"alpha.jobset.sigs.k8s.io/exclusive-topology": "rack"}
     (job,) = made["spec"]["replicatedJobs"]
-    kubernetes_validate.validate(
+    validate_manifest(
         {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "job"}, **job["template"]},
         "1.35",
-        strict=True,
     )
     assert (job["replicas"], job["template"]["spec"]["completions"]) == (1, 2)
     pod = job["template"]["spec"]["template"]
@@ -399,7 +398,7 @@ def test_three_nodes_of_pipeline_stages_are_one_gang_whose_ranks_meet_at_a_stabl
     templates = load_templates(tmp_path)
     begins = set()
     for number, pod in enumerate(nodes):
-        kubernetes_validate.validate(pod, "1.35", strict=True)
+        validate_manifest(pod, "1.35")
         (container,) = pod["spec"]["containers"]
         assert container["name"] == "trainer-0", "the loss of any pod ends the worker"
         _, nnodes, rank, address, port, processes, *_ = container["command"]
@@ -512,7 +511,7 @@ def test_runs_on_the_network_of_a_node_have_different_ports(tmp_path: Path, topo
             used=used_ports(existing),
         )
         for pod in pods:
-            kubernetes_validate.validate(pod, "1.35", strict=True)
+            validate_manifest(pod, "1.35")
         shared = set(numbers(pods)) & set(numbers(existing))
         assert not shared
         assert all(20_000 <= port < 29_500 for port in numbers(pods))
@@ -577,7 +576,7 @@ def test_pods_of_a_run_are_one_group_of_a_gang_scheduler(
         assert [each for each in references if each] == ["run-0198"]
         assert spec.get("schedulerName") == name
         if scheduler != "native":
-            kubernetes_validate.validate(pod, "1.35", strict=True)
+            validate_manifest(pod, "1.35")
     template = load_templates(tmp_path).pod_group
     assert template is not None
     group = gang.build_pod_group(template, "run_0198", num_pods=len(pods), owner=OWNER)
@@ -618,7 +617,7 @@ def test_gpus_and_other_devices_are_claimed_where_the_values_name_templates(tmp_
     )  # fmt: skip
     pods = build(tmp_path, *values, profiles=("multi-node",), trainer={"world_size": 2})
     for pod, num_gpus in zip(pods, (2, 1, 1), strict=True):
-        kubernetes_validate.validate(pod, "1.35", strict=True)
+        validate_manifest(pod, "1.35")
         templates = [each["resourceClaimTemplateName"] for each in pod["spec"]["resourceClaims"]]
         assert templates == ["one-nic"] + num_gpus * ["one-gpu"]
         (container,) = pod["spec"]["containers"]
@@ -635,7 +634,7 @@ def test_rollouts_that_share_the_trainers_gpus_share_its_claims(tmp_path: Path) 
         tmp_path, *values, profiles=("multi-node",),
         trainer={"world_size": 2}, topology={"placement": "colocated"},
     )  # fmt: skip
-    kubernetes_validate.validate(pod, "1.35", strict=True)
+    validate_manifest(pod, "1.35")
     trainer, *rollouts = [each["resources"]["claims"] for each in pod["spec"]["containers"]]
     assert len(trainer) == len(pod["spec"]["resourceClaims"]) == 2
     assert all(claims == trainer for claims in rollouts)
