@@ -64,7 +64,10 @@ def test_a_sleeping_trainer_runs_two_layers_for_the_largest_pack(kl: float, pass
     calls = [0] * 5
     policy = _counted(calls)
     # A penalty in the reward needs logprobs, from a pass without gradients.
-    spec = spec_of(algorithm={"kl": {"coefficient": kl, "placement": "reward"}})
+    spec = spec_of(
+        algorithm={"kl": {"coefficient": kl, "placement": "reward"}},
+        trainer={"tokens_per_micro_batch": 64},
+    )
     compile_first_layers(policy, spec, device=torch.device("cpu"))
     # All layers run once with a few tokens first, so that FSDP registers them.
     assert calls == [passes, passes, 1, 1, 1]
