@@ -15,21 +15,16 @@ from contextlib import suppress
 from types import CodeType, ModuleType
 from typing import Any, Final
 
+from services.extras.code_tests.judging.checks import NAME, instrumented
 from services.extras.code_tests.judging.peer import Peer, PeerEndedError, Remote
 from services.extras.code_tests.judging.source import (
     LAST_LINE,
     MODULES,
     builtin_under_test,
     free_names,
-    is_check,
 )
 
 _GUARDED: Final = "__is_guarded__"
-_COUNT: Final = "__count_of_checks__"
-_PASSED: Final = "__check_passed__"
-_CAUGHT: Final = "__exception_caught__"
-_SWALLOWED: Final = "__failed_check_swallowed__"
-_TELLING: Final = ("print", "print_exc", "debug", "info", "warning", "error", "exception", "log")
 _PRECISION: Final = 1e-9
 
 
@@ -87,21 +82,15 @@ class Judge:
         with suppress(Exception):  # the tests may do without it
             exec(compile(prelude, "prompt.py", "exec"), self._names)  # noqa: S102 -- code of the data
         _guard_numpy(test["code"] + prelude)
-        checks = _Checks()
         is_data_used, are_missing = self._define(test["code"])
-        self._names |= {
-            _COUNT: checks.count,
-            _PASSED: checks.end,
-            _CAUGHT: checks.catch,
-            _SWALLOWED: checks.refuse_failed,
-        }
-        tree = ast.fix_missing_locations(_Counted().visit(ast.parse(test["code"])))
+        tree, checks = instrumented(test["code"])
+        self._names[NAME] = checks
         num_before = self._peer.num_answers
         self._run(test, compile(tree, "tests.py", "exec"))
         is_consulted = is_data_used or self._peer.num_answers > num_before
         if not is_consulted and not (are_missing and checks.number):
             raise UnjudgedError("it ends without a check of the program")
-        return is_consulted and checks.number > 0
+        return is_consulted and checks.number > 0 and checks.verify()
 
     def _run(self, test: Mapping[str, Any], code: CodeType) -> None:
         try:
@@ -134,32 +123,6 @@ class Judge:
         names |= values
         are_data = not all(isinstance(value, Remote | type) for value in values.values())
         return are_data, bool(free - public)
-
-
-class _Checks:
-    """Checks that ran, and whether the last one failed."""
-
-    def __init__(self) -> None:
-        self.number = 0
-        self._is_running = False
-
-    def count(self) -> None:
-        self.number += 1
-        self._is_running = True
-
-    def end(self) -> None:
-        self._is_running = False
-
-    def catch(self) -> None:
-        """Counts an exception that the tests expect, or that they go on to judge."""
-        self.number += 1
-        self._is_running = False
-
-    def refuse_failed(self) -> None:
-        """Fails tests that catch the failure of their own check, only to print it."""
-        if self._is_running:
-            raise sys.exception() or AssertionError("the tests suppress a failed check")
-        self.number += 1
 
 
 def named_function(name: str, peer: Peer) -> Any:
@@ -253,60 +216,6 @@ class _ProgramModule(ModuleType):
             return self._peer.request("name", name)
         except NameError as error:
             raise AttributeError(name) from error
-
-
-class _Counted(ast.NodeTransformer):
-    """Counts the checks that run: asserts, calls such as ``assertEqual``, conditions that raise."""
-
-    def visit(self, node: ast.AST) -> Any:
-        """Precedes each statement that checks by a count."""
-        self.generic_visit(node)
-        if isinstance(node, ast.Try) and _has_check(node.body):
-            for handler in node.handlers:
-                handler.body.insert(0, _called(_SWALLOWED if _swallows(handler) else _CAUGHT))
-        if not isinstance(node, ast.stmt):
-            return node
-        if isinstance(node, ast.With) and _suppresses(node) and _has_check(node.body):
-            return [node, _called(_SWALLOWED)]
-        if not is_check(node):
-            return node
-        return [_called(_COUNT), node, _called(_PASSED)]
-
-
-def _called(name: str) -> ast.stmt:
-    return ast.parse(f"{name}()").body[0]
-
-
-def _has_check(body: Iterable[ast.stmt]) -> bool:
-    return any(isinstance(n, ast.stmt) and is_check(n) for node in body for n in ast.walk(node))
-
-
-def _swallows(handler: ast.ExceptHandler) -> bool:
-    """Returns True if a handler catches failed asserts and does no more than to print."""
-    kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
-    names = {kind.id for kind in kinds if isinstance(kind, ast.Name)}
-    catches_asserts = handler.type is None or names & {
-        "AssertionError",
-        "Exception",
-        "BaseException",
-    }
-    return bool(catches_asserts) and all(map(_is_idle, handler.body))
-
-
-def _is_idle(node: ast.stmt) -> bool:
-    if isinstance(node, ast.Expr):
-        name = _function_of(node.value)
-        return isinstance(node.value, ast.Constant) or name in _TELLING
-    return isinstance(node, ast.Pass | ast.Continue | ast.Break)
-
-
-def _suppresses(node: ast.With) -> bool:
-    return any(_function_of(item.context_expr) == "suppress" for item in node.items)
-
-
-def _function_of(node: ast.expr) -> str:
-    function = node.func if isinstance(node, ast.Call) else None
-    return str(getattr(function, "attr", getattr(function, "id", "")))
 
 
 def _run_functions(namespace: Mapping[str, Any], names: Iterable[str]) -> None:
