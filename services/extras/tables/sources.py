@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common.runspec.data import PromptSourceSpec
+from services.extras.tables.text_cells import text_columns, typed
 from services.rollout.data.sources import CheckedRows, PromptSource, Row, file_of
 
 # Max bytes of a decoded Parquet file to hold in memory; a larger one is copied to disk.
@@ -113,6 +114,15 @@ def open_parquet(spec: PromptSourceSpec, key: str) -> PromptSource:
     return _Parquet(file_of(spec, key), key)
 
 
+def _bounded_columns(spec: PromptSourceSpec) -> set[str]:
+    """Returns the columns whose values a filter compares with numbers."""
+    return {
+        filter_.column
+        for filter_ in spec.filters
+        if filter_.column and (filter_.at_least is not None or filter_.at_most is not None)
+    }
+
+
 def open_huggingface(spec: PromptSourceSpec, key: str) -> PromptSource:
     try:
         import datasets
@@ -125,7 +135,11 @@ def open_huggingface(spec: PromptSourceSpec, key: str) -> PromptSource:
             "Python function (source 'python')"
         )
     try:
-        rows = datasets.load_dataset(spec.path, name=spec.subset, split=spec.split)
+        builder = datasets.load_dataset_builder(spec.path, name=spec.subset)
+        as_text = text_columns(builder, spec.split)
+        rows = datasets.load_dataset(spec.path, name=spec.subset, split=spec.split, **as_text)
+        if as_text:
+            rows = typed(rows, numbers=_bounded_columns(spec))
     except Exception as error:  # the library raises many kinds, some without a common class
         why = str(error)
         if type(error) is datasets.exceptions.DatasetGenerationError:  # only its cause says why

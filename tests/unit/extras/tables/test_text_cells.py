@@ -1,0 +1,74 @@
+"""Tests of the cells of CSV files as answers and as columns of filters."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.common.runspec.data import DataSpec
+from services.rollout.data.sources import open_sources
+from services.rollout.rewards.answers import exact_match
+
+pytest.importorskip("datasets")
+
+# Kind: the file's text after its header, and the value of each answer.
+CELLS: dict[str, tuple[str, list[Any]]] = {
+    "integers": ("q,72\nr,5\n", [72, 5]),
+    "integers and an empty cell": ("q,72\nr,\n", [72, None]),
+    "large integers and an empty cell": ("q,1152921504606846977\nr,\n", [2**60 + 1, None]),
+    "integers of many digits": (f"q,{10**30 + 1}\nr,5\n", [str(10**30 + 1), "5"]),
+    "leading zeros": ("q,007\nr,42\n", ["007", "42"]),
+    "decimals": ("q,0.1\nr,2.5\n", [0.1, 2.5]),
+    "decimals with zeros at the end": ("q,0.10\nr,2.50\n", ["0.10", "2.50"]),
+    "powers of ten": ("q,1e3\nr,1E-5\n", ["1e3", "1E-5"]),
+    "names of missing values": ("q,NA\nr,None\ns,null\nt,nan\n", ["NA", "None", "null", "nan"]),
+    "infinity": ("q,inf\nr,5\n", ["inf", "5"]),
+    "lower-case booleans": ("q,true\nr,false\n", ["true", "false"]),
+    "booleans of Python": ("q,True\nr,False\n", [True, False]),
+    "words of agreement": ("q,yes\nr,no\n", ["yes", "no"]),
+    "quotes": ('"say ""hi"", now","a ""b"""\n"two\nlines","x,y"\n', ['a "b"', "x,y"]),
+    "separators": ('q,"1,000"\nr,"2,000"\n', ["1,000", "2,000"]),
+    "dates": ("q,2024-01-05\nr,2024-01-06\n", ["2024-01-05", "2024-01-06"]),
+    "numbers and words": ("q,72\nr,many\n", ["72", "many"]),
+    "accents": ("q,é\nr,東京\n", ["é", "東京"]),
+}
+
+
+def rows_of(folder: Path, text: str, **changes: Any) -> Any:
+    (folder / "train.csv").write_bytes(text.encode())
+    train = {"source": "huggingface", "path": str(folder), **changes}
+    spec = DataSpec.model_validate({"train": train, "prompt_column": "question"})
+    return open_sources(spec)["train"]
+
+
+@pytest.mark.parametrize(("text", "answers"), CELLS.values(), ids=CELLS)
+@pytest.mark.parametrize("mark", ["", "\ufeff"], ids=["plain", "byte order mark"])
+def test_an_answer_is_what_the_file_says(
+    tmp_path: Path, mark: str, text: str, answers: list[Any]
+) -> None:
+    text = f"{mark}question,answer\n{text}"
+    text = text.replace("\n", "\r\n") if mark and "lines" not in text else text
+    rows = rows_of(tmp_path, text)
+    assert [rows[index]["answer"] for index in range(len(rows))] == answers
+    for answer in answers:
+        if answer is None:
+            with pytest.raises(ValueError, match="needs an answer"):
+                exact_match("", "72", answer, {})
+        else:
+            assert exact_match("", str(answer), answer, {}) == 1.0
+
+
+def test_a_filter_compares_numbers_however_they_are_written(tmp_path: Path) -> None:
+    text = "question,answer,score\nq,007,0.10\nr,008,0.50\ns,009,\n"
+    rows = rows_of(tmp_path, text, filters=[{"column": "score", "at_least": 0.2}])
+    assert [dict(rows[index]) for index in range(len(rows))] == [
+        {"question": "r", "answer": "008", "score": 0.5}
+    ]
+
+
+def test_a_file_of_tabs_has_columns_too(tmp_path: Path) -> None:
+    (tmp_path / "train.tsv").write_text("question\tanswer\nq\t007\n")
+    spec = DataSpec.model_validate(
+        {"train": {"source": "huggingface", "path": str(tmp_path)}, "prompt_column": "question"}
+    )
+    assert open_sources(spec)["train"][0]["answer"] == "007"
