@@ -24,7 +24,7 @@ from math_verify.grader import (
 )
 from sympy import Abs, Add, Eq, Expr, I, Interval, MatrixBase, Symbol, Tuple, Union
 
-from services.extras.math_verify import spelling
+from services.extras.math_verify import quantities, spelling
 from services.extras.math_verify.numbers import is_rounded, relative_comparison, same_numbers
 from services.rollout.rewards.answers import answer_part, answer_text
 
@@ -42,6 +42,7 @@ _WITHOUT_UNITS = replace(LatexExtractionConfig().normalization_config, units=Fal
 _READ = [LatexExtractionConfig(boxed_match_priority=0, normalization_config=_WITHOUT_UNITS)]
 _SEARCH = [*_READ, ExprExtractionConfig()]
 _SEARCH_UNITS = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
+_LETTER = re.compile(r"[A-Za-z]")
 _CPU_TIMEOUT_S = 5.0
 """Max CPU time of one comparison, including regular expressions, parsing and algebra."""
 _MAX_EXPRESSION_CHARACTERS = 2000
@@ -66,7 +67,7 @@ def math_answer(prompt: str, response: str, answer: Any, row: Mapping[str, Any])
         ValueError: If there is no answer, or it is a list, empty or too long.
         TimeoutError: If the comparison takes too long; the result is then unknown.
     """
-    text = spelling.normalized(answer_text(answer, reward="math_verify"))
+    text = quantities.plain_amounts(spelling.normalized(answer_text(answer, reward="math_verify")))
     marked = _marked(text)
     expected = _single_spaced(text if marked is None else marked)
     if len(expected) > _MAX_EXPRESSION_CHARACTERS:
@@ -75,8 +76,13 @@ def math_answer(prompt: str, response: str, answer: Any, row: Mapping[str, Any])
             f"{len(expected)}; mark the final expression with \\boxed{{}} or {_MARK}"
         )
     with _cpu_time_limit(_CPU_TIMEOUT_S):
-        part = spelling.normalized(answer_part(response))
-        return float(_is_answered(expected, _tagged(part), answer))
+        part = quantities.plain_amounts(spelling.normalized(answer_part(response)))
+        has_letters = bool(_LETTER.search(expected))
+        given = quantities.scaled(_tagged(part), has_letters=has_letters)
+        # The question may ask for the number of millions, so the answer may omit the word.
+        amount = quantities.scaled(expected, has_letters=has_letters)
+        readings = dict.fromkeys((amount, quantities.unscaled(expected)))
+        return float(any(_is_answered(reading, given, answer) for reading in readings))
 
 
 def _is_answered(expected: str, response: str, answer: Any) -> bool:
@@ -89,13 +95,24 @@ def _is_answered(expected: str, response: str, answer: Any) -> bool:
         return len(given) <= _MAX_EXPRESSION_CHARACTERS and _same(expected, given)
     lines = [line for text in response.splitlines() if (line := _single_spaced(text))]
     response = "\n".join(lines)[-_MAX_PROSE_CHARACTERS:]
-    if len(lines) == 1 and not spelling.has_words(response) and _same(expected, response):
-        return True
+    if len(lines) == 1 and not spelling.has_words(response):
+        if _same(expected, response):
+            return True
+        if spelling.plain_number(response) is not None:
+            return False
+    return _is_said(expected, response, is_line=len(lines) == 1)
+
+
+def _is_said(expected: str, response: str, *, is_line: bool) -> bool:
+    """Returns True if a response announces an answer, or ends with it."""
     announced = _ANNOUNCED.findall(response)
     given = announced[-1].strip("* ") if announced else response
     if announced and not spelling.has_words(given):
         return _same(expected, given)
     said = _SAID.search(given)
+    ending = said[1] if said else given if announced or is_line else ""
+    if spelling.has_changed_number(ending) and not spelling.is_changed(expected):
+        return False
     if spelling.same_text(expected, given) or (said and spelling.same_text(expected, said[1])):
         return True
     if said and not spelling.has_words(said[1]):

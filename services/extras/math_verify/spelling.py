@@ -11,6 +11,8 @@ import unicodedata
 from fractions import Fraction
 from typing import Final
 
+from services.extras.math_verify.quantities import number_of_words, without_indian_groups
+
 _FONT = re.compile(
     r"\\(?:text(?!color)\w*|math(?:bf|rm|it|sf)|mbox|boldsymbol|operatorname)\s*\{([^{}]*)\}"
 )
@@ -31,9 +33,13 @@ _COMPATIBLE = re.compile(r"[\uff01-\uff5e\U0001d400-\U0001d7ff]+")
 _CHANGED = re.compile(
     r"\b(?:(?:or|and)\s+(?:more|less|fewer|greater|smaller|above|below|over|under|up|down|higher|lower"
     r"|an?|one|half|two|three)|not|wrong|incorrect|false|factorial|plus|minus|remainder|mod(?:ulo)?)\b"
-    r"|\d[\s}]*(?:\\text\w*\s*\{)?\s*(?:squared|cubed)\b"
+    r"|\d[\s}]*(?:\\text\w*\s*\{)?\s*(?:squared|cubed|(?:doubl|tripl|quadrupl|halv)ed)\b"
 )
 """Words after a number that make it another one, which no unit does."""
+_CHANGED_NUMBER = re.compile(
+    r"\d(?:\s|[}$~-])*(?:\\text\w*\s*\{\s*)?(?:(?:or|and)\s+(?:more|less|fewer|a\s+(?:half|third|quarter))"
+    r"|factorial|squared|cubed|(?:doubl|tripl|quadrupl|halv)ed|plus\s|minus\s|less\s+\d|mod\b)"
+)
 _LAYOUT = re.compile(r"\\(?:left|right|displaystyle)(?![a-zA-Z])|\\[,;:! ]|[$*~\s]|\\q?quad\b")
 _LONG_NAME = re.compile(r"\\(?:([lgn]e)q|[dtc](frac))(?![a-zA-Z])")
 _ARTICLE = re.compile(r"^\s*(?:an?|the)\s+(?=[A-Za-z]{3})")
@@ -140,11 +146,14 @@ _UNIT_IN_TEXT = re.compile(
     r"(?<=.)(?:[\s~]|\\[,;:! ])*"
     r"(?:\\(?:text\w*|mathrm|mbox)\s*\{[^{}]*\}(?:\^\{?-?\d\}?)?\s*(?:/|\\cdot)?\s*)+(?=,|$)"
 )
-_SHORT = r"cm|mm|km|dm|ft|in|yd|mi|kg|mg|gm|lb|oz|ml|mph|hr|min|sec|kmh"
+_SHORT = (
+    r"(?:sq\.?|cu\.?)\s+(?:ft|in|mi|yd|km|cm|mm|m)|cm|mm|km|dm|ft|in|yd|mi|kg|mg|gm|lb|oz|ml|mph|hr|min|sec|kmh"
+    r"|[kMG]?Hz|[kKMGT]B|[kM]?Wh?|k?Pa|k?cal|[cd]l|cc|mol|dB|rpm|psi|k[JNV]|m[AVW]|[mn]s|nm"
+)
 _PLAIN = r"[^A-Za-z\\]*"
 _QUANTITY = re.compile(
     rf"({_PLAIN}(?:\\(?:[dt]?frac|sqrt|pi|times|cdot)(?![A-Za-z]){_PLAIN})*(?<![\s^_]))"
-    rf"(?:\s*(?:{_SHORT})|\s+(?:[mgshlLJNWVK]|[A-Za-z]{{3,}}))s?"
+    rf"(?:\s*(?:{_SHORT})|\s+(?:[mgshlLJNWVK]|[A-Za-z]{{3,}}))s?\.?"
     rf"(?:\s+(?:per|{_SHORT}|[A-Za-z]{{3,}})|/\s*[a-z]+)*(?:\^\{{?\d\}}?)?\s*"
 )
 """Number with a unit in letters."""
@@ -163,13 +172,11 @@ _MAGNITUDE = re.compile(
     r"(?<=\d)(?:[\s~]|\\[,;:! ])*(\\text\w*\s*\{\s*)?(thousand|million|billion|trillion)s?\b"
 )
 _EXPONENT = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_TEMPERATURE = re.compile(
+    r"(?<=\d)(?:[\s~$]|\\[,;:! ])*(?:\N{DEGREE SIGN}|\^\s*\{?\s*\\circ\s*\}?)\s*"
+    r"(?:\\(?:text\w*|mathrm)\s*\{\s*)?[CF]\}?(?![A-Za-z])"
+)
 _DEGREES = re.compile(r"(\d+(?:\.\d+)?)\s*\^\s*\{?\s*\\circ\s*\}?")
-_NUMBER_WORDS = {
-    word: str(number)
-    for number, word in enumerate(
-        ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
-    )
-}
 
 
 def same_text(expected: str, given: str) -> bool:
@@ -209,15 +216,21 @@ def is_changed(answer: str) -> bool:
     return bool(_CHANGED.search(answer))
 
 
+def has_changed_number(answer: str) -> bool:
+    """Returns True if such words directly follow a number, which may be part of a sentence."""
+    return bool(_CHANGED_NUMBER.search(answer))
+
+
 def as_text(answer: str) -> str:
     """Returns an answer without fonts, spacing and case, for comparison as text."""
+    if spelled := number_of_words(_without_fonts(answer).strip(" .$")):
+        return spelled
     answer = _SPACED_THOUSANDS.sub(lambda number: _SPACED_DIGITS.sub("", number[0]), answer)
     answer = _SPACED_DIGITS.sub("\N{OPEN BOX}", answer)
     plain = _CONJUNCTION.sub(",", _ARTICLE.sub("", _spelled_ratio(_without_fonts(answer))))
     text = _LONG_NAME.sub(r"\\\1\2", _LAYOUT.sub("", plain)).casefold()
     text = text if text.endswith("...") else text.rstrip(".")
-    text = _CHOICE.sub(r"\1", _DOTTED.sub(r"\1m", _ONE_SIGN.sub(r"\1", text)))
-    return _NUMBER_WORDS.get(text, text)
+    return _CHOICE.sub(r"\1", _DOTTED.sub(r"\1m", _ONE_SIGN.sub(r"\1", text)))
 
 
 def without_emphasis(text: str) -> str:
@@ -230,7 +243,7 @@ def without_emphasis(text: str) -> str:
 
 def plain_number(answer: str) -> Fraction | None:
     r"""Returns the exact value of a decimal, also with ``\times 10^{n}``; None for any other answer."""
-    found = _PLAIN_NUMBER.fullmatch(as_latex(answer).strip())
+    found = _PLAIN_NUMBER.fullmatch(without_indian_groups(as_latex(answer).strip()))
     return found and Fraction(found[1]) * Fraction(10) ** int(found[2] or 0)
 
 
@@ -330,7 +343,9 @@ def alternatives(answer: str) -> list[str]:
 
 def as_latex(answer: str) -> str:
     """Converts an answer to LaTeX that ``math-verify`` can parse inside a box."""
-    tidy = _DOTTED_DIGITS.sub(r"\\overline{\1\2\3}", answer.translate(_UNICODE))
+    tidy = _DOTTED_DIGITS.sub(
+        r"\\overline{\1\2\3}", _TEMPERATURE.sub("", answer).translate(_UNICODE)
+    )
     tidy = _REPEATING.sub(_as_fraction, _ELLIPSIS.sub(r"\1\\overline{\2}", tidy))
     tidy = _THOUSANDS.sub(",", " ".join(_DELIMITER.sub(" ", tidy).split()))
     tidy = _APPROXIMATELY.sub("=", tidy).strip().removeprefix("=").strip()
@@ -346,7 +361,7 @@ def as_latex(answer: str) -> str:
         tidy = quantity[1]
     if described := _SET_OF.fullmatch(tidy):
         tidy = described[1]
-    return _NUMBER_WORDS.get(tidy.casefold(), _DERIVATIVE.sub("D=", tidy))
+    return number_of_words(tidy) or _DERIVATIVE.sub("D=", tidy)
 
 
 def rewritten(latex: str) -> list[str]:

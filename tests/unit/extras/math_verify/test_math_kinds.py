@@ -173,6 +173,10 @@ def changed(n: int) -> tuple[str, list[str], list[str]]:
             f"\\boxed{{{n}\\text{{ is wrong}}}}",
             f"\\boxed{{{n}\\text{{ factorial}}}}",
             f"\\boxed{{{n}\\text{{ and up}}}}",
+            f"It is {n} squared.",
+            f"The answer is {n} and a third.",
+            f"{n} doubled",
+            f"{n} or more",
         ],
     )
 
@@ -248,10 +252,105 @@ def letters(n: int) -> tuple[str, list[str], list[str]]:
     return right, [form % right for form in forms], [form % wrong for form in forms]
 
 
+def currencies(n: int) -> tuple[str, list[str], list[str]]:
+    forms = [
+        *(
+            "Rs. {}",
+            "Rs {}",
+            "INR {}",
+            "USD {}",
+            "{} USD",
+            "US${}",
+            "€{}",
+            "{} €",
+            "{} EUR",
+            "A\\${}",
+        ),
+        *("₩{}", "R$ {}", "{} kr", "\\text{{Rs. }}{}", "\\mathrm{{USD}}\\,{}", "{}¢", "Rs. {}/-"),
+        *("\\text{{€}}{}", "CHF {}.00", "HK${}"),
+    ]
+    return str(n), [form.format(n) for form in forms], [form.format(n + 1) for form in forms]
+
+
+def separators(n: int) -> tuple[str, list[str], list[str]]:
+    forms = [
+        "{}_234_567",
+        "{},234,567",
+        "{}'234'567",
+        "{} 234 567",
+        "{}.234.567",
+        "{}\u2019234\u2019567",
+    ]
+    forms += ["{}\\,234\\,567", "{}\u202f234\u202f567", "{}{{,}}234{{,}}567", "{}.234.567,00"]
+    return (
+        f"{n}234567",
+        [form.format(n) for form in forms],
+        [f"{n}_234", f"{n}'234'568", f"{n}.234567", f"{n},234,56", f"{n}.234.568"],
+    )
+
+
+def scales(n: int) -> tuple[str, list[str], list[str]]:
+    """Words that make a number another one; the wrong answers are about it."""
+    words = {"dozen": 12, "hundred": 100, "thousand": 10**3, "lakh": 10**5, "million": 10**6}
+    words |= {"crore": 10**7, "billion": 10**9, "bn": 10**9, "trillion": 10**12}
+    word, scale = list(words.items())[n % len(words)]
+    value = (n + 1) * scale
+    return (
+        str(value),
+        [
+            f"{n + 1} {word}",
+            f"\\${n + 1} {word}",
+            f"{n + 1}\\text{{ {word}}}",
+            f"{n + 1}.0 {word} units",
+        ],
+        [f"{n + 1}", f"{value} {word}", f"{value}\\text{{ {word}}}", f"\\${value} {word} dollars"],
+    )
+
+
+def shares(n: int) -> tuple[str, list[str], list[str]]:
+    value = f"{n / 100:.2f}"
+    wrong = [f"{n} per mille", f"{n}‰", f"{n} ppm", f"{n} basis points"]
+    return value, [f"{n}%", f"{n} percent", f"{n} hundredths", f"{n} per cent"], [*wrong, f"{n}"]
+
+
+def letter_scales(n: int) -> tuple[str, list[str], list[str]]:
+    return (
+        f"{n}000",
+        [f"{n}k", f"{n}K", f"\\${n}k", f"{n}\\text{{k}}", f"{n} k"],
+        [f"{n}000k", f"{n}000K", f"{n}M", f"{n}000M", f"\\${n}000B", f"{n}"],
+    )
+
+
+def words(n: int) -> tuple[str, list[str], list[str]]:
+    tens = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+    ones = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+    ten, unit = n % len(tens), n % len(ones)
+    value = 10 * (ten + 2) + unit + 1
+    return (
+        str(value),
+        [
+            f"{tens[ten]}-{ones[unit]}",
+            f"{tens[ten]} {ones[unit]}",
+            f"{tens[ten].title()}-{ones[unit]}",
+        ],
+        [tens[ten], ones[unit], f"{tens[ten - 1]}-{ones[unit]}", f"one hundred {ones[unit]}"],
+    )
+
+
+def further_units(n: int) -> tuple[str, list[str], list[str]]:
+    names = ["sq ft", "°C", "Hz", "ft.", "MB", "kWh", "sq. m", "^\\circ F", "kPa", "lbs."]
+    return (
+        str(n),
+        [f"{n} {name}" for name in names],
+        [f"{n + 1} {name}" for name in names],
+    )
+
+
 KINDS: list[Kind] = [
     *(tiny, decimals, long_decimals, huge, quotients, dollars, emphasis),
     *(approximate, per_cent, units, lists, equations, thousands),
     *(mixed, unicode, indices),
+    *(currencies, separators, scales, shares, letter_scales, words, further_units),
 ]
 WHOLE: list[Kind] = [apart, chains, changed, tags, styles, letters]
 """Kinds whose responses are no part of a sentence."""
