@@ -33,9 +33,22 @@ from services.controller.store.runs import StaleRevisionError
 from services.extras.kubernetes.drain import NodeDrains, QueueDrain, save_runs
 from services.extras.kubernetes.job_set import place_of
 from services.extras.kubernetes.launcher import KubernetesLauncher
-from services.extras.kubernetes.pod_api import PodApi, Seen, follow, service_reference
+from services.extras.kubernetes.namespaces import NamespaceLaunchers
+from services.extras.kubernetes.pod_api import (
+    PodApi,
+    Seen,
+    follow,
+    reason_of,
+    service_reference,
+)
 from services.extras.kubernetes.scale import GROUP, PLURAL, VERSION, RolloutScales
-from services.extras.kubernetes.worker_pods import RUN_LABEL, WORKER_LABEL, accounting_labels
+from services.extras.kubernetes.worker_pods import (
+    RUN_LABEL,
+    WORKER_LABEL,
+    accounting_labels,
+    load_templates,
+    project_namespaces,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -155,24 +168,85 @@ async def _project_of(manager: RunManager, run_id: str) -> str:
         return ""
 
 
+async def _namespace_of(args: LauncherArgs, run_id: str) -> str:
+    """Returns the namespace of a run's pods, by the templates of its project."""
+    project = await _project_of(args.manager, run_id)
+    folder = args.settings.worker_templates
+    return (await asyncio.to_thread(load_templates, folder, project)).namespace
+
+
 @asynccontextmanager
-async def open_pods(args: LauncherArgs) -> AsyncIterator[KubernetesLauncher]:
+async def open_pods(args: LauncherArgs) -> AsyncIterator[KubernetesLauncher | NamespaceLaunchers]:
     """Opens the launcher ``kubernetes``, which watches its pods until the block ends.
 
     The service account of the controller's pod authorizes it.
     """
     config.load_incluster_config()
-    core, own = CoreV1Api(), CustomObjectsApi()
-    settings, manager = args.settings, args.manager
-    namespace = settings.namespace
-    owner = await service_reference(core, namespace, settings.workers_service)
+    core, settings = CoreV1Api(), args.settings
+    further = await asyncio.to_thread(project_namespaces, settings.worker_templates)
+    async with AsyncExitStack() as stack:
+        tasks = await stack.enter_async_context(TaskGroup())
+        launchers, watches = {}, []
+        for namespace in (settings.namespace, *sorted(further)):
+            try:
+                owner = await service_reference(core, namespace, settings.workers_service)
+            except ApiException as error:
+                if namespace == settings.namespace or error.status not in (403, 404):
+                    raise
+                # The runs of one project wait, and those of the others go on.
+                why = {"namespace": namespace, "error": reason_of(error)}
+                logger.error("cannot use the namespace of a project", extra=why)  # noqa: TRY400
+                continue
+            launchers[namespace], started = await _open_namespace(
+                stack, tasks, core, args, namespace, owner
+            )
+            watches += started
+        for namespace, launcher in launchers.items():
+            launcher.neighbours = [
+                _pod_api(core, args, name) for name in launchers.keys() - {namespace}
+            ]
+        launcher = launchers[settings.namespace]
+        everywhere: KubernetesLauncher | NamespaceLaunchers = launcher
+        if further:
+            everywhere = NamespaceLaunchers(launchers, partial(_namespace_of, args))
+        if settings.watch_nodes:
+            drains = NodeDrains(
+                settings.drain_taints,
+                pods=everywhere.placed_pods,
+                on_drained=args.manager.drivers.host_drained,
+                on_in_service=args.manager.drivers.host_in_service,
+            )
+            for launcher in launchers.values():
+                launcher.on_placed = drains.notify
+            watches += await _watch_nodes(stack, tasks, core, args, drains)
+        try:
+            yield everywhere
+        finally:
+            for watch in watches:
+                watch.cancel()
+
+
+def _pod_api(core: CoreV1Api, args: LauncherArgs, namespace: str) -> PodApi:
+    return PodApi(core, namespace, has_policies=args.settings.network_policies)
+
+
+async def _open_namespace(
+    stack: AsyncExitStack,
+    tasks: TaskGroup,
+    core: CoreV1Api,
+    args: LauncherArgs,
+    namespace: str,
+    owner: Mapping[str, str],
+) -> tuple[KubernetesLauncher, list["asyncio.Task[None]"]]:
+    """Opens the launcher of a namespace; returns it with the tasks that watch the namespace."""
+    settings, manager, own = args.settings, args.manager, CustomObjectsApi()
     scales = (
         RolloutScales(own, namespace, owner=owner, on_scale=partial(_scale, manager))
         if settings.rollout_scales
         else None
     )
     launcher = KubernetesLauncher(
-        PodApi(core, namespace, has_policies=settings.network_policies),
+        _pod_api(core, args, namespace),
         settings.worker_templates,
         owner=owner,
         controller_address=args.address,
@@ -193,28 +267,19 @@ async def open_pods(args: LauncherArgs) -> AsyncIterator[KubernetesLauncher]:
         field_selector="type=Warning,involvedObject.kind=Pod",
     )
     asked = partial(own.list_namespaced_custom_object, GROUP, VERSION, namespace, PLURAL)
-    async with AsyncExitStack() as stack:
-        seen_pods = await stack.enter_async_context(follow(pods))
-        seen_warnings = await stack.enter_async_context(follow(warnings))
-        tasks = await stack.enter_async_context(TaskGroup())
-        seen_logs = await stack.enter_async_context(follow(pods))
-        logs = PodLogs(core, namespace, settings.state_directory)
-        watches = [
-            tasks.create_task(launcher.watch(seen_pods)),
-            tasks.create_task(launcher.watch_warnings(seen_warnings)),
-            tasks.create_task(logs.watch(seen_logs)),
-            tasks.create_task(launcher.secrets.keep_renewed()),
-        ]
-        if settings.watch_nodes:
-            watches += await _watch_nodes(stack, tasks, core, args, launcher)
-        if scales is not None:
-            seen_scales = await stack.enter_async_context(follow(asked))
-            watches.append(tasks.create_task(scales.watch(seen_scales)))
-        try:
-            yield launcher
-        finally:
-            for watch in watches:
-                watch.cancel()
+    logs = PodLogs(core, namespace, settings.state_directory)
+    watches = [
+        tasks.create_task(launcher.watch(await stack.enter_async_context(follow(pods)))),
+        tasks.create_task(
+            launcher.watch_warnings(await stack.enter_async_context(follow(warnings)))
+        ),
+        tasks.create_task(logs.watch(await stack.enter_async_context(follow(pods)))),
+        tasks.create_task(launcher.secrets.keep_renewed()),
+    ]
+    if scales is not None:
+        seen_scales = await stack.enter_async_context(follow(asked))
+        watches.append(tasks.create_task(scales.watch(seen_scales)))
+    return launcher, watches
 
 
 async def _watch_nodes(
@@ -222,17 +287,10 @@ async def _watch_nodes(
     tasks: TaskGroup,
     core: CoreV1Api,
     args: LauncherArgs,
-    launcher: KubernetesLauncher,
+    drains: NodeDrains,
 ) -> list["asyncio.Task[None]"]:
     """Starts to move workers, and the transferqueue, away from drained nodes; returns the tasks."""
-    settings, drivers = args.settings, args.manager.drivers
-    drains = NodeDrains(
-        settings.drain_taints,
-        pods=launcher.placed_pods,
-        on_drained=drivers.host_drained,
-        on_in_service=drivers.host_in_service,
-    )
-    launcher.on_placed = drains.notify
+    settings = args.settings
     seen_nodes = await stack.enter_async_context(follow(core.list_node, "nodes"))
     watches = [tasks.create_task(drains.watch(seen_nodes))]
     if settings.transferqueue_namespace:

@@ -89,6 +89,8 @@ class KubernetesLauncher(LauncherDefaults):
         """Returns the project of a run, empty if it is unknown; None without projects."""
         self.on_placed: Callable[[str], None] = lambda node: None
         """Called with the node of each pod that is observed."""
+        self.neighbours: Sequence[PodApi] = ()
+        """Other namespaces with pods of runs, which may share the network of a node with pods of this one."""
         self._api = api
         self._templates = templates
         self._owner = owner
@@ -134,7 +136,8 @@ class KubernetesLauncher(LauncherDefaults):
             FailedPreconditionError: If Kubernetes refuses an object; the message has its explanation.
         """
         templates = await self._load_templates(run_id)
-        others = await self._api.list(RUN_LABEL) if templates.is_on_node_network else ()
+        apis = (self._api, *self.neighbours) if templates.is_on_node_network else ()
+        others = [pod for api in apis for pod in await api.list(RUN_LABEL)]
         bodies = build_pods(
             templates,
             run_id,
@@ -173,6 +176,9 @@ class KubernetesLauncher(LauncherDefaults):
                     or not any(self._is_awaited(pod, known) for pod in known.values())
                 )
             )
+
+    async def has_pods(self, run_id: str) -> bool:
+        return bool(await self._api.list(f"{RUN_LABEL}={run_id}"))
 
     async def _load_templates(self, run_id: str) -> WorkerTemplates:
         project = "" if self.project_of is None else await self.project_of(run_id)

@@ -264,7 +264,7 @@ def _explanation(error: ApiException) -> str:
         return f"{error.status} {error.reason}"
 
 
-def _reason(error: ApiException | HTTPError) -> str:
+def reason_of(error: ApiException | HTTPError) -> str:
     """Returns the reason of a failed list or watch; it is equal for repeated failures."""
     if isinstance(error, ApiException):
         return _explanation(error)
@@ -340,7 +340,7 @@ class _Follower:
                 self._stream(version)
                 logged = ""
             except (ApiException, HTTPError) as error:
-                reason = _reason(error)
+                reason = reason_of(error)
                 if reason != logged:
                     logged = reason
                     logger.warning(

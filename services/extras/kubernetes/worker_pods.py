@@ -79,6 +79,11 @@ class WorkerTemplates:
     """Choices of a run for its pods."""
 
     @property
+    def namespace(self) -> str:
+        """Namespace of the pods; empty in templates that the chart did not write."""
+        return str(self.pods[WORKERS["trainer"].program]["metadata"].get("namespace", ""))
+
+    @property
     def is_on_node_network(self) -> bool:
         """True if pods share the network of their node."""
         return any(pod["spec"].get("hostNetwork") for pod in self.pods.values())
@@ -210,7 +215,10 @@ def load_templates(folder: Path, project: str = "") -> WorkerTemplates:
             for program in programs()
         }
         overrides = Overrides.read(folder)
-        sets, group = (_read_optional(folder / name) for name in ("job-set.yaml", "pod-group.yaml"))
+        namespace = pods[WORKERS["trainer"].program]["metadata"].get("namespace")
+        sets, group = (
+            _read_optional(folder / name, namespace) for name in ("job-set.yaml", "pod-group.yaml")
+        )
     except OSError as error:
         raise FailedPreconditionError(
             f"cannot read worker templates in {folder}: {error.strerror}; mount the chart's ConfigMap there"
@@ -231,8 +239,26 @@ def _file_of(folder: Path, project: str, program: str) -> Path:
     return folder / f"{program}.yaml"
 
 
-def _read_optional(file: Path) -> Pod | None:
-    return yaml.safe_load(file.read_text(encoding="utf-8")) if file.exists() else None
+def _read_optional(file: Path, namespace: str | None) -> Pod | None:
+    """Reads the template of an object in the namespace of the pods; None without the file."""
+    if not file.exists():
+        return None
+    template: Pod = yaml.safe_load(file.read_text(encoding="utf-8"))
+    if namespace:
+        template.setdefault("metadata", {})["namespace"] = namespace
+    return template
+
+
+def project_namespaces(folder: Path) -> set[str]:
+    """Returns the namespaces of projects with pods of their own namespace, from the mounted ConfigMap.
+
+    Raises:
+        FailedPreconditionError: If a template cannot be read.
+    """
+    suffix = f".{WORKERS['trainer'].program}.yaml"
+    projects = [file.name.removesuffix(suffix) for file in folder.glob(f"*{suffix}")]
+    namespaces = {load_templates(folder, project).namespace for project in projects}
+    return namespaces - {"", load_templates(folder).namespace}
 
 
 def why_volatile(template: Pod, folder: str) -> str:

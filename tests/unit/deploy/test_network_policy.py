@@ -170,6 +170,26 @@ def test_pods_of_other_namespaces_are_refused_regardless_of_labels() -> None:
         assert not _allows(policies, elsewhere, labels[target], port), (source, target)
 
 
+def test_workers_in_the_namespace_of_a_project_have_the_same_connections_and_no_more() -> None:
+    vision = ("--set", "workers.projects.vision.namespace=vision,transferqueue.shards=3")
+    policies = _policies(render(*vision))
+    labels = _labels(pods(render(*vision)))
+    for source, target, port in _CONNECTIONS:
+        for namespace, is_open in (("vision", True), ("elsewhere", False)):
+            ends = [
+                {**labels[end], _NAMESPACE: namespace}
+                if end in ("trainer", "rollout")
+                else labels[end]
+                for end in (source, target)
+            ]
+            is_moved = {"trainer", "rollout"} & {source, target}
+            assert _allows(policies, *ends, port) == (is_open or not is_moved)
+    for one, other in itertools.permutations(
+        (labels["trainer"], {**labels["rollout"], _NAMESPACE: "vision"})
+    ):
+        assert not _allows(policies, one, other, "grpc"), "runs of two projects"
+
+
 @pytest.mark.parametrize(
     ("options", "open_to"),
     [((), ["monitoring"]), (("--set", "networkPolicy.metricsFrom=null"), [])],

@@ -7,8 +7,14 @@ from typing import Any
 import pytest
 
 from services.common.errors import FailedPreconditionError
-from services.extras.kubernetes.worker_pods import Pod, build_pods, load_templates, why_volatile
-from tests.helpers.chart import CHART, helm, one, render
+from services.extras.kubernetes.worker_pods import (
+    Pod,
+    build_pods,
+    load_templates,
+    project_namespaces,
+    why_volatile,
+)
+from tests.helpers.chart import CHART, EVERYTHING, Manifest, helm, one, render
 from tests.helpers.manifests import validate_manifest
 from tests.helpers.specs import spec_with
 from tests.unit.deploy.test_worker_pods import OWNER, SMALL
@@ -32,8 +38,8 @@ def arguments(**projects: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def pods_of(folder: Path, project: str) -> dict[str, Pod]:
-    config = one(render(*arguments(vision=VISION)), "ConfigMap", "demo-slipstream-workers")
+def pods_of(folder: Path, project: str, vision: dict[str, Any] = VISION) -> dict[str, Pod]:
+    config = one(render(*arguments(vision=vision)), "ConfigMap", "demo-slipstream-workers")
     for name, text in config["data"].items():
         (folder / name).write_text(text)
     pods = build_pods(
@@ -109,12 +115,16 @@ def test_a_quota_counts_the_pods_of_the_projects_priority_class() -> None:
     ("project", "key"),
     [
         ({"quota": {"pods": "1"}}, "priorityClassName"),
+        ({"namespace": "train-workers"}, "namespace"),
+        ({"namespace": "train"}, "namespace"),
+        ({"namespace": "train-sandboxes"}, "namespace"),
+        ({"namespace": "Vision"}, "namespace"),
         ({"topology": "bundled"}, "topology"),
         ({"modelCache": {"fetch": ["a/b"]}}, "fetch"),
     ],
 )
 def test_what_a_project_cannot_have_is_refused(project: dict[str, Any], key: str) -> None:
-    done = helm("template", "demo", str(CHART), *arguments(vision=project))
+    done = helm("template", "demo", str(CHART), "-n", "train", *arguments(vision=project))
     assert done.returncode != 0
     assert key in done.stderr
 
@@ -151,3 +161,106 @@ def test_templates_of_projects_are_in_their_config_map_only() -> None:
     service = one(render(*arguments(vision=VISION)), "Service", "demo-slipstream-workers")
     validate_manifest(service, "1.33")
     assert service["metadata"].keys() == {"name", "namespace", "labels"}
+
+
+SEPARATE = {**VISION, "namespace": "vision", "priorityClassName": ""}
+"""A project with a namespace of its own, whose quota needs no priority class."""
+
+
+def kinds_in(manifests: list[Manifest], namespace: str) -> set[tuple[str, str]]:
+    return {
+        (manifest["kind"], manifest["metadata"]["name"])
+        for manifest in manifests
+        if manifest["metadata"].get("namespace") == namespace
+    }
+
+
+def test_the_namespace_of_a_project_has_all_that_the_shared_one_has() -> None:
+    sandboxes = '{"enabled": true, "apiTo": [{"ipBlock": {"cidr": "10.96.0.1/32"}}]}'
+    further = (
+        *EVERYTHING,
+        "--set",
+        "workers.rolloutScales.enabled=true,workers.jobSet.enabled=true",
+    )
+    queueless = {**SEPARATE, "kueue": {}}
+    manifests = render(
+        *further, *arguments(vision=queueless), "--set-json", f"sandboxes={sandboxes}"
+    )
+    for manifest in manifests:
+        if "vision" in (manifest["metadata"].get("namespace"), manifest["metadata"]["name"]):
+            validate_manifest(manifest, "1.33")
+    quota = ("ResourceQuota", "demo-slipstream-vision")
+    theirs, shared = kinds_in(manifests, "vision"), kinds_in(manifests, "train-workers")
+    assert theirs - {quota} == {object_ for object_ in shared if object_[0] != "Job"}
+    assert quota in theirs
+    same = {
+        manifest["metadata"]["namespace"]: json.dumps(
+            {key: value for key, value in manifest.items() if key != "metadata"}, sort_keys=True
+        )
+        for manifest in manifests
+        if manifest["kind"] == "Role"
+        and manifest["metadata"]["name"] == "demo-slipstream-controller"
+    }
+    assert set(same) == {"vision", "train-workers"}
+    assert same["vision"] == same["train-workers"]
+    (binding,) = (
+        manifest
+        for manifest in manifests
+        if manifest["kind"] == "RoleBinding"
+        and manifest["metadata"]["name"] == "demo-slipstream-sandboxes"
+    )
+    assert [subject["namespace"] for subject in binding["subjects"]] == ["train-workers", "vision"]
+    monitor = one(manifests, "PodMonitor", "demo-slipstream")["spec"]["namespaceSelector"]
+    assert monitor["matchNames"] == ["train", "train-workers", "vision"]
+
+
+def test_pods_of_a_project_are_in_its_namespace(tmp_path: Path) -> None:
+    for pod in pods_of(tmp_path, "vision", SEPARATE).values():
+        assert pod["metadata"]["namespace"] == "vision"
+        assert "slipstream.dev/counted-priority-class" not in pod["metadata"]["annotations"]
+    for pod in pods_of(tmp_path, "speech", SEPARATE).values():
+        assert pod["metadata"]["namespace"] == "train-workers"
+    assert project_namespaces(tmp_path) == {"vision"}
+
+
+@pytest.mark.parametrize(
+    ("values", "part"),
+    [("workers.jobSet.enabled=true", "job_set"), ("workers.gang.scheduler=volcano", "pod_group")],
+)
+def test_groups_of_pods_are_in_the_namespace_of_the_pods(
+    tmp_path: Path, values: str, part: str
+) -> None:
+    project = {"namespace": "vision"}
+    config = one(
+        render(*arguments(vision=project), "--set", values), "ConfigMap", "demo-slipstream-workers"
+    )
+    for name, text in config["data"].items():
+        (tmp_path / name).write_text(text)
+    for name, namespace in (("vision", "vision"), ("", "train-workers")):
+        template = getattr(load_templates(tmp_path, name), part)
+        assert template["metadata"]["namespace"] == namespace
+
+
+def test_the_quota_of_a_namespace_counts_all_of_its_pods() -> None:
+    manifests = render(*arguments(vision=SEPARATE))
+    quota = one(manifests, "ResourceQuota", "demo-slipstream-vision")
+    assert quota["metadata"]["namespace"] == "vision"
+    assert quota["spec"] == {"hard": VISION["quota"]}
+    made = one(manifests, "Namespace", "vision")["metadata"]
+    assert made["annotations"] == {"helm.sh/resource-policy": "keep"}, "it has the project's claims"
+    assert made["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
+    assert "annotations" not in one(manifests, "Namespace", "train-workers")["metadata"]
+    existing = {**SEPARATE, "createNamespace": False}
+    names = [
+        manifest["metadata"]["name"]
+        for manifest in render(*arguments(vision=existing))
+        if manifest["kind"] == "Namespace"
+    ]
+    assert names == ["train-workers"]
+
+
+def test_two_projects_cannot_share_a_namespace() -> None:
+    shared = {"namespace": "team"}
+    done = helm("template", "demo", str(CHART), *arguments(vision=shared, speech=shared))
+    assert done.returncode != 0
+    assert "workers.projects.vision.namespace" in done.stderr

@@ -24,6 +24,22 @@ as `<fullname>-transferqueue-shard`, have at most 52 characters.
 {{- default (printf "%s-workers" (.Release.Namespace | trunc 55)) .Values.workers.namespace -}}
 {{- end -}}
 
+{{/* Namespaces of worker pods, as a JSON list: that of all projects, and those of projects with a namespace of their own */}}
+{{- define "slipstream.workerNamespaces" -}}
+{{- $namespaces := list (include "slipstream.workersNamespace" .) -}}
+{{- $taken := concat $namespaces (list .Release.Namespace (include "slipstream.sandboxesNamespace" .)) -}}
+{{- range $project, $own := .Values.workers.projects -}}
+{{- with $own.namespace -}}
+{{- if has . $taken -}}
+{{- fail (printf "workers.projects.%s.namespace must be a namespace of that project alone, but %s is that of the release, of its sandboxes, of all workers or of another project; name another one" $project .) -}}
+{{- end -}}
+{{- $namespaces = append $namespaces . -}}
+{{- $taken = append $taken . -}}
+{{- end -}}
+{{- end -}}
+{{- $namespaces | toJson -}}
+{{- end -}}
+
 {{/* Namespace of the pods of sandboxes */}}
 {{- define "slipstream.sandboxesNamespace" -}}
 {{- default (printf "%s-sandboxes" (.Release.Namespace | trunc 53)) .Values.sandboxes.namespace -}}
@@ -128,9 +144,15 @@ tcpSocket: {port: grpc}
 {{/* Pods of a component in any namespace, as a peer of a network policy. Needs: root, component */}}
 {{- define "slipstream.peer" -}}
 {{- $isWorker := eq .component "worker" -}}
+{{- $namespaces := list .root.Release.Namespace -}}
+{{- if $isWorker }}{{ $namespaces = include "slipstream.workerNamespaces" .root | fromJsonArray }}{{ end -}}
 namespaceSelector:
+  {{- if eq (len $namespaces) 1 }}
   matchLabels:
-    kubernetes.io/metadata.name: {{ ternary (include "slipstream.workersNamespace" .root) .root.Release.Namespace $isWorker }}
+    kubernetes.io/metadata.name: {{ first $namespaces }}
+  {{- else }}
+  matchExpressions: [{key: kubernetes.io/metadata.name, operator: In, values: {{ $namespaces | toJson }}}]
+  {{- end }}
 podSelector:
   matchLabels:
     {{- if $isWorker }}
