@@ -1,4 +1,4 @@
-"""Launchers of an installation whose projects have namespaces of their own: one for each namespace."""
+"""Launchers of an installation whose projects have separate namespaces: one for each namespace."""
 
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 
