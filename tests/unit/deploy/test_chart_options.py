@@ -1,15 +1,19 @@
 """Tests of optional parts of the chart, such as tracing, the gRPC route and downloaded models."""
 
+import asyncio
 import json
 import re
 import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
+import kubernetes_validate
 import pytest
 
 from services.controller.settings import Limits
+from services.extras.fleets.directory import FleetDirectory
 from tests.helpers.chart import (
     CHART,
     EVERYTHING,
@@ -235,3 +239,61 @@ def test_sandboxes_that_would_open_a_namespace_are_refused(values: str, key: str
         *("template", "demo", str(CHART), "-n", "train", "--set", f"sandboxes.enabled=true{values}")
     )
     assert key in done.stderr
+
+
+def test_fleets_of_the_values_are_what_the_controller_reads(tmp_path: Path) -> None:
+    manifests = render(profiles=["vllm-servers"])
+    config = one(manifests, "ConfigMap", "demo-slipstream-fleets")
+    file = tmp_path / "fleets.json"
+    file.write_text(config["data"]["fleets.json"], encoding="utf-8")
+    spec = {"rollout": {"engine_arguments": {"fleet": "shared", "max_model_len": 4096}}}
+    resolved = asyncio.run(FleetDirectory(file).resolve(spec))["rollout"]["engine_arguments"]
+    addresses = [f"http://vllm-{index}.vllm.fleet.svc:8000" for index in (0, 1)]
+    token = {"secret": "FLEET_TOKEN"}
+    assert resolved == {"max_model_len": 4096, "addresses": addresses, "token": token}
+    pod = one(manifests, "Deployment", "demo-slipstream-controller")["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    environment = {item["name"]: item.get("value") for item in container["env"]}
+    mounts = {item["name"]: item["mountPath"] for item in container["volumeMounts"]}
+    assert environment["SLIPSTREAM_CONTROLLER_FLEETS_FILE"] == f"{mounts['fleets']}/fleets.json"
+    (volume,) = (item for item in pod["volumes"] if item["name"] == "fleets")
+    files, secret = (next(iter(source.values())) for source in volume["projected"]["sources"])
+    assert files["name"] == "demo-slipstream-fleets"
+    (item,) = secret["items"]
+    token_file = json.loads(file.read_text())["shared"]["token_file"]
+    assert (secret["name"], token_file) == ("fleet-token", f"{mounts['fleets']}/{item['path']}")
+    for worker in worker_templates(manifests).values():
+        values = {item["name"]: item for item in worker["spec"]["containers"][0]["env"]}
+        (hosts,) = (item["value"] for name, item in values.items() if name.endswith("REWARD_HOSTS"))
+        assert json.loads(hosts) == ["vllm-0.vllm.fleet.svc", "vllm-1.vllm.fleet.svc"]
+    assert json.loads(environment["SLIPSTREAM_CONTROLLER_REWARD_HOSTS"]) == json.loads(hosts)
+    for name in ("egress-controller", "egress-workers"):
+        policy = one(manifests, "NetworkPolicy", f"demo-slipstream-{name}")
+        peers = [peer for rule in policy["spec"]["egress"] for peer in rule.get("to", ())]
+        assert "fleet" in json.dumps(peers), name
+    kubernetes_validate.validate(config, "1.33", strict=True)
+
+
+def test_an_installation_without_fleets_has_no_file_of_them() -> None:
+    manifests = render()
+    assert "FLEETS_FILE" not in json.dumps(manifests)
+    assert "fleets" not in json.dumps(manifests)
+
+
+@pytest.mark.parametrize(
+    ("fleet", "key"),
+    [
+        ({"addresses": []}, "addresses"),
+        ({"secret": "FLEET_TOKEN"}, "addresses"),
+        ({"addresses": ["vllm:8000"]}, "addresses"),
+        ({"addresses": ["http://vllm:8000"], "tokenSecret": {"key": "x"}}, "name"),
+        ({"addresses": ["http://vllm:8000"], "token": "x"}, "token"),
+    ],
+)
+def test_fleets_that_runs_could_not_use_are_refused(fleet: dict[str, Any], key: str) -> None:
+    done = helm(
+        *("template", "demo", str(CHART), "--set-json", f"fleets={json.dumps({'shared': fleet})}")
+    )
+    assert done.returncode != 0
+    assert key in done.stderr
+    assert "fleets" in done.stderr

@@ -210,6 +210,13 @@ matchExpressions: [{key: slipstream.dev/evictable, operator: DoesNotExist}]
 {{- end }}
 {{- end -}}
 
+{{/* Peers of all fleets of servers for network policies, as a JSON list */}}
+{{- define "slipstream.fleetPeers" -}}
+{{- $peers := list -}}
+{{- range .Values.fleets }}{{ $peers = concat $peers (default list .to) }}{{ end -}}
+{{- $peers | toJson -}}
+{{- end -}}
+
 {{- define "slipstream.keyVolume" -}}
 - name: service-key
   secret:
@@ -222,6 +229,8 @@ matchExpressions: [{key: slipstream.dev/evictable, operator: DoesNotExist}]
 {{- define "slipstream.allowanceEnv" -}}
 {{- $workers := .root.Values.workers -}}
 {{- $code := concat (list "/opt/slipstream/code") $workers.codeRoots -}}
+{{- $hosts := $workers.rewardHosts -}}
+{{- range .root.Values.fleets }}{{ range .addresses }}{{ $hosts = append $hosts (urlParse .).hostname }}{{ end }}{{ end -}}
 - name: {{ .prefix }}_ALLOWED_ROOTS
   value: {{ concat $code (list "/var/cache/slipstream" "/var/lib/slipstream") $workers.allowedRoots | toJson | quote }}
 - name: {{ .prefix }}_ALLOWED_URLS
@@ -231,7 +240,7 @@ matchExpressions: [{key: slipstream.dev/evictable, operator: DoesNotExist}]
 - name: {{ .prefix }}_ALLOWED_COMMANDS
   value: {{ $workers.allowedCommands | toJson | quote }}
 - name: {{ .prefix }}_REWARD_HOSTS
-  value: {{ $workers.rewardHosts | toJson | quote }}
+  value: {{ uniq $hosts | toJson | quote }}
 {{- end -}}
 
 {{/* Environment of a pod whose metrics need a token. Needs: root, prefix */}}
