@@ -35,7 +35,7 @@ test-cluster: cluster-tools ## Train on a real one-node cluster with the images 
 # Beside the other suite, which mostly waits, as building and importing images mostly reads and writes.
 test-runs: cluster-tools
 	tests/cluster/images.sh $(CLUSTER_TOOLS) . $(abspath $(BIN)/python)
-	CI=true $(BIN)/python -m pytest tests/cluster/test_readme.py tests/cluster/test_run.py tests/cluster/test_sandboxes.py -q -m cluster --durations=20
+	CI=true $(BIN)/python -m pytest tests/cluster/test_readme.py tests/cluster/test_run.py tests/cluster/test_operations.py tests/cluster/test_sandboxes.py -q -m cluster --durations=20
 
 test-cluster-engines: test-control-plane ## Train with vLLM's CPU build on the cluster (ENGINES="vllm sglang" for both; 3 GB each)
 	tests/cluster/images.sh $(CLUSTER_TOOLS) . $(abspath $(BIN)/python) $(ENGINES)

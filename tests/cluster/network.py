@@ -7,8 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 NODE_IP = "10.99.0.1"
+SECOND_NODE_IP = "10.99.0.2"
 SERVICE_RANGE = "10.96.0.0/16"
-POD_RANGE = "10.244.0.0/24"
+POD_RANGE = "10.244.0.0/16"
+"""Addresses of the pods of all nodes; each node has a part."""
 
 _CLONE_NEWNET = 0x40000000
 
@@ -38,7 +40,8 @@ def own_network(name: str) -> Iterator[None]:
 def _set_up() -> None:
     _ip("link", "set", "lo", "up")
     _ip("link", "add", "node0", "type", "bridge")
-    _ip("address", "add", f"{NODE_IP}/24", "dev", "node0")
+    for address in (NODE_IP, SECOND_NODE_IP):
+        _ip("address", "add", f"{address}/24", "dev", "node0")
     _ip("link", "set", "node0", "up")
     # kube-proxy rewrites service addresses, but only for packets that have a route.
     _ip("route", "add", SERVICE_RANGE, "dev", "node0")

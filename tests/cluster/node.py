@@ -19,12 +19,19 @@ from tests.cluster.dns import serve_dns
 from tests.cluster.image_archives import import_images
 from tests.cluster.machine import unchanged_machine, unmount_below
 from tests.cluster.network import NODE_IP, POD_RANGE, SERVICE_RANGE, own_network
-from tests.cluster.node_config import DNS_IP, containerd_config, kubelet_config
+from tests.cluster.node_config import (
+    DNS_IP,
+    FIRST,
+    SECOND,
+    NodeConfig,
+    containerd_config,
+    kubelet_config,
+)
 from tests.cluster.processes import Processes
 from tests.helpers.pki import Authority, make_authority
 from tests.helpers.tools import CACHE, require
 
-NODE = "node-1"
+NODE = FIRST.name
 _SERVER = f"https://{NODE_IP}:6443"
 _START_S = 120.0
 
@@ -98,39 +105,71 @@ def control_plane(folder: Path) -> Iterator[Cluster]:
 @contextmanager
 def node(cluster: Cluster) -> Iterator[Cluster]:
     """Runs a node that runs containers, and cluster DNS, until the block ends."""
-    kubelet, proxy = require("kubelet", "kube-proxy")
+    (proxy,) = require("kube-proxy")
     folder, processes = cluster.folder, cluster.processes
-    containers = CACHE / "containerd"
-    (containers / "root").mkdir(parents=True, exist_ok=True)
-    socket = folder / "containerd.sock"
     with unchanged_machine(folder), serve_dns(cluster.core, NODE_IP):
+        _start_node(cluster, FIRST)
         processes.start(
-            "containerd", "containerd", "-c", containerd_config(folder, containers, socket)
-        )
-        processes.wait_for("containerd", socket.exists, _START_S)
-        _import_images(socket)
-        authority = folder / "pki"
-        processes.start(
-            "kubelet", kubelet, f"--kubeconfig={authority}/node.kubeconfig",
-            f"--config={kubelet_config(folder)}",
-            f"--root-dir={folder}/kubelet", f"--cert-dir={folder}/kubelet-pki", f"--hostname-override={NODE}",
-            f"--node-ip={NODE_IP}", "--container-runtime=remote", f"--container-runtime-endpoint=unix://{socket}",
-        )  # fmt: skip
-        processes.start(
-            "proxy", proxy, f"--kubeconfig={authority}/proxy.kubeconfig", f"--hostname-override={NODE}",
+            "proxy", proxy, f"--kubeconfig={folder}/pki/proxy.kubeconfig", f"--hostname-override={NODE}",
             f"--cluster-cidr={POD_RANGE}", "--masquerade-all", "--conntrack-max-per-core=0",
             "--conntrack-tcp-timeout-established=0", "--conntrack-tcp-timeout-close-wait=0",
             "--healthz-bind-address=127.0.0.1:10256", "--metrics-bind-address=127.0.0.1:10249",
         )  # fmt: skip
         _create_dns_service(cluster.core)
-        processes.wait_for("a ready node", lambda: _is_ready(cluster.core), _START_S)
+        processes.wait_for("a ready node", lambda: _is_ready(cluster.core, NODE), _START_S)
         try:
             yield cluster
         finally:
             try:
                 _remove_pods(cluster)
             finally:
-                processes.stop("kubelet", "proxy", "containerd")
+                processes.stop(f"kubelet-{NODE}", "proxy", f"containerd-{NODE}")
+
+
+@contextmanager
+def second_node(cluster: Cluster) -> Iterator[str]:
+    """Runs another node beside that of :func:`node` until the block ends; yields its name.
+
+    Both are in one network namespace, so one kube-proxy serves both.
+    """
+    name, processes = SECOND.name, cluster.processes
+    _start_node(cluster, SECOND)
+    try:
+        processes.wait_for("a ready second node", lambda: _is_ready(cluster.core, name), _START_S)
+        yield name
+    finally:
+        try:
+            cluster.command("kubectl", "drain", name, *_FORCED, timeout_s=240)
+        finally:
+            cluster.core.delete_node(name)
+            processes.stop(f"kubelet-{name}", f"containerd-{name}")
+
+
+_FORCED = (
+    "--ignore-daemonsets", "--delete-emptydir-data", "--force", "--disable-eviction", "--grace-period=5",
+)  # fmt: skip
+"""Options of a drain that waits for nothing."""
+
+
+def _start_node(cluster: Cluster, config: NodeConfig) -> None:
+    """Starts containerd with the images, and a kubelet."""
+    (kubelet,) = require("kubelet")
+    folder, processes = cluster.folder / config.name, cluster.processes
+    folder.mkdir()
+    (CACHE / config.containers / "root").mkdir(parents=True, exist_ok=True)
+    socket, pki = folder / "containerd.sock", cluster.folder / "pki"
+    processes.start(
+        f"containerd-{config.name}", "containerd", "-c", containerd_config(folder, config, socket)
+    )
+    processes.wait_for("containerd", socket.exists, _START_S)
+    _import_images(socket, CACHE / config.containers)
+    processes.start(
+        f"kubelet-{config.name}", kubelet, f"--kubeconfig={pki}/{config.name}.kubeconfig",
+        f"--config={kubelet_config(folder, config, pki / 'ca.crt')}",
+        f"--root-dir={folder}/kubelet", f"--cert-dir={folder}/kubelet-pki",
+        f"--hostname-override={config.name}", f"--node-ip={config.ip}",
+        "--container-runtime=remote", f"--container-runtime-endpoint=unix://{socket}",
+    )  # fmt: skip
 
 
 def _certificates(folder: Path) -> Authority:
@@ -143,9 +182,10 @@ def _certificates(folder: Path) -> Authority:
     authority.issue("admin", user="admin", group="system:masters")
     authority.issue("controllers", user="system:kube-controller-manager")
     authority.issue("scheduler", user="system:kube-scheduler")
-    authority.issue("node", user=f"system:node:{NODE}", group="system:nodes")
+    for name in (FIRST.name, SECOND.name):
+        authority.issue(name, user=f"system:node:{name}", group="system:nodes")
     authority.issue("proxy", user="system:kube-proxy")
-    for name in ("node", "proxy"):
+    for name in (FIRST.name, SECOND.name, "proxy"):
         authority.kubeconfig(name, _SERVER)
     return authority
 
@@ -190,10 +230,10 @@ def _controller_flags(pki: Path) -> list[str]:
     ]
 
 
-def _import_images(socket: Path) -> None:
+def _import_images(socket: Path, containers: Path) -> None:
     """Imports the images that are newer than those of earlier sessions."""
     archives = {
-        CACHE / "containerd" / f"{archive.name}.{archive.stat().st_mtime_ns}": archive
+        containers / f"{archive.name}.{archive.stat().st_mtime_ns}": archive
         for archive in sorted((CACHE / "images").glob("*.tar"))
     }
     stamps = [stamp for stamp in archives if not stamp.exists()]
@@ -201,7 +241,7 @@ def _import_images(socket: Path) -> None:
         import_images(
             [archives[stamp] for stamp in stamps],
             [CACHE / "root/usr/bin/ctr", "-a", socket, "-n", "k8s.io", "image", "import", "-"],
-            CACHE / "containerd/root/io.containerd.content.v1.content/blobs/sha256",
+            containers / "root/io.containerd.content.v1.content/blobs/sha256",
         )
     for stamp in stamps:
         stamp.touch()
@@ -236,9 +276,9 @@ def _has_account(core: CoreV1Api) -> bool:
     return bool(core.list_namespaced_service_account("default").items)
 
 
-def _is_ready(core: CoreV1Api) -> bool:
+def _is_ready(core: CoreV1Api, name: str) -> bool:
     try:
-        conditions = core.read_node(NODE).status.conditions or []
+        conditions = core.read_node(name).status.conditions or []
     except ApiException:
         return False
     return any(item.type == "Ready" and item.status == "True" for item in conditions)

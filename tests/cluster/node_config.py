@@ -1,30 +1,73 @@
 """Configuration files of the node's programs."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
-from tests.cluster.network import NODE_IP, POD_RANGE
+from tests.cluster.network import NODE_IP, SECOND_NODE_IP
 from tests.helpers.tools import CACHE
 
 DNS_IP = "10.96.0.10"
 _PAUSE = "localhost/pause:1"
 
 
-def containerd_config(folder: Path, containers: Path, socket: Path) -> Path:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeConfig:
+    """What two nodes of one machine do not share."""
+
+    name: str
+    ip: str
+    pods: str
+    """Addresses of its pods."""
+    bridge: str
+    """Network device of its pods."""
+    containers: str
+    """Folder of its containers and images in the cache, which outlives the session."""
+    kubelet: dict[str, Any]
+    """Further settings of its kubelet."""
+
+
+FIRST = NodeConfig(
+    name="node-1",
+    ip=NODE_IP,
+    pods="10.244.0.0/24",
+    bridge="cni0",
+    containers="containerd",
+    kubelet={},
+)
+SECOND = NodeConfig(
+    name="node-2",
+    ip=SECOND_NODE_IP,
+    pods="10.244.1.0/24",
+    bridge="cni1",
+    containers="containerd-2",
+    kubelet={
+        "healthzPort": 10258,
+        # The control groups and the folder of plugins belong to the kubelet of the first node.
+        "cgroupsPerQOS": False,
+        "enforceNodeAllocatable": [],
+        "featureGates": {"DevicePlugins": False},
+    },
+)
+
+
+def containerd_config(folder: Path, node: NodeConfig, socket: Path) -> Path:
     """Writes the configuration of containerd, with a bridge as the pods' network; returns its path."""
+    containers = CACHE / node.containers
     networks = folder / "cni"
     networks.mkdir()
     plugins = CACHE / "root" / "usr" / "lib" / "cni"
     bridge = {
         "type": "bridge",
-        "bridge": "cni0",
+        "bridge": node.bridge,
         "isGateway": True,
         "hairpinMode": True,
         "ipam": {
             "type": "host-local",
-            "ranges": [[{"subnet": POD_RANGE}]],
+            "ranges": [[{"subnet": node.pods}]],
             "dataDir": str(folder / "ipam"),
             "routes": [{"dst": "0.0.0.0/0"}],
         },
@@ -54,19 +97,23 @@ state = "{folder}/containerd"
     return path
 
 
-def kubelet_config(folder: Path) -> Path:
-    """Writes the configuration of the kubelet; returns its path."""
+def kubelet_config(folder: Path, node: NodeConfig, authority: Path) -> Path:
+    """Writes the configuration of the kubelet; returns its path.
+
+    Args:
+        authority: Certificate of the authority that signed those of the kubelet's clients.
+    """
     resolv = folder / "resolv.conf"
     resolv.write_text("", encoding="utf-8")
     path = folder / "kubelet.yaml"
     settings = {
         "apiVersion": "kubelet.config.k8s.io/v1beta1",
         "kind": "KubeletConfiguration",
-        "address": NODE_IP,
+        "address": node.ip,
         "authentication": {
             "anonymous": {"enabled": False},
             "webhook": {"enabled": True},
-            "x509": {"clientCAFile": str(folder / "pki" / "ca.crt")},
+            "x509": {"clientCAFile": str(authority)},
         },
         "authorization": {"mode": "Webhook"},
         "cgroupDriver": "cgroupfs",
@@ -82,6 +129,7 @@ def kubelet_config(folder: Path) -> Path:
         "eventRecordQPS": 0,
         # A mounted secret changes at the pod's next sync, by default once a minute.
         "syncFrequency": "10s",
+        **node.kubelet,
     }
     path.write_text(yaml.safe_dump(settings), encoding="utf-8")
     return path

@@ -237,15 +237,19 @@ def _uninstall(cluster: Cluster) -> None:
     shutil.rmtree(cluster.folder / "volumes")
 
 
-def open_api(url: str, token: str) -> httpx.Client:
-    """Returns a client of the API with one connection per call, because an idle one may have been closed."""
+def open_api(url: str, token: str, *, retries: int = 8) -> httpx.Client:
+    """Returns a client of the API with one connection per call, because an idle one may have been closed.
+
+    Args:
+        retries: Repetitions of a connection that fails, because the controller may still be starting.
+    """
     return httpx.Client(
         headers={"Authorization": f"Bearer {token}"},
         base_url=url,
         timeout=30,
         trust_env=False,
         transport=httpx.HTTPTransport(
-            retries=8,  # the controller may still be starting
+            retries=retries,
             limits=httpx.Limits(max_keepalive_connections=0),
         ),
     )
@@ -315,3 +319,10 @@ def eventually(condition: Callable[[], bool], timeout_s: float) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.5)
+
+
+def assert_ledger_closes(run: dict[str, dict[str, dict[str, int]]]) -> None:
+    """Asserts that every issued prompt is accounted for."""
+    prompts = run["summary"]["prompts"]
+    ended = ("consumed", "dropped", "quarantined", "outstanding")
+    assert prompts["issued"] == sum(prompts[state] for state in ended)

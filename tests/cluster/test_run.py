@@ -2,7 +2,6 @@
 
 import base64
 import json
-import os
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -16,6 +15,7 @@ from sqlalchemy import create_engine, text
 from deploy.observability import dashboards
 from deploy.observability.panels import Dashboard
 from services.extras.kubernetes.scale import GROUP, PLURAL, VERSION
+from tests.cluster.figures import record
 from tests.cluster.job_sets import job_set_kind, job_sets, names
 from tests.cluster.network import NODE_IP
 from tests.cluster.node import Cluster
@@ -26,6 +26,7 @@ from tests.cluster.release import (
     TEAM,
     WORKERS,
     Installed,
+    assert_ledger_closes,
     eventually,
     installed_release,
 )
@@ -33,9 +34,6 @@ from tests.helpers.chart import ROOT
 from tests.helpers.databases import postgres_cluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
-
-_BARS = {"install_s": 60.0, "first_step_s": 90.0, "apply_to_first_step_s": 60.0}
-_RESULTS = ROOT / "bench" / "results" / "cluster.json"
 
 
 @pytest.fixture(scope="module")
@@ -420,16 +418,7 @@ def test_what_is_not_there_shows_on_the_run(
 
 
 def test_install_and_first_step_are_within_the_bars(installed: Installed) -> None:
-    figures = {"install_s": round(installed.install_s, 1), **installed.figures}
-    known = json.loads(_RESULTS.read_text(encoding="utf-8"))["figures"]
-    report = {
-        "figures": {**known, **figures},  # figures of tests that did not run remain
-        "bars": _BARS,
-        "load_1m": os.getloadavg()[0],
-        "cores": os.cpu_count(),
-    }
-    _RESULTS.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    assert {name: value for name, value in figures.items() if value > _BARS[name]} == {}
+    record(install_s=round(installed.install_s, 1), **installed.figures)
 
 
 # Prints the ports on which a pod listens for other pods, from the kernel's tables.
@@ -451,10 +440,3 @@ def assert_ports_are_open_to_workers(listening: str) -> None:
         assert (
             port in range(29500, 39501) or port in range(50051, 50060) or port in range(9090, 9100)
         )
-
-
-def assert_ledger_closes(run: dict[str, dict[str, dict[str, int]]]) -> None:
-    """Asserts that every issued prompt is accounted for."""
-    prompts = run["summary"]["prompts"]
-    ended = ("consumed", "dropped", "quarantined", "outstanding")
-    assert prompts["issued"] == sum(prompts[state] for state in ended)
