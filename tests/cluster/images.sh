@@ -29,7 +29,8 @@ make_base() {
 }
 
 fetch_wheels() { # the dependencies of all services, for the Python of the base image
-  local extras="cluster,rollout,kubernetes,trainer,tracing,wandb,mlflow" stamp
+  local extras stamp
+  extras=$(sed -n 's/.*"EXTRAS": "\(.*\)".*/\1/p' "$source/deploy/docker/bake.json" | tr , '\n' | sort -u | paste -sd,)
   stamp="$wheels/.$({ cat "$source"/{pyproject.toml,constraints.txt,deploy/docker/bake.json}; echo "$extras"; } | sha256sum | cut -c1-16)"
   [ -e "$stamp" ] && return
   "$python" -m pip download -q -d "$wheels" -c "$source/constraints.txt" \

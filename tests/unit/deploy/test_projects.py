@@ -259,6 +259,16 @@ def test_the_quota_of_a_namespace_counts_all_of_its_pods() -> None:
     assert names == ["train-workers"]
 
 
+def test_numbers_of_a_quota_become_text_which_the_api_server_needs() -> None:
+    project = {"namespace": "vision", "quota": {"pods": 20, "requests.nvidia.com/gpu": 64}}
+    manifests = render(
+        *arguments(vision=project), "--set", "workers.projects.vision.quota.secrets=7"
+    )
+    quota = one(manifests, "ResourceQuota", "demo-slipstream-vision")
+    hard = {"pods": "20", "requests.nvidia.com/gpu": "64", "secrets": "7"}
+    assert quota["spec"]["hard"] == hard
+
+
 def test_two_projects_cannot_share_a_namespace() -> None:
     shared = {"namespace": "team"}
     done = helm("template", "demo", str(CHART), *arguments(vision=shared, speech=shared))

@@ -108,6 +108,13 @@ capabilities:
 {{- end }}
 {{- end -}}
 
+{{/* A map of quantities as text, because server-side apply refuses numbers */}}
+{{- define "slipstream.quantities" -}}
+{{- range $name, $quantity := . }}
+{{ $name }}: {{ ternary (int64 $quantity | toString) $quantity (kindIs "float64" $quantity) | toString | quote }}
+{{- end }}
+{{- end -}}
+
 {{/* Scheduling of a pod. Needs a map with nodeSelector, tolerations, affinity, priorityClassName */}}
 {{- define "slipstream.placement" -}}
 {{- with .nodeSelector }}
