@@ -16,7 +16,7 @@ _PAUSE = "localhost/pause:1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeConfig:
-    """What two nodes of one machine do not share."""
+    """Settings in which two nodes of one machine differ."""
 
     name: str
     ip: str

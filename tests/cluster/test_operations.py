@@ -105,7 +105,7 @@ def test_a_run_leaves_a_drained_node_and_goes_on_without_a_lost_step(installed: 
 def calling(installed: Installed, run_id: str) -> Iterator[Counter[str]]:
     """Calls the API without pause and without repetition until the block ends; yields the number of answers.
 
-    Each call has a connection of its own, as calls of many clients have.
+    Each call opens a connection, as calls of many clients do.
     """
     answers: Counter[str] = Counter()
     url, token = str(installed.api.base_url), installed.api.headers["Authorization"].split()[1]

@@ -250,7 +250,7 @@ def _read_optional(file: Path, namespace: str | None) -> Pod | None:
 
 
 def project_namespaces(folder: Path) -> set[str]:
-    """Returns the namespaces of projects with pods of their own namespace, from the mounted ConfigMap.
+    """Returns the namespaces that projects have besides the shared one, from the mounted ConfigMap.
 
     Raises:
         FailedPreconditionError: If a template cannot be read.

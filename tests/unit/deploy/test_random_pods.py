@@ -158,7 +158,7 @@ def assert_amounts(pods: list[Pod], spec: RunSpec, chosen: dict[str, Any]) -> No
             requests = container["resources"]["requests"]
             choice = spec.pods.get(role)
             is_shared = spec.is_colocated(container["name"])
-            # A rollout on the trainer's GPUs asks for none of them, and for processors of its own.
+            # A rollout on the trainer's GPUs asks for none of them, but for processors.
             num_gpus = spec.engine_gpus if is_shared else int(requests.get(GPU, 0))
             added = CRITIC if role == "critic" else PER_GPU
             for resource in ("cpu", "memory"):

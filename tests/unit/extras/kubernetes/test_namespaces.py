@@ -1,4 +1,4 @@
-"""Tests of the launcher of projects with namespaces of their own."""
+"""Tests of the launcher of projects with separate namespaces."""
 
 import asyncio
 from collections.abc import AsyncIterator
