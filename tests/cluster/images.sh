@@ -90,8 +90,9 @@ build() { # NAME BASE: build, and export under the tag of the sources
     --build-arg PIP_OPTIONS="-q --no-index --find-links /wheels" "${options[@]}" -t "$image" . > /dev/null)
   [ "$old" = "$(buildah images -q "$image")" ] && [ -e "$archive" ] && return
   [ -z "$old" ] || buildah rmi "$old" > /dev/null 2>&1 || true # or every build would fill the disk further
-  rm -f "$archive"
-  buildah push -q "$image" "docker-archive:$archive:$image"
+  rm -f "$archive" "$archive.part"
+  buildah push -q "$image" "docker-archive:$archive.part:$image" # or a later call would take half an archive for a whole one
+  mv "$archive.part" "$archive"
 }
 
 make_pause() { # the process that holds a pod's namespaces
