@@ -4,7 +4,6 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import kubernetes_validate
 import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
@@ -25,6 +24,7 @@ from services.extras.kubernetes.worker_pods import (
     load_templates,
 )
 from tests.helpers.chart import one, render
+from tests.helpers.manifests import validate_manifest
 from tests.helpers.specs import spec_with
 from tests.unit.checks.test_pods import documents, named_key
 from tests.unit.deploy.test_worker_pods import OWNER
@@ -138,7 +138,7 @@ def test_the_pods_of_a_random_run_are_whole_or_the_refusal_names_a_key(
     assert len(set(names)) == len(names)
     assert max(map(len, names)) <= 63
     for pod in pods[:1] + pods[-1:]:
-        kubernetes_validate.validate(pod, "1.33", strict=True)
+        validate_manifest(pod, "1.33")
     assert sum(sum_of(pod, GPU) for pod in pods) == total_gpus(spec)
     assert all(sum_of(pod, GPU) <= spec.topology.gpus_per_node for pod in pods)
     assert_amounts(pods, spec, chosen)
