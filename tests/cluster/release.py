@@ -185,16 +185,16 @@ def sort4_spec() -> dict[str, Any]:
 
 
 @contextmanager
-def installed_release(cluster: Cluster) -> Iterator[Installed]:
+def installed_release(cluster: Cluster, *, has_trackers: bool = True) -> Iterator[Installed]:
     """Installs a release with the CPU profile until the block ends, and then writes its pods' logs."""
     try:
-        yield _install(cluster)
+        yield _install(cluster, has_trackers=has_trackers)
     finally:
         keep_logs(cluster, cluster.folder / "pods")
         _uninstall(cluster)
 
 
-def _install(cluster: Cluster) -> Installed:
+def _install(cluster: Cluster, *, has_trackers: bool) -> Installed:
     for namespace in (NAMESPACE, TEAM):
         create_namespace(cluster, namespace)
     make_volume(cluster, "state")
@@ -206,7 +206,7 @@ def _install(cluster: Cluster) -> Installed:
         "--set", "workers.modelCache.existingClaim=models,controller.persistence.existingClaim=state",
         "--set", "controller.persistence.enabled=true,transferqueue.shards=2",
         "--set", f"workers.rolloutScales.enabled=true,rlruns.namespaces={{{TEAM}}}",
-        "--set", "trackers.enabled=true,trackers.persistence.enabled=false",
+        "--set", f"trackers.enabled={str(has_trackers).lower()},trackers.persistence.enabled=false",
     )  # fmt: skip
     install_s = time.monotonic() - begin
     code = {"sort4.py": (_EXAMPLES / "sort4.py").read_text(encoding="utf-8")}

@@ -33,7 +33,7 @@ _TEAM = "slipstream-blue"
 
 @pytest.fixture(scope="module")
 def installed(machine: Cluster) -> Iterator[Installed]:
-    with installed_release(machine) as release:
+    with installed_release(machine, has_trackers=False) as release:
         yield release
 
 
