@@ -1,5 +1,5 @@
 # Benchmarks; included by the Makefile.
-.PHONY: bench-abuse bench-long-run bench-abuse-memory bench-page bench-samples bench-silence bench-start bench-controller bench-dataplane bench-e2e bench-learning bench-pace bench-tails bench-one-gpu bench-fp8 bench-joins bench-trainer bench-trainer-peer bench-rollout bench-reply-formats bench-episodes bench-sandboxes bench-replay bench-replay-gpu bench-weightsync bench-recovery bench-objects
+.PHONY: bench-abuse bench-long-run bench-abuse-memory bench-page bench-samples bench-silence bench-start bench-controller bench-dataplane bench-e2e bench-learning bench-pace bench-tails bench-one-gpu bench-fp8 bench-joins bench-trainer bench-trainer-peer bench-rollout bench-reply-formats bench-episodes bench-sandboxes bench-replay bench-replay-gpu bench-weightsync bench-recovery bench-objects bench-scaling
 bench-dataplane: $(READY) ## Data plane against its peer, minutes (OPTIONS=--smoke for seconds)
 	$(BIN)/python -m bench.dataplane $(OPTIONS)
 
@@ -96,3 +96,6 @@ bench-abuse: $(READY) ## Two honest projects while a third identity attacks ever
 
 bench-objects: $(READY) $(S3_SERVER) ## Runs with everything in an object store: 30 kills, and step times against the disk, half an hour (OPTIONS=--smoke for minutes)
 	$(BIN)/python -m bench.objects $(OPTIONS)
+
+bench-scaling: $(READY) ## Speed over 1, 2, 4 and 8 GPUs, planned splits, weight sync, kills; hours (OPTIONS="--smoke --gpus 1 2 4" without a GPU)
+	$(BIN)/python -m bench.scaling $(OPTIONS)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -63,7 +63,14 @@ def whole_run(folder: Path, settings: Iterable[str], *, spec: Path = _SORT4) -> 
     return WholeRun(json.loads(text), _steps(summary.with_name("metrics.jsonl")), began=began)
 
 
-def run_for(num_steps: int, folder: Path, settings: Iterable[str], *, spec: Path) -> WholeRun:
+def run_for(
+    num_steps: int,
+    folder: Path,
+    settings: Iterable[str],
+    *,
+    spec: Path,
+    environment: Mapping[str, str] | None = None,
+) -> WholeRun:
     """Trains a number of steps of a longer run and ends it.
 
     A run that ends by itself would also finish its rollouts and save.
@@ -73,12 +80,13 @@ def run_for(num_steps: int, folder: Path, settings: Iterable[str], *, spec: Path
         folder: Folder for runs and logs, only for this run.
         settings: Overrides of the specification.
         spec: The specification, with more than ``num_steps`` steps.
+        environment: Environment of the run; default: that of this process.
 
     Raises:
         SystemExit: If the run ends before, with its output.
     """
     began = time.time()
-    with running(folder, settings, spec=spec) as process:
+    with running(folder, settings, spec=spec, environment=environment) as process:
         while process.poll() is None:
             time.sleep(_POLL_S)
             steps = steps_in(folder)
@@ -98,7 +106,12 @@ def run_folder(given: Path | None) -> Iterator[Path]:
 
 @contextmanager
 def running(
-    folder: Path, settings: Iterable[str], *, spec: Path, port: int = 0
+    folder: Path,
+    settings: Iterable[str],
+    *,
+    spec: Path,
+    port: int = 0,
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Yields a run, which is ended with the block.
 
@@ -107,11 +120,14 @@ def running(
         settings: Overrides of the specification.
         spec: The specification.
         port: Port of the API; 0 selects a free one.
+        environment: Environment of the run; default: that of this process.
     """
     command = [*_command(folder, settings, spec), "--port", str(port)]
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / _OUTPUT).open("w") as said:
-        process = subprocess.Popen(command, cwd=REPOSITORY, stdout=said, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command, cwd=REPOSITORY, stdout=said, stderr=subprocess.STDOUT, env=environment
+        )
     try:
         yield process
     finally:

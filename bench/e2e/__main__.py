@@ -108,7 +108,9 @@ def _run(
 def _engine_alone(shape: str, *, is_smoke: bool) -> dict[str, Any]:
     command = [sys.executable, "-m", "bench.e2e.engine", shape, *(["--smoke"] if is_smoke else [])]
     done = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, check=True)
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    # vLLM may print after the results.
+    results = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    return dict(json.loads(results[-1]))
 
 
 def _compare(found: dict[str, Any]) -> None:

@@ -217,6 +217,26 @@ QWEN3_8B = Shape(
 )
 """Qwen3-8B's shape: 8.2 B parameters, all of which are trained, beside an engine on a GPU of 140 GB."""
 
+QWEN3_MOE_16B = replace(
+    QWEN3_8B,
+    layers=24,
+    hidden=2048,
+    intermediate=6144,
+    kv_heads=4,
+    prompts_per_step=64,
+    family="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    further={
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 16,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+    },
+    trainer={**QWEN3_8B.trainer, "tokens_per_micro_batch": 4096},
+)
+"""Layers of Qwen3-30B-A3B's shape with 16 active experts: 15.6 B parameters, of which a token uses 2.9 B."""
+
 SHAPES = {
     # 1.31 B parameters; lengths are geometric.
     "geometric": _GEOMETRIC,
@@ -254,6 +274,9 @@ _SMALL = {
     # The kernels of vLLM's CPU build do not have smaller sizes.
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
 }
 
 

@@ -37,7 +37,7 @@ ARMS = {
     "lag 4": ("algorithm.max_staleness=4",),
     "synchronous, in turns": ("algorithm.max_staleness=0", "topology.placement=colocated"),
 }
-_SMALL_DATA = REPOSITORY / "examples" / "data" / "gsm8k"
+SMALL_DATA = REPOSITORY / "examples" / "data" / "gsm8k"
 _ON_CPU = (
     *("model.path=tiny:qwen2-0.4m", "data.chat_template=false", "data.max_prompt_tokens=1024"),
     *("rollout.engine=torch", "rollout.group_size=2", "rollout.max_response_tokens=8"),
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--hub", action="store_true", help="model and data of the hub")
     parser.add_argument("--model", type=Path, help="where the model is, or is made")
     parser.add_argument("--wheels", type=Path, help="folder with the packages of the model")
-    parser.add_argument("--data", type=Path, default=_SMALL_DATA, help="folder with GSM8K")
+    parser.add_argument("--data", type=Path, default=SMALL_DATA, help="folder with GSM8K")
     parser.add_argument("--set", action="append", default=[], help="further settings")
     parser.add_argument("--folder", type=Path, help="where runs and logs stay")
     parser.add_argument("--out", type=Path, default=RESULTS)

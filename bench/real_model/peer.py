@@ -1,44 +1,116 @@
-"""The same training by TRL's colocated GRPO trainer: ``python -m bench.real_model.peer [--smoke]``.
+"""The same training by TRL's colocated GRPO trainer: ``python -m bench.real_model.peer [TASK] [--smoke]``.
 
 ``GRPOTrainer`` with vLLM in its process, on the task, batch, learning rate and number of samples of
-``bench.real_model``: without gradient checkpointing, without a second computation of old logprobs
-(``vllm_importance_sampling_correction=False``), and with large micro-batches. The same engine
-answers the held-out questions between two steps; their time is reported and included in the curve.
-Needs ``trl`` 1.16 and ``vllm``.
+``bench.real_model`` (``addition``) or ``bench.real_model.gsm8k`` (``gsm8k``): without gradient checkpointing,
+without a second computation of old logprobs (``vllm_importance_sampling_correction=False``), and with large
+micro-batches. The same engine answers the held-out questions between two steps; their time is reported and
+included in the curve. Needs ``trl`` 1.16 and ``vllm``.
 """
 
 import argparse
+import dataclasses
 import json
 import tempfile
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from bench.real_model import gsm8k, qwen, smollm2
 from bench.real_model.__main__ import RESULTS, keep
 from bench.real_model.setting import ADDITION, Setting, smoke
-from bench.real_model.smollm2 import make_folder
 from services.common.callables import load_callable
+from services.extras.math_verify.answer import math_answer
 
 _STEADY = 5
-_heldout, _train, _score = (
-    load_callable(f"{ADDITION}:{name}") for name in ("heldout", "train", "score")
-)
+_NAME = "TRL 1.16 colocated"
+Row = dict[str, str]
 
 
-def _reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
-    texts = [c[-1]["content"] if isinstance(c, list) else c for c in completions]
-    return [_score(text, right) for text, right in zip(texts, answer, strict=True)]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What both sides train on."""
+
+    setting: Setting
+    train: Sequence[Row]
+    """Rows with ``prompt`` and ``answer``."""
+    heldout: Sequence[Row]
+    score: Callable[[str, str], float]
+    """Score of a response's text for an answer."""
+    make_folder: Callable[[Path, Path | None], None]
+    """Writes the model to a folder, from packages in another one."""
+    micro: int
+    """Samples of a forward pass, unless the command says another number."""
+    results: Path
+
+
+def addition() -> Task:
+    """Returns the task of ``bench.real_model``."""
+    train, heldout, score = (
+        load_callable(f"{ADDITION}:{name}") for name in ("train", "heldout", "score")
+    )
+    return Task(
+        setting=Setting(),
+        train=train(),
+        heldout=heldout(),
+        score=score,
+        make_folder=smollm2.make_folder,
+        micro=64,
+        results=RESULTS,
+    )
+
+
+def grade_school(data: Path) -> Task:
+    """Returns the task of ``examples/gsm8k-1.5b.yaml``.
+
+    Args:
+        data: Folder with ``train.jsonl`` and ``test.jsonl`` of GSM8K.
+    """
+    spec = yaml.safe_load(gsm8k.EXAMPLE.read_text(encoding="utf-8"))
+    data_spec, rollout, trainer = spec["data"], spec["rollout"], spec["trainer"]
+
+    def rows(name: str) -> list[Row]:
+        lines = (data / name).read_text(encoding="utf-8").splitlines()
+        return [
+            {
+                "prompt": data_spec["prompt_template"].replace("{prompt}", row["question"]),
+                "answer": row["answer"],
+            }
+            for row in map(json.loads, lines)
+        ]
+
+    return Task(
+        setting=Setting(
+            steps=trainer["steps"],
+            prompts_per_step=trainer["prompts_per_step"],
+            group_size=rollout["group_size"],
+            max_prompt_tokens=data_spec["max_prompt_tokens"],
+            max_response_tokens=rollout["max_response_tokens"],
+            learning_rate=float(trainer["optimizer"]["learning_rate"]),
+            warmup_steps=trainer["optimizer"]["warmup_steps"],
+            evaluate_every=spec["validation"]["every"],
+        ),
+        train=rows("train.jsonl"),
+        heldout=rows("test.jsonl")[: data_spec["heldout"]["gsm8k"]["limit"]],
+        score=lambda text, answer: math_answer("", text, answer, {}),
+        make_folder=qwen.make_folder,
+        micro=32,
+        results=gsm8k.RESULTS,
+    )
 
 
 class _Curve(TrainerCallback):
     """Evaluates between steps and records when each step ended."""
 
-    def __init__(self, setting: Setting, began: float) -> None:
+    def __init__(self, task: Task, setting: Setting, began: float) -> None:
+        self._task = task
         self._setting = setting
         self._began = began
         self._evaluated_s = 0.0
@@ -66,7 +138,7 @@ class _Curve(TrainerCallback):
         begin = time.time()
         trainer, setting = self.trainer, self._setting
         tokenizer = trainer.processing_class
-        rows = _heldout()
+        rows = self._task.heldout
         prompts = [
             tokenizer.apply_chat_template(
                 [{"role": "user", "content": row["prompt"]}],
@@ -81,15 +153,15 @@ class _Curve(TrainerCallback):
             trainer.vllm_generation.sync_weights()
             parameters = SamplingParams(temperature=0.0, max_tokens=setting.max_response_tokens)
             inputs: Any = [
-                {"prompt_token_ids": tokenizer(each, add_special_tokens=False)["input_ids"]}
-                for each in prompts
+                {"prompt_token_ids": tokenizer(prompt, add_special_tokens=False)["input_ids"]}
+                for prompt in prompts
             ]
-            made = trainer.vllm_generation.llm.generate(inputs, parameters, use_tqdm=False)
-            texts = [each.outputs[0].text for each in made]
+            results = trainer.vllm_generation.llm.generate(inputs, parameters, use_tqdm=False)
+            texts = [result.outputs[0].text for result in results]
         else:
             texts = [""] * len(rows)
         greedy = sum(
-            _score(text, row["answer"]) for text, row in zip(texts, rows, strict=True)
+            self._task.score(text, row["answer"]) for text, row in zip(texts, rows, strict=True)
         ) / len(rows)
         self._evaluated_s += time.time() - begin
         self.points.append(
@@ -104,10 +176,22 @@ class _Curve(TrainerCallback):
 
 
 def train(
-    setting: Setting, model: Path, folder: Path, *, seed: int, micro: int, engine_share: float
+    task: Task,
+    setting: Setting,
+    model: Path,
+    folder: Path,
+    *,
+    seed: int,
+    micro: int,
+    engine_share: float,
 ) -> dict[str, Any]:
     """Trains; returns curve and rates as ``bench.real_model`` does."""
     began = time.time()
+
+    def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
+        texts = [c[-1]["content"] if isinstance(c, list) else c for c in completions]
+        return [task.score(text, right) for text, right in zip(texts, answer, strict=True)]
+
     is_real = setting.engine == "vllm"
     config = GRPOConfig(
         output_dir=str(folder),
@@ -129,23 +213,22 @@ def train(
         use_vllm=is_real,
         vllm_mode="colocate",
         vllm_gpu_memory_utilization=engine_share,
-        vllm_max_model_length=512,
+        vllm_max_model_length=max(512, setting.max_prompt_tokens + setting.max_response_tokens),
         vllm_importance_sampling_correction=False,
         logging_steps=1,
         save_strategy="no",
         report_to="none",
     )
-    rows = _train()
     data = Dataset.from_list(
         [
             {"prompt": [{"role": "user", "content": row["prompt"]}], "answer": row["answer"]}
-            for row in rows
+            for row in task.train
         ]
     )
-    curve = _Curve(setting, began)
+    curve = _Curve(task, setting, began)
     trainer = GRPOTrainer(
         model=str(model),
-        reward_funcs=_reward,
+        reward_funcs=reward,
         args=config,
         train_dataset=data,
         processing_class=AutoTokenizer.from_pretrained(model),
@@ -153,53 +236,60 @@ def train(
     )
     curve.trainer = trainer
     trainer.train()
-    steady = curve.ends[_STEADY - 1 :]
-    # Evaluations run between steps.
-    pauses = curve.points[-1]["evaluated_s"] - curve.points[0]["evaluated_s"]
-    wall = steady[-1] - steady[0] - pauses * len(steady) / len(curve.ends)
     return {
         "steps": len(curve.ends),
         "curve": curve.points,
         "reward_mean": curve.rewards,
         "seconds_to_first_step": round(curve.ends[0], 1),
-        "samples_per_s": round((len(steady) - 1) * setting.samples_per_step / wall, 1)
-        if len(steady) > 1
-        else None,
+        "samples_per_s": _rate(curve, setting.samples_per_step),
         "micro_batch": micro,
         "peak_allocated_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2) if is_real else 0.0,
     }
 
 
+def _rate(curve: _Curve, samples_per_step: int) -> float | None:
+    """Returns samples a second of the steady steps, without evaluations; None without such steps."""
+    steady = curve.ends[_STEADY - 1 :]
+    if len(steady) < 2:
+        return None
+    pauses = curve.points[-1]["evaluated_s"] - curve.points[0]["evaluated_s"]
+    wall = steady[-1] - steady[0] - pauses * len(steady) / len(curve.ends)
+    return round((len(steady) - 1) * samples_per_step / wall, 1)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("task", nargs="?", choices=("addition", "gsm8k"), default="addition")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int)
-    parser.add_argument("--micro", type=int, default=64, help="samples of a forward pass")
+    parser.add_argument("--micro", type=int, help="samples of a forward pass")
     parser.add_argument("--engine-share", type=float, default=0.3, help="of the GPU's memory")
     parser.add_argument("--model", type=Path, help="where the model is, or is made")
-    parser.add_argument("--wheel", type=Path)
+    parser.add_argument("--wheels", type=Path, help="the model's package, or a folder of packages")
+    parser.add_argument("--data", type=Path, default=gsm8k.SMALL_DATA, help="folder with GSM8K")
     parser.add_argument("--smoke", action="store_true", help="without vLLM, on a CPU")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, help="default: the file of the task's other side")
     arguments = parser.parse_args()
-    setting = smoke(Setting()) if arguments.smoke else Setting()
+    task = addition() if arguments.task == "addition" else grade_school(arguments.data)
+    setting = smoke(task.setting) if arguments.smoke else task.setting
     if arguments.steps:
-        import dataclasses
-
         setting = dataclasses.replace(setting, steps=arguments.steps)
     with tempfile.TemporaryDirectory() as temporary:
         model = arguments.model or Path(temporary) / "model"
-        make_folder(model, arguments.wheel)
+        task.make_folder(model, arguments.wheels)
         entry = train(
+            task,
             setting,
             model,
             Path(temporary) / "out",
             seed=arguments.seed,
-            micro=arguments.micro,
+            micro=arguments.micro or task.micro,
             engine_share=arguments.engine_share,
         )
     print(json.dumps(entry), flush=True)
     if not arguments.smoke:
-        keep([{"variant": "TRL 1.16 colocated", "seed": arguments.seed, **entry}], arguments.out)
+        out = arguments.out or task.results
+        keep([{"variant": _NAME, "seed": arguments.seed, **entry}], out)
 
 
 if __name__ == "__main__":

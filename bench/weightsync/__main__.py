@@ -33,6 +33,7 @@ def main() -> None:
     parser.add_argument("--bucket-mib", type=int, help="default: 512, or 64 over Gloo, as in a run")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--device", choices=["auto", "cpu"], default="auto")
+    parser.add_argument("--out", type=Path, help="default: bench/results/weightsync.json")
     arguments = parser.parse_args()
     if arguments.smoke:
         arguments.model, arguments.device, arguments.rounds = "smoke", "cpu", 3
@@ -85,13 +86,14 @@ def _report(
                 f"  {row:16} "
                 + ", ".join(f"{name} {value:.2f}" for name, value in rows[row].items())
             )
-    if arguments.smoke:
+    if arguments.smoke and arguments.out is None:
         return
-    known = read_json(RESULTS)
-    known.setdefault(setting, {}).update(
+    out = arguments.out or RESULTS
+    results_by_setting = read_json(out)
+    results_by_setting.setdefault(setting, {}).update(
         bucket_mib=arguments.bucket_mib, rounds=arguments.rounds, rows=rows
     )
-    write_json(RESULTS, known)
+    write_json(out, results_by_setting)
 
 
 if __name__ == "__main__":
