@@ -1,10 +1,17 @@
-"""A run that attaches to a vLLM server against the same run with its own engine, on one GPU.
+"""A run that attaches to a vLLM server against the same run with its own engine, on one GPU or two.
 
-``python -m bench.rollout.fleet_gpu [--smoke] [--json FILE]``: 1.3 billion parameters at lag 1, geometric
-lengths, ten steps of each arm, one after the other. Own engine and server have equal slots and an equal KV
-cache. Bars: samples/s of the server's arm at least .97 of the own engine's, and the median of the
-weight sync at most 1.2 times as long. ``own, cpu_async`` separates the way through host memory, which servers
-need, from the server itself.
+``python -m bench.rollout.fleet_gpu [--gpus 2] [--smoke] [--json FILE]``: 1.3 billion parameters at lag 1,
+geometric lengths, ten steps of each arm, one after the other. Own engine and server have equal slots and an
+equal KV cache. Bars: samples/s of the arm ``server, direct`` at least .97 of the own engine's, and the median
+of the weight sync at most 1.2 times as long.
+
+    own              engine of the run, ``weight_sync.mode: shadow``
+    server, direct   ``weight_sync.mode: servers``: the trainer sends to the server's workers
+    server           ``weight_sync.mode: cpu_async``: through host memory, and over HTTP to the server
+    own, cpu_async   separates the way through host memory from the server itself
+
+On one GPU, weights travel by handles of CUDA's memory. With ``--gpus 2`` the trainer has the first GPU, and
+the engine or server the second one; they travel over NCCL.
 
 With ``--smoke`` a tiny model trains on a CPU; name the arm ``own`` where vLLM is not installed.
 """
@@ -14,8 +21,8 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +34,8 @@ from bench.whole_run import run_for
 from services.extras.fleets.local import TOKEN, LocalVllm
 
 RESULTS = Path(__file__).parents[1] / "results" / "fleet-gpu.json"
-OWN, HOST, SERVER = "own", "own, cpu_async", "server"
+OWN, HOST, SERVER, DIRECT = "own", "own, cpu_async", "server", "server, direct"
+ARMS = (OWN, DIRECT, SERVER, HOST)
 LEAST_SHARE, MOST_SYNC = 0.97, 1.2
 _FIRST = 3
 _SLOTS = 256
@@ -35,13 +43,15 @@ _KV_BYTES = 16 << 30
 _CONTEXT = 2048
 # Weights, activations, graphs and KV cache of 1.3 B parameters, of 141 GB; vLLM checks it before it starts.
 _GPU_SHARE = 0.2
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "arms", nargs="*", default=[OWN, SERVER, HOST], help="own; server; own, cpu_async"
+        "arms", nargs="*", default=[OWN, DIRECT, SERVER, HOST], help="; ".join(ARMS)
     )
+    parser.add_argument("--gpus", type=int, choices=(1, 2), default=1)
     parser.add_argument(
         "--smoke", action="store_true", help="a tiny model and the own arm, on a CPU"
     )
@@ -56,7 +66,12 @@ def main() -> None:
     begin = time.monotonic()
     report = GrowingReport(
         None if arguments.smoke else arguments.json,
-        {"device": device_name(), "slots": _SLOTS, "kv_bytes": _KV_BYTES},
+        {
+            "device": device_name(),
+            "gpus": arguments.gpus,
+            "slots": _SLOTS,
+            "kv_bytes": _KV_BYTES,
+        },
     )
     arms: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
@@ -69,35 +84,70 @@ def main() -> None:
                 arms[arm] = {"not_measured": "out of time"}
             else:
                 arms[arm] = _arm(
-                    arm, shape, folder, spec, steps=arguments.steps, further=arguments.set
+                    arm,
+                    shape,
+                    folder,
+                    spec,
+                    steps=arguments.steps,
+                    further=arguments.set,
+                    gpus=arguments.gpus,
                 )
             report.add({"arms": arms})
     report.finish({"bars": bars(arms), "seconds": round(time.monotonic() - begin, 1)})
 
 
 def bars(arms: dict[str, Any]) -> dict[str, Any]:
-    """Compares the server's arm with the own engine's."""
-    own, server = arms.get(OWN, {}), arms.get(SERVER, {})
-    if "samples_per_s" not in own or "samples_per_s" not in server:
-        return {}
-    share = server["samples_per_s"] / own["samples_per_s"]
-    sync = server["sync_ms"]["p50"] / own["sync_ms"]["p50"]
-    return {
-        "samples_per_s_over_own": round(share, 3),
-        f"at least {LEAST_SHARE}": share >= LEAST_SHARE,
-        "sync_p50_over_own": round(sync, 3),
-        f"at most {MOST_SYNC}": sync <= MOST_SYNC,
-    }
+    """Compares each arm with a server with the own engine's arm; the bars are those of the direct one."""
+    own = arms.get(OWN, {})
+    compared: dict[str, Any] = {}
+    for name in (DIRECT, SERVER):
+        arm = arms.get(name, {})
+        if "samples_per_s" not in own or "samples_per_s" not in arm:
+            continue
+        share = arm["samples_per_s"] / own["samples_per_s"]
+        sync = arm["sync_ms"]["p50"] / own["sync_ms"]["p50"]
+        compared[name] = {
+            "samples_per_s_over_own": round(share, 3),
+            f"at least {LEAST_SHARE}": share >= LEAST_SHARE,
+            "sync_p50_over_own": round(sync, 3),
+            f"at most {MOST_SYNC}": sync <= MOST_SYNC,
+        }
+    return compared
+
+
+@contextmanager
+def _visible(gpus: str | None) -> Iterator[None]:
+    """Shows some GPUs only to the processes that start while the block runs; None for all."""
+    before = os.environ.get(_VISIBLE)  # noqa: TID251 -- CUDA's own variable
+    if gpus is not None:
+        os.environ[_VISIBLE] = gpus  # noqa: TID251
+    try:
+        yield
+    finally:
+        if gpus is not None:
+            os.environ.pop(_VISIBLE)  # noqa: TID251
+            if before is not None:
+                os.environ[_VISIBLE] = before  # noqa: TID251
 
 
 def _arm(
-    arm: str, shape: Shape, folder: Path, spec: Path, *, steps: int, further: Sequence[str]
+    arm: str,
+    shape: Shape,
+    folder: Path,
+    spec: Path,
+    *,
+    steps: int,
+    further: Sequence[str],
+    gpus: int,
 ) -> dict[str, Any]:
     """Trains one arm; a failure is its result, so that the other arms are measured."""
     state = folder / arm.replace(", ", "-")
     try:
         with ExitStack() as stack:
-            settings = [*_settings(arm, shape, folder, stack), *further]
+            has_server, is_divided = arm in (SERVER, DIRECT), gpus > 1
+            with _visible("1" if has_server and is_divided else None):
+                settings = [*_settings(arm, shape, folder, stack), *further]
+            stack.enter_context(_visible("0" if has_server and is_divided else None))
             peaks = stack.enter_context(watched_memory())
             run = run_for(steps, state, settings, spec=spec)
             return {
@@ -115,7 +165,7 @@ def _settings(arm: str, shape: Shape, folder: Path, stack: ExitStack) -> list[st
     common = ["algorithm.max_staleness=1", f"rollout.max_running_samples={_SLOTS}"]
     if arm == HOST:
         common.append("weight_sync.mode=cpu_async")
-    if arm != SERVER:
+    if arm not in (SERVER, DIRECT):
         if shape.engine == "vllm":
             common += [
                 f"rollout.engine_arguments.kv_cache_memory_bytes={_KV_BYTES}",
@@ -148,7 +198,7 @@ def _settings(arm: str, shape: Shape, folder: Path, stack: ExitStack) -> list[st
         'rollout.engine_arguments.token={"secret": "FLEET_TOKEN"}',
         f"rollout.engine_arguments.max_model_len={_CONTEXT}",
         "rollout.replicas=1",
-        "weight_sync.mode=cpu_async",
+        f"weight_sync.mode={'servers' if arm == DIRECT else 'cpu_async'}",
     ]
 
 
