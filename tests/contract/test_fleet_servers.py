@@ -31,8 +31,10 @@ from services.rollout.engines.engine_config import EngineConfig
 from tests.contract import test_engine_contract, test_engine_weights
 from tests.contract.checks import PROMPT, adopt, assert_agrees
 from tests.contract.engines import decode, expected_logprobs, model_config, weights
+from tests.helpers.direct_weights import FleetSink
 from tests.helpers.engines import begun, made, request, running, until
 from tests.helpers.ports import free_port
+from tests.helpers.weight_members import Cluster
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
@@ -141,6 +143,56 @@ async def test_five_updates_are_exact_on_every_server(servers: list[LocalServer]
                 _assert_equal(result.logprobs, expected)
             expected = expected_logprobs(version, PROMPT[:1], PROMPT[1:])
             _assert_equal(await engine.score(PROMPT), expected)
+
+
+async def test_five_updates_from_the_trainer_are_exact_on_every_server(
+    servers: list[LocalServer],
+) -> None:
+    if servers[0].engine != "vllm-server":
+        pytest.skip("only vLLM's workers receive weights from the trainer")
+    async with _attached(_engine(servers), 2) as engine:
+        cluster = Cluster(
+            mode="servers",
+            specs=tuple(engine.weight_specs()),
+            sinks=[FleetSink(engine)],
+            backend="servers",
+            bucket_bytes=1 << 16,
+            timeout_s=30,
+        )
+        await cluster.form_group()
+        fleet = engine.backend.fleet
+        for version in range(5):
+            for name, tensor in weights(version).items():
+                cluster.weights[name].copy_(tensor)
+            digest = await cluster.send(version)
+            await cluster.receivers[0].adopt(version, digest)
+            await until(lambda: len(fleet.serving) == 2, poll_s=0.01)
+            assert {(server.version, server.digest) for server in fleet.serving} == {
+                (version, digest)
+            }
+            for context, task in [
+                (n, begun(engine, [PROMPT[:n]], max_tokens=12)[0]) for n in (7, 11)
+            ]:
+                result = await task
+                assert result.version_runs == ((version, 12),)
+                expected = expected_logprobs(version, PROMPT[:context], result.token_ids)
+                _assert_equal(result.logprobs, expected)
+            expected = expected_logprobs(version, PROMPT[:1], PROMPT[1:])
+            _assert_equal(await engine.score(PROMPT), expected)
+            if version == 1:
+                # The trainer sends the version again to the server that lost it.
+                servers[0].kill()
+                servers[0].start()
+                await asyncio.to_thread(servers[0].wait)
+                await until(
+                    lambda: (
+                        {server.digest for server in fleet.serving} == {digest}  # noqa: B023
+                        and len(fleet.serving) == 2
+                    ),
+                    poll_s=0.05,
+                )
+        for member in cluster.members:
+            await member.abort(1, "the test has ended")
 
 
 def _assert_equal(logprobs: Sequence[float], expected: Tensor) -> None:

@@ -1022,7 +1022,14 @@ def _sampling(spec: RunSpec) -> Iterator[str]:
 
 
 def _engine(spec: RunSpec) -> Iterator[str]:
-    name, rollout = spec.rollout.engine, spec.rollout
+    name, rollout, sync = spec.rollout.engine, spec.rollout, spec.weight_sync
+    engines, has_others = MODES[sync.mode].engines, spec.sends_adapters or spec.topology.task_groups
+    if engines and (name not in engines or has_others or sync.backend not in ("auto", sync.mode)):
+        yield (
+            f"weight_sync.mode {sync.mode} sends whole weights to the servers of rollout.engine "
+            f"{' or '.join(engines)}, by its own backend: no adapters, and to no other worker; set it to "
+            f"{HOST_MODE}, or weight_sync.backend to auto"
+        )
     if MODES[spec.weight_sync.mode].is_in_place:
         stages = engine_kind(name).stage_argument
         if not engine_kind(name).is_writable:
@@ -1052,7 +1059,8 @@ def _engine(spec: RunSpec) -> Iterator[str]:
 def _elsewhere(spec: RunSpec) -> Iterator[str]:
     """Yields problems of an engine in servers that run separately."""
     name = spec.rollout.engine
-    if not MODES[spec.weight_sync.mode].through_host:
+    mode = MODES[spec.weight_sync.mode]
+    if not (mode.through_host or mode.engines):
         yield (
             f"weight_sync.mode is {spec.weight_sync.mode}, but rollouts with engine {name!r} have no GPU, so "
             f"that weights reach them through host memory; set it to {HOST_MODE}"

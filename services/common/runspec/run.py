@@ -155,13 +155,14 @@ class WeightSyncSpec(SpecPart):
     ``handle`` uses memory that the trainer shares: memory of the GPU that all members share, or
     host memory if weights are sent from there. ``storage`` writes versions to the folder or object
     store ``weight_sync.storage``, from which each rollout loads them at its own pace. ``auto`` selects
-    ``handle`` if all members share one GPU, NCCL if every member has its own GPU, and Gloo if no
-    member has a GPU."""
+    ``handle`` if all members share one GPU, NCCL if every member has its own GPU, and Gloo if none has
+    one. ``servers`` belongs to the mode of that name."""
     mode: Annotated[str, NameIn(MODES)] = "shadow"
     """Mode of the transfer. ``shadow``: rollouts receive into a second copy of the weights while
     generation continues. ``inplace``: rollouts pause and receive into the live weights, for GPUs
-    without memory for a second copy. ``cpu_async``: weights travel through host memory and Gloo,
-    for members that share no NCCL. ``delta``: only changed values are sent, for slow links."""
+    without memory for a second copy. ``cpu_async``: weights travel through host memory and Gloo, for
+    members that share no NCCL. ``delta``: only changed values are sent, for slow links. ``servers``: the
+    trainer sends to the workers of attached vLLM servers, between GPUs."""
     storage: WeightStorageSpec | None = None
     """Store of the versions of ``backend: storage``; null for other transports."""
     senders: Literal["ranks", "leader"] = "ranks"

@@ -5,7 +5,7 @@ A mode is a module like those in ``services/weightsync/modes``, and a transport 
 ``slipstream.weight_transports``.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -83,6 +83,8 @@ class WeightMode:
     keeps_rows: bool = False
     """True if the receiver keeps the rows of several sources as received, in addition to the whole
     tensors."""
+    engines: Collection[str] = ()
+    """Engines whose servers receive the weights themselves; empty if the rollout receives them."""
 
     def wire_device(self, device: str) -> str:
         """Returns the device type between which the weights of a device travel."""

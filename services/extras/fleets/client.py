@@ -11,6 +11,7 @@ from typing import Any, Final
 import httpx
 
 from services.extras.external_engine.request_segments import Segment, TokenChunk
+from services.extras.fleets.direct.weights import DirectWeights
 from services.extras.fleets.routers import LISTS, parse_servers
 from services.extras.fleets.weights import FleetWeights
 from services.rollout.calls.outside import AddressPolicy, ExternalService, delays, json_text
@@ -34,6 +35,8 @@ _RETRY_S: Final = (0.1, 5.0)
 LONGEST_RETRY_S: Final = 60.0
 """Max seconds of a ``Retry-After`` that this side follows."""
 
+AnyWeights = FleetWeights | DirectWeights
+"""A version that this rollout holds, or one that servers receive from the trainer."""
 ReadEvent = Callable[[Mapping[str, Any]], TokenChunk | None]
 """Reads the tokens of an event of a response; None for an event without tokens."""
 
@@ -111,7 +114,7 @@ class FleetServer(ABC):
         """The canary by which the server was compared last."""
         self.is_verified = False
         """True once the version in service has passed all checks."""
-        self.received: FleetWeights | None = None
+        self.received: AnyWeights | None = None
         """Weights that the server has received and has not loaded yet."""
         self._owner = owner
         self._session = ""
@@ -163,7 +166,7 @@ class FleetServer(ABC):
         """
 
     @abstractmethod
-    async def upload(self, weights: FleetWeights) -> None:
+    async def upload(self, weights: AnyWeights) -> None:
         """Sends a version while the server serves another one.
 
         Raises:
@@ -172,7 +175,7 @@ class FleetServer(ABC):
         """
 
     @abstractmethod
-    async def load(self, weights: FleetWeights) -> None:
+    async def load(self, weights: AnyWeights) -> None:
         """Puts an uploaded version into service; no response that runs receives tokens of two versions.
 
         Raises:
@@ -265,7 +268,7 @@ class FleetServer(ABC):
         self.version, self.digest = None, ""
         self.is_verified, self.compared = False, None
 
-    def serves(self, weights: FleetWeights) -> bool:
+    def serves(self, weights: AnyWeights) -> bool:
         """Returns True if a version is in service, with the digest that this rollout computed."""
         return (self.version, self.digest) == (weights.version, weights.digest)
 

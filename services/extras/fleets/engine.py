@@ -12,7 +12,14 @@ from torch import Tensor
 from services.common.task_group import TaskGroup, unwrapped
 from services.extras.external_engine.engine import ExternalEngine, SegmentStream
 from services.extras.external_engine.request_segments import Segment, TokenChunk
-from services.extras.fleets.client import SCORE_TIMEOUT_S, FleetServer, ServerRefusedError
+from services.extras.fleets.client import (
+    SCORE_TIMEOUT_S,
+    AnyWeights,
+    FleetServer,
+    ServerRefusedError,
+)
+from services.extras.fleets.direct.relay import GroupRelay
+from services.extras.fleets.direct.weights import DirectVersion, DirectWeights
 from services.extras.fleets.fleet import Fleet, NoServerError
 from services.extras.fleets.stream import FleetStream
 from services.extras.fleets.weights import FleetWeights, adapter_weights
@@ -78,6 +85,8 @@ class FleetBackend:
             report=config.report,
             on_lost=self._cut_streams,
         )
+        # The receiver of weight_sync.mode servers is made without an engine; a process has one.
+        GroupRelay.fleet = self.fleet
         self._streams: dict[str, FleetStream] = {}
         self._failures: dict[str, dict[str, list[str]]] = {}
         """Reasons by server, of each request that failed and has received no token since."""
@@ -207,14 +216,19 @@ class FleetEngine(ExternalEngine):
         Returns at once if no server is there: the first one that comes gets the weights, and requests wait.
         """
         await self._started.wait()
-        if self.backend.adds_adapters:
+        weights: AnyWeights
+        if isinstance(tensors, DirectVersion):
+            weights = tensors.weights
+            weights.mark_holders()
+        elif self.backend.adds_adapters:
             weights = await asyncio.to_thread(adapter_weights, version, tensors)
         else:
             specs = self.weight_specs()
             check_tensors({spec.name: spec.shape for spec in specs}, tensors)
             weights = await asyncio.to_thread(FleetWeights, version, specs, tensors)
         fleet = self.backend.fleet
-        await fleet.upload(weights)
+        if not isinstance(weights, DirectWeights):
+            await fleet.upload(weights)
         async with self._gate.closed():
             await self._cut(self._running.values())
             loading = fleet.switch(weights)

@@ -19,15 +19,16 @@ from services.common.task_group import TaskGroup, gather_in_group, unwrapped
 from services.common.telemetry.metrics import SYNC
 from services.extras.fleets.client import (
     LONGEST_RETRY_S,
+    AnyWeights,
     FleetServer,
     ServerAwayError,
     ServerBusyError,
     ServerOverloadedError,
     ServerRefusedError,
 )
+from services.extras.fleets.direct.weights import DirectWeights
 from services.extras.fleets.protocol import LEASE_S
 from services.extras.fleets.routers import check_hosts
-from services.extras.fleets.weights import FleetWeights
 from services.rollout.calls.outside import delays
 from services.rollout.engines.base import EngineDiedError
 from services.weightsync.canary import difference
@@ -128,7 +129,7 @@ class Fleet:
         self._tolerance = tolerance
         self._report = report
         self._on_lost = on_lost
-        self._weights: FleetWeights | None = None
+        self._weights: AnyWeights | None = None
         self._canary: _Canary | None = None
         self._plain: set[str] = set()
         """Addresses at which servers answer, not routers."""
@@ -212,7 +213,7 @@ class Fleet:
         for server in self._servers:
             await server.close()
 
-    async def upload(self, weights: FleetWeights) -> None:
+    async def upload(self, weights: AnyWeights) -> None:
         """Sends a version to the serving servers, which keep serving the version before.
 
         Before the first version, to all attached ones. A server that comes meanwhile receives it later.
@@ -220,7 +221,7 @@ class Fleet:
         servers = self.serving or self.attached
         await gather_in_group([self._upload(server, weights) for server in servers])
 
-    def switch(self, weights: FleetWeights) -> list[FleetServer]:
+    def switch(self, weights: AnyWeights) -> list[FleetServer]:
         """Makes a version the fleet's; returns the servers that have received it and load it now.
 
         Others receive and load it as they come.
@@ -231,7 +232,7 @@ class Fleet:
         self._notify()
         return [server for server in self._servers if server.received is weights]
 
-    async def wait_loaded(self, weights: FleetWeights, loading: Sequence[FleetServer]) -> float:
+    async def wait_loaded(self, weights: AnyWeights, loading: Sequence[FleetServer]) -> float:
         """Waits until servers serve a version, or are lost.
 
         A slow one delays the others by ``_GRACE_S`` seconds at most, in which they sample already.
@@ -426,6 +427,8 @@ class Fleet:
             return
         if not (server.is_verified and server.serves(weights)):
             if server.received is not weights:
+                if isinstance(weights, DirectWeights) and not weights.is_repeatable():
+                    return  # the next version reaches this server too
                 with UPLOAD_SECONDS.time():
                     await server.upload(weights)
             if weights is not self._weights:
@@ -452,7 +455,7 @@ class Fleet:
         if problem := self._contradiction(server, scored, canary.logprobs):
             raise ServerRefusedError(problem)
 
-    async def _upload(self, server: FleetServer, weights: FleetWeights) -> None:
+    async def _upload(self, server: FleetServer, weights: AnyWeights) -> None:
         async with self._locks[server.address]:
             try:
                 with UPLOAD_SECONDS.time():

@@ -4,7 +4,7 @@ from typing import Final
 
 MIDDLEWARE: Final = "services.extras.fleets.server.FleetMember"
 WORKER_EXTENSION: Final = "services.extras.fleets.worker.FleetWorker"
-API: Final = 2
+API: Final = 3
 """Version of the interface; a server of another one is refused."""
 PREFIX: Final = "/slipstream/v1"
 STATE: Final = f"{PREFIX}/state"
@@ -16,6 +16,9 @@ WEIGHTS: Final = f"{PREFIX}/weights"
 """POST: announces a version. PUT ``/{bucket}``: one bucket of its bytes."""
 LOAD: Final = f"{PREFIX}/load"
 """POST: verifies the announced version and puts it into service."""
+GROUP: Final = f"{PREFIX}/group"
+"""POST: starts members of weight groups in the engine's workers (``open``), or passes messages to them and
+from them (``messages``)."""
 GENERATE: Final = "/inference/v1/generate"
 """vLLM's own path for token ids in and out (``--enable-scale-out``)."""
 LOAD_TIMEOUT_S: Final = 120.0

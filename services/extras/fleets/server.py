@@ -11,6 +11,7 @@ session instead of sampling under weights that their sender does not know.
 
 import asyncio
 import hmac
+import json
 import logging
 import os
 import time
@@ -26,11 +27,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.extras.fleets.adapters import AdapterSession, SharedServer
 from services.extras.fleets.answers import RefusedError, read_body
+from services.extras.fleets.direct.links import WorkerLinks
+from services.extras.fleets.direct.messages import LOAD_METHOD
 from services.extras.fleets.protocol import (
     ADAPTERS,
     API,
     ATTACH,
     GENERATE,
+    GROUP,
     LEASE_S,
     LOAD,
     PREFIX,
@@ -41,7 +45,6 @@ from services.extras.fleets.protocol import (
     WITHOUT_TOKEN,
     WORKERS_TIMEOUT_S,
 )
-from services.extras.fleets.staging import StagedWeights
 from services.extras.fleets.uploads import Upload
 from services.extras.fleets.vllm_adapters import VllmAdapters
 
@@ -80,6 +83,7 @@ class FleetMember:
         self._era = 0
         """Number of changes of the version in service; a response of an earlier era is cut."""
         self._upload = Upload(self._check_session)
+        self._links: WorkerLinks | None = None
         self._shared: SharedServer | None = None
         self._changing = asyncio.Lock()
         self._routes: Mapping[
@@ -91,6 +95,7 @@ class FleetMember:
             ("POST", WEIGHTS): self._announce,
             ("PUT", WEIGHTS): self._receive,
             ("POST", LOAD): self._load,
+            ("POST", GROUP): self._pass_messages,
         }
         self._shared_routes = {
             ("GET", STATE): self._shared_state,
@@ -179,6 +184,7 @@ class FleetMember:
                     "option for a run that brings whole weights",
                 )
             self._session = _Session(uuid.uuid4().hex, owner, time.monotonic())
+            self._end_links()
             self._withdraw()
             logger.warning("a rollout attached", extra={"owner": owner})
             return {"session": self._session.session_id, **self._described(request)}
@@ -237,8 +243,37 @@ class FleetMember:
         async with self._change():
             self._check_session(request)
             self._session = None
+            self._end_links()
             self._withdraw()
         return {}
+
+    def _end_links(self) -> None:
+        links, self._links = self._links, None
+        if links is not None:
+            links.close()
+
+    async def _pass_messages(self, request: Request) -> Mapping[str, Any]:
+        """Passes messages between the rollout and members of its weight group in the engine's workers."""
+        self._check_session(request)
+        body = await read_body(request)
+        if body.get("open"):
+            async with self._change():
+                self._check_session(request)
+                if self._links is None:
+                    self._links = WorkerLinks()
+                return {"devices": await self._links.open(request.app.state.engine_client)}
+        if self._links is None:
+            raise RefusedError(
+                412, "the engine's workers have joined no weight group; open one first"
+            )
+        try:
+            messages = [(int(number), dict(message)) for number, message in body["messages"]]
+            wait_s = float(body["wait_s"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise RefusedError(400, f"the messages have no form: {error!r}") from error
+        answers = await self._links.exchange(messages, wait_s=wait_s)
+        self._check_session(request)
+        return {"messages": answers}
 
     async def _announce(self, request: Request) -> Mapping[str, Any]:
         self._check_session(request)
@@ -255,40 +290,48 @@ class FleetMember:
         body = await read_body(request)
         async with self._change():
             self._check_session(request)
-            staged = self._upload.complete(body.get("version"), body.get("digest"))
+            if body.get("received_by") == "workers":
+                version, digest = int(body["version"]), str(body["digest"])
+                method, argument = LOAD_METHOD, json.dumps([version, digest])
+            else:
+                staged = self._upload.complete(body.get("version"), body.get("digest"))
+                version, digest = staged.version, staged.digest()
+                method, argument = "load_fleet_weights", staged.description()
             self._withdraw()
             # An update that ends half-way must end in the workers, even if no client waits for it.
-            workers = await asyncio.shield(self._load_in_workers(request, staged))
+            workers = await asyncio.shield(
+                self._load_in_workers(request, method, argument, version=version)
+            )
             session.seen_at = time.monotonic()
             if self._session is not session:
                 raise RefusedError(412, "another owner attached during the update")
             differing = sorted({name for worker in workers for name in worker["differing"]})
             if not differing:
-                self._version, self._digest = staged.version, staged.digest()
+                self._version, self._digest = version, digest
             ways = sorted({str(worker["way"]) for worker in workers})
             return {"differing": differing, "ways": ways, **self._described(request)}
 
     async def _load_in_workers(
-        self, request: Request, staged: StagedWeights
+        self, request: Request, method: str, argument: str, *, version: int
     ) -> list[dict[str, Any]]:
         engine = request.app.state.engine_client
         try:
             async with asyncio.timeout(WORKERS_TIMEOUT_S):
                 workers: list[dict[str, Any]] = await engine.collective_rpc(
-                    "load_fleet_weights", args=(staged.description(),)
+                    method, args=(argument,)
                 )
         except TimeoutError as error:
             # No version is in service by now, and the next load begins after this one.
             raise RefusedError(
                 500,
-                f"the engine did not load version {staged.version} within {WORKERS_TIMEOUT_S:.0f} s; "
+                f"the engine did not load version {version} within {WORKERS_TIMEOUT_S:.0f} s; "
                 "restart the server if this repeats",
             ) from error
         except Exception as error:
             logger.exception("weights were not loaded")
             raise RefusedError(
                 422,
-                f"the engine did not load version {staged.version}: {error}; start vLLM with "
+                f"the engine did not load version {version}: {error}; start vLLM with "
                 "--worker-extension-cls services.extras.fleets.worker.FleetWorker",
             ) from error
         return workers

@@ -25,6 +25,7 @@ from services.extras.fleets.client import (
     LEAST_RATE,
     OVERLOADED,
     SCORE_TIMEOUT_S,
+    AnyWeights,
     FleetServer,
     ReadEvent,
     ServerAwayError,
@@ -172,11 +173,12 @@ class SglangServer(FleetServer):
             self._check_delay(started_at)
             await self._beat(label.version)
 
-    async def upload(self, weights: FleetWeights) -> None:
+    async def upload(self, weights: AnyWeights) -> None:
         """Does nothing: SGLang has no place for a second version, so that :meth:`load` sends it."""
         self.received = weights
 
-    async def load(self, weights: FleetWeights) -> None:
+    async def load(self, weights: AnyWeights) -> None:
+        assert isinstance(weights, FleetWeights), "only vLLM's servers receive from the trainer"
         self.received = None
         self.withdraw()
         ranks = int(self._engine.get("tp_size") or 1)

@@ -22,12 +22,15 @@ from services.extras.fleets.client import (
     ServerFailedError,
     ServerRefusedError,
 )
+from services.extras.fleets.direct.messages import ADD, DONE, FAILED, GET, SET, Message
+from services.extras.fleets.direct.weights import DirectWeights
 from services.extras.fleets.engine import FleetBackend, FleetEngine
 from services.extras.fleets.protocol import (
     ADAPTERS,
     API,
     ATTACH,
     GENERATE,
+    GROUP,
     LOAD,
     LOAD_TIMEOUT_S,
     SESSION_HEADER,
@@ -42,6 +45,16 @@ from services.rollout.engines.engine_config import EngineConfig
 logger = logging.getLogger(__name__)
 
 _BUCKETS_AT_ONCE: Final = 2
+_MESSAGE_KEYS: Final = {
+    DONE: {"job"},
+    FAILED: {"job", "why"},
+    GET: {"key", "request"},
+    ADD: {"key", "request", "amount"},
+    SET: {"key", "value"},
+}
+"""Keys of each kind of message of a worker."""
+_EXCHANGE_S: Final = 5.0
+"""Time of an exchange of messages beyond that for which the server waits."""
 _NO_LOGPROB: Final = -9999.0
 
 
@@ -93,6 +106,8 @@ class VllmServer(FleetServer):
             self._attachment |= {"holds": ADAPTERS, "share": share, "proof": proof}
         self._engine: dict[str, Any] = {}
         """Result of ``server.describe_engine``."""
+        self.worker_devices: Sequence[str] = ()
+        """Device of each of the engine's workers, once :meth:`open_group` has started their members."""
 
     @property
     def kv_capacity_tokens(self) -> int:
@@ -153,8 +168,44 @@ class VllmServer(FleetServer):
     async def check(self) -> None:
         self._take(await self._call("GET", STATE))
 
-    async def upload(self, weights: FleetWeights) -> None:
+    async def open_group(self) -> None:
+        """Starts a member of weight groups in each of the engine's workers.
+
+        Raises:
+            ServerAwayError: If the server does not answer.
+            ServerRefusedError: If its workers have no such members.
+        """
+        answer = await self._call("POST", GROUP, {"open": True}, timeout_s=LOAD_TIMEOUT_S)
+        with self.reading(answer):
+            self.worker_devices = [str(device) for device in answer["devices"]]
+
+    async def exchange(
+        self, messages: Sequence[tuple[int, Message]], *, wait_s: float
+    ) -> list[tuple[int, Message]]:
+        """Sends messages to workers; returns theirs, as soon as there is one.
+
+        Args:
+            messages: Pairs of a worker's number and its message.
+            wait_s: Longest time for which the server waits for a message.
+
+        Raises:
+            ServerAwayError: If the server does not answer.
+        """
+        body = {"messages": messages, "wait_s": wait_s}
+        answer = await self._call("POST", GROUP, body, timeout_s=wait_s + _EXCHANGE_S)
+        with self.reading(answer):
+            messages = [(int(number), dict(message)) for number, message in answer["messages"]]
+            if all(_MESSAGE_KEYS[message["kind"]] <= message.keys() for _, message in messages):
+                return messages
+            raise ValueError("a message lacks a key")
+        raise AssertionError("a malformed answer raises")
+
+    async def upload(self, weights: FleetWeights | DirectWeights) -> None:
         self.received = None
+        if isinstance(weights, DirectWeights):
+            await weights.repeat(self, weights)
+            self.received = weights
+            return
         announced = {
             "version": weights.version,
             "bucket_bytes": BUCKET_BYTES,
@@ -192,15 +243,13 @@ class VllmServer(FleetServer):
                 timeout_s=None,
             )
 
-    async def load(self, weights: FleetWeights) -> None:
+    async def load(self, weights: FleetWeights | DirectWeights) -> None:
         self.received = None
         self.withdraw()
-        answer = await self._call(
-            "POST",
-            LOAD,
-            {"version": weights.version, "digest": weights.digest, "base": weights.base},
-            timeout_s=LOAD_TIMEOUT_S,
-        )
+        body = {"version": weights.version, "digest": weights.digest, "base": weights.base}
+        if isinstance(weights, DirectWeights):
+            body["received_by"] = "workers"
+        answer = await self._call("POST", LOAD, body, timeout_s=LOAD_TIMEOUT_S)
         with self.reading(answer):
             differing = [str(name) for name in answer.get("differing") or ()]
         if differing:

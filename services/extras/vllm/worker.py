@@ -107,19 +107,22 @@ class WeightLoader:
             description: Describes shared tensors, or a command of ``external_engine/in_place.py``.
         """
         model = self.model_runner.model
-        # The encoder cache holds features that the old weights computed. The scheduler resets its own record
-        # of them when decoding resumes.
-        self.model_runner.reset_encoder_cache()
         if handle_weight_command(
             description,
             model,
             **tensor_place(model),
             make_writer=self._make_writer if quantizes(model) else None,
         ):
+            self._reset_features()
             self._wait()
             writer = self._quantized_writer
             return Loaded(way="placed", differing=[] if writer is None else writer.differing)
-        tensors = open_shared(description)
+        return self.load_tensors(open_shared(description))
+
+    def load_tensors(self, tensors: dict[str, Tensor]) -> Loaded:
+        """Replaces all weights by tensors of this process; see :meth:`load_slipstream_weights`."""
+        model = self.model_runner.model
+        self._reset_features()
         loaded = Loaded(way="copied", differing=[])
         with torch.no_grad():
             if quantizes(model):
@@ -129,6 +132,13 @@ class WeightLoader:
                 loaded = Loaded(way="reloaded", differing=[])
         self._wait()
         return loaded
+
+    def _reset_features(self) -> None:
+        """Empties the encoder cache, whose features the old weights computed.
+
+        The scheduler resets its own record of them when decoding resumes.
+        """
+        self.model_runner.reset_encoder_cache()
 
     def _make_writer(
         self, slots: Mapping[str, Tensor], shapes: Mapping[str, Shape]

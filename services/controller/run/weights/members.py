@@ -253,7 +253,7 @@ class WeightMembers:
         wire = "cpu" if self._spec.is_stored else MODES[self._mode].wire_device(device)
         shards = row_shards(self._tensors, len(self.sources))
         self._bucket_bytes = self._spec.staged_bucket_bytes(
-            BUCKET_BYTES[wire], num_sources=len(self.sources)
+            BUCKET_BYTES.get(wire, BUCKET_BYTES["cpu"]), num_sources=len(self.sources)
         )
         self.plan = make_plan(self._tensors, self._bucket_bytes, shards)
 

@@ -16,13 +16,19 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from torch import Tensor
+from transformers import Qwen2Config
 
 from services.extras.external_engine.shared_tensors import open_shared
+from services.extras.fleets.direct.member import ServerMember
+from services.extras.fleets.direct.messages import JOIN_METHOD, LOAD_METHOD
+from services.extras.fleets.engine import FleetEngine
 from services.extras.fleets.server import FleetMember
-from services.extras.fleets.vllm_server import VllmServer
+from services.extras.fleets.vllm_server import VllmServer, build
 from services.extras.fleets.weights import FleetWeights
 from services.rollout.calls.outside import AddressPolicy
+from services.rollout.engines.engine_config import EngineConfig
 from services.weightsync.plan import TensorSpec
+from tests.helpers.engines import running, until
 
 TOKEN = "a-token"
 SPECS = (TensorSpec("bias", (4,), "float32"), TensorSpec("weight", (3, 5000), "float32"))
@@ -60,6 +66,8 @@ class FakeEngine:
         self.scores.set()
         self.num_sampled = 0
         self.requests: list[dict[str, Any]] = []
+        self.num_workers = 1
+        self.members: list[ServerMember] = []
         self.adapters: dict[str, float] = {}
         """First value of each adapter, by the name that requests give."""
         self.vllm_config = SimpleNamespace(
@@ -77,12 +85,34 @@ class FakeEngine:
         )
 
     async def collective_rpc(self, method: str, args: tuple[str, ...]) -> list[dict[str, Any]]:
-        assert method == "load_fleet_weights"
+        if method == JOIN_METHOD:
+            return await asyncio.to_thread(self._join, json.loads(args[0]))
         if self.error is not None:
             raise self.error
+        if method == LOAD_METHOD:
+            await asyncio.to_thread(self._load_received, *json.loads(args[0]))
+            return [{"way": "compared", "differing": self.differing}] * self.num_workers
+        assert method == "load_fleet_weights"
         first, *_ = open_shared(args[0]).values()
         self.bias = float(first.flatten()[0])
         return [{"way": "compared", "differing": self.differing}]
+
+    def _join(self, middleware: dict[str, str]) -> list[dict[str, Any]]:
+        path, secret = middleware["path"], bytes.fromhex(middleware["secret"])
+        self.members = [
+            ServerMember(path, secret, number=number, device=torch.device("cpu"))
+            for number in range(self.num_workers)
+        ]
+        return [{"number": n, "device": m.device_name} for n, m in enumerate(self.members)]
+
+    def _load_received(self, version: int, digest: str) -> None:
+        values = set()
+        for member in self.members:
+            with member.held(version, digest) as received:
+                values |= {
+                    float(value) for tensor in received.values() for value in tensor.unique()
+                }
+        (self.bias,) = values
 
     def logprob(self, model: str | None = None) -> float:
         return -(self.bias if model is None else self.adapters[model])
@@ -252,3 +282,36 @@ async def router(
         finally:
             server.force_exit = server.should_exit = True
             await running
+
+
+def engine_config(servers: list[FakeServer], events: list[str], **changes: Any) -> EngineConfig:
+    values: dict[str, Any] = {
+        "config": Qwen2Config(
+            vocab_size=16,
+            hidden_size=8,
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+            num_key_value_heads=1,
+            max_position_embeddings=512,
+        ),
+        "dtype": torch.float32,
+        "device": torch.device("cpu"),
+        "max_running": 8,
+        "arguments": {"addresses": [server.address for server in servers], "token": TOKEN},
+        "reach": LOCAL,
+        "worker": "run/rollout-0",
+        "report": lambda kind, message: events.append(f"{kind}: {message}"),
+    }
+    return EngineConfig(**(values | changes))
+
+
+@asynccontextmanager
+async def attached_engine(
+    servers: list[FakeServer], events: list[str], *, number: int | None = None
+) -> AsyncIterator[FleetEngine]:
+    wanted = len(servers) if number is None else number
+    engine = build(engine_config(servers, events))
+    async with running(engine), asyncio.timeout(30):
+        await until(lambda: len(engine.backend.fleet.attached) == wanted, poll_s=0.005)
+        yield engine

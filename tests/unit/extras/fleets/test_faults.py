@@ -19,9 +19,9 @@ from services.extras.fleets.vllm_server import build as build_vllm
 from services.rollout.engines.base import GenerationResult
 from tests.helpers.engines import request, running, until
 from tests.helpers.links import Link
-from tests.unit.extras.fleets.servers import TOKEN, FakeServer, router
+from tests.unit.extras.fleets.servers import TOKEN, FakeServer, engine_config, router
 from tests.unit.extras.fleets.sglang_servers import SglangFake
-from tests.unit.extras.fleets.test_fleet import _adopt, _allow, _config, _value
+from tests.unit.extras.fleets.test_fleet import _adopt, _allow, _value
 
 ROUNDS, VERSIONS_PER_ROUND = 2, 5
 TOKENS = 6
@@ -163,7 +163,7 @@ async def test_no_token_is_lost_or_misnamed_through_kills_freezes_and_cut_links(
             for number in range(rounds):
                 first = number * VERSIONS_PER_ROUND
                 arguments = {"addresses": [faults.address], "token": TOKEN}
-                engine = build(_config([], [], arguments=arguments))
+                engine = build(engine_config([], [], arguments=arguments))
                 versions = range(first, first + VERSIONS_PER_ROUND)
                 await _serve_round(engine, faults, versions, results)
         finally:

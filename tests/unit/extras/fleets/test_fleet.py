@@ -3,23 +3,25 @@
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from starlette.responses import Response
-from transformers import Qwen2Config
 
 from services.extras.fleets import fleet as fleet_module
 from services.extras.fleets import stream as stream_module
 from services.extras.fleets.engine import FleetEngine
 from services.extras.fleets.vllm_server import build
 from services.rollout.engines.base import EngineDiedError, GenerationResult
-from services.rollout.engines.engine_config import EngineConfig
 from tests.helpers.engines import request, running, until
-from tests.unit.extras.fleets.servers import LOCAL, TOKEN, FakeServer, serving
+from tests.unit.extras.fleets.servers import (
+    FakeServer,
+    attached_engine,
+    engine_config,
+    serving,
+)
 
 MANY = 1000
 
@@ -29,36 +31,6 @@ def fast_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_module, "_PROBE_EVERY_S", 0.05)
     monkeypatch.setattr(stream_module, "_RETRY_S", 0.01)
     monkeypatch.setattr(fleet_module, "_OVERLOAD_DELAYS_S", (0.01, 0.02))
-
-
-def _config(servers: list[FakeServer], events: list[str], **changes: Any) -> EngineConfig:
-    values: dict[str, Any] = {
-        "config": Qwen2Config(
-            vocab_size=16,
-            hidden_size=8,
-            intermediate_size=8,
-            num_hidden_layers=1,
-            num_attention_heads=1,
-            num_key_value_heads=1,
-            max_position_embeddings=512,
-        ),
-        "dtype": torch.float32,
-        "device": torch.device("cpu"),
-        "max_running": 8,
-        "arguments": {"addresses": [server.address for server in servers], "token": TOKEN},
-        "reach": LOCAL,
-        "worker": "run/rollout-0",
-        "report": lambda kind, message: events.append(f"{kind}: {message}"),
-    }
-    return EngineConfig(**(values | changes))
-
-
-@asynccontextmanager
-async def _engine(servers: list[FakeServer], events: list[str]) -> AsyncIterator[FleetEngine]:
-    engine = build(_config(servers, events))
-    async with running(engine), asyncio.timeout(30):
-        await until(lambda: len(engine.backend.fleet.attached) == len(servers), poll_s=0.005)
-        yield engine
 
 
 async def _adopt(engine: FleetEngine, version: int, value: float) -> None:
@@ -73,7 +45,7 @@ def _allow(servers: list[FakeServer], number: int) -> None:
 
 
 async def test_tokens_state_the_version_of_the_weights_that_sampled_them() -> None:
-    async with serving(2) as servers, _engine(servers, []) as engine:
+    async with serving(2) as servers, attached_engine(servers, []) as engine:
         await _adopt(engine, 1, 0.5)
         task = asyncio.ensure_future(engine.generate(request("r", (1, 2), max_tokens=9)))
         _allow(servers, 4)
@@ -91,7 +63,7 @@ async def test_a_server_that_restarts_between_requests_gets_no_work_before_it_ha
     None
 ):
     events: list[str] = []
-    async with serving() as (server,), _engine([server], events) as engine:
+    async with serving() as (server,), attached_engine([server], events) as engine:
         await _adopt(engine, 1, 0.5)
         await server.restart()
         _allow([server], MANY)
@@ -106,7 +78,7 @@ async def test_a_server_that_restarts_between_requests_gets_no_work_before_it_ha
 
 async def test_a_response_continues_elsewhere_when_its_server_is_lost() -> None:
     events: list[str] = []
-    async with serving(2) as servers, _engine(servers, events) as engine:
+    async with serving(2) as servers, attached_engine(servers, events) as engine:
         await _adopt(engine, 1, 0.5)
         task = asyncio.ensure_future(engine.generate(request("r", (1, 2), max_tokens=6)))
         _allow(servers, 2)
@@ -125,7 +97,7 @@ async def test_a_response_continues_elsewhere_when_its_server_is_lost() -> None:
 
 
 async def test_requests_wait_while_no_server_is_there_and_adoptions_do_not() -> None:
-    async with serving() as (server,), _engine([server], []) as engine:
+    async with serving() as (server,), attached_engine([server], []) as engine:
         await _adopt(engine, 1, 0.5)
         await server.stop()
         await until(lambda: not engine.backend.fleet.attached, poll_s=0.005)
@@ -142,7 +114,7 @@ async def test_requests_wait_while_no_server_is_there_and_adoptions_do_not() -> 
 
 async def test_a_server_whose_logprobs_differ_gets_no_work_and_is_named() -> None:
     events: list[str] = []
-    async with serving(3) as servers, _engine(servers, events) as engine:
+    async with serving(3) as servers, attached_engine(servers, events) as engine:
         await _adopt(engine, 1, 0.5)
         wrong = servers[1]
         wrong.engine.bias = 0.75
@@ -157,7 +129,7 @@ async def test_a_server_whose_logprobs_differ_gets_no_work_and_is_named() -> Non
 
 async def test_a_server_that_comes_later_is_compared_by_the_canary_too() -> None:
     events: list[str] = []
-    async with serving(2) as servers, _engine(servers, events) as engine:
+    async with serving(2) as servers, attached_engine(servers, events) as engine:
         first, second = servers
         await _adopt(engine, 1, 0.5)
         await engine.score((1, 2, 3))
@@ -181,7 +153,7 @@ async def test_a_server_that_comes_later_is_compared_by_the_canary_too() -> None
 
 
 async def test_a_server_that_freezes_while_it_scores_does_not_delay_the_others() -> None:
-    async with serving(2) as servers, _engine(servers, []) as engine:
+    async with serving(2) as servers, attached_engine(servers, []) as engine:
         await _adopt(engine, 1, 0.5)
         fleet = engine.backend.fleet
         frozen = servers[0]
@@ -196,7 +168,7 @@ async def test_a_server_that_freezes_while_it_scores_does_not_delay_the_others()
 async def test_a_failure_of_an_old_session_does_not_end_the_new_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with serving() as (server,), _engine([server], []) as engine:
+    async with serving() as (server,), attached_engine([server], []) as engine:
         await _adopt(engine, 1, 0.5)
         fleet = engine.backend.fleet
         (client,) = fleet.serving
@@ -219,7 +191,7 @@ async def test_a_failure_of_an_old_session_does_not_end_the_new_one(
 
 
 async def test_a_score_does_not_delay_an_adoption_while_no_server_is_there() -> None:
-    async with serving() as (server,), _engine([server], []) as engine:
+    async with serving() as (server,), attached_engine([server], []) as engine:
         await _adopt(engine, 1, 0.5)
         server.engine.scores.clear()
         scoring = asyncio.ensure_future(engine.score((1, 2, 3)))
@@ -244,7 +216,7 @@ async def test_a_server_that_always_differs_is_tried_less_and_less_often(
 
     events: list[str] = []
     monkeypatch.setattr(fleet_module, "delays", hour)
-    async with serving(3) as servers, _engine(servers, events) as engine:
+    async with serving(3) as servers, attached_engine(servers, events) as engine:
         await _adopt(engine, 1, 0.5)
         wrong = servers[1].engine
         num_loads = 0
@@ -267,7 +239,7 @@ async def test_notifications_do_not_extend_the_wait_for_a_slow_server(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(fleet_module, "_GRACE_S", 0.2)
-    async with serving(2) as servers, _engine(servers, []) as engine:
+    async with serving(2) as servers, attached_engine(servers, []) as engine:
         await _adopt(engine, 1, 0.5)
         slow, fleet = servers[0].engine, engine.backend.fleet
         go_on = asyncio.Event()
@@ -295,7 +267,7 @@ async def test_notifications_do_not_extend_the_wait_for_a_slow_server(
 
 async def test_a_request_in_which_every_server_fails_takes_no_server_down() -> None:
     events: list[str] = []
-    async with serving(2) as servers, _engine(servers, events) as engine:
+    async with serving(2) as servers, attached_engine(servers, events) as engine:
         await _adopt(engine, 1, 0.5)
         sessions = {server.session for server in engine.backend.fleet.serving}
         for server in servers:
@@ -314,7 +286,7 @@ async def test_an_overloaded_server_slows_requests_down_and_ends_none(
     status: int, headers: dict[str, str]
 ) -> None:
     events: list[str] = []
-    async with serving() as (server,), _engine([server], events) as engine:
+    async with serving() as (server,), attached_engine([server], events) as engine:
         await _adopt(engine, 1, 0.5)
         (client,) = engine.backend.fleet.serving
         session = client.session
@@ -330,7 +302,7 @@ async def test_an_overloaded_server_slows_requests_down_and_ends_none(
 
 
 async def test_a_server_that_names_a_time_gets_no_request_before_it() -> None:
-    async with serving() as (server,), _engine([server], []) as engine:
+    async with serving() as (server,), attached_engine([server], []) as engine:
         await _adopt(engine, 1, 0.5)
         server.engine.refusals.append(Response("later", 503, {"Retry-After": "1"}))
         _allow([server], MANY)
@@ -343,7 +315,7 @@ async def test_servers_that_stay_overloaded_end_the_engine_at_the_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(fleet_module, "_OVERLOAD_DEADLINE_S", 0.1)
-    async with serving() as (server,), _engine([server], []) as engine:
+    async with serving() as (server,), attached_engine([server], []) as engine:
         await _adopt(engine, 1, 0.5)
         server.engine.refusals += [Response("first", 429)]
         server.engine.refusals += [Response("later", 503) for _ in range(MANY)]
@@ -354,7 +326,7 @@ async def test_servers_that_stay_overloaded_end_the_engine_at_the_deadline(
 async def test_refusals_long_ago_do_not_end_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_module, "_OVERLOAD_DEADLINE_S", 0.2)
     monkeypatch.setattr(fleet_module, "_MAX_REFUSAL_GAP_S", 0.05)
-    async with serving() as (server,), _engine([server], []) as engine:
+    async with serving() as (server,), attached_engine([server], []) as engine:
         await _adopt(engine, 1, 0.5)
         server.engine.refusals.append(Response("first", 429))
         asking = asyncio.ensure_future(engine.generate(request("r", (1, 2), max_tokens=3)))
@@ -373,7 +345,7 @@ async def test_a_response_that_ends_in_an_overload_slows_requests_down_and_ends_
     code: int,
 ) -> None:
     events: list[str] = []
-    async with serving() as (server,), _engine([server], events) as engine:
+    async with serving() as (server,), attached_engine([server], events) as engine:
         await _adopt(engine, 1, 0.5)
         end = json.dumps({"error": {"message": "the queue is full", "code": code}})
         body = f"data: {end}\n\ndata: [DONE]\n\n"
@@ -389,7 +361,7 @@ async def test_a_response_that_ends_in_an_overload_slows_requests_down_and_ends_
 
 @pytest.mark.parametrize("code", [500, "429", None, [429]])
 async def test_a_response_that_ends_in_another_error_counts_as_a_failure(code: object) -> None:
-    async with serving() as (server,), _engine([server], []) as engine:
+    async with serving() as (server,), attached_engine([server], []) as engine:
         await _adopt(engine, 1, 0.5)
         server.engine.malformed.append(json.dumps({"error": {"message": "broken", "code": code}}))
         with pytest.raises(EngineDiedError, match=r"failed 3 times .* ended a response: .*broken"):
@@ -398,7 +370,7 @@ async def test_a_response_that_ends_in_another_error_counts_as_a_failure(code: o
 
 async def test_a_connection_that_is_reset_costs_neither_tokens_nor_the_session() -> None:
     events: list[str] = []
-    async with serving() as (server,), _engine([server], events) as engine:
+    async with serving() as (server,), attached_engine([server], events) as engine:
         await _adopt(engine, 1, 0.5)
         (client,) = engine.backend.fleet.serving
         session = client.session
@@ -414,7 +386,7 @@ async def test_a_connection_that_is_reset_costs_neither_tokens_nor_the_session()
 
 
 async def test_a_request_goes_to_another_server_than_the_one_that_failed_in_it() -> None:
-    async with serving(2) as servers, _engine(servers, []) as engine:
+    async with serving(2) as servers, attached_engine(servers, []) as engine:
         await _adopt(engine, 1, 0.5)
         servers[0].engine.poison.add(9)
         _allow(servers, MANY)
@@ -427,7 +399,7 @@ async def test_a_request_goes_to_another_server_than_the_one_that_failed_in_it()
 
 @pytest.mark.parametrize("line", ["[]", '{"choices": [3]}', '{"choices": [{"token_ids": ["a"]}]}'])
 async def test_a_malformed_event_names_the_server(line: str) -> None:
-    async with serving() as (server,), _engine([server], []) as engine:
+    async with serving() as (server,), attached_engine([server], []) as engine:
         await _adopt(engine, 1, 0.5)
         server.engine.malformed.append(line)
         with pytest.raises(EngineDiedError, match=rf"{server.address} sent a malformed event"):
@@ -435,7 +407,7 @@ async def test_a_malformed_event_names_the_server(line: str) -> None:
 
 
 async def test_tokens_of_a_vllm_that_names_them_by_text_have_logprobs() -> None:
-    async with serving() as (server,), _engine([server], []) as engine:
+    async with serving() as (server,), attached_engine([server], []) as engine:
         await _adopt(engine, 1, 0.5)
         server.engine.entry = {"token": "token_id:7", "top_logprobs": []}
         _allow([server], MANY)
@@ -447,7 +419,7 @@ async def test_tokens_of_a_vllm_that_names_them_by_text_have_logprobs() -> None:
 
 
 async def test_siblings_share_a_server_and_others_go_to_the_idlest() -> None:
-    async with serving(2) as servers, _engine(servers, []) as engine:
+    async with serving(2) as servers, attached_engine(servers, []) as engine:
         await _adopt(engine, 1, 0.5)
         contexts = [(1, 2)] * 4 + [(3, 4)] * 4
         tasks = [
@@ -469,20 +441,20 @@ async def test_an_engine_without_a_fitting_server_ends_with_what_each_lacks() ->
         servers[0].engine.vllm_config.model_config.logprobs_mode = "raw_logprobs"
         servers[1].engine.vllm_config.model_config.hf_text_config.vocab_size = 32
         with pytest.raises(EngineDiedError) as raised:
-            await build(_config(servers, events)).run()
+            await build(engine_config(servers, events)).run()
         assert "start vLLM with --logprobs-mode processed_logprobs" in str(raised.value)
         assert "vocab_size is 32, but the run needs 16" in str(raised.value)
         assert sorted(event.partition(":")[0] for event in events) == ["EngineServerRefused"] * 2
 
 
 async def test_an_address_outside_the_policy_is_refused() -> None:
-    config = _config([], [], arguments={"addresses": ["http://10.0.0.1:8000"]}, reach=None)
+    config = engine_config([], [], arguments={"addresses": ["http://10.0.0.1:8000"]}, reach=None)
     with pytest.raises(EngineDiedError, match="reward_hosts"):
         await build(config).run()
 
 
 async def test_an_aborted_request_keeps_its_tokens() -> None:
-    async with serving() as (server,), _engine([server], []) as engine:
+    async with serving() as (server,), attached_engine([server], []) as engine:
         await _adopt(engine, 1, 0.5)
         task = asyncio.ensure_future(engine.generate(request("r", (1, 2), max_tokens=9)))
         _allow([server], 3)
@@ -502,7 +474,7 @@ async def test_no_token_has_another_version_than_it_states_while_servers_restart
     draws = random.Random(5)
     results: list[GenerationResult] = []
     async with serving(3) as servers:
-        engine = build(_config(servers, []))
+        engine = build(engine_config(servers, []))
         async with running(engine), asyncio.timeout(20 * updates):
             await engine.wait_ready()
             await _adopt(engine, 0, _value(0))

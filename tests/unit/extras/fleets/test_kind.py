@@ -65,6 +65,30 @@ def test_what_servers_do_not_have_is_refused_with_the_fix(
     assert message in str(raised.value)
 
 
+DIRECT = {"weight_sync": {"mode": "servers"}}
+
+
+def test_weights_may_go_to_the_workers_of_vllms_servers() -> None:
+    assert parse_spec(changed(**_changes() | DIRECT)).weight_sync.mode == "servers"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        _changes(engine="sglang-server") | DIRECT,
+        _changes(engine="torch", engine_arguments={}) | DIRECT,
+        _changes() | {"weight_sync": {"mode": "servers", "backend": "gloo"}},
+        _changes() | DIRECT | {"trainer": {"lora": {"rank": 4, "sync": "adapter"}}},
+    ],
+)
+def test_weights_that_servers_cannot_receive_from_the_trainer_are_refused(
+    changes: dict[str, Any],
+) -> None:
+    with pytest.raises(SpecError) as raised:
+        parse_spec(changed(**changes))
+    assert "sends whole weights to the servers of rollout.engine vllm-server" in str(raised.value)
+
+
 def test_an_installation_for_several_users_must_list_the_servers(tmp_path: Any) -> None:
     spec = parse_spec(changed(**_changes()))
     policy = CodePolicy(roots=(tmp_path,), hosts=("vllm-0.fleet",))

@@ -19,8 +19,8 @@ from services.extras.fleets.routers import parse_servers
 from services.extras.fleets.vllm_server import VllmServer, build
 from services.rollout.calls.outside import AddressPolicy
 from tests.helpers.engines import request, running, until
-from tests.unit.extras.fleets.servers import LOCAL, TOKEN, router, serving
-from tests.unit.extras.fleets.test_fleet import _adopt, _allow, _config
+from tests.unit.extras.fleets.servers import LOCAL, TOKEN, engine_config, router, serving
+from tests.unit.extras.fleets.test_fleet import _adopt, _allow
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def fast_probes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def _behind(address: str, events: list[str]) -> AsyncIterator[FleetEngine]:
-    config = _config([], events, arguments={"addresses": [address], "token": TOKEN})
+    config = engine_config([], events, arguments={"addresses": [address], "token": TOKEN})
     engine = build(config)
     async with running(engine), asyncio.timeout(30):
         yield engine
@@ -133,7 +133,7 @@ async def test_a_server_that_leaves_while_it_receives_weights_ends_no_engine(
 
 async def test_the_token_goes_to_no_host_that_only_a_router_names() -> None:
     async with router(["http://127.0.0.2:1"]) as (address, _):
-        config = _config([], [], arguments={"addresses": [address], "token": TOKEN})
+        config = engine_config([], [], arguments={"addresses": [address], "token": TOKEN})
         with pytest.raises(EngineDiedError, match=r"127\.0\.0\.2:1, whose host is neither"):
             await build(config).run()
         allowed = replace(config, reach=AddressPolicy(("127.0.0.1", "127.0.0.2")))
@@ -144,7 +144,7 @@ async def test_the_token_goes_to_no_host_that_only_a_router_names() -> None:
 
 async def test_what_lists_no_servers_is_refused_with_the_key() -> None:
     async with router([], "/other") as (address, _):
-        config = _config([], [], arguments={"addresses": [address], "token": TOKEN})
+        config = engine_config([], [], arguments={"addresses": [address], "token": TOKEN})
         with pytest.raises(EngineDiedError, match=r"list its servers in .*\.addresses"):
             await build(config).run()
 

@@ -17,9 +17,9 @@ from services.extras.fleets.labels import Label
 from services.extras.fleets.sglang_server import SglangServer, build
 from services.rollout.engines.base import GenerationResult
 from tests.helpers.engines import request, running, until
-from tests.unit.extras.fleets.servers import LOCAL, TOKEN, fleet_weights
+from tests.unit.extras.fleets.servers import LOCAL, TOKEN, engine_config, fleet_weights
 from tests.unit.extras.fleets.sglang_servers import SglangFake
-from tests.unit.extras.fleets.test_fleet import _adopt, _config, _value
+from tests.unit.extras.fleets.test_fleet import _adopt, _value
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ async def _serving(number: int = 1) -> AsyncIterator[list[SglangFake]]:
 
 @asynccontextmanager
 async def _engine(servers: list[SglangFake], events: list[str]) -> AsyncIterator[FleetEngine]:
-    engine = build(_config([], events, arguments=_arguments(servers)))
+    engine = build(engine_config([], events, arguments=_arguments(servers)))
     async with running(engine), asyncio.timeout(600):
         await until(lambda: len(engine.backend.fleet.attached) == len(servers), poll_s=0.005)
         yield engine
@@ -272,7 +272,7 @@ async def test_what_a_server_lacks_is_named(changes: dict[str, Any], message: st
     async with _serving() as (server,):
         server.sglang.answers |= changes
         with pytest.raises(EngineDiedError, match=message):
-            await build(_config([], [], arguments=_arguments([server]))).run()
+            await build(engine_config([], [], arguments=_arguments([server]))).run()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""Weights that travel from the trainer to the workers of attached servers, past the rollout."""

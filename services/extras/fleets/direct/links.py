@@ -1,0 +1,138 @@
+"""Connections of a server's middleware to the members of weight groups in its engine's workers."""
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from typing import Any, Final
+
+from services.extras.fleets.answers import RefusedError
+from services.extras.fleets.direct.messages import JOIN_METHOD, Message
+
+logger = logging.getLogger(__name__)
+
+_JOIN_TIMEOUT_S: Final = 60.0
+_LONGEST_WAIT_S: Final = 5.0
+_MAX_MESSAGES: Final = 1000
+_SOCKET: Final = "members"
+
+
+class WorkerLinks:
+    """Passes messages between a rollout's requests and the engine's workers, for one session."""
+
+    def __init__(self) -> None:
+        self._lines: dict[int, Connection] = {}
+        self._received: asyncio.Queue[tuple[int, Message]] = asyncio.Queue()
+        self._joined = asyncio.Event()
+        self._listener: Listener | None = None
+        self._folder = ""
+        self._loop = asyncio.get_running_loop()
+        self._devices: list[str] = []
+        self._exchanging = asyncio.Lock()
+
+    async def open(self, engine: Any) -> list[str]:
+        """Starts a member in each worker; returns their devices. Does nothing the second time.
+
+        Raises:
+            RefusedError: If the workers have no such members, or do not connect in time.
+        """
+        if self._devices:
+            return self._devices
+        self._folder = tempfile.mkdtemp(prefix="slipstream-")  # of mode 0700
+        path, secret = str(Path(self._folder, _SOCKET)), secrets.token_bytes(32)
+        self._listener = Listener(path, family="AF_UNIX", authkey=secret)
+        threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
+        try:
+            async with asyncio.timeout(_JOIN_TIMEOUT_S):
+                described: list[dict[str, Any]] = await engine.collective_rpc(
+                    JOIN_METHOD, args=(json.dumps({"path": path, "secret": secret.hex()}),)
+                )
+                while len(self._lines) < len(described):
+                    self._joined.clear()
+                    await self._joined.wait()
+        except TimeoutError as error:
+            raise RefusedError(
+                500, f"the engine's workers did not connect within {_JOIN_TIMEOUT_S:.0f} s"
+            ) from error
+        except Exception as error:
+            logger.exception("the workers joined no weight group")
+            raise RefusedError(
+                422,
+                f"the engine's workers cannot receive weights from the trainer: {error}; start vLLM with "
+                "--worker-extension-cls services.extras.fleets.worker.FleetWorker, or set weight_sync.mode "
+                "to cpu_async",
+            ) from error
+        by_number = {int(worker["number"]): str(worker["device"]) for worker in described}
+        self._devices = [by_number[number] for number in sorted(by_number)]
+        return self._devices
+
+    async def exchange(
+        self, messages: Sequence[Any], *, wait_s: float
+    ) -> list[tuple[int, Message]]:
+        """Sends messages to workers; returns theirs, as soon as there is one.
+
+        Args:
+            messages: Pairs of a worker's number and its message.
+            wait_s: Longest time to wait for a message.
+
+        Raises:
+            RefusedError: If there is no such worker, or it has ended.
+        """
+        async with self._exchanging:
+            for number, message in messages:
+                line = self._lines.get(number)
+                if line is None:
+                    raise RefusedError(412, f"worker {number} has joined no weight group")
+                try:
+                    await asyncio.to_thread(line.send_bytes, json.dumps(message).encode())
+                except OSError as error:
+                    raise RefusedError(412, f"worker {number} has ended: {error}") from error
+            answers: list[tuple[int, Message]] = []
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(wait_s, _LONGEST_WAIT_S)):
+                    answers.append(await self._received.get())
+            while len(answers) < _MAX_MESSAGES and not self._received.empty():
+                answers.append(self._received.get_nowait())
+            return answers
+
+    def close(self) -> None:
+        """Ends the members: their transfers fail, and their memory is freed."""
+        for line in self._lines.values():
+            # Closing alone would not wake the thread that reads from it.
+            with suppress(OSError), socket.socket(fileno=os.dup(line.fileno())) as end:
+                end.shutdown(socket.SHUT_RDWR)
+        self._lines.clear()
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            with suppress(OSError), socket.socket(socket.AF_UNIX) as waker:
+                waker.connect(str(Path(self._folder, _SOCKET)))
+
+    def _accept(self, listener: Listener) -> None:
+        while self._listener is listener:
+            with suppress(AuthenticationError, EOFError, OSError):
+                line = listener.accept()
+                threading.Thread(target=self._read, args=(line,), daemon=True).start()
+        listener.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _read(self, line: Connection) -> None:
+        with line, suppress(OSError, EOFError, RuntimeError):
+            number = int(json.loads(line.recv_bytes())["number"])
+            self._loop.call_soon_threadsafe(self._add, number, line)
+            while True:
+                message = json.loads(line.recv_bytes())
+                self._loop.call_soon_threadsafe(self._received.put_nowait, (number, message))
+
+    def _add(self, number: int, line: Connection) -> None:
+        self._lines[number] = line
+        self._joined.set()

@@ -1,0 +1,266 @@
+"""Member of a weight group in a server's worker: receives versions from the trainer while the engine decodes.
+
+It runs in threads of the worker's process. vLLM calls the worker only to start it, and to load a
+version that it has received and verified.
+"""
+
+import asyncio
+import itertools
+import json
+import logging
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Client
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from services.extras.fleets.direct.messages import (
+    ADD,
+    DONE,
+    FAILED,
+    FORM,
+    GET,
+    RECEIVE,
+    SET,
+    VALUE,
+    Message,
+    decoded,
+    encoded,
+    read_plan,
+)
+from services.weightsync.checksum import write_checksum
+from services.weightsync.endpoints import on_device
+from services.weightsync.group import RankAssignment, WeightGroup, form_group
+from services.weightsync.modes.base import Receiver
+from services.weightsync.modes.shadow import shadow_receiver
+from services.weightsync.plan import BUCKET_ALIGNMENT, version_digest
+from services.weightsync.shared_buffers import gpu_of
+from services.weightsync.transfer import TransferOrder
+
+logger = logging.getLogger(__name__)
+
+_LOAD_WAIT_S: Final = 30.0
+"""Longest time in which a load waits for a transfer, and the reverse."""
+
+
+class ServerMember:
+    """Receives versions into a second copy of the weights on the worker's device.
+
+    Args:
+        path: Socket of the server's middleware.
+        secret: Secret of the socket.
+        number: Number of the worker in its server.
+        device: Device of its weights.
+    """
+
+    def __init__(self, path: str, secret: bytes, *, number: int, device: torch.device) -> None:
+        self._device = device
+        self._line = Client(path, family="AF_UNIX", authkey=secret)
+        self._writing = threading.Lock()
+        self._store = _RelayedStore(self._send)
+        self._number = 0
+        """Number of the newest group; a close ends all."""
+        self._plan_hash = ""
+        self._receiver: Receiver | None = None
+        self._group: WeightGroup | None = None
+        self._version: tuple[int, str] | None = None
+        self._tensors: Mapping[str, Tensor] = {}
+        self._weights = threading.Lock()
+        """Held while the second copy is written, and while the engine loads it."""
+        self._stream: torch.cuda.Stream | None = None
+        self._send({"number": number})
+        threading.Thread(target=self._read, name="weights-member", daemon=True).start()
+
+    @property
+    def device_name(self) -> str:
+        return "cpu" if self._device.type == "cpu" else gpu_of(self._device)
+
+    @contextmanager
+    def held(self, version: int, digest: str) -> Iterator[Mapping[str, Tensor]]:
+        """Yields the tensors of a received version, which stay unchanged while the block runs.
+
+        Raises:
+            RuntimeError: If another version was received, or one is being received.
+        """
+        if not self._weights.acquire(timeout=_LOAD_WAIT_S):
+            raise RuntimeError(f"a transfer has been running for {_LOAD_WAIT_S:.0f} s")
+        try:
+            if self._version != (version, digest) or self._receiver is None:
+                raise RuntimeError(
+                    f"version {version} with digest {digest[:12]} was not received here, but "
+                    f"{self._version}"
+                )
+            # The receiver gives the tensors to its sink, this object.
+            asyncio.run(self._receiver.adopt(version))
+            yield self._tensors
+        finally:
+            self._tensors = {}
+            self._weights.release()
+
+    async def adopt_weights(self, version: int, tensors: Mapping[str, Tensor]) -> float:
+        """Keeps the tensors for :meth:`held`."""
+        self._tensors = tensors
+        return 0.0
+
+    def close(self) -> None:
+        """Ends the member; a transfer that runs fails."""
+        self._number += 1
+        self._abort()
+        self._store.fail("the server's session has ended")
+        with self._weights:
+            self._receiver = self._version = None
+
+    def _send(self, message: Message) -> None:
+        with self._writing:
+            self._line.send_bytes(json.dumps(message).encode())
+
+    def _read(self) -> None:
+        """Reads messages until the middleware closes the connection."""
+        with self._line, suppress(OSError, EOFError):
+            while True:
+                message: Message = json.loads(self._line.recv_bytes())
+                if message["kind"] == VALUE:
+                    self._store.answer(message)
+                    continue
+                if message["kind"] == FORM:
+                    self._number += 1
+                    self._abort()  # a transfer that runs must fail first
+                # A group that is never complete must not delay the next one.
+                threading.Thread(
+                    target=self._execute,
+                    args=(message, self._number),
+                    name="weights-job",
+                    daemon=True,
+                ).start()
+        self.close()
+
+    def _execute(self, message: Message, number: int) -> None:
+        answer: Message = {"kind": DONE, "job": message["job"]}
+        try:
+            if self._stream is None and self._device.type == "cuda":
+                with on_device(self._device):
+                    self._stream = torch.cuda.Stream(self._device, priority=-1)
+            with on_device(self._device), torch.cuda.stream(self._stream):
+                if message["kind"] == FORM:
+                    self._form(message, number)
+                elif message["kind"] == RECEIVE:
+                    answer |= self._receive(message)
+        except Exception as error:  # the rollout decides what follows
+            logger.exception("a job of the weight group failed")
+            answer |= {"kind": FAILED, "why": f"{type(error).__name__}: {error}"}
+        with suppress(OSError):
+            self._send(answer)
+
+    def _form(self, message: Message, number: int) -> None:
+        plan = read_plan(message["plan"])
+        with self._weights:
+            if plan.plan_hash != self._plan_hash:
+                self._receiver = self._version = None  # its memory is free before the next one
+                self._receiver = shadow_receiver(plan, (self._device,), self)  # type: ignore[arg-type]
+                self._plan_hash = plan.plan_hash
+        # Compiles the GPU kernel, which would otherwise delay the first transfer.
+        write_checksum(
+            torch.zeros(BUCKET_ALIGNMENT, dtype=torch.uint8, device=self._device),
+            torch.zeros(2, dtype=torch.int64, device=self._device),
+        )
+        num_sources = len(plan.sources)
+        group = form_group(
+            message["backend"],
+            self._store,
+            RankAssignment(
+                sources=range(num_sources),
+                num_sources=num_sources,
+                rank=message["rank"],
+                num_receivers=message["workers"],
+            ),
+            host=message["host"],
+            device=self._device,
+            timeout_s=message["timeout_s"],
+            folder=Path(tempfile.gettempdir()),
+        )
+        if number != self._number:
+            group.abort()
+            raise RuntimeError("another group was formed meanwhile")
+        self._group = group
+
+    def _receive(self, message: Message) -> Message:
+        group, receiver = self._group, self._receiver
+        if group is None or receiver is None:
+            raise RuntimeError("this worker is in no weight group")
+        order = TransferOrder(
+            epoch=message["epoch"], version=message["version"], timeout_s=message["timeout_s"]
+        )
+        if not self._weights.acquire(timeout=order.timeout_s):
+            raise RuntimeError(f"the engine has been loading for {order.timeout_s:.1f} s")
+        limit = threading.Timer(order.timeout_s, group.abort)
+        limit.daemon = True
+        try:
+            self._version = None
+            limit.start()
+            done = receiver.receive(group, order)
+            digest = version_digest(done.digests)
+            self._version = (order.version, digest)
+        except BaseException:
+            self._abort()
+            # Aborted work of Gloo may still write into the copy.
+            asyncio.run(receiver.give_up())
+            raise
+        finally:
+            limit.cancel()
+            self._weights.release()
+        return {"version": order.version, "digest": digest, "digests": list(done.digests)}
+
+    def _abort(self) -> None:
+        """Leaves the group; work that waits for its other members fails."""
+        group, self._group = self._group, None
+        if group is not None:
+            threading.Thread(target=group.abort, name="weights-abort", daemon=True).start()
+
+
+class _RelayedStore:
+    """Store of the run's controller, which this process reaches through its server and the rollout."""
+
+    def __init__(self, send: Callable[[Message], None]) -> None:
+        self._ask_rollout = send
+        self._numbers = itertools.count()
+        self._answers: dict[int, Future[bytes]] = {}
+
+    def set(self, key: str, value: bytes) -> None:
+        self._ask_rollout({"kind": SET, "key": key, "value": encoded(value)})
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        return self._ask({"kind": GET, "key": key}, timeout_s)
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._ask({"kind": ADD, "key": key, "amount": amount}, _LOAD_WAIT_S))
+
+    def answer(self, message: Message) -> None:
+        future = self._answers.pop(message["request"], None)
+        if future is not None:
+            if "error" in message:
+                future.set_exception(RuntimeError(message["error"]))
+            else:
+                future.set_result(decoded(message["value"]))
+
+    def fail(self, why: str) -> None:
+        """Fails all questions, which the closed connection leaves unanswered."""
+        while self._answers:
+            _, future = self._answers.popitem()
+            future.set_exception(RuntimeError(why))
+
+    def _ask(self, question: Message, timeout_s: float) -> bytes:
+        number = next(self._numbers)
+        future = self._answers[number] = Future()
+        self._ask_rollout({**question, "request": number})
+        try:
+            return future.result(timeout_s)
+        except TimeoutError as error:
+            raise RuntimeError(f"{question['key']!r} was not set in {timeout_s:.0f} s") from error
+        finally:
+            self._answers.pop(number, None)
