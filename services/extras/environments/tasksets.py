@@ -1,7 +1,26 @@
-"""Prompt source ``verifiers``: tasks of an environment of ``verifiers``."""
+"""Prompt sources ``environment``, whose server has the tasks, and ``verifiers``, tasks of that package."""
 
 from services.common.runspec.data import PromptSourceSpec
-from services.rollout.data.sources import CheckedRows, PromptSource
+from services.rollout.data.sources import CheckedRows, PromptSource, Row
+
+
+class _Numbers:
+    """Tasks that an environment identifies by index."""
+
+    def __init__(self, split: str, count: int) -> None:
+        self._split = split
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int, /) -> Row:
+        return {"split": self._split, "index": index}
+
+
+def open_environment(spec: PromptSourceSpec, key: str) -> PromptSource:
+    assert spec.limit is not None, f"{key} has a limit"
+    return _Numbers(spec.path, spec.limit)
 
 
 def open_taskset(spec: PromptSourceSpec, key: str) -> PromptSource:

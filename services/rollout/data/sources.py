@@ -44,17 +44,16 @@ _MAX_GENERATED = 1_000_000
 _Keeps = Callable[[Row], object]
 
 
-class Rows(Protocol):
-    """Read-only rows by index."""
+class PromptSource(Protocol):
+    """Rows of one source by index."""
 
-    def __len__(self) -> int:
-        """Returns the number of rows."""
+    def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Row:
         """Returns one row. Raises ValueError if the row is damaged."""
 
 
-def filtered_rows(rows: Rows, filters: Sequence[FilterSpec], *, key: str) -> "array[int]":
+def filtered_rows(rows: PromptSource, filters: Sequence[FilterSpec], *, key: str) -> "array[int]":
     """Returns the indices of the rows that pass all filters.
 
     A damaged row is kept here and refused when its prompt is dispatched.
@@ -151,15 +150,6 @@ def _length(value: Sized) -> int:
     if isinstance(value, Sequence) and all(isinstance(part, Mapping) for part in value):
         return sum(len(str(part.get("content", ""))) for part in value)
     return len(value)
-
-
-class PromptSource(Protocol):
-    """Rows of one source by index."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Row:
-        """Returns one row. Raises ValueError if the row is damaged."""
 
 
 class OpenSource(Protocol):
@@ -322,20 +312,6 @@ class _JsonLines:
         return _as_row(row, index, str(self._path))
 
 
-class _Numbers:
-    """Tasks that an environment identifies by index."""
-
-    def __init__(self, split: str, count: int) -> None:
-        self._split = split
-        self._count = count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: int, /) -> Row:
-        return {"split": self._split, "index": index}
-
-
 class CheckedRows:
     """Rows of a library or of a user's function."""
 
@@ -416,8 +392,3 @@ def open_python(spec: PromptSourceSpec, key: str) -> PromptSource:
 
 def _raised(spec: PromptSourceSpec, key: str, error: BaseException) -> ValueError:
     return ValueError(f"{key}: {spec.path!r} raised {describe_error(error)}; correct the function")
-
-
-def open_environment(spec: PromptSourceSpec, key: str) -> PromptSource:
-    assert spec.limit is not None, f"{key} has a limit"
-    return _Numbers(spec.path, spec.limit)

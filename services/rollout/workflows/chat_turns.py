@@ -11,7 +11,7 @@ from typing import Any
 
 from services.common.models.tokenizer import Tokenizer
 
-_Message = Mapping[str, Any]
+Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +36,8 @@ class ToolRound:
 
 def following_ids(
     tokenizer: Tokenizer,
-    chats: Sequence[Sequence[_Message]],
-    tools: Sequence[_Message] = (),
+    chats: Sequence[Sequence[Message]],
+    tools: Sequence[Message] = (),
     *,
     mark: str,
     last_id: int | None,
@@ -58,7 +58,7 @@ def following_ids(
     problem = ""
     for chat in chats:
         try:
-            rest = _after_mark(tokenizer.render_chat(chat, tools), mark)
+            rest = after_mark(tokenizer.render_chat(chat, tools), mark)
         except ValueError as error:
             problem = problem or str(error)
             continue
@@ -76,9 +76,9 @@ def following_ids(
 
 def tool_result_ids(
     tokenizer: Tokenizer,
-    messages: Sequence[_Message],
+    messages: Sequence[Message],
     rounds: Sequence[ToolRound],
-    tools: Sequence[_Message] = (),
+    tools: Sequence[Message] = (),
     *,
     last_id: int | None,
 ) -> list[int]:
@@ -91,7 +91,7 @@ def tool_result_ids(
         ValueError: If the chat template cannot render the results.
     """
     mark = secrets.token_hex(12)
-    chats = _tool_chats(messages, rounds, mark)
+    chats = tool_chats(messages, rounds, mark)
     return following_ids(tokenizer, chats, tools, mark=mark, last_id=last_id)
 
 
@@ -114,60 +114,9 @@ def kept_marks(tokenizer: Tokenizer) -> str:
     return prompt[len(opening) :].strip() if is_longer else ""
 
 
-def check_offered_tools(tokenizer: Tokenizer) -> None:
-    """Checks that the chat template shows tools to the model.
-
-    A template that does not read ``tools``, such as that of a built-in tokenizer, passes.
-
-    Raises:
-        ValueError: If the template reads ``tools`` but does not show their names.
-    """
-    name = f"tool_{secrets.token_hex(12)}"
-    parameters = {
-        "type": "object",
-        "properties": {"text": {"type": "string", "description": "text"}},
-        "required": ["text"],
-    }
-    function = {"name": name, "description": "tool", "parameters": parameters}
-    tool = {"type": "function", "function": function}
-    rendered = tokenizer.render_chat([{"role": "user", "content": "question"}], [tool])
-    if name not in rendered and "tools" in tokenizer.chat_template:
-        raise ValueError("the chat template does not show the names of tools")
-
-
-def check_tool_results(tokenizer: Tokenizer) -> None:
-    """Checks that the chat template can render tool results.
-
-    Raises:
-        ValueError: If it cannot render them; the message states what the template lacks.
-    """
-    question: list[_Message] = [{"role": "user", "content": "question"}]
-    mark, result = secrets.token_hex(12), secrets.token_hex(12)
-    # The second round checks that the template accepts a chat that continues after results.
-    calls = (ToolCallAndResult(name="tool", result=result),)
-    rounds = [ToolRound(reply="call", calls=calls)] * 2
-    for chat in (chats := _tool_chats(question, rounds, mark)):
-        try:
-            rendered = tokenizer.render_chat(chat)
-            rest = _after_mark(rendered, mark)
-            is_opened = rendered != tokenizer.render_chat(chat, opens_answer=False)
-        except ValueError:
-            if chat is chats[-1]:
-                raise
-            continue
-        if rest.count(result) != 1:
-            raise ValueError("the chat template does not render messages of the role 'tool'")
-        opens = tokenizer.render_chat(question) != tokenizer.render_chat(
-            question, opens_answer=False
-        )
-        if opens and not is_opened:
-            raise ValueError("the chat template starts no assistant turn after a tool's result")
-        return
-
-
-def _tool_chats(
-    messages: Sequence[_Message], rounds: Sequence[ToolRound], mark: str
-) -> list[list[_Message]]:
+def tool_chats(
+    messages: Sequence[Message], rounds: Sequence[ToolRound], mark: str
+) -> list[list[Message]]:
     """Returns the chat with calls as text, and with calls as the fields that some templates need."""
     as_text, as_fields = [*messages], [*messages]
     for number, example in enumerate(rounds):
@@ -177,7 +126,7 @@ def _tool_chats(
         names = [call.name for call in example.calls]
         if is_last:
             names[-1] = mark
-        results: list[_Message] = [
+        results: list[Message] = [
             {"role": "tool", "name": call.name, "tool_call_id": id_, "content": call.result}
             for id_, call in zip(ids, example.calls, strict=True)
         ]
@@ -190,7 +139,7 @@ def _tool_chats(
     return [as_text, as_fields]
 
 
-def _after_mark(text: str, mark: str) -> str:
+def after_mark(text: str, mark: str) -> str:
     before, separator, rest = text.rpartition(mark)
     if not separator or mark in before:
         raise ValueError(

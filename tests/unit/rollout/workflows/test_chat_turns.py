@@ -9,10 +9,10 @@ from transformers import PreTrainedTokenizerFast
 
 from services.common.models.made_tokenizers import EOS, PAD, make_builtin_tokenizer
 from services.common.models.tokenizer import Tokenizer
+from services.extras.multi_turn.templates import check_tool_results
 from services.rollout.workflows.chat_turns import (
     ToolCallAndResult,
     ToolRound,
-    check_tool_results,
     following_ids,
     kept_marks,
     tool_result_ids,
