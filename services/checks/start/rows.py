@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -40,6 +41,8 @@ COMPARING = ("exact_match", "math_verify")
 _QUESTION_CHARACTERS = 80
 """Twice the length from which an answer in a long prompt is its question, not a choice."""
 _DERIVATION = re.compile(r"####|\\boxed\s*\{|[.!?]\s+\S+(?:\s+\S+){5}", re.DOTALL)
+_SEEN = {"response": "response", "group": "responses", "pairs": "first, second"}
+"""Arguments of a reward besides prompt, answer and row."""
 _PROCESSES = 2
 _EXAMPLES = 4
 
@@ -245,7 +248,8 @@ async def _try_reward(
         async def compare(one: RewardInput) -> None:
             await comparison.score([one, one])
 
-        await _judge(trial, [partial(compare, one) for one in given], key=key, what=reward.name)
+        comparisons = [partial(compare, one) for one in given]
+        await _judge(trial, comparisons, key=key, what=reward.name, called=_SEEN[reward.sees])
         return
     scorer = Scorer([reward.model_copy(update={"weight": 1.0})], pool)
     scores = dict[tuple[int, str], float]()
@@ -257,7 +261,8 @@ async def _try_reward(
     calls = [partial(call, row, one.response) for row, one in enumerate(given)]
     calls += [partial(call, row, text) for row in range(len(given)) for text in UNRELATED]
     # Early in training, many responses contain no answer.
-    await _judge(trial, [*calls, partial(call, 0, "")], key=key, what=reward.name)
+    calls.append(partial(call, 0, ""))
+    await _judge(trial, calls, key=key, what=reward.name, called=_SEEN[reward.sees])
     for note in (*score_notes(reward, given, scores), *answer_notes(reward, given)):
         trial.notes.append(f"{key}: {reward.name!r}: {note}")
 
@@ -271,17 +276,30 @@ def score_notes(
         given: Inputs whose responses are the expected answers.
         scores: Score by row and response, where there is one.
     """
-    rows = [row for row in range(len(given)) if any((row, text) in scores for text in UNRELATED)]
-    wrong = [row for row in rows if any(scores.get((row, text), 0.0) >= 1.0 for text in UNRELATED)]
-    if wrong:
-        yield f"a wrong answer scores 1 in {len(wrong)} of {len(rows)} rows"
+    others = {
+        row: max(found)
+        for row in range(len(given))
+        if (found := [scores[row, text] for text in UNRELATED if (row, text) in scores])
+    }
     # The tests of a program are no program.
-    answered = [
-        row
+    answered = {
+        row: scores[row, one.response]
         for row, one in enumerate(given)
         if (row, one.response) in scores and one.response and reward.name != "code_tests"
+    }
+    wrong = [score for score in others.values() if score >= 1.0]
+    better = [row for row in answered if others.get(row, -math.inf) > answered[row]]
+    if wrong:
+        yield f"a wrong answer scores {max(wrong):g} in {len(wrong)} of {len(others)} rows"
+    elif better:
+        row = better[0]
+        yield (
+            f"an unrelated text scores more ({others[row]:g}) than the expected answer ({answered[row]:g}) "
+            f"in {len(better)} of {len(answered)} rows"
+        )
+    lost = [
+        row for row in answered if answered[row] <= 0.0 and others.get(row, 0.0) >= answered[row]
     ]
-    lost = [row for row in answered if scores[row, given[row].response] <= 0.0]
     if lost:
         yield f"the expected answer itself scores 0 in {len(lost)} of {len(answered)} rows"
 
@@ -364,15 +382,27 @@ async def _is_loaded(trial: RowTrialResult, pool: CallPool, reference: str, *, k
     try:
         await pool.check(reference)
     except CallError as error:
-        trial.problems.append(f"{key}: loading {reference!r} failed: {error.message}")
+        _, name, reason = error.message.partition(f"{reference!r}: ")
+        trial.problems.append(
+            f"{key}: loading {name + reason or f'{reference!r} failed: {error.message}'}"
+        )
         return False
     return True
 
 
 async def _judge(
-    trial: RowTrialResult, calls: Sequence[Callable[[], Awaitable[None]]], *, key: str, what: str
+    trial: RowTrialResult,
+    calls: Sequence[Callable[[], Awaitable[None]]],
+    *,
+    key: str,
+    what: str,
+    called: str = "",
 ) -> None:
-    """Makes calls until a deadline; reports a problem if all fail, a note if some fail."""
+    """Makes calls until a deadline; reports a problem if all fail, a note if some fail.
+
+    Args:
+        called: Arguments besides prompt, answer and row, for a message about a reward.
+    """
     failed, num_succeeded = list[str](), 0
 
     async def make(call: Callable[[], Awaitable[None]]) -> None:
@@ -393,8 +423,11 @@ async def _judge(
     except TimeoutError:
         if not failed and not num_succeeded:
             trial.notes.append(
-                f"{key}: {what!r} was not tested: it did not respond within {TIMEOUT_S:g} s"
+                f"{key}: {what!r} was not tested: it did not respond within {TIMEOUT_S:g} s; call it with a "
+                "row of the data yourself"
             )
+    if failed and called and "raised TypeError" in failed[0] and "argument" in failed[0]:
+        failed[0] += f"; it is called with (prompt, {called}, answer, row) and must return a number"
     if failed and not num_succeeded:
         trial.problems.append(
             f"{key}: {what!r} failed in all {len(failed)} tests with the first rows: {failed[0]}"

@@ -36,6 +36,79 @@ def slow(prompt, response, answer, row):
 
 def broken(prompt, response, answer, row):
     raise RuntimeError("broken")
+
+async def awaited(prompt, response, answer, row):
+    return float(response == answer)
+
+class Called:
+    def __call__(self, prompt, response, answer, row):
+        return float(response == answer)
+
+class Uncalled(Called): pass
+
+instance = Called()
+anonymous = lambda prompt, response, answer, row: float(response == answer)
+number = 1.0
+
+def boolean(prompt, response, answer, row):
+    return response == answer
+
+def of_numpy(prompt, response, answer, row):
+    import numpy
+    return numpy.float32(response == answer)
+
+def booleans_of_numpy(prompt, response, answer, row):
+    import numpy
+    return numpy.array([response == answer])
+
+def two_of_numpy(prompt, response, answer, row):
+    import numpy
+    return numpy.array([1.0, 2.0])
+
+def nothing(prompt, response, answer, row):
+    print("nothing is returned")
+
+def undefined(prompt, response, answer, row):
+    return float("nan")
+
+def infinite(prompt, response, answer, row):
+    return float("inf")
+
+def text(prompt, response, answer, row):
+    return "1.0"
+
+def pair(prompt, response, answer, row):
+    return 1.0, "because"
+
+def terms(prompt, response, answer, row):
+    return {"right": float(response == answer)}
+
+def no_terms(prompt, response, answer, row):
+    return {}
+
+def of_answers(response, answer):
+    return 1.0
+
+def of_completions(completions, **columns):
+    return [1.0 for _ in completions]
+
+def parsing(prompt, response, answer, row):
+    return float(int(response) == int(answer))
+
+def exiting(prompt, response, answer, row):
+    raise SystemExit(3)
+
+def worse(prompt, response, answer, row):
+    return 0.2 if response == answer else 0.9
+
+def negative(prompt, response, answer, row):
+    return 0.0 if response == answer else -1.0
+
+def large(prompt, response, answer, row):
+    return 10.0 if response == answer else 5.0
+
+def labelled(prompt, response, answer, row):
+    return float(row["label"] == response)
 """
 
 
@@ -144,3 +217,35 @@ def test_a_slow_reward_leaves_no_process_and_no_traceback(
     found = trial(tmp_path, {"name": ":slow"}, ROWS)
     assert ["not tested" in note for note in found.notes] == [True]
     assert capfd.readouterr().err == ""
+
+
+# Reward: words of the only problem, words of the only note.
+OWN: dict[str, tuple[list[str], list[str]]] = {
+    **dict.fromkeys(("awaited", "instance", "anonymous", "boolean", "of_numpy"), ([], [])),
+    **dict.fromkeys(("booleans_of_numpy", "terms", "negative"), ([], [])),
+    "Uncalled": (["TypeError", "(prompt, response, answer, row) and must return a number"], []),
+    "of_answers": (["2 positional", "(prompt, response, answer, row)"], []),
+    "of_completions": (["TypeError", "(prompt, response, answer, row)"], []),
+    "number": (["expected a function or a class", "of type float"], []),
+    "missing": (["has no 'missing'", "it defines"], []),
+    "two_of_numpy": (["must return a finite number", "[1.0, 2.0]"], []),
+    "nothing": (["must return a finite number", "got None"], []),
+    "undefined": (["must return a finite number", "got nan"], []),
+    "infinite": (["must return a finite number", "got inf"], []),
+    "text": (["must return a finite number", "got '1.0'"], []),
+    "pair": (["must return a finite number", "because"], []),
+    "no_terms": (["at least one term"], []),
+    "exiting": (["SystemExit: 3", "rewards.py, line"], []),
+    "labelled": (["KeyError: 'label'", "rewards.py, line"], []),
+    "parsing": ([], ["failed in 7 of 10", "ValueError", "rewards.py, line"]),
+    "worse": ([], ["an unrelated text scores more (0.9) than the expected answer (0.2) in 3 of 3"]),
+    "large": ([], ["a wrong answer scores 5 in 3 of 3 rows"]),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_each_kind_of_own_reward_gets_the_message_that_helps(tmp_path: Path, name: str) -> None:
+    found = trial(tmp_path, {"name": f":{name}"}, ROWS[:3])
+    for messages, words in zip((found.problems, found.notes), OWN[name], strict=True):
+        assert len(messages) == bool(words), messages
+        assert all(word in messages[0] for word in words), messages
