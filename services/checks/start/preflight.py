@@ -34,7 +34,12 @@ from services.common.models.families import (
     exact_tokens,
     routing_shape,
 )
-from services.common.models.made_tokenizers import Vocabulary, builtin_vocabulary, tokenizer_name
+from services.common.models.made_tokenizers import (
+    Vocabulary,
+    builtin_vocabulary,
+    is_builtin_tokenizer,
+    tokenizer_name,
+)
 from services.common.models.tokenizer import Tokenizer
 from services.common.models.weight_files import file_problems
 from services.common.models.weight_formats import FORMATS, other_problems
@@ -55,7 +60,7 @@ from services.rollout.data.prompts import check_prompt
 from services.rollout.data.sources import PromptSource, open_source
 from services.rollout.engines.base import split_stop_texts, unspelled_stop_texts
 from services.rollout.workflows.base import TokenizerWorkflow, load_workflow
-from services.rollout.workflows.chat_turns import kept_marks
+from services.rollout.workflows.chat_turns import kept_marks, plain_role_marks
 from services.trainer.checkpoint import compatibility, manifest
 
 _SHOWN = 300
@@ -447,8 +452,17 @@ def _try(
 
 
 def _history_notes(spec: RunSpec, tokenizer: Tokenizer) -> Iterator[str]:
-    """Yields a note if earlier replies keep a text that the chat template leaves out."""
-    if spec.rollout.workflow == "single_turn" or not spec.data.chat_template:
+    """Yields notes about roles in text, and about earlier replies that keep what the template leaves out."""
+    if not spec.data.chat_template:
+        return
+    is_builtin = is_builtin_tokenizer(tokenizer_name(spec.model))
+    if not is_builtin and (marks := plain_role_marks(tokenizer)):
+        yield (
+            f"the chat template marks roles with ordinary text ({', '.join(map(repr, marks))}), which cannot "
+            "be escaped: a prompt, a tool's result or a response that contains it reads like another "
+            "message; remove it from the data, or use a model whose roles are control tokens"
+        )
+    if spec.rollout.workflow == "single_turn":
         return
     if text := kept_marks(tokenizer):
         yield (

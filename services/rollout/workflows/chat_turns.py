@@ -4,6 +4,7 @@ The template renders the chat with a mark in place of the reply. The text after 
 turn, contains the new messages and opens the next turn. The reply itself is never tokenized again.
 """
 
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -112,6 +113,27 @@ def kept_marks(tokenizer: Tokenizer) -> str:
     opening = history.partition(mark)[0]
     is_longer = prompt.startswith(opening) and mark in history
     return prompt[len(opening) :].strip() if is_longer else ""
+
+
+def plain_role_marks(tokenizer: Tokenizer) -> list[str]:
+    """Returns the marks of user and assistant that the chat template writes as text, such as ``USER:``.
+
+    Only control tokens in the texts of a chat are escaped. Empty if such a token opens every message.
+    """
+    user, reply = secrets.token_hex(12), secrets.token_hex(12)
+    question = {"role": "user", "content": user}
+    try:
+        chat = tokenizer.render_chat([question, {"role": "assistant", "content": reply}, question])
+    except ValueError:  # reported where chats are checked
+        return []
+    before, *between = (tokenizer.encode(text) for text in re.split(f"{user}|{reply}", chat)[:3])
+    # The first token of a conversation, and one that ends a message, open none.
+    ends = {tokenizer.eos_id, tokenizer.closing_id, *tokenizer.encode_prompt("")}
+    ends |= {id_ for id_ in before[:1] if id_ not in between[-1]}
+    openers = tokenizer.added_ids - ends
+    if openers & {*before} and openers & {*between[0]}:
+        return []
+    return [mark for ids in reversed(between) if (mark := tokenizer.decode(ids).strip())]
 
 
 def tool_chats(

@@ -15,9 +15,10 @@ from services.rollout.workflows.chat_turns import (
     ToolRound,
     following_ids,
     kept_marks,
+    plain_role_marks,
     tool_result_ids,
 )
-from tests.helpers.chat_families import FAMILIES, family_tokenizer
+from tests.helpers.chat_families import FAMILIES, Family, family_tokenizer
 
 CHATML = """\
 {%- for message in messages %}
@@ -240,3 +241,43 @@ def test_a_text_that_opens_answers_and_is_left_out_of_a_history_is_named() -> No
     assert kept_marks(family_tokenizer("qwen3", template=opens)) == empty
     named = {name for name in FAMILIES if kept_marks(family_tokenizer(name))}
     assert named == {"deepseek"}  # opens <think>
+
+
+USER_COLON = (
+    "{{ bos_token }}A chat. {% for m in messages %}{% if m.role == 'user' %}{{ 'USER: ' + m.content + ' ' }}"
+    "{% else %}{{ 'ASSISTANT: ' + m.content + eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+)
+INSTRUCTION = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token + '[INST] ' + m.content + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m.content + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+BARS = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + eos_token + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "marks"),
+    [
+        (USER_COLON, ["USER:", "ASSISTANT:"]),
+        (INSTRUCTION, ["[INST]", "[/INST]"]),
+        (BARS, ["<|user|>", "<|assistant|>"]),
+    ],
+    ids=["Vicuna", "Llama 2", "Zephyr"],
+)
+def test_marks_of_roles_in_ordinary_text_are_named(
+    monkeypatch: pytest.MonkeyPatch, template: str, marks: list[str]
+) -> None:
+    family = Family(template=template, special=("<s>", "</s>"), bos="<s>", eos="</s>")
+    monkeypatch.setitem(FAMILIES, "plain", family)
+    tokenizer = family_tokenizer("plain", begins_texts=True)
+    assert plain_role_marks(tokenizer) == marks
+
+
+def test_only_olmo_has_roles_in_ordinary_text() -> None:
+    named = {
+        name: marks for name in FAMILIES if (marks := plain_role_marks(family_tokenizer(name)))
+    }
+    assert named == {"olmo2": ["<|user|>", "<|assistant|>"]}
