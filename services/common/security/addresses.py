@@ -2,6 +2,7 @@
 
 import ipaddress
 import re
+import unicodedata
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -9,35 +10,22 @@ from urllib.parse import urlsplit
 _WORD: Final = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _ADDRESS_WORDS: Final = frozenset(
     (
-        *(
-            "addr",
-            "address",
-            "addresses",
-            "broker",
-            "brokers",
-            "domain",
-            "domains",
-            "dsn",
-            "endpoint",
-        ),
-        *(
-            "endpoints",
-            "host",
-            "hostname",
-            "hosts",
-            "ip",
-            "origin",
-            "peer",
-            "peers",
-            "proxy",
-            "registry",
-        ),
-        *("server", "servers", "uri", "url", "urls", "webhook"),
+        *("addr", "address", "addresses", "broker", "brokers", "connection", "domain", "domains"),
+        *("dsn", "endpoint", "endpoints", "fqdn", "gateway", "host", "hostname", "hosts", "ip"),
+        *("origin", "peer", "peers", "proxies", "proxy", "registry", "server", "servers"),
+        *("socket", "uri", "url", "urls", "webhook"),
     )
 )
-_ADDRESS_NAMES: Final = (["host", "name"], ["domain", "name"], ["server", "name"])
+_ADDRESS_NAMES: Final = (
+    *(["host", "name"], ["domain", "name"], ["server", "name"], ["node", "name"]),
+    *(["api", "base"], ["connection", "string"], ["conn", "string"]),
+)
 _URL: Final = re.compile(r"\b[a-z][a-z0-9+.-]{0,40}:/{2,}[^\s\"'<>]{0,2000}", re.IGNORECASE)
 _FILES: Final = ("file", "data")
+_SEPARATORS: Final = re.compile(
+    r"[\s,;|=\"'(){}<>@]+|\\+|/{2,}|[a-z]+:/|(?<![\w.])[a-z]+:(?=\d+\.)", re.IGNORECASE
+)
+"""What stands between addresses in a list, a command or JSON text, and before one that has no scheme."""
 # A host without letters, such as 16 in 16:9, is a number, unless it is as long as an IPv4 address is.
 _HOST_AND_PORT: Final = re.compile(
     r"(?P<host>\[[0-9a-f:.%]+\]|[\w.-]*[a-z_][\w.-]*|\d+(?:\.\d+){1,3}|\d{8,10}):\d{1,5}(?:[/?#].*)?",
@@ -49,7 +37,8 @@ _IMAGE_REGISTRY: Final = re.compile(
 
 
 def hosts_in(text: str) -> set[str]:
-    """Returns the hosts of all URLs in a text; of the text itself if it is ``host:port`` or an IP address."""
+    """Returns the hosts of all URLs and IP addresses in a text, of ``host:port``, and of local names."""
+    text = unicodedata.normalize("NFKC", text).replace("\N{IDEOGRAPHIC FULL STOP}", ".")
     hosts = {
         _host_of(match[0])
         for match in _URL.finditer(text)
@@ -60,6 +49,12 @@ def hosts_in(text: str) -> set[str]:
         hosts.add(named["host"].strip("[]").lower())
     elif _is_ip(stripped.partition("/")[0]) or stripped.lower() == "localhost":
         hosts.add(stripped.partition("/")[0].strip("[]").lower())
+    for part in _SEPARATORS.split(text):
+        named = _HOST_AND_PORT.fullmatch(part)
+        host = (named["host"] if named else part.partition("/")[0]).strip("[]").lower()
+        is_local = not named and host.endswith((".internal", ".svc", ".cluster.local"))
+        if is_local or (_is_ip(host) and re.search(r"\d", host)):
+            hosts.add(host)
     return hosts
 
 

@@ -479,6 +479,20 @@ def test_every_mapping_of_arguments_is_in_the_example():
         {"apiEndpoint": "evil"},
         {"base_url": "evil.example/v1"},
         {"proxy": ["evil.example"]},
+        {"proxies": "evil.example"},
+        {"api_base": "evil.example"},
+        {"connection": "evil.example"},
+        {"x": "//10.0.0.1/latest"},
+        {"x": "user@10.0.0.1:80"},
+        {"x": "10.0.0.1, 10.0.0.1:80"},
+        {"x": "--host=10.0.0.1 --port 80"},
+        {"x": '{"host": "10.0.0.1", "port": 80}'},
+        {"x": "http:/10.0.0.1/"},
+        {"x": "http:\\\\10.0.0.1"},
+        {"x": "tcp:10.0.0.1:80"},
+        {"x": "\N{FULLWIDTH DIGIT ONE}0。0。0。1:80"},
+        {"x": "metadata.google.internal"},
+        {"x": "connect to kubernetes.default.svc"},
     ],
 )
 def test_no_arguments_name_a_host_that_the_installation_does_not_list(roots, arguments):
@@ -494,6 +508,8 @@ def test_no_arguments_name_a_host_that_the_installation_does_not_list(roots, arg
         "localhost",
         "evil",
         "2130706433",
+        "metadata.google.internal",
+        "kubernetes.default.svc",
     )
     assert not [stray for stray in strays(spec, roots, hosts=hosts) if "reward_hosts" in stray]
 
@@ -504,7 +520,8 @@ def test_ordinary_arguments_name_no_hosts(roots):
         "time": "1:30",
         "note": "see a: 1, b: 2",
         "column": "answer.text",
-        "words": ["a.b", "x=1", "3.5", "v1.2"],
+        "words": ["a.b", "x=1", "3.5", "v1.2", "v1.2.3.4", "std::vector", "a = b::c", ".env.local"],
+        "program": "python -m x --n=3 --mask 10:30",
         "address_space": 5,
         "image": "data:image/png;base64,aaaa",
     }
