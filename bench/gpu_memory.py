@@ -11,9 +11,9 @@ import psutil
 import torch
 from transformers import AutoConfig
 
-from services.common.models.training_memory import SLEEPING, trainer_memory
+from services.common.memory.trainer import SLEEPING, trainer_memory
 from services.common.runspec.run import RunSpec
-from services.rollout.engines.memory import plan_of
+from services.common.memory.rollout import plan_of
 
 _POLL_S = 0.25
 

@@ -20,7 +20,7 @@ from bench.report import write_json
 from bench.trainer.__main__ import Launch, prepare
 from bench.trainer.timing import peak_gib, reset_peak, timed
 from bench.trainer.workload import Scale, full_scale, long_tailed_lengths, smoke_scale, spec_of
-from services.common.models.training_memory import trainer_memory
+from services.common.memory.trainer import trainer_memory
 from services.trainer.batch.plan import StepPlan
 
 RESULTS = Path(__file__).parents[1] / "results" / "trainer-memory.json"

@@ -32,7 +32,7 @@ from services.rollout.engines.base import Engine
 from services.rollout.engines.build import build_engine
 from services.rollout.engines.engine_config import ImageLimits
 from services.rollout.engines.imports import begin_imports
-from services.rollout.engines.memory import plan_of
+from services.common.memory.rollout import plan_of
 from services.rollout.rewards.scorer import ScorerOfSets
 from services.rollout.sampling.group import GroupServices
 from services.rollout.sampling.progress_cache import TransferQueueCache

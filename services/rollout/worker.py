@@ -22,7 +22,7 @@ from services.common.security.credentials import acting_as
 from services.common.task_group import TaskGroup, uninterrupted, until_first, unwrapped
 from services.common.telemetry.logging import configure
 from services.rollout.engines.base import EngineDiedError
-from services.rollout.engines.memory import plan_of
+from services.common.memory.rollout import plan_of
 from services.rollout.frozen_weights import BUCKET_BYTES, FrozenWeights, divide_slots
 from services.rollout.loading import RolloutLoader
 from services.rollout.monitor import freeze_startup_objects, monitor

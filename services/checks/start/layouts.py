@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 
 from services.common.models.families import check_trainer
 from services.common.models.stages import bubble, most_packs
-from services.common.models.training_memory import SPARE, shapes_of, trainer_memory
+from services.common.memory.trainer import SPARE, shapes_of, trainer_memory
 from services.common.runspec.engines import train_engine_kind
 from services.common.runspec.rules import problems
 from services.common.runspec.run import RunSpec

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 from services.checks.start.hub import model_config
 from services.checks.start.layouts import fitting_layout
 from services.common.models.families import num_experts
-from services.common.models.training_memory import (
+from services.common.memory.trainer import (
     SPARE,
     STATE,
     TrainerMemory,
@@ -34,7 +34,7 @@ from services.common.runspec.topology import TopologySpec
 from services.common.runspec.trainer import LoraSpec
 from services.common.runspec.workers import gpu_hosts, gpu_needs, total_gpus, worker_names
 from services.controller.launch.gpus import HostGpus
-from services.rollout.engines.memory import MemoryPlan, needed_bytes, plan_of
+from services.common.memory.rollout import MemoryPlan, needed_bytes, plan_of
 
 _UNITS = {"": 1e9, "GB": 1e9, "G": 1e9, "GIB": 2.0**30, "MB": 1e6, "TB": 1e12}
 _H200 = 141e9
@@ -89,7 +89,7 @@ class Memory:
         None if the engines also stay, because both sides fit on the GPU. H200s are assumed if the size of
         the GPUs is unknown.
         """
-        from services.common.models.training_memory import resident_memory, state_memory
+        from services.common.memory.trainer import resident_memory, state_memory
 
         spec = self._spec
         engines = max(1, spec.trainer.world_size // spec.engine_gpus)

@@ -626,7 +626,7 @@ def _adapter_names(spec: RunSpec) -> Iterator[str]:
     """Yields LoRA target modules that the model does not have."""
     # This imports torch.
     from services.common.models.adapters import adapted_weights, target_modules, unknown_modules
-    from services.common.models.training_memory import shapes_of
+    from services.common.memory.trainer import shapes_of
 
     assert spec.trainer.lora is not None
     shapes = shapes_of(model_config(spec))

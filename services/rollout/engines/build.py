@@ -19,7 +19,7 @@ from services.rollout.calls.outside import AddressPolicy
 from services.rollout.engines.base import Engine, split_stop_texts
 from services.rollout.engines.engine_config import EngineConfig, ImageLimits
 from services.rollout.engines.imports import is_installed, prepare_environment
-from services.rollout.engines.memory import MemoryPlan, engine_share, needed_bytes
+from services.common.memory.rollout import MemoryPlan, engine_share, needed_bytes
 
 logger = logging.getLogger(__name__)
 

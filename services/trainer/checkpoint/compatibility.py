@@ -49,7 +49,7 @@ def model_facts(spec: RunSpec, config: Any, tokenizer: Tokenizer) -> dict[str, A
     if lora is not None:
         # These import torch, which a run without adapters does not need here.
         from services.common.models.adapters import target_modules
-        from services.common.models.training_memory import shapes_of
+        from services.common.memory.trainer import shapes_of
 
         facts["lora"] = {
             "rank": lora.rank,

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
 
-from services.common.models.training_memory import (
+from services.common.memory.trainer import (
     ROOM,
     compiles_asleep,
     required_kv_tokens,
@@ -17,7 +17,7 @@ from services.common.models.training_memory import (
 from services.common.runspec.engines import ENGINES
 from services.common.runspec.run import RunSpec
 from services.extras.handle import transport as handle
-from services.rollout.engines.memory import (
+from services.common.memory.rollout import (
     MemoryPlan,
     ModelSize,
     WeightPlane,

@@ -12,7 +12,7 @@ from services.common.models.adapters import adapted_weights, adapter_weights, ta
 from services.common.models.families import FAMILIES, check_trainer, is_mixture
 from services.common.models.loading import build_model, load_config, stored_tensors
 from services.common.models.tokenizer import load_tokenizer
-from services.common.models.training_memory import shapes_of
+from services.common.memory.trainer import shapes_of
 from services.common.runspec.trainer import LoraSpec
 from services.trainer.batch.packing import pack
 from services.trainer.engines.fsdp.lora import add_adapters, is_adapter, merged_parameters

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from services.common.errors import FailedPreconditionError
-from services.common.models.training_memory import Stays
+from services.common.memory.trainer import Stays
 from services.trainer.engines.fsdp import engine
 from services.trainer.engines.fsdp.host_copy import OffloadedState
 from services.trainer.model.policy import Policy

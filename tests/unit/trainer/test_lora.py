@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from services.common.errors import DataLossError
 from services.common.models.loading import load_config, load_model, stored_tensors
 from services.common.models.tokenizer import load_tokenizer
-from services.common.models.training_memory import trainer_memory
+from services.common.memory.trainer import trainer_memory
 from services.common.runspec.run import ModelSpec, RunSpec
 from services.common.runspec.trainer import LoraSpec
 from services.extras.export.checkpoint import export_checkpoint

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from services.common.models.loading import load_config, stored_tensors
 from services.common.models.quantization import is_quantized, rounded
 from services.common.models.tokenizer import load_tokenizer
-from services.common.models.training_memory import trainer_memory
+from services.common.memory.trainer import trainer_memory
 from services.common.runspec.run import RunSpec
 from services.extras.export.checkpoint import export_checkpoint
 from services.rollout.frozen_weights import FrozenWeights

@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 from services.common.models.loading import build_model
 from services.common.models.stages import stage_layers
-from services.common.models.training_memory import (
+from services.common.memory.trainer import (
     _computed,
     _stages,
     shapes_of,

@@ -25,7 +25,7 @@ from services.common.models.loading import (
     stored_tensors,
 )
 from services.common.models.tokenizer import load_tokenizer
-from services.common.models.training_memory import (
+from services.common.memory.trainer import (
     Stays,
     compiles_asleep,
     fitted,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from services.common.models.training_memory import Stays
+from services.common.memory.trainer import Stays
 from services.common.runspec.formulas import DistillArguments
 from services.common.runspec.run import RunSpec
 from services.trainer.batch.packing import PackedTokens, Work

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from services.common.models.training_memory import Stays
+from services.common.memory.trainer import Stays
 from services.trainer.collectives import local_part
 from services.trainer.engines.fsdp.parallel import free_gathered
 

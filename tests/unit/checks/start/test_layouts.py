@@ -9,7 +9,7 @@ from services.checks.start.layouts import distinct, fitting_layout, layouts
 from services.checks.start.memory import smallest_change
 from services.common.models.families import check_trainer
 from services.common.models.stages import bubble
-from services.common.models.training_memory import SPARE, shapes_of, trainer_memory
+from services.common.memory.trainer import SPARE, shapes_of, trainer_memory
 from services.common.runspec.rules import problems
 from services.common.runspec.run import RunSpec
 from tests.helpers.specs import spec_with

@@ -11,7 +11,7 @@ from services.common.models.stages import (
     stage_layers,
     stages_of,
 )
-from services.common.models.training_memory import shapes_of, trainer_memory
+from services.common.memory.trainer import shapes_of, trainer_memory
 from services.common.runspec.loader import SpecError, parse_spec
 from services.extras.stages.layout import Stage, describe, keep_stage
 from services.extras.stages.problems import FAMILIES, problems

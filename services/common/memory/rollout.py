@@ -14,7 +14,7 @@ import torch
 from transformers import PretrainedConfig
 
 from services.common.models.adapters import adapted_weights, adapter_weights
-from services.common.models.training_memory import (
+from services.common.memory.trainer import (
     cache_dtype,
     kv_bytes_per_token,
     min_kv_tokens,
