@@ -11,9 +11,9 @@ import psutil
 import torch
 from transformers import AutoConfig
 
+from services.common.memory.rollout import plan_of
 from services.common.memory.trainer import SLEEPING, trainer_memory
 from services.common.runspec.run import RunSpec
-from services.common.memory.rollout import plan_of
 
 _POLL_S = 0.25
 

@@ -12,8 +12,9 @@ import torch
 from transformers import AutoConfig
 
 from bench.report import report_to
+from services.common.memory.sizes import weight_bytes
+from services.common.memory.trainer import trainer_memory
 from services.common.models.stages import bubble, most_packs
-from services.common.memory.trainer import trainer_memory, weight_bytes
 from services.common.runspec.run import RunSpec
 from services.trainer.model.flops import model_weights
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
-from services.common.memory.trainer import TrainerMemory, shapes_of, trainer_memory
+from services.common.memory.trainer import TrainerMemory, trainer_memory
 from services.common.runspec.run import RunSpec
 
 _HEAD = """# What fits where
@@ -90,28 +90,20 @@ def page() -> str:
 def _rows() -> Iterator[str]:
     for name, values in _MODELS.items():
         config = AutoConfig.for_model(**{**values, "tie_word_embeddings": False})
-        shapes = shapes_of(config)
         for gpus in _GPUS:
             for size_gb in _SIZES_GB:
                 cells = [
-                    _cell(config, shapes, gpus=gpus, size_gb=size_gb, context=context)
+                    _cell(config, gpus=gpus, size_gb=size_gb, context=context)
                     for context in _CONTEXTS.values()
                 ]
                 yield f"| {name} | {gpus} of {size_gb} GB | {' | '.join(cells)} |"
 
 
-def _cell(
-    config: PretrainedConfig,
-    shapes: Mapping[str, tuple[int, ...]],
-    *,
-    gpus: int,
-    size_gb: int,
-    context: int,
-) -> str:
+def _cell(config: PretrainedConfig, *, gpus: int, size_gb: int, context: int) -> str:
     total = int(size_gb * _GB)
     for signs, trainer in _ways(config, gpus):
         spec = _spec(context, {**trainer, "world_size": gpus})
-        found = trainer_memory(spec, config, gpu_bytes=total, shapes=shapes)
+        found = trainer_memory(spec, config, gpu_bytes=total)
         if found.used <= _MOST * total:
             return f"{signs or 'plain'}: {_figures(found)}"
     return "none"

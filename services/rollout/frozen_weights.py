@@ -18,44 +18,28 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
-from services.common.models.loading import (
-    build_model,
-    find_folder,
-    load_config,
-    read_weights,
-    stored_buffers,
-)
-from services.common.models.loading import stored_tensors as stored_of
+from services.common.memory.rollout import BUCKET_BYTES
+from services.common.models.loading import find_folder, read_weights
 from services.common.models.quantization import BaseDtype, is_quantized, rounded
-from services.common.models.tokenizer import Tokenizer
 from services.common.runspec.run import ModelSpec
 from services.common.runspec.weight_modes import STAGING_SLOTS
 from services.weightsync.adapters import (
     FROZEN_DIGEST,
     adapters_by_weight,
     frozen_digest,
+    frozen_tensors,
     merged_weight,
 )
 from services.weightsync.endpoints import Place, on_device
 from services.weightsync.modes.placing import bucket_parts, whole_buffers
 from services.weightsync.modes.staged import Slots
-from services.weightsync.plan import TensorSpec, make_plan
+from services.weightsync.plan import make_plan
 
 logger = logging.getLogger(__name__)
 
-BUCKET_BYTES: Final = 128 << 20
-LARGEST_BUCKET_BYTES: Final = 2 << 30
 _HOST: Final = torch.device("cpu")
-
-
-def divide_slots(num_bytes: int) -> tuple[int, int]:
-    """Returns the bytes of a bucket and the number of slots for a given size of all slots.
-
-    Each bucket costs the engine's workers a command, so buckets are larger if there is memory.
-    """
-    bucket_bytes = min(max(BUCKET_BYTES, num_bytes // (2 * STAGING_SLOTS)), LARGEST_BUCKET_BYTES)
-    return bucket_bytes, max(STAGING_SLOTS, num_bytes // bucket_bytes)
 
 
 class FrozenWeights:
@@ -68,7 +52,7 @@ class FrozenWeights:
     def __init__(
         self,
         model: ModelSpec,
-        tokenizer: Tokenizer,
+        config: PretrainedConfig,
         *,
         dtype: torch.dtype,
         device: torch.device,
@@ -80,6 +64,7 @@ class FrozenWeights:
 
         Args:
             model: The policy's model; not a preset.
+            config: Its configuration.
             dtype: Dtype of the trainer's frozen weights and of the engine's weights.
             base_dtype: ``trainer.lora.base_dtype``; the weights are rounded as the trainer's are.
             num_slots: Number of buckets that the device holds; they are merged while the engine generates.
@@ -87,17 +72,7 @@ class FrozenWeights:
         Raises:
             ValueError: If the model does not load.
         """
-        config = load_config(model, tokenizer)
-        shape = build_model(config, dtype=torch.float32, device="meta")
-        buffers = stored_buffers(shape).keys()
-        specs = [
-            TensorSpec(
-                name,
-                tuple(value.shape),
-                str(value.dtype if name in buffers else dtype).removeprefix("torch."),
-            )
-            for name, value in stored_of(shape).items()
-        ]
+        specs, buffers = frozen_tensors(config, str(dtype).removeprefix("torch."))
         self.plan = make_plan(specs, bucket_bytes)
         self._bytes, self._tensors = whole_buffers(self.plan, [_HOST])
         read_weights(self._tensors, find_folder(model), config.to_dict())

@@ -11,10 +11,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from transformers import PretrainedConfig
 
 from services.common.errors import DeadlineExceededError
 from services.common.fields import partition_id
 from services.common.local_copies import with_local_copies
+from services.common.memory.rollout import MemoryPlan, plan_of
 from services.common.models.families import routing_shape
 from services.common.models.loading import load_config
 from services.common.models.tokenizer import Tokenizer, load_chat_tokenizer
@@ -32,7 +34,6 @@ from services.rollout.engines.base import Engine
 from services.rollout.engines.build import build_engine
 from services.rollout.engines.engine_config import ImageLimits
 from services.rollout.engines.imports import begin_imports
-from services.common.memory.rollout import plan_of
 from services.rollout.rewards.scorer import ScorerOfSets
 from services.rollout.sampling.group import GroupServices
 from services.rollout.sampling.progress_cache import TransferQueueCache
@@ -78,6 +79,10 @@ class RolloutLoader:
         self._loop = asyncio.get_running_loop()
         self.spec = with_secrets(session.spec, settings.secrets_directory)
         """The run's specification with secrets and, once loaded, with paths of this host."""
+        self.config: PretrainedConfig
+        """Configuration of the model, once loaded."""
+        self.memory: MemoryPlan | None = None
+        """Memory plan of the engine's GPU, once loaded; None without a GPU."""
         self._reach = AddressPolicy(settings.reward_hosts)
 
     async def load(self) -> tuple[Engine, GroupSampler, GroupPublisher]:
@@ -185,15 +190,17 @@ class RolloutLoader:
 
     def _build_engine(self, tokenizer: Tokenizer) -> Engine:
         spec = self.spec
+        self.config = load_config(spec.model, tokenizer)
         max_tokens = max(spec.data.max_prompt_tokens, spec.rollout.max_response_tokens)
         images = ImageLimits(max_images=spec.data.max_images, max_tokens=max_tokens)
         return build_engine(
             spec.rollout,
             spec.model,
+            self.config,
             tokenizer,
             dtype=getattr(torch, spec.trainer.dtype),
             device=self._device,
-            plan=partial(plan_of, spec, roles=self._settings.gpu_neighbours),
+            plan=self._plan,
             is_written_in_place=spec.sends_adapters
             or weight_mode(spec.weight_sync.mode).is_in_place,
             adds_adapters=spec.adds_adapters,
@@ -204,6 +211,11 @@ class RolloutLoader:
             worker=f"{self._settings.run_id}/{self._settings.worker_id}",
             report=self._session.report_event,
         )
+
+    def _plan(self, config: PretrainedConfig, *, gpu_bytes: int) -> MemoryPlan:
+        roles = self._settings.gpu_neighbours
+        self.memory = plan_of(self.spec, config, gpu_bytes=gpu_bytes, roles=roles)
+        return self.memory
 
     async def _open_images(self, engine: Engine, tokenizer: Tokenizer) -> ImageReader | None:
         """Opens the reader of images, if the model has them.

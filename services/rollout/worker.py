@@ -11,19 +11,16 @@ import torch
 
 from services.common.errors import InvalidArgumentError, ServiceError, UnavailableError
 from services.common.lifetime import ending_with_outages, report_ready, wait_for_shutdown
+from services.common.memory.rollout import BUCKET_BYTES, divide_slots
 from services.common.messages import from_message
-from services.common.models.loading import load_config
-from services.common.models.tokenizer import load_tokenizer
 from services.common.rpc.server import serve
 from services.common.runspec.engines import engine_kind
-from services.common.runspec.run import RunSpec
 from services.common.runspec.weight_modes import STAGING_SLOTS
 from services.common.security.credentials import acting_as
 from services.common.task_group import TaskGroup, uninterrupted, until_first, unwrapped
 from services.common.telemetry.logging import configure
 from services.rollout.engines.base import EngineDiedError
-from services.common.memory.rollout import plan_of
-from services.rollout.frozen_weights import BUCKET_BYTES, FrozenWeights, divide_slots
+from services.rollout.frozen_weights import FrozenWeights
 from services.rollout.loading import RolloutLoader
 from services.rollout.monitor import freeze_startup_objects, monitor
 from services.rollout.sampling.sampler import GroupSampler
@@ -77,7 +74,7 @@ async def run(settings: RolloutSettings) -> None:
         tasks = await stack.enter_async_context(TaskGroup())
         # Reads the frozen weights while the engine starts, but after the engine's model was created: both
         # create models under torch's process-wide default dtype.
-        reading = tasks.create_task(asyncio.to_thread(_frozen, loader.spec, settings, device))
+        reading = tasks.create_task(asyncio.to_thread(_frozen, loader, device))
         background = [
             tasks.create_task(engine.run()),
             tasks.create_task(
@@ -106,24 +103,19 @@ async def run(settings: RolloutSettings) -> None:
             task.cancel()
 
 
-def _frozen(spec: RunSpec, settings: RolloutSettings, device: torch.device) -> FrozenWeights | None:
+def _frozen(loader: RolloutLoader, device: torch.device) -> FrozenWeights | None:
     """Reads the base weights that LoRA adapters are merged into, if only adapters are published."""
+    spec = loader.spec
     lora = spec.trainer.lora
     if lora is None or spec.adds_adapters:
         return None
     if not (spec.sends_adapters and engine_kind(spec.rollout.engine).has_model):
         return None
-    tokenizer = load_tokenizer(spec.model)
-    slot_bytes = STAGING_SLOTS * BUCKET_BYTES
-    if device.type == "cuda":
-        config = load_config(spec.model, tokenizer)
-        gpu_bytes = torch.cuda.get_device_properties(device).total_memory
-        plan = plan_of(spec, config, gpu_bytes=gpu_bytes, roles=settings.gpu_neighbours)
-        slot_bytes += int(plan.merged_slots)
-    bucket_bytes, num_slots = divide_slots(slot_bytes)
+    merged_slots = 0 if loader.memory is None else int(loader.memory.merged_slots)
+    bucket_bytes, num_slots = divide_slots(STAGING_SLOTS * BUCKET_BYTES + merged_slots)
     return FrozenWeights(
         spec.model,
-        tokenizer,
+        loader.config,
         dtype=getattr(torch, spec.trainer.dtype),
         device=device,
         base_dtype=lora.base_dtype,

@@ -7,12 +7,14 @@ exports all merge with ``merged_weight``, so the results are bitwise equal on on
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 import xxhash
 from torch import Tensor
+from transformers import PretrainedConfig
 
+from services.common.models.loading import build_model, stored_buffers, stored_tensors
 from services.weightsync.plan import LORA_DOWN, LORA_UP, TensorSpec
 
 FROZEN_DIGEST = "frozen.digest"
@@ -39,6 +41,27 @@ def adapters_by_weight(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor,
         for owner, part, _ in [name.partition(LORA_UP)]
         if part
     }
+
+
+def frozen_tensors(
+    config: PretrainedConfig, dtype: str
+) -> tuple[list[TensorSpec], Collection[str]]:
+    """Returns the tensors of a model's frozen weights, and the names of those that are buffers.
+
+    Args:
+        dtype: Name of the dtype of the weights; buffers keep theirs.
+    """
+    model = build_model(config, dtype=torch.float32, device="meta")
+    buffers = stored_buffers(model).keys()
+    specs = [
+        TensorSpec(
+            name,
+            tuple(value.shape),
+            str(value.dtype).removeprefix("torch.") if name in buffers else dtype,
+        )
+        for name, value in stored_tensors(model).items()
+    ]
+    return specs, buffers
 
 
 def frozen_digest(tensors: Iterable[tuple[str, Tensor]]) -> Tensor:

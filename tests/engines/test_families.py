@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from deploy.reference.compared import COMPARED, COMPARED_ROUNDED, TELLS_NOT
 from services.common.models.families import exact_tokens, is_mixture
-from services.common.models.loading import build_model, stored_tensors
+from services.common.models.loading import build_model, load_config, stored_tensors
 from services.common.models.tokenizer import load_tokenizer
 from services.common.runspec.rollout import RewardSpec, RolloutSpec
 from services.common.runspec.run import ModelSpec
@@ -180,8 +180,10 @@ def test_experts_that_sglang_cannot_report_on_a_cpu_are_refused(
     # Restores torch's error, because a stand-in replaces the CUDA runtime here.
     monkeypatch.setattr(torch.cuda, "cudart", refuse)
     with pytest.raises(ValueError, match=r"rollout\.routing_replay"):
+        tokenizer = load_tokenizer(model)
+        config = load_config(model, tokenizer)
         build_engine(
-            spec, model, load_tokenizer(model), dtype=torch.float32, device=torch.device("cpu")
+            spec, model, config, tokenizer, dtype=torch.float32, device=torch.device("cpu")
         )
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from services.common.memory.trainer import SPARE, trainer_memory
 from services.common.models.families import check_trainer
 from services.common.models.stages import bubble, most_packs
-from services.common.memory.trainer import SPARE, shapes_of, trainer_memory
 from services.common.runspec.engines import train_engine_kind
 from services.common.runspec.rules import problems
 from services.common.runspec.run import RunSpec
@@ -135,7 +135,7 @@ def _engine_problems(spec: RunSpec, config: Mapping[str, Any]) -> Iterator[str]:
 
 def _planned(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -> Layout:
     trainer, packs = spec.trainer, most_packs(spec)
-    memory = trainer_memory(spec, config, gpu_bytes=gpu_bytes, shapes=shapes_of(config))
+    memory = trainer_memory(spec, config, gpu_bytes=gpu_bytes)
     used = SPARE * memory.used
     return Layout(
         engine=trainer.engine,

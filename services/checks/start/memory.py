@@ -3,11 +3,8 @@
 The trainer and the rollouts check the same numbers when they load (``fitted_to_gpu``, ``plan_of``).
 """
 
-import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import chain, combinations
 from typing import Any
 
@@ -16,15 +13,10 @@ from transformers import PretrainedConfig
 
 from services.checks.start.hub import model_config
 from services.checks.start.layouts import fitting_layout
+from services.common.memory.rollout import MemoryPlan, needed_bytes, plan_of
+from services.common.memory.sizes import weight_bytes
+from services.common.memory.trainer import SPARE, STATE, TrainerMemory, fitted, trainer_memory
 from services.common.models.families import num_experts
-from services.common.memory.trainer import (
-    SPARE,
-    STATE,
-    TrainerMemory,
-    fitted,
-    trainer_memory,
-    weight_bytes,
-)
 from services.common.runspec.base import in_yaml
 from services.common.runspec.engines import engine_kind
 from services.common.runspec.loader import SpecError
@@ -34,133 +26,6 @@ from services.common.runspec.topology import TopologySpec
 from services.common.runspec.trainer import LoraSpec
 from services.common.runspec.workers import gpu_hosts, gpu_needs, total_gpus, worker_names
 from services.controller.launch.gpus import HostGpus
-from services.common.memory.rollout import MemoryPlan, needed_bytes, plan_of
-
-_UNITS = {"": 1e9, "GB": 1e9, "G": 1e9, "GIB": 2.0**30, "MB": 1e6, "TB": 1e12}
-_H200 = 141e9
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
-
-
-def gpu_bytes(text: str) -> int:
-    """Parses a size such as ``141GB`` or ``80GiB`` into bytes; a number without a unit is GB.
-
-    Raises:
-        ValueError: If the text is not a size between 1 GB and 10 TB.
-    """
-    found = _SIZE.fullmatch(text)
-    unit = _UNITS.get(found[2].upper()) if found else None
-    size = float(found[1]) * unit if found and unit else 0.0
-    if not 1e9 <= size <= 1e13:
-        raise ValueError(f"--gpu-memory: expected the memory of a GPU, such as 141GB, got {text!r}")
-    return int(size)
-
-
-class Memory:
-    """Memory of the runs of one specification's model.
-
-    Args:
-        total: Memory of a GPU in bytes; None if unknown, in which case everything fits.
-        gpus: Number of GPUs; if it is lower than the workers need, some share GPUs. None means enough.
-    """
-
-    def __init__(self, spec: RunSpec, total: int | None, *, gpus: int | None = None) -> None:
-        self._spec = spec
-        self._total = total
-        self._gpus = gpus
-
-    def like(self, spec: RunSpec, *, gpus: int | None = None) -> "Memory":
-        """Returns the memory of another specification of the same model on GPUs of the same size."""
-        return Memory(spec, self._total, gpus=gpus)
-
-    @property
-    def weights(self) -> float:
-        """Number of parameters of the model."""
-        return self._size[0]
-
-    @property
-    def active_weights(self) -> float:
-        """Number of parameters that are active for one token."""
-        return self._size[1]
-
-    @property
-    def moved(self) -> float | None:
-        """Bytes of a colocated trainer's state that leave a GPU and return at a switch; 0 if they stay.
-
-        None if the engines also stay, because both sides fit on the GPU. H200s are assumed if the size of
-        the GPUs is unknown.
-        """
-        from services.common.memory.trainer import resident_memory, state_memory
-
-        spec = self._spec
-        engines = max(1, spec.trainer.world_size // spec.engine_gpus)
-        parts = {
-            "topology": TopologySpec(placement="colocated"),
-            "rollout": spec.rollout.model_copy(update={"replicas": engines}),
-        }
-        spec, total = spec.model_copy(update=parts), self._total or int(_H200)
-        stays = resident_memory(spec, self._config, gpu_bytes=total)
-        if stays != "nothing":
-            return None if stays == "all" else 0.0
-        return float(state_memory(spec, self._config, gpu_bytes=total))
-
-    def refused(self, trainer_gpus: int) -> str:
-        """Returns the reason why this many trainer GPUs, or one rollout GPU, do not suffice; else empty."""
-        if self._total is None:
-            return ""
-        try:
-            self._run(trainer_gpus).check()
-        except ValueError as error:
-            return str(error)
-        return ""
-
-    def max_slots(self, maximum: int, *, mean_tokens: float) -> int:
-        """Returns the max samples that a rollout decodes at once within its KV cache."""
-        if self._total is None:
-            return maximum
-        try:
-            tokens = int(self._run(self._spec.trainer.world_size).rollout.kv_tokens)
-        except ValueError:
-            return maximum  # ``refused`` reports the reason
-        a_sample = self._spec.data.max_prompt_tokens + mean_tokens
-        return max(1, min(maximum, math.floor(tokens / a_sample)))
-
-    def tables(self, trainer_gpus: int) -> str:
-        """Returns the memory contents of each GPU as lines of text."""
-        if self._total is None:
-            return ""
-        return str(self._run(trainer_gpus).table())
-
-    def document(self, trainer_gpus: int) -> dict[str, Any]:
-        """Returns the memory contents of each GPU in bytes, for programs."""
-        if self._total is None:
-            return {}
-        run = self._run(trainer_gpus)
-        return {
-            "gpu": self._total,
-            "trainer": dict(run.trainer.parts),
-            "rollout": {
-                "weights": run.rollout.weights,
-                "weight_sync": run.rollout.plane,
-                "kv_cache": run.rollout.kv_cache,
-                "kv_tokens": run.rollout.kv_tokens,
-            },
-        }
-
-    def _run(self, trainer_gpus: int) -> Any:
-        trainer = self._spec.trainer.model_copy(update={"world_size": trainer_gpus})
-        spec = self._spec.model_copy(update={"trainer": trainer})
-        assert self._total is not None
-        return run_memory(spec, self._config, gpu_bytes=self._total, gpus=self._gpus)
-
-    @cached_property
-    def _config(self) -> Any:
-        return model_config(self._spec)
-
-    @cached_property
-    def _size(self) -> tuple[float, float]:
-        from services.trainer.model.flops import model_weights
-
-        return model_weights(self._config)
 
 
 def memory_table(spec: RunSpec, *, gpu_bytes: int, gpus: int | None = None) -> str:

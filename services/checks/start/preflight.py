@@ -625,8 +625,8 @@ def _built(spec: RunSpec, *, has_workers: bool) -> Iterator[str]:
 def _adapter_names(spec: RunSpec) -> Iterator[str]:
     """Yields LoRA target modules that the model does not have."""
     # This imports torch.
+    from services.common.memory.sizes import shapes_of
     from services.common.models.adapters import adapted_weights, target_modules, unknown_modules
-    from services.common.memory.trainer import shapes_of
 
     assert spec.trainer.lora is not None
     shapes = shapes_of(model_config(spec))

@@ -10,28 +10,26 @@ from dataclasses import dataclass, replace
 from math import ceil, floor, inf, prod
 from typing import Any, Final, Self
 
-import torch
 from transformers import PretrainedConfig
 
-from services.common.models.adapters import adapted_weights, adapter_weights
-from services.common.memory.trainer import (
-    cache_dtype,
-    kv_bytes_per_token,
+from services.common.memory.sizes import (
+    ModelSize,
     min_kv_tokens,
+    num_sources,
     required_kv_tokens,
-    resident_memory,
-    served_weights,
+    sent_adapters,
     shapes_of,
-    sleeping_memory,
-    trainer_memory,
     weight_bytes,
     weight_copies,
+    wire_dtype,
 )
+from services.common.memory.trainer import resident_memory, sleeping_memory, trainer_memory
+from services.common.models.adapters import adapted_weights
 from services.common.runspec.engines import EngineKind, engine_kind
 from services.common.runspec.run import RunSpec
+from services.common.runspec.weight_modes import BUCKET_BYTES as WHOLE_BUCKETS
 from services.common.runspec.weight_modes import HOST_MODE, MODES, STAGING_SLOTS
 from services.common.runspec.workers import WORKERS
-from services.rollout.frozen_weights import BUCKET_BYTES, LARGEST_BUCKET_BYTES
 
 _GB: Final = 1e9
 # Driver contexts of the engine's process and of the receiving process, including NCCL's buffers.
@@ -44,40 +42,11 @@ _FREE_SHARE: Final = 0.03
 # Share of the KV cache for all slots with the longest responses that stays where adapters are merged ahead:
 # without that memory, generation stops for several times as long at each version.
 _KEPT_KV_SHARE: Final = 0.5
-_BUCKET_BYTES: Final = 512 << 20
-_ADAPTER_BYTES: Final = 4
+BUCKET_BYTES: Final = 128 << 20
+"""Least bytes of the buckets in which adapters are merged into frozen weights."""
+LARGEST_BUCKET_BYTES: Final = 2 << 30
 # Bytes per element of the weight being merged: old and new in its dtype, and both in float32.
 _MERGED_BYTES: Final = 12
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSize:
-    """Size of a model in bytes."""
-
-    weights: float
-    """Bytes of all parameters of an engine, tied ones once."""
-    kv_per_token: int
-    """Bytes of one token's keys and values in all layers."""
-    num_kv_heads: int
-    """Key-value heads per layer; tensor parallelism cannot divide the KV cache further."""
-    sent: float
-    """Bytes of all parameters as they are sent."""
-    quantizing: float = 0.0
-    """Bytes that an engine needs to quantize new weights."""
-
-    @classmethod
-    def of(cls, config: PretrainedConfig, spec: RunSpec) -> Self:
-        """Returns the size of a run's model on its rollouts."""
-        text = config.get_text_config()
-        heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
-        weights, quantizing = served_weights(spec, shapes_of(config))
-        return cls(
-            weights=weights,
-            kv_per_token=kv_bytes_per_token(config, cache_dtype(spec)),
-            num_kv_heads=heads,
-            sent=weight_bytes(config, getattr(torch, spec.trainer.dtype)),
-            quantizing=quantizing,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,11 +67,10 @@ class WeightPlane:
     @classmethod
     def of(cls, spec: RunSpec, config: PretrainedConfig) -> Self:
         """Computes the memory from a run's weight sync and its model's configuration."""
-        sync, trainer = spec.weight_sync, spec.trainer
-        if trainer.lora is not None and spec.sends_adapters:
-            shapes = shapes_of(config)
-            largest = max(map(prod, adapted_weights(shapes, trainer.lora).values()), default=0)
-            adapters = _ADAPTER_BYTES * adapter_weights(shapes, trainer.lora)
+        sync, lora, shapes = spec.weight_sync, spec.trainer.lora, shapes_of(config)
+        adapters = sent_adapters(spec, shapes)
+        if adapters is not None and lora is not None:
+            largest = max(map(prod, adapted_weights(shapes, lora).values()), default=0)
             return cls(
                 num_copies=0,
                 num_sources=1,
@@ -111,17 +79,17 @@ class WeightPlane:
                 # An engine that sleeps generates nothing meanwhile, and needs its memory for the trainer.
                 merged_ahead=0.0
                 if spec.topology.is_colocated
-                else weight_bytes(config, getattr(torch, trainer.dtype)) + LARGEST_BUCKET_BYTES,
+                else weight_bytes(config, wire_dtype(spec)) + LARGEST_BUCKET_BYTES,
             )
-        num_sources = trainer.world_size if spec.sends_rows else 1
+        senders = num_sources(spec)
         # Modes that keep the received rows need a second copy for whole tensors. NCCL cannot send
         # between processes of one GPU, so colocated runs use the host mode.
         mode = MODES[HOST_MODE if spec.topology.is_colocated else sync.mode]
-        copies = 2 if mode.keeps_rows and num_sources > 1 else 1
+        copies = 2 if mode.keeps_rows and senders > 1 else 1
         return cls(
             num_copies=0 if weight_copies(spec) == 1 else copies,
-            num_sources=num_sources,
-            bucket_bytes=sync.staged_bucket_bytes(_BUCKET_BYTES, num_sources=num_sources),
+            num_sources=senders,
+            bucket_bytes=sync.staged_bucket_bytes(WHOLE_BUCKETS["cuda"], num_sources=senders),
         )
 
     @property
@@ -295,7 +263,7 @@ def other_workers_bytes(
         roles: Roles of the other workers, one entry per worker.
         gpu_bytes: Memory of the GPU; rollouts divide equally what trainers leave.
     """
-    size = weight_bytes(config, getattr(torch, spec.trainer.dtype))
+    size = weight_bytes(config, wire_dtype(spec))
     num_rollouts = 1 + sum(role == "rollout" for role in roles)
     taken = 0.0
     for role in roles:
@@ -425,3 +393,12 @@ def _checked_share(
             + plan.table()
         )
     return {}
+
+
+def divide_slots(num_bytes: int) -> tuple[int, int]:
+    """Returns the bytes of a bucket and the number of slots for a given size of all slots.
+
+    Each bucket costs the engine's workers a command, so buckets are larger if there is memory.
+    """
+    bucket_bytes = min(max(BUCKET_BYTES, num_bytes // (2 * STAGING_SLOTS)), LARGEST_BUCKET_BYTES)
+    return bucket_bytes, max(STAGING_SLOTS, num_bytes // bucket_bytes)

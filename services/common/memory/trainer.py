@@ -8,78 +8,36 @@ tokens: 110 GiB on one GPU, 96 on two with ``zero_stage`` 1).
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from math import lcm, prod
 from typing import Any, Final, Literal
 
-import torch
 from transformers import PretrainedConfig
 
+from services.common.memory.sizes import (
+    ModelSize,
+    Shapes,
+    config_dict,
+    head_width,
+    kv_bytes,
+    kv_heads,
+    num_sources,
+    num_weights,
+    sent_adapters,
+    shapes_of,
+    wire_dtype,
+)
 from services.common.models.adapters import adapter_weights
-from services.common.models.evaluator import parse_config
 from services.common.models.families import num_attention_layers, num_experts, recurrent_shape
-from services.common.models.loading import build_model, stored_tensors
 from services.common.models.quantization import (
     PART_BYTES,
     base_bytes,
-    fp8_bytes,
     largest_quantized,
     moment_bytes,
 )
 from services.common.models.stages import head_in_layers, stage_layers, stages_of
-from services.common.runspec.engines import engine_kind
 from services.common.runspec.run import RunSpec
 from services.common.runspec.trainer import OF_EXPERTS, TrainerSpec
 from services.common.runspec.weight_modes import MODES
-
-_BLOCK_TOKENS: Final = 16
-_BLOCKS_SPARE: Final = 1.05
-# Copies of a layer while it is quantized: received, loaded, and a second time to verify it.
-_QUANTIZING: Final = 4
-
-
-def kv_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
-    """Returns the bytes of the keys and values of one token, in all layers that attend."""
-    text = config.get_text_config()
-    heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
-    width = int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
-    return 2 * dtype.itemsize * heads * width * num_attention_layers(_config_dict(text))
-
-
-def required_kv_tokens(spec: RunSpec, config: PretrainedConfig) -> int:
-    """Returns the max. tokens in a rollout's KV cache: every slot with the longest response.
-
-    At least the longest context of the engine, without which it does not start.
-    """
-    rollout, limit = spec.rollout, int(config.max_position_embeddings)
-    longest = min(spec.data.max_prompt_tokens + rollout.max_response_tokens, limit)
-    blocks = -(-longest // _BLOCK_TOKENS) + 1
-    tokens = int(_BLOCKS_SPARE * rollout.max_running_samples * blocks * _BLOCK_TOKENS)
-    return max(tokens, min_kv_tokens(spec, config))
-
-
-def min_kv_tokens(spec: RunSpec, config: PretrainedConfig) -> int:
-    """Returns the tokens of a KV cache with which a rollout's engine starts: one longest context."""
-    kind = engine_kind(spec.rollout.engine)
-    given = spec.rollout.engine_arguments.get(kind.length_argument or "")
-    return int(_BLOCKS_SPARE * int(given or config.max_position_embeddings))
-
-
-def cache_dtype(spec: RunSpec) -> torch.dtype:
-    """Returns the dtype of a rollout's KV cache."""
-    dtype: torch.dtype = getattr(torch, spec.trainer.dtype)
-    return dtype if spec.rollout.kv_cache_dtype is None else torch.float8_e4m3fn
-
-
-def kv_bytes(spec: RunSpec, config: PretrainedConfig) -> float:
-    """Returns the bytes of a rollout's KV cache: the configured size, or the size that it can use."""
-    kind, arguments = engine_kind(spec.rollout.engine), spec.rollout.engine_arguments
-    given = arguments.get(kind.cache_argument or "")
-    if given is not None and kind.cache_in_bytes:
-        return float(given)
-    tokens = required_kv_tokens(spec, config) if given is None else int(given)
-    return float(tokens * kv_bytes_per_token(config, cache_dtype(spec)))
-
 
 Stays = Literal["all", "state", "nothing"]
 """Part of a trainer that stays on the GPU: all, its state between steps, or only the sent weights."""
@@ -125,7 +83,8 @@ def compiles_asleep(
     if not _fits_beside_engines(kept, spec, config, gpu_bytes=gpu_bytes):
         return False
     # vLLM fails if less memory is free after it fell asleep, which may be before the trainer has compiled.
-    released = _rollout_weights(spec, shapes_of(config)) + kv_bytes(spec, config) / spec.engine_gpus
+    weights = ModelSize.of(config, spec).on_each_gpu(spec)
+    released = weights + kv_bytes(spec, config) / spec.engine_gpus
     return stays == "all" or kept - _kept("state", spec, config, gpu_bytes=gpu_bytes) <= released
 
 
@@ -133,7 +92,7 @@ def _fits_beside_engines(
     kept: float, spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int
 ) -> bool:
     # If there are fewer KV heads than GPUs, each GPU of an engine has a copy of them.
-    engine = _rollout_weights(spec, shapes_of(config)) + kv_bytes(spec, config) + ENGINE
+    engine = ModelSize.of(config, spec).on_each_gpu(spec) + kv_bytes(spec, config) + ENGINE
     engines = spec.colocated_rollouts * spec.engine_gpus / spec.trainer.world_size
     return kept + engines * engine <= _LARGEST_SHARE * gpu_bytes
 
@@ -250,17 +209,14 @@ def trainer_memory(
     *,
     gpu_bytes: int,
     engines: int = 0,
-    shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> TrainerMemory:
     """Predicts the memory of a run's trainer on GPUs of a given size.
 
     Args:
         engines: Rollouts that decode on the same GPU while it trains.
-        shapes: Result of :func:`shapes_of` for its model, if already known.
     """
-    shapes = shapes_of(config) if shapes is None else shapes
-    spec = fitted(spec, config, gpu_bytes=gpu_bytes, engines=engines, shapes=shapes)
-    return _memory_of(spec, config, gpu_bytes=gpu_bytes, shapes=shapes)
+    spec = fitted(spec, config, gpu_bytes=gpu_bytes, engines=engines)
+    return _memory_of(spec, config, gpu_bytes=gpu_bytes)
 
 
 def fitted(
@@ -269,7 +225,6 @@ def fitted(
     *,
     gpu_bytes: int,
     engines: int = 0,
-    shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> RunSpec:
     """Returns the run with a value for ``trainer.activation_checkpointing``, if it is ``auto``.
 
@@ -278,65 +233,22 @@ def fitted(
     """
     if spec.trainer.activation_checkpointing != "auto":
         return spec
-    shapes = shapes_of(config) if shapes is None else shapes
-    room = gpu_bytes - engines * _min_engine_bytes(spec, config, shapes, gpu_bytes=gpu_bytes)
+    cache = min(kv_bytes(spec, config), _KV_SHARE * gpu_bytes)
+    engine = ModelSize.of(config, spec).on_each_gpu(spec) + cache + ENGINE
+    room = gpu_bytes - engines * engine
     for way in _CHECKPOINTING_ORDER:
         trainer = spec.trainer.model_copy(update={"activation_checkpointing": way})
-        found = spec.model_copy(update={"trainer": trainer})
-        memory = _memory_of(found, config, gpu_bytes=gpu_bytes, shapes=shapes)
+        chosen = spec.model_copy(update={"trainer": trainer})
+        memory = _memory_of(chosen, config, gpu_bytes=gpu_bytes)
         if (memory.reserved if engines else SPARE * memory.used) <= room:
             break
-    return found
+    return chosen
 
 
-def weight_copies(spec: RunSpec) -> int:
-    """Returns the number of copies of all weights on a rollout's GPUs: live ones, and ones being received."""
-    return 1 if spec.sends_adapters or MODES[spec.weight_sync.mode].is_in_place else 2
-
-
-def served_weights(spec: RunSpec, shapes: Mapping[str, tuple[int, ...]]) -> tuple[float, float]:
-    """Returns the bytes of an engine's live weights, and of its memory for quantizing new ones.
-
-    Args:
-        shapes: Result of :func:`shapes_of` for its model.
-    """
-    item, rollout = getattr(torch, spec.trainer.dtype).itemsize, spec.rollout
-    kind = rollout.quantization
-    if kind is None or engine_kind(rollout.engine).quantizations.get(kind) is None:
-        return item * _num_weights(shapes), 0.0
-    weights, largest = fp8_bytes(shapes, kind, item=item, num_exact=rollout.unquantized_layers)
-    return weights, _QUANTIZING * largest
-
-
-def _rollout_weights(spec: RunSpec, shapes: Mapping[str, tuple[int, ...]]) -> float:
-    """Returns the bytes of live and received weights on each GPU of a rollout."""
-    live, quantizing = served_weights(spec, shapes)
-    dtype: torch.dtype = getattr(torch, spec.trainer.dtype)
-    sent = dtype.itemsize * _num_weights(shapes)
-    return (live + (weight_copies(spec) - 1) * sent) / spec.engine_gpus + quantizing
-
-
-def _min_engine_bytes(
-    spec: RunSpec,
-    config: PretrainedConfig,
-    shapes: Mapping[str, tuple[int, ...]],
-    *,
-    gpu_bytes: int,
-) -> float:
-    """Returns the min. bytes of an engine on a GPU that it shares with a running trainer."""
-    cache = min(kv_bytes(spec, config), _KV_SHARE * gpu_bytes)
-    return _rollout_weights(spec, shapes) + cache + ENGINE
-
-
-def _memory_of(
-    spec: RunSpec,
-    config: PretrainedConfig,
-    *,
-    gpu_bytes: int,
-    shapes: Mapping[str, tuple[int, ...]],
-) -> TrainerMemory:
+def _memory_of(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -> TrainerMemory:
     """Predicts the memory of the rank that needs the most; ranks differ between pipeline stages."""
-    text = _config_dict(config.get_text_config())
+    shapes = shapes_of(config)
+    text = config_dict(config.get_text_config())
     head, num_stages = head_in_layers(text, shapes), spec.trainer.pipeline_parallel
     division = stage_layers(int(text["num_hidden_layers"]), num_stages, head=head)
     memories = [
@@ -347,7 +259,7 @@ def _memory_of(
 
 
 def _stages(
-    config: PretrainedConfig, shapes: Mapping[str, tuple[int, ...]], division: Sequence[range]
+    config: PretrainedConfig, shapes: Shapes, division: Sequence[range]
 ) -> "Iterator[_Stage]":
     """Yields what each pipeline stage holds at most."""
     is_tied = bool(config.get_text_config().tie_word_embeddings)
@@ -367,7 +279,7 @@ def _stages(
 class _Stage:
     """Weights of a pipeline stage, or of the whole model without stages."""
 
-    shapes: Mapping[str, tuple[int, ...]]
+    shapes: Shapes
     """Shapes of its weights by name."""
     num_layers: int
     num_packs: int
@@ -379,9 +291,9 @@ def _memory_of_stage(
     spec: RunSpec, config: PretrainedConfig, stage: _Stage, *, gpu_bytes: int
 ) -> TrainerMemory:
     trainer, shapes = spec.trainer, stage.shapes
-    weights = _num_weights(shapes)
+    weights = num_weights(shapes)
     trained = weights if trainer.lora is None else adapter_weights(shapes, trainer.lora)
-    item = getattr(torch, trainer.dtype).itemsize
+    item = wire_dtype(spec).itemsize
     base_dtype = None if trainer.lora is None else trainer.lora.base_dtype
     base = base_bytes(shapes, base_dtype, item=item)
     ranks = trainer.stage_ranks
@@ -422,7 +334,7 @@ def _memory_of_stage(
         "logits": stage.has_head * min(_LOGITS, 3.0 * _FLOAT32 * config.vocab_size * num_tokens),
         "states between stages": _exchanged(trainer, config, item=item, num_packs=stage.num_packs)
         * num_tokens,
-        "weights in transfer": _sent(spec, shapes, item=item),
+        "weights in transfer": _sent(spec, shapes),
         "context": _CONTEXT,
     }
     if spec.topology.is_colocated:
@@ -449,8 +361,7 @@ def _memory_of_stage(
 
 def sleeping_trainer_bytes(spec: RunSpec, config: PretrainedConfig) -> float:
     """Returns the bytes that a trainer keeps per GPU in the rollouts' turn: sent weights and context."""
-    item = getattr(torch, spec.trainer.dtype).itemsize
-    return _sent(spec, shapes_of(config), item=item) + _CONTEXT
+    return _sent(spec, shapes_of(config)) + _CONTEXT
 
 
 def state_memory(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -> float:
@@ -459,74 +370,22 @@ def state_memory(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -> 
     return sum(parts.get(name, 0.0) for name in STATE if name != "gradients")
 
 
-def weight_bytes(config: PretrainedConfig, dtype: torch.dtype) -> float:
-    """Returns the bytes of all weights in a dtype, tied ones once."""
-    return dtype.itemsize * _num_weights(shapes_of(config))
-
-
-def shapes_of(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of a model's weights by name."""
-    return _shapes_of(_ConfigKey(config))
-
-
-class _ConfigKey:
-    """Key of a cache for a configuration, by identity; the configuration must not change afterwards.
-
-    A plan of a whole run asks for one configuration thousands of times, and transformers copies it deeply
-    each time.
-    """
-
-    def __init__(self, config: PretrainedConfig) -> None:
-        self.config = config
-
-    def __hash__(self) -> int:
-        return id(self.config)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ConfigKey) and other.config is self.config
-
-
-def _config_dict(config: PretrainedConfig) -> Mapping[str, Any]:
-    return _cached_dict(_ConfigKey(config))
-
-
-@lru_cache(maxsize=8)
-def _cached_dict(key: _ConfigKey) -> Mapping[str, Any]:
-    return key.config.to_dict()
-
-
-@lru_cache(maxsize=8)
-def _shapes_of(key: _ConfigKey) -> dict[str, tuple[int, ...]]:
-    return _shapes_described(type(key.config), key.config.to_json_string(use_diff=False))  # type: ignore[arg-type]
-
-
-@lru_cache(maxsize=8)
-def _shapes_described(kind: type[PretrainedConfig], described: str) -> dict[str, tuple[int, ...]]:
-    config = kind.from_dict(parse_config(described))
-    model = build_model(config, dtype=torch.float32, device="meta")
-    return {name: tuple(value.shape) for name, value in stored_tensors(model).items()}
-
-
-def _num_weights(shapes: Mapping[str, tuple[int, ...]]) -> float:
-    return float(sum(map(prod, shapes.values())))
-
-
 def _has_mesh(trainer: TrainerSpec) -> bool:
     return trainer.world_size > 1 or trainer.dtype != "float32" or trainer.offloads_weights
 
 
-def _sharded(trainer: TrainerSpec, shapes: Mapping[str, tuple[int, ...]]) -> float:
+def _sharded(trainer: TrainerSpec, shapes: Shapes) -> float:
     """Returns the number of weights that a rank holds between two passes.
 
     FSDP2 shards everything over data-parallel ranks. Tensor-parallel ranks divide layers, and each has its
     own shards of what is outside of them.
     """
     outside = sum(prod(shape) for name, shape in shapes.items() if ".layers." not in name)
-    layers = _num_weights(shapes) - outside
+    layers = num_weights(shapes) - outside
     return (outside * trainer.tensor_parallel + layers) / trainer.stage_ranks
 
 
-def _computed(trainer: TrainerSpec, shapes: Mapping[str, tuple[int, ...]]) -> float:
+def _computed(trainer: TrainerSpec, shapes: Shapes) -> float:
     """Returns the number of weights that a rank computes with once its shards are gathered."""
     tensor = trainer.tensor_parallel
     return sum(
@@ -540,7 +399,7 @@ def _computed(trainer: TrainerSpec, shapes: Mapping[str, tuple[int, ...]]) -> fl
 def _gathered(
     trainer: TrainerSpec,
     config: PretrainedConfig,
-    shapes: Mapping[str, tuple[int, ...]],
+    shapes: Shapes,
     *,
     item: int,
 ) -> float:
@@ -592,15 +451,13 @@ def _activations(
         num_packs: Micro-batches whose activations it holds at once.
     """
     shape: Any = config.get_text_config()
-    heads = int(getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads)
     # Heads are repeated until each rank that shares the pack has the same number.
-    heads = lcm(heads, trainer.tensor_parallel * trainer.context_parallel)
-    width = int(getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads)
+    heads = lcm(kv_heads(config), trainer.tensor_parallel * trainer.context_parallel)
     heads = _QUERIES * int(shape.num_attention_heads) + _KEY_VALUES * heads
-    attended = item * heads * width / trainer.tensor_parallel
+    attended = item * heads * head_width(config) / trainer.tensor_parallel
     all_layers = int(shape.num_hidden_layers)
-    attended *= num_attention_layers(_config_dict(shape)) / all_layers
-    if (recurrent := recurrent_shape(_config_dict(shape))) is not None:
+    attended *= num_attention_layers(config_dict(shape)) / all_layers
+    if (recurrent := recurrent_shape(config_dict(shape))) is not None:
         # A recurrent layer keeps the inputs and outputs of its convolution and of its gates.
         kept_width = 2 * recurrent.channels + 2 * recurrent.width
         attended += recurrent.num_layers / all_layers * item * kept_width
@@ -631,7 +488,7 @@ def _activations(
 
 def _feed_forward(shape: Any) -> float:
     """Returns the width of the feed-forward part that a token passes."""
-    experts = num_experts(_config_dict(shape))
+    experts = num_experts(config_dict(shape))
     if not experts:
         return float(shape.intermediate_size)
     shared = getattr(shape, "shared_expert_intermediate_size", None) or 0
@@ -640,7 +497,7 @@ def _feed_forward(shape: Any) -> float:
 
 def _copied(shape: Any) -> float:
     """Returns the additional width that a mixture keeps per token."""
-    if not num_experts(_config_dict(shape)):
+    if not num_experts(config_dict(shape)):
         return 0.0
     return float(shape.num_experts_per_tok * (shape.hidden_size + _expert_width(shape)))
 
@@ -649,14 +506,19 @@ def _expert_width(shape: Any) -> int:
     return int(getattr(shape, "moe_intermediate_size", None) or shape.intermediate_size)
 
 
-def _sent(spec: RunSpec, shapes: Mapping[str, tuple[int, ...]], *, item: int) -> float:
-    """Returns the bytes of the copy that is sent to the rollouts."""
+def _sent(spec: RunSpec, shapes: Shapes) -> float:
+    """Returns the bytes of the copy that a rank sends to the rollouts.
+
+    Args:
+        shapes: Shapes of the weights of its pipeline stage, of all without stages.
+    """
     if MODES[spec.weight_sync.mode].through_host:
         return 0.0
-    trainer, weights = spec.trainer, _num_weights(shapes)
-    if trainer.lora is not None and spec.sends_adapters:
-        return _FLOAT32 * adapter_weights(shapes, trainer.lora) + _exported_bytes(spec)
-    return item * weights / (trainer.stage_ranks if spec.sends_rows else 1) + _exported_bytes(spec)
+    if (adapters := sent_adapters(spec, shapes)) is not None:
+        return adapters + _exported_bytes(spec)
+    # The sources of one stage divide its weights.
+    sources = max(1, num_sources(spec) // spec.trainer.pipeline_parallel)
+    return wire_dtype(spec).itemsize * num_weights(shapes) / sources + _exported_bytes(spec)
 
 
 def _exported_bytes(spec: RunSpec) -> int:

@@ -1,20 +1,11 @@
 """Base weights of a server for adapters: read again from its model's folder, identified by a digest."""
 
-import torch
-
 from services.common.models.configs import full_config
-from services.common.models.loading import (
-    build_model,
-    find_folder,
-    read_weights,
-    stored_buffers,
-    stored_tensors,
-)
+from services.common.models.loading import find_folder, read_weights
 from services.common.runspec.run import ModelSpec
 from services.extras.external_engine.shared_tensors import open_shared
 from services.extras.fleets.staging import StagedWeights
-from services.weightsync.adapters import frozen_digest
-from services.weightsync.plan import TensorSpec
+from services.weightsync.adapters import frozen_digest, frozen_tensors
 
 _BUCKET_BYTES = 256 << 20
 
@@ -37,16 +28,7 @@ class BaseCheckpoint:
     def __init__(self, path: str, *, revision: str | None, dtype: str) -> None:
         model = ModelSpec(path=path, revision=revision)
         config = full_config(model)
-        shape = build_model(config, dtype=torch.float32, device="meta")
-        buffers = stored_buffers(shape).keys()
-        specs = [
-            TensorSpec(
-                name,
-                tuple(value.shape),
-                str(value.dtype).removeprefix("torch.") if name in buffers else dtype,
-            )
-            for name, value in stored_tensors(shape).items()
-        ]
+        specs, buffers = frozen_tensors(config, dtype)
         self._staged = StagedWeights(0, specs, _BUCKET_BYTES)
         try:
             tensors = open_shared(self.description())

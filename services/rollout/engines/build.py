@@ -10,7 +10,8 @@ from transformers import PretrainedConfig
 
 from services.common.callables import load_callable
 from services.common.host import missing_compiler
-from services.common.models.loading import check_free_memory, load_config
+from services.common.memory.rollout import MemoryPlan, engine_share, needed_bytes
+from services.common.models.loading import check_free_memory
 from services.common.models.tokenizer import Tokenizer
 from services.common.runspec.engines import engine_kind
 from services.common.runspec.rollout import RolloutSpec
@@ -19,7 +20,6 @@ from services.rollout.calls.outside import AddressPolicy
 from services.rollout.engines.base import Engine, split_stop_texts
 from services.rollout.engines.engine_config import EngineConfig, ImageLimits
 from services.rollout.engines.imports import is_installed, prepare_environment
-from services.common.memory.rollout import MemoryPlan, engine_share, needed_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +34,7 @@ class MemoryPlanner(Protocol):
 def build_engine(  # noqa: PLR0913 -- what a run says about its engine
     spec: RolloutSpec,
     model: ModelSpec,
+    config: PretrainedConfig,
     tokenizer: Tokenizer,
     *,
     dtype: torch.dtype,
@@ -51,6 +52,7 @@ def build_engine(  # noqa: PLR0913 -- what a run says about its engine
     """Builds the engine with random weights; weight sync delivers the real ones.
 
     Args:
+        config: Configuration of the model.
         plan: Plans the GPU's memory; None for an engine that receives no weights and has the GPU to itself.
         is_written_in_place: True if weights are received directly into the live weights.
         adds_adapters: True if only adapters arrive, which the engine adds to its own base weights.
@@ -66,7 +68,6 @@ def build_engine(  # noqa: PLR0913 -- what a run says about its engine
     """
     if device.type == "cuda" and (problem := missing_compiler()):
         raise ValueError(problem)
-    config = load_config(model, tokenizer)
     arguments = dict(spec.engine_arguments)
     if device.type == "cuda" and plan is not None and engine_kind(spec.engine).has_model:
         memory = plan(config, gpu_bytes=torch.cuda.get_device_properties(device).total_memory)

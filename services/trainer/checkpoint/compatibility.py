@@ -48,8 +48,8 @@ def model_facts(spec: RunSpec, config: Any, tokenizer: Tokenizer) -> dict[str, A
     }
     if lora is not None:
         # These import torch, which a run without adapters does not need here.
+        from services.common.memory.sizes import shapes_of
         from services.common.models.adapters import target_modules
-        from services.common.memory.trainer import shapes_of
 
         facts["lora"] = {
             "rank": lora.rank,

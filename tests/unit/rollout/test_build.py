@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from services.common.models.loading import load_config
 from services.common.models.tokenizer import load_tokenizer
 from services.common.runspec.engines import ENGINES, EngineKind
 from services.common.runspec.rollout import RewardSpec, RolloutSpec
@@ -22,8 +23,10 @@ MODEL = ModelSpec(path="tiny:qwen2-0.4m", tokenizer="chars:0123456789=")
 
 def build(**changes: Any) -> Engine:
     spec = RolloutSpec(rewards=(RewardSpec(name="exact_match"),), **changes)
+    tokenizer = load_tokenizer(MODEL)
+    config = load_config(MODEL, tokenizer)
     return build_engine(
-        spec, MODEL, load_tokenizer(MODEL), dtype=torch.float32, device=torch.device("cpu")
+        spec, MODEL, config, tokenizer, dtype=torch.float32, device=torch.device("cpu")
     )
 
 

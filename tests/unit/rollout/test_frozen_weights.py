@@ -40,7 +40,7 @@ class Case:
         spec = ModelSpec(path=str(folder))
         self.frozen = FrozenWeights(
             spec,
-            tokenizer,
+            load_config(spec, tokenizer),
             dtype=torch.bfloat16,
             device=CPU,
             bucket_bytes=1 << 16,

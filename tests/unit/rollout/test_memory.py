@@ -6,10 +6,18 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
 
+from services.common.memory.rollout import (
+    MemoryPlan,
+    WeightPlane,
+    engine_share,
+    other_workers_bytes,
+    plan_memory,
+    plan_of,
+)
+from services.common.memory.sizes import ModelSize, required_kv_tokens
 from services.common.memory.trainer import (
     ROOM,
     compiles_asleep,
-    required_kv_tokens,
     resident_memory,
     state_memory,
     trainer_memory,
@@ -17,15 +25,6 @@ from services.common.memory.trainer import (
 from services.common.runspec.engines import ENGINES
 from services.common.runspec.run import RunSpec
 from services.extras.handle import transport as handle
-from services.common.memory.rollout import (
-    MemoryPlan,
-    ModelSize,
-    WeightPlane,
-    engine_share,
-    other_workers_bytes,
-    plan_memory,
-    plan_of,
-)
 from tests.helpers.specs import spec_with
 
 GB = 10**9

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from services.common.memory.sizes import shapes_of
 from services.common.models.adapters import adapted_weights, adapter_weights, target_modules
 from services.common.models.families import FAMILIES, check_trainer, is_mixture
 from services.common.models.loading import build_model, load_config, stored_tensors
 from services.common.models.tokenizer import load_tokenizer
-from services.common.memory.trainer import shapes_of
 from services.common.runspec.trainer import LoraSpec
 from services.trainer.batch.packing import pack
 from services.trainer.engines.fsdp.lora import add_adapters, is_adapter, merged_parameters

@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.common.errors import DataLossError
+from services.common.memory.trainer import trainer_memory
 from services.common.models.loading import load_config, load_model, stored_tensors
 from services.common.models.tokenizer import load_tokenizer
-from services.common.memory.trainer import trainer_memory
 from services.common.runspec.run import ModelSpec, RunSpec
 from services.common.runspec.trainer import LoraSpec
 from services.extras.export.checkpoint import export_checkpoint
@@ -90,7 +90,11 @@ class Sink:
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
         model = ModelSpec(path=str(folder))
         self.frozen = FrozenWeights(
-            model, load_tokenizer(model), dtype=dtype, device=CPU, bucket_bytes=1 << 16
+            model,
+            load_config(model, load_tokenizer(model)),
+            dtype=dtype,
+            device=CPU,
+            bucket_bytes=1 << 16,
         )
         self.live: dict[str, torch.Tensor] = {}
 

@@ -9,10 +9,10 @@ import torch
 from torch import distributed, nn
 from transformers import AutoModelForCausalLM
 
+from services.common.memory.trainer import trainer_memory
 from services.common.models.loading import load_config, stored_tensors
 from services.common.models.quantization import is_quantized, rounded
 from services.common.models.tokenizer import load_tokenizer
-from services.common.memory.trainer import trainer_memory
 from services.common.runspec.run import RunSpec
 from services.extras.export.checkpoint import export_checkpoint
 from services.rollout.frozen_weights import FrozenWeights
@@ -100,9 +100,10 @@ def test_rollouts_and_the_export_have_the_base_of_the_trainer(kind, tmp_path: Pa
     rank.train(StepCommand(1, queue.meta))
     merged = dict(WeightExport(policy, dtype=torch.float32).weight_tensors())
     sent = dict(WeightExport(policy, dtype=torch.float32, sends_adapters=True).weight_tensors())
+    config = load_config(spec.model, load_tokenizer(spec.model))
     frozen = FrozenWeights(
         spec.model,
-        load_tokenizer(spec.model),
+        config,
         dtype=torch.float32,
         device=CPU,
         base_dtype=kind,
@@ -117,9 +118,7 @@ def test_rollouts_and_the_export_have_the_base_of_the_trainer(kind, tmp_path: Pa
     exported = stored_tensors(AutoModelForCausalLM.from_pretrained(tmp_path / "hf"))
     assert all(torch.equal(exported[name], value) for name, value in merged.items())
 
-    unrounded = FrozenWeights(
-        spec.model, load_tokenizer(spec.model), dtype=torch.float32, device=CPU
-    )
+    unrounded = FrozenWeights(spec.model, config, dtype=torch.float32, device=CPU)
     assert not torch.equal(unrounded._digest, sent[FROZEN_DIGEST])
 
 

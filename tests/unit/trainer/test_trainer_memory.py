@@ -7,15 +7,10 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from services.common.memory.sizes import shapes_of, weight_bytes
+from services.common.memory.trainer import _computed, _stages, trainer_memory
 from services.common.models.loading import build_model
 from services.common.models.stages import stage_layers
-from services.common.memory.trainer import (
-    _computed,
-    _stages,
-    shapes_of,
-    trainer_memory,
-    weight_bytes,
-)
 from services.common.runspec.trainer import LoraSpec
 from services.trainer.engines.fsdp.lora import add_adapters
 from services.trainer.model.flops import model_weights

@@ -16,6 +16,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from services.common.memory.trainer import (
+    Stays,
+    compiles_asleep,
+    fitted,
+    resident_memory,
+    trainer_memory,
+)
 from services.common.models.loading import (
     build_model,
     check_free_memory,
@@ -25,13 +32,6 @@ from services.common.models.loading import (
     stored_tensors,
 )
 from services.common.models.tokenizer import load_tokenizer
-from services.common.memory.trainer import (
-    Stays,
-    compiles_asleep,
-    fitted,
-    resident_memory,
-    trainer_memory,
-)
 from services.common.runspec.run import RunSpec
 from services.common.runspec.trainer import TrainerSpec
 from services.trainer.algorithm.centering import score_centering

@@ -7,9 +7,9 @@ from transformers import AutoConfig, PretrainedConfig
 
 from services.checks.start.layouts import distinct, fitting_layout, layouts
 from services.checks.start.memory import smallest_change
+from services.common.memory.trainer import SPARE, trainer_memory
 from services.common.models.families import check_trainer
 from services.common.models.stages import bubble
-from services.common.memory.trainer import SPARE, shapes_of, trainer_memory
 from services.common.runspec.rules import problems
 from services.common.runspec.run import RunSpec
 from tests.helpers.specs import spec_with
@@ -105,8 +105,7 @@ def test_a_run_that_fits_in_another_layout_only_is_told_so() -> None:
     assert changes is not None
     keys = {key.removeprefix("trainer."): value for key, value in changes.items()}
     changed = spec.model_copy(update={"trainer": spec.trainer.model_copy(update=keys)})
-    shapes = shapes_of(MIXTURE)
-    used = trainer_memory(changed, MIXTURE, gpu_bytes=gpu_bytes, shapes=shapes).used
+    used = trainer_memory(changed, MIXTURE, gpu_bytes=gpu_bytes).used
     assert SPARE * used <= gpu_bytes
     assert [*problems(changed)] == []
 

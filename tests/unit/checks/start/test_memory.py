@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from services.checks.start.memory import run_memory
 from services.cli.main import app
+from services.common.memory.rollout import WeightPlane, plan_of
 from services.common.memory.trainer import fitted, trainer_memory
 from services.common.runspec.run import RunSpec
-from services.common.memory.rollout import WeightPlane, plan_of
 from tests.helpers.specs import spec_with
 
 GB = 10**9

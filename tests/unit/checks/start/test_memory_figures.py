@@ -11,6 +11,7 @@ import pytest
 from transformers import AutoConfig, PretrainedConfig, Qwen2Config
 
 from services.checks.start.memory import needed_by_gpu, run_memory, smallest_change
+from services.common.memory.rollout import other_workers_bytes, plan_of
 from services.common.memory.trainer import (
     compiles_asleep,
     resident_memory,
@@ -20,7 +21,6 @@ from services.common.memory.trainer import (
 from services.common.runspec.base import in_yaml
 from services.common.runspec.run import RunSpec
 from services.common.runspec.workers import total_gpus
-from services.common.memory.rollout import other_workers_bytes, plan_of
 from tests.helpers.mixtures import tiny_config
 from tests.helpers.specs import spec_with
 

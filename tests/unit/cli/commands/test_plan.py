@@ -5,8 +5,8 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from services.checks.start.memory import gpu_bytes
 from services.cli.main import app
+from services.extras.planner.memory import gpu_bytes
 from tests.helpers.specs import changed
 
 

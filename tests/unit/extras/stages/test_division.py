@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from services.common.memory.sizes import shapes_of
+from services.common.memory.trainer import trainer_memory
 from services.common.models.loading import build_model, stored_tensors
 from services.common.models.stages import (
     bubble,
@@ -11,7 +13,6 @@ from services.common.models.stages import (
     stage_layers,
     stages_of,
 )
-from services.common.memory.trainer import shapes_of, trainer_memory
 from services.common.runspec.loader import SpecError, parse_spec
 from services.extras.stages.layout import Stage, describe, keep_stage
 from services.extras.stages.problems import FAMILIES, problems
