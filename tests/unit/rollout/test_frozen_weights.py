@@ -9,16 +9,12 @@ import pytest
 import torch
 
 from services.common.errors import InvalidArgumentError
+from services.common.memory.rollout import BUCKET_BYTES, LARGEST_BUCKET_BYTES, divide_slots
 from services.common.models.loading import build_model, load_config
 from services.common.models.tokenizer import load_tokenizer
 from services.common.runspec.run import ModelSpec
 from services.rollout.engines.torch.engine import TorchEngine
-from services.rollout.frozen_weights import (
-    BUCKET_BYTES,
-    LARGEST_BUCKET_BYTES,
-    FrozenWeights,
-    divide_slots,
-)
+from services.rollout.frozen_weights import FrozenWeights
 from services.rollout.weights import WeightReceiver
 from services.weightsync.adapters import FROZEN_DIGEST, frozen_digest, merged_weight
 
