@@ -12,7 +12,7 @@ from typing import Final, Literal
 from services.common.runspec.engines import engine_kind
 from services.common.runspec.run import RunSpec
 from services.common.runspec.topology import TaskGroupError
-from services.common.runspec.workers import WORKERS, scoring_ranks, total_gpus
+from services.common.runspec.workers import WORKERS, possible_kinds, scoring_ranks, total_gpus
 
 PodTopology = Literal["separate", "bundled"]
 """A pod per worker, or all workers of a run in one pod (``workers.topology`` of the chart)."""
@@ -54,7 +54,7 @@ def pod_problems(spec: RunSpec, topology: PodTopology = "separate") -> Iterator[
     if topology == "bundled":
         yield from _bundle(spec)
         return
-    for role, kind in WORKERS.items():
+    for role, kind in possible_kinds(spec.topology).items():
         if not kind.num_workers(spec):
             continue
         num_ranks = kind.ranks(spec)
@@ -76,7 +76,8 @@ def nodes_of(num_ranks: int, spec: RunSpec) -> int | None:
 
 def _kinds(spec: RunSpec) -> Iterator[str]:
     """Yields the entries of ``pods`` for workers that the run does not have."""
-    present = [role for role, kind in WORKERS.items() if kind.num_workers(spec)]
+    kinds = possible_kinds(spec.topology)
+    present = [role for role, kind in kinds.items() if kind.num_workers(spec)]
     for kind in spec.pods:
         if kind not in present:
             yield (

@@ -13,7 +13,7 @@ from functools import cache
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 OWN_PACKAGE: Final = "slipstream"
 _PREFIX: Final = "slipstream."
@@ -114,6 +114,15 @@ class _Names:
             )
         return entries[0]
 
+    def _resolved(self, provider: Provider) -> Any:
+        try:
+            return resolve_name(provider.reference)
+        except Exception as error:
+            raise DoorError(
+                f"{provider.name!r} ({self.group}) cannot be loaded: {provider} raised "
+                f"{type(error).__name__}: {error}; repair or uninstall {provider.package}"
+            ) from error
+
 
 class Door(_Names, Mapping[str, _Entry], Generic[_Entry]):
     """Table of the objects that packages provide in a group, by name; each is loaded when it is first used.
@@ -148,13 +157,7 @@ class Door(_Names, Mapping[str, _Entry], Generic[_Entry]):
         return sum(1 for _ in self)
 
     def _load(self, provider: Provider) -> _Entry:
-        try:
-            entry = resolve_name(provider.reference)
-        except Exception as error:
-            raise DoorError(
-                f"{provider.name!r} ({self.group}) cannot be loaded: {provider} raised "
-                f"{type(error).__name__}: {error}; repair or uninstall {provider.package}"
-            ) from error
+        entry = self._resolved(provider)
         if not isinstance(entry, self._entry_type):
             raise DoorError(
                 f"{provider.name!r} ({self.group}) must be {self._entry_type.__module__}."
@@ -165,7 +168,9 @@ class Door(_Names, Mapping[str, _Entry], Generic[_Entry]):
 
 
 class References(_Names, Mapping[str, str]):
-    """Table of the references ``module:object`` that packages provide in a group, by name; nothing is loaded.
+    """Table of the references ``module:object`` that packages provide in a group, by name.
+
+    Nothing is imported before :meth:`load`.
 
     Args:
         group: The group without ``slipstream.``.
@@ -173,6 +178,15 @@ class References(_Names, Mapping[str, str]):
 
     def __getitem__(self, name: str) -> str:
         return self.provider(name).reference
+
+    def load(self, name: str) -> Any:
+        """Returns the object of a name.
+
+        Raises:
+            KeyError: If no package provides it.
+            DoorError: If it cannot be imported, or two other packages provide it.
+        """
+        return self._resolved(self.provider(name))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names())

@@ -4,14 +4,14 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager
 from pathlib import Path
-from pkgutil import resolve_name
-from typing import ClassVar, Final, Literal, Self
+from typing import Annotated, ClassVar, Final, Literal, Self
 
 from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from services.common.doors import References
+from services.common.doors import DoorError, References
 from services.common.errors import InvalidArgumentError
+from services.common.runspec.base import NameIn
 from services.common.security.confinement import CodePolicy
 from services.common.security.credentials import Identity, read_key
 from services.common.security.tls import Peer, TlsFiles, peer_name
@@ -20,7 +20,8 @@ from services.common.stores import OBJECT_CACHE
 _LOOPBACK = ("127.", "localhost:", "[::1]:")
 
 TRACE_EXPORTERS: Final = References("trace_exporters")
-"""Exporters of spans by protocol."""
+"""Exporters of spans by the value of ``trace_exporter``: context managers that take the endpoint, ``ratio``
+and ``facts``."""
 
 
 def set_defaults(values: Mapping[str, str]) -> None:
@@ -62,6 +63,10 @@ class ServiceSettings(BaseSettings):
     """``http://host:4317`` of an OpenTelemetry collector that receives spans; empty sends none. The
     variable is the same for all services and so does not have their prefix.
     """
+    trace_exporter: Annotated[str, NameIn(TRACE_EXPORTERS)] = Field(
+        "otlp", validation_alias="SLIPSTREAM_TRACE_EXPORTER"
+    )
+    """How spans are sent: ``otlp``, or an exporter of an installed package."""
     trace_ratio: float = Field(0.01, ge=0, le=1, validation_alias="SLIPSTREAM_TRACE_RATIO")
     """Fraction of the sample groups whose spans are sent; spans of steps and weight syncs are always sent."""
     stop_on_stdin_eof: bool = False
@@ -99,17 +104,20 @@ class ServiceSettings(BaseSettings):
         """Sends this process's spans to the collector, if there is one, until the block ends.
 
         Raises:
-            InvalidArgumentError: If the required packages are not installed.
+            InvalidArgumentError: If the exporter cannot be loaded.
         """
         if not self.trace_endpoint:
             yield
             return
         try:
-            exporting = resolve_name(TRACE_EXPORTERS["otlp"])
-        except ModuleNotFoundError as error:
-            raise InvalidArgumentError(
-                f"trace_endpoint needs the package {error.name}; pip install 'slipstream[tracing]'"
-            ) from error
+            exporting = TRACE_EXPORTERS.load(self.trace_exporter)
+        except DoorError as error:
+            cause = error.__cause__
+            if self.trace_exporter == "otlp" and isinstance(cause, ModuleNotFoundError):
+                raise InvalidArgumentError(
+                    f"trace_endpoint needs the package {cause.name}; pip install 'slipstream[tracing]'"
+                ) from error
+            raise InvalidArgumentError(f"trace_exporter: {error}") from error
         facts = {"service.name": f"slipstream-{service}", **facts}
         with exporting(self.trace_endpoint, ratio=self.trace_ratio, facts=facts):
             yield

@@ -19,7 +19,6 @@ from typing import Any
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import REGISTRY
 
-from services.common.callables import load_callable
 from services.common.errors import FailedPreconditionError, InvalidArgumentError
 from services.common.http.limits import raise_descriptor_limit
 from services.common.http.server import serve_http
@@ -53,7 +52,12 @@ from services.controller.manager.runs import RunManager
 from services.controller.membership import Membership
 from services.controller.run.lifecycle.loop import Services
 from services.controller.run.train.checkpoints import relocate_checkpoints
-from services.controller.settings import DATABASE_FILE, EXTENSIONS, ControllerSettings
+from services.controller.settings import (
+    DATABASE_FILE,
+    EXTENSIONS,
+    FLEET_FORMATS,
+    ControllerSettings,
+)
 from services.controller.standby import Standby, shown_address
 from services.controller.store.copies import in_use
 from services.controller.store.database import Database, DatabaseError, LeaseLostError
@@ -109,7 +113,7 @@ async def run_controller(settings: ControllerSettings) -> None:
         )
         logs = RunLogs(settings.state_directory, manager.is_ended)
         limits = RequestLimits(manager.limits)
-        fleets = _open_fleets(settings)
+        fleets = open_fleets(settings)
         api = RunApi(manager, RunAudit(database), logs, users, limits, fleets)
         await manager.recover()
         members = MembershipServicer(manager, membership, settings, time)
@@ -133,7 +137,7 @@ async def run_controller(settings: ControllerSettings) -> None:
         )
         stack.push_async_callback(manager.close, leave=settings.leave_runs)
         await manager.start()
-        await stack.enter_async_context(_serve_rlruns(settings, manager))
+        await open_extensions(stack, settings, manager)
         rest_url = await stack.enter_async_context(_serve_rest(api, tokens, settings, standby))
         report_ready(settings.ready_file, {"grpc": address, "rest": rest_url})
         keeping = tasks.create_task(_keep_leading(leadership))
@@ -254,21 +258,29 @@ async def _serve_rest(
         yield f"{scheme}://{settings.advertise_host}:{port}"
 
 
-@asynccontextmanager
-async def _serve_rlruns(settings: ControllerSettings, manager: RunManager) -> AsyncIterator[None]:
-    """Serves RLRun objects, if the settings name namespaces, until the block ends."""
-    if settings.launcher == "kubernetes" and settings.rlrun_namespaces:
-        async with load_callable(EXTENSIONS["rlruns"])(settings, manager):
-            yield
-    else:
-        yield
+async def open_extensions(
+    stack: AsyncExitStack, settings: ControllerSettings, manager: RunManager
+) -> None:
+    """Opens the extensions that the settings name or need.
+
+    Raises:
+        DoorError: If one of them cannot be loaded.
+    """
+    for name in extensions_of(settings):
+        await stack.enter_async_context(EXTENSIONS.load(name)(settings, manager))
 
 
-def _open_fleets(settings: ControllerSettings) -> Fleets | None:
+def extensions_of(settings: ControllerSettings) -> list[str]:
+    """Returns the names of the extensions that serve beside the API."""
+    serves_rlruns = settings.launcher == "kubernetes" and settings.rlrun_namespaces
+    return list(dict.fromkeys([*settings.extensions, *(["rlruns"] if serves_rlruns else [])]))
+
+
+def open_fleets(settings: ControllerSettings) -> Fleets | None:
     """Opens the fleets that the installation configures, if it has any."""
     if settings.fleets_file is None:
         return None
-    fleets: Fleets = load_callable(EXTENSIONS["fleets"])(settings.fleets_file)
+    fleets: Fleets = FLEET_FORMATS.load(settings.fleets_format)(settings.fleets_file)
     return fleets
 
 

@@ -40,8 +40,10 @@ class Limits:
 DATABASE_FILE = "slipstream.db"
 """Name of the SQLite database file in the state directory."""
 EXTENSIONS: Final = References("controller_extensions")
-"""``rlruns``: an asynchronous context manager that takes the settings and the run manager, and serves beside
-them. ``fleets``: a function of the fleets' file that returns ``Fleets``."""
+"""Asynchronous context managers that take the settings and the run manager and serve beside them, by the
+names in ``extensions``."""
+FLEET_FORMATS: Final = References("fleet_formats")
+"""Functions of the fleets' file that return ``Fleets``, by the value of ``fleets_format``."""
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
@@ -95,6 +97,11 @@ class ControllerSettings(KeySettings, SpecSettings):
     fleets_file: Path | None = None
     """JSON file with the fleets of engine servers that runs may name: ``{"NAME": {"addresses": [...],
     "secret": "NAME OF THE TOKEN'S SECRET", "token_file": "PATH"}}``; read at each use."""
+    fleets_format: Annotated[str, NameIn(FLEET_FORMATS)] = "json"
+    """Format of ``fleets_file``: ``json``, or that of an installed package."""
+    extensions: tuple[Annotated[str, NameIn(EXTENSIONS)], ...] = ()
+    """Extensions of installed packages that serve beside the API. ``rlruns`` is one; ``rlrun_namespaces``
+    starts it."""
     heartbeat_interval_s: float = Field(1.0, gt=0)
     """Min seconds between heartbeats of a worker."""
     max_heartbeats_per_s: float = Field(250.0, gt=0)

@@ -13,7 +13,6 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable
 from pkgutil import resolve_name
-from typing import Any
 
 import torch
 from torch import distributed
@@ -23,7 +22,7 @@ from services.common.errors import DataLossError
 from services.common.host import interface_of, ip_of, usable_processors
 from services.common.lifetime import ending_with_outages
 from services.common.runspec.loader import parse_spec
-from services.common.runspec.workers import ROLES, WORKERS
+from services.common.runspec.workers import WORKERS
 from services.common.security.credentials import acting_as
 from services.common.settings import set_defaults
 from services.common.task_group import TaskGroup, leaves, unwrapped
@@ -53,7 +52,7 @@ async def follow(settings: TrainerSettings) -> None:
                 sharing = tasks.create_task(share_outages(command_group, data.outage))
                 transfers = QueueTransfers(data, asyncio.get_running_loop())
                 start = FollowerStart(spec, settings, command_group, transfers)
-                await _coroutine_of(WORKERS[settings.role].follow)(start)
+                await resolve_name(WORKERS[settings.role].follow)(start)
                 await transfers.finish()
                 sharing.cancel()
 
@@ -99,17 +98,12 @@ def _work(settings: TrainerSettings) -> None:
         with acting_as(settings.identity()):
             asyncio.run(follow(settings))
         return
-    serve_role = _coroutine_of(WORKERS[settings.role].serve)
+    serve_role = resolve_name(WORKERS[settings.role].serve)
     with (
         acting_as(settings.identity()),
         settings.tracing("trainer", run=settings.run_id, worker=settings.worker_id),
     ):
         asyncio.run(_serve_measured(settings, serve_role))
-
-
-def _coroutine_of(name: str) -> Any:
-    """Returns a coroutine that ``WORKERS`` names."""
-    return resolve_name(ROLES.get(name, name))
 
 
 async def _serve_measured(

@@ -39,7 +39,7 @@ class TrainerSettings(WorkerSettings):
     @field_validator("role")
     @classmethod
     def _is_served(cls, role: str) -> str:
-        served = [name for name, kind in WORKERS.items() if kind.serve]
-        if role not in served:
+        if role not in WORKERS or not WORKERS[role].serve:
+            served = [name for name, kind in WORKERS.items() if kind.serve]
             raise ValueError(f"role must be one of {', '.join(served)}, but is {role!r}")
         return role

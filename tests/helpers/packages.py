@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from configparser import ConfigParser
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,6 +35,21 @@ def install(
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setenv("PYTHONPATH", str(folder), prepend=":")
     monkeypatch.setattr(doors, "providers", cache(doors.providers.__wrapped__))
+
+
+def install_role(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, role: str, **properties: Any
+) -> None:
+    """Installs a package with a kind of worker.
+
+    Args:
+        **properties: Fields of ``WorkerKind`` as literals of Python.
+    """
+    arguments = ", ".join(f"{name}={value!r}" for name, value in properties.items())
+    source = "from services.common.runspec.workers import WorkerKind\n\n"
+    (folder / f"kind_of_{role}.py").write_text(f"{source}KIND = WorkerKind({arguments})\n")
+    reference = f"kind_of_{role}:KIND"
+    install(folder, monkeypatch, entry_points={"slipstream.worker_roles": {role: reference}})
 
 
 def install_from(

@@ -13,6 +13,7 @@ from typing import Any, Final, Literal
 
 from transformers import PretrainedConfig
 
+from services.common.callables import load_callable
 from services.common.memory.sizes import (
     ModelSize,
     Shapes,
@@ -28,15 +29,10 @@ from services.common.memory.sizes import (
 )
 from services.common.models.adapters import adapter_weights
 from services.common.models.families import num_attention_layers, num_experts, recurrent_shape
-from services.common.models.quantization import (
-    PART_BYTES,
-    base_bytes,
-    largest_quantized,
-    moment_bytes,
-)
+from services.common.models.quantization import base_bytes, largest_quantized
 from services.common.models.stages import head_in_layers, stage_layers, stages_of
 from services.common.runspec.run import RunSpec
-from services.common.runspec.trainer import OF_EXPERTS, TrainerSpec
+from services.common.runspec.trainer import OF_EXPERTS, OPTIMIZERS, TrainerSpec
 from services.common.runspec.weight_modes import MODES
 
 Stays = Literal["all", "state", "nothing"]
@@ -131,8 +127,6 @@ _CACHED_ACTIVATIONS: Final = 0.047
 # Driver context, CUDA's libraries and compiled kernels.
 _FLOAT32: Final = 4
 _MOMENTS: Final = 2 * _FLOAT32
-# Up to two parts of float32 moments, and as much again to quantize one of them.
-_DEQUANTIZED: Final = 4.0
 # Chunks of logits and tensors derived from them; see ``trainer/algorithm/logprobs.py``.
 _LOGITS: Final = 5.0e9
 _CONTEXT: Final = 1.8e9
@@ -309,7 +303,7 @@ def _memory_of_stage(
         # A critic is trained without adapters.
         sharded = trained / ranks + critics * sharded
         computed = trained / trainer.tensor_parallel + critics * computed
-    in_8bit = trainer.optimizer.kind == "adamw_8bit"
+    optimizer = OPTIMIZERS[trainer.optimizer.kind]
     activations = _activations(
         trainer, config, item=item, layers=stage.num_layers, num_packs=stage.num_packs
     )
@@ -323,13 +317,13 @@ def _memory_of_stage(
     parts = {
         "weights, float32": _FLOAT32 * sharded,
         "weights, frozen": base / frozen_ranks if trainer.lora is not None else 0.0,
-        "optimizer": moment_bytes(shapes) * (1 + critics) / ranks
-        if in_8bit
+        "optimizer": load_callable(optimizer.state_bytes)(shapes) * (1 + critics) / ranks
+        if optimizer.state_bytes
         else _MOMENTS * sharded,
         "gradients": _FLOAT32 * (computed if gathers_all else sharded),
         "weights gathered for a forward pass": gathered,
         "a weight, dequantized": 0.0 if base_dtype is None else item * largest_quantized(shapes),
-        "moments, dequantized": _DEQUANTIZED * PART_BYTES * in_8bit,
+        "moments, dequantized": optimizer.working_bytes,
         "activations": num_tokens * activations.here,
         "logits": stage.has_head * min(_LOGITS, 3.0 * _FLOAT32 * config.vocab_size * num_tokens),
         "states between stages": _exchanged(trainer, config, item=item, num_packs=stage.num_packs)

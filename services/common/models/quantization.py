@@ -29,12 +29,6 @@ _MIN_SCALE: Final = 1e-12
 BLOCK: Final = 64
 """Number of consecutive values with a common scale, the maximum of their magnitudes."""
 _BITS: Final[Mapping[str, int]] = {"int8": 8, "nf4": 4}
-PART_BYTES: Final = 1 << 27
-"""Max bytes of float32 moments that exist at once during an update with moments in 8 bits."""
-_MAX_MOMENTS, _MIN_MOMENTS = 256, 64
-"""Largest and smallest block of moments."""
-_MIN_QUANTIZED: Final = 4096
-"""Min values of a parameter whose moments are quantized."""
 _MAX_INT8: Final = 127
 _LEVELS: Final = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -80,27 +74,6 @@ def largest_quantized(shapes: Mapping[str, tuple[int, ...]]) -> int:
     return max(
         (prod(shape) for name, shape in shapes.items() if is_quantized(name, shape)), default=0
     )
-
-
-def block_of_moments(shape: tuple[int, ...]) -> int | None:
-    """Returns the number of consecutive moments with a common scale: the largest divisor of a row up to 256.
-
-    Returns None if the moments of a parameter of this shape stay in float32: for vectors, few values, or rows
-    that only a small number divides.
-    """
-    if len(shape) < 2 or prod(shape) < _MIN_QUANTIZED:
-        return None
-    sizes = range(_MAX_MOMENTS, _MIN_MOMENTS - 1, -1)
-    return next((size for size in sizes if shape[-1] % size == 0), None)
-
-
-def moment_bytes(shapes: Mapping[str, tuple[int, ...]]) -> float:
-    """Returns the bytes of AdamW's two moments in 8 bits, for parameters of these shapes."""
-    total = 0.0
-    for shape in shapes.values():
-        block = block_of_moments(shape)
-        total += 2 * prod(shape) * (4.0 if block is None else 1.0 + 4.0 / block)
-    return total
 
 
 def quantize(weight: Tensor, kind: BaseDtype) -> tuple[Tensor, Tensor]:

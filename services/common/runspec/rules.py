@@ -36,7 +36,7 @@ from services.common.runspec.rollout import (
 )
 from services.common.runspec.run import TINY_PREFIX, RunSpec, TeacherSpec
 from services.common.runspec.topology import ScoringSpec, TaskGroupError
-from services.common.runspec.trainer import CriticSpec, LoraSpec
+from services.common.runspec.trainer import HOST_OPTIMIZERS, OPTIMIZERS, CriticSpec, LoraSpec
 from services.common.runspec.urls import urls
 from services.common.runspec.weight_modes import (
     HANDLE,
@@ -1616,17 +1616,16 @@ def _quantized_base(spec: RunSpec, base_dtype: str) -> Iterator[str]:
 
 
 def _optimizer(spec: RunSpec) -> Iterator[str]:
-    trainer = spec.trainer
-    if trainer.optimizer.kind == "adamw":
-        return
-    for key, value, needed in (
-        ("lora", trainer.lora, None),
-        ("tensor_parallel", trainer.tensor_parallel, 1),
-        ("cpu_offload", trainer.cpu_offload, False),
+    trainer, name = spec.trainer, spec.trainer.optimizer.kind
+    takes_parts, takes_host = OPTIMIZERS[name].takes_parts, name in HOST_OPTIMIZERS
+    for key, value, needed, is_free in (
+        ("lora", trainer.lora, None, takes_parts),
+        ("tensor_parallel", trainer.tensor_parallel, 1, takes_parts),
+        ("cpu_offload", trainer.cpu_offload, False, takes_host),
     ):
-        if value != needed:
+        if value != needed and not is_free:
             yield (
-                f"trainer.optimizer.kind {trainer.optimizer.kind!r} takes full layers on the GPU only, but "
+                f"trainer.optimizer.kind {name!r} takes full layers on the GPU only, but "
                 f"trainer.{key} is {'set' if key == 'lora' else value}; remove it, or use the optimizer "
                 "'adamw'"
             )

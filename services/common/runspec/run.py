@@ -356,9 +356,10 @@ class RunSpec(SpecPart):
     @field_validator("pods")
     @classmethod
     def _pods_are_of_workers(cls, pods: dict[str, PodSpec]) -> dict[str, PodSpec]:
-        if unknown := sorted(set(pods) - set(WORKERS)):
+        roles = WORKERS.names()
+        if unknown := sorted(set(pods) - set(roles)):
             raise ValueError(
-                f"unknown kind of worker {unknown[0]!r}; use one of {', '.join(WORKERS)}"
+                f"unknown kind of worker {unknown[0]!r}; use one of {', '.join(roles)}"
             )
         return pods
 

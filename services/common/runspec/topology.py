@@ -126,6 +126,8 @@ def _named(
         groups.append(tuple(aliases.get(name, name) for name in names))
     everything = [task for group in groups for task in group]
     if unknown := [task for task in everything if task not in task_names]:
+        if unknown[0] in WORKERS:
+            WORKERS[unknown[0]]  # raises DoorError, which names the package
         raise TaskGroupError(
             TaskGroupFault.UNKNOWN_TASK,
             f"unknown task {unknown[0]!r}; use {', '.join(task_names)}",
@@ -234,7 +236,7 @@ class TopologySpec(SpecPart):
     def _task_or_tasks(cls, value: Any) -> Any:
         if not isinstance(value, list | tuple):
             return value
-        aliases = task_aliases()
+        aliases = task_aliases() if value else {}
         groups = [[group] if isinstance(group, str) else group for group in value]
         return [
             [aliases.get(name, name) if isinstance(name, str) else name for name in group]

@@ -1,10 +1,12 @@
 """Optimization, sharding and checkpoints of the trainer."""
 
+from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import Field, field_validator
 
+from services.common.doors import Door, References
 from services.common.runspec.base import MAX_SECONDS, NameIn, SpecPart
 from services.common.runspec.engines import TRAIN_ENGINES
 from services.common.stores import is_url, plain_path
@@ -13,13 +15,48 @@ OF_EXPERTS = "experts."
 """Substring of the names of a layer's fused expert matrices."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerKind:
+    """An optimizer by the name of its entry point in the group ``slipstream.optimizers``."""
+
+    make: str
+    """Reference ``module:function`` of a function of parameter groups that returns a
+    ``torch.optim.Optimizer``. It has the keywords ``lr``, ``betas`` and those of ``options``. The trainer
+    sets each group's ``lr`` before an update, and saves and loads the states of parameters, which must exist
+    once it is made: tensors of the parameter's sharding, and ``step``, a float32 scalar, which is not saved
+    but set to the number of updates."""
+    options: tuple[str, ...] = ()
+    """Keys of ``trainer.optimizer`` that it takes besides."""
+    marks_matrices: bool = False
+    """True if matrices of layers are groups of their own, in which ``takes_muon`` is true."""
+    takes_parts: bool = False
+    """True if it updates adapters and parts of layers (``trainer.lora``, ``trainer.tensor_parallel``)."""
+    state_bytes: str = ""
+    """Reference of a function that takes the shapes of a model's weights by name and returns the bytes of
+    its states; empty for two float32 values of each weight."""
+    working_bytes: float = 0.0
+    """Bytes on the GPU besides states during an update."""
+
+
+OPTIMIZERS: Final = Door("optimizers", OptimizerKind)
+"""Optimizers by the value of ``trainer.optimizer.kind``."""
+
+HOST_OPTIMIZERS: Final = References("host_optimizers")
+"""What ``OptimizerKind.make`` is, with states in host memory (``trainer.cpu_offload``), by the same value."""
+
+ADAMW: Final = OptimizerKind(
+    make="services.trainer.engines.fsdp.optim:fused_adamw", takes_parts=True
+)
+
+
 class OptimizerSpec(SpecPart):
     """Optimizer and its learning-rate schedule."""
 
-    kind: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
-    """Optimizer. ``adamw_8bit``: moments of matrices in 8 bits, in blocks with a scale each
-    (arXiv:2110.02861). ``muon``: Muon (arXiv:2502.16982) for the matrices of layers, with updates scaled to
-    those of AdamW, and AdamW for embeddings, output and value heads, fused experts and vectors."""
+    kind: Annotated[str, NameIn(OPTIMIZERS)] = "adamw"
+    """Optimizer, or that of an installed package. ``adamw_8bit``: moments of matrices in 8 bits, in blocks
+    with a scale each (arXiv:2110.02861). ``muon``: Muon (arXiv:2502.16982) for the matrices of layers, with
+    updates scaled to those of AdamW, and AdamW for embeddings, output and value heads, fused experts and
+    vectors."""
     learning_rate: float = Field(1e-6, gt=0)
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.99)

@@ -1,26 +1,26 @@
 """Properties of the kinds of workers that are needed before a worker starts. Imports no service.
 
-Launchers, placement, membership, the planner, the chart and the trainer read them. A new kind needs
-an entry in ``WORKERS`` and a module that serves it (docs/adding.md).
+Launchers, placement, membership, the planner, the chart and the trainer read them. A new kind
+is an entry point of the group ``slipstream.worker_roles`` (docs/adding.md).
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol
 
-from services.common.doors import References
+from services.common.doors import Door
 from services.common.runspec.algorithm import AlgorithmSpec
 from services.common.runspec.data import DataSpec
 from services.common.runspec.rollout import RolloutSpec
 from services.common.runspec.trainer import TrainerSpec
-from services.common.runspec.weight_modes import HOST_MODE, MODES
-
-ROLES: Final = References("worker_roles")
-"""Coroutines of roles that extras serve, by the name that ``WORKERS`` has."""
 
 
 class TopologyView(Protocol):
     """The part of ``TopologySpec`` that the kinds of workers read."""
+
+    @property
+    def task_groups(self) -> Sequence[Sequence[str]]:
+        """Groups of tasks with GPUs of their own."""
 
     @property
     def scoring_ranks(self) -> int:
@@ -107,17 +107,17 @@ class WorkerKind:
     aliases: tuple[str, ...] = ()
     """Other names of the first task."""
     is_required: bool = False
-    """True if every run has workers of this kind."""
+    """True for the trainer and the rollouts, which every run has."""
     is_alone: bool = False
     """True if its workers share their GPUs with no other task."""
     program: str = "trainer"
     """Service whose program it runs, ``python -m services.<program>``. The chart has the image, the
     resources and the environment of this name; settings are ``SLIPSTREAM_<PROGRAM>_*``."""
     serve: str = ""
-    """The coroutine that serves the role in the trainer's program (rank 0), with the process's settings as
-    its argument: a reference ``module:function``, or a name of the door ``ROLES``."""
+    """Reference ``module:function`` of the coroutine that serves the role in the trainer's program (rank 0),
+    with the process's settings as its argument."""
     follow: str = ""
-    """The coroutine of the other ranks, with a ``FollowerStart`` as its argument; named in the same way."""
+    """Reference of the coroutine of the other ranks, with a ``FollowerStart`` as its argument."""
     count: Callable[[SpecView], int] | None = None
     """Number of workers; None if its task's own GPUs determine it."""
     ranks: Callable[[SpecView], int] = _one
@@ -188,7 +188,7 @@ def kinds_with_own_gpus(topology: TopologyView) -> dict[str, WorkerKind]:
     """Returns the optional kinds with their own GPUs, by role; their tasks run outside of the trainer."""
     return {
         role: kind
-        for role, kind in WORKERS.items()
+        for role, kind in possible_kinds(topology).items()
         if not kind.is_required and topology.own_gpus(kind.task)
     }
 
@@ -211,48 +211,6 @@ def scoring_ranks(spec: SpecView) -> int:
     return spec.topology.scoring_ranks
 
 
-def _logp_problems(spec: SpecView) -> Iterator[str]:
-    topology = spec.topology
-    if not spec.needs_proximal:
-        yield (
-            "topology.task_groups gives logp its own GPUs, but with trainer.updates_per_step "
-            f"{spec.trainer.updates_per_step} and algorithm.correction {spec.algorithm.correction!r} "
-            "no proximal logprobs are used; put logp into the group of train"
-        )
-    if spec.weight_sync.publish_every > 1:
-        yield (
-            "topology.task_groups gives logp its own GPUs, which need the weights of every step, but "
-            f"weight_sync.publish_every is {spec.weight_sync.publish_every}; set it to 1, or put logp into "
-            "the group of train"
-        )
-    if spec.trainer.accumulate_early:
-        yield (
-            "topology.task_groups gives logp its own GPUs, which score whole batches, but "
-            "trainer.accumulate_early is true; set it to false, or put logp into the group of train"
-        )
-    if topology.scoring_ranks > 1 and not MODES[spec.weight_sync.mode].through_host:
-        # No GPU of a sharded policy could receive whole weights.
-        yield (
-            f"topology.scoring_ranks is {topology.scoring_ranks}, so logp is sharded and receives "
-            f"weights through host memory, but weight_sync.mode is {spec.weight_sync.mode!r}; set it to "
-            f"{HOST_MODE!r}, or put logp into the group of train"
-        )
-
-
-def _ref_logp_problems(spec: SpecView) -> Iterator[str]:
-    if not spec.needs_reference:
-        yield (
-            "topology.task_groups gives ref_logp its own GPUs, but algorithm.kl.coefficient is 0, "
-            "so no reference logprobs are used; set it above 0, or remove ref_logp"
-        )
-    teacher = spec.teacher
-    if spec.distillation is not None or (teacher is not None and teacher.has_own_prompt):
-        yield (
-            "topology.task_groups gives ref_logp its own GPUs, but its workers compute logprobs of the "
-            "policy's prompts only; put ref_logp into the group of train, or serve the teacher (teacher.url)"
-        )
-
-
 def _critic_problems(spec: SpecView) -> Iterator[str]:
     """Yields problems of a critic that computes returns from stored samples only."""
     if not spec.algorithm.advantage_kind.needs_critic:
@@ -268,71 +226,60 @@ def _critic_problems(spec: SpecView) -> Iterator[str]:
         )
 
 
-WORKERS: Final[Mapping[str, WorkerKind]] = {
-    "trainer": WorkerKind(
-        tasks=("train",),
-        aliases=("actor-train", "actor_train", "actor"),
-        is_required=True,
-        serve="services.trainer.worker:serve_trainer",
-        follow="services.trainer.worker:follow_trainer",
-        count=_one,
-        ranks=lambda spec: spec.trainer.world_size,
-        unit=_policy_unit,
-        trains=True,
-    ),
-    "rollout": WorkerKind(
-        tasks=("generate", "reward"),
-        aliases=("rollout",),
-        is_required=True,
-        is_alone=True,
-        program="rollout",
-        count=lambda spec: spec.rollout.replicas,
-        gpus=lambda spec: spec.engine_gpus if spec.runs_engines else 0,
-        unit=lambda spec: spec.engine_gpus,
-        receives_weights=True,
-        merges_adapters=True,
-        gauges=lambda spec: [rows_gauge(split) for split in spec.data.sets],
-    ),
-    "logp": WorkerKind(
-        tasks=("logp",),
-        serve="logp",
-        follow="logp_follower",
-        ranks=scoring_ranks,
-        unit=scoring_ranks,
-        problems=_logp_problems,
-        receives_weights=True,
-        scores="batches",
-    ),
-    "ref_logp": WorkerKind(
-        tasks=("ref_logp",),
-        aliases=("ref",),
-        serve="ref_logp",
-        follow="ref_logp_follower",
-        ranks=scoring_ranks,
-        unit=scoring_ranks,
-        problems=_ref_logp_problems,
-        scores="groups",
-        adds=("ref_logprobs",),
-    ),
-    "critic": WorkerKind(
-        tasks=("critic",),
-        is_alone=True,
-        serve="services.trainer.worker:serve_critic",
-        follow="services.trainer.worker:follow_critic",
-        ranks=lambda spec: spec.topology.own_gpus("critic"),
-        problems=_critic_problems,
-        trains=True,
-        scores="batches",
-        adds=("values",),
-    ),
-}
+TRAINER: Final = WorkerKind(
+    tasks=("train",),
+    aliases=("actor-train", "actor_train", "actor"),
+    is_required=True,
+    serve="services.trainer.worker:serve_trainer",
+    follow="services.trainer.worker:follow_trainer",
+    count=_one,
+    ranks=lambda spec: spec.trainer.world_size,
+    unit=_policy_unit,
+    trains=True,
+)
+ROLLOUT: Final = WorkerKind(
+    tasks=("generate", "reward"),
+    aliases=("rollout",),
+    is_required=True,
+    is_alone=True,
+    program="rollout",
+    count=lambda spec: spec.rollout.replicas,
+    gpus=lambda spec: spec.engine_gpus if spec.runs_engines else 0,
+    unit=lambda spec: spec.engine_gpus,
+    receives_weights=True,
+    merges_adapters=True,
+    gauges=lambda spec: [rows_gauge(split) for split in spec.data.sets],
+)
+CRITIC: Final = WorkerKind(
+    tasks=("critic",),
+    is_alone=True,
+    serve="services.trainer.worker:serve_critic",
+    follow="services.trainer.worker:follow_critic",
+    ranks=lambda spec: spec.topology.own_gpus("critic"),
+    problems=_critic_problems,
+    trains=True,
+    scores="batches",
+    adds=("values",),
+)
+WORKERS: Final = Door("worker_roles", WorkerKind)
 """Kinds of workers by role, in the order in which they are placed: the trainer, the rollouts, the others."""
+_REQUIRED: Final = ("trainer", "rollout")
+
+
+def possible_kinds(topology: TopologyView) -> Mapping[str, WorkerKind]:
+    """Returns the kinds that a run may have, by role; without task groups those of every run.
+
+    The others are then not imported.
+    """
+    if topology.task_groups:
+        return WORKERS
+    return {role: WORKERS[role] for role in _REQUIRED}
 
 
 def worker_names(spec: SpecView) -> list[tuple[str, str]]:
     return [
         (role, f"{role.replace('_', '-')}-{index}")
-        for role, kind in WORKERS.items()
+        for role, kind in possible_kinds(spec.topology).items()
         for index in range(kind.num_workers(spec))
     ]
 

@@ -46,7 +46,7 @@ class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
     ) -> membership_pb2.RegisterWorkerResponse:
         if request.role not in WORKERS:
             raise InvalidArgumentError(
-                f"role must be one of {', '.join(WORKERS)}, got {request.role!r}"
+                f"role must be one of {', '.join(WORKERS.names())}, got {request.role!r}"
             )
         run = await self._manager.get(request.run_id)
         is_replaced = await self._membership.register(

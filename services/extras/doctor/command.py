@@ -10,16 +10,21 @@ from platform import python_version
 import typer
 
 from services.cli.output import console
-from services.common import doors
+from services.common import doors, launchers, stores
 from services.common.doors import OWN_PACKAGE, DoorError, Provider
 from services.common.models import weight_formats
-from services.common.runspec import engines, trackers, weight_modes
+from services.common.runspec import engines, rollout, trackers, trainer, weight_modes, workers
 
 _DOORS = {
     door.group: door
     for door in (
         engines.ENGINES,
         engines.TRAIN_ENGINES,
+        trainer.OPTIMIZERS,
+        workers.WORKERS,
+        launchers.LAUNCHERS,
+        rollout.ENVIRONMENTS,
+        stores.STORES,
         trackers.TRACKERS,
         weight_modes.TRANSPORTS,
         weight_modes.MODES,

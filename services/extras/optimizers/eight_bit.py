@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from services.common.models.quantization import PART_BYTES, block_of_moments
+from services.extras.optimizers.kinds import PART_BYTES, block_of_moments
 from services.extras.optimizers.parts import update_parts
 from services.trainer.collectives import local_part, spread_like
 

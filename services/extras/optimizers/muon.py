@@ -24,7 +24,7 @@ class MuonWithAdamW(torch.optim.AdamW):
     def __init__(
         self, groups: Sequence[dict[str, Any]], *, momentum: float, **options: Any
     ) -> None:
-        super().__init__(list(groups), **options)
+        super().__init__(list(groups), fused=True, **options)
         self._momentum = momentum
         for group in self.param_groups:
             for parameter in group["params"] if group["takes_muon"] else ():

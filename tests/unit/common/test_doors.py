@@ -1,17 +1,21 @@
 """Tests of doors, with packages that are installed in the test."""
 
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from services.common import doors
 from services.common.doors import OWN_PACKAGE, DoorError
 from services.common.launchers import LAUNCHERS
-from services.common.runspec import engines, rollout, trackers, weight_modes
+from services.common.runspec import engines, rollout, trackers, trainer, weight_modes, workers
 from services.common.runspec.data import SOURCES
 from services.common.runspec.engines import EngineKind
 from services.common.runspec.loader import parse_spec
 from services.common.runspec.rollout import AGENTS, REWARDS, SANDBOXES, WORKFLOWS
+from services.common.runspec.workers import worker_names
 from tests.helpers.packages import install, install_from
 from tests.helpers.pages import example
 from tests.helpers.specs import changed
@@ -22,7 +26,9 @@ from services.common.runspec.engines import EngineKind
 from services.common.runspec.rollout import EnvironmentKind
 from services.common.runspec.trackers import TrackerKind
 from services.common.runspec.engines import TrainEngineKind
+from services.common.runspec.trainer import OptimizerKind
 from services.common.runspec.weight_modes import Transport, WeightMode
+from services.common.runspec.workers import WorkerKind
 
 ENGINE = EngineKind(adapter="theirs:build", arguments=frozenset())
 TRAIN_ENGINE = TrainEngineKind(build="theirs:build")
@@ -30,6 +36,8 @@ TRANSPORT = Transport(opener="theirs:open", least_rate=1e6)
 MODE = WeightMode(receiver="theirs:receive")
 TRACKER = TrackerKind("json", "theirs:open_run")
 LAUNCHER = LauncherKind(opener="theirs:open_workers")
+OPTIMIZER = OptimizerKind(make="theirs:make")
+ROLE = WorkerKind(tasks=("theirs",), serve="theirs:serve", adds=("their_rewards",))
 ENVIRONMENT = EnvironmentKind(title="Theirs", opens="theirs:open_server", passes_sandbox=True)
 """
 DOORS = {
@@ -41,6 +49,18 @@ DOORS = {
         {"weight_sync": {"backend": "theirs"}},
     ),
     "launchers": (LAUNCHERS, "LAUNCHER", {}),
+    "optimizers": (trainer.OPTIMIZERS, "OPTIMIZER", {"trainer": {"optimizer": {"kind": "theirs"}}}),
+    "worker_roles": (
+        workers.WORKERS,
+        "ROLE",
+        {
+            "topology": {
+                "task_groups": ["train", "theirs", "generate"],
+                "ratios": [0.25, 0.25, 0.5],
+                "gpus": 4,
+            }
+        },
+    ),
     "weight_modes": (weight_modes.MODES, "MODE", {"weight_sync": {"mode": "theirs"}}),
     "trackers": (trackers.TRACKERS, "TRACKER", {"trackers": [{"kind": "theirs"}]}),
     "environments": (
@@ -134,6 +154,36 @@ def test_a_broken_package_is_named_and_stops_no_other_run(
         parse_spec(changed(rollout={"engine": "broken"}))
 
 
+@pytest.mark.parametrize(
+    ("group", "keys"),
+    [
+        ("optimizers", {"trainer": {"optimizer": {"kind": "broken"}}}),
+        ("worker_roles", DOORS["worker_roles"][2]),
+    ],
+)
+def test_a_broken_optimizer_or_role_stops_runs_that_name_it_only(
+    group: str, keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_part.py").write_text("raise RuntimeError('no driver')")
+    names = dict.fromkeys(("broken", "theirs"), "broken_part:KIND")
+    install(tmp_path, monkeypatch, entry_points={f"slipstream.{group}": names})
+    assert {role for role, _ in worker_names(parse_spec(changed()))} == {"trainer", "rollout"}
+    with pytest.raises(Exception, match=r"slipstream-test-package 1\.2.*no driver"):
+        parse_spec(changed(**keys))
+
+
+def test_a_run_without_task_groups_imports_no_role_of_an_extra() -> None:
+    code = (
+        "import sys\n"
+        "from services.common.runspec.workers import worker_names\n"
+        "from tests.helpers.specs import spec_with\n"
+        "worker_names(spec_with())\n"
+        "print([name for name in sys.modules if name.startswith('services.extras')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
 def test_a_name_of_slipstream_cannot_be_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,6 +218,8 @@ def test_what_slipstream_offers_can_be_loaded() -> None:
         weight_modes.TRANSPORTS,
         weight_modes.MODES,
         trackers.TRACKERS,
+        trainer.OPTIMIZERS,
+        workers.WORKERS,
     ):
         assert [name for name in door if door[name]] == door.own_names()
     assert isinstance(engines.ENGINES["vllm"], EngineKind)

@@ -1,13 +1,19 @@
 """Tests that servers on non-loopback addresses require authentication."""
 
+from contextlib import AsyncExitStack
+from importlib import import_module
+
 import pytest
 from cryptography import x509
 from pydantic import ValidationError
 
+from services.common.doors import DoorError
 from services.common.errors import InvalidArgumentError
+from services.controller.__main__ import extensions_of, open_extensions, open_fleets
 from services.controller.settings import ControllerSettings
 from services.rollout.settings import RolloutSettings
 from services.transferqueue.settings import TransferQueueSettings
+from tests.helpers.packages import install
 from tests.unit.common.security.test_issuer import make_issuer
 
 CONTROLLER = {"transferqueue_address": "127.0.0.1:1", "state_directory": "runs"}
@@ -88,3 +94,49 @@ def name_of(certificate):
     names = made.extensions.get_extension_for_class(x509.SubjectAlternativeName)
     (name,) = names.value.get_values_for_type(x509.DNSName)
     return name
+
+
+EXTENSION = """
+from contextlib import asynccontextmanager
+
+SERVED = []
+
+
+@asynccontextmanager
+async def serving(settings, manager):
+    SERVED.append((settings.launcher, manager))
+    yield
+
+
+def read_fleets(file):
+    return ["fleets of", str(file)]
+"""
+
+
+async def test_a_package_extends_the_controller(tmp_path, monkeypatch):
+    (tmp_path / "their_extension.py").write_text(EXTENSION)
+    points = {"theirs": "their_extension:serving", "broken": "their_extension:missing"}
+    formats = {"toml": "their_extension:read_fleets"}
+    groups = {"slipstream.controller_extensions": points, "slipstream.fleet_formats": formats}
+    install(tmp_path, monkeypatch, entry_points=groups)
+    settings = ControllerSettings(
+        **CONTROLLER, extensions=["theirs"], fleets_file="fleets.toml", fleets_format="toml"
+    )
+    async with AsyncExitStack() as stack:
+        await open_extensions(stack, settings, "manager")
+    assert import_module("their_extension").SERVED == [("process", "manager")]
+    assert open_fleets(settings) == ["fleets of", "fleets.toml"]
+
+    broken = ControllerSettings(**CONTROLLER, extensions=["broken"])
+    async with AsyncExitStack() as stack:
+        with pytest.raises(DoorError, match=r"slipstream-test-package 1\.2"):
+            await open_extensions(stack, broken, "manager")
+        await open_extensions(stack, ControllerSettings(**CONTROLLER), "manager")
+    with pytest.raises(ValidationError, match="'rlruns', 'theirs' or 'broken'"):
+        ControllerSettings(**CONTROLLER, extensions=["unknown"])
+
+
+def test_rlruns_are_served_on_kubernetes_only():
+    keys = {"launcher": "kubernetes", "rlrun_namespaces": ["a"], "extensions": ["rlruns"]}
+    assert extensions_of(ControllerSettings(**CONTROLLER, **keys)) == ["rlruns"]
+    assert extensions_of(ControllerSettings(**CONTROLLER, rlrun_namespaces=["a"])) == []

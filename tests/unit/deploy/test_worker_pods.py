@@ -2,12 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from services.common.errors import FailedPreconditionError
-from services.common.runspec.workers import WORKERS, WorkerKind
 from services.extras.kubernetes import gang, job_set
 from services.extras.kubernetes.pod_resources import more
 from services.extras.kubernetes.worker_pods import (
@@ -20,6 +19,7 @@ from services.extras.kubernetes.worker_pods import (
 )
 from tests.helpers.chart import one, render, worker_templates
 from tests.helpers.manifests import validate_manifest
+from tests.helpers.packages import install_role
 from tests.helpers.specs import spec_with
 
 SMALL = {
@@ -537,8 +537,8 @@ def test_missing_templates_are_named(tmp_path: Path) -> None:
 def test_a_kind_of_worker_that_is_added_gets_a_pod(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prm = WorkerKind(tasks=("prm",), serve="prm:serve_prm", scores="batches")
-    monkeypatch.setitem(cast("dict[str, WorkerKind]", WORKERS), "prm", prm)
+    keys = {"tasks": ("prm",), "serve": "prm:serve_prm", "scores": "batches"}
+    install_role(tmp_path, monkeypatch, "prm", **keys)
     topology = {
         "task_groups": [["train"], ["generate"], ["prm"]],
         "ratios": [0.25, 0.5, 0.25],

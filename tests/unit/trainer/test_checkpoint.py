@@ -23,6 +23,8 @@ from services.trainer.settings import TrainerSettings
 from services.trainer.steps.updates import NotFiniteError
 from services.wire.step_command import StepCommand
 from tests.helpers.batches import Queue, policy_of, random_queue, rank_of, spec_of
+from tests.helpers.packages import install_from
+from tests.helpers.pages import example
 
 SPEC = spec_of()
 
@@ -55,15 +57,27 @@ def test_training_resumes_exactly_from_the_checkpoint(
         torch.testing.assert_close(dict(other.named_parameters())[name], value, rtol=0, atol=1e-7)
 
 
-def test_moments_in_8_bits_resume_bit_by_bit(tmp_path: Path) -> None:
-    spec = spec_of(trainer={"optimizer": {"kind": "adamw_8bit", "learning_rate": 1e-3}})
+@pytest.mark.parametrize(
+    ("kind", "state", "dtype"),
+    [("adamw_8bit", "exp_avg", torch.uint8), ("momentum", "momentum_buffer", torch.float32)],
+)
+def test_states_of_other_optimizers_resume_bit_by_bit(
+    kind: str, state: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("descent.py", "descent_kind.py"):
+        example("adding.md", name, tmp_path)
+    install_from(example("adding.md", "descent.toml", tmp_path), monkeypatch)
+    spec = spec_of(trainer={"optimizer": {"kind": kind, "learning_rate": 1e-3}})
     queue = random_queue(policy_of(spec))
     policy = policy_of(spec)
     rank = rank_of(spec, policy, queue, root=tmp_path)
     for step in (1, 2):
         rank.train(StepCommand(step, queue.meta))
     snapshot = rank.snapshot(2)
-    assert any(tensor.dtype == torch.uint8 for tensor in snapshot.parts[""].tensors.values())
+    saved = {
+        (name.split(".")[1], value.dtype) for name, value in snapshot.parts[""].tensors.items()
+    }
+    assert (state, dtype) in saved
     rank.checkpointer.write(snapshot)
     rank.train(StepCommand(3, queue.meta))
     other = policy_of(spec, seed=1)

@@ -1,16 +1,20 @@
 """Optimizers: weight decay, Muon, and 8-bit moments."""
 
 from copy import deepcopy
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from services.common.models.quantization import block_of_moments, moment_bytes
+from services.common.memory.trainer import trainer_memory
+from services.common.runspec.loader import SpecError
 from services.common.runspec.trainer import OptimizerSpec
 from services.extras.optimizers import eight_bit
 from services.extras.optimizers.eight_bit import levels_of_moments
+from services.extras.optimizers.kinds import block_of_moments, moment_bytes
 from services.trainer.engines.fsdp.optim import build_optimizer
+from tests.helpers.mixtures import tiny_config
 from tests.helpers.optimizers import (
     EIGHT_BITS,
     MUON,
@@ -19,6 +23,9 @@ from tests.helpers.optimizers import (
     updated,
     whole_model,
 )
+from tests.helpers.packages import install_from
+from tests.helpers.pages import example
+from tests.helpers.specs import spec_with
 
 
 class Layer(nn.Module):
@@ -133,3 +140,34 @@ def test_parts_of_moments_update_as_one(monkeypatch: pytest.MonkeyPatch, part_by
     monkeypatch.setattr(eight_bit, "_PART_VALUES", part_bytes // 8)
     for name, value in updated(Matrices(), Matrices(), EIGHT_BITS).items():
         torch.testing.assert_close(value, expected[name], atol=0, rtol=0, msg=name)
+
+
+def test_the_optimizer_of_the_page_trains_and_its_memory_is_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("descent.py", "descent_kind.py"):
+        example("adding.md", name, tmp_path)
+    install_from(example("adding.md", "descent.toml", tmp_path), monkeypatch)
+    optimizer_keys = {"kind": "momentum", "learning_rate": 0.5, "momentum": 0.25}
+    spec = spec_with(trainer={"optimizer": optimizer_keys})
+    layer = nn.Linear(3, 2)
+    before = layer.weight.detach().clone()
+    optimizer = build_optimizer(layer, spec.trainer.optimizer)
+    for _ in range(2):
+        layer.weight.grad = torch.ones_like(layer.weight)
+        optimizer.step()
+    assert torch.allclose(before - layer.weight, torch.full((2, 3), 0.5 + 0.5 * 1.25))
+
+    config = tiny_config("qwen2")
+    plans = {
+        kind: trainer_memory(
+            spec_with(trainer={"optimizer": {"kind": kind}}), config, gpu_bytes=10**10
+        )
+        for kind in ("momentum", "adamw")
+    }
+    assert plans["momentum"].parts["optimizer"] == plans["adamw"].parts["optimizer"] / 2
+
+    for key, value in (("tensor_parallel", 2), ("cpu_offload", "optimizer"), ("lora", {"rank": 1})):
+        trainer = {"optimizer": optimizer_keys, "world_size": 2, "dtype": "bfloat16", key: value}
+        with pytest.raises(SpecError, match=f"'momentum'.*trainer.{key}"):
+            spec_with(trainer=trainer)

@@ -102,7 +102,7 @@ class ModelCheckpoint:
     def __init__(
         self,
         module: nn.Module,
-        optimizer: torch.optim.AdamW,
+        optimizer: torch.optim.Optimizer,
         *,
         topology: RankTopology,
         read: Callable[[Tensor], Tensor] = local_part,
@@ -158,7 +158,8 @@ class ModelCheckpoint:
             no_dist=self._group is None,
         )
         for state in self._optimizer.state.values():
-            state["step"].fill_(float(num_updates))
+            if "step" in state:
+                state["step"].fill_(float(num_updates))
 
     def _state(self) -> dict[str, Tensor]:
         """Returns the live tensors by name: parameters, buffers, and the moments of trained parameters."""
@@ -175,7 +176,9 @@ class ModelCheckpoint:
         return state
 
     def _make_moments(self) -> None:
-        """Creates the optimizer states that AdamW otherwise creates in its first update."""
+        """Creates the states that AdamW otherwise creates in its first update; others have theirs already."""
+        if not isinstance(self._optimizer, torch.optim.AdamW):
+            return
         for parameter in self._module.parameters():
             if parameter.requires_grad and not self._optimizer.state[parameter]:
                 self._optimizer.state[parameter] = {

@@ -1,41 +1,39 @@
-"""AdamW, the door of other optimizers, and gradient clipping."""
+"""The optimizer of a specification, and gradient clipping."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from services.common.callables import load_callable
-from services.common.doors import References
-from services.common.runspec.trainer import OptimizerSpec
+from services.common.runspec.trainer import HOST_OPTIMIZERS, OPTIMIZERS, OptimizerSpec
 from services.trainer.collectives import local_part
-
-OPTIMIZERS: Final = References("optimizers")
-"""Functions that make an optimizer of parameter groups, by ``trainer.optimizer.kind``; ``host`` makes AdamW
-with moments in host memory.
-"""
 
 
 def build_optimizer(
     module: nn.Module, spec: OptimizerSpec, *, in_host: bool = False
-) -> torch.optim.AdamW:
-    """Creates AdamW with one fused kernel, AdamW with moments in 8 bits, or Muon for matrices.
+) -> torch.optim.Optimizer:
+    """Creates the optimizer that a specification names.
 
     The caller sets the learning rate before every update.
 
     Args:
         module: Module whose trainable parameters are updated; it must be on its device already.
         spec: Peak learning rate, betas and decay.
-        in_host: True if the moments are kept in host memory.
+        in_host: True if its states are kept in host memory.
+
+    Raises:
+        DoorError: If the optimizer cannot be loaded.
     """
+    kind = OPTIMIZERS[spec.kind]
     # The fused kernel does not accept parameters of several meshes at once.
     by_group: dict[tuple[object, bool, bool], list[nn.Parameter]] = {}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-            takes_muon = spec.kind == "muon" and _is_layer_matrix(name, parameter)
+            takes_muon = kind.marks_matrices and _is_layer_matrix(name, parameter)
             key = mesh, decays(name, parameter), takes_muon
             by_group.setdefault(key, []).append(parameter)
     groups = [
@@ -46,17 +44,17 @@ def build_optimizer(
         }
         for (_, is_decayed, takes_muon), members in by_group.items()
     ]
-    options: dict[str, Any] = {
-        "lr": spec.learning_rate,
-        "betas": spec.betas,
-    }
-    kind = "host" if in_host else spec.kind
-    if kind == "adamw":
-        return torch.optim.AdamW(groups, fused=True, **options)
-    if kind == "muon":
-        options |= {"momentum": spec.momentum, "fused": True}
-    make_optimizer: Callable[..., torch.optim.AdamW] = load_callable(OPTIMIZERS[kind])
-    return make_optimizer(groups, **options)
+    options = {name: getattr(spec, name) for name in kind.options}
+    make = HOST_OPTIMIZERS.load(spec.kind) if in_host else load_callable(kind.make)
+    optimizer: torch.optim.Optimizer = make(
+        groups, lr=spec.learning_rate, betas=spec.betas, **options
+    )
+    return optimizer
+
+
+def fused_adamw(groups: list[dict[str, Any]], **options: Any) -> torch.optim.AdamW:
+    """Creates AdamW with one fused kernel."""
+    return torch.optim.AdamW(groups, fused=True, **options)
 
 
 def _is_layer_matrix(name: str, parameter: Tensor) -> bool:

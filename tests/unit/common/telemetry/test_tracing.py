@@ -2,12 +2,14 @@
 
 import asyncio
 import logging
+from importlib import import_module
 
 import grpc
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from pydantic import ValidationError
 
 from services.common.errors import InvalidArgumentError
 from services.common.rpc.client import call, open_channel
@@ -18,6 +20,7 @@ from services.common.telemetry.logging import JsonFormatter
 from services.extras.tracing.otlp import span_sink
 from slipstream.transferqueue.v1 import transferqueue_pb2 as pb
 from slipstream.transferqueue.v1 import transferqueue_pb2_grpc
+from tests.helpers.packages import install
 
 
 @pytest.fixture
@@ -158,10 +161,46 @@ def test_missing_packages_are_named(monkeypatch):
     def missing(name):
         raise ModuleNotFoundError(name="opentelemetry.sdk")
 
-    monkeypatch.setattr("services.common.settings.resolve_name", missing)
+    monkeypatch.setattr("services.common.doors.resolve_name", missing)
     settings = ServiceSettings(trace_endpoint="http://127.0.0.1:4317")
     with (
         pytest.raises(InvalidArgumentError, match=r"slipstream\[tracing\]"),
         settings.tracing("rollout"),
     ):
         pass
+
+
+EXPORTER = """
+from contextlib import contextmanager
+
+SENT = []
+
+
+@contextmanager
+def exporting(endpoint, *, ratio, facts):
+    SENT.append((endpoint, ratio, facts))
+    yield
+    SENT.append("ended")
+"""
+
+
+def test_a_package_adds_an_exporter(tmp_path, monkeypatch):
+    (tmp_path / "their_exporter.py").write_text(EXPORTER)
+    points = {"theirs": "their_exporter:exporting", "broken": "their_exporter:missing"}
+    install(tmp_path, monkeypatch, entry_points={"slipstream.trace_exporters": points})
+    monkeypatch.setenv("SLIPSTREAM_TRACE_EXPORTER", "theirs")
+    monkeypatch.setenv("SLIPSTREAM_TRACE_ENDPOINT", "zipkin:9411")
+    with ServiceSettings().tracing("rollout", run="run_1"):
+        sent = import_module("their_exporter").SENT
+        facts = {"service.name": "slipstream-rollout", "run": "run_1"}
+        assert sent == [("zipkin:9411", 0.01, facts)]
+    assert sent[1:] == ["ended"]
+
+    broken = ServiceSettings(trace_exporter="broken")
+    with (
+        pytest.raises(InvalidArgumentError, match=r"slipstream-test-package 1\.2"),
+        broken.tracing("rollout"),
+    ):
+        pass
+    with pytest.raises(ValidationError, match="'otlp', 'theirs' or 'broken'"):
+        ServiceSettings(trace_exporter="unknown")

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from services.common.runspec.workers import WORKERS, WorkerKind
 from services.controller.run import scorers
 from services.controller.run.scorers import BatchScoring
+from tests.helpers.packages import install_role
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ async def test_without_workers_that_score_batches_nothing_is_asked(scoring):
     assert not calls
 
 
-async def test_a_kind_that_is_added_is_asked_too(scoring, monkeypatch):
-    monkeypatch.setitem(WORKERS, "prm", WorkerKind(tasks=("prm",), scores="batches"))
+async def test_a_kind_that_is_added_is_asked_too(scoring, tmp_path, monkeypatch):
+    install_role(tmp_path, monkeypatch, "prm", tasks=("prm",), scores="batches")
     found, calls = await scoring(("prm", "p0"))
     await add(found, Batch((1,)))
     assert calls == {"p0": (0,)}

@@ -1,0 +1,72 @@
+"""The roles of workers that only score, as placement, launchers and the trainer read them."""
+
+from collections.abc import Iterator
+from typing import Final
+
+from services.common.runspec.weight_modes import HOST_MODE, MODES
+from services.common.runspec.workers import SpecView, WorkerKind, scoring_ranks
+
+
+def _logp_problems(spec: SpecView) -> Iterator[str]:
+    topology = spec.topology
+    if not spec.needs_proximal:
+        yield (
+            "topology.task_groups gives logp its own GPUs, but with trainer.updates_per_step "
+            f"{spec.trainer.updates_per_step} and algorithm.correction {spec.algorithm.correction!r} "
+            "no proximal logprobs are used; put logp into the group of train"
+        )
+    if spec.weight_sync.publish_every > 1:
+        yield (
+            "topology.task_groups gives logp its own GPUs, which need the weights of every step, but "
+            f"weight_sync.publish_every is {spec.weight_sync.publish_every}; set it to 1, or put logp into "
+            "the group of train"
+        )
+    if spec.trainer.accumulate_early:
+        yield (
+            "topology.task_groups gives logp its own GPUs, which score whole batches, but "
+            "trainer.accumulate_early is true; set it to false, or put logp into the group of train"
+        )
+    if topology.scoring_ranks > 1 and not MODES[spec.weight_sync.mode].through_host:
+        # No GPU of a sharded policy could receive whole weights.
+        yield (
+            f"topology.scoring_ranks is {topology.scoring_ranks}, so logp is sharded and receives "
+            f"weights through host memory, but weight_sync.mode is {spec.weight_sync.mode!r}; set it to "
+            f"{HOST_MODE!r}, or put logp into the group of train"
+        )
+
+
+def _ref_logp_problems(spec: SpecView) -> Iterator[str]:
+    if not spec.needs_reference:
+        yield (
+            "topology.task_groups gives ref_logp its own GPUs, but algorithm.kl.coefficient is 0, "
+            "so no reference logprobs are used; set it above 0, or remove ref_logp"
+        )
+    teacher = spec.teacher
+    if spec.distillation is not None or (teacher is not None and teacher.has_own_prompt):
+        yield (
+            "topology.task_groups gives ref_logp its own GPUs, but its workers compute logprobs of the "
+            "policy's prompts only; put ref_logp into the group of train, or serve the teacher (teacher.url)"
+        )
+
+
+LOGP: Final = WorkerKind(
+    tasks=("logp",),
+    serve="services.extras.scoring.worker:serve_logp",
+    follow="services.extras.scoring.worker:follow_logp",
+    ranks=scoring_ranks,
+    unit=scoring_ranks,
+    problems=_logp_problems,
+    receives_weights=True,
+    scores="batches",
+)
+REF_LOGP: Final = WorkerKind(
+    tasks=("ref_logp",),
+    aliases=("ref",),
+    serve="services.extras.scoring.worker:serve_ref_logp",
+    follow="services.extras.scoring.worker:follow_ref_logp",
+    ranks=scoring_ranks,
+    unit=scoring_ranks,
+    problems=_ref_logp_problems,
+    scores="groups",
+    adds=("ref_logprobs",),
+)
