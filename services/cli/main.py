@@ -46,10 +46,6 @@ _COMMANDS = {
             "List the checkpoints of a run, newest first.",
         ),
         "workers": ("inspect:workers", "List the workers of a run and their current activity."),
-        "compare": (
-            "inspect:compare",
-            "Compare two runs: results, and keys of their specifications that differ.",
-        ),
         "page": (
             "control:page",
             "Print a link to the run page that signs in one browser, once.",
@@ -90,14 +86,6 @@ _COMMANDS = {
             "Show the project's usage and limits.",
         ),
         "version": ("control:version", "Show the release of the controller."),
-        "backup": (
-            "control:backup",
-            "Copy the database, also while a controller runs; checkpoints are separate files.",
-        ),
-        "restore": (
-            "control:restore",
-            "Restore the database from a copy, while no controller uses it.",
-        ),
     },
 }
 """Commands by panel and name: the function's location and the first line of its docstring."""

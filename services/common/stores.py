@@ -301,3 +301,16 @@ def _resolved(url: str, reference: Callable[[StoreKind], str]) -> Callable[..., 
             f"{without_secrets(url)!r} needs the package {error.name}; pip install '{entry.extra}'"
         ) from error
     return function
+
+
+_UNITS: Final = ("B", "kB", "MB", "GB", "TB")
+_UNIT_STEP: Final = 1000
+
+
+def size_text(num_bytes: float) -> str:
+    """Returns a number of bytes in the decimal unit that gives it one to three digits before the point."""
+    size, power = float(num_bytes), 0
+    # A size that would be rounded to 1,000 is given in the next unit.
+    while round(size, 1) >= _UNIT_STEP and power < len(_UNITS) - 1:
+        size, power = size / _UNIT_STEP, power + 1
+    return f"{size:.1f} {_UNITS[power]}" if power else f"{size:.0f} {_UNITS[0]}"

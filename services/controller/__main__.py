@@ -59,10 +59,10 @@ from services.controller.settings import (
     ControllerSettings,
 )
 from services.controller.standby import Standby, shown_address
-from services.controller.store.copies import in_use
 from services.controller.store.database import Database, DatabaseError, LeaseLostError
 from services.controller.store.lease import Leadership, leader_address
 from services.controller.store.runs import RunStore
+from services.controller.store.usage import in_use
 from services.wire.transferqueue.client import TransferQueueClient
 from slipstream.controller.v1 import membership_pb2_grpc, run_pb2_grpc
 

@@ -9,7 +9,7 @@ import grpc
 
 from services.common.errors import InvalidArgumentError
 from services.common.fields import group_of
-from services.common.quantities import size_text
+from services.common.stores import size_text
 from services.common.task_group import TaskGroup, unwrapped
 from services.common.telemetry import tracing
 from services.trainer import metrics

@@ -10,9 +10,8 @@ from typing import Any, Final
 import grpc
 
 from services.common.lifetime import report_ready
-from services.common.quantities import size_text
 from services.common.rpc.server import serve
-from services.common.stores import UploadStatus
+from services.common.stores import UploadStatus, size_text
 from services.common.task_group import TaskGroup
 from services.trainer import metrics
 from services.trainer.ranks.build import build_critic, build_rank, device_of, gpu_names

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import psutil
 
-from services.controller.store import copies
+from services.extras.backup import copies
 from tests.faults.small_disk import small_disk
 from tests.faults.training import Training, until
 from tests.helpers.ledger_check import check_run

@@ -1,9 +1,6 @@
 """Commands that act on a run or on the controller."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -22,8 +19,7 @@ from services.cli.api_calls import (
 from services.cli.controller_address import Url
 from services.cli.display import heldout_line
 from services.cli.follow import follow
-from services.cli.output import console, fail, write
-from services.common.errors import ServiceError
+from services.cli.output import console, write
 from services.controller.api.operations import (
     CancelRun,
     DeleteCheckpoint,
@@ -38,8 +34,6 @@ from services.controller.api.operations import (
     UpdateRun,
 )
 from services.controller.models import RunView
-from services.controller.settings import DATABASE_FILE
-from services.controller.store import copies
 
 
 def watch(run_id: RunId, url: Url = None, state_directory: StateDirectory = DEFAULT_STATE) -> None:
@@ -225,44 +219,6 @@ def _nested(assignments: list[str]) -> dict[str, object]:
             target = inner
         target[leaf] = json.loads(json.dumps(yaml.safe_load(text)))
     return result
-
-
-def backup(
-    file: Annotated[
-        Path, typer.Argument(help="File to write the copy to; an existing file is replaced.")
-    ],
-    state_directory: StateDirectory = DEFAULT_STATE,
-) -> None:
-    """Copy the database, also while a controller runs; checkpoints are separate files."""
-    with _explained():
-        num_runs = copies.backup(state_directory / DATABASE_FILE, file)
-    _print_copy(file, num_runs)
-
-
-def restore(
-    file: Annotated[Path, typer.Argument(help="File that 'slipstream backup' wrote.")],
-    state_directory: StateDirectory = DEFAULT_STATE,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing database.")] = False,
-) -> None:
-    """Restore the database from a copy, while no controller uses it."""
-    database = state_directory / DATABASE_FILE
-    with _explained():
-        num_runs = copies.restore(file, database, overwrite=force)
-    _print_copy(database, num_runs)
-
-
-def _print_copy(file: Path, num_runs: int) -> None:
-    noun = "run" if num_runs == 1 else "runs"
-    console.print(f"{file}: {num_runs} {noun}", highlight=False, soft_wrap=True)
-
-
-@contextmanager
-def _explained() -> Iterator[None]:
-    try:
-        yield
-    except (ServiceError, OSError) as error:
-        fail(str(error))
-        raise typer.Exit(1) from None
 
 
 _QUOTAS = (

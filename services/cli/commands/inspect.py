@@ -1,11 +1,10 @@
 """Read-only commands on runs: state, events, logs, metrics, groups, checkpoints, workers."""
 
-import asyncio
 import json
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from http import HTTPStatus
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from pydantic import BaseModel
@@ -26,9 +25,8 @@ from services.cli.api_calls import (
     short_ids,
 )
 from services.cli.controller_address import Url
-from services.cli.display import duration, set_line
+from services.cli.display import set_line
 from services.cli.output import console, errors, fail, write
-from services.common.runspec.keys import flat
 from services.controller.api.operations import (
     GetTopology,
     ListCheckpoints,
@@ -396,64 +394,3 @@ def _age(moment: datetime) -> str:
         if seconds >= size:
             return f"{seconds // size} {unit}"
     return f"{max(seconds, 0)} s"
-
-
-Either = Annotated[str, typer.Argument(help="Name of a run, or the start of its id.")]
-
-
-def compare(
-    one: Either,
-    other: Either,
-    url: Url = None,
-    state_directory: StateDirectory = DEFAULT_STATE,
-) -> None:
-    """Compare two runs: results, and keys of their specifications that differ."""
-
-    async def work(api: Api) -> tuple[RunView, RunView]:
-        ids = [await find_run(api, run_name) for run_name in (one, other)]
-        first, second = await asyncio.gather(*map(api.get, ids))
-        return first, second
-
-    runs = call_api(url, work, state_directory=state_directory)
-    table = Table("", *(run.name for run in runs), box=None, pad_edge=False)
-    for name, values in _rows(*runs):
-        table.add_row(name, *values)
-    console.print(table, highlight=False)
-
-
-def _rows(one: RunView, other: RunView) -> Iterator[tuple[str, tuple[str, str]]]:
-    results = [_results(run) for run in (one, other)]
-    for name in results[0]:
-        yield name, (results[0][name], results[1][name])
-    specs = [dict(flat(run.spec)) for run in (one, other)]
-    for key in dict.fromkeys([*specs[0], *specs[1]]):
-        values = tuple(spec.get(key) for spec in specs)
-        if values[0] != values[1] and key != "name":
-            yield key, (_shown(values[0]), _shown(values[1]))
-
-
-def _results(run: RunView) -> dict[str, str]:
-    summary = run.summary
-    heldout, staleness = summary.get("heldout") or {}, summary.get("staleness") or {}
-    sync = summary.get("sync_ms") or {}
-    seconds = None
-    if run.start_time is not None:
-        seconds = ((run.finish_time or run.update_time) - run.start_time).total_seconds()
-    return {
-        "id": run.id,
-        "state": run.state,
-        "steps": f"{run.step}/{run.target_steps}",
-        "took": "-" if seconds is None else duration(seconds),
-        "held-out, greedy": _number(heldout.get("greedy"), 3),
-        "held-out, sampled": _number(heldout.get("sampled"), 3),
-        "staleness, mean": _number(staleness.get("mean"), 2),
-        "weight sync, p50 ms": _number(sync.get("p50"), 1),
-    }
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
-def _shown(value: Any) -> str:
-    return "-" if value is None else str(value)

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import Final, TypeVar
 
 from services.common.errors import UnavailableError
-from services.common.quantities import size_text
-from services.common.stores import Report
+from services.common.stores import Report, size_text
 
 logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")

@@ -26,9 +26,8 @@ from services.common.errors import (
 )
 from services.common.fields import new_id
 from services.common.host import Clock
-from services.common.quantities import size_text
 from services.common.runspec.trainer import CheckpointSpec
-from services.common.stores import is_url
+from services.common.stores import is_url, size_text
 from services.controller.membership import Worker
 from services.controller.rules.ledger import Ledger
 from services.controller.rules.run_state import VOLATILE

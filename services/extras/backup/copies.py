@@ -10,47 +10,8 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
-from services.common.errors import (
-    FailedPreconditionError,
-    InvalidArgumentError,
-    NotFoundError,
-)
-
-_BUSY_S = 30.0
-
-
-@contextmanager
-def in_use(database: Path) -> Iterator[None]:
-    """Locks the database against replacement, as a controller does, until the block or the process ends.
-
-    Raises:
-        FailedPreconditionError: If a restore is running, or the database is missing although runs
-            exist.
-    """
-    with _locked(database, fcntl.LOCK_SH, f"{database} is being restored; try again later"):
-        expect(database)
-        yield
-
-
-def expect(database: Path) -> None:
-    """Checks that the database exists if there are folders of runs.
-
-    Raises:
-        FailedPreconditionError: If it is missing, empty or damaged: continuing would lose the runs.
-    """
-    runs = sorted(logs.parent.name for logs in database.parent.glob("run_*/logs"))
-    if not runs:
-        return
-    try:
-        state = "missing" if not database.exists() else "" if _has_runs_table(database) else "empty"
-    except sqlite3.DatabaseError as error:
-        state = f"damaged ({error})"
-    if state:
-        raise FailedPreconditionError(
-            f"the database {database} is {state}, but {len(runs)} runs have folders beside it, such as "
-            f"{runs[-1]}; restore a copy with 'slipstream restore FILE', or move these folders away, or use "
-            "another state directory"
-        )
+from services.common.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
+from services.controller.store.usage import connect, locked
 
 
 def backup(database: Path, file: Path) -> int:
@@ -95,7 +56,7 @@ def restore(file: Path, database: Path, *, overwrite: bool) -> int:
         raise NotFoundError(f"the file {file} does not exist")
     database.parent.mkdir(parents=True, exist_ok=True)
     used = f"a controller uses {database}; stop it first"
-    with _locked(database, fcntl.LOCK_EX, used), _complete_copy(file, database) as (copy, num_runs):
+    with locked(database, fcntl.LOCK_EX, used), _complete_copy(file, database) as (copy, num_runs):
         if database.exists() and not overwrite:
             raise FailedPreconditionError(
                 f"{database} exists; copy it with 'slipstream backup', then replace it with --force"
@@ -104,16 +65,6 @@ def restore(file: Path, database: Path, *, overwrite: bool) -> int:
             database.with_name(database.name + left).unlink(missing_ok=True)
         copy.replace(database)
     return num_runs
-
-
-@contextmanager
-def _locked(database: Path, how: int, otherwise: str) -> Iterator[None]:
-    with database.with_suffix(".lock").open("a") as lock:
-        try:
-            fcntl.flock(lock, how | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise FailedPreconditionError(otherwise) from error
-        yield
 
 
 @contextmanager
@@ -128,7 +79,7 @@ def _complete_copy(source: Path, target: Path) -> Iterator[tuple[Path, int]]:
         copy.unlink()
     os.close(os.open(copy, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     try:
-        with closing(_connect(source)) as reading, closing(_connect(copy)) as writing:
+        with closing(connect(source)) as reading, closing(connect(copy)) as writing:
             reading.backup(writing)
             # Stores the copy in one file, without a write-ahead log.
             writing.execute("PRAGMA journal_mode=DELETE")
@@ -143,13 +94,3 @@ def _complete_copy(source: Path, target: Path) -> Iterator[tuple[Path, int]]:
         ) from error
     finally:
         copy.unlink(missing_ok=True)
-
-
-def _has_runs_table(database: Path) -> bool:
-    query = "SELECT count(*) FROM sqlite_master WHERE name = 'runs'"
-    with closing(_connect(database)) as connection:
-        return bool(connection.execute(query).fetchone()[0])
-
-
-def _connect(file: Path) -> sqlite3.Connection:
-    return sqlite3.connect(f"{file.absolute().as_uri()}?mode=rw", uri=True, timeout=_BUSY_S)

@@ -9,10 +9,11 @@ from typer.testing import CliRunner
 
 from services.cli.main import app
 from services.common.errors import FailedPreconditionError, InvalidArgumentError
-from services.controller.store.copies import backup, expect, in_use, restore
 from services.controller.store.database import Database
 from services.controller.store.records import NewRun
 from services.controller.store.runs import RunStore
+from services.controller.store.usage import expect, in_use
+from services.extras.backup.copies import backup, restore
 
 
 def add_run(database: Database, digit: str) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.common.quantities import size_text
+from services.common.stores import size_text
 
 
 @pytest.mark.parametrize(

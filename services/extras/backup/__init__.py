@@ -1,0 +1,1 @@
+"""``slipstream backup`` and ``slipstream restore``: copies of the controller's SQLite database."""

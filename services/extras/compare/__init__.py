@@ -1,0 +1,1 @@
+"""``slipstream compare``: results and settings of two runs side by side."""
