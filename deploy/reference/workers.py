@@ -4,7 +4,7 @@ from services.common.runspec.workers import WORKERS, WorkerKind, programs
 
 _PAGE = """# Kinds of workers
 
-The kinds of a run's processes: the entries of `WORKERS` in `services/common/runspec/workers.py`, from which
+The kinds of a run's processes: the entry points of the group `slipstream.worker_roles`, from which
 `make docs` writes this page. [Adding](adding.md#a-kind-of-worker) shows how to add a kind.
 
 `topology.task_groups` lists tasks. The role that does a task has the GPUs of the task's group. A role that is
