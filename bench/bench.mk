@@ -1,5 +1,5 @@
 # Benchmarks; included by the Makefile.
-.PHONY: bench-abuse bench-long-run bench-abuse-memory bench-page bench-samples bench-silence bench-start bench-controller bench-dataplane bench-e2e bench-learning bench-pace bench-tails bench-one-gpu bench-fp8 bench-joins bench-trainer bench-trainer-peer bench-rollout bench-reply-formats bench-episodes bench-sandboxes bench-replay bench-replay-gpu bench-weightsync bench-recovery bench-objects bench-scaling
+.PHONY: bench-abuse bench-bits bench-long-run bench-abuse-memory bench-page bench-samples bench-silence bench-start bench-controller bench-dataplane bench-e2e bench-learning bench-pace bench-tails bench-one-gpu bench-fp8 bench-joins bench-trainer bench-trainer-peer bench-rollout bench-reply-formats bench-episodes bench-sandboxes bench-replay bench-replay-gpu bench-weightsync bench-recovery bench-objects bench-scaling
 bench-dataplane: $(READY) ## Data plane against its peer, minutes (OPTIONS=--smoke for seconds)
 	$(BIN)/python -m bench.dataplane $(OPTIONS)
 
@@ -87,6 +87,9 @@ bench-silence: $(READY) ## Longest silence of a starting run, and time of --help
 
 bench-pace: $(READY) ## Speed of a run with a real controller and simulated GPUs, minutes
 	$(BIN)/python -m bench.pace $(OPTIONS)
+
+bench-bits: $(READY) ## 20 steps of sort4 in CHECKOUT and here, equal to the bit; minutes (CHECKOUT=folder of a worktree)
+	$(BIN)/python -m bench.bits $(CHECKOUT) $(OPTIONS)
 
 bench-abuse-memory: $(READY) ## Cost of 1,000 unauthenticated connections to each port, ten minutes (OPTIONS=--smoke for one)
 	$(BIN)/python -m bench.abuse.memory $(OPTIONS)

@@ -146,16 +146,24 @@ async def asking(here: LocalServices, client: AsyncClient) -> AsyncIterator[Wait
 
 
 async def attacked(
-    order: dict[str, Any], processes: dict[str, psutil.Process], most: dict[str, float]
+    order: dict[str, Any],
+    processes: dict[str, psutil.Process],
+    most: dict[str, float],
+    *,
+    until: Awaitable[Any] | None = None,
 ) -> dict[str, Any]:
-    """Runs one attack; updates each process's max memory."""
+    """Runs one attack; updates each process's max memory.
+
+    Args:
+        until: Ends the attack when it is done; without it, the attack lasts ``seconds``.
+    """
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "bench.abuse.strangers"),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         cwd=REPOSITORY,
     )
-    ending = asyncio.create_task(process.communicate(json.dumps(order).encode() + b"\n"))  # noqa: TID251 -- awaited or cancelled below
+    ending = asyncio.create_task(_answer_of(process, order, until))  # noqa: TID251 -- awaited below
     before = {name: own_mib(each) for name, each in processes.items()}
     is_stopped = False
     while not ending.done():
@@ -165,8 +173,22 @@ async def attacked(
                 is_stopped = True
                 process.kill()
         await asyncio.sleep(_SAMPLE_S)
-    out, _ = await ending
+    out = await ending
     return {"was_stopped": True} if is_stopped else json.loads(out)
+
+
+async def _answer_of(
+    process: asyncio.subprocess.Process, order: dict[str, Any], until: Awaitable[Any] | None
+) -> bytes:
+    assert process.stdin is not None
+    text = json.dumps({**order, "until_closed": until is not None}).encode() + b"\n"
+    if until is not None:
+        process.stdin.write(text)
+        await process.stdin.drain()
+        await until
+        text = b""
+    out, _ = await process.communicate(text)
+    return out
 
 
 def _listening(process: psutil.Process) -> list[int]:

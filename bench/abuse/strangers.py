@@ -3,7 +3,7 @@
 The order is JSON: ``attack`` (a key of :data:`ATTACKS`), ``port``, ``connections``, ``seconds``,
 and ``token`` for the attack that has one. The process opens all connections, sends on each as much
 as the server accepts, holds them until the time is over, and prints how many connections the server
-left open and how many bytes it accepted.
+left open and how many bytes it accepted. With ``until_closed`` the end of standard input also ends it.
 """
 
 import asyncio
@@ -360,6 +360,8 @@ async def _connected(port: int, number: int) -> AsyncIterator[Connection]:
 
 async def main() -> None:
     order: Order = json.loads(sys.stdin.readline())
+    if not order.get("until_closed"):
+        os.nice(19)  # an attacker on another machine takes no CPU time from the services
     attack = ATTACKS[order["attack"]]
     is_over = asyncio.Event()
     connections: list[Connection] = []
@@ -377,6 +379,8 @@ async def main() -> None:
                     await connection.hold()
 
     tasks = [asyncio.create_task(one(number)) for number in range(order["connections"])]  # noqa: TID251 -- awaited or cancelled below
+    if order.get("until_closed"):
+        asyncio.get_running_loop().add_reader(sys.stdin, is_over.set)
     with suppress(TimeoutError):
         async with asyncio.timeout(order["seconds"]):
             await is_over.wait()
@@ -390,5 +394,4 @@ async def main() -> None:
 
 if __name__ == "__main__":
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # servers should end connections
-    os.nice(19)  # an attacker on another machine takes no CPU time from the services
     asyncio.run(main())
