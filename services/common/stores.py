@@ -18,7 +18,7 @@ from services.common.errors import FailedPreconditionError
 
 OBJECT_CACHE: Final = Path("~/.cache/slipstream/objects")
 """Default folder of local copies."""
-FetchKind = Literal["file", "folder", "model", "model without weights", "checkpoint"]
+FetchKind = Literal["file", "folder", "model", "model without weights", "checkpoint", "record"]
 """``model`` leaves out weights in other formats than safetensors."""
 Report = Callable[[str], None]
 """Called with one line that describes a running transfer; with an empty text when it has ended."""

@@ -1,5 +1,6 @@
 """Runs with data, model and checkpoints in an object store."""
 
+import json
 import shutil
 import sqlite3
 from collections.abc import Iterator
@@ -79,3 +80,32 @@ def test_a_run_lives_in_a_bucket_and_another_starts_from_its_checkpoint(
     )
     assert second.code == 0, second.out + second.err
     assert steps_of(tmp_path / "two") == [4]
+
+
+def test_record_and_samples_are_read_from_the_bucket_after_the_disk_was_lost(
+    bucket, plumbing, tmp_path
+) -> None:
+    run = train(
+        plumbing,
+        tmp_path / "one",
+        "record=full",
+        f"trainer.checkpoint={{every: 2, directory: {bucket}/runs/first}}",
+    )
+    assert run.code == 0, run.out + run.err
+    shutil.rmtree(run.folder / "checkpoints")
+    state = ("--state-directory", tmp_path / "one")
+    replayed = slipstream("replay", run.folder.name, "--json", *state)
+    assert replayed.code == 0, replayed.out + replayed.err
+    steps = [json.loads(line) for line in replayed.out.splitlines()]
+    assert [step["step"] for step in steps] == [0, 1, 2, 3]
+    assert not any(step["tensors"] for step in steps)
+
+    exported = slipstream("samples", run.folder.name, "--export", f"{bucket}/all.jsonl", *state)
+    assert exported.code == 0, exported.out + exported.err
+    lines = ObjectFolder(bucket).read("all.jsonl").splitlines()
+    assert lines
+    assert all(json.loads(line)["id"] for line in lines)
+    assert f"wrote {len(lines)} samples" in exported.err
+    refused = slipstream("samples", run.folder.name, "--export", f"{bucket}-absent/a.jsonl", *state)
+    assert refused.code == 1
+    assert "absent/a.jsonl" in refused.err

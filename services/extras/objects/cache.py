@@ -23,6 +23,7 @@ from services.common.errors import NotFoundError
 from services.common.stores import FetchKind, Report
 from services.extras.objects.connection import ObjectFolder, StoredObject
 from services.extras.objects.layout import download_checkpoint, read_manifest
+from services.extras.objects.records import record_objects
 from services.extras.objects.transfers import Patience, TransferProgress
 
 _OTHER_FORMATS: Final = (
@@ -42,6 +43,8 @@ def fetch(url: str, kind: FetchKind, *, cache: Path, report: Report) -> Path:
     root.mkdir(parents=True, exist_ok=True)
     if kind == "checkpoint":
         return _fetch_checkpoint(ObjectFolder(parent), name, root, report)
+    if kind == "record":
+        return _fetch_record(ObjectFolder(parent), name, root, report)
     patience = Patience(url, report=report)
     if kind == "file":
         store = ObjectFolder(parent)
@@ -79,6 +82,24 @@ def _fetch_checkpoint(store: ObjectFolder, name: str, root: Path, report: Report
             download_checkpoint(
                 store, name, manifest, part / name, patience=patience, report=report
             )
+            part.rename(version)
+            report("")
+    return version / name
+
+
+def _fetch_record(store: ObjectFolder, name: str, root: Path, report: Report) -> Path:
+    url = f"{store.url}/{name}"
+    patience = Patience(url, report=report)
+    with _locked(root):
+        objects, digest = record_objects(store, patience)
+        version = root / digest
+        if not version.is_dir():
+            _remove_parts(root)
+            part = version.with_suffix(_PART)
+            total = sum(stored.num_bytes for stored in objects)
+            progress = TransferProgress(f"downloading {url}", total, report)
+            files = {stored: part / name / path for stored, path in objects.items()}
+            store.download(files, on_bytes=progress.add, persist=patience)
             part.rename(version)
             report("")
     return version / name

@@ -6,6 +6,8 @@
                -> the folder is confirmed, and outdated checkpoints and remains are deleted
     others     upload the files that they wrote; what they do not upload in time, rank 0 uploads
 
+A record of the steps in the same folder is uploaded before the manifest.
+
 An upload that fails is repeated until it succeeds or the process ends, and goes on with the files that the
 store lacks. It never holds training: a folder is complete on disk before it is submitted, and stays there
 until its manifest is in the store.
@@ -42,6 +44,8 @@ from services.extras.objects.layout import (
     read_manifest,
     stored_checkpoints,
 )
+from services.extras.objects.records import FOLDER as RECORD
+from services.extras.objects.records import RecordUploads, restore_record
 from services.extras.objects.transfers import Patience, TransferCancelledError, TransferProgress
 from services.trainer.checkpoint import manifest as manifests
 
@@ -92,6 +96,9 @@ class ObjectCheckpoints:
         self._failure = ""
         self._is_closed = False
         self._thread: threading.Thread | None = None
+        self._records = RecordUploads(
+            store, request=self._request, on_total=self._add_total, on_bytes=self._count
+        )
 
     @property
     def url(self) -> str:
@@ -126,7 +133,7 @@ class ObjectCheckpoints:
             if whole >= manifest.step:
                 return
             try:
-                self._download(root, manifest, patience)
+                self._download(root, manifest, patience, is_start=before is None)
             except DataLossError as error:
                 logger.error("stored checkpoint refused", extra={"reason": str(error)})  # noqa: TRY400
             else:
@@ -159,10 +166,14 @@ class ObjectCheckpoints:
                 )
                 manifests.delete(folder)
 
-    def _download(self, root: Path, manifest: StoredManifest, patience: Patience) -> None:
+    def _download(
+        self, root: Path, manifest: StoredManifest, patience: Patience, *, is_start: bool
+    ) -> None:
         folder = manifests.folder_of(root, manifest.step)
         unfinished = manifests.unfinished_of(root, manifest.step)
         download_checkpoint(self._store, folder.name, manifest, unfinished, patience=patience)
+        if is_start:  # otherwise this process continues, and its record with it
+            restore_record(self._store, root, manifest.step, patience)
         manifests.install(unfinished, folder)
         _record(root, manifest)
         logger.info("checkpoint restored", extra={"url": f"{self._store.url}/{folder.name}"})
@@ -235,6 +246,12 @@ class ObjectCheckpoints:
             self._thread.join(_CLOSE_S)
 
     def delete(self, name: str) -> None:
+        self._delete(name)
+        objects = self._store.list()
+        if not any(c.is_published for c in stored_checkpoints(objects).values()):
+            self._store.delete([o.name for o in objects if o.name.startswith(f"{RECORD}/")])
+
+    def _delete(self, name: str) -> None:
         self._store.delete([f"{name}/{manifests.MANIFEST}"])
         self._store.delete([stored.name for stored in self._store.list(name)])
 
@@ -277,6 +294,7 @@ class ObjectCheckpoints:
             rank_files = {f: n for f, n in manifest.sizes.items() if self._owner(f) == 0}
             self._upload_files(upload, manifest, rank_files)
             self._wait_for_peers(upload, manifest)
+            self._records.upload(upload.folder.parent, upload.step)
             self._request(
                 lambda: self._store.write(f"{name}/{manifests.MANIFEST}", manifest.content)
             )
@@ -354,6 +372,10 @@ class ObjectCheckpoints:
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
 
+    def _add_total(self, num_bytes: int) -> None:
+        if self._progress is not None:
+            self._progress.total_bytes += num_bytes
+
     def _count(self, num_bytes: int) -> None:
         self._patience.check()
         if self._progress is not None:
@@ -392,7 +414,7 @@ class ObjectCheckpoints:
         assert upload.keep is not None
         outdated = {step for step in published if step > upload.step} | {*current[upload.keep :]}
         for step in sorted(outdated - self._keep_steps):
-            self.delete(checkpoints[step].name)
+            self._delete(checkpoints[step].name)
         newest = max((stored.modified for stored in objects), default=None)
         pending = self.pending_steps()
         for step, checkpoint in checkpoints.items():
@@ -405,6 +427,7 @@ class ObjectCheckpoints:
                 old = [o.name for o in remains if newest and newest - o.modified > _REMAINS_AFTER]
                 if name != named and len(old) == len(remains):
                     self._store.delete(old)
+        self._records.retain(upload.step)
 
     def _named_upload(self, checkpoint: StoredCheckpoint) -> str | None:
         """Returns the upload that a manifest names; empty without one, None if it is damaged."""

@@ -25,9 +25,10 @@ from services.cli.api_calls import (
 from services.cli.commands.spec import Overrides
 from services.cli.controller_address import Url
 from services.cli.output import console, errors, fail, print_line, write
-from services.common.errors import InvalidArgumentError, ServiceError
+from services.common.errors import InvalidArgumentError, NotFoundError, ServiceError
 from services.common.runspec.loader import SpecError, canonical_json, parse_spec
 from services.common.runspec.trainer import checkpoint_root
+from services.common.stores import fetch, is_url, joined
 from services.controller.models import RunView
 
 if TYPE_CHECKING:  # they import torch
@@ -40,11 +41,26 @@ _DIFFERS, _FAILED = 1, 2
 
 
 def record_folder(run: RunView, state_directory: Path) -> Path:
-    """Returns the folder of a run's record."""
-    from services.extras.replay.files import FOLDER  # imports torch
+    """Returns the folder of a run's record; a copy of that in the store if this host lacks a step of it.
+
+    Raises:
+        ServiceError: If the record in the store cannot be read.
+    """
+    from services.extras.replay.files import FOLDER, has_all_steps  # imports torch
 
     directory = run.spec["trainer"]["checkpoint"]["directory"]
-    return checkpoint_root(directory, state_directory / run.id) / FOLDER
+    folder = checkpoint_root(directory, state_directory / run.id) / FOLDER
+    if not is_url(directory) or has_all_steps(folder, run.step):
+        return folder
+    try:
+        return fetch(joined(directory, FOLDER), "record", report=_told)
+    except NotFoundError:  # nothing was uploaded yet
+        return folder
+
+
+def _told(line: str) -> None:
+    if line:
+        print_line(errors, line)
 
 
 def replay(
@@ -72,8 +88,9 @@ def replay(
     from services.extras.replay.planning import plan_replay
     from services.extras.replay.regenerate import wanted_responses
 
-    folder, regeneration = record_folder(run, state_directory), None
+    regeneration = None
     try:
+        folder = record_folder(run, state_directory)
         if sample:
             if overrides or first or last:
                 raise InvalidArgumentError(

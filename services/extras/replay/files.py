@@ -143,6 +143,12 @@ def recorded_steps(folder: Path) -> list[int]:
     return sorted(int(path.name.removeprefix(_STEP)) for path in folder.glob(f"{_STEP}*"))
 
 
+def has_all_steps(folder: Path, last: int) -> bool:
+    """Returns True if a folder has a record of each step from the run's start to its last one."""
+    starts = _starts(folder)
+    return bool(starts) and {*range(starts[0]["step"], last + 1)} <= {*recorded_steps(folder)}
+
+
 def write_step(
     folder: Path,
     rank: int,

@@ -1,10 +1,11 @@
 """The ``samples`` command: prints kept samples of a run as text or JSON lines."""
 
 import json
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any, BinaryIO
 
 import typer
 from pydantic import ValidationError
@@ -14,7 +15,14 @@ from services.cli.api import Api
 from services.cli.api_calls import DEFAULT_STATE, StateDirectory, call_api, find_run
 from services.cli.controller_address import CliSettings, Url
 from services.cli.local import SAMPLE_FOLDER
-from services.cli.output import console, errors, printable, write
+from services.cli.output import console, errors, fail, printable, write
+from services.common.errors import FailedPreconditionError, ServiceError
+from services.common.stores import (
+    is_url,
+    open_folder,
+    url_problem,
+    without_secrets,
+)
 from services.controller.api.operations import ExportSamples
 from services.transferqueue.samples.store import SampleStore, store_path
 from services.wire.transferqueue.types import SampleRecordQuery
@@ -62,8 +70,11 @@ def samples(
         bool, typer.Option("--json", help="Print one JSON object per line.")
     ] = False,
     export: Annotated[
-        Path | None,
-        typer.Option(help="Write the samples with their tokens to this file as JSON lines."),
+        str | None,
+        typer.Option(
+            help="Write the samples with their tokens as JSON lines to this file, or to this URL of an "
+            "object store."
+        ),
     ] = None,
     state_directory: StateDirectory = DEFAULT_STATE,
     url: Url = None,
@@ -148,11 +159,14 @@ def _store_of(state_directory: Path, run_id: str) -> Path:
 
 
 @contextmanager
-def _written(export: Path | None, *, as_json: bool) -> Iterator[Show]:
-    """Yields a function that writes a sample: to a file, as a JSON line, or as text."""
-    if export is not None:
+def _written(export: str | None, *, as_json: bool) -> Iterator[Show]:
+    """Yields a function that writes a sample: to a file or an object, as a JSON line, or as text."""
+    if export is not None and is_url(export):
+        with _uploaded(export) as show:
+            yield show
+    elif export is not None:
         try:
-            file = export.open("w", encoding="utf-8")
+            file = Path(export).open("wb")  # noqa: SIM115  it is closed below
         except OSError as error:
             raise typer.BadParameter(
                 f"--export {export}: cannot be written ({error.strerror}); use another file"
@@ -165,8 +179,32 @@ def _written(export: Path | None, *, as_json: bool) -> Iterator[Show]:
         yield _show
 
 
-def _append(file: TextIO, sample: Mapping[str, Any]) -> None:
-    file.write(f"{printable(_line(sample))}\n")
+@contextmanager
+def _uploaded(url: str) -> Iterator[Show]:
+    """Yields a function that collects samples, which become one object at the end; none after an error."""
+    parent, _, name = url.rpartition("/")
+    with _told(url):
+        if problem := url_problem(url):
+            raise FailedPreconditionError(problem)
+        folder = open_folder(parent)
+    with tempfile.TemporaryFile("w+b") as file:
+        yield lambda sample: _append(file, sample)
+        file.seek(0)
+        with _told(url):
+            folder.put(name, memoryview(file.read()))
+
+
+@contextmanager
+def _told(url: str) -> Iterator[None]:
+    try:
+        yield
+    except ServiceError as error:
+        fail(f"--export {without_secrets(url)}: {error.message}")
+        raise typer.Exit(1) from error
+
+
+def _append(file: BinaryIO, sample: Mapping[str, Any]) -> None:
+    file.write(f"{printable(_line(sample))}\n".encode())
 
 
 def _line(sample: Mapping[str, Any]) -> str:

@@ -1,0 +1,206 @@
+"""Tests that a record in a store has all steps of one history, whatever is killed, and is read whole."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from services.common.errors import DataLossError, NotFoundError
+from services.common.stores import fetch, joined
+from services.extras.objects import records
+from services.extras.objects.checkpoints import ObjectCheckpoints
+from services.extras.objects.connection import ObjectFolder
+from services.extras.replay import files
+from services.trainer.checkpoint import manifest
+from tests.helpers.s3 import Relay, needs_s3
+from tests.unit.extras.objects.test_checkpoints import (  # noqa: F401
+    LONG_S,
+    Opener,
+    _no_pauses,
+    opened,
+    save,
+    stored_steps,
+)
+
+pytestmark = needs_s3
+
+
+def start(root: Path, step: int) -> None:
+    """Begins a record after a step, as the trainer's recorder does."""
+    record = root / files.FOLDER
+    files.forget_after(record, step)
+    files.write_start(record, step, {"spec": {}})
+    if not files.rank_file(record, step, 0).exists():
+        write(root, step, content=b"initial weights")
+
+
+def write(root: Path, step: int, *, content: bytes | None = None) -> bytes:
+    file = files.rank_file(root / files.FOLDER, step, 0)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    content = random.randbytes(1000) if content is None else content
+    file.write_bytes(content)
+    return content
+
+
+def record(store: ObjectCheckpoints, root: Path, steps: range) -> dict[int, bytes]:
+    """Records steps and saves a checkpoint after each; returns the records."""
+    contents = {}
+    for step in steps:
+        contents[step] = write(root, step)
+        save(store, root, step)
+    store.wait(LONG_S)
+    return contents
+
+
+def fetched(store: ObjectCheckpoints, cache: Path) -> dict[int, bytes]:
+    """Returns the record of each step in the store, as a replay reads it."""
+    folder = fetch(joined(store.url, files.FOLDER), "record", cache=cache)
+    steps = files.recorded_steps(folder)
+    return {step: files.rank_file(folder, step, 0).read_bytes() for step in steps}
+
+
+def test_the_folder_is_that_of_the_recorder():
+    assert records.FOLDER == files.FOLDER
+
+
+def test_a_record_is_read_whole_after_the_disk_was_lost_twice(opened: Opener, tmp_path: Path):  # noqa: F811
+    contents: dict[int, bytes] = {0: b"initial weights"}
+    for number, steps in enumerate((range(1, 4), range(4, 6), range(6, 8))):
+        store, root = opened(), tmp_path / str(number)
+        store.restore_newest(root)
+        start(root, steps.start - 1)
+        contents |= record(store, root, steps)
+    assert fetched(store, tmp_path / "cache") == contents
+    folder = fetch(joined(store.url, files.FOLDER), "record", cache=tmp_path / "cache")
+    assert [s["step"] for s in files.read_starts(folder)] == [0, 3, 5]
+    assert files.has_all_steps(folder, 7)
+    assert not files.has_all_steps(root / files.FOLDER, 7), "the last disk has the last steps only"
+
+
+def test_steps_that_are_trained_again_replace_those_of_the_left_history(
+    opened: Opener,  # noqa: F811
+    tmp_path: Path,
+):
+    store, root = opened(), tmp_path / "root"
+    start(root, 0)
+    contents = record(store, root, range(1, 5))
+    start(root, 2)
+    again = record(store, root, range(3, 4))
+    assert fetched(store, tmp_path / "cache") == {
+        0: b"initial weights",
+        **{step: contents[step] for step in (1, 2)},
+        **again,
+    }
+    names = [stored.name for stored in ObjectFolder(store.url).list(files.FOLDER)]
+    assert len(names) == 1 + 4 + 1, "index, steps 0 to 3, and the starts"
+    assert stored_steps(store) == [3]
+
+
+def test_a_full_store_holds_no_step_and_gets_the_record_later(
+    opened: Opener,  # noqa: F811
+    tmp_path: Path,
+    relay: Relay,
+):
+    store, root = opened(), tmp_path / "root"
+    start(root, 0)
+    contents = record(store, root, range(1, 2))
+    relay.set("full")
+    for step in (2, 3):
+        contents[step] = write(root, step)
+        since = time.monotonic()
+        save(store, root, step)
+        assert time.monotonic() - since < 5
+    relay.set("forward")
+    store.wait(LONG_S)
+    assert fetched(store, tmp_path / "cache") == {0: b"initial weights", **contents}
+
+
+def test_records_are_deleted_with_the_last_checkpoint(opened: Opener, tmp_path: Path):  # noqa: F811
+    store = opened()
+    start(tmp_path, 0)
+    record(store, tmp_path, range(1, 3))
+    store.delete("step-00000001")
+    assert ObjectFolder(store.url).list(files.FOLDER)
+    store.delete("step-00000002")
+    assert ObjectFolder(store.url).list() == []
+
+
+@pytest.mark.parametrize("damage", ["missing", "index", "foreign path"])
+def test_a_damaged_record_is_refused_and_does_not_keep_the_run_from_going_on(
+    opened: Opener,  # noqa: F811
+    tmp_path: Path,
+    damage: str,
+):
+    store = opened()
+    start(tmp_path / "one", 0)
+    record(store, tmp_path / "one", range(1, 3))
+    folder = ObjectFolder(store.url)
+    index = f"{files.FOLDER}/step-00000002.json"
+    if damage == "missing":
+        folder.delete([o.name for o in folder.list(f"{files.FOLDER}/files/step-00000002")])
+    elif damage == "index":
+        folder.write(index, b'{"run.json": {"obj')
+    else:
+        names = json.loads(folder.read(index))
+        folder.write(index, json.dumps({"../../escaped": names["run.json"]}).encode())
+    with pytest.raises(DataLossError, match=files.FOLDER):
+        fetched(store, tmp_path / "cache")
+    other = opened()
+    other.restore_newest(tmp_path / "other")
+    assert manifest.newest(tmp_path / "other")[0].name == "step-00000002"
+    assert not (tmp_path.parent / "escaped").exists()
+
+
+def test_a_store_without_a_record_is_told(opened: Opener, tmp_path: Path):  # noqa: F811
+    store = opened()
+    save(store, tmp_path, 1)
+    store.wait(LONG_S)
+    with pytest.raises(NotFoundError, match="record: full"):
+        fetched(store, tmp_path / "cache")
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from tests.unit.extras.objects.test_records import record, start
+from services.extras.objects.checkpoints import ObjectCheckpoints
+from services.extras.objects.connection import ObjectFolder
+from services.trainer.checkpoint import manifest
+
+store, root = ObjectCheckpoints(ObjectFolder(sys.argv[1])), Path(sys.argv[2])
+store.restore_newest(root)
+try:
+    step = manifest.newest(root)[1]["step"]
+except Exception:
+    step = 0
+start(root, step)
+print("started", flush=True)
+record(store, root, range(step + 1, step + 30))
+"""
+
+
+@pytest.mark.timeout(300)
+def test_every_checkpoint_of_a_killed_process_has_the_records_of_its_steps(
+    bucket: str, tmp_path: Path
+):
+    url, rng = joined(bucket, "killed"), random.Random(3)
+    newest = 0
+    for number in range(6):
+        root = tmp_path / f"root-{number // 2}"  # every second process has a new disk
+        command = [sys.executable, "-c", KILLED, url, str(root)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "started\n"
+            time.sleep(rng.uniform(0.1, 1.5))
+            process.send_signal(signal.SIGKILL)
+        store = ObjectCheckpoints(ObjectFolder(url))
+        if not (steps := stored_steps(store)):
+            continue
+        newest = max(steps)
+        assert {*range(newest + 1)} <= {*fetched(store, tmp_path / "cache")}
+    assert newest > 3
