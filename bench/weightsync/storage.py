@@ -1,11 +1,12 @@
 """Time from the trainer's weights to a rollout that serves them, through a folder.
 
-``python -m bench.weightsync.storage [--smoke] [--folder F] [--millions N]``
+``python -m bench.weightsync.storage [--smoke] [--folder F] [--millions N] [--device cuda] [--json FILE]``
 
 The controller's session runs in this process; trainer and rollout are separate processes with a weight
 member each, as in a run. Measured are whole versions, and differences of 1 % of the weights at random
 places, of a model with 1.3 billion weights in bfloat16. Beside them stands the limit: the same number of
-bytes, written to and read from the same folder in the same pieces, without anything else. At the end every
+bytes, written to and read from the same folder in the same pieces, without anything else. ``processor_s`` is
+the processor time of both processes, which other work of the host does not change much. At the end every
 live weight is compared with the trainer's. Prints the result and writes
 ``bench/results/weights-storage.json``.
 """
@@ -56,18 +57,18 @@ def _specs(num_weights: int) -> list[TensorSpec]:
 class _Trainer:
     """Weights that change on command."""
 
-    def __init__(self, num_weights: int) -> None:
+    def __init__(self, num_weights: int, device: torch.device) -> None:
         self.specs = _specs(num_weights)
         first = torch.randint(-(2**14), 2**14, self.specs[0].shape, dtype=torch.int16)
         self.tensors = {
-            spec.name: first.roll(number).view(torch.bfloat16)
+            spec.name: first.roll(number).view(torch.bfloat16).to(device)
             for number, spec in enumerate(self.specs)
         }
 
     def change(self, fraction: float) -> None:
         for tensor in self.tensors.values():
             words = tensor.view(-1).view(torch.int16)
-            places = torch.randint(len(words), (int(len(words) * fraction),))
+            places = torch.randint(len(words), (int(len(words) * fraction),), device=words.device)
             words[places] ^= 1  # a place that is drawn twice changes once
 
     def weight_specs(self) -> list[TensorSpec]:
@@ -83,9 +84,10 @@ class _Trainer:
 class _Rollout:
     """Live weights, into which adopted versions are copied."""
 
-    def __init__(self, num_weights: int) -> None:
+    def __init__(self, num_weights: int, device: torch.device) -> None:
         self.tensors = {
-            spec.name: torch.zeros(spec.shape, dtype=torch.bfloat16) for spec in _specs(num_weights)
+            spec.name: torch.zeros(spec.shape, dtype=torch.bfloat16, device=device)
+            for spec in _specs(num_weights)
         }
 
     async def adopt_weights(self, version: int, tensors: Mapping[str, Tensor]) -> float:
@@ -96,6 +98,8 @@ class _Rollout:
     def _copy(self, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in self.tensors.items():
             tensor.copy_(tensors[name])
+        if tensor.is_cuda:
+            torch.cuda.synchronize()
 
     async def score(self, token_ids: Any) -> Any:
         return _CANARY.logprobs
@@ -104,23 +108,25 @@ class _Rollout:
         raise AssertionError(reason)
 
 
-def _run(role: str, num_weights: int, pipe: Any) -> None:
-    asyncio.run(_serve(role, num_weights, pipe))
+def _run(role: str, num_weights: int, device: torch.device, pipe: Any) -> None:
+    asyncio.run(_serve(role, num_weights, device, pipe))
 
 
-async def _serve(role: str, num_weights: int, pipe: Any) -> None:
-    weights = _Trainer(num_weights) if role == "trainer" else _Rollout(num_weights)
+async def _serve(role: str, num_weights: int, device: torch.device, pipe: Any) -> None:
+    weights = (_Trainer if role == "trainer" else _Rollout)(num_weights, device)
     side = {"source" if role == "trainer" else "sink": weights}
     member = WeightMember(
         **cast("Any", side),
-        device=torch.device("cpu"),
+        device=device,
         host="127.0.0.1",
         rendezvous=cast("Any", lambda scope: None),
     )
     async with serve("127.0.0.1:0", partial(serve_member, member)) as port:
         pipe.send(port)
         while (command := await asyncio.to_thread(pipe.recv)) != "end":
-            if command == "digest":
+            if command == "processor_s":
+                pipe.send(time.process_time())
+            elif command == "digest":
                 pipe.send(await asyncio.to_thread(_digest, weights.tensors))
             else:
                 assert isinstance(weights, _Trainer)
@@ -131,7 +137,7 @@ async def _serve(role: str, num_weights: int, pipe: Any) -> None:
 def _digest(tensors: Mapping[str, Tensor]) -> str:
     total = xxhash.xxh3_128()
     for tensor in tensors.values():
-        array: Any = tensor.view(-1).view(torch.uint8).numpy()
+        array: Any = tensor.view(-1).view(torch.uint8).cpu().numpy()
         total.update(array.data)
     return total.hexdigest()
 
@@ -150,13 +156,16 @@ def _raw_s(folder: Path, num_bytes: int, piece_bytes: int) -> float:
     return seconds
 
 
-async def _measure(folder: Path, num_weights: int, mode: str) -> list[dict[str, float]]:
+async def _measure(
+    folder: Path, num_weights: int, mode: str, device: torch.device
+) -> list[dict[str, float]]:
     """Returns the measures of each round with new processes."""
     context = mp.get_context("spawn")
     pipes, processes, workers = {}, [], []
     for role in ("trainer", "rollout"):
         pipes[role], far = context.Pipe()
-        processes.append(context.Process(target=_run, args=(role, num_weights, far), daemon=True))
+        arguments = (role, num_weights, device, far)
+        processes.append(context.Process(target=_run, args=arguments, daemon=True))
         processes[-1].start()
         port = await asyncio.to_thread(pipes[role].recv)
         workers.append(
@@ -182,10 +191,7 @@ async def _measure(folder: Path, num_weights: int, mode: str) -> list[dict[str, 
     await session.open(workers[0], [workers[1]])
     async with TaskGroup() as tasks:
         following = tasks.create_task(session.follow(_nothing))
-        rounds = [
-            await _publish(session, version, pipes["trainer"], folder)
-            for version in range(_ROUNDS + 1)
-        ]
+        rounds = [await _publish(session, version, pipes, folder) for version in range(_ROUNDS + 1)]
         following.cancel()
     await session.close()
     digests = set()
@@ -205,15 +211,24 @@ def _summary(row: str, rounds: Sequence[dict[str, float]]) -> dict[str, float]:
     return medians | {"slowest_s": slowest_s, "bar_s": BARS_S[row]}
 
 
+async def _processor_s(pipes: Mapping[str, Any]) -> float:
+    """Returns the processor seconds of all processes so far."""
+    for pipe in pipes.values():
+        pipe.send("processor_s")
+    return sum([await asyncio.to_thread(pipe.recv) for pipe in pipes.values()])
+
+
 async def _publish(
-    session: WeightSession, version: int, trainer: Any, folder: Path
+    session: WeightSession, version: int, pipes: Mapping[str, Any], folder: Path
 ) -> dict[str, float]:
     """Changes the trainer's weights, and measures until the rollout serves them."""
-    trainer.send(_CHANGED)
-    await asyncio.to_thread(trainer.recv)
+    pipes["trainer"].send(_CHANGED)
+    await asyncio.to_thread(pipes["trainer"].recv)
+    before_s = await _processor_s(pipes)
     since = time.perf_counter()
     report = await session.publish(lambda: version)
     seconds = time.perf_counter() - since
+    processor_s = await _processor_s(pipes) - before_s
     assert report.receivers == ("rollout",)
     return {
         "seconds": seconds,
@@ -222,6 +237,7 @@ async def _publish(
         "read_and_adopt_s": report.adopt_s,
         "adopt_s": report.stall_s,
         "megabytes": report.num_bytes / 1e6,
+        "processor_s": processor_s,
         "raw_s": _raw_s(folder, report.num_bytes, _PIECE_BYTES),
     }
 
@@ -239,17 +255,22 @@ def main() -> None:
     parser.add_argument(
         "--millions", type=int, default=1300, help="of weights; 10 bytes of memory each"
     )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of both sides")
+    parser.add_argument("--json", type=Path, default=RESULTS, help="where the result goes")
     arguments = parser.parse_args()
+    device = torch.device("cuda", 0) if arguments.device == "cuda" else torch.device("cpu")
     num_weights = 2_600_000 if arguments.smoke else arguments.millions * 1_000_000
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         rows = {
-            row: _summary(row, asyncio.run(_measure(Path(folder), num_weights, mode)))
+            row: _summary(row, asyncio.run(_measure(Path(folder), num_weights, mode, device)))
             for row, mode in (("whole", "shadow"), ("changes of 1 %", "delta"))
         }
     load = os.getloadavg()[0]
     host = f"{os.cpu_count()} CPU cores, load {load:.0f} by other work"
+    if arguments.device == "cuda":
+        host = f"{torch.cuda.get_device_name(0)}, {host}"
     result = {"weights": num_weights, "dtype": "bfloat16", "host": host, "rounds": _ROUNDS, **rows}
-    report_to(None if arguments.smoke else RESULTS, result)
+    report_to(None if arguments.smoke else arguments.json, result)
 
 
 if __name__ == "__main__":

@@ -176,7 +176,7 @@ class StoredSource(_Side):
         flat = tensor.detach().reshape(-1).view(torch.uint8)
         if flat.is_cuda:
             self._take_buffer()
-            flat = flat.cpu()
+            flat = _host_buffer(flat.numel()).copy_(flat)
             future = self._threads.submit(lambda: self._written_buffer(name, flat))
         else:
             future = self._threads.submit(lambda: self._written(name, flat))
@@ -270,7 +270,7 @@ class StoredReceiver(_Side):
 
     def _read_buffer(self, index: int, num_bytes: int) -> Tensor:
         self._take_buffer()
-        buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        buffer = _host_buffer(num_bytes)
         self._read(index, buffer)
         return buffer
 
@@ -296,6 +296,14 @@ class StoredReceiver(_Side):
             raise TransferError(
                 f"{where} is damaged: its digest is not that of its manifest; the version is rejected"
             )
+
+
+def _host_buffer(num_bytes: int) -> Tensor:
+    """Returns ``[num_bytes]`` uint8 in pinned memory, which a GPU copies several times faster.
+
+    torch's allocator uses the memory of earlier buffers again.
+    """
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
 def _gone(error: ServiceError) -> TransferError:
