@@ -24,6 +24,9 @@ Report = Callable[[str], None]
 """Called with one line that describes a running transfer; with an empty text when it has ended."""
 
 _URL = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<rest>.*)", re.DOTALL)
+_LIKE_URL = re.compile(r"\s*(?!file:)[A-Za-z][A-Za-z0-9+.-]*:/")
+"""Begin of a URL, also of one with a mistake: as a path, it would be a folder with the URL's credentials."""
+_LOGIN = re.compile(r"^[^/]*:(?!\d+(?:/|$)).*", re.DOTALL)
 _REWRITTEN = re.compile(r"[%\\\s\x00-\x20\x7f]")
 """Characters that the stores' libraries decode, strip or replace, so that they open another URL."""
 
@@ -164,10 +167,8 @@ STORES: Final = Door("stores", StoreKind)
 
 
 def is_url(text: str | None) -> bool:
-    """Returns True if a text is a URL of a store instead of a path; ``file://`` URLs are paths."""
-    return (
-        text is not None and (url := _URL.fullmatch(text)) is not None and url["scheme"] != "file"
-    )
+    """Returns True if a text is a URL, also a wrong one, instead of a path; ``file:`` URLs are paths."""
+    return text is not None and _LIKE_URL.match(text) is not None
 
 
 def plain_path(text: str) -> str:
@@ -185,19 +186,24 @@ def without_secrets(url: str) -> str:
 
     A password may contain ``@``, ``/``, ``?`` and ``#``, so a login ends at the last ``@``.
     """
-    scheme, _, rest = url.partition("://")
+    scheme, _, rest = url.partition(":")
+    rest = rest.lstrip("/")
     before, _, after = rest.rpartition("@")
     has_login = "@" in rest.partition("/")[0] or ":" in before
-    return f"{scheme}://" + re.split(r"[?#]", f"...@{after}" if has_login else rest)[0]
+    shown = re.split(r"[?#%]", f"...@{after}" if has_login else rest)[0]
+    return f"{scheme}://{_LOGIN.sub('...', shown)}"
 
 
 def url_problem(url: str) -> str:
     """Returns why a URL cannot name a store's objects, with the fix; empty if it can."""
     matched = _URL.fullmatch(url)
-    assert matched is not None, "only URLs are judged"
-    if matched["scheme"] not in STORES:
+    if matched is None or matched["scheme"] not in STORES:
         schemes = ", ".join(f"{name}://" for name in STORES.names()) or "none"
-        return f"no installed package has a store for {matched['scheme']}://; use one of {schemes}"
+        scheme = url.partition(":")[0].strip()
+        return (
+            f"no installed package has a store for such {scheme}:/ URLs; use one of {schemes}, such as "
+            "s3://bucket/folder, or a path"
+        )
     if (rewritten := _REWRITTEN.search(url)) is not None:
         return (
             f"has the character {rewritten.group()!r}; a store may read such a URL as another one, so use "
@@ -205,7 +211,8 @@ def url_problem(url: str) -> str:
         )
     try:
         parts = urlsplit(url)
-        has_login, bucket = parts.username is not None or parts.password is not None, parts.hostname
+        # A key with a slash ends what is parsed as the host, so a colon is enough: no bucket has one.
+        has_login, bucket = "@" in parts.netloc or ":" in parts.netloc, parts.hostname
     except ValueError:  # its message may have the credentials
         return "is not a URL; use one such as s3://bucket/folder"
     if has_login or parts.query or parts.fragment or "?" in url or "#" in url:

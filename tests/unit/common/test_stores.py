@@ -11,7 +11,14 @@ from services.common.runspec.rules import problems as broken_rules
 from services.common.runspec.run import RunSpec
 from services.common.runspec.trainer import CheckpointSpec, checkpoint_root
 from services.common.security.confinement import CodePolicy
-from services.common.stores import fetch, is_url, open_checkpoints, upload, url_problem
+from services.common.stores import (
+    fetch,
+    is_url,
+    open_checkpoints,
+    upload,
+    url_problem,
+    without_secrets,
+)
 from tests.helpers.batches import spec_of
 
 ROOT = Path("/data")
@@ -32,6 +39,9 @@ def spec_with(**paths: str) -> RunSpec:
     [
         ("s3://bucket/folder", True),
         ("gs://bucket", True),
+        ("S3://bucket", True),
+        (" s3://bucket", True),
+        ("s3:/bucket", True),
         ("file:///folder", False),
         ("/folder", False),
         ("tiny:qwen2-0.4m", False),
@@ -63,12 +73,48 @@ def test_a_url_is_told_from_a_path(text: str | None, expected: bool) -> None:
         ("s3://bucket/a\0", r"has the character '\x00'"),
         ("s3://bucket/a\x7f", r"has the character '\x7f'"),
         ("s3://bucket/a\u00a0", r"has the character '\xa0'"),
-        ("ftp://host/a", "no installed package has a store for ftp://; use one of s3://"),
+        ("S3://bucket/a", "no installed package has a store for such S3:/"),
+        (" s3://bucket/a", "use one of"),
+        ("s3:/bucket/a", "such as s3://bucket/folder"),
+        ("ftp://host/a", "no installed package has a store for such ftp:/"),
     ],
 )
 def test_a_url_with_more_than_a_place_is_refused(url: str, problem: str) -> None:
     assert problem in url_problem(url)
     assert bool(problem) == bool(url_problem(url))
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://key:secret@bucket/a",
+        "S3://key:secret@bucket/a",
+        " s3://key:secret@bucket/a",
+        "s3:/key:secret@bucket/a",
+        "gs://key:secret%40bucket/a",
+        "az://container/a%3Fsig=secret",
+        "az://container/a?sig=secret",
+        "s3://key:se/cret@secret@bucket/a",
+    ],
+)
+def test_no_form_of_a_url_hides_credentials_or_shows_them(url: str) -> None:
+    for spec in (spec_with(directory=url), spec_with(start_from=url), spec_with(model=url)):
+        problems = broken_rules(spec)
+        assert any(without_secrets(url) in problem for problem in problems)
+        assert "secret" not in "".join(problems)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("s3://bucket/a:b/c", "s3://bucket/a:b/c"),
+        ("http://host:9000/a", "http://host:9000/a"),
+        ("s3://key:secret@bucket/a", "s3://...@bucket/a"),
+        ("s3://key:secret", "s3://..."),
+    ],
+)
+def test_messages_have_urls_without_credentials(url: str, shown: str) -> None:
+    assert without_secrets(url) == shown
 
 
 def test_credentials_in_a_url_break_a_rule_and_are_not_repeated() -> None:
