@@ -6,16 +6,19 @@ Model, data and checkpoints are in a bucket of a server of the S3 protocol on th
 kills    the trainer, or all processes at once, are killed at random moments, every second time with the
          loss of the local checkpoints; after each kill every visible checkpoint is downloaded and
          verified. Bar: the run goes on each time, and no checkpoint is torn.
-steps    intervals between steps with a checkpoint of each step, with and without the store, alternating.
-         Bar: the median with the store is at most 5 % longer.
-outage   the server is stopped for a time, so that requests neither fail nor end. Bar: steps go on at the
-         same pace, the run reports the failure, and the store has its last checkpoints at the end.
+steps    intervals between steps with a checkpoint of each step, with and without the store, alternating,
+         and the processor time of the trainer per step, which other work of the host changes less.
+         Bar: the median interval with the store is at most 5 % longer.
+outage   while a run trains, the server first delays each answer by 5 seconds, then has no space, then is
+         stopped for ten minutes, so that requests neither fail nor end. Bar: steps go on at the same pace,
+         the run reports each failure, and the store has its last checkpoint at the end.
 
 Results go to ``bench/results/objects.json``.
 """
 
 import argparse
 import json
+import math
 import os
 import random
 import shutil
@@ -29,6 +32,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
@@ -47,17 +51,36 @@ from services.trainer.checkpoint import manifest
 
 RESULTS = REPOSITORY / "bench" / "results" / "objects.json"
 SERVER = """
-import logging, sys
+import logging, sys, threading, time
 logging.getLogger("werkzeug").setLevel(logging.ERROR)
-from moto.server import ThreadedMotoServer
-server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-server.start()
-print(server.get_host_and_port()[1], flush=True)
-sys.stdin.read()
+from moto.moto_server.werkzeug_app import (
+    DomainDispatcherApplication, MotoRequestHandler, create_backend_app)
+from werkzeug.serving import make_server
+
+backend, state = DomainDispatcherApplication(create_backend_app), "ready"
+
+def answer(environ, start_response):
+    if state == "slow":
+        time.sleep(5)
+    if state == "full" and environ["REQUEST_METHOD"] in ("POST", "PUT"):
+        environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+        start_response("507 Insufficient Storage", [("Content-Length", "0")])
+        return [b""]
+    return backend(environ, start_response)
+
+server = make_server("127.0.0.1", 0, answer, True, request_handler=MotoRequestHandler)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+print(server.server_port, flush=True)
+for line in sys.stdin:
+    state = line.strip()
 """
 BUCKET = "s3://bench"
 _POLL_S = 0.2
 _PATIENCE_S = 600.0
+_FAULTY_S = 60.0
+_FIRST_STEPS = 5
+_ENDLESS = 100_000
+"""Steps of a run that is paused when the measurement is over."""
 
 
 @contextmanager
@@ -112,6 +135,18 @@ class Command:
         assert self._process is not None
         if self._process.wait(_PATIENCE_S) != 0:
             raise SystemExit((self.folder / "output.log").read_text()[-4000:])
+
+    def pause(self) -> None:
+        """Ends the run with a checkpoint, and waits until the command has ended."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGINT)
+        self._process.wait(_PATIENCE_S)
+
+    def trainer(self) -> psutil.Process | None:
+        """Returns the trainer's process, or None before it has started."""
+        with suppress(psutil.Error):
+            return next(iter(self._processes().get("trainer", ())), None)
+        return None
 
     def _processes(self) -> dict[str, list[psutil.Process]]:
         assert self._process is not None
@@ -216,16 +251,47 @@ def fill_bucket(models: Path) -> None:
         bucket.write(f"{name}.jsonl", lines.encode())
 
 
-def train(spec: Path, folder: Path) -> list[float]:
-    """Trains to the end; returns the seconds between steps, without the first five."""
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """Times of a run, without its first steps."""
+
+    intervals: list[float]
+    """Seconds between steps."""
+    processor_s: float
+    """Processor seconds of the trainer per step."""
+
+
+def train(spec: Path, folder: Path) -> Trained:
+    """Trains to the end."""
     command = Command(spec, folder)
     try:
         command.start()
+        processor_s = _watch_trainer(command)
         command.wait()
         times = [step_time(step) for step in command.steps()]
     finally:
         command.close()
-    return [end - begin for begin, end in pairwise(times)][5:]
+    intervals = [end - begin for begin, end in pairwise(times)]
+    return Trained(intervals[_FIRST_STEPS:], processor_s)
+
+
+def _watch_trainer(command: Command) -> float:
+    """Waits until a run ends; returns the processor seconds of its trainer per step after the first ones."""
+    trainer: psutil.Process | None = None
+    samples: list[tuple[int, float]] = []
+    while command.ended() is None:
+        time.sleep(_POLL_S)
+        trainer = trainer or command.trainer()
+        if trainer is None:
+            continue
+        with suppress(psutil.Error):
+            times = trainer.cpu_times()
+            steps = len(command.steps())
+            if steps >= _FIRST_STEPS:
+                samples.append((steps, times.user + times.system))
+    if not samples or samples[-1][0] == samples[0][0]:
+        return math.nan
+    return (samples[-1][1] - samples[0][1]) / (samples[-1][0] - samples[0][0])
 
 
 def step_time(step: Mapping[str, Any]) -> float:
@@ -233,17 +299,33 @@ def step_time(step: Mapping[str, Any]) -> float:
 
 
 def measure_steps(folder: Path, *, steps: int, pairs: int) -> dict[str, Any]:
-    disk, bucket = [], []
+    """Trains in alternation on the disk and in the bucket; every second pair begins with the bucket."""
+    runs: dict[str, list[Trained]] = {"disk": [], "bucket": []}
     for number in range(pairs):
-        disk += train(on_disk(folder, steps=steps), folder / f"disk-{number}")
-        name = f"steps-{number}"
-        bucket += train(in_bucket(folder, name, steps=steps), folder / name)
-    medians = statistics.median(disk), statistics.median(bucket)
+        order = ("disk", "bucket") if number % 2 == 0 else ("bucket", "disk")
+        for kind in order:
+            name = f"{kind}-{number}"
+            is_on_disk = kind == "disk"
+            spec = (
+                on_disk(folder, steps=steps) if is_on_disk else in_bucket(folder, name, steps=steps)
+            )
+            runs[kind].append(train(spec, folder / name))
+    medians = {
+        kind: statistics.median([length for run in trained for length in run.intervals])
+        for kind, trained in runs.items()
+    }
+    processor = {
+        kind: statistics.median([run.processor_s for run in trained])
+        for kind, trained in runs.items()
+    }
     return {
-        "intervals": len(disk),
-        "disk_median_s": round(medians[0], 4),
-        "bucket_median_s": round(medians[1], 4),
-        "longer": round(medians[1] / medians[0] - 1, 4),
+        "intervals": sum(len(run.intervals) for run in runs["disk"]),
+        "pairs": pairs,
+        "load": round(os.getloadavg()[0], 1),
+        **{f"{kind}_median_s": round(median, 4) for kind, median in medians.items()},
+        "longer": round(medians["bucket"] / medians["disk"] - 1, 4),
+        **{f"{kind}_trainer_processor_s": round(s, 4) for kind, s in processor.items()},
+        "longer_processor": round(processor["bucket"] / processor["disk"] - 1, 4),
     }
 
 
@@ -302,38 +384,91 @@ def measure_kills(
 
 
 def measure_outage(
-    folder: Path, server: subprocess.Popen[str], *, steps: int, seconds: float
+    folder: Path, server: subprocess.Popen[str], *, gone_s: float, faulty_s: float
 ) -> dict[str, Any]:
-    """Stops the server while a run trains; returns what the steps did meanwhile."""
+    """Makes the server slow, full and silent while a run trains; returns what the run did meanwhile.
+
+    Args:
+        gone_s: Seconds for which the server is stopped.
+        faulty_s: Seconds for which it is slow, and for which it is full.
+    """
     name = "outage"
-    command = Command(in_bucket(folder, name, steps=steps), folder / name)
+    command = Command(in_bucket(folder, name, steps=_ENDLESS), folder / name)
+    moments: dict[str, tuple[float, float]] = {}
     try:
         command.start()
-        wait_for_steps(command, 5)
+        wait_for_steps(command, 10)
         began = time.time()
-        server.send_signal(signal.SIGSTOP)
-        time.sleep(seconds)
-        server.send_signal(signal.SIGCONT)
-        ended = time.time()
-        command.wait()
-        times = [step_time(step) for step in command.steps()]
+        for fault, seconds in (("slow", faulty_s), ("full", faulty_s), ("gone", gone_s)):
+            since = time.time()
+            set_fault(server, fault)
+            time.sleep(seconds)
+            set_fault(server, "ready")
+            moments[fault] = (since, time.time())
+            wait_until_stored(command, f"{BUCKET}/{name}")
+        moments["none"] = (moments["gone"][1], time.time())
+        command.pause()
+        steps = command.steps()
     finally:
-        server.send_signal(signal.SIGCONT)
+        set_fault(server, "ready")
         command.close()
-    intervals = [(begin, end - begin) for begin, end in pairwise(times)][4:]
-    meanwhile = [length for begin, length in intervals if began <= begin < ended]
-    others = [length for begin, length in intervals if not began <= begin < ended]
+    times = [step_time(step) for step in steps]
+    before = [end - begin for begin, end in pairwise(times) if end < began][4:]
     with closing(sqlite3.connect(command.state / "slipstream.db")) as connection:
-        events = [kind for (kind,) in connection.execute("SELECT type FROM events ORDER BY seq")]
-    published = stored_checkpoints(ObjectFolder(f"{BUCKET}/{name}").list()).values()
+        rows = connection.execute("SELECT type, time, message FROM events ORDER BY seq").fetchall()
+    events: list[tuple[str, float, str]] = rows
     return {
-        "seconds": seconds,
-        "steps_meanwhile": len(meanwhile),
-        "median_meanwhile_s": round(statistics.median(meanwhile), 4),
-        "longest_meanwhile_s": round(max(meanwhile), 4),
-        "median_otherwise_s": round(statistics.median(others), 4) if others else None,
-        "events": [kind for kind in events if "Upload" in kind and kind != "CheckpointUploaded"],
-        "stored_steps": sorted(each.step for each in published if each.is_published),
+        "steps": int(steps[-1]["step"]),
+        "newest_stored_step": max(stored_steps(f"{BUCKET}/{name}")),
+        "restarts": sum(kind == "RunRestarting" for kind, _, _ in events),
+        "median_before_s": round(statistics.median(before), 4),
+        **{
+            fault: {
+                "seconds": round(end - begin, 1),
+                **_intervals([t for t in times if begin <= t < end]),
+                "events": [
+                    f"{kind}: {text}"
+                    for kind, moment, text in events
+                    if begin <= moment < end and "Upload" in kind and kind != "CheckpointUploaded"
+                ][:4],
+            }
+            for fault, (begin, end) in moments.items()
+        },
+    }
+
+
+def set_fault(server: subprocess.Popen[str], fault: str) -> None:
+    """Makes the server ``slow``, ``full``, ``gone`` (stopped) or ``ready``."""
+    if fault == "gone":
+        server.send_signal(signal.SIGSTOP)
+        return
+    server.send_signal(signal.SIGCONT)
+    assert server.stdin is not None
+    server.stdin.write(f"{fault}\n")
+    server.stdin.flush()
+
+
+def stored_steps(url: str) -> list[int]:
+    stored = stored_checkpoints(ObjectFolder(url).list()).values()
+    return [checkpoint.step for checkpoint in stored if checkpoint.is_published]
+
+
+def wait_until_stored(command: Command, url: str) -> None:
+    """Waits until the store has a checkpoint of a step that the run takes from now on."""
+    newest = int(command.steps()[-1]["step"])
+    end = time.monotonic() + _PATIENCE_S
+    while max(stored_steps(url), default=0) <= newest:
+        if command.ended() is not None or time.monotonic() > end:
+            raise SystemExit((command.folder / "output.log").read_text()[-4000:])
+        time.sleep(_POLL_S)
+
+
+def _intervals(times: list[float]) -> dict[str, float]:
+    lengths = [end - begin for begin, end in pairwise(times)]
+    return {
+        "steps": len(times),
+        "median_s": round(statistics.median(lengths), 4),
+        "longest_s": round(max(lengths), 4),
     }
 
 
@@ -373,7 +508,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--steps", type=int, default=45)
     parser.add_argument("--pairs", type=int, default=2)
-    parser.add_argument("--outage", type=float, default=120.0, help="seconds")
+    parser.add_argument("--outage", type=float, default=600.0, help="seconds without a store")
     parser.add_argument("--only", choices=("kills", "steps", "outage"))
     parser.add_argument("--server", type=Path, default=REPOSITORY / ".venv-s3/bin/python")
     arguments = parser.parse_args()
@@ -403,7 +538,9 @@ def main() -> None:
                 folder, kills=kills, seed=1, report=lambda counts: store({"kills": counts})
             ),
             "steps": lambda: measure_steps(folder, steps=steps, pairs=pairs),
-            "outage": lambda: measure_outage(folder, server, steps=6 * steps, seconds=outage_s),
+            "outage": lambda: measure_outage(
+                folder, server, gone_s=outage_s, faulty_s=min(outage_s, _FAULTY_S)
+            ),
         }
         for name, measure in parts.items():
             if arguments.only not in (None, name):
