@@ -28,6 +28,7 @@ from services.weightsync.server import serve_member
 from services.wire.batch import KVBatchMeta
 from services.wire.controller import (
     UPLOAD_FAILING_GAUGE,
+    UPLOAD_FAILS,
     UPLOADED_STEP_GAUGE,
     WorkerSession,
     open_rendezvous,
@@ -213,7 +214,7 @@ def described(status: UploadStatus) -> str:
         return ""
     if status.cause:
         since = f"for {status.failing_s:.0f} s"
-        return f"cannot upload the checkpoint of step {status.step} {since}: {status.cause}"
+        return f"{UPLOAD_FAILS} the checkpoint of step {status.step} {since}: {status.cause}"
     size = f"{size_text(status.done_bytes)} of {size_text(status.total_bytes)}"
     waiting = f", {status.num_waiting} more wait" if status.num_waiting else ""
     return f"uploading the checkpoint of step {status.step}: {size}{waiting}"

@@ -38,7 +38,7 @@ from services.controller.store.records import Note
 from services.controller.store.rows import IS_UNFINISHED, newest_event
 from services.controller.store.runs import Work
 from services.controller.store.tables import CHECKPOINTS, RUNS
-from services.wire.controller import UPLOAD_FAILING_GAUGE, UPLOADED_STEP_GAUGE
+from services.wire.controller import UPLOAD_FAILING_GAUGE, UPLOAD_FAILS, UPLOADED_STEP_GAUGE
 from services.wire.transferqueue.client import TransferQueueClient
 from services.wire.workers import TrainerClient
 
@@ -386,6 +386,7 @@ def _ended(checkpoint: Checkpoint, *, seconds: float, why_volatile: str) -> Note
 
 _EVERY_S: Final = 1.0
 _TOLD_AFTER_S: Final = 10.0
+_TOLD_WITHOUT_CAUSE_AFTER_S: Final = 60.0
 """Seconds of failure after which an event reports it; shorter ones only show in metrics."""
 
 
@@ -416,9 +417,12 @@ class UploadReports:
         name = worker.worker_id
         failing_s = worker.gauges.get(UPLOAD_FAILING_GAUGE, 0.0)
         step = int(worker.gauges.get(UPLOADED_STEP_GAUGE, 0))
-        if failing_s >= _TOLD_AFTER_S and name not in self._failing:
+        # Another activity, such as a save, may hide the cause for a moment.
+        has_cause = worker.activity.startswith(UPLOAD_FAILS)
+        wait_s = _TOLD_AFTER_S if has_cause else _TOLD_WITHOUT_CAUSE_AFTER_S
+        if failing_s >= wait_s and name not in self._failing:
             self._failing.add(name)
-            text = worker.activity or f"cannot upload a checkpoint for {failing_s:.0f} s"
+            text = worker.activity if has_cause else f"{UPLOAD_FAILS} for {failing_s:.0f} s"
             message = f"{name}: {text}; training continues, and the checkpoint stays on the trainer's host"
             yield Note("CheckpointUploadFailing", message, {"workers": [name], "url": self.url})
         elif failing_s == 0 and name in self._failing:

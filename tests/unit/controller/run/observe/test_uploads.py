@@ -45,6 +45,27 @@ def test_a_failure_is_told_once_with_its_cause_and_once_when_it_ends() -> None:
     assert [*reports.notes(worker)] == []
 
 
+def test_the_cause_is_told_though_a_save_hides_it_for_a_moment() -> None:
+    worker = trainer()
+    reports = UploadReports(URL, [worker], record=ignore)
+    worker.gauges = {UPLOAD_FAILING_GAUGE: 11.0}
+    for activity in ("saving the checkpoint of step 9", ""):
+        worker.activity = activity
+        assert [*reports.notes(worker)] == []
+    worker.activity = "cannot upload the checkpoint of step 4 for 12 s: 507 Insufficient Storage"
+    (note,) = reports.notes(worker)
+    assert "507 Insufficient Storage" in note.message
+
+
+def test_a_failure_whose_cause_stays_hidden_is_told_without_it() -> None:
+    worker = trainer()
+    reports = UploadReports(URL, [worker], record=ignore)
+    worker.gauges = {UPLOAD_FAILING_GAUGE: 61.0}
+    worker.activity = "saving the checkpoint of step 9"
+    (note,) = reports.notes(worker)
+    assert "cannot upload for 61 s" in note.message
+
+
 def test_each_uploaded_step_is_told_even_after_the_run_went_back() -> None:
     worker = trainer()
     reports = UploadReports(URL, [worker], record=ignore)
