@@ -24,8 +24,7 @@ Report = Callable[[str], None]
 """Called with one line that describes a running transfer; with an empty text when it has ended."""
 
 _URL = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<rest>.*)", re.DOTALL)
-_LIKE_URL = re.compile(r"\s*(?!file:)[A-Za-z][A-Za-z0-9+.-]*:/")
-"""Begin of a URL, also of one with a mistake: as a path, it would be a folder with the URL's credentials."""
+_LIKE_URL = re.compile(r"\s*(?!file:)[A-Za-z][A-Za-z0-9+.-]*:/")  # mistakes too, which are no paths
 _LOGIN = re.compile(r"^[^/]*:(?!\d+(?:/|$)).*", re.DOTALL)
 _REWRITTEN = re.compile(r"[%\\\s\x00-\x20\x7f]")
 """Characters that the stores' libraries decode, strip or replace, so that they open another URL."""
@@ -199,11 +198,7 @@ def url_problem(url: str) -> str:
     matched = _URL.fullmatch(url)
     if matched is None or matched["scheme"] not in STORES:
         schemes = ", ".join(f"{name}://" for name in STORES.names()) or "none"
-        scheme = url.partition(":")[0].strip()
-        return (
-            f"no installed package has a store for such {scheme}:/ URLs; use one of {schemes}, such as "
-            "s3://bucket/folder, or a path"
-        )
+        return f"no installed package has a store for it; use {schemes}, as s3://bucket/folder, or a path"
     if (rewritten := _REWRITTEN.search(url)) is not None:
         return (
             f"has the character {rewritten.group()!r}; a store may read such a URL as another one, so use "

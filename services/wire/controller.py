@@ -44,8 +44,7 @@ def state_number(state: WorkerState) -> worker_pb2.WorkerState.ValueType:
 
 
 CUT_OFF_GAUGE: Final = "cut_off"
-UPLOAD_FAILS: Final = "cannot upload"
-"""Begin of the activity of a worker whose uploads fail; the rest has the first cause."""
+UPLOAD_FAILS: Final = "cannot upload"  # begin of an activity that has the cause of a failure
 UPLOAD_FAILING_GAUGE: Final = "checkpoint_upload_failing_s"
 """Gauge of a worker that saves checkpoints: seconds since its uploads to the object store fail; 0 if they do
 not.

@@ -73,10 +73,10 @@ def test_a_url_is_told_from_a_path(text: str | None, expected: bool) -> None:
         ("s3://bucket/a\0", r"has the character '\x00'"),
         ("s3://bucket/a\x7f", r"has the character '\x7f'"),
         ("s3://bucket/a\u00a0", r"has the character '\xa0'"),
-        ("S3://bucket/a", "no installed package has a store for such S3:/"),
-        (" s3://bucket/a", "use one of"),
-        ("s3:/bucket/a", "such as s3://bucket/folder"),
-        ("ftp://host/a", "no installed package has a store for such ftp:/"),
+        ("S3://bucket/a", "no installed package has a store"),
+        (" s3://bucket/a", "use s3://"),
+        ("s3:/bucket/a", "as s3://bucket/folder"),
+        ("ftp://host/a", "no installed package has a store"),
     ],
 )
 def test_a_url_with_more_than_a_place_is_refused(url: str, problem: str) -> None:

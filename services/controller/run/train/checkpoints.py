@@ -386,7 +386,6 @@ def _ended(checkpoint: Checkpoint, *, seconds: float, why_volatile: str) -> Note
 
 _EVERY_S: Final = 1.0
 _TOLD_AFTER_S: Final = 10.0
-_TOLD_WITHOUT_CAUSE_AFTER_S: Final = 60.0
 """Seconds of failure after which an event reports it; shorter ones only show in metrics."""
 
 
@@ -417,10 +416,8 @@ class UploadReports:
         name = worker.worker_id
         failing_s = worker.gauges.get(UPLOAD_FAILING_GAUGE, 0.0)
         step = int(worker.gauges.get(UPLOADED_STEP_GAUGE, 0))
-        # Another activity, such as a save, may hide the cause for a moment.
-        has_cause = worker.activity.startswith(UPLOAD_FAILS)
-        wait_s = _TOLD_AFTER_S if has_cause else _TOLD_WITHOUT_CAUSE_AFTER_S
-        if failing_s >= wait_s and name not in self._failing:
+        has_cause = worker.activity.startswith(UPLOAD_FAILS)  # a save may hide it for a moment
+        if failing_s >= _TOLD_AFTER_S * (1 if has_cause else 6) and name not in self._failing:
             self._failing.add(name)
             text = worker.activity if has_cause else f"{UPLOAD_FAILS} for {failing_s:.0f} s"
             message = f"{name}: {text}; training continues, and the checkpoint stays on the trainer's host"
