@@ -7,24 +7,17 @@ from typing import Any
 import pytest
 
 from services.common.models import configs
-from services.common.models.evaluator import Evaluator
 from services.controller.store import database
 
 
-class _SharedEvaluator(Evaluator):
-    """Evaluator that all tests share, because its start takes seconds."""
-
-    def close(self) -> None:
-        """Does nothing, so that the next test can use the evaluator."""
-
-
 @pytest.fixture(scope="session", autouse=True)
-def _one_evaluator_of_configs() -> Iterator[None]:
-    shared = _SharedEvaluator("config")
+def _evaluator_of_configs_keeps_its_process() -> Iterator[None]:
+    """Lets all tests of this process use one process that evaluates configs, whose start takes 1 s of CPU."""
+    close = configs._CONFIGS.close
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(configs, "Evaluator", lambda _: shared)
+        patch.setattr(configs._CONFIGS, "close", lambda: None)
         yield
-    Evaluator.close(shared)
+    close()
 
 
 @pytest.fixture(scope="session", autouse=True)
