@@ -5,7 +5,7 @@ from math import prod
 from typing import Any
 
 import pytest
-from hypothesis import given, note, settings
+from hypothesis import given, note
 from hypothesis import strategies as st
 
 from services.checks.pods import PodTopology, pod_problems
@@ -120,7 +120,6 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
     return changed(**parts)
 
 
-@settings(max_examples=500, deadline=None)
 @given(document=documents(), topology=st.sampled_from(("separate", "bundled")))
 def test_a_pod_of_a_valid_run_has_at_most_the_gpus_of_a_node(
     document: dict[str, Any], topology: PodTopology

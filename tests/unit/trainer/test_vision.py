@@ -51,7 +51,7 @@ def loaded(request: Any, tmp_path: Path) -> tuple[Any, Any, set[str]]:
     return whole, model, stored_names(tmp_path)
 
 
-@pytest.mark.parametrize("num_packs", [4, pytest.param(200, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("num_packs", [2, pytest.param(200, marks=pytest.mark.nightly)])
 @pytest.mark.timeout(3600)
 def test_packed_logprobs_and_gradients_are_those_of_the_whole_model(
     loaded: tuple[Any, Any, set[str]], num_packs: int
@@ -134,7 +134,7 @@ def random_conversation(
     return Conversation(tokens, [*response, 5, 6], given, own, (*runs, (0, 2)))
 
 
-@pytest.mark.parametrize("num_packs", [4, pytest.param(200, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("num_packs", [2, pytest.param(200, marks=pytest.mark.nightly)])
 @pytest.mark.timeout(3600)
 def test_images_of_observations_are_computed_as_by_the_whole_model(
     loaded: tuple[Any, Any, set[str]], num_packs: int
@@ -165,7 +165,7 @@ def test_images_of_observations_are_computed_as_by_the_whole_model(
     print(f"logprobs {worst[0]:.1e}, gradients {worst[1]:.1e} over {num_packs} packs")
 
 
-@pytest.mark.parametrize("num_packs", [4, pytest.param(200, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("num_packs", [2, pytest.param(200, marks=pytest.mark.nightly)])
 @pytest.mark.timeout(3600)
 def test_conversations_share_what_they_have_in_common_with_its_images(
     loaded: tuple[Any, Any, set[str]], num_packs: int

@@ -175,7 +175,7 @@ def test_messages_as_json_text_are_noted(tmp_path: Path) -> None:
             {"answer_column": "question"},
             ["16 of 16 rows", "data.answer_column"],
         ),
-        ("code_tests", TESTED, {}, []),
+        ("code_tests", TESTED[:4], {}, []),
     ],
 )
 def test_a_reward_that_does_not_tell_right_from_wrong_is_noted(

@@ -74,7 +74,7 @@ def _texts(draw: st.DrawFn, name: str) -> str:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=settings.default.max_examples // 3)  # for each of the families
 @given(data=st.data())
 def test_no_text_of_any_source_adds_a_control_token(name: str, data: st.DataObject) -> None:
     family, tokenizer = FAMILIES[name], TOKENIZERS[name]
