@@ -9,7 +9,6 @@ import math
 import os
 import re
 import sys
-import unittest
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from types import CodeType, ModuleType
@@ -236,6 +235,9 @@ def _takes_method(case: Any) -> bool:
 
 def _run_cases(namespace: Mapping[str, Any], names: Iterable[str]) -> None:
     for name in names:
+        # Imported here, because it is a third of the start of a judge, and few tests are such classes.
+        import unittest
+
         suite = unittest.defaultTestLoader.loadTestsFromTestCase(namespace[name])
         result = unittest.TextTestRunner(stream=io.StringIO()).run(suite)
         for _, text in result.errors:
