@@ -1,5 +1,6 @@
 """REST routes of the run API, one for each operation."""
 
+import functools
 import inspect
 import json
 import time
@@ -7,12 +8,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from http import HTTPStatus
 from typing import Annotated, Any
 
-from fastapi import Depends, FastAPI, Header, Path, Query, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Header, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
+from starlette.routing import BaseRoute
 
 from services.common.errors import InvalidArgumentError, ResourceExhaustedError
 from services.common.http.limits import admit
@@ -93,53 +95,63 @@ async def authenticate_request(api: RunApi, request: Request) -> Principal:
 
 
 def add_routes(app: FastAPI, api: RunApi) -> None:
-    encoded = _Encoded()
+    app.state.api, app.state.encoded = api, _Encoded()
+    app.router.routes.extend(_routes(tuple(OPERATIONS)))
 
-    class AuthenticateFirst(APIRoute):
-        """Route that reads the body of a request only after its caller is authenticated."""
 
-        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-            answer = super().get_route_handler()
+async def _authenticated(request: Request) -> Principal:
+    who: Principal = request.state.who
+    return who
 
-            async def answer_authenticated(request: Request) -> Response:
-                request.state.who = await authenticate_request(api, request)
-                return await answer(request)
 
-            return answer_authenticated
+async def _streaming(
+    request: Request, who: Annotated[Principal, Depends(_authenticated)]
+) -> AsyncIterator[Principal]:
+    # FastAPI leaves this block when the stream has ended.
+    with request.app.state.api.limits.stream(who.project):
+        yield who
 
-    async def authenticate(request: Request) -> Principal:
-        who: Principal = request.state.who
-        return who
 
-    async def streaming(
-        who: Annotated[Principal, Depends(authenticate)],
-    ) -> AsyncIterator[Principal]:
-        # FastAPI leaves this block when the stream has ended.
-        with api.limits.stream(who.project):
-            yield who
+class _AuthenticateFirst(APIRoute):
+    """Route that reads the body of a request only after its caller is authenticated."""
 
-    for operation in OPERATIONS:
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        answer = super().get_route_handler()
+
+        async def answer_authenticated(request: Request) -> Response:
+            request.state.who = await authenticate_request(request.app.state.api, request)
+            return await answer(request)
+
+        return answer_authenticated
+
+
+@functools.cache
+def _routes(operations: tuple[type[Operation[Any]], ...]) -> list[BaseRoute]:
+    """Builds the routes of all operations, which takes most of the time of building an application."""
+    router = APIRouter()
+    for operation in operations:
         method, path = operation.http.split(" ")
         further: dict[str, Any] = {"response_model": operation.answer()}
         if operation.form != "json":
             further = {"response_model": None, "response_class": StreamingResponse}
         name = handler_name(operation)
         is_stream = operation.form == "events"
-        endpoint = _endpoint(api, operation, encoded)
+        endpoint = _endpoint(operation)
         endpoint.__name__ = name
         endpoint.__signature__ = _signature(  # type: ignore[attr-defined]
-            operation, Depends(streaming if is_stream else authenticate)
+            operation, Depends(_streaming if is_stream else _authenticated)
         )
-        app.router.add_api_route(
+        router.add_api_route(
             path,
             endpoint,
-            route_class_override=AuthenticateFirst,
+            route_class_override=_AuthenticateFirst,
             methods=[method],
             status_code=operation.status,
             description=inspect.getdoc(operation),
             responses=DESCRIPTION if is_stream else _extra_responses(operation, name),
             **further,
         )
+    return router.routes
 
 
 def _extra_responses(operation: type[Operation[Any]], name: str) -> dict[int | str, dict[str, Any]]:
@@ -150,18 +162,16 @@ def _extra_responses(operation: type[Operation[Any]], name: str) -> dict[int | s
     return {200: {"content": {LINES: {"itemSchema": item}}}}
 
 
-def _endpoint(
-    api: RunApi, operation: type[Operation[Any]], encoded: "_Encoded"
-) -> Callable[..., Awaitable[Any]]:
+def _endpoint(operation: type[Operation[Any]]) -> Callable[..., Awaitable[Any]]:
     async def endpoint(request: Request, response: Response, who: Principal, **sent: Any) -> Any:
         fields = await _fields(operation, request, sent)
         try:
             parsed = operation.model_validate(fields)
         except ValidationError as error:
             raise RequestValidationError(error.errors()) from error
-        answer, call = await api.answer(who, parsed)
+        answer, call = await request.app.state.api.answer(who, parsed)
         if operation.form == "events":
-            return event_stream(encoded.frames(answer))
+            return event_stream(request.app.state.encoded.frames(answer))
         if operation.form == "lines":
             return StreamingResponse(_lines(answer), media_type=LINES)
         if call.is_repeated:
