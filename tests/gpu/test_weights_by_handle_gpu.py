@@ -20,7 +20,7 @@ pytestmark = [
 ]
 
 
-def test_a_room_on_a_gpu_is_the_same_memory_in_another_process() -> None:
+def test_a_shared_buffer_on_a_gpu_is_the_same_memory_in_another_process() -> None:
     device = torch.device("cuda", 0)
     room = shared_buffers.export_buffer(1 << 24, device)
     room.memory.fill_(7)

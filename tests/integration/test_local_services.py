@@ -74,7 +74,7 @@ def services_of(address: str) -> Sequence[str]:
         return ProtoReflectionDescriptorDatabase(channel).get_services()
 
 
-async def test_a_restart_is_told(tmp_path, capsys):
+async def test_a_restart_is_reported(tmp_path, capsys):
     async with local_services(tmp_path, max_restarts=1) as services:
         queue = services.services[0]
         ended = queue.process.pid

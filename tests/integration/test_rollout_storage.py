@@ -113,7 +113,7 @@ async def test_a_published_group_is_complete_and_comes_once(
     assert fields["rewards"].values.tolist() == [0.0, 1.0]
 
 
-async def test_a_group_for_which_there_is_never_room_is_held_against_its_prompt(
+async def test_a_group_that_never_fits_counts_as_a_failure_of_its_prompt(
     data: DataClient, metadata: TransferQueueClient
 ) -> None:
     await metadata.create_partition("small/train", required_fields=(), quota_bytes=100)

@@ -74,7 +74,9 @@ def test_a_lost_terminal_and_a_killed_command_pause_the_run(plumbing, tmp_path):
         pytest.param(False, id="reader alone", marks=pytest.mark.nightly),
     ],
 )
-def test_the_end_of_whoever_reads_the_output_pauses_the_run(plumbing, tmp_path, is_interrupted):
+def test_the_end_of_the_process_that_reads_the_output_pauses_the_run(
+    plumbing, tmp_path, is_interrupted
+):
     endless = ("run", plumbing, "--state-directory", tmp_path, "--set", "trainer.steps=100000")
     with started(*endless, until=r"step +3/") as (process, _):
         children = descendants(process)

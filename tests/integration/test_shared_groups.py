@@ -7,7 +7,9 @@ import pytest
 pytestmark = pytest.mark.timeout(240)
 
 
-def test_rollouts_share_groups_that_find_no_room_in_one_and_nothing_is_lost(plumbing, system):
+def test_rollouts_share_groups_that_exceed_the_free_slots_of_one_and_nothing_is_lost(
+    plumbing, system
+):
     done = system.train(
         plumbing,
         "rollout.max_running_samples=2",

@@ -154,7 +154,7 @@ async def test_a_version_that_is_damaged_in_the_store_is_written_again(tmp_path)
         assert await late.serves() == served
 
 
-async def test_a_store_that_is_gone_is_told_and_used_again_later(tmp_path):
+async def test_a_store_that_is_gone_is_reported_and_used_again_later(tmp_path):
     async with session_of("trainer", "rollout-0", **stored(tmp_path)) as parts:
         session, members, _ = parts
         await session.publish(partial(int, 0))

@@ -87,7 +87,7 @@ def test_curves_are_whole_though_controller_and_trackers_were_killed(tmp_path):
 
 
 @needs("tensorboard")
-def test_a_run_that_has_ended_is_written_when_somebody_asks(system, plumbing, tmp_path):
+def test_a_run_that_has_ended_is_written_on_request(system, plumbing, tmp_path):
     done = system.train(plumbing)
     run_id = Path(done.out.splitlines()[-1]).parent.name
     arguments = ("track", run_id, "--url", system.url, "--folder", tmp_path)

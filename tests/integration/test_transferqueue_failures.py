@@ -222,7 +222,7 @@ async def test_errors_leave_the_client_as_they_are(address: str) -> None:
             raise DeadlineExceededError("mine")
 
 
-async def test_a_put_that_is_cancelled_gives_its_room_back(address: str) -> None:
+async def test_a_cancelled_put_frees_its_memory(address: str) -> None:
     async with (
         DataClient.connect(address, use_shared_memory=False) as data,
         TransferQueueClient.connect(address) as metadata,

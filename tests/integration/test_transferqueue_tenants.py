@@ -160,7 +160,7 @@ async def test_the_token_of_a_run_that_does_not_live_opens_nothing(tmp_path: Pat
                     await anext(aiter(metadata.connect_client("x" * 40)))
 
 
-async def test_a_worker_that_is_early_connects_once_its_run_has_begun(tmp_path: Path) -> None:
+async def test_a_worker_that_is_early_connects_once_its_run_has_started(tmp_path: Path) -> None:
     async with two_shards(tmp_path) as address:
         with acting_as(Identity(run_token=issue_token(KEY, "run_a"))):
             early = asyncio.ensure_future(

@@ -27,7 +27,9 @@ _BUSY_S = 60.0
 _FLAPS = 6
 
 
-def test_whole_slow_and_flapping_links_lose_nobody(release: Runs, nodes: dict[str, Node]) -> None:
+def test_whole_slow_and_flapping_links_lose_no_worker(
+    release: Runs, nodes: dict[str, Node]
+) -> None:
     with release.run(steps=80) as run:
         release.figures["transfer_s"] = _median(run.until_synced(4))
         for name in ("rollout", "trainer1"):

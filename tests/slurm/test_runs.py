@@ -11,7 +11,9 @@ _TWO_BY_TWO = ("--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2", *_TIME)
 
 
 @pytest.mark.timeout(1000)
-def test_a_job_that_is_told_of_its_end_pauses_and_its_requeued_job_loses_no_step(cluster: Cluster):
+def test_a_job_that_gets_the_signal_of_its_end_pauses_and_its_requeued_job_loses_no_step(
+    cluster: Cluster,
+):
     job = submit(
         cluster, "preemptible.sbatch", options=_TWO_BY_TWO, keys={**QUICK, "trainer.steps": 4}
     )

@@ -67,7 +67,7 @@ def test_an_upload_that_fails_names_the_folder_that_is_written(monkeypatch, tmp_
         _upload(tmp_path, "me/model")
 
 
-def test_track_tells_that_it_waits_for_a_controller(monkeypatch):
+def test_track_reports_that_it_waits_for_a_controller(monkeypatch):
     monkeypatch.setattr("services.extras.trackers.command._RETRY_S", 0.0)
     done = CliRunner().invoke(app, ["track", f"run_{'0' * 32}", "--url", "http://127.0.0.1:1"])
     assert done.exit_code == 1

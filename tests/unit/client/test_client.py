@@ -137,7 +137,7 @@ def test_a_submission_that_is_repeated_has_the_same_key():
     assert len(set(keys)) == 1
 
 
-def test_a_run_that_failed_is_an_error_to_whoever_waits_for_it():
+def test_waiting_for_a_failed_run_raises_an_error():
     def answer(request):
         if not request.url.path.endswith("/stream"):
             body = {"items": []} if request.url.path.endswith("/events") else RUN
@@ -240,7 +240,7 @@ def test_threads_share_a_client():
     assert [len(page.items) for page in pages] == [1] * 50
 
 
-def test_a_fork_of_the_process_is_told_to_create_a_client():
+def test_the_error_in_a_forked_process_asks_for_a_new_client():
     def use(client, answers):
         try:
             client.list_runs()

@@ -39,6 +39,6 @@ def test_the_samples_of_a_run_are_private(tmp_path):
         assert set(modes(tmp_path / "samples").values()) == {0o600}
 
 
-def test_a_file_of_another_user_is_left_to_whoever_opens_it(tmp_path):
+def test_a_missing_file_is_not_created(tmp_path):
     make_private(tmp_path / "missing" / "file")
     assert not (tmp_path / "missing").exists()

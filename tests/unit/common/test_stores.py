@@ -49,7 +49,7 @@ def spec_with(**paths: str) -> RunSpec:
         (None, False),
     ],
 )
-def test_a_url_is_told_from_a_path(text: str | None, expected: bool) -> None:
+def test_a_url_is_distinguished_from_a_path(text: str | None, expected: bool) -> None:
     assert is_url(text) == expected
 
 
@@ -130,7 +130,7 @@ def test_credentials_in_a_url_break_a_rule_and_are_not_repeated() -> None:
 @pytest.mark.parametrize(
     "url", ["s3://bucket/a/%2e%2e/b", "s3://bucket/team/%72un_1", "s3://b/.. "]
 )
-def test_a_url_that_its_store_would_rewrite_is_opened_by_nobody(url: str, tmp_path: Path) -> None:
+def test_a_url_that_its_store_would_rewrite_is_refused(url: str, tmp_path: Path) -> None:
     calls: list[Callable[[], object]] = [
         lambda: fetch(url, "file", cache=tmp_path),
         lambda: open_checkpoints(url),

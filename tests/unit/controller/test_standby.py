@@ -51,7 +51,7 @@ async def test_connections_go_to_the_same_port_of_the_leader():
             assert await asked(standby.grpc_port, "b") == "grpc b"
 
 
-async def test_a_connection_waits_until_somebody_leads():
+async def test_a_connection_waits_until_a_controller_leads():
     leader = [""]
     async with standby_of(leader) as standby:
         waiting = asyncio.create_task(asked(standby.rest_port, "a"))

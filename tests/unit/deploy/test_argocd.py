@@ -43,7 +43,7 @@ def test_an_object_that_no_controller_has_seen_is_progressing() -> None:
     assert health({"phase": "Succeeded"}, generation=2)[0] == "Progressing"
 
 
-def test_a_refused_edit_and_a_run_that_trains_nothing_are_told() -> None:
+def test_a_refused_edit_and_a_run_that_trains_nothing_are_reported() -> None:
     refused = {"phase": "Running", "conditions": [condition("SpecRejected", "True")]}
     assert health(refused) == ("Degraded", "why SpecRejected")
     still = {"phase": "Running", "conditions": [condition("Progressing", "False")]}

@@ -108,7 +108,7 @@ def test_schema_refuses_each_bad_value(version: str) -> None:
         ("workers.gang.scheduler=volcano,workers.kueue.queueName=q", ("gang", "kueue")),
     ],
 )
-def test_templates_refuse_gangs_that_nobody_schedules(value: str, path: tuple[str, ...]) -> None:
+def test_templates_refuse_gangs_without_a_scheduler(value: str, path: tuple[str, ...]) -> None:
     done = helm("template", "demo", str(CHART), "--set", value)
     assert done.returncode != 0
     assert all(part in done.stderr for part in path), done.stderr

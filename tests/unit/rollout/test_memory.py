@@ -170,7 +170,7 @@ def test_a_rollout_that_shares_its_gpu_leaves_the_trainer_its_peak() -> None:
     assert share["gpu_memory_utilization"] == plan.engine_share
 
 
-def test_an_engine_beside_a_trainer_has_no_more_cache_than_its_slots_can_fill() -> None:
+def test_an_engine_on_a_trainers_gpu_has_no_more_cache_than_its_slots_can_fill() -> None:
     document = spec_of().model_dump(exclude_unset=True, mode="json")
     for slots in (8, 64):
         document["rollout"]["max_running_samples"] = slots

@@ -38,7 +38,7 @@ def test_equal_scores_give_exactly_nothing(dtype: torch.dtype) -> None:
         assert not result.any()
 
 
-def test_a_group_of_equal_terms_gets_exactly_nothing_beside_others() -> None:
+def test_a_group_of_equal_terms_gets_exactly_nothing_among_others() -> None:
     terms = {
         "right": torch.tensor([0.1] * 7 + [0.3, 0.9, 0.7], dtype=torch.float64),
         "brief": torch.tensor([0.7] * 7 + [0.2, 0.1, 0.4], dtype=torch.float64),

@@ -95,7 +95,7 @@ def test_layouts_are_listed_from_the_cheapest_and_only_if_they_save_memory() -> 
         assert layout.memory < listed[0].memory
 
 
-def test_a_run_that_fits_in_another_layout_only_is_told_so() -> None:
+def test_the_message_names_the_only_layout_in_which_a_run_fits() -> None:
     """A layout that keeps the whole model gathered needs more than one that divides it."""
     size = 16
     spec = spec_of(zero_stage=1, activation_checkpointing=True)

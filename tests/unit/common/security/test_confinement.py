@@ -106,7 +106,7 @@ def test_paths_inside_the_roots_are_allowed(roots, model):
     assert strays(spec, roots) == []
 
 
-def test_a_run_writes_neither_among_code_nor_beside_the_controllers_files(roots, tmp_path):
+def test_a_run_writes_neither_among_code_nor_among_the_controllers_files(roots, tmp_path):
     code, own, good = (roots[0] / name for name in ("code", "state", "checkpoints"))
     for folder in (code, own, good):
         folder.mkdir()

@@ -55,7 +55,7 @@ async def test_statuses_are_those_of_the_processes(environment, tmp_path, log):
         assert len(servers()) == 1
 
 
-async def test_imports_that_have_begun_are_those_of_the_first_server(environment, log):
+async def test_imports_in_progress_are_those_of_the_first_server(environment, log):
     fork_client.begin_imports(environment, ())
     (begun,) = servers()
     async with open_fork_server(environment, ()) as forks:

@@ -13,7 +13,7 @@ async def _waiting() -> ChildProcess:
     return ChildProcess(await asyncio.create_subprocess_exec(*command))
 
 
-async def test_the_rank_that_was_killed_first_is_told() -> None:
+async def test_the_rank_that_was_killed_first_is_reported() -> None:
     ranks = [await _waiting() for _ in range(3)]
     group = ProcessGroup(ranks)
     ranks[1].send_signal(signal.SIGKILL)

@@ -56,7 +56,7 @@ async def test_one_run_cannot_fill_the_memory() -> None:
         await store.add("run_2/1", "key", 1)
 
 
-async def test_old_weight_groups_make_room_for_new_ones() -> None:
+async def test_old_weight_groups_are_removed_for_new_ones() -> None:
     store = store_of("run_1")
     for epoch in range(100):
         for number in range(50):

@@ -19,7 +19,7 @@ def seen(*observed, rows=6, spec=SPEC):
 @pytest.mark.parametrize(
     ("rewards", "why"), [([1.0, 1.0], "solved"), ([0.0, 0.0], "hopeless"), ([1.0, 0.0], None)]
 )
-def test_what_teaches_nothing_is_set_aside_for_a_while(rewards, why):
+def test_rows_that_teach_nothing_are_skipped_for_a_while(rewards, why):
     difficulty = seen((3, rewards))
     assert difficulty.is_skipped(3, step=14) == (why is not None)
     assert not difficulty.is_skipped(3, step=15)
@@ -61,14 +61,14 @@ def test_another_controller_resumes_from_stored_histories():
     )
 
 
-def test_rows_that_are_set_aside_are_passed_over_until_their_time():
+def test_skipped_rows_return_at_their_time():
     difficulty = seen((0, [1.0]), (4, [0.0]))
     order = PromptOrder(Mixture({"train": 6}), seed=0, shuffle=False, difficulty=difficulty)
     assert [order.next_row(step=6) for _ in range(8)] == [1, 2, 3, 5, 1, 2, 3, 5]
     assert [order.next_row(step=15) for _ in range(6)] == [0, 1, 2, 3, 4, 5]
 
 
-def test_where_all_are_set_aside_a_row_comes_before_its_time():
+def test_if_all_rows_are_skipped_one_returns_before_its_time():
     difficulty = seen(*((row, [1.0]) for row in range(6)))
     order = PromptOrder(Mixture({"train": 6}), seed=0, shuffle=False, difficulty=difficulty)
     assert {order.next_row(step=6) for _ in range(6)} == set(range(6))

@@ -33,7 +33,7 @@ def test_a_group_is_never_trained_twice():
         ledger.train([group])
 
 
-def test_a_group_that_was_put_aside_with_tokens_is_still_begun():
+def test_a_parked_group_with_tokens_still_counts_as_started():
     ledger = Ledger(max_attempts=3)
     group, untouched = ledger.issue(row=0, position=1), ledger.issue(row=1, position=2)
     ledger.lease(group, "rollout-0", version=4, now=0.0)

@@ -23,7 +23,7 @@ def test_a_new_group_goes_to_the_least_loaded():
     assert Placement().choose("", room=4) is None
 
 
-def test_a_group_that_was_put_aside_goes_back_while_there_is_room_however_empty_others_are():
+def test_a_parked_group_returns_to_its_rollout_while_slots_are_free():
     for loads, chosen in (
         ({"a": 3, "b": 0}, "a"),
         ({"a": 4, "b": 0}, "b"),

@@ -13,7 +13,7 @@ CASES = {
 }
 
 
-def test_capacity_is_the_room_under_the_bound():
+def test_capacity_is_the_number_of_groups_under_the_bound():
     for row in CASES["bounded_admission"]["expected"]["rows"]:
         gate = StalenessGate(max_staleness=row["eta"], groups_per_step=row["batch"])
         capacity = gate.capacity(

@@ -166,7 +166,7 @@ class Run:
         await self.generation.fail([failure])
 
 
-async def test_a_group_that_finds_no_room_in_one_rollout_is_shared_and_whole_in_the_end():
+async def test_a_group_that_exceeds_the_free_slots_of_a_rollout_is_sharded_and_whole_in_the_end():
     run = Run()
     shares = await run.dispatch()
     assert shares == {"rollout-0": (0, 1), "rollout-1": (2, 3), "rollout-2": (4,)}
@@ -201,7 +201,7 @@ async def test_a_parked_shard_continues_without_the_finished_shards():
     assert run.group.state is GroupState.READY
 
 
-async def test_a_share_whose_brother_was_put_aside_ends_the_try_when_it_arrives():
+async def test_a_shard_whose_sibling_was_parked_ends_the_attempt_when_it_arrives():
     run = Run()
     await run.dispatch()
     await run.bring(2, 3, attempt=1)

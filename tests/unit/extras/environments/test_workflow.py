@@ -201,7 +201,7 @@ async def test_a_wrong_environment_is_found_before_the_run(
         ('"x" * 20000', {"chat": True}, "leaves no room"),
     ],
 )
-async def test_an_episode_without_room_for_the_policy_fails_with_the_reason(
+async def test_an_episode_without_tokens_left_for_the_policy_fails_with_the_reason(
     games: str, reset: str, changes: Any, message: str
 ) -> None:
     rewritten(games, f"class Guess:\n    def reset(self, task, *, seed):\n        return {reset}\n")

@@ -277,7 +277,7 @@ async def test_a_restarted_worker_takes_its_own_session_over() -> None:
         await again.check()
 
 
-async def test_a_run_that_ends_takes_its_adapters_along_and_nobody_elses() -> None:
+async def test_a_run_that_ends_removes_its_adapters_and_no_others() -> None:
     async with _shared() as server, _attached(server, "a", 1.0) as first:
         async with _attached(server, "b", 2.0) as second:
             cut = asyncio.ensure_future(_generate(server, second, _body(5)))

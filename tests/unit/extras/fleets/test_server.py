@@ -70,7 +70,7 @@ async def test_only_health_checks_need_no_token() -> None:
 
 
 @pytest.mark.parametrize("keys", [None, [], [""]])
-async def test_a_server_without_a_token_receives_weights_only_if_it_is_told_to(
+async def test_a_server_without_a_token_receives_weights_only_if_it_is_configured_to(
     keys: list[str] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "")

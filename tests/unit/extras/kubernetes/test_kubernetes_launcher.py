@@ -282,7 +282,7 @@ async def test_only_workers_of_the_same_run_reach_each_other(tmp_path: Path) -> 
         assert cluster.policies == {}
 
 
-async def test_the_last_pod_of_a_run_that_nobody_drives_takes_secret_and_policy_with_it(
+async def test_secret_and_policy_of_a_run_without_a_controller_are_deleted_with_its_last_pod(
     tmp_path: Path,
 ) -> None:
     cluster, templates = FakeCluster(), write_templates(tmp_path)

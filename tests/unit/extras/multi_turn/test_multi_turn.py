@@ -186,7 +186,7 @@ async def test_results_that_no_template_renders_are_refused(tools: str) -> None:
 
 
 @pytest.mark.parametrize(("spare", "reason"), [(-1, "length"), (0, "length"), (1, "stop")])
-async def test_a_result_without_room_for_an_answer_ends_the_response_by_length(
+async def test_a_result_that_leaves_no_tokens_for_an_answer_ends_the_response_by_length(
     tools: str, spare: int, reason: str
 ) -> None:
     line = call("add", a=2, b=3)
@@ -335,7 +335,7 @@ async def test_a_chat_template_receives_the_tools(tmp_path: Path) -> None:
     assert TOKENIZER.decode(engine.requests[0].context_ids) == "chat with tools"
 
 
-async def test_tools_without_room_for_a_response_are_rejected(tmp_path: Path) -> None:
+async def test_tools_that_leave_no_tokens_for_a_response_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "described.py").write_text(DESCRIBED)
     workflow = MultiTurn(tools=[f"{tmp_path / 'described.py'}:add"])
     async with CallPool(1) as calls:
@@ -420,7 +420,7 @@ async def test_a_result_keeps_its_letters_and_ends_no_turn(tmp_path: Path) -> No
     assert begun.text(second) == "[a?]"
 
 
-async def test_a_row_s_tools_are_offered_beside_those_of_the_workflow(tools: str) -> None:
+async def test_the_tools_of_a_row_are_added_to_those_of_the_workflow(tools: str) -> None:
     function = {"name": "other", "description": "d", "parameters": {"properties": {}}}
     own = {"type": "function", "function": {**function, "name": "add"}}
     tokenizer = family_tokenizer("qwen3")

@@ -78,7 +78,9 @@ def test_all_processes_of_a_host_share_one_download(
     assert len(downloads) == 1
 
 
-def test_a_changed_object_is_downloaded_again_beside_the_old_copy(url: str, tmp_path: Path) -> None:
+def test_a_changed_object_is_downloaded_again_next_to_the_old_copy(
+    url: str, tmp_path: Path
+) -> None:
     old = fetch(url, "folder", cache=tmp_path)
     ObjectFolder(url).write("config.json", b"[]")
     new = fetch(url, "folder", cache=tmp_path)

@@ -61,7 +61,7 @@ def test_engines_of_two_gpus_take_two_each():
     assert {(s.setting.trainer_gpus, s.setting.rollouts) for s in found.splits} == {(2, 2), (4, 1)}
 
 
-def test_more_places_are_tried_where_there_is_room():
+def test_more_slots_are_tried_if_they_fit():
     rates = replace(RATES, decode=DecodeTime(fixed_s=0.005, sample_s=0.0, max_samples=1000))
     found = planned(rates, gpus=2, slots=lambda max_staleness, rollouts: 8, max_slots=16)
     assert found.best.setting.slots == 16

@@ -134,7 +134,7 @@ async def test_a_killed_worker_starts_again_where_it_was(slurm):
     assert not exits, "who kills a worker knows it"
 
 
-async def test_a_failed_node_is_the_cause_and_its_rollout_waits_for_room(slurm):
+async def test_a_failed_node_is_the_cause_and_its_rollout_waits_for_free_gpus(slurm):
     exits: list[WorkerExit] = []
     async with opened(slurm, exits) as launcher:
         await launcher.start("run_a", SPEC)

@@ -107,7 +107,7 @@ def test_a_worker_that_still_runs_on_a_suspect_node_keeps_its_gpus():
     assert not absent
 
 
-def test_rollouts_of_a_lost_node_wait_until_others_have_room():
+def test_rollouts_of_a_lost_node_wait_until_others_have_free_gpus():
     placements = Placements([node("n1", gpus=2), node("n2", gpus=1)])
     spec = spec_with(rollout={"replicas": 2})
     placements.assign("run", spec)
@@ -185,7 +185,7 @@ def test_no_gpu_has_two_workers_and_every_worker_has_what_it_needs(world_size, r
         ),
     ],
 )
-def test_what_no_node_has_room_for_is_refused_with_key_and_fix(parts, key):
+def test_a_worker_that_no_node_can_hold_is_refused_with_key_and_fix(parts, key):
     parts = {**parts, "topology": {**parts.get("topology", {}), "gpus_per_node": 4}}
     try:
         (problem,) = problems(spec_with(**parts))

@@ -57,7 +57,7 @@ def test_the_stage_of_a_large_head_has_fewer_layers(layers, stages, head, counts
     assert [len(part) for part in division] == counts
 
 
-def test_the_head_of_a_mixture_counts_beside_the_experts_that_a_token_passes():
+def test_the_head_of_a_mixture_counts_in_addition_to_the_experts_that_a_token_passes():
     config = {"num_hidden_layers": 2, "hidden_size": 8, "vocab_size": 100}
     shapes = {
         "model.embed_tokens.weight": (100, 8),

@@ -203,7 +203,7 @@ async def test_what_a_run_has_besides_in_the_same_folder_is_left_alone(tmp_path)
     assert files == {*others}
 
 
-async def test_a_folder_that_cannot_be_written_is_told_when_the_store_is_opened(tmp_path):
+async def test_a_folder_that_cannot_be_written_is_reported_when_the_store_is_opened(tmp_path):
     (tmp_path / "file").write_text("")
     cluster = StoredCluster(url=str(tmp_path / "file" / "run_1"))
     with pytest.raises(UnavailableError, match="Not a directory"):

@@ -39,7 +39,7 @@ async def test_a_large_part_passes_in_pieces(bucket, monkeypatch):  # noqa: F811
 
 
 @pytest.mark.parametrize("mode", ["refuse", "full"])
-async def test_a_store_that_is_gone_or_full_is_told_and_what_is_served_stays(
+async def test_a_store_that_is_gone_or_full_is_reported_and_served_weights_stay(
     bucket,  # noqa: F811
     relay,  # noqa: F811
     mode,

@@ -44,7 +44,7 @@ def test_an_exception_of_a_rows_function_has_its_key(tmp_path: Path, code: str) 
         ("def rows(count): return []", r"could not be called with .*data\.train\.arguments"),
     ],
 )
-def test_a_rows_function_that_returns_no_rows_is_told_why(
+def test_a_rows_function_without_rows_fails_with_the_reason(
     tmp_path: Path, code: str, message: str
 ) -> None:
     (tmp_path / "rows.py").write_text(code)

@@ -89,7 +89,7 @@ async def test_a_rollout_that_joins_gets_groups_once_it_serves_what_the_others_s
     assert (replicas.num_replicas, replicas.choose("", room=4)) == (2, ("rollout-1", 3))
 
 
-async def test_where_all_others_are_lent_groups_wait_where_they_are(opened):
+async def test_groups_wait_where_they_are_if_all_other_rollouts_are_reserved(opened):
     replicas, log = await opened(3, colocated=2)
     assert replicas.reserve(1) == ["rollout-2"]
     await replicas.park_for_others()

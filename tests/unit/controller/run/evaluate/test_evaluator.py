@@ -181,7 +181,7 @@ async def test_shared_rollouts_all_answer_while_the_weights_wait():
         stage.end()
 
 
-async def test_lent_rollouts_answer_while_new_weights_go_to_the_others():
+async def test_reserved_rollouts_answer_while_new_weights_go_to_the_others():
     async with asyncio.TaskGroup() as tasks:
         stage = Stage(tasks, replicas=1)
         await stage.evaluator.published(4, step=4)
@@ -522,7 +522,7 @@ async def test_what_a_shard_took_with_it_is_not_waited_for():
         ({"every": 0, "only": True}, True),
     ],
 )
-async def test_initial_weights_are_evaluated_if_later_ones_are_or_somebody_asks(
+async def test_initial_weights_are_evaluated_if_later_ones_are_or_on_request(
     validation, is_evaluated
 ):
     async with asyncio.TaskGroup() as tasks:

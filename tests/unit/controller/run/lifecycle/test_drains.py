@@ -279,7 +279,7 @@ async def test_a_pause_during_a_drain_pauses_the_run(database, workers, hosts):
     assert hosts.released == [], "the pause ends all workers"
 
 
-async def test_a_trainer_that_a_new_controller_has_not_heard_of_yet_stays_until_its_step_is_saved(
+async def test_a_trainer_that_has_not_registered_at_a_new_controller_stays_until_its_step_is_saved(
     database, workers, hosts
 ):
     async with drained_after_restart(database, workers) as (manager, run_id):
@@ -295,7 +295,7 @@ async def test_a_trainer_that_a_new_controller_has_not_heard_of_yet_stays_until_
     assert await events(manager, run_id, "Rewound") == []
 
 
-async def test_workers_leave_another_host_while_a_moved_one_waits_for_room(
+async def test_workers_leave_another_host_while_a_moved_worker_is_unschedulable(
     database, workers, hosts, monkeypatch
 ):
     has_room, waits = asyncio.Event(), asyncio.Event()

@@ -24,7 +24,7 @@ async def ignore(note: Note) -> None:
     """Takes an event."""
 
 
-def test_a_failure_is_told_once_with_its_cause_and_once_when_it_ends() -> None:
+def test_a_failure_is_reported_once_with_its_cause_and_once_when_it_ends() -> None:
     worker = trainer()
     reports = UploadReports(URL, [worker], record=ignore)
     assert [*reports.notes(worker)] == [], "nothing is uploaded yet"
@@ -66,7 +66,7 @@ def test_a_failure_whose_cause_stays_hidden_is_told_without_it() -> None:
     assert "cannot upload for 61 s" in note.message
 
 
-def test_each_uploaded_step_is_told_even_after_the_run_went_back() -> None:
+def test_each_uploaded_step_is_reported_even_after_the_run_was_rewound() -> None:
     worker = trainer()
     reports = UploadReports(URL, [worker], record=ignore)
     told = []
