@@ -125,7 +125,7 @@ def run_servicer(api: RunApi) -> run_pb2_grpc.RunServiceServicer:
 
 
 def _method(api: RunApi, method: MethodDescriptor) -> Callable[..., Any]:
-    named = [each for each in OPERATIONS if method.name in (each.rpc, each.__name__)]
+    named = [entry for entry in OPERATIONS if method.name in (entry.rpc, entry.__name__)]
     kind = GetMessageClass(method.output_type)
 
     async def answer(self: Any, request: Any, context: _Context) -> Message:

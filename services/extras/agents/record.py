@@ -318,7 +318,7 @@ class EpisodeRecord:
     async def _sample(
         self,
         turns: tuple[Turn, ...],
-        asked: "_Hash",
+        context_hash: "_Hash",
         request: ChatRequest | CompletionRequest,
         max_tokens: int | None,
         listener: Listener | None,
@@ -333,7 +333,7 @@ class EpisodeRecord:
         """
         room = self._room(turns)
         stop_texts, stop_ids = self._stops(request)
-        context = asked.digest()
+        context = context_hash.digest()
         number = self._num_asked[context]
         self._num_asked[context] += request.n
         draws = [

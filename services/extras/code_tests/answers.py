@@ -150,8 +150,8 @@ def _mapping(answer: Mapping[str, Any], row: Mapping[str, Any]) -> Tests:
     for key in _CODE:
         if answer.get(key):
             code = _parsed(answer[key])
-            given = str(answer.get("import_prefix") or "")
-            return _code(list(code) if isinstance(code, list) else [code], row, given=given)
+            prefix = str(answer.get("import_prefix") or "")
+            return _code(list(code) if isinstance(code, list) else [code], row, given=prefix)
     sets = [_parsed(answer[key]) for key in _SETS if answer.get(key)]
     pairs = [pair for part in sets or [answer] for pair in _pairs(part, row)]
     return _tests_of(pairs, row)
@@ -186,8 +186,8 @@ def _pairs(answer: Any, row: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         return
     if not are_lists or len(inputs) != len(outputs):
         raise _refused(f"got {_counted(inputs)} inputs and {_counted(outputs)} outputs")
-    for given, expected in zip(inputs, outputs, strict=True):
-        yield {**shared, "input": given, "output": expected}
+    for input_text, expected in zip(inputs, outputs, strict=True):
+        yield {**shared, "input": input_text, "output": expected}
 
 
 def _counted(values: Any) -> str:
@@ -249,23 +249,23 @@ def _text(value: Any) -> str:
 
 
 def _call(function: str, case: Mapping[str, Any]) -> dict[str, Any]:
-    given, expected = case["input"], case["output"]
+    inputs, expected = case["input"], case["output"]
     arguments: Sequence[Any] = []
     keywords: Mapping[str, Any] = {}
-    if isinstance(given, Mapping):
-        keywords = given
-    elif isinstance(given, list | tuple):
-        arguments = given
-    elif isinstance(given, str):
-        arguments, keywords = _written_arguments(given)
+    if isinstance(inputs, Mapping):
+        keywords = inputs
+    elif isinstance(inputs, list | tuple):
+        arguments = inputs
+    elif isinstance(inputs, str):
+        arguments, keywords = _written_arguments(inputs)
     else:
-        arguments = [given]
+        arguments = [inputs]
     return {
         "function": function,
         "arguments": [*arguments],
         "keywords": dict(keywords),
         "expected": _value(expected)
-        if isinstance(expected, str) and isinstance(given, str)
+        if isinstance(expected, str) and isinstance(inputs, str)
         else expected,
     }
 
@@ -277,7 +277,9 @@ def _written_arguments(text: str) -> tuple[list[Any], dict[str, Any]]:
             call = ast.parse(f"f({text.strip()})", mode="eval").body
             assert isinstance(call, ast.Call)
             positional = [_literal(node) for node in call.args]
-            return positional, {str(each.arg): _literal(each.value) for each in call.keywords}
+            return positional, {
+                str(argument.arg): _literal(argument.value) for argument in call.keywords
+            }
         except (SyntaxError, ValueError) as error:
             raise _refused(f"got the arguments {text!r:.80}, which are no values") from error
     return [_value(line) for line in text.splitlines() if line.strip()], {}
@@ -329,15 +331,15 @@ def _tree(code: Any) -> ast.Module:
 
 def _starts_tests(node: ast.stmt) -> bool:
     """Returns True for ``unittest.main()`` and ``pytest.main()``, which would start other tests."""
-    calls = [each.func for each in ast.walk(node) if isinstance(each, ast.Call)]
-    mains = [each for each in calls if isinstance(each, ast.Attribute) and each.attr == "main"]
+    calls = [child.func for child in ast.walk(node) if isinstance(child, ast.Call)]
+    mains = [child for child in calls if isinstance(child, ast.Attribute) and child.attr == "main"]
     return any(
         isinstance(m.value, ast.Name) and m.value.id in ("unittest", "pytest") for m in mains
     )
 
 
 def _checks(node: ast.AST) -> bool:
-    return any(isinstance(each, ast.stmt) and is_check(each) for each in ast.walk(node))
+    return any(isinstance(child, ast.stmt) and is_check(child) for child in ast.walk(node))
 
 
 def _test(tree: ast.Module, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -379,9 +381,11 @@ def _has_uncalled_check(tree: ast.Module) -> bool:
         node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "check"
     ]
     is_called = any(
-        isinstance(each, ast.Call) and isinstance(each.func, ast.Name) and each.func.id == "check"
+        isinstance(child, ast.Call)
+        and isinstance(child.func, ast.Name)
+        and child.func.id == "check"
         for node in tree.body
-        for each in ast.walk(node)
+        for child in ast.walk(node)
     )
     return bool(heads) and not is_called and len(heads[-1].args.args) == 1
 

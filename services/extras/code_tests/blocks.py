@@ -63,8 +63,8 @@ def _unfenced(response: str) -> str:
         return str(inline[-1])
     text = re.sub(r"^\s*(?:python3?|py)[ \t]*\n", "", _content(response))
     if not compiles(text):
-        for found in reversed(list(_TAGGED.finditer(response))):
-            program = _content(html.unescape(found[2] or found[3] or found[5] or ""))
+        for match in reversed(list(_TAGGED.finditer(response))):
+            program = _content(html.unescape(match[2] or match[3] or match[5] or ""))
             if program.strip() and compiles(program):
                 return program
     return text
@@ -113,8 +113,8 @@ def _blocks(lines: list[str]) -> list[_Block]:
 
 def _block(lines: list[str], start: int, opening: re.Match[str]) -> tuple[_Block, int]:
     """Returns the block that a line opens, and the number of the line after it."""
-    found = _LANGUAGE.match(opening[2].strip())
-    language = found[1].rstrip(".") if found else ""
+    match = _LANGUAGE.match(opening[2].strip())
+    language = match[1].rstrip(".") if match else ""
     prefix = lines[start][: opening.start(1)]
     first: tuple[_Block, int] | None = None
     raw = ""

@@ -130,7 +130,7 @@ os._exit(0)
 """
 
 
-def run_python(parts: Sequence[str], given: str, limits: Limits) -> str | None:
+def run_python(parts: Sequence[str], stdin: str, limits: Limits) -> str | None:
     """Runs a Python program.
 
     Args:
@@ -145,8 +145,8 @@ def run_python(parts: Sequence[str], given: str, limits: Limits) -> str | None:
         RuntimeError: If this host cannot deny the program access to the network or to files.
     """
     contents = [part.encode() for part in parts]
-    program = b"".join(len(each).to_bytes(8, "big") + each for each in contents)
-    status, output = _run(_LAUNCHER, [program], given, limits)
+    program = b"".join(len(content).to_bytes(8, "big") + content for content in contents)
+    status, output = _run(_LAUNCHER, [program], stdin, limits)
     return output if status == 0 else None
 
 
@@ -166,7 +166,7 @@ def run_judged(
         SandboxKilledError: If the program was killed, but not by its limits.
         RuntimeError: If this host cannot deny the program access to the network or to files.
     """
-    contents = [json.dumps(each).encode() for each in ([*parts], dict(request))]
+    contents = [json.dumps(content).encode() for content in ([*parts], dict(request))]
     _, output = _run(_JUDGED_LAUNCHER, contents, "", limits, last_line=LAST_LINE)
     # The last line is incomplete if the judge was killed while it wrote it.
     lines = output.removesuffix(LAST_LINE).split("\n")[:-1]
@@ -174,7 +174,7 @@ def run_judged(
 
 
 def _run(
-    launcher: str, contents: Sequence[bytes], given: str, limits: Limits, *, last_line: str = ""
+    launcher: str, contents: Sequence[bytes], stdin: str, limits: Limits, *, last_line: str = ""
 ) -> tuple[int | None, str]:
     """Runs a launcher with the descriptors of files with contents.
 
@@ -190,11 +190,11 @@ def _run(
     with (
         nullcontext("/") if is_wrapped else _folder() as folder,
         tempfile.TemporaryFile(buffering=0) as output,
-        tempfile.TemporaryFile() as given_file,
+        tempfile.TemporaryFile() as stdin_file,
         ExitStack() as stack,
         _pipe() as (info, info_writer),
     ):
-        _write(given_file, given.encode())
+        _write(stdin_file, stdin.encode())
         descriptors = []
         for content in contents:
             file = stack.enter_context(tempfile.TemporaryFile())
@@ -213,7 +213,7 @@ def _run(
                 *(sys.executable, "-c", launcher, str(seconds), str(limits.memory_bytes)),
                 *(str(int(limits.reads_files)), *map(str, descriptors)),
             ],
-            stdin=given_file,
+            stdin=stdin_file,
             stdout=output,
             stderr=subprocess.DEVNULL,
             cwd=folder,
@@ -282,8 +282,8 @@ def _has_more(folder: str, limit_bytes: int) -> bool:
         try:
             with os.scandir(folders.pop()) as entries:
                 for entry in entries:
-                    found = entry.stat(follow_symlinks=False)
-                    num_bytes += max(found.st_blocks * 512, _MIN_ENTRY_BYTES)
+                    status = entry.stat(follow_symlinks=False)
+                    num_bytes += max(status.st_blocks * 512, _MIN_ENTRY_BYTES)
                     if num_bytes > limit_bytes:
                         return True
                     if entry.is_dir(follow_symlinks=False):

@@ -15,9 +15,9 @@ _PRECISION: Final = 1e-9
 """Relative difference of printed numbers that count as equal; from zero, the absolute one."""
 
 
-def prints(program: str, given: str, expected: str, limits: Limits) -> bool:
+def prints(program: str, stdin: str, expected: str, limits: Limits) -> bool:
     """Returns True if a program turns standard input into the expected output."""
-    output = run_python([program], given, limits)
+    output = run_python([program], stdin, limits)
     return output is not None and same_output(expected, output)
 
 

@@ -82,12 +82,12 @@ class AdapterLoader:
         if self._fleet_adapters is None:
             self._fleet_adapters = {}
             manager = self.model_runner.lora_manager
-            kept, load_from_folder = self._fleet_adapters, manager._load_adapter  # noqa: SLF001 -- no other way
+            adapters, load_from_folder = self._fleet_adapters, manager._load_adapter  # noqa: SLF001 -- no other way
 
             def load(manager: Any, request: LoRARequest) -> Any:
                 if not request.lora_path.startswith(_IN_MEMORY):
                     return load_from_folder(request)
-                return _model(manager, request.lora_int_id, kept.get(request.lora_int_id))
+                return _model(manager, request.lora_int_id, adapters.get(request.lora_int_id))
 
             manager._load_adapter = MethodType(load, manager)  # noqa: SLF001
         return self._fleet_adapters

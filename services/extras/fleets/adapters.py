@@ -164,7 +164,7 @@ class SharedServer:
                 "running": len(account.running),
                 "waiting": len(account.waiting),
             }
-            for session in sorted(self._sessions.values(), key=lambda each: each.owner)
+            for session in sorted(self._sessions.values(), key=lambda entry: entry.owner)
             if (account := accounts.get(session.run)) is not None
         ]
 
@@ -181,7 +181,7 @@ class SharedServer:
                 f"owner must not be empty and share must be in (0, {MAX_SHARE:.0f}], got {share}",
             )
         run = owner.partition("/")[0]
-        for session in [each for each in self._sessions.values() if each.run == run]:
+        for session in [candidate for candidate in self._sessions.values() if candidate.run == run]:
             if not hmac.compare_digest(session.proof, proof):
                 raise RefusedError(
                     409,
@@ -272,7 +272,7 @@ class SharedServer:
             raise RefusedError(
                 422,
                 f"the engine holds another adapter than version {staged.version}: its digests are "
-                f"{sorted(each[:12] for each in loaded)}, expected {expected[:12]}",
+                f"{sorted(digest[:12] for digest in loaded)}, expected {expected[:12]}",
             )
         return adapter
 
@@ -337,7 +337,7 @@ class SharedServer:
         for adapter in session.retired:
             _cut(adapter)
         if self._shares is not None and not any(
-            each.run == session.run for each in self._sessions.values()
+            other.run == session.run for other in self._sessions.values()
         ):
             self._shares.leave(session.run)
         await self._remove_unused(session)

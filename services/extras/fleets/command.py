@@ -25,12 +25,12 @@ def fleet(
         else list(call_operation(url, ListFleets).items)
     )
     if as_json:
-        write(json.dumps([each.model_dump(mode="json") for each in fleets], indent=2))
+        write(json.dumps([view.model_dump(mode="json") for view in fleets], indent=2))
         return
     if not fleets:
         console.print("no fleets; an administrator configures SLIPSTREAM_CONTROLLER_FLEETS_FILE")
-    for each in fleets:
-        console.print(_table(each), highlight=False)
+    for view in fleets:
+        console.print(_table(view), highlight=False)
 
 
 def _table(fleet: FleetView) -> Table:

@@ -70,8 +70,8 @@ class FleetDirectory:
             InvalidArgumentError: If the file cannot be read.
         """
         entries = await asyncio.to_thread(self._entries)
-        asked = [self._view(name, entry) for name, entry in sorted(entries.items())]
-        return list(await asyncio.gather(*asked))
+        requests = [self._view(name, entry) for name, entry in sorted(entries.items())]
+        return list(await asyncio.gather(*requests))
 
     async def view(self, name: str) -> FleetView:
         """Returns one fleet.
@@ -149,8 +149,8 @@ class FleetDirectory:
         async with httpx.AsyncClient(
             transport=self._transport, timeout=_TIMEOUT_S, trust_env=False, follow_redirects=False
         ) as client:
-            asked = [self._server(client, address, token) for address in entry.addresses]
-            return FleetView(name=name, servers=list(await asyncio.gather(*asked)))
+            requests = [self._server(client, address, token) for address in entry.addresses]
+            return FleetView(name=name, servers=list(await asyncio.gather(*requests)))
 
     async def _server(self, client: httpx.AsyncClient, address: str, token: str) -> FleetServerView:
         now = asyncio.get_running_loop().time()

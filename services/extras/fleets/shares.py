@@ -233,7 +233,7 @@ class TokenShares:
         running = [*self._running()]
         if not running:
             return True  # a request that no cache holds ends with the engine's own error
-        held = sum(each.tokens for each in running)
+        held = sum(request.tokens for request in running)
         return len(running) < self._slots and held + ticket.tokens <= self._capacity_tokens
 
     def _next(self) -> Account | None:

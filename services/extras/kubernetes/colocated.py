@@ -46,8 +46,8 @@ def wait_for_gpus(
                 "limits.start_timeout_s"
             )
         pause(_LOOK_EVERY_S)
-    found = json.loads(ready_file.read_text(encoding="utf-8"))["gpus"]
-    names = found.split(",") if found else []
+    gpus = json.loads(ready_file.read_text(encoding="utf-8"))["gpus"]
+    names = gpus.split(",") if gpus else []
     return ",".join(names[number] for number in numbers) if names else ""
 
 
@@ -58,8 +58,8 @@ def main() -> NoReturn:
     path, numbers, timeout_s = sys.argv[1:]
     wanted = [int(number) for number in numbers.split(",")]
     names = wait_for_gpus(Path(path), wanted, timeout_s=float(timeout_s))
-    given = ["env", f"CUDA_VISIBLE_DEVICES={names}"] if names else []
-    command = [*given, *module_command("services.common.start", "services.rollout")]
+    prefix = ["env", f"CUDA_VISIBLE_DEVICES={names}"] if names else []
+    command = [*prefix, *module_command("services.common.start", "services.rollout")]
     os.execvp(command[0], command)  # noqa: S606 -- no part of it is user input
 
 

@@ -105,8 +105,8 @@ class NodeDrains:
         """Processes one change of a node."""
         taints = [] if seen.body is None else self._ending_taints(seen.body)
         if taints:
-            known = self._drains.get(seen.name)
-            since = self._clock.time() if known is None else known.host.since
+            earlier = self._drains.get(seen.name)
+            since = self._clock.time() if earlier is None else earlier.host.since
             reason = "cordoned" if taints[0] is _CORDON else f"taint {taints[0]['key']}"
             host = DrainedHost(name=seen.name, reason=reason, since=since)
             self._drains[seen.name] = _Drain(host, taints)
@@ -135,7 +135,9 @@ class NodeDrains:
 
 def _stays(pod: PlacedPod, taints: Sequence[Json]) -> bool:
     """Returns True if a pod tolerates the end of its node, as pods of a daemon do."""
-    return all(any(_tolerates(each, taint) for each in pod.tolerations) for taint in taints)
+    return all(
+        any(_tolerates(toleration, taint) for toleration in pod.tolerations) for taint in taints
+    )
 
 
 def _tolerates(toleration: Json, taint: Json) -> bool:

@@ -29,10 +29,10 @@ def size_pod(pod: Pod, *, role: str, gpus: int) -> None:
     kinds = json.loads(annotations.pop(KINDS_ANNOTATION, "{}"))
     per_gpu = json.loads(annotations.pop(PER_GPU_ANNOTATION, "{}"))
     (container,) = pod["spec"]["containers"]
-    own = kinds.get(role, {})
-    per_gpu = own.get("perGpu", per_gpu)
+    kind = kinds.get(role, {})
+    per_gpu = kind.get("perGpu", per_gpu)
     for part in ("requests", "limits"):
-        replaced, added = own.get("resources", {}).get(part, {}), per_gpu.get(part, {})
+        replaced, added = kind.get("resources", {}).get(part, {}), per_gpu.get(part, {})
         if not (replaced or added):
             continue
         amounts = container.setdefault("resources", {}).setdefault(part, {})

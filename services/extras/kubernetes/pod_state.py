@@ -60,8 +60,8 @@ def workers(pod: Json) -> list[str]:
 
 def is_gated(pod: Json) -> bool:
     """Returns True if a scheduling gate holds the pod back."""
-    found = obstacle(pod)
-    return found is not None and found.reason == _GATED
+    failure = obstacle(pod)
+    return failure is not None and failure.reason == _GATED
 
 
 def is_deleted_unplaced(pod: Json) -> bool:
@@ -208,11 +208,11 @@ class PodRecord:
 
     def obstacle_of(self, body: Mapping[str, Any]) -> StartFailure | None:
         """Returns the known reason for which it does not run, or None."""
-        found = obstacle(body)
-        if found is None or found.reason != _UNSCHEDULABLE or not self.is_homeless:
-            return found
+        failure = obstacle(body)
+        if failure is None or failure.reason != _UNSCHEDULABLE or not self.is_homeless:
+            return failure
         message = (
-            f"{found.message}; it left the drained node {self.moved_from}, nothing is lost, and it starts, "
+            f"{failure.message}; it left the drained node {self.moved_from}, nothing is lost, and it starts, "
             f"without a time limit, once a node has room: uncordon {self.moved_from}, or add a node. "
             "Other pods of the run keep their GPUs until then: cancel the run to release them, fork it later"
         )
@@ -232,19 +232,19 @@ class PodRecord:
             self.timer.cancel()
 
 
-def check_growth(bodies: Sequence[Mapping[str, Any]], known: Mapping[str, PodRecord]) -> None:
+def check_growth(bodies: Sequence[Mapping[str, Any]], records: Mapping[str, PodRecord]) -> None:
     """Checks that no existing pod lacks a worker, because a pod cannot get more containers.
 
     Args:
         bodies: Manifests of all pods that the run should have.
-        known: Existing pods of the run, by place name.
+        records: Existing pods of the run, by place name.
 
     Raises:
         FailedPreconditionError: If a pod lacks a worker.
     """
     for body in bodies:
         name = body["metadata"]["name"]
-        if name in known and set(workers(body)) - set(known[name].workers):
+        if name in records and set(workers(body)) - set(records[name].workers):
             raise FailedPreconditionError(
                 f"all workers of the run are in pod {name}, which cannot get more; install with "
                 "workers.topology=separate to change the number of workers of running runs"

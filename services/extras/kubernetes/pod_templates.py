@@ -119,7 +119,7 @@ def _unlisted(key: str, names: Iterable[str], listed: Sequence[str], value: str)
     """Yields the names that the administrator does not list under a value of the chart."""
     for name in names:
         is_listed = name in listed or any(
-            each.endswith("/") and name.startswith(each) for each in listed
+            prefix.endswith("/") and name.startswith(prefix) for prefix in listed
         )
         if not is_listed:
             allowed = f"it allows {', '.join(listed)}" if listed else "it allows none"
@@ -150,12 +150,12 @@ def _set_amounts(pod: Pod, chosen: PodSpec) -> None:
     (container,) = pod["spec"]["containers"]
     requests = container.setdefault("resources", {}).setdefault("requests", {})
     limits = container["resources"].setdefault("limits", {})
-    asked = {
+    amounts = {
         "cpu": chosen.cpu,
         "memory": chosen.memory,
         "ephemeral-storage": chosen.ephemeral_storage,
     }
-    for name, amount in asked.items():
+    for name, amount in amounts.items():
         if amount is not None:
             requests[name] = amount
             if name in limits or name == "memory":

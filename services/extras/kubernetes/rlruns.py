@@ -325,8 +325,8 @@ class _Mirror:
         """Returns the object's run; None if it is not submitted, or was deleted over the API."""
         if not self.run_id and not self._is_examined:
             only = RunFilter(project=self._namespace, label=(UID_LABEL, self.uid))
-            found = await self._manager.list_runs(limit=1, only=only)
-            run_id = found[0].run_id if found else self._status.get("runId", "")
+            runs = await self._manager.list_runs(limit=1, only=only)
+            run_id = runs[0].run_id if runs else self._status.get("runId", "")
             self._is_examined = True
             if run_id:
                 self._adopt(run_id)
@@ -368,15 +368,15 @@ class _Mirror:
         if is_examined and (self._refusal is None or self._refusal.reason == _INVALID_SPEC):
             return
         try:
-            spec, asked = await asyncio.to_thread(_read_spec, body)
+            spec, patch = await asyncio.to_thread(_read_spec, body)
             if _is_suspended(body):
                 await self._manager.validate(self._namespace, spec)
             else:
-                labels = {**(asked.labels or {}), UID_LABEL: self.uid}
+                labels = {**(patch.labels or {}), UID_LABEL: self.uid}
                 submission = Submission(
                     spec=spec,
                     project=self._namespace,
-                    priority=asked.priority or 0,
+                    priority=patch.priority or 0,
                     labels=labels,
                     actor=ACTOR,
                 )
@@ -399,8 +399,8 @@ class _Mirror:
         body = self.body
         is_applied = await self._set_paused(run, is_suspended=_is_suspended(body))
         try:
-            spec, asked = await asyncio.to_thread(_read_spec, body)
-            patch = changes_of(run, spec, asked, body)
+            spec, desired = await asyncio.to_thread(_read_spec, body)
+            patch = changes_of(run, spec, desired, body)
             if patch is not None:
                 await self._manager.patch(run.run_id, patch, revision=run.revision, actor=ACTOR)
             self._refusal = None
@@ -473,7 +473,9 @@ class _Mirror:
             status = {"phase": "Rejected" if self._refusal else "Suspended", "conditions": []}
             if self._refusal:
                 status["message"] = self._refusal.message
-        others = [each for each in status["conditions"] if each["type"] != "SpecRejected"]
+        others = [
+            condition for condition in status["conditions"] if condition["type"] != "SpecRejected"
+        ]
         status["conditions"] = [*others, self._rejection()]
         status["observedGeneration"] = self._observed
         return status
@@ -488,9 +490,9 @@ class _Mirror:
         is_told = known.get("reason") == _LOST
         since = known["lastTransitionTime"] if is_told else _time(time.time())
         others = [
-            each
-            for each in self._status.get("conditions", ())
-            if each["type"] not in ("Complete", "Failed")
+            condition
+            for condition in self._status.get("conditions", ())
+            if condition["type"] not in ("Complete", "Failed")
         ]
         failed = _outcome("Failed", _LOST, message, since)
         return {
@@ -503,11 +505,11 @@ class _Mirror:
 
     def _rejection(self) -> dict[str, Any]:
         refusal = self._refusal
-        known = _condition(self._status, "SpecRejected")
-        if refusal is None and known and known["observedGeneration"] == self._observed:
-            return dict(known)  # an earlier controller judged this generation
+        rejected = _condition(self._status, "SpecRejected")
+        if refusal is None and rejected and rejected["observedGeneration"] == self._observed:
+            return dict(rejected)  # an earlier controller judged this generation
         status = "True" if refusal else "False"
-        is_same = known.get("status") == status
+        is_same = rejected.get("status") == status
         return _without_empty(
             {
                 "type": "SpecRejected",
@@ -515,7 +517,7 @@ class _Mirror:
                 "reason": refusal.reason if refusal else "Accepted",
                 "message": refusal.message if refusal else "",
                 "observedGeneration": self._observed,
-                "lastTransitionTime": known["lastTransitionTime"]
+                "lastTransitionTime": rejected["lastTransitionTime"]
                 if is_same
                 else _time(time.time()),
             }
@@ -656,7 +658,7 @@ def _outcome(type_: str, reason: str, message: str, since: str) -> dict[str, Any
     )
 
 
-def changes_of(run: Run, spec: RunSpec, asked: RunPatch, body: Json) -> RunPatch | None:
+def changes_of(run: Run, spec: RunSpec, desired: RunPatch, body: Json) -> RunPatch | None:
     """Returns the patch that makes a run match its edited object; None if nothing differs.
 
     Raises:
@@ -665,7 +667,7 @@ def changes_of(run: Run, spec: RunSpec, asked: RunPatch, body: Json) -> RunPatch
     old = dict(flat(json.loads(run.spec_json)))
     new = dict(flat(json.loads(canonical_json(spec))))
     # A key that the object does not set has another value only if another release stored the run.
-    given = dict(flat(without_aliases(_document(body)).document))
+    spec_keys = dict(flat(without_aliases(_document(body)).document))
     patch: dict[str, Any] = {}
     problems = []
     for key, value in new.items():
@@ -673,7 +675,7 @@ def changes_of(run: Run, spec: RunSpec, asked: RunPatch, body: Json) -> RunPatch
             continue
         if is_live(key):
             patch["spec"] = merged(patch.get("spec", {}), nested(key, value))
-        elif key in given:
+        elif key in spec_keys:
             problems.append(
                 f"{key}: cannot change after the submission; the run has {old.get(key)!r}, got {value!r}; "
                 "restore it, or delete the object and apply another one"
@@ -681,11 +683,11 @@ def changes_of(run: Run, spec: RunSpec, asked: RunPatch, body: Json) -> RunPatch
     if problems:
         raise NotEditableError(problems)
     labels = {key: value for key, value in run.labels.items() if key != UID_LABEL}
-    if (asked.labels or {}) != labels:
-        own = {key: run.labels[key] for key in (UID_LABEL,) if key in run.labels}
-        patch["labels"] = {**(asked.labels or {}), **own}
-    if (asked.priority or 0) != run.priority:
-        patch["priority"] = asked.priority or 0
+    if (desired.labels or {}) != labels:
+        uid_label = {key: run.labels[key] for key in (UID_LABEL,) if key in run.labels}
+        patch["labels"] = {**(desired.labels or {}), **uid_label}
+    if (desired.priority or 0) != run.priority:
+        patch["priority"] = desired.priority or 0
     return RunPatch(**patch) if patch else None
 
 

@@ -96,7 +96,7 @@ def outdated(names: Iterable[str], kept: Iterable[str]) -> tuple[list[str], list
     What has another name is not a version's: the folder may be that of a run's checkpoints and logs.
     """
     versions = set(kept)
-    own = [name for name in names if _OWN.fullmatch(name)]
-    old = [name for name in own if name.partition("/")[0] not in versions]
+    version_names = [name for name in names if _OWN.fullmatch(name)]
+    old = [name for name in version_names if name.partition("/")[0] not in versions]
     manifests = [name for name in old if name.endswith(f"/{MANIFEST}")]
     return manifests, [name for name in old if not name.endswith(f"/{MANIFEST}")]

@@ -218,7 +218,7 @@ def build(order: EngineConfig) -> ExternalEngine:
         ValueError: If proposals need a package that is not installed, or vLLM is too old to report the tokens
             that could be drawn.
     """
-    if order.returns_masks and _MASKS not in {each.name for each in fields(AsyncEngineArgs)}:
+    if order.returns_masks and _MASKS not in {field.name for field in fields(AsyncEngineArgs)}:
         raise ValueError(
             "rollout.sampling.top_k or top_p excludes tokens, and vLLM reports which from version 0.28 on, "
             f"but {vllm.__version__} is installed; upgrade it, set top_p to 1 and top_k to 0, or "
@@ -243,7 +243,7 @@ class VllmBackend:
         Args:
             order: Configuration; its arguments are further ``AsyncEngineArgs``.
         """
-        order.check_arguments([one.name for one in fields(AsyncEngineArgs)], engine="vLLM")
+        order.check_arguments([field.name for field in fields(AsyncEngineArgs)], engine="vLLM")
         # With top_p, top_k or min_p, vLLM reports log probabilities of the truncated distribution.
         self.capabilities = EngineCapabilities(
             name="vllm",
@@ -344,7 +344,7 @@ class VllmBackend:
         """
         with _alive():
             loaded = await self.llm.collective_rpc("load_slipstream_weights", args=(description,))
-        if names := sorted({name for each in loaded for name in each["differing"]}):
+        if names := sorted({name for report in loaded for name in report["differing"]}):
             raise DataLossError(
                 f"{len(names)} quantized parameters of the engine differ from the received weights: "
                 f"{', '.join(names[:3])}"
@@ -466,10 +466,10 @@ class VllmBackend:
                 arguments["enable_prefix_caching"] = False
             if self._order.is_written_in_place:
                 arguments["worker_extension_cls"] = _PLAIN_WORKER
-        given = dict(self._order.arguments)
-        if isinstance(compilation := given.get("compilation_config"), Mapping):
-            given["compilation_config"] = {**arguments["compilation_config"], **compilation}
-        return AsyncEngineArgs(**(arguments | given))
+        values = dict(self._order.arguments)
+        if isinstance(compilation := values.get("compilation_config"), Mapping):
+            values["compilation_config"] = {**arguments["compilation_config"], **compilation}
+        return AsyncEngineArgs(**(arguments | values))
 
     def _reports(self) -> dict[str, Any]:
         """Returns the arguments that let vLLM report other tokens than those that it drew."""
@@ -488,8 +488,8 @@ class VllmBackend:
             "mm_device_do_normalize": False,
             "skip_mm_profiling": True,
         }
-        known = {each.name for each in fields(AsyncEngineArgs)}
-        return {name: value for name, value in arguments.items() if name in known}
+        names = {field.name for field in fields(AsyncEngineArgs)}
+        return {name: value for name, value in arguments.items() if name in names}
 
     async def _ask(
         self,
@@ -500,16 +500,16 @@ class VllmBackend:
         model_inputs: ModelInputs | None = None,
         given: GenerationRequest | None = None,
     ) -> "_Stream":
-        asked: Any = {"type": "token", "prompt_token_ids": list(token_ids)}
+        prompt: Any = {"type": "token", "prompt_token_ids": list(token_ids)}
         if model_inputs is not None and model_inputs.tensors:
             assert self._images is not None
-            asked |= self._images.of(token_ids, model_inputs)
+            prompt |= self._images.of(token_ids, model_inputs)
         if cache_salt is not None:
-            asked["cache_salt"] = cache_salt
+            prompt["cache_salt"] = cache_salt
         # vLLM may process an abort again after the next request arrived, so names are never reused.
         self._num_asked += 1
         unique = f"{name}#{self._num_asked}"
-        request = self.llm.input_processor.process_inputs(unique, asked, parameters, ("generate",))
+        request = self.llm.input_processor.process_inputs(unique, prompt, parameters, ("generate",))
         stream = self._streams[unique] = _Stream(self, unique, segment_id=name, request=given)
         with _alive():
             await self.llm.engine_core.add_request_async(request)

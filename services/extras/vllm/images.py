@@ -26,8 +26,8 @@ MAX_IMAGE_TOKENS = "slipstream_max_image_tokens"
 
 def _max_tokens_per_item(*arguments: Any, **named: Any) -> Mapping[str, int]:
     """Returns the max tokens of an image; the arguments differ between versions of vLLM."""
-    found = [*arguments, *named.values()]
-    processor = next(each for each in found if isinstance(each, BaseMultiModalProcessor))
+    values = [*arguments, *named.values()]
+    processor = next(value for value in values if isinstance(value, BaseMultiModalProcessor))
     config = processor.info.ctx.model_config.hf_config
     return {"image": int(getattr(config, MAX_IMAGE_TOKENS))}
 

@@ -31,8 +31,8 @@ def _replace_norm() -> None:
         states: Tensor, weight: Tensor | None, eps: float = 1e-6, residual: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         if residual is None:
-            found: Tensor = original(states, weight, eps)
-            return found
+            result: Tensor = original(states, weight, eps)
+            return result
         total = states + residual
         return original(total, weight, eps), total
 
@@ -62,8 +62,8 @@ def _replace_head() -> None:
             or not hidden_states.is_cuda
             or not isinstance(lm_head.quant_method, UnquantizedEmbeddingMethod)
         ):
-            found: Tensor = original(self, lm_head, hidden_states, bias)
-            return found
+            result: Tensor = original(self, lm_head, hidden_states, bias)
+            return result
         logits = float32_products(hidden_states, lm_head.weight)
         return logits if bias is None else logits + bias.float()
 

@@ -74,8 +74,8 @@ def propose(  # type: ignore[no-untyped-def]  # noqa: ANN201, PLR0913, PLR0917 -
         # Only the first comparison reads all tokens.
         for index in tl.static_range(longest):
             place = ends - 1 - index
-            found = tl.load(tokens + place, mask=is_equal & (place >= 0), other=-2)
-            is_equal = is_equal & (found == tl.sum(tl.where(nth == index, last, 0), axis=0))
+            token = tl.load(tokens + place, mask=is_equal & (place >= 0), other=-2)
+            is_equal = is_equal & (token == tl.sum(tl.where(nth == index, last, 0), axis=0))
             count += is_equal.to(tl.int64)
         # Prefers the longest occurrence, and of equally long ones the latest.
         score = tl.where(count >= shortest, (count << 32) + ends, 0)

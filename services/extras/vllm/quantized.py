@@ -105,8 +105,8 @@ class QuantizedUpdate:
         """Returns the names of parameters that differ from the received weights."""
         if self._small and _differ(*map(_bytes, zip(*self._small.values(), strict=True))):
             self._differs |= {name: _differ(*pair) for name, pair in self._small.items()}
-        found = torch.stack([*self._differs.values()]).tolist() if self._differs else []
-        return [name for name, one in zip(self._differs, found, strict=True) if one]
+        flags = torch.stack([*self._differs.values()]).tolist() if self._differs else []
+        return [name for name, differs in zip(self._differs, flags, strict=True) if differs]
 
     def _replace(self, owner: str, layer: _Layer) -> None:
         whole = {name: self._whole(pieces) for name, pieces in layer.pieces.items()}
@@ -228,38 +228,40 @@ def _quantized(layer: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Ten
     }
 
 
-def _differ(one: Tensor, other: Tensor) -> Tensor:
+def _differ(first: Tensor, other: Tensor) -> Tensor:
     """Returns a scalar on the tensors' device: True if any bit differs."""
-    if not _are_alike(one, other):
-        return torch.ones((), dtype=torch.bool, device=one.device)
-    one, other = _words(one.detach(), other.detach())
-    rows = max(1, _COMPARED_BYTES // max(1, one.itemsize * prod(one.shape[1:])))
-    found = [(a != b).any() for a, b in zip(one.split(rows), other.split(rows), strict=True)]
-    return found[0] if len(found) == 1 else torch.stack(found).any()
+    if not _are_alike(first, other):
+        return torch.ones((), dtype=torch.bool, device=first.device)
+    first, other = _words(first.detach(), other.detach())
+    rows = max(1, _COMPARED_BYTES // max(1, first.itemsize * prod(first.shape[1:])))
+    flags = [(a != b).any() for a, b in zip(first.split(rows), other.split(rows), strict=True)]
+    return flags[0] if len(flags) == 1 else torch.stack(flags).any()
 
 
-def _are_alike(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype
+def _are_alike(first: Tensor, other: Tensor) -> bool:
+    return first.shape == other.shape and first.dtype == other.dtype
 
 
 def _bytes(tensors: Iterable[Tensor]) -> Tensor:
     """Returns ``[n]`` uint8: the bytes of all tensors."""
-    return torch.cat([each.reshape(-1).view(torch.uint8) for each in tensors])
+    return torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
 
 
-def _words(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+def _words(first: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     """Views the bits of two tensors of one shape as integers, if possible eight bytes at once."""
-    if one.stride() == other.stride():
+    if first.stride() == other.stride():
         # Quantized weights are stored transposed.
-        order = sorted(range(one.dim()), key=one.stride, reverse=True)
-        one, other = one.permute(order), other.permute(order)
-    size = one.itemsize
+        order = sorted(range(first.dim()), key=first.stride, reverse=True)
+        first, other = first.permute(order), other.permute(order)
+    size = first.itemsize
     is_dense = all(
-        each.is_contiguous() and each.data_ptr() % 8 == 0 and each.storage_offset() * size % 8 == 0
-        for each in (one, other)
+        tensor.is_contiguous()
+        and tensor.data_ptr() % 8 == 0
+        and tensor.storage_offset() * size % 8 == 0
+        for tensor in (first, other)
     )
-    if is_dense and one.numel() * size % 8 == 0:
-        return one.reshape(-1).view(torch.int64), other.reshape(-1).view(torch.int64)
+    if is_dense and first.numel() * size % 8 == 0:
+        return first.reshape(-1).view(torch.int64), other.reshape(-1).view(torch.int64)
     word = _WORDS[size]
-    one, other = one.view(word), other.view(word)
-    return (one.view(1), other.view(1)) if one.dim() == 0 else (one, other)
+    first, other = first.view(word), other.view(word)
+    return (first.view(1), other.view(1)) if first.dim() == 0 else (first, other)

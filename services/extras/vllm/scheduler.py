@@ -129,10 +129,10 @@ class TokenBatcher:
 def _joined_masks(masks: list[Any]) -> Any:
     """Joins the ``SamplingMaskLists`` of one request; a mask without offsets is that of one token."""
     sizes = np.concatenate(
-        [[len(each.token_ids)] if each.offsets is None else np.diff(each.offsets) for each in masks]
+        [[len(mask.token_ids)] if mask.offsets is None else np.diff(mask.offsets) for mask in masks]
     )
     return masks[0]._replace(
-        token_ids=np.concatenate([each.token_ids for each in masks]),
+        token_ids=np.concatenate([mask.token_ids for mask in masks]),
         offsets=np.concatenate([[0], np.cumsum(sizes)]),
     )
 

@@ -29,7 +29,7 @@ _CLASSES = "services.extras.vllm.language_models"
 
 
 def _unsupported_besides(config: VllmConfig) -> list[str]:
-    return [each for each in _unsupported(config) if not each.startswith("ngram")]
+    return [reason for reason in _unsupported(config) if not reason.startswith("ngram")]
 
 
 if ADDS_NGRAMS:

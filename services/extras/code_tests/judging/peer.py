@@ -179,8 +179,8 @@ class Peer:
         """Calls a function of the other side; changes that it makes to its arguments are made here, too."""
         result, changed = self.request("call", function, arguments, keywords)
         with suppress(TypeError, ValueError):
-            given = [*arguments, *keywords.values()]
-            for before, after in zip(given, changed, strict=True):
+            values = [*arguments, *keywords.values()]
+            for before, after in zip(values, changed, strict=True):
                 _copy_changes(before, after)
         return result
 
@@ -301,9 +301,11 @@ class Peer:
             if isinstance(builtin, type) and issubclass(builtin, BaseException):
                 return builtin
         library = sys.modules.get(module) if module in sys.stdlib_module_names else None
-        known = self._names.get(name) if module == self._module else getattr(library, name, None)
-        if isinstance(known, type) and issubclass(known, BaseException):
-            return known
+        error_class = (
+            self._names.get(name) if module == self._module else getattr(library, name, None)
+        )
+        if isinstance(error_class, type) and issubclass(error_class, BaseException):
+            return error_class
         if (module, name) not in self._errors:
             parent = self._error_class(ancestors[1:]) if len(ancestors) > 1 else Exception
             members = {
@@ -392,7 +394,7 @@ def _state(value: Any) -> dict[str, Any]:
 
 def _error_names(kind: type) -> list[Any]:
     return [
-        [[each.__module__, each.__qualname__] for each in kind.__mro__ if each is not object],
+        [[base.__module__, base.__qualname__] for base in kind.__mro__ if base is not object],
     ]
 
 

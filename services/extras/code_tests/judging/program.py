@@ -21,8 +21,8 @@ def serve(parts: list[str], *, reader: int, writer: int) -> None:
     module: Any = ModuleType(MODULE)
     sys.modules[MODULE] = module
     names = module.__dict__
-    *given, program = parts
-    for part in given:
+    *modules, program = parts
+    for part in modules:
         try:
             exec(compile(part, "prompt.py", "exec"), names)  # noqa: S102 -- the purpose of this process
         except Exception:  # noqa: BLE001, S112 -- the program may do without it

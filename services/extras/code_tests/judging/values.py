@@ -187,8 +187,8 @@ class Decoder:
             items = [self._value(item) for item in details[0]]
             value = tuple(items) if kind == "tuple" else frozenset(items)
         elif kind == "object":
-            known: Any = self._classes.get(details[0])
-            value = known.__new__(known)
+            value_class: Any = self._classes.get(details[0])
+            value = value_class.__new__(value_class)
             self._unfilled.append((value, node))
         elif kind in ("array", "scalar"):
             value = self._numpy(kind, *details)
