@@ -90,7 +90,7 @@ async def _shard_of(settings: TransferQueueSettings) -> AsyncIterator[None]:
                 storage,
                 puts,
             ),
-            index.joined(shard, storage, puts.free),
+            index.registered(shard, storage, puts.free),
         ):
             _report_ready(settings, settings.index_address, shard)
             yield

@@ -308,7 +308,7 @@ class RemoteIndex:
         return await self._client.admitted_as(public_key)
 
     @asynccontextmanager
-    async def joined(
+    async def registered(
         self, shard: Shard, storage: BlobStore, free: Callable[[Sequence[int]], None]
     ) -> AsyncIterator[None]:
         """Registers the shard and sends heartbeats until the block ends.

@@ -402,7 +402,7 @@ class ExternalEngine:
     def ordered(
         cls,
         backend: Backend,
-        order: EngineConfig,
+        config: EngineConfig,
         *,
         length_argument: str,
         freezer: PausableBackend | None = None,
@@ -415,11 +415,13 @@ class ExternalEngine:
         """
         return cls(
             backend,
-            model_shape(order.config, order.dtype, max_tokens=order.arguments.get(length_argument)),
-            max_running=order.max_running,
-            kv_policy=order.kv_policy,
+            model_shape(
+                config.config, config.dtype, max_tokens=config.arguments.get(length_argument)
+            ),
+            max_running=config.max_running,
+            kv_policy=config.kv_policy,
             freezer=freezer,
-            decode=order.decode,
+            decode=config.decode,
         )
 
     @property

@@ -53,18 +53,18 @@ class LongTail:
         return max(1, round(math.exp(drawn)))
 
 
-def build(order: EngineConfig) -> "FakeEngine":
+def build(config: EngineConfig) -> "FakeEngine":
     """Builds the engine with the lengths and the speed from its arguments."""
-    token_seconds = order.arguments.get("token_seconds", 0.01)
+    token_seconds = config.arguments.get("token_seconds", 0.01)
     return FakeEngine(
-        max_running=order.max_running,
+        max_running=config.max_running,
         step_seconds=lambda _: token_seconds,
         lengths=LongTail(
-            median=order.arguments.get("median_tokens", 200.0),
-            sigma=order.arguments.get("sigma", 1.0),
+            median=config.arguments.get("median_tokens", 200.0),
+            sigma=config.arguments.get("sigma", 1.0),
         ),
-        stop_token=order.stop_token,
-        vocab_size=order.vocab_size,
+        stop_token=config.stop_token,
+        vocab_size=config.vocab_size,
     )
 
 

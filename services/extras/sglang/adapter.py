@@ -48,9 +48,9 @@ def use_own_event_loops() -> None:
 use_own_event_loops()
 
 
-def kernels(order: EngineConfig) -> dict[str, str]:
+def kernels(config: EngineConfig) -> dict[str, str]:
     """Returns arguments that avoid SGLang kernels whose packages are missing or incomplete."""
-    if order.device.type == "cpu":
+    if config.device.type == "cpu":
         return {}
     module_spec = importlib.util.find_spec("sgl_kernel")
     folders = (module_spec and module_spec.submodule_search_locations) or ()
@@ -71,13 +71,13 @@ def pins_memory() -> bool:
     return True
 
 
-def memory_saver(order: EngineConfig) -> dict[str, bool]:
+def memory_saver(config: EngineConfig) -> dict[str, bool]:
     """Returns the arguments of an engine that releases its GPU memory from time to time.
 
     Raises:
         EngineDiedError: If the package that this needs is not installed.
     """
-    if not order.sleeps or order.device.type == "cpu":
+    if not config.sleeps or config.device.type == "cpu":
         return {}
     if importlib.util.find_spec("torch_memory_saver") is None:
         raise EngineDiedError(
@@ -96,41 +96,41 @@ _IDLE_TIMEOUT_S = 30.0
 _DIED = "the SGLang engine died; see its log lines above"
 
 
-def build(order: EngineConfig) -> ExternalEngine:
+def build(config: EngineConfig) -> ExternalEngine:
     """Builds the engine; :meth:`ExternalEngine.run` starts it."""
-    exact = exact_tokens(order.config.to_dict(), "sglang")
+    exact = exact_tokens(config.config.to_dict(), "sglang")
     if exact is not None:
-        order = replace(order, arguments={"context_length": exact, **order.arguments})
-    return ExternalEngine.ordered(SglangBackend(order), order, length_argument="context_length")
+        config = replace(config, arguments={"context_length": exact, **config.arguments})
+    return ExternalEngine.ordered(SglangBackend(config), config, length_argument="context_length")
 
 
 class SglangBackend:
     """Runs one SGLang engine in child processes of this one."""
 
-    def __init__(self, order: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig) -> None:
         """Prepares the engine; :meth:`serve` starts it.
 
         Args:
-            order: Configuration; its arguments are further ``ServerArgs``.
+            config: Configuration; its arguments are further ``ServerArgs``.
         """
-        order.check_arguments(_OPTIONS, engine="SGLang")
+        config.check_arguments(_OPTIONS, engine="SGLang")
         self._arguments: dict[str, Any] = {
-            "dtype": order.dtype_name,
-            "device": order.device.type,
+            "dtype": config.dtype_name,
+            "device": config.device.type,
             "load_format": "dummy",
             "skip_tokenizer_init": True,
             "skip_server_warmup": True,
             "grammar_backend": "none",
-            "max_running_requests": order.max_running,
+            "max_running_requests": config.max_running,
             "custom_weight_loader": [_LOADER],
             "log_level": "error",
             # The trainer also computes logits in float32.
             "enable_fp32_lm_head": True,
-            "enable_deterministic_inference": order.is_reproducible,
-            **kernels(order),
-            **memory_saver(order),
-            **order.precision_arguments(engine_kind("sglang")),
-            **order.arguments,
+            "enable_deterministic_inference": config.is_reproducible,
+            **kernels(config),
+            **memory_saver(config),
+            **config.precision_arguments(engine_kind("sglang")),
+            **config.arguments,
         }
         # Except in deterministic mode, SGLang uses one random stream for all requests.
         self.capabilities = EngineCapabilities(
@@ -140,20 +140,20 @@ class SglangBackend:
             truncation=True,
             seeds=bool(self._arguments["enable_deterministic_inference"]),
             routed_experts=_TELLS_EXPERTS in _OPTIONS
-            and (order.device.type != "cpu" or pins_memory()),
+            and (config.device.type != "cpu" or pins_memory()),
             top_logprobs=True,
-            model_inputs=order.images is not None,
+            model_inputs=config.images is not None,
         )
-        self._vocab_size = int(order.config.get_text_config().vocab_size)
+        self._vocab_size = int(config.config.get_text_config().vocab_size)
         self._images = (
             None
-            if order.images is None
-            else ImageInputs(checkpoint_config(order.config), order.dtype)
+            if config.images is None
+            else ImageInputs(checkpoint_config(config.config), config.dtype)
         )
-        self.routing = routing_shape(order.config.to_dict()) if order.returns_experts else None
+        self.routing = routing_shape(config.config.to_dict()) if config.returns_experts else None
         if self.routing is not None:
             self._arguments[_TELLS_EXPERTS] = True
-        self._config = checkpoint_config(order.config)
+        self._config = checkpoint_config(config.config)
         self._engine: Engine | None = None
         self._died = asyncio.Event()
         self.streams: set[_Stream] = set()

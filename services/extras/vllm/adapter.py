@@ -211,61 +211,61 @@ def speculative_config(speculation: SpeculationSpec) -> dict[str, Any]:
     return config
 
 
-def build(order: EngineConfig) -> ExternalEngine:
+def build(config: EngineConfig) -> ExternalEngine:
     """Builds the engine; :meth:`ExternalEngine.run` starts it.
 
     Raises:
         ValueError: If proposals need a package that is not installed, or vLLM is too old to report the tokens
             that could be drawn.
     """
-    if order.returns_masks and _MASKS not in {field.name for field in fields(AsyncEngineArgs)}:
+    if config.returns_masks and _MASKS not in {field.name for field in fields(AsyncEngineArgs)}:
         raise ValueError(
             "rollout.sampling.top_k or top_p excludes tokens, and vLLM reports which from version 0.28 on, "
             f"but {vllm.__version__} is installed; upgrade it, set top_p to 1 and top_k to 0, or "
             "rollout.engine to torch"
         )
-    is_suffix = order.speculation is not None and order.speculation.method == "suffix"
+    is_suffix = config.speculation is not None and config.speculation.method == "suffix"
     if is_suffix and importlib.util.find_spec("arctic_inference") is None:
         raise ValueError(
             "rollout.speculation.method is 'suffix', for which vLLM needs a package that is not installed; "
             "install arctic-inference, or set the method to 'ngram'"
         )
-    backend = VllmBackend(order)
-    return ExternalEngine.ordered(backend, order, length_argument="max_model_len", freezer=backend)
+    backend = VllmBackend(config)
+    return ExternalEngine.ordered(backend, config, length_argument="max_model_len", freezer=backend)
 
 
 class VllmBackend:
     """Runs one vLLM engine in a child process of this one."""
 
-    def __init__(self, order: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig) -> None:
         """Prepares the engine; :meth:`serve` starts it.
 
         Args:
-            order: Configuration; its arguments are further ``AsyncEngineArgs``.
+            config: Configuration; its arguments are further ``AsyncEngineArgs``.
         """
-        order.check_arguments([field.name for field in fields(AsyncEngineArgs)], engine="vLLM")
+        config.check_arguments([field.name for field in fields(AsyncEngineArgs)], engine="vLLM")
         # With top_p, top_k or min_p, vLLM reports log probabilities of the truncated distribution.
         self.capabilities = EngineCapabilities(
             name="vllm",
             kv_policies=frozenset({"recompute", "keep"}),
             stop_texts=True,
             truncation=False,
-            seeds=order.is_reproducible,
+            seeds=config.is_reproducible,
             # Versions of vLLM without this parameter report all experts at the end, including those of
             # recomputed tokens.
             routed_experts=hasattr(SamplingParams(), "routed_experts_prompt_start"),
-            sampling_masks=order.returns_masks,
+            sampling_masks=config.returns_masks,
             top_logprobs=True,
-            model_inputs=order.images is not None,
+            model_inputs=config.images is not None,
         )
-        self._vocab_size = int(order.config.get_text_config().vocab_size)
+        self._vocab_size = int(config.config.get_text_config().vocab_size)
         self._images = (
             None
-            if order.images is None
-            else ImageInputs(checkpoint_config(order.config), order.dtype)
+            if config.images is None
+            else ImageInputs(checkpoint_config(config.config), config.dtype)
         )
-        self.routing = routing_shape(order.config.to_dict()) if order.returns_experts else None
-        self._order = order
+        self.routing = routing_shape(config.config.to_dict()) if config.returns_experts else None
+        self._config = config
         self._llm: AsyncLLM | None = None
         self._streams: dict[str, _Stream] = {}
         self._num_asked = 0
@@ -277,7 +277,7 @@ class VllmBackend:
 
     @property
     def drafts(self) -> DraftTotals | None:
-        if self._order.speculation is None:
+        if self._config.speculation is None:
             return None
         return sum(self._drafts.values(), DraftTotals())
 
@@ -294,7 +294,7 @@ class VllmBackend:
 
     async def serve(self, started: Callable[[], None]) -> None:
         """Starts vLLM and serves until cancelled."""
-        config = checkpoint_config(self._order.config)
+        config = checkpoint_config(self._config.config)
         folder = cached_config_folder(config, Path(envs.VLLM_CACHE_ROOT) / "slipstream")
         llm = await asyncio.to_thread(
             start, self.engine_args(str(folder)), reports_experts=self.routing is not None
@@ -366,12 +366,12 @@ class VllmBackend:
     async def sleep(self) -> None:
         """Releases cache and weights; the next adoption replaces all weights."""
         with _alive():
-            if self._order.sleeps:
+            if self._config.sleeps:
                 await self.llm.engine_core.sleep_async(level=2)
 
     async def wake(self) -> None:
         with _alive():
-            if self._order.sleeps:
+            if self._config.sleeps:
                 await self.llm.engine_core.wake_up_async()
 
     async def score(
@@ -415,40 +415,40 @@ class VllmBackend:
         """Returns the arguments for a model whose configuration is in a folder."""
         arguments: dict[str, Any] = {
             "model": folder,
-            "dtype": self._order.dtype_name,
+            "dtype": self._config.dtype_name,
             "load_format": "dummy",
             "skip_tokenizer_init": True,
-            "max_num_seqs": self._order.max_running,
+            "max_num_seqs": self._config.max_running,
             "logprobs_mode": "processed_logprobs",
             # The trainer also computes logits in float32.
             "hf_overrides": {"head_dtype": "float32"},
             "worker_extension_cls": _WORKER,
             "disable_log_stats": True,
-            "enable_sleep_mode": self._order.sleeps and not current_platform.is_cpu(),
+            "enable_sleep_mode": self._config.sleeps and not current_platform.is_cpu(),
             "stream_interval": _STREAM_INTERVAL,
             # With a common seed, replicas would give the same prompt the same responses.
             "seed": secrets.randbits(31),
             **self._reports(),
-            **self._order.precision_arguments(engine_kind("vllm")),
+            **self._config.precision_arguments(engine_kind("vllm")),
         }
-        if self._order.quantization is not None:
-            exact = [rf"re:.*\.layers\.{n}\..*" for n in range(self._order.unquantized_layers)]
+        if self._config.quantization is not None:
+            exact = [rf"re:.*\.layers\.{n}\..*" for n in range(self._config.unquantized_layers)]
             arguments["quantization_config"] = {"ignore": [_ROUTERS, *exact]}
         per_request = 1
-        if self._order.speculation is not None:
-            per_request += self._order.speculation.tokens
-            arguments["speculative_config"] = speculative_config(self._order.speculation)
-        if self._order.images is not None:
-            arguments |= self._image_arguments(self._order.images)
+        if self._config.speculation is not None:
+            per_request += self._config.speculation.tokens
+            arguments["speculative_config"] = speculative_config(self._config.speculation)
+        if self._config.images is not None:
+            arguments |= self._image_arguments(self._config.images)
         arguments["compilation_config"] = {
-            "cudagraph_capture_sizes": captured_sizes(self._order.max_running, per_request)
+            "cudagraph_capture_sizes": captured_sizes(self._config.max_running, per_request)
         }
-        is_recurrent = recurrent_module(self._order.config.to_dict()) is not None
+        is_recurrent = recurrent_module(self._config.config.to_dict()) is not None
         if is_recurrent and not current_platform.is_cpu():
             # The trainer computes states in float32 too.
             arguments["mamba_ssm_cache_dtype"] = "float32"
-        if self._order.is_invariant and not missing_operators(
-            self._order.config.to_dict(), self._order.dtype
+        if self._config.is_invariant and not missing_operators(
+            self._config.config.to_dict(), self._config.dtype
         ):
             # Kernels that Inductor generates for norms and activations round differently from vLLM's own,
             # which the trainer uses. Without Inductor, only whole passes can be captured as CUDA graphs.
@@ -464,18 +464,18 @@ class VllmBackend:
             if is_recurrent:
                 # Prefixes of recurrent states are cached only with chunked prefill.
                 arguments["enable_prefix_caching"] = False
-            if self._order.is_written_in_place:
+            if self._config.is_written_in_place:
                 arguments["worker_extension_cls"] = _PLAIN_WORKER
-        values = dict(self._order.arguments)
+        values = dict(self._config.arguments)
         if isinstance(compilation := values.get("compilation_config"), Mapping):
             values["compilation_config"] = {**arguments["compilation_config"], **compilation}
         return AsyncEngineArgs(**(arguments | values))
 
     def _reports(self) -> dict[str, Any]:
         """Returns the arguments that let vLLM report other tokens than those that it drew."""
-        arguments: dict[str, Any] = {_MASKS: True} if self._order.returns_masks else {}
-        if self._order.top_logprobs > _DEFAULT_MAX_LOGPROBS:
-            arguments["max_logprobs"] = self._order.top_logprobs
+        arguments: dict[str, Any] = {_MASKS: True} if self._config.returns_masks else {}
+        if self._config.top_logprobs > _DEFAULT_MAX_LOGPROBS:
+            arguments["max_logprobs"] = self._config.top_logprobs
         return arguments
 
     def _image_arguments(self, limits: ImageLimits) -> dict[str, Any]:
@@ -532,7 +532,7 @@ class VllmBackend:
 
     def _distribution(self, request: GenerationRequest) -> dict[str, Any]:
         """Returns the parameters of the distribution that tokens are drawn from."""
-        if not self._order.returns_masks:
+        if not self._config.returns_masks:
             return {"temperature": request.temperature}
         # An engine that reports masks refuses greedy requests, and those without top_k.
         if request.temperature == 0:
@@ -547,7 +547,7 @@ class VllmBackend:
     @property
     def _any_tokens(self) -> dict[str, Any]:
         """Parameters of requests whose tokens do not matter."""
-        return {"top_k": 1} if self._order.returns_masks else {}
+        return {"top_k": 1} if self._config.returns_masks else {}
 
     async def _warm_up(self) -> None:
         """Decodes one request: the first one with log probabilities compiles GPU kernels for a second."""

@@ -233,7 +233,7 @@ def token_values(spec: RewardSpec, value: object, turn_lengths: Sequence[int]) -
     ]
 
 
-def joined(first: Score, other: Score) -> Score:
+def sum_of_scores(first: Score, other: Score) -> Score:
     """Adds two scores; a term name that both have gets a number as suffix."""
     terms = dict(first.terms)
     for name, term in other.terms.items():

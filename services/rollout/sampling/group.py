@@ -19,7 +19,7 @@ from services.rollout.data.prompts import Curriculum, Prompt
 from services.rollout.engines.base import Engine, GenerationResult, split_stop_texts
 from services.rollout.failures import CallError, GroupError
 from services.rollout.rewards.answers import BEGIN
-from services.rollout.rewards.base import Reward, RewardInput, Score, joined
+from services.rollout.rewards.base import Reward, RewardInput, Score, sum_of_scores
 from services.rollout.rewards.scorer import Comparison
 from services.rollout.sampling.progress_cache import GroupProgress, MemberProgress
 from services.rollout.sampling.samples import (
@@ -298,7 +298,7 @@ class RunningGroup:
             raise GroupError(f"reward_{failure.kind}", failure.message, retryable=True)
         added = dict(zip([sample.member for sample in scored], scores, strict=True))
         return [
-            replace(s, score=joined(s.score, added[s.member])) if s.member in added else s
+            replace(s, score=sum_of_scores(s.score, added[s.member])) if s.member in added else s
             for s in samples
         ]
 

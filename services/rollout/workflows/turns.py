@@ -78,9 +78,9 @@ class Turn:
             version_runs=tuple(runs),
             finish_reason=result.finish_reason,
             seconds=self.seconds + seconds,
-            routed_experts=_joined([self.routed_experts, result.routed_experts]),
-            sampling_mask=_joined([self.sampling_mask, result.sampling_mask]),
-            top_logprobs=_joined([self.top_logprobs, result.top_logprobs]),
+            routed_experts=_concatenated([self.routed_experts, result.routed_experts]),
+            sampling_mask=_concatenated([self.sampling_mask, result.sampling_mask]),
+            top_logprobs=_concatenated([self.top_logprobs, result.top_logprobs]),
         )
 
 
@@ -113,7 +113,7 @@ def shown(token_ids: Sequence[int], *, is_answer: bool) -> Turn:
 
 def routed_experts(turns: Iterable[Turn]) -> RoutedExperts | None:
     """Returns the experts of the tokens from the first one on, as far as known; None if no turn has any."""
-    return _joined([turn.routed_experts for turn in turns])
+    return _concatenated([turn.routed_experts for turn in turns])
 
 
 def sampling_mask(turns: Iterable[Turn]) -> SamplingMask:
@@ -152,7 +152,7 @@ def joined_inputs(bundles: "Iterable[ModelInputs | None]") -> "ModelInputs | Non
     return type(present[0]).joined(present) if present else None
 
 
-def _joined(parts: Sequence[NDArray[Any] | None]) -> NDArray[Any] | None:
+def _concatenated(parts: Sequence[NDArray[Any] | None]) -> NDArray[Any] | None:
     present = [part for part in parts if part is not None]
     return np.concatenate(present) if present else None
 

@@ -18,7 +18,7 @@ from services.trainer.batch.prefixes import (
     InputSpan,
     Prefixes,
     branches,
-    joined,
+    sharing_keys,
     token_ids,
     unshared,
     worthwhile,
@@ -271,7 +271,7 @@ def _place(
     inputs: Sequence[Sequence[InputSpan]],
 ) -> _PlacedSequences:
     """Finds shared prefixes, if they are to be shared, and places the sequences."""
-    sequences = joined(
+    sequences = sharing_keys(
         prompts.unbind(), responses.unbind(), experts if shares_prefixes else None, inputs
     )
     contexts = [sequence[:-1] for sequence in sequences]

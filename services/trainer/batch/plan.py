@@ -18,8 +18,8 @@ from services.trainer.batch.prefixes import (
     Prefixes,
     families,
     find_prefixes,
-    joined,
     part,
+    sharing_keys,
     unshared,
 )
 from services.trainer.batch.samples import BatchFacts, Samples
@@ -157,7 +157,7 @@ def cut(
     groups = None if samples.groups is None else samples.groups[chosen].tolist()
     # ``unbind`` returns views; ``select`` would copy the experts, which are many times larger than tokens.
     experts = samples.experts.unbind() if shares and samples.experts is not None else None
-    sequences = joined(
+    sequences = sharing_keys(
         samples.prompts.select(chosen).unbind(),
         samples.responses.select(chosen).unbind(),
         None if experts is None else [experts[position] for position in positions],

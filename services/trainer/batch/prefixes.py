@@ -56,7 +56,7 @@ class Branch:
         return len(self.path) - self.length
 
 
-def joined(
+def sharing_keys(
     prompts: Sequence[Tensor],
     responses: Sequence[Tensor],
     experts: Sequence[Tensor] | None = None,
@@ -91,7 +91,7 @@ def joined(
 
 
 def token_ids(tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Extracts the token ids from the keys of :func:`joined`."""
+    """Extracts the token ids from the keys of :func:`sharing_keys`."""
     return tokens & ((1 << _ID_BITS) - 1)
 
 

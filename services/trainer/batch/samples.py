@@ -109,7 +109,7 @@ class Sequences:
         )
         return Jagged(values, self.responses.lengths).unbind()
 
-    def joined(self, columns: Tensor) -> Tensor:
+    def of_samples(self, columns: Tensor) -> Tensor:
         """Maps values of the sequences' response tokens to those of the samples, 0 at further prompts."""
         whole = columns.new_zeros(len(self.is_response), *columns.shape[1:])
         whole[self.is_response] = columns

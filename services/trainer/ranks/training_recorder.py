@@ -68,7 +68,7 @@ class TrainingRecorder:
         collected, self._collected = self._collected, {}
         if not collected:
             return
-        rows = [_joined(sequences) for sequences in collected.values()]
+        rows = [_concatenated(sequences) for sequences in collected.values()]
         records = [{"step": step, **_facts(row, weight_version)} for row in rows]
         self._store_records(
             partition_id(run_of(partition), "records"),
@@ -89,7 +89,7 @@ def _after_prompt(columns: Mapping[str, Tensor], num_tokens: int) -> dict[str, T
     }
 
 
-def _joined(sequences: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def _concatenated(sequences: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Concatenates the columns of a sample's sequences."""
     ordered = [sequences[number] for number in sorted(sequences)]
     return {name: torch.cat([columns[name] for columns in ordered]) for name in ordered[0]}

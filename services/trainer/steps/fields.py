@@ -91,7 +91,7 @@ class FieldScoring:
             shares_prefixes=self._shares_prefixes,
             bounds=self._engine.bounds,
         )
-        scored = sequences.joined(self._engine.forward_logprobs(samples, plan))
+        scored = sequences.of_samples(self._engine.forward_logprobs(samples, plan))
         scores = Jagged(scored, inputs["response_ids"].lengths)
         fields = {self.field: scores.unbind()}
         if self.field in VERSION_OF:

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from services.trainer.batch.packing import PackedTokens, pack
 from services.trainer.batch.plan import micro_batches, shard_of
-from services.trainer.batch.prefixes import find_prefixes, joined
+from services.trainer.batch.prefixes import find_prefixes, sharing_keys
 from services.trainer.batch.samples import BatchFacts
 from services.trainer.model.policy import Policy
 from services.wire.data.jagged import Jagged
@@ -82,7 +82,7 @@ def test_each_token_of_a_trie_is_computed_once() -> None:
         sequences = [
             tuple(row.tolist()[:-1])
             for row, answer in zip(
-                joined(prompts.unbind(), responses.unbind()), responses.unbind(), strict=True
+                sharing_keys(prompts.unbind(), responses.unbind()), responses.unbind(), strict=True
             )
             if len(answer)
         ]
@@ -95,7 +95,7 @@ def test_each_token_of_a_trie_is_computed_once() -> None:
 def test_members_of_a_group_stay_in_one_micro_batch() -> None:
     def rows(prompt: int, count: int) -> list[Any]:
         answers = [torch.tensor([index + 1] * 30) for index in range(count)]
-        return joined([torch.full((100,), prompt)] * count, answers)
+        return sharing_keys([torch.full((100,), prompt)] * count, answers)
 
     both = micro_batches([*rows(7, 4), *rows(8, 4)], 300, shares=True)
     assert sorted(both) == [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -108,8 +108,10 @@ def test_members_of_a_group_stay_in_one_micro_batch() -> None:
 @pytest.mark.parametrize("shares", [True, False])
 def test_groups_that_are_compared_are_never_divided(shares: bool) -> None:
     # Two pairs answer the same prompt, and a third pair is larger than the budget of a micro-batch.
-    rows = joined([torch.full((50,), 7)] * 6, [torch.full((30,), n) for n in (1, 2, 3, 4, 5, 6)])
-    rows[4:] = joined([torch.full((300,), 8)] * 2, [torch.full((30,), n) for n in (1, 2)])
+    rows = sharing_keys(
+        [torch.full((50,), 7)] * 6, [torch.full((30,), n) for n in (1, 2, 3, 4, 5, 6)]
+    )
+    rows[4:] = sharing_keys([torch.full((300,), 8)] * 2, [torch.full((30,), n) for n in (1, 2)])
     found = micro_batches(rows, 170, shares=shares, groups=[4, 9, 9, 4, 1, 1])
     assert sorted(found) == [[0, 3], [1, 2], [4, 5]]
     cohort = _cohort([(20, [100] * 2)])
@@ -125,7 +127,7 @@ def test_groups_that_are_compared_are_never_divided(shares: bool) -> None:
 def test_micro_batches_hold_no_more_than_their_budget() -> None:
     for seed in range(25):
         rng = random.Random(seed)
-        sequences = joined(*(part.unbind() for part in random_trie(rng, vocabulary=97)))
+        sequences = sharing_keys(*(part.unbind() for part in random_trie(rng, vocabulary=97)))
         budget = rng.randint(8, 60)
         found = micro_batches(sequences, budget, shares=True)
         assert sorted(index for micro in found for index in micro) == [*range(len(sequences))]
@@ -173,7 +175,9 @@ def test_a_group_is_divided_where_ranks_would_have_nothing_to_do() -> None:
 
 def test_prefixes_are_those_of_neighbours() -> None:
     rows = [[5, 1], [2], [2, 300, 7], [2, 300], [2, 299, 7], [2, 300]]
-    prefixes = find_prefixes(joined([torch.tensor(row) for row in rows], [torch.zeros(0)] * 6))
+    prefixes = find_prefixes(
+        sharing_keys([torch.tensor(row) for row in rows], [torch.zeros(0)] * 6)
+    )
     in_order = [rows[index] for index in prefixes.order]
     assert in_order == sorted(rows)
     assert prefixes.shared == (0, 1, 1, 2, 2, 0)

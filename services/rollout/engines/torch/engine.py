@@ -95,20 +95,20 @@ def _round_inputs(model: PreTrainedModel, kind: Fp8, *, num_exact: int) -> None:
             module.register_forward_pre_hook(rounded)
 
 
-def build(order: EngineConfig) -> "TorchEngine":
+def build(config: EngineConfig) -> "TorchEngine":
     """Builds the engine with a model of random weights."""
     torch.set_num_threads(min(torch.get_num_threads(), usable_processors()))
     return TorchEngine(
-        build_model(order.config, dtype=order.dtype, device=order.device),
-        max_running=order.max_running,
-        kv_policy=order.kv_policy,
-        decode=order.decode,
-        returns_experts=order.returns_experts,
-        is_invariant=order.is_invariant,
-        quantization=order.quantization,
-        unquantized_layers=order.unquantized_layers,
-        speculation=order.speculation,
-        **order.arguments,
+        build_model(config.config, dtype=config.dtype, device=config.device),
+        max_running=config.max_running,
+        kv_policy=config.kv_policy,
+        decode=config.decode,
+        returns_experts=config.returns_experts,
+        is_invariant=config.is_invariant,
+        quantization=config.quantization,
+        unquantized_layers=config.unquantized_layers,
+        speculation=config.speculation,
+        **config.arguments,
     )
 
 
