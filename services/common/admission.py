@@ -25,14 +25,14 @@ from services.common.telemetry.logging import RareLog
 logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 64
-"""Max. connections whose peer has not authenticated; one more closes the oldest."""
+"""Max connections whose peer has not authenticated; one more closes the oldest."""
 DEADLINE_S = 10.0
-"""Max. seconds until the peer of a connection has authenticated."""
+"""Max seconds until the peer of a connection has authenticated."""
 _MOVED_BYTES = 1 << 20
 _FIRST_BYTES = 8 << 10
-"""Max. bytes of one read from a client that is not admitted: the server may refuse it between two reads."""
+"""Max bytes of one read from a client that is not admitted: the server may refuse it between two reads."""
 MAX_REFUSALS = 8
-"""Max. refused calls of a connection before it is closed."""
+"""Max refused calls of a connection before it is closed."""
 _ANSWER_S = 0.5
 """Seconds in which a refused client may read the answer."""
 _SHOWN_BYTES = 1024
@@ -64,7 +64,7 @@ class AdmissionProxy:
     """Forwards the connections of a TCP port to a Unix socket; use it in the event loop's thread.
 
     Args:
-        max_bytes: Max. bytes that are read from each connection that is not admitted. After them, the
+        max_bytes: Max bytes that are read from each connection that is not admitted. After them, the
             connection may wait for its admission or for the server's refusal.
         admitting: Bytes that the server sends at the beginning of a connection if it has authenticated
             the peer, and only then. Empty if the server calls :meth:`admit` instead.

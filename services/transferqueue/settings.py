@@ -40,7 +40,7 @@ class TransferQueueSettings(KeySettings):
     sample_folder: Path = Path(tempfile.gettempdir()) / "slipstream-samples"
     """Folder of the sample records; must be on storage that outlives the process."""
     sample_bytes: int = Field(8 << 30, ge=1 << 20)
-    """Max. bytes of all sample records. Records of ended runs are deleted first, the oldest first."""
+    """Max bytes of all sample records. Records of ended runs are deleted first, the oldest first."""
     arena_folder: Path | None = Path(tempfile.gettempdir())
     """Folder of the Unix socket through which processes of this host map the memory; in a cluster,
     a folder of the node that the pods mount. None serves the network only.

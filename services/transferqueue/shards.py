@@ -27,7 +27,7 @@ from slipstream.transferqueue.v1 import transferqueue_pb2 as pb
 from slipstream.transferqueue.v1 import transferqueue_pb2_grpc as pb_grpc
 
 HEARTBEAT_S = 1.0
-"""Max. seconds that a heartbeat waits for blobs to delete."""
+"""Max seconds that a heartbeat waits for blobs to delete."""
 DEAD_AFTER_S = 5.0
 """Seconds without a heartbeat after which a shard is given up."""
 _CHANGED = "changed"

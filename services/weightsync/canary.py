@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 CANARY_TOKENS = 24
-# Max. mean absolute differences: engines and trainer sum in different orders.
+# Max mean absolute differences: engines and trainer sum in different orders.
 _TOLERANCE = {
     "float64": 1e-3,
     "float32": 1e-3,

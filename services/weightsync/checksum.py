@@ -19,7 +19,7 @@ WORDS_PER_ROW = 1024
 _ROW_BYTES = 8 * WORDS_PER_ROW
 _WARPS = 8
 _STAGES = 3
-# Max. multiprocessors for a checksum during a transfer and decoding: more would delay the
+# Max multiprocessors for a checksum during a transfer and decoding: more would delay the
 # transfer's own kernels, fewer could not keep up with the wire.
 _BLOCKS_BESIDE = 8
 # Rows of a tensor that a block sums at once; their sums fit into registers.

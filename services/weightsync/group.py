@@ -34,7 +34,7 @@ from services.weightsync.plan import BUCKET_ALIGNMENT, WeightPlan
 # This module waits and aborts by its own deadlines. This timeout only keeps torch's watchdog from
 # interfering.
 _NCCL_TIMEOUT = timedelta(hours=1)
-# Max. thread blocks of all channels together, if a receiver has several channels: with NCCL's
+# Max thread blocks of all channels together, if a receiver has several channels: with NCCL's
 # default for each channel, they slow decoding down too much (docs/weight-sync.md).
 _NCCL_BLOCKS = 40
 # Gloo cannot be aborted from outside, so each of its collectives has a deadline: these seconds, plus

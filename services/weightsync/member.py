@@ -186,7 +186,7 @@ class WeightMember:
 
         Args:
             tensors: Tensors in sending order.
-            bucket_bytes: Max. bytes of one collective.
+            bucket_bytes: Max bytes of one collective.
             num_sources: Number of trainer ranks that send; the holders of a tensor among them each have
                 ``ceil(rows / holders)`` of its rows.
             source: Number of this member among them; None for a receiver.

@@ -143,7 +143,7 @@ def make_plan(
 
     Args:
         tensors: Tensors in sending order.
-        bucket_bytes: Max. bytes of a bucket; rounded down to a multiple of 8 KiB.
+        bucket_bytes: Max bytes of a bucket; rounded down to a multiple of 8 KiB.
         shards: Shards of each source; by default one source holds everything.
 
     Raises:

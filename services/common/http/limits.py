@@ -27,16 +27,16 @@ from services.common.telemetry.logging import PERIOD_S, RareLog
 logger = logging.getLogger(__name__)
 
 HEADER_DEADLINE_S = 10.0
-"""Max. seconds from the connection, or from the first byte of a further request, to the end of the
+"""Max seconds from the connection, or from the first byte of a further request, to the end of the
 headers; the TLS handshake before has the same deadline.
 """
 MAX_HEADER_BYTES = 64 << 10
-"""Max. size of a request's line, headers, and framing of the body (chunks, trailers), as sent."""
+"""Max size of a request's line, headers, and framing of the body (chunks, trailers), as sent."""
 MAX_HEADERS = 100
 MAX_REQUEST_BYTES = 16 << 20
-"""Max. size of all requests in progress of one server, headers and bodies."""
+"""Max size of all requests in progress of one server, headers and bodies."""
 MAX_UNAUTHENTICATED = 256
-"""Max. connections of a server whose peers have not authenticated; a further connection closes the oldest."""
+"""Max connections of a server whose peers have not authenticated; a further connection closes the oldest."""
 MAX_UNAUTHENTICATED_EPISODES = 4096
 """The same limit for servers of episodes: many agents connect at once, and send their requests later."""
 _READ_DEADLINE_S = 30.0
@@ -74,10 +74,10 @@ class Connections:
     """Open connections by peer, and the size of their requests. Use only in the event loop's thread.
 
     Args:
-        max_per_peer: Max. simultaneous connections of one address; 0 for no limit.
-        max_request_bytes: Max. total size of the requests of all connections.
+        max_per_peer: Max simultaneous connections of one address; 0 for no limit.
+        max_request_bytes: Max total size of the requests of all connections.
         authenticates: False if peers need not authenticate, so that none counts as unauthenticated.
-        max_unauthenticated: Max. connections whose peer has not authenticated.
+        max_unauthenticated: Max connections whose peer has not authenticated.
     """
 
     def __init__(

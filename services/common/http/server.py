@@ -34,7 +34,7 @@ from services.common.http.limits import (
 from services.common.task_group import TaskGroup
 
 _STOP_GRACE_S = 1
-# Max. connections that are accepted before others are served. asyncio has one option for this and for
+# Max connections that are accepted before others are served. asyncio has one option for this and for
 # the length of the kernel's queue, which the listener already has.
 _ACCEPTED_AT_ONCE = 32
 # Size of a TLS record; asyncio allocates a buffer of 256 KiB for each connection.
@@ -67,11 +67,11 @@ async def serve_http(  # noqa: PLR0913 -- as many limits
             it has authenticated.
         listener: Listening socket to use in place of ``bind``; it is closed with the server.
         certificate: PEM file with a certificate chain, to serve HTTPS; reloaded when it changes.
-        connections_per_peer: Max. simultaneous connections of one address; 0 for no limit.
+        connections_per_peer: Max simultaneous connections of one address; 0 for no limit.
         authenticates: False if peers need not authenticate, because only this user can connect.
-        max_unauthenticated: Max. connections whose peer has not authenticated.
-        max_request_bytes: Max. total size of all requests in progress.
-        header_deadline_s: Max. seconds until the headers of a request, and of a TLS handshake.
+        max_unauthenticated: Max connections whose peer has not authenticated.
+        max_request_bytes: Max total size of all requests in progress.
+        header_deadline_s: Max seconds until the headers of a request, and of a TLS handshake.
         keep_alive_s: Seconds after a response in which a connection may send another request.
 
     Yields:

@@ -9,7 +9,7 @@ _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
-"""Max. bytes of a header; the format itself rejects more."""
+"""Max bytes of a header; the format itself rejects more."""
 _TRAINED = ("BF16", "F16", "F32", "F64")
 
 

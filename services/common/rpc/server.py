@@ -34,7 +34,7 @@ _MAX_UNKNOWN_BYTES = 128 << 10
 of many calls, and the 64 KiB of a message that a client sends before the server reads it are less."""
 
 MAX_CALLS = 288
-"""Max. concurrent calls of a connection: a project's event streams and some others. Further calls wait."""
+"""Max concurrent calls of a connection: a project's event streams and some others. Further calls wait."""
 _Context = grpc.aio.ServicerContext[Any, Any]
 _Receive = Callable[[AsyncIterator[Any], _Context], Awaitable[Any]]
 """Admits a caller's connection; reads and checks its request."""
@@ -71,7 +71,7 @@ async def serve(
     Args:
         bind: ``host:port``; port 0 chooses a free one.
         users: Services with their own authentication, by full name.
-        max_message_bytes: Max. size of a request; a larger one fails with RESOURCE_EXHAUSTED.
+        max_message_bytes: Max size of a request; a larger one fails with RESOURCE_EXHAUSTED.
 
     Yields:
         The port.

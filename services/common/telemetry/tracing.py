@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-# Max. groups of a batch to which a step is linked.
+# Max groups of a batch to which a step is linked.
 MAX_LINKS = 128
 Attribute = str | int | float
 

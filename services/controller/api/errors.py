@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 _BODY_DEADLINE_S = 30.0
 _MAX_UNAUTHENTICATED_BYTES = 4 << 10
-"""Max. size of the body of a request without a known token, such as a sign-in."""
+"""Max size of the body of a request without a known token, such as a sign-in."""
 PROBLEM_TYPE = "application/problem+json"
 
 _STATUS = {

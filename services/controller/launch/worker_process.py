@@ -220,7 +220,7 @@ def last_lines(
     """Returns the last lines of a log file of any size; empty if the file does not exist.
 
     Args:
-        max_bytes: Max. bytes to read; of a longer line only the end is returned.
+        max_bytes: Max bytes to read; of a longer line only the end is returned.
         begin: Offset of the first line; ignored if the log was emptied since and is shorter.
     """
     if not log.exists():

@@ -17,7 +17,7 @@ from services.controller.models import LogLine
 _POLL_S = 0.5
 _MAX_READ_BYTES = 1 << 18
 _MAX_TAIL_BYTES = 4 << 20
-"""Max. bytes of past lines of each worker."""
+"""Max bytes of past lines of each worker."""
 _BATCH_LINES = 1000
 _OFFSET = re.compile(r"([a-z0-9-]{1,63}):(\d{1,18})")
 

@@ -56,14 +56,14 @@ _PART = struct.Struct("<4sqq")
 _PART_MAGIC = b"part"
 _MAX_MESSAGE = 4096
 _MAX_PARTS = 64
-"""Max. announced parts whose copies the source has not seen: a socket holds the notices of some 200."""
+"""Max announced parts whose copies the source has not seen: a socket holds the notices of some 200."""
 _COPIED = -1
 """Number in a notification, in place of that of a chunk, which reports the copy of an announced part."""
 _SECRET_BYTES = 16
 _PEER = struct.Struct("3i")
 """Process, user and group of a peer (struct ucred)."""
 _MAX_SILENT = 16
-"""Max. connections that have not sent the secret; beyond it, the oldest is closed."""
+"""Max connections that have not sent the secret; beyond it, the oldest is closed."""
 
 # Exported buffers that no group uses any more: allocating CUDA memory is slow, and receivers that
 # were killed may still have it open.

@@ -28,7 +28,7 @@ class SlurmSettings(BaseSettings):
     """True to start a storage shard of the transferqueue on each further node, for samples that are too many
     for the memory or the network of one."""
     node_timeout_s: float = Field(120.0, gt=0)
-    """Max. seconds until every node of the allocation has answered at the start."""
+    """Max seconds until every node of the allocation has answered at the start."""
 
 
 def slurm_environment() -> dict[str, str]:

@@ -83,7 +83,7 @@ class Quotas:
 
 
 MAX_PUSH_KEYS = 4096
-"""Max. samples in one message to a watcher."""
+"""Max samples in one message to a watcher."""
 _REMEMBERED_PUTS = 4096
 
 

@@ -46,7 +46,7 @@ class SampleRecordKeeper:
     """Records the samples of all runs.
 
     Args:
-        capacity_bytes: Max. bytes of all files; files of ended runs are deleted first, the oldest
+        capacity_bytes: Max bytes of all files; files of ended runs are deleted first, the oldest
             first.
         shards: Hold the bytes until they are recorded.
     """

@@ -117,7 +117,7 @@ _UNTOLD_STEPS = 100
 """Steps after which the rollout's record of a trained sample is no longer expected."""
 # More characters than any text has.
 _WHOLE = 2**31 - 1
-# Max. samples in memory at once: with turns, in a list, and by default.
+# Max samples in memory at once: with turns, in a list, and by default.
 _MAX_WHOLE, _MAX_LISTED, _BATCH = 16, 1024, 256
 
 

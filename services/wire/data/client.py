@@ -56,7 +56,7 @@ class BufferPool:
     A page fault costs about four copies of the page, and one batch spans hundreds of pages.
 
     Args:
-        keep_bytes: Max. unused memory that the pool keeps.
+        keep_bytes: Max unused memory that the pool keeps.
     """
 
     def __init__(self, keep_bytes: int) -> None:
@@ -106,8 +106,8 @@ class DataClient:
     """Writes tensors to a transferqueue and reads them back; see ``connect``.
 
     Args:
-        put_timeout_s: Max. seconds that a put waits for space.
-        outage_timeout_s: Max. seconds that a transfer waits for a lost connection.
+        put_timeout_s: Max seconds that a put waits for space.
+        outage_timeout_s: Max seconds that a transfer waits for a lost connection.
     """
 
     def __init__(
@@ -131,8 +131,8 @@ class DataClient:
         """Connects to the transferqueue whose metadata service is at ``host:port``.
 
         Args:
-            put_timeout_s: Max. seconds that a put waits for space.
-            outage_timeout_s: Max. seconds that a transfer waits for a lost connection.
+            put_timeout_s: Max seconds that a put waits for space.
+            outage_timeout_s: Max seconds that a transfer waits for a lost connection.
             use_shared_memory: Use the memory of shards on this host directly; False forces the
                 network path, for measurements.
         """

@@ -119,7 +119,7 @@ class TransferQueueClient:
         Args:
             partition_id: Run and purpose, for example ``run_1/train``.
             required_fields: Fields that a sample needs before watchers see it.
-            quota_bytes: Max. bytes of the run's samples; 0 sets no quota. The partitions of a run
+            quota_bytes: Max bytes of the run's samples; 0 sets no quota. The partitions of a run
                 share the largest quota that one of them sets.
 
         Raises:
@@ -275,7 +275,7 @@ class TransferQueueClient:
         """Starts to record samples put into a run's partition ``records``; a repeated call sets new limits.
 
         Args:
-            max_bytes: Max. bytes of the run's sample records; the oldest are deleted first.
+            max_bytes: Max bytes of the run's sample records; the oldest are deleted first.
             max_steps: Number of newest steps whose samples stay; 0 for all.
         """
         request = pb.RecordSamplesRequest(run_id=run_id, max_bytes=max_bytes, max_steps=max_steps)

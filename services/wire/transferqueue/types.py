@@ -23,7 +23,7 @@ class AcquireRequest:
     lease_s: float = 600.0
     """Seconds until the index delivers unacknowledged samples again."""
     wait_s: float = 0.0
-    """Max. seconds to wait for enough samples."""
+    """Max seconds to wait for enough samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class PartitionStats:
     num_leased: int
     stored_bytes: int
     quota_bytes: int
-    """Max. bytes of all partitions of the run; 0 without a quota."""
+    """Max bytes of all partitions of the run; 0 without a quota."""
     revision: int
 
 
@@ -119,8 +119,8 @@ class SampleRecordQuery:
     after: str = ""
     """Id of the sample after which the result begins."""
     limit: int = 0
-    """Max. number of samples; 0 for all."""
+    """Max number of samples; 0 for all."""
     excerpt: int | None = None
-    """Max. characters of prompt and response; None for their full text."""
+    """Max characters of prompt and response; None for their full text."""
     with_turns: bool = False
     with_tokens: bool = False

@@ -39,7 +39,7 @@ _PARKED = frozenset({"interrupted", "stalled"})
 _REFILLED = "equal_rewards"
 _UNREACHABLE = "the transferqueue is unreachable"
 CUT_OFF_EVERY_S = 1.0
-"""Max. seconds until a worker that cannot reach the transferqueue is reported, and its groups move."""
+"""Max seconds until a worker that cannot reach the transferqueue is reported, and its groups move."""
 # Min seconds between two dispatches: groups that end meanwhile share one, because each waits for the disk.
 _DISPATCH_PAUSE_S = 0.01
 

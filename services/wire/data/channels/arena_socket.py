@@ -22,7 +22,7 @@ from services.wire.data.encoding.codec import MAX_HEADER_BYTES, MAX_READ_BYTES
 _PREFIX = struct.Struct("<Iq")
 _NO_PAYLOAD = -1
 _MAX_QUEUED_BYTES = 64 << 20
-"""Max. bytes in the send queue; a peer with more does not read its answers."""
+"""Max bytes in the send queue; a peer with more does not read its answers."""
 
 
 class LocalChannel(asyncio.Protocol):

@@ -41,7 +41,7 @@ _READABLE = int(zmq.POLLIN)
 _LAST_FRAME = int(zmq.NOBLOCK)
 _FRAME = int(zmq.NOBLOCK | zmq.SNDMORE)
 _BURST = 32
-"""Max. messages that are handled before other work of the loop runs."""
+"""Max messages that are handled before other work of the loop runs."""
 
 Frame = bytes | memoryview | zmq.Frame
 """Type of a message's frame."""

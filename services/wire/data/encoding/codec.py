@@ -45,19 +45,19 @@ FRAME_BYTES: Final = 1 << 20
 smaller. More frames cost more calls, larger ones page faults.
 """
 MAX_HEADER_BYTES: Final = 16 << 20
-"""Max. bytes of a header; the description of 100,000 samples takes about 10 MiB."""
+"""Max bytes of a header; the description of 100,000 samples takes about 10 MiB."""
 MAX_READ_BYTES: Final = 8 << 20
-"""Max. bytes of one Read."""
+"""Max bytes of one Read."""
 STORE_BYTES: Final = 256 << 10
-"""Max. size of a put in one message."""
+"""Max size of a put in one message."""
 MAX_BLOBS: Final = 256
-"""Max. blobs of one put."""
+"""Max blobs of one put."""
 MAX_RANGES: Final = 65_536
-"""Max. ranges of one read."""
+"""Max ranges of one read."""
 GRANT_S: Final = 120.0
 """Seconds after which space that was neither committed nor aborted is freed."""
 PIN_S: Final = 60.0
-"""Max. seconds that a reader of the arena may pin its ranges."""
+"""Max seconds that a reader of the arena may pin its ranges."""
 ALIGNMENT: Final = 64
 """Blobs begin at multiples of this so that any dtype can be viewed in place."""
 

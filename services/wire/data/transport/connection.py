@@ -150,7 +150,7 @@ class ShardConnection:
         """Sends a request and waits for its answer.
 
         Args:
-            timeout_s: Max. seconds to wait for the answer.
+            timeout_s: Max seconds to wait for the answer.
             take: Receives the payloads of all but the last part of the answer, as they arrive.
 
         Raises:

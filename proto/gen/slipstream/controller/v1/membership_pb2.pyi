@@ -429,7 +429,7 @@ class GetValueRequest(_message.Message):
     key: _builtins.str
     """Name of the value."""
     wait_timeout_s: _builtins.float
-    """Max. seconds to wait."""
+    """Max seconds to wait."""
     def __init__(
         self,
         *,

@@ -402,7 +402,7 @@ class ListRunsRequest(_message.Message):
     LABEL_FIELD_NUMBER: _builtins.int
     OLDEST_FIRST_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
-    """Max. runs per page: 0 means 50, more than 500 is lowered to 500, a negative size is rejected."""
+    """Max runs per page: 0 means 50, more than 500 is lowered to 500, a negative size is rejected."""
     page_token: _builtins.str
     """Continues after an earlier page."""
     state: Global___Run.State.ValueType
@@ -759,7 +759,7 @@ class ListEventsRequest(_message.Message):
     after_seq: _builtins.int
     """Skips events up to this number."""
     limit: _builtins.int
-    """Max. number of events: 0 means 1000."""
+    """Max number of events: 0 means 1000."""
     type: _builtins.str
     """Keeps events of this type; empty keeps all."""
     def __init__(
@@ -817,7 +817,7 @@ class ReadLogsRequest(_message.Message):
     component: _builtins.str
     """Name of one worker; empty for all."""
     tail_lines: _builtins.int
-    """Max. lines of each worker: 0 means 1000, or 100 with follow."""
+    """Max lines of each worker: 0 means 1000, or 100 with follow."""
     follow: _builtins.bool
     """Continues with new lines until the run has ended."""
     def __init__(
@@ -880,7 +880,7 @@ class ListMetricsRequest(_message.Message):
     from_step: _builtins.int
     """Begins at this step."""
     max_points: _builtins.int
-    """Max. number of steps: 0 means 2000."""
+    """Max number of steps: 0 means 2000."""
     to_step: _builtins.int
     """Ends with this step; 0 is the newest."""
     def __init__(
@@ -976,7 +976,7 @@ class ListGroupsRequest(_message.Message):
     after_step: _builtins.int
     """Begins after this step."""
     step_count: _builtins.int
-    """Max. number of steps: 0 means 10."""
+    """Max number of steps: 0 means 10."""
     def __init__(
         self,
         *,
@@ -1094,7 +1094,7 @@ class ListSamplesRequest(_message.Message):
     min_reward: _builtins.float
     """Min. reward."""
     max_reward: _builtins.float
-    """Max. reward."""
+    """Max reward."""
     finish_reason: _builtins.str
     """End of the response: "stop", "length" or "failed"."""
     text: _builtins.str
@@ -1102,7 +1102,7 @@ class ListSamplesRequest(_message.Message):
     order_by: _builtins.str
     """Order: "newest", "best" or "worst" first."""
     page_size: _builtins.int
-    """Max. samples per page: 0 means 50."""
+    """Max samples per page: 0 means 50."""
     page_token: _builtins.str
     """Continues after an earlier page."""
     def __init__(
@@ -1647,9 +1647,9 @@ class Quota(_message.Message):
     project: _builtins.str
     """Name of the project."""
     active_run_limit: _builtins.int
-    """Max. runs that train at the same time."""
+    """Max runs that train at the same time."""
     queued_run_limit: _builtins.int
-    """Max. runs that wait."""
+    """Max runs that wait."""
     active_run_count: _builtins.int
     """Number of runs that train."""
     queued_run_count: _builtins.int
@@ -1659,17 +1659,17 @@ class Quota(_message.Message):
     gpu_count: _builtins.int
     """Number of their GPUs."""
     transferqueue_byte_limit: _builtins.int
-    """Max. bytes of samples of the runs that train; 0 for no limit."""
+    """Max bytes of samples of the runs that train; 0 for no limit."""
     transferqueue_byte_count: _builtins.int
     """Total bytes that they may store."""
     checkpoint_byte_limit: _builtins.int
-    """Max. total bytes of the checkpoints of its runs, above which no run starts; 0 for no limit."""
+    """Max total bytes of the checkpoints of its runs, above which no run starts; 0 for no limit."""
     checkpoint_byte_count: _builtins.int
     """Total bytes of its checkpoints."""
     request_rate_limit: _builtins.int
-    """Max. requests per second at each controller, with bursts of twice as many; 0 for no limit."""
+    """Max requests per second at each controller, with bursts of twice as many; 0 for no limit."""
     event_stream_limit: _builtins.int
-    """Max. open streams of events and logs at each controller; 0 for no limit."""
+    """Max open streams of events and logs at each controller; 0 for no limit."""
     event_stream_count: _builtins.int
     """Number of open streams at the responding controller."""
     def __init__(

@@ -31,7 +31,7 @@ class CreatePartitionRequest(_message.Message):
     partition_id: _builtins.str
     """Id of the partition, of run and purpose, for example "run_1/train"."""
     quota_bytes: _builtins.int
-    """Max. bytes of the run's samples. The partitions of a run share the largest quota that one of
+    """Max bytes of the run's samples. The partitions of a run share the largest quota that one of
     them sets; 0 sets none.
     """
     @_builtins.property
@@ -290,7 +290,7 @@ class AcquireBatchRequest(_message.Message):
     lease_s: _builtins.float
     """Seconds that the lease lasts."""
     wait_s: _builtins.float
-    """Max. seconds to wait."""
+    """Max seconds to wait."""
     @_builtins.property
     def fields(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Fields that a sample needs; a consumer always asks for the same ones."""
@@ -508,7 +508,7 @@ class PartitionStats(_message.Message):
     stored_bytes: _builtins.int
     """Bytes of its samples."""
     quota_bytes: _builtins.int
-    """Max. bytes of its run; 0 without a quota."""
+    """Max bytes of its run; 0 without a quota."""
     revision: _builtins.int
     """Number of its changes."""
     def __init__(
@@ -756,7 +756,7 @@ class RecordSamplesRequest(_message.Message):
     run_id: _builtins.str
     """Id of the run."""
     max_bytes: _builtins.int
-    """Max. bytes of the records; the oldest are deleted first."""
+    """Max bytes of the records; the oldest are deleted first."""
     max_steps: _builtins.int
     """Number of newest steps whose samples stay; 0 for all."""
     def __init__(
@@ -829,7 +829,7 @@ class ReadSampleRecordsRequest(_message.Message):
     min_reward: _builtins.float
     """Min. reward."""
     max_reward: _builtins.float
-    """Max. reward."""
+    """Max reward."""
     finish_reason: _builtins.str
     """End of the response: "stop", "length" or "failed"."""
     text: _builtins.str
@@ -841,9 +841,9 @@ class ReadSampleRecordsRequest(_message.Message):
     after: _builtins.str
     """Id of the sample after which the result begins."""
     limit: _builtins.int
-    """Max. number of samples; 0 for all."""
+    """Max number of samples; 0 for all."""
     excerpt: _builtins.int
-    """Max. characters of prompt and response; absent for all of them."""
+    """Max characters of prompt and response; absent for all of them."""
     with_turns: _builtins.bool
     """Includes turns and answer."""
     with_tokens: _builtins.bool
@@ -1083,7 +1083,7 @@ class ReserveBytesRequest(_message.Message):
     size_bytes: _builtins.int
     """Number of bytes."""
     wait_s: _builtins.float
-    """Max. seconds to wait."""
+    """Max seconds to wait."""
     instance_id: _builtins.str
     """Id of the current lifetime of the shard's process."""
     put_id: _builtins.str

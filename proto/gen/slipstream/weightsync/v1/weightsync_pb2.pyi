@@ -123,7 +123,7 @@ class AgreePlanRequest(_message.Message):
     SOURCE_FIELD_NUMBER: _builtins.int
     MODE_FIELD_NUMBER: _builtins.int
     bucket_bytes: _builtins.int
-    """Max. bytes of one collective."""
+    """Max bytes of one collective."""
     source_count: _builtins.int
     """Number of trainer ranks that send; the holders of a tensor have ceil(rows / holders) rows each."""
     source: _builtins.int
@@ -201,7 +201,7 @@ class FormGroupRequest(_message.Message):
     scope: _builtins.str
     """Rendezvous scope."""
     timeout_s: _builtins.float
-    """Max. seconds to wait for the other members."""
+    """Max seconds to wait for the other members."""
     url: _builtins.str
     """Folder of the run's stored versions, or its URL; empty for members that meet."""
     def __init__(
@@ -309,7 +309,7 @@ class TransferWeightsRequest(_message.Message):
     version: _builtins.int
     """Weight version."""
     timeout_s: _builtins.float
-    """Max. seconds of the transfer."""
+    """Max seconds of the transfer."""
     base_version: _builtins.int
     """Version that all members hold and whose changes are sent; -1 to send everything."""
     stored: _builtins.str
@@ -484,7 +484,7 @@ class CheckWeightsRequest(_message.Message):
     version: _builtins.int
     """Version in service."""
     tolerance: _builtins.float
-    """Max. accepted mean absolute difference."""
+    """Max accepted mean absolute difference."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens of the text."""
@@ -543,7 +543,7 @@ class RetainVersionsRequest(_message.Message):
     epoch: _builtins.int
     """Epoch of the source."""
     timeout_s: _builtins.float
-    """Max. seconds of the deletion."""
+    """Max seconds of the deletion."""
     @_builtins.property
     def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of the versions; none deletes all."""
