@@ -156,13 +156,13 @@ def test_no_call_fails_while_one_of_two_controllers_at_a_time_is_replaced(
         eventually(lambda: not installed.pods(run_id), timeout_s=CLEARING_S)
         assert_ledger_closes(installed.run(run_id))
         installed.upgrade("controller.database.existingSecret=", "controller.replicas=1")
-        assert failed == 0, answers
-        record(
-            upgrade_calls=answers.total(),
-            upgrade_failed_calls=failed,
-            upgrade_steps=after - before,
-            upgrades=upgrades,
-        )
+    assert failed == 0, answers
+    record(
+        upgrade_calls=answers.total(),
+        upgrade_failed_calls=failed,
+        upgrade_steps=after - before,
+        upgrades=upgrades,
+    )
 
 
 def test_the_runs_of_a_project_are_in_its_namespace_within_its_quota(installed: Installed) -> None:

@@ -275,11 +275,14 @@ def test_several_controllers_are_replaced_one_by_one_and_answer_all_the_time() -
     pod = spec["template"]["spec"]
     (container,) = pod["containers"]
     env = {entry["name"]: entry for entry in container["env"]}
-    fields = {
-        name: env[f"SLIPSTREAM_CONTROLLER_{name}"]["valueFrom"]["fieldRef"]["fieldPath"]
-        for name in ("HOLDER", "PEER_HOST")
-    }
-    assert fields == {"HOLDER": "metadata.name", "PEER_HOST": "status.podIP"}
+
+    def source(name: str) -> str:
+        return str(env[name]["valueFrom"]["fieldRef"]["fieldPath"])
+
+    assert env["SLIPSTREAM_CONTROLLER_HOLDER"]["value"] == "$(POD_NAME)"
+    assert [*env].index("POD_NAME") < [*env].index("SLIPSTREAM_CONTROLLER_HOLDER")
+    assert source("POD_NAME") == "metadata.name"
+    assert source("SLIPSTREAM_CONTROLLER_PEER_HOST") == "status.podIP"
     # An ending pod serves until the Service no longer routes calls to it.
     assert container["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", "5"]
     assert pod["terminationGracePeriodSeconds"] > 5
@@ -293,6 +296,34 @@ def test_several_controllers_are_replaced_one_by_one_and_answer_all_the_time() -
     ]
     budget = one(manifests, "PodDisruptionBudget", "demo-slipstream-controller")["spec"]
     assert budget["minAvailable"] == 1
+
+
+def test_a_change_of_the_number_of_controllers_changes_no_kind_of_source() -> None:
+    """Server-side apply keeps the defaults of a removed source, such as ``fieldRef.apiVersion``."""
+    containers = [
+        one(render(*options), "Deployment", "demo-slipstream-controller")["spec"]["template"][
+            "spec"
+        ]["containers"][0]
+        for options in ((), _TWO)
+    ]
+    single, several = (
+        {
+            "environment": {entry["name"]: {*entry} for entry in container["env"]},
+            "handlers": {
+                name: {*container[name]}
+                for name in ("startupProbe", "livenessProbe", "readinessProbe")
+            },
+            "preStop": {*container["lifecycle"]["preStop"]},
+        }
+        for container in containers
+    )
+    common = single["environment"].keys() & several["environment"].keys()
+    assert {name: single["environment"][name] for name in common} == {
+        name: several["environment"][name] for name in common
+    }
+    assert single["preStop"] == several["preStop"] == {"exec"}
+    for name, keys in single["handlers"].items():
+        assert several["handlers"][name] - {"failureThreshold"} == keys - {"failureThreshold"}
 
 
 def test_one_controller_is_replaced_before_the_next_starts() -> None:

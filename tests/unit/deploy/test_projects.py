@@ -269,6 +269,19 @@ def test_numbers_of_a_quota_become_text_which_the_api_server_needs() -> None:
     assert quota["spec"]["hard"] == hard
 
 
+def test_a_project_can_do_without_the_claims_of_all_runs(tmp_path: Path) -> None:
+    claimless = {"checkpoints": {"existingClaim": ""}, "modelCache": {"existingClaim": ""}}
+    claims = "workers.checkpoints.existingClaim=runs,workers.modelCache.existingClaim=models"
+    manifests = render(*arguments(vision={"namespace": "vision", **claimless}), "--set", claims)
+    for name, text in one(manifests, "ConfigMap", "demo-slipstream-workers")["data"].items():
+        (tmp_path / name).write_text(text)
+    for project, expected in (("vision", set()), ("", {"runs", "models"})):
+        for pod in load_templates(tmp_path, project).pods.values():
+            volumes = [volume.get("persistentVolumeClaim") for volume in pod["spec"]["volumes"]]
+            assert {claim["claimName"] for claim in volumes if claim} == expected
+    assert "annotations" not in one(manifests, "Namespace", "vision")["metadata"]
+
+
 def test_two_projects_cannot_share_a_namespace() -> None:
     shared = {"namespace": "team"}
     done = helm("template", "demo", str(CHART), *arguments(vision=shared, speech=shared))
