@@ -44,16 +44,16 @@ def state_number(state: WorkerState) -> worker_pb2.WorkerState.ValueType:
 
 
 CUT_OFF_GAUGE: Final = "cut_off"
+"""Gauge of a worker: 1 while it cannot reach the transferqueue, with the cause in its activity."""
 UPLOAD_FAILS: Final = "cannot upload"  # begin of an activity that has the cause of a failure
 UPLOAD_FAILING_GAUGE: Final = "checkpoint_upload_failing_s"
-"""Gauge of a worker that saves checkpoints: seconds since its uploads to the object store fail; 0 if they do
-not.
-"""
+"""Gauge of a worker that saves checkpoints: seconds since its uploads to the object store fail; else 0."""
 UPLOADED_STEP_GAUGE: Final = "checkpoint_uploaded_step"
 """Gauge of such a worker: step of the newest checkpoint that the object store has; 0 before the first."""
-"""Gauge of a worker: 1 while it cannot reach the transferqueue, with the cause in its activity."""
 
-WORKER_EVENTS: Final = frozenset({"EngineServerLost", "EngineServerRefused", "EngineServerServes"})
+WORKER_EVENTS: Final = frozenset(
+    {"EngineRouterListed", "EngineServerLost", "EngineServerRefused", "EngineServerServes"}
+) | {"EngineServerOverloaded"}
 """Types of the events that a worker may report. The controller records all others itself."""
 _MAX_EVENTS: Final = 32
 

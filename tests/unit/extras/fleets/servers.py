@@ -28,6 +28,7 @@ from services.extras.fleets.weights import FleetWeights
 from services.rollout.calls.outside import AddressPolicy
 from services.rollout.engines.engine_config import EngineConfig
 from services.weightsync.plan import TensorSpec
+from services.wire.controller import WORKER_EVENTS
 from tests.helpers.engines import running, until
 
 TOKEN = "a-token"
@@ -285,6 +286,11 @@ async def router(
 
 
 def engine_config(servers: list[FakeServer], events: list[str], **changes: Any) -> EngineConfig:
+
+    def report(kind: str, message: str) -> None:
+        assert kind in WORKER_EVENTS, kind
+        events.append(f"{kind}: {message}")
+
     values: dict[str, Any] = {
         "config": Qwen2Config(
             vocab_size=16,
@@ -301,7 +307,7 @@ def engine_config(servers: list[FakeServer], events: list[str], **changes: Any) 
         "arguments": {"addresses": [server.address for server in servers], "token": TOKEN},
         "reach": LOCAL,
         "worker": "run/rollout-0",
-        "report": lambda kind, message: events.append(f"{kind}: {message}"),
+        "report": report,
     }
     return EngineConfig(**(values | changes))
 
