@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from services.rollout.engines.base import Engine, GenerationResult
 from tests.contract.checks import PROMPT, TOLERANCE, adopt, assert_agrees, until
 from tests.contract.engines import (
     ALL_ENGINES,
@@ -21,6 +22,8 @@ from tests.contract.engines import (
 from tests.helpers.engines import begun, made, request
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
+
+_MAX_TRIES = 5
 
 real_engines = pytest.mark.parametrize("open_engine", [*REAL_ENGINES, *SPECULATING_ENGINES])
 all_engines = pytest.mark.parametrize("open_engine", [*ALL_ENGINES, *SPECULATING_ENGINES])
@@ -252,21 +255,31 @@ async def test_the_most_likely_tokens_are_reported_with_each_token(
             torch.testing.assert_close(table[:, -1, 1], rest, atol=10 * TOLERANCE, rtol=0)
 
 
+async def _adopt_within_response(engine: Engine, version: int) -> GenerationResult:
+    """Adopts a version while a response is sampled; aborts the response 40 tokens later if it still runs."""
+    asked = request(f"cut{version}", PROMPT, max_tokens=200, top_logprobs=3)
+    task = asyncio.ensure_future(engine.generate(asked))
+    await until(made(engine, 10))
+    await adopt(engine, version)
+    has_made = made(engine, 40)
+    await until(lambda: task.done() or has_made())
+    await engine.abort({asked.request_id})
+    return await task
+
+
 @real_engines
 async def test_an_interrupted_request_keeps_the_most_likely_tokens(open_engine: OpenEngine) -> None:
     async with open_engine() as engine:
         if not engine.capabilities.top_logprobs:
             pytest.skip("the engine reports no other tokens than those that it drew")
         await adopt(engine, 0)
-        task = asyncio.ensure_future(
-            engine.generate(request("cut", PROMPT, max_tokens=200, top_logprobs=3))
-        )
-        await until(made(engine, 10))
-        await adopt(engine, 1)
-        await until(made(engine, 40))
-        await engine.abort({"cut"})
-        result = await task
-        assert [version for version, _ in result.version_runs] == [0, 1]
+        for before in range(_MAX_TRIES):
+            # Servers sample while weights travel: on a busy host a response may end before they arrive.
+            result = await _adopt_within_response(engine, before + 1)
+            versions = [version for version, _ in result.version_runs]
+            if versions != [before]:
+                break
+        assert versions == [before, before + 1]
         assert len(result.top_logprobs) == len(result.token_ids)
         place = 0
         for version, count in result.version_runs:
