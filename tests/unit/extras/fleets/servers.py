@@ -15,6 +15,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 from torch import Tensor
 from transformers import Qwen2Config
 
@@ -30,6 +31,7 @@ from services.rollout.engines.engine_config import EngineConfig
 from services.weightsync.plan import TensorSpec
 from services.wire.controller import WORKER_EVENTS
 from tests.helpers.engines import running, until
+from tests.helpers.ports import free_port
 
 TOKEN = "a-token"
 SPECS = (TensorSpec("bias", (4,), "float32"), TensorSpec("weight", (3, 5000), "float32"))
@@ -181,8 +183,8 @@ class FakeServer:
     """Server on its own port that can be restarted with a new engine."""
 
     def __init__(self) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port = probe.getsockname()[1]
+        # No outgoing connection takes the port while the server is down.
+        self.port = free_port()
         self.address = f"http://127.0.0.1:{self.port}"
         self.engine = FakeEngine()
         self.app: Starlette | None = None
@@ -197,12 +199,23 @@ class FakeServer:
     async def start(self) -> None:
         """Starts a process's worth of a server: a new engine, without weights and sessions."""
         self.app = self.application()
-        config = uvicorn.Config(self.app, log_level="critical", timeout_graceful_shutdown=1)
+        config = uvicorn.Config(
+            self._answer, interface="asgi3", log_level="critical", timeout_graceful_shutdown=1
+        )
         self._server = uvicorn.Server(config)
         listener = socket.create_server(("127.0.0.1", self.port))
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         while not self._server.started:  # noqa: ASYNC110 -- uvicorn sets no event
             await asyncio.sleep(0.005)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert self.app is not None
+        await self.app(scope, receive, send)
+
+    def replace(self) -> None:
+        """Replaces the process at once, as a supervisor that holds the port does."""
+        self.reset_connections()
+        self.app = self.application()
 
     def reset_connections(self) -> None:
         """Resets all connections, as a proxy that restarts does."""

@@ -32,10 +32,11 @@ _FREEZE_S = (0.05, 0.6)
 
 @pytest.fixture(autouse=True)
 def fast_probes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet_module, "_PROBE_EVERY_S", 0.05)
+    # So seldom that requests reach a server that was replaced before a check does.
+    monkeypatch.setattr(fleet_module, "_PROBE_EVERY_S", 0.2)
     monkeypatch.setattr(fleet_module, "_MAX_WAIT_S", 0.2)
     monkeypatch.setattr(fleet_module, "_GRACE_S", 0.5)
-    monkeypatch.setattr(fleet_module, "_OVERLOAD_DELAYS_S", (0.01, 0.05))
+    monkeypatch.setattr(fleet_module, "_OVERLOAD_DELAYS_S", (0.001, 0.01))
     monkeypatch.setattr(stream_module, "_RETRY_S", 0.01)
     for method in (client_module.FleetServer.ask, client_module.FleetServer.send):
         monkeypatch.setitem(method.__kwdefaults__, "timeout_s", _ANSWER_TIMEOUT_S)
@@ -54,21 +55,29 @@ class Faults:
         self.address = links[-1].address
         self.servers, self.links = servers, links
         self.counts: dict[str, int] = {}
+        self.engine: FleetEngine | None = None
+        """The rollout's engine; None while it has none."""
         self.is_over = False
         self._changing = asyncio.Lock()
         self._draws = random.Random(seed)
 
     async def make(self) -> None:
-        """Makes all faults in turns, in a random order, until they are over."""
+        """Makes all faults in turns, in a random order, until they are over; a server serves before each."""
         kinds = [(kind, index) for kind in ("cut", "freeze") for index in range(len(self.links))]
-        kinds += [("kill", index) for index in range(len(self.servers))]
+        kinds += [(kind, index) for kind in ("kill", "replace") for index in range(2)]
         while not self.is_over:
             self._draws.shuffle(kinds)
             for kind, index in kinds:
+                await until(self._may_go_on, poll_s=0.005)
+                if self.is_over:
+                    return
                 async with self._changing:
                     await self._make(kind, index)
                 self.counts[kind] = self.counts.get(kind, 0) + 1
                 await asyncio.sleep(self._draws.uniform(0.01, 0.1))
+
+    def _may_go_on(self) -> bool:
+        return self.is_over or bool(self.engine and self.engine.backend.fleet.serving)
 
     @asynccontextmanager
     async def without_links(self) -> AsyncIterator[None]:
@@ -83,6 +92,9 @@ class Faults:
     async def _make(self, kind: str, index: int) -> None:
         if kind == "kill":
             await self.servers[index].restart()
+            return
+        if kind == "replace":
+            self.servers[index].replace()
             return
         link = self.links[index]
         try:
@@ -126,6 +138,7 @@ async def _serve_round(
         await stack.enter_async_context(running(engine))
         await engine.wait_ready()
         await _adopt(engine, versions[0], _value(versions[0]))
+        faults.engine = engine
         tasks = [asyncio.ensure_future(_sample(engine, number, results)) for number in range(4)]
         try:
             for version in versions[1:]:
@@ -139,6 +152,7 @@ async def _serve_round(
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
+            faults.engine = None
         async with faults.without_links():
             await stack.aclose()
 
@@ -170,7 +184,7 @@ async def test_no_token_is_lost_or_misnamed_through_kills_freezes_and_cut_links(
             faults.is_over = True
             await making
             allowing.cancel()
-    assert faults.counts.keys() == {"kill", "cut", "freeze"}
+    assert faults.counts.keys() == {"kill", "replace", "cut", "freeze"}
     for result in results:
         assert (len(result.token_ids), result.finish_reason) == (TOKENS, "length")
         versions = [version for version, count in result.version_runs for _ in range(count)]
