@@ -1,36 +1,44 @@
-"""Replaces the weights of two servers again and again, while one of them is killed and started at random.
+"""Replaces the weights of two servers again and again, while each is killed and started again at random.
 
 Requests run all the time, and each of their tokens states the weight version that sampled it. Its logprob is
 compared with that of a plain forward pass of that version's weights; versions differ by whole nats.
 
 Usage: PYTHON -m bench.rollout.fleet_updates [--engine sglang-server] [--updates 200] [--out FILE]
 
-``PYTHON`` is that of an environment with the engine's CPU build; see ``tests/engines/run.sh``.
+``PYTHON`` is that of an environment with the engine's CPU build; see ``tests/engines/run.sh``. The engine
+``stand-in`` needs none: its servers are Slipstream's own engine with vLLM's interface, which start sooner.
 
 Bars: no token under other weights than those of its version, and at least one kill for every 20 updates.
 """
 
 import argparse
 import asyncio
+import itertools
 import json
 import random
+import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen2Config
 
 from bench.report import report_to
 from bench.rollout.fleet import killing
+from bench.whole_run import REPOSITORY
+from services.common.models.loading import load_config
+from services.common.models.tokenizer import load_tokenizer
 from services.common.runspec.engines import ENGINES
+from services.common.runspec.loader import load_spec
 from services.extras.fleets.engine import FleetEngine
 from services.extras.fleets.local import (
+    TOKEN,
     LocalServer,
     LocalSglang,
     LocalVllm,
@@ -50,12 +58,33 @@ _TOKENS_PER_UPDATE = 60
 _PAUSE_S = 0.5
 _UPDATE_DEADLINE_S = 300.0
 _KILL_SHARE = 20
+_STAND_IN_SPEC = REPOSITORY / "examples" / "sort4.yaml"
+
+
+class StandIn(LocalServer):
+    """Server with vLLM's interface of token ids around Slipstream's own engine."""
+
+    engine = "vllm-server"
+
+    def write_config(self, config: PretrainedConfig, folder: Path) -> Path:
+        return _STAND_IN_SPEC
+
+    def command(self, model: Path, options: Sequence[str]) -> list[str]:
+        module = (sys.executable, "-m", "tests.helpers.torch_server")
+        return [*module, str(self.port), str(model), TOKEN]
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        return {"OMP_NUM_THREADS": "1"}
+
+
 _KINDS: Mapping[str, tuple[type[LocalServer], Sequence[str]]] = {
     "vllm-server": (
         LocalVllm,
         ("--max-model-len", "512", "--max-num-batched-tokens", "512"),
     ),
     "sglang-server": (LocalSglang, ("--max-running-requests", "8")),
+    "stand-in": (StandIn, ()),
 }
 
 
@@ -75,11 +104,19 @@ def tiny_config() -> Qwen2Config:
     )
 
 
-def model_of(version: int) -> PreTrainedModel:
+def stand_in_config() -> PretrainedConfig:
+    """Returns the configuration of the stand-in's model, whose versions differ as much."""
+    spec = load_spec(_STAND_IN_SPEC)
+    config = load_config(spec.model, load_tokenizer(spec.model))
+    config.initializer_range = 0.2
+    return config
+
+
+def model_of(config: PretrainedConfig, version: int) -> PreTrainedModel:
     """Returns the model of a weight version. Threads share one random state, so that one draws at a time."""
     with _DRAWING, torch.random.fork_rng():
         torch.manual_seed(1000 + version)
-        model: PreTrainedModel = Qwen2ForCausalLM(tiny_config())
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
         model.train(mode=False)
         return model
 
@@ -88,6 +125,7 @@ def model_of(version: int) -> PreTrainedModel:
 class Verdict:
     """Findings in all responses."""
 
+    config: PretrainedConfig
     num_responses: int = 0
     num_crossing: int = 0
     """Responses with tokens of several versions."""
@@ -105,7 +143,7 @@ class Verdict:
         start = 0
         for version, count in result.version_runs:
             with torch.no_grad():
-                logits: Tensor = model_of(version)(ids).logits
+                logits: Tensor = model_of(self.config, version)(ids).logits
             rows = logits[0, len(context) - 1 + start : len(context) - 1 + start + count]
             tokens = torch.tensor(result.token_ids[start : start + count])[:, None]
             expected = rows.float().log_softmax(-1).gather(1, tokens)[:, 0]
@@ -122,7 +160,7 @@ async def _ask(engine: FleetEngine, worker: int, verdict: Verdict) -> None:
     draws = random.Random(worker)
     number = 0
     while True:
-        context = tuple(draws.choices(range(256), k=_CONTEXT))
+        context = tuple(draws.choices(range(verdict.config.vocab_size), k=_CONTEXT))
         result = await engine.generate(
             GenerationRequest(
                 request_id=f"{worker}.{number}",
@@ -135,13 +173,15 @@ async def _ask(engine: FleetEngine, worker: int, verdict: Verdict) -> None:
         number += 1
 
 
-async def _update(engine: FleetEngine, updates: int, seconds: float) -> int:
+async def _update(
+    engine: FleetEngine, config: PretrainedConfig, is_enough: Callable[[int], bool]
+) -> int:
     """Puts one version after the other into service, and waits for tokens under it; returns their number."""
-    ends_at = time.monotonic() + seconds
-    for version in range(updates):
-        if time.monotonic() > ends_at:
-            return version
-        weights = {name: value.detach() for name, value in model_of(version).named_parameters()}
+    for version in itertools.count():
+        if is_enough(version):
+            break
+        model = model_of(config, version)
+        weights = {name: value.detach() for name, value in model.named_parameters()}
         async with asyncio.timeout(_UPDATE_DEADLINE_S):
             await engine.adopt_weights(version, weights)
             before = engine.stats().tokens_total
@@ -149,18 +189,20 @@ async def _update(engine: FleetEngine, updates: int, seconds: float) -> int:
                 await asyncio.sleep(_PAUSE_S)
         if version % 10 == 0:
             print(json.dumps({"version": version}), flush=True)
-    return updates
+    return version
 
 
-async def measure(servers: Sequence[LocalServer], updates: int, seconds: float) -> dict[str, Any]:
-    """Returns what happened in all updates."""
+async def measure(
+    servers: Sequence[LocalServer], config: PretrainedConfig, is_enough: Callable[[int], bool]
+) -> dict[str, Any]:
+    """Returns what happened in all updates, until there are enough of them."""
     events: Counter[str] = Counter()
-    name, verdict = servers[0].engine, Verdict()
+    name, verdict = servers[0].engine, Verdict(config)
     length = {str(ENGINES[name].length_argument): _MOST_TOKENS}
     engine = make_engine(
         name,
         EngineConfig(
-            config=tiny_config(),
+            config=config,
             dtype=torch.float32,
             device=torch.device("cpu"),
             max_running=_RUNNING,
@@ -175,7 +217,7 @@ async def measure(servers: Sequence[LocalServer], updates: int, seconds: float) 
     try:
         await engine.wait_ready()
         asking = [asyncio.ensure_future(_ask(engine, n, verdict)) for n in range(_RUNNING)]
-        updating = asyncio.ensure_future(_update(engine, updates, seconds))
+        updating = asyncio.ensure_future(_update(engine, config, is_enough))
         done, _ = await asyncio.wait(
             {updating, serving, *asking}, return_when=asyncio.FIRST_COMPLETED
         )
@@ -201,17 +243,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engine", choices=_KINDS, default="sglang-server")
     parser.add_argument("--updates", type=int, default=200)
+    parser.add_argument("--kills", type=int, default=10, help="go on until as many happened")
     parser.add_argument("--seconds", type=float, default=3600.0, help="begin no update later")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     kind, options = _KINDS[arguments.engine]
+    config = stand_in_config() if kind is StandIn else tiny_config()
     with (
-        local_servers(kind, tiny_config(), 2, "--dtype", "float32", *options) as servers,
-        killing(servers, seed=0) as kills,
+        local_servers(kind, config, 2, "--dtype", "float32", *options) as servers,
+        killing(servers[:1], seed=0) as kills,
+        killing(servers[1:], seed=1) as more_kills,
     ):
-        result = asyncio.run(measure(servers, arguments.updates, arguments.seconds))
-    result = {"engine": arguments.engine, "servers": 2, "kills": len(kills), **result}
-    few = len(kills) * _KILL_SHARE < result["updates"]
+        ends_at = time.monotonic() + arguments.seconds
+
+        def is_enough(version: int) -> bool:
+            num_kills = len(kills) + len(more_kills)
+            has_all = version >= arguments.updates and num_kills >= arguments.kills
+            return has_all or time.monotonic() > ends_at
+
+        result = asyncio.run(measure(servers, config, is_enough))
+    num_kills = len(kills) + len(more_kills)
+    result = {"engine": arguments.engine, "servers": 2, "kills": num_kills, **result}
+    few = num_kills * _KILL_SHARE < result["updates"]
     result["meets_bars"] = not (result["tokens_under_a_wrong_version"] or few)
     out = arguments.out or Path(f"bench/results/fleet-updates-{arguments.engine}.json")
     report_to(out, result)
