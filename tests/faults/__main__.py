@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.faults.kills import KINDS, tried
+from tests.faults.kills import KILLS_PER_RUN, KINDS, STEPS_PER_RUN, tried
 from tests.faults.small_disk import NoNamespacesError
 from tests.faults.table import FAULTS, suffer
 from tests.helpers.cli import REPOSITORY
@@ -75,9 +75,17 @@ def make_faults(results: dict[str, Any], commit: str, names: list[str], end: flo
 
 
 def make_kills(
-    results: dict[str, Any], commit: str, end: float, kinds: Sequence[str] = tuple(KINDS)
+    results: dict[str, Any],
+    commit: str,
+    end: float,
+    kinds: Sequence[str] = tuple(KINDS),
+    **size: int,
 ) -> list[int]:
-    """Kills processes of runs of these kinds in turn, until a deadline; returns the failed seeds."""
+    """Kills processes of runs of these kinds in turn, until a deadline; returns the failed seeds.
+
+    Args:
+        size: Arguments ``kills`` and ``steps`` of each run.
+    """
     runs = results["runs"]
     seed = 0
     while num_kills(runs, commit) < KILLS and time.monotonic() < end:
@@ -86,7 +94,7 @@ def make_kills(
             continue
         kind = kinds[seed % len(kinds)]
         with tempfile.TemporaryDirectory() as folder:
-            runs.append({"commit": commit, **tried(Path(folder), seed, kind)})
+            runs.append({"commit": commit, **tried(Path(folder), seed, kind, **size)})
         results["kills"] = {name: num_kills(runs, name) for name in {r["commit"] for r in runs}}
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
         print(json.dumps(runs[-1]), flush=True)
@@ -102,6 +110,10 @@ def main() -> None:
     parser.add_argument(
         "--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="kinds of runs with kills"
     )
+    parser.add_argument("--kills-per-run", type=int, default=KILLS_PER_RUN)
+    parser.add_argument(
+        "--steps", type=int, default=STEPS_PER_RUN, help="steps that each run trains"
+    )
     arguments = parser.parse_args()
     if unknown := set(arguments.parts) - {"table", "kills"}:
         parser.error(f"expected table or kills, got {', '.join(unknown)}")
@@ -116,7 +128,8 @@ def main() -> None:
     if "table" in arguments.parts:
         failed += make_faults(results, commit, arguments.only, end)
     if "kills" in arguments.parts:
-        failed += make_kills(results, commit, end, arguments.kinds)
+        size = {"kills": arguments.kills_per_run, "steps": arguments.steps}
+        failed += make_kills(results, commit, end, arguments.kinds, **size)
     if failed:
         raise SystemExit(f"failed: {failed}")
 

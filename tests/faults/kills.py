@@ -11,22 +11,28 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import psutil
 
+from tests.faults.fleets import Fault, Fleet, check_logprobs
 from tests.faults.training import Training, processes_of
 from tests.helpers.ledger_check import check_run
 from tests.helpers.plumbing import write_plumbing
 
 KILLS_PER_RUN = 20
+STEPS_PER_RUN = 60
 
 VICTIMS = ("controller", "rollout-0", "rollout-1", "trainer-0", "transferqueue")
 GROUPS = "training groups"
 """Kind of run in which ``logp``, ``ref_logp`` and ``critic`` have their own workers."""
 MIXED = "mixed, evaluations"
 """Kind of run in which two rollouts share GPUs with the trainer and the third one evaluates each version."""
+SERVERS = "attached servers"
+"""Kind of run whose rollout attaches to servers, which die, freeze and lose their links as well."""
 MORE_VICTIMS: Mapping[str, tuple[str, ...]] = {
     GROUPS: ("logp-0", "ref-logp-0", "critic-0"),
     MIXED: ("rollout-2",),
@@ -108,6 +114,14 @@ KINDS: Mapping[str, tuple[str, ...]] = {
         "algorithm.kl.coefficient=0.01",
         "rollout.max_response_tokens=30",
     ),
+    SERVERS: (
+        "algorithm.max_staleness=2",
+        "rollout.max_response_tokens=60",
+        # Versions differ so much that tokens under another one are found by their logprobs.
+        "trainer.optimizer.learning_rate=1e-3",
+        "validation={every: 3}",
+        *_HELDOUT,
+    ),
 }
 """Settings of each kind of run, in addition to those of all kinds."""
 
@@ -124,12 +138,24 @@ _MOST_STEPS_BETWEEN = 5
 _MOST_SECONDS_BETWEEN = 25.0
 
 
+class EndedError(AssertionError):
+    """The command ended without success."""
+
+
 def kill_at_random(
-    training: Training, chooser: random.Random, kills: int, victims: Sequence[str] = VICTIMS
+    training: Training,
+    chooser: random.Random,
+    kills: int,
+    victims: Sequence[str] = VICTIMS,
+    faults: Mapping[str, Fault] = MappingProxyType({}),
 ) -> list[str]:
     """Kills services while the command runs, from its first step on; returns their names.
 
     Some kills hit the recovery from the previous kill, others a run that has trained further steps.
+
+    Args:
+        kills: Number of kills and other faults.
+        faults: Other faults by name, which are as likely as the kill of one service.
     """
     killed: list[str] = []
     process = training.process
@@ -142,7 +168,11 @@ def kill_at_random(
         while process.poll() is None and training.step() < step and time.monotonic() < end:
             time.sleep(0.1)
         time.sleep(chooser.uniform(0.0, 1.0))
-        name = chooser.choice(victims)
+        name = chooser.choice((*victims, *faults))
+        if name in faults:
+            faults[name](chooser)
+            killed.append(name)
+            continue
         victim = processes_of(root).get(name) if root.is_running() else None
         if victim is not None and victim.is_running():
             victim.kill()
@@ -156,7 +186,7 @@ def run_and_kill(
     kind: str = "lag 1",
     *,
     kills: int = KILLS_PER_RUN,
-    steps: int = 60,
+    steps: int = STEPS_PER_RUN,
     victims: Sequence[str] = (),
     timeout_s: float = 1200.0,
 ) -> dict[str, Any]:
@@ -172,35 +202,62 @@ def run_and_kill(
         timeout_s: Seconds that the run may take after the last kill.
 
     Raises:
-        AssertionError: If the run failed, its ledger does not close, or it trained beyond its bound.
+        EndedError: If the run failed.
+        AssertionError: If its ledger does not close, or it trained beyond its bound.
         subprocess.TimeoutExpired: If the run does not end in time.
     """
-    state = folder / "runs"
+    state, spec = folder / "runs", write_plumbing(folder)
     victims = victims or (*VICTIMS, *MORE_VICTIMS.get(kind, ()))
     settings = (f"trainer.steps={steps}", *_COMMON, *KINDS[kind])
-    training = Training(write_plumbing(folder), state, *settings)
-    training.start()
-    try:
-        killed = kill_at_random(training, random.Random(seed), kills, victims)
+    with ExitStack() as stack:
+        fleet = Fleet(folder, spec) if kind == SERVERS else None
+        if fleet is not None:
+            stack.enter_context(fleet.serving())
+            settings += fleet.settings()
+            victims = [name for name in victims if name != "rollout-1"]
+        training = Training(spec, state, *settings)
+        training.start()
+        stack.callback(training.close)
+        faults = {} if fleet is None else fleet.faults(training)
+        names = kill_at_random(training, random.Random(seed), kills, victims, faults)
         code = training.process.wait(timeout_s)
-    finally:
-        training.close()
-    assert code == 0, f"{killed}\n{training.output[-4000:]}"
+    if code:
+        raise EndedError(f"{names}\n{training.output[-4000:]}")
     facts = check_run(state)
     assert facts["samples_checked"] > 0
-    return {"seed": seed, "kind": kind, "killed": dict(Counter(killed)), **facts}
+    kl = {} if fleet is None else check_logprobs(state)
+    killed = [name.removeprefix("kill ") for name in names]
+    others = {"faults": dict(Counter(name for name in killed if " " in name))} if faults else {}
+    counts = dict(Counter(name for name in killed if " " not in name))
+    return {"seed": seed, "kind": kind, "killed": counts, **others, **facts, **kl}
 
 
-def tried(folder: Path, seed: int, kind: str) -> dict[str, Any]:
-    """Runs one training with kills; returns its result, also if it is a failure."""
+def tried(folder: Path, seed: int, kind: str, **size: int) -> dict[str, Any]:
+    """Runs one training with kills; returns its result, also if it is a failure.
+
+    A failure states whether the data are wrong, which no load of the machine excuses, or whether the run
+    ended or took too long; then ``cpu_pressure``, the share of time in which a task waited for a processor,
+    shows whether its processes may have missed deadlines because the machine was busy.
+    """
+    started_at, waited_s = time.monotonic(), _cpu_wait_s()
     try:
-        return run_and_kill(folder, seed, kind)
+        return run_and_kill(folder, seed, kind, **size)
     except (AssertionError, subprocess.TimeoutExpired) as error:
         why = f"{type(error).__name__}: {error}"
+        is_ended = isinstance(error, EndedError | subprocess.TimeoutExpired)
+        share = (_cpu_wait_s() - waited_s) / (time.monotonic() - started_at)
         # The cause is at the end of the output.
         return {
             "seed": seed,
             "kind": kind,
             "killed": {},
             "failure": f"{why[:300]} ... {why[-2000:]}",
+            "wrong": "end" if is_ended else "data",
+            "cpu_pressure": round(share, 2),
         }
+
+
+def _cpu_wait_s() -> float:
+    """Returns the seconds since the start of the machine in which a task waited for a processor."""
+    some, *_ = Path("/proc/pressure/cpu").read_text().splitlines()
+    return float(some.rpartition("=")[2]) / 1e6

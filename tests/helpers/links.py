@@ -10,7 +10,7 @@ _READ_BYTES = 1 << 16
 
 
 class Link:
-    """Relay from a port of its own to a port of this host.
+    """Relay from a free port to another port of this host.
 
     Args:
         target_port: Port of the service, which need not be there.
@@ -38,16 +38,16 @@ class Link:
             self.cut()
 
     def cut(self) -> None:
-        """Resets all connections, and each new one, until :meth:`mend`."""
+        """Resets all connections, and each new one, until :meth:`restore`."""
         self._is_cut = True
         for writer in self._writers:
             writer.transport.abort()
 
     def freeze(self) -> None:
-        """Holds all bytes back until :meth:`mend`; connections open nevertheless."""
+        """Holds all bytes back until :meth:`restore`; clients can still connect."""
         self._passes.clear()
 
-    def mend(self) -> None:
+    def restore(self) -> None:
         """Relays again; bytes that were held back arrive now."""
         self._is_cut = False
         self._passes.set()

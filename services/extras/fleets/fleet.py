@@ -48,7 +48,7 @@ _OVERLOAD_DELAYS_S: Final = (0.5, 30.0)
 _OVERLOAD_DEADLINE_S: Final = 300.0
 """Seconds without a token from any server, since one was overloaded first, after which the engine ends."""
 _MAX_REFUSAL_GAP_S: Final = 2 * LONGEST_RETRY_S
-"""Max seconds between two refusals that count for the deadline: for longer, nobody asks."""
+"""Max seconds between two refusals that count for the deadline: in a longer time no request was sent."""
 
 SERVING: Final = Gauge(
     "slipstream_fleet_serving_servers", "Servers of the fleet that serve its weight version."
@@ -88,7 +88,7 @@ class _Refusals:
     """The first one."""
     newest_at: float
     seconds: float = 0.0
-    """Duration, without times in which nobody asked."""
+    """Duration, without times in which no request was sent."""
 
     def add(self, now: float) -> None:
         """Counts the time since the refusal before."""

@@ -87,7 +87,7 @@ class Faults:
                 link.cut()
             yield
             for link in self.links:
-                link.mend()
+                link.restore()
 
     async def _make(self, kind: str, index: int) -> None:
         if kind == "kill":
@@ -101,7 +101,7 @@ class Faults:
             (link.cut if kind == "cut" else link.freeze)()
             await asyncio.sleep(self._draws.choice(_FREEZE_S))
         finally:
-            link.mend()
+            link.restore()
 
 
 @asynccontextmanager
