@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.faults.kills import GROUPS, KINDS, MORE_VICTIMS, run_and_kill
+from tests.faults.kills import GROUPS, KINDS, MORE_VICTIMS, SERVERS, run_and_kill
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(1800)]
 
@@ -30,6 +30,11 @@ def test_a_run_in_turns_survives_kills_of_both_sides(tmp_path):
 def test_a_run_survives_kills_of_its_training_groups(tmp_path):
     facts = run_and_kill(tmp_path, 4, GROUPS, kills=3, steps=20, victims=MORE_VICTIMS[GROUPS])
     assert facts["killed"]
+
+
+def test_a_run_with_attached_servers_survives_their_kills_freezes_and_cut_links(tmp_path):
+    facts = run_and_kill(tmp_path, 5, SERVERS, kills=6, steps=10)
+    assert facts["faults"]
 
 
 @pytest.mark.nightly
