@@ -4,6 +4,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 
 _READ_BYTES = 1 << 16
@@ -88,6 +89,8 @@ class ThreadedLinks:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
+        # The loop itself has weak references only.
+        self._serving: list[Future[None]] = []
 
     def add(self, target_port: int) -> Link:
         """Returns a new link."""
@@ -96,7 +99,7 @@ class ThreadedLinks:
             return Link(target_port)
 
         link = asyncio.run_coroutine_threadsafe(make(), self._loop).result()
-        asyncio.run_coroutine_threadsafe(link.serve(), self._loop)
+        self._serving.append(asyncio.run_coroutine_threadsafe(link.serve(), self._loop))
         return link
 
     def change(self, operation: Callable[[], None]) -> None:
