@@ -8,7 +8,7 @@ own (``max_metadata_size``, ``max_receive_message_length``, ``server_handshake_t
 
 The load of the machine changes neither what is counted nor what is compared. An attack lasts for a number of
 honest requests once the stranger has connected, or until the server has used no processor time for a while,
-and each honest request is sent at the same time to a server of the same kind that nobody attacks. For each
+and each honest request is sent at the same time to a server of the same kind without an attack. For each
 attack the results have the growth of the server's memory, its processor time, the bytes that it took, the
 connections that are left open, the honest requests over new connections that got no answer within two seconds
 after the quiet server's (``unanswered``), and the median of the ratio of both times (``times_slower``). An

@@ -36,7 +36,7 @@ Row = dict[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What both sides train on."""
+    """Work that both sides train on."""
 
     setting: Setting
     train: Sequence[Row]

@@ -1,4 +1,4 @@
-"""How speed grows with the number of GPUs: ``python -m bench.scaling [PART...] [--gpus N...] [--smoke]``.
+"""Measures speed by the number of GPUs: ``python -m bench.scaling [PART...] [--gpus N...] [--smoke]``.
 
 Parts, each of which adds to ``bench/results/scaling.json``:
 

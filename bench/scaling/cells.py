@@ -20,7 +20,7 @@ _SMOKE_STEPS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Cell:
-    """What one run measures."""
+    """Figures of one run."""
 
     model: str
     gpus: int
@@ -67,7 +67,7 @@ class Cell:
 
 
 class Host:
-    """Runs cells beside each other, each with GPUs of its own.
+    """Runs cells beside each other, each on its own GPUs.
 
     Args:
         gpus: GPUs of the host; on CPUs, the number of them that a smoke test pretends to have.

@@ -66,7 +66,7 @@ class ServiceSettings(BaseSettings):
     trace_exporter: Annotated[str, NameIn(TRACE_EXPORTERS)] = Field(
         "otlp", validation_alias="SLIPSTREAM_TRACE_EXPORTER"
     )
-    """How spans are sent: ``otlp``, or an exporter of an installed package."""
+    """Exporter of spans: ``otlp``, or that of an installed package."""
     trace_ratio: float = Field(0.01, ge=0, le=1, validation_alias="SLIPSTREAM_TRACE_RATIO")
     """Fraction of the sample groups whose spans are sent; spans of steps and weight syncs are always sent."""
     stop_on_stdin_eof: bool = False

@@ -271,7 +271,7 @@ async def open_extensions(
 
 
 def extensions_of(settings: ControllerSettings) -> list[str]:
-    """Returns the names of the extensions that serve beside the API."""
+    """Returns the names of the extensions that serve next to the API."""
     serves_rlruns = settings.launcher == "kubernetes" and settings.rlrun_namespaces
     return list(dict.fromkeys([*settings.extensions, *(["rlruns"] if serves_rlruns else [])]))
 

@@ -100,7 +100,7 @@ class ControllerSettings(KeySettings, SpecSettings):
     fleets_format: Annotated[str, NameIn(FLEET_FORMATS)] = "json"
     """Format of ``fleets_file``: ``json``, or that of an installed package."""
     extensions: tuple[Annotated[str, NameIn(EXTENSIONS)], ...] = ()
-    """Extensions of installed packages that serve beside the API. ``rlruns`` is one; ``rlrun_namespaces``
+    """Extensions of installed packages that serve next to the API. ``rlruns`` is one; ``rlrun_namespaces``
     starts it."""
     heartbeat_interval_s: float = Field(1.0, gt=0)
     """Min seconds between heartbeats of a worker."""

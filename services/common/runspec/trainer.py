@@ -28,7 +28,7 @@ class OptimizerKind:
     options: tuple[str, ...] = ()
     """Keys of ``trainer.optimizer`` that it takes besides."""
     marks_matrices: bool = False
-    """True if matrices of layers are groups of their own, in which ``takes_muon`` is true."""
+    """True if matrices of layers are separate groups, in which ``takes_muon`` is true."""
     takes_parts: bool = False
     """True if it updates adapters and parts of layers (``trainer.lora``, ``trainer.tensor_parallel``)."""
     state_bytes: str = ""
@@ -42,7 +42,7 @@ OPTIMIZERS: Final = Door("optimizers", OptimizerKind)
 """Optimizers by the value of ``trainer.optimizer.kind``."""
 
 HOST_OPTIMIZERS: Final = References("host_optimizers")
-"""What ``OptimizerKind.make`` is, with states in host memory (``trainer.cpu_offload``), by the same value."""
+"""``OptimizerKind.make`` with states in host memory (``trainer.cpu_offload``), by the same value."""
 
 ADAMW: Final = OptimizerKind(
     make="services.trainer.engines.fsdp.optim:fused_adamw", takes_parts=True

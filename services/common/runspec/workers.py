@@ -20,7 +20,7 @@ class TopologyView(Protocol):
 
     @property
     def task_groups(self) -> Sequence[Sequence[str]]:
-        """Groups of tasks with GPUs of their own."""
+        """Groups of tasks with separate GPUs."""
 
     @property
     def scoring_ranks(self) -> int:

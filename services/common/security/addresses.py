@@ -25,7 +25,7 @@ _FILES: Final = ("file", "data")
 _SEPARATORS: Final = re.compile(
     r"[\s,;|=\"'(){}<>@]+|\\+|/{2,}|[a-z]+:/|(?<![\w.])[a-z]+:(?=\d+\.)", re.IGNORECASE
 )
-"""What stands between addresses in a list, a command or JSON text, and before one that has no scheme."""
+"""Separators of addresses in a list, a command or JSON text, and before one that has no scheme."""
 # A host without letters, such as 16 in 16:9, is a number, unless it is as long as an IPv4 address is.
 _HOST_AND_PORT: Final = re.compile(
     r"(?P<host>\[[0-9a-f:.%]+\]|[\w.-]*[a-z_][\w.-]*|\d+(?:\.\d+){1,3}|\d{8,10}):\d{1,5}(?:[/?#].*)?",

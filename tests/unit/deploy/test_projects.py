@@ -164,7 +164,7 @@ def test_templates_of_projects_are_in_their_config_map_only() -> None:
 
 
 SEPARATE = {**VISION, "namespace": "vision", "priorityClassName": ""}
-"""A project with a namespace of its own, whose quota needs no priority class."""
+"""A project with its own namespace, whose quota needs no priority class."""
 
 
 def kinds_in(manifests: list[Manifest], namespace: str) -> set[tuple[str, str]]:

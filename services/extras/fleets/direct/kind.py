@@ -1,6 +1,6 @@
 """Properties of ``weight_sync.mode: servers`` and of its transport. Imports no torch.
 
-The mode has a transport of its own, because the rollout, which the controller sees as the member of the
+The mode has its own transport, because the rollout, which the controller sees as the member of the
 weight group, only orders the transfers: the members that receive are the workers of its servers.
 """
 

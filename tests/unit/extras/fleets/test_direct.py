@@ -1,4 +1,4 @@
-"""Weights reach the workers of attached servers from the trainer: verified, and whoever comes or goes."""
+"""Weights reach the workers of attached servers from the trainer: verified, while members come and go."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
