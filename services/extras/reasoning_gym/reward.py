@@ -15,6 +15,10 @@ _BOARD_TASKS: Final = frozenset(("arc_agi", "rearc"))
 _PREFIX_TASKS: Final = frozenset(("coin_flip",))
 # Tasks whose verifiers take every text for True.
 _BOOLEAN_TASKS: Final = frozenset(("game_of_life_halting",))
+# Tasks whose verifiers ignore what follows the answer.
+_WHOLE_TASKS: Final = frozenset(("spell_backward",))
+_NUMBERS_TASKS: Final = frozenset(("fraction_simplification",))
+_HEDGE: Final = re.compile(r"\b(?:or|not)\b", re.IGNORECASE)
 _TOLERANCE: Final = 1e-4
 """Difference of the numbers that the verifier of ``coin_flip`` regards as equal."""
 _WORD: Final = re.compile(r"[A-Za-z]+")
@@ -50,13 +54,29 @@ def gym_answer(prompt: str, response: str, answer: Any, row: Mapping[str, Any]) 
     verify = _gym_verifier(task["name"], json.dumps(task["arguments"], sort_keys=True))
     if _is_no_number(answer_text, row.get("answer")):
         return 0.0
-    score = float(verify(answer=answer_text, entry=entry))
-    task_name, expected = metadata["source_dataset"], row.get("answer")
-    is_other = (task_name in _PREFIX_TASKS and _differ(answer_text, expected)) or (
-        task_name in _BOOLEAN_TASKS
-        and answer_text.strip().rstrip(".").casefold() != str(expected).casefold()
-    )
-    return 0.0 if score >= 1.0 and is_other else score
+    try:
+        score = float(verify(answer=answer_text, entry=entry))
+    except Exception:  # noqa: BLE001 -- each verifier has its own
+        # Some verifiers raise for a text of another form; others are broken, or the row is.
+        verify(answer=row.get("answer"), entry=entry)
+        return 0.0
+    if score < 1.0:
+        return score
+    return float(not _is_other(metadata["source_dataset"], answer_text, row.get("answer")))
+
+
+def _is_other(task: str, text: str, answer: Any) -> bool:
+    """Returns True if a text is not the answer, although the verifier of the task accepts it."""
+    expected = str(answer)
+    if _HEDGE.search(text) and not _HEDGE.search(expected):  # "6 or 7", "not 6"
+        return True
+    if task in _PREFIX_TASKS:
+        return _differ(text, answer)
+    if task in _BOOLEAN_TASKS:
+        return text.strip().rstrip(".").casefold() != expected.casefold()
+    if task in _WHOLE_TASKS:
+        return text.strip().casefold() != expected.strip().casefold()
+    return task in _NUMBERS_TASKS and re.findall(r"\d+", text) != re.findall(r"\d+", expected)
 
 
 def _is_no_number(text: str, answer: Any) -> bool:

@@ -1,0 +1,32 @@
+"""Tests of ``reasoning_gym`` with 200 right and 200 wrong responses of ten tasks."""
+
+import pytest
+import reasoning_gym
+
+from services.extras.reasoning_gym.reward import gym_answer
+
+COUNT = 20
+TASKS = (
+    *("basic_arithmetic", "leg_counting", "spell_backward", "number_sorting", "letter_counting"),
+    *("gcd", "lcm", "prime_factorization", "fraction_simplification", "decimal_arithmetic"),
+)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_only_the_answer_of_a_row_scores_1(task: str) -> None:
+    rows = list(reasoning_gym.create_dataset(task, size=COUNT, seed=7))
+    for number, row in enumerate(rows):
+        answer = row["answer"]
+        forms = (f"{answer}", f"<answer>{answer}</answer>", f"<think>no</think>{answer}")
+        assert gym_answer("", forms[number % len(forms)], answer, row) == 1.0, answer
+        others = [other["answer"] for other in rows if other["answer"] != answer]
+        wrong = (others[number % len(others)], "", "nan", f"{answer}{answer}", f"<think>{answer}")
+        wrong += (f"{answer} or {others[0]}", f"not {answer}", "no answer at all")
+        assert gym_answer("", wrong[number % len(wrong)], answer, row) < 1.0, answer
+
+
+def test_a_verifier_that_fails_for_its_own_answer_is_a_failure() -> None:
+    (row,) = reasoning_gym.create_dataset("prime_factorization", size=1, seed=7)
+    assert gym_answer("", "no number", row["answer"], row) < 1.0
+    with pytest.raises(ValueError, match="invalid literal"):
+        gym_answer("", "no number", "broken", {**row, "answer": "broken"})
