@@ -100,12 +100,18 @@ def _closure(requirements: list[str]) -> set[str]:
                 waiting += _EXTRAS[extra]
         elif name not in result:
             result.add(name)
-            try:
-                needs = metadata.requires(name) or []
-            except metadata.PackageNotFoundError:
-                continue  # a requirement of another platform
-            waiting += [need for need in needs if "extra ==" not in need]
+            waiting += _requirements(name)
     return result
+
+
+@cache
+def _requirements(name: str) -> list[str]:
+    """Returns the requirements of a distribution without extras, cached because images share most of them."""
+    try:
+        requirements = metadata.requires(name) or []
+    except metadata.PackageNotFoundError:
+        return []  # a requirement of another platform
+    return [requirement for requirement in requirements if "extra ==" not in requirement]
 
 
 def _normal(name: str) -> str:
