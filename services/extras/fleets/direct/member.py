@@ -8,6 +8,8 @@ import asyncio
 import itertools
 import json
 import logging
+import os
+import socket
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -110,6 +112,9 @@ class ServerMember:
 
     def close(self) -> None:
         """Ends the member; a transfer that runs fails."""
+        # Closing alone would not wake the thread that reads.
+        with suppress(OSError), socket.socket(fileno=os.dup(self._line.fileno())) as end:
+            end.shutdown(socket.SHUT_RDWR)
         self._number += 1
         self._abort()
         self._store.fail("the server's session has ended")

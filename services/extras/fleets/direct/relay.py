@@ -181,11 +181,11 @@ class GroupRelay:
         }
         try:
             answers = await gather_in_group(
-                [self._run(member, message, order.timeout_s) for member in members]
+                [self._received(member, message, order.timeout_s) for member in members]
             )
-        except (MemberFailedError, ServerAwayError, ServerRefusedError) as error:
+        except _MemberLostError:
             self._members = None
-            raise RuntimeError(str(error)) from error
+            raise
         digests = {tuple(worker.get("digests", ())) for server in answers for worker in server}
         if len(digests) != 1:
             raise RuntimeError(f"servers received different versions: {sorted(digests)}")
@@ -323,6 +323,20 @@ class GroupRelay:
             self._lose(server, session, f"it joined no weight group: {error}")
             raise _MemberLostError(server.address) from error
         return answers
+
+    async def _received(self, member: Member, message: Message, timeout_s: float) -> list[Message]:
+        """Makes a server's workers receive a version.
+
+        Raises:
+            _MemberLostError: If they do not: the fleet has lost the server.
+        """
+        server, session, _ = member
+        try:
+            return await self._run(member, message, timeout_s)
+        except (MemberFailedError, ServerAwayError, ServerRefusedError) as error:
+            # It may be at fault or not: it attaches again, with new members, and receives the version then.
+            self._lose(server, session, f"it did not receive version {message['version']}: {error}")
+            raise _MemberLostError(str(error)) from error
 
     async def _run(
         self, member: Member, message: Message, timeout_s: float, *, group: int = -1

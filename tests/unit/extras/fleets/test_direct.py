@@ -1,17 +1,29 @@
 """Weights reach the workers of attached servers from the trainer: verified, while members come and go."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
 from services.common.errors import ServiceError
+from services.common.rpc.client import open_channel
+from services.common.rpc.server import serve
+from services.common.runspec.run import WeightSyncSpec
+from services.controller.api.membership import RendezvousServicer
+from services.controller.membership import RendezvousStore, Worker
+from services.controller.run.weights.session import WeightSession
 from services.extras.fleets import fleet as fleet_module
 from services.extras.fleets.direct import relay as relay_module
 from services.extras.fleets.engine import FleetEngine
 from services.weightsync.canary import Canary
+from services.weightsync.member import WeightMember
+from services.weightsync.server import serve_member
+from services.wire.controller import Rendezvous
+from slipstream.controller.v1 import membership_pb2_grpc
 from tests.helpers.direct_weights import FleetSink
 from tests.helpers.engines import request, until
 from tests.helpers.weight_members import Cluster, Source
@@ -192,3 +204,70 @@ async def test_workers_that_cannot_join_are_named_and_the_others_receive() -> No
 
 def _refuse(middleware: dict[str, str]) -> list[dict[str, Any]]:
     raise RuntimeError("the extension has no such method")
+
+
+@asynccontextmanager
+async def _session(engine: FleetEngine, source: Trainer) -> AsyncIterator[WeightSession]:
+    """Yields a controller's session with a trainer and a rollout that it calls over gRPC."""
+    store = RendezvousStore()
+    store.open("run_1")
+    add = membership_pb2_grpc.add_RendezvousServiceServicer_to_server
+    async with AsyncExitStack() as stack:
+
+        async def served(register: Callable[[Any], None]) -> str:
+            return f"127.0.0.1:{await stack.enter_async_context(serve('127.0.0.1:0', register))}"
+
+        address = await served(lambda server: add(RendezvousServicer(store), server))
+        channel = await stack.enter_async_context(open_channel(address, "controller"))
+        meetings, loop = (
+            membership_pb2_grpc.RendezvousServiceStub(channel),
+            asyncio.get_running_loop(),
+        )
+        workers = []
+        for name, side in (
+            ("trainer", {"source": source}),
+            ("rollout-0", {"sink": FleetSink(engine)}),
+        ):
+            member = WeightMember(
+                **side,
+                device=torch.device("cpu"),
+                host="127.0.0.1",
+                rendezvous=lambda scope: Rendezvous(meetings, loop, scope),
+            )
+            workers.append(
+                Worker(
+                    run_id="run_1",
+                    worker_id=name,
+                    incarnation=name,
+                    role=name.partition("-")[0],
+                    address=await served(partial(serve_member, member)),
+                    host_id="host",
+                    last_heartbeat=0.0,
+                )
+            )
+        spec = WeightSyncSpec(mode="servers", transfer_timeout_s=5.0, answer_timeout_s=5.0)
+        session = WeightSession(spec, "run_1")
+        await session.open(workers[0], workers[1:])
+        try:
+            yield session
+        finally:
+            await session.close()
+
+
+async def test_a_session_of_the_controller_publishes_again_without_a_server_that_died() -> None:
+    async with serving(2) as servers, attached_engine(servers, []) as engine:
+        source = Trainer(specs=SPECS)
+        async with _session(engine, source) as session:
+            for version in range(3):
+                for name, tensor in tensors(version + 1.0).items():
+                    source.weights[name].copy_(tensor)
+                if version == 2:
+                    for member in servers[0].engine.members:
+                        member.close()
+                report = await session.publish(partial(int, version))
+                assert (report.version, report.lost) == (version, ())
+                serving_now = engine.backend.fleet.serving
+                assert (version, report.digest) in [(s.version, s.digest) for s in serving_now]
+            # The server itself lives, attaches again, and receives the version.
+            await until(lambda: len(engine.backend.fleet.serving) == 2, poll_s=0.01)
+            assert [server.engine.bias for server in servers] == [3.0, 3.0]
