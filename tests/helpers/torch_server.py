@@ -19,12 +19,15 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from torch import Tensor
 
 from services.common.models.loading import build_model, load_config
 from services.common.models.tokenizer import load_tokenizer
 from services.common.runspec.loader import load_spec
 from services.common.task_group import TaskGroup
 from services.extras.external_engine.shared_tensors import open_shared
+from services.extras.fleets.direct.member import ServerMember
+from services.extras.fleets.direct.messages import JOIN_METHOD, LOAD_METHOD
 from services.extras.fleets.server import FleetMember
 from services.rollout.engines.base import GenerationRequest
 from services.rollout.engines.torch.engine import TorchEngine
@@ -40,6 +43,7 @@ class EngineClient:
     def __init__(self, engine: TorchEngine, config: Any) -> None:
         self.engine = engine
         self._num_loaded = self._num_asked = 0
+        self._member: ServerMember | None = None
         self.vllm_config = SimpleNamespace(
             model_config=SimpleNamespace(
                 max_model_len=config.max_position_embeddings,
@@ -55,9 +59,16 @@ class EngineClient:
         )
 
     async def collective_rpc(self, method: str, args: tuple[str, ...]) -> list[dict[str, Any]]:
-        assert method == "load_fleet_weights"
+        if method == JOIN_METHOD:
+            self._member = await asyncio.to_thread(_joined, json.loads(args[0]))
+            return [{"number": 0, "device": self._member.device_name}]
+        if method == LOAD_METHOD:
+            tensors = await asyncio.to_thread(_received, self._member, *json.loads(args[0]))
+        else:
+            assert method == "load_fleet_weights"
+            tensors = open_shared(args[0])
         self._num_loaded += 1
-        await self.engine.adopt_weights(self._num_loaded, open_shared(args[0]))
+        await self.engine.adopt_weights(self._num_loaded, tensors)
         return [{"way": "compared", "differing": []}]
 
     def request(self, body: dict[str, Any], **changes: Any) -> GenerationRequest:
@@ -73,6 +84,17 @@ class EngineClient:
             stop_token_ids=frozenset(parameters["stop_token_ids"]),
             **changes,
         )
+
+
+def _joined(middleware: dict[str, str]) -> ServerMember:
+    secret = bytes.fromhex(middleware["secret"])
+    return ServerMember(middleware["path"], secret, number=0, device=torch.device("cpu"))
+
+
+def _received(member: ServerMember | None, version: int, digest: str) -> dict[str, Tensor]:
+    assert member is not None, "the worker has joined a weight group"
+    with member.held(version, digest) as tensors:
+        return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 async def _generate(request: Request) -> Response:

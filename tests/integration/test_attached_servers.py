@@ -58,8 +58,13 @@ def servers(plumbing: Path) -> Iterator[list[Server]]:
         yield [first, second]
 
 
+@pytest.mark.parametrize("mode", ["cpu_async", "servers"])
 def test_a_run_trains_with_servers_of_which_one_is_killed_and_started_again(
-    plumbing: Path, servers: list[Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mode: str,
+    plumbing: Path,
+    servers: list[Server],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     secrets = tmp_path / "secrets"
     secrets.mkdir()
@@ -74,7 +79,7 @@ def test_a_run_trains_with_servers_of_which_one_is_killed_and_started_again(
         ),
         "rollout.replicas": "1",
         "rollout.max_response_tokens": "32",
-        "weight_sync.mode": "cpu_async",
+        "weight_sync.mode": mode,
         "trainer.steps": str(STEPS),
     }
     settings = [part for item in overrides.items() for part in ("--set", "=".join(item))]
