@@ -177,7 +177,7 @@ def test_the_runs_of_a_project_are_in_its_namespace_within_its_quota(installed: 
     code = core.read_namespaced_config_map("code", WORKERS).data
     core.create_namespaced_config_map(_TEAM, {"metadata": {"name": "code"}, "data": code})
     blue = installed.member("blue")
-    ours = blue.submit(trainer={"steps": 8}, rollout={"replicas": 1})
+    ours = blue.submit(trainer=_STEPS, rollout={"replicas": 1})
     theirs = installed.submit(trainer={"steps": 8}, rollout={"replicas": 1})
     blue.wait(ours, lambda run: run["step"] >= 1, timeout_s=400)
     selector = f"slipstream.dev/run={ours}"
@@ -187,15 +187,16 @@ def test_the_runs_of_a_project_are_in_its_namespace_within_its_quota(installed: 
     assert len(core.list_namespaced_secret(_TEAM, label_selector=selector).items) == 1
     used = core.read_namespaced_resource_quota("demo-slipstream-blue", _TEAM).status.used
     assert used["pods"] == "2"
-    refused = blue.submit(trainer={"steps": 8}, rollout={"replicas": 1})
+    refused = blue.submit(name="another", rollout={"replicas": 1})
     eventually(lambda: blue.run(refused)["state"] == "FAILED", timeout_s=100)
     assert "exceeded quota" in blue.run(refused)["message"]
-    for user, run_id in ((blue, ours), (installed, theirs)):
-        run = user.wait(run_id, lambda run: run["state"] == "SUCCEEDED", timeout_s=400)
-        assert_ledger_closes(run)
+    assert_ledger_closes(
+        installed.wait(theirs, lambda run: run["state"] == "SUCCEEDED", timeout_s=400)
+    )
+    blue.api.post(f"/v1/runs/{ours}/cancel").raise_for_status()
     eventually(
         lambda: not core.list_namespaced_pod(_TEAM, label_selector=selector).items, CLEARING_S
     )
+    assert_ledger_closes(blue.run(ours))
     assert core.list_namespaced_secret(_TEAM, label_selector=selector).items == []
-    logs = blue.api.get(f"/v1/runs/{ours}/logs").raise_for_status().text
-    assert "trainer-0" in logs
+    assert "trainer-0" in blue.api.get(f"/v1/runs/{ours}/logs").raise_for_status().text
