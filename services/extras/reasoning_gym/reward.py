@@ -18,6 +18,8 @@ _BOOLEAN_TASKS: Final = frozenset(("game_of_life_halting",))
 # Tasks whose verifiers ignore what follows the answer.
 _WHOLE_TASKS: Final = frozenset(("spell_backward",))
 _NUMBERS_TASKS: Final = frozenset(("fraction_simplification",))
+# Tasks with several right answers, which may contain "not" as a word of their own.
+_LADDER_TASKS: Final = frozenset(("word_ladder",))
 _HEDGE: Final = re.compile(r"\b(?:or|not)\b", re.IGNORECASE)
 _TOLERANCE: Final = 1e-4
 """Difference of the numbers that the verifier of ``coin_flip`` regards as equal."""
@@ -56,6 +58,8 @@ def gym_answer(prompt: str, response: str, answer: Any, row: Mapping[str, Any]) 
         return 0.0
     try:
         score = float(verify(answer=answer_text, entry=entry))
+    except (ImportError, OSError, MemoryError):  # no fault of the response; includes TimeoutError
+        raise
     except Exception:  # noqa: BLE001 -- each verifier has its own
         # Some verifiers raise for a text of another form; others are broken, or the row is.
         verify(answer=row.get("answer"), entry=entry)
@@ -68,7 +72,8 @@ def gym_answer(prompt: str, response: str, answer: Any, row: Mapping[str, Any]) 
 def _is_other(task: str, text: str, answer: Any) -> bool:
     """Returns True if a text is not the answer, although the verifier of the task accepts it."""
     expected = str(answer)
-    if _HEDGE.search(text) and not _HEDGE.search(expected):  # "6 or 7", "not 6"
+    is_hedged = _HEDGE.search(text) and not _HEDGE.search(expected)  # "6 or 7", "not 6"
+    if is_hedged and task not in _LADDER_TASKS:
         return True
     if task in _PREFIX_TASKS:
         return _differ(text, answer)

@@ -3,6 +3,7 @@
 import pytest
 import reasoning_gym
 
+from services.extras.reasoning_gym import reward
 from services.extras.reasoning_gym.reward import gym_answer
 
 COUNT = 20
@@ -30,3 +31,27 @@ def test_a_verifier_that_fails_for_its_own_answer_is_a_failure() -> None:
     assert gym_answer("", "no number", row["answer"], row) < 1.0
     with pytest.raises(ValueError, match="invalid literal"):
         gym_answer("", "no number", "broken", {**row, "answer": "broken"})
+
+
+def test_a_ladder_may_contain_the_word_not() -> None:
+    lengths = {"min_word_length": 3, "max_word_length": 3}
+    (row,) = reasoning_gym.create_dataset("word_ladder", size=1, seed=7, **lengths)
+    row["task"] = {"name": "word_ladder", "arguments": lengths}
+    row["answer"] = "HOT,LOT,LIT,NIT"
+    row["metadata"] |= {"start_word": "HOT", "end_word": "NIT"}
+    assert gym_answer("", "HOT,NOT,NIT", row["answer"], row) == 1.0
+
+
+@pytest.mark.parametrize("error", [TimeoutError, ImportError, MemoryError])
+def test_an_error_of_the_machine_is_no_score(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def verify(answer: str | None, entry: object) -> float:
+        if answer is not None:  # a task without one expected answer
+            raise error
+        return 0.0
+
+    monkeypatch.setattr(reward, "_gym_verifier", lambda *_: verify)
+    row = {"answer": None, "metadata": {"source_dataset": "rush_hour"}}
+    with pytest.raises(error):
+        gym_answer("", "F+1", None, row)
