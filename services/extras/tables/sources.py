@@ -114,13 +114,19 @@ def open_parquet(spec: PromptSourceSpec, key: str) -> PromptSource:
     return _Parquet(file_of(spec, key), key)
 
 
-def _bounded_columns(spec: PromptSourceSpec) -> set[str]:
-    """Returns the columns whose values a filter compares with numbers."""
-    return {
-        filter_.column
-        for filter_ in spec.filters
-        if filter_.column and (filter_.at_least is not None or filter_.at_most is not None)
-    }
+def _compared_columns(spec: PromptSourceSpec) -> tuple[set[str], set[str]]:
+    """Returns the columns whose values a filter compares with numbers, and those compared with booleans."""
+    numbers, booleans = set[str](), set[str]()
+    for filter_ in spec.filters:
+        if filter_.column is None:
+            continue
+        kinds = {type(value) for value in filter_.one_of or () if value is not None}
+        if kinds == {bool}:
+            booleans.add(filter_.column)
+        has_bounds = filter_.at_least is not None or filter_.at_most is not None
+        if has_bounds or (kinds and kinds <= {int, float}):
+            numbers.add(filter_.column)
+    return numbers, booleans
 
 
 def open_huggingface(spec: PromptSourceSpec, key: str) -> PromptSource:
@@ -139,7 +145,8 @@ def open_huggingface(spec: PromptSourceSpec, key: str) -> PromptSource:
         as_text = text_columns(builder, spec.split)
         rows = datasets.load_dataset(spec.path, name=spec.subset, split=spec.split, **as_text)
         if as_text:
-            rows = typed(rows, numbers=_bounded_columns(spec))
+            numbers, booleans = _compared_columns(spec)
+            rows = typed(rows, numbers=numbers, booleans=booleans)
     except Exception as error:  # the library raises many kinds, some without a common class
         why = str(error)
         if type(error) is datasets.exceptions.DatasetGenerationError:  # only its cause says why

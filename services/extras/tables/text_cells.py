@@ -4,12 +4,10 @@ The library ``datasets`` reads ``007`` as 7, ``0.10`` as .1, ``true`` as True an
 which no response equals.
 """
 
-import csv
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Final
 
 _MAX_INTEGER: Final = 2**63
-_MAX_HEADER_CHARACTERS: Final = 1 << 20
 
 
 def text_columns(builder: Any, split: str) -> dict[str, Any]:
@@ -29,33 +27,42 @@ def text_columns(builder: Any, split: str) -> dict[str, Any]:
     files = (getattr(config, "data_files", None) or {}).get(split.partition("[")[0])
     if not isinstance(config, CsvConfig) or not files or config.features or builder.info.features:
         return {}
-    names = config.names or _header(str(files[0]), config.sep)
+    names = config.names or _header(str(files[0]), config.pd_read_csv_kwargs)
+    if not all(isinstance(name, str) for name in names):  # numbers of columns without a header
+        return {}
     features = datasets.Features({name: datasets.Value("string") for name in names})
     return {"features": features, "keep_default_na": False, "na_values": [""]}
 
 
-def _header(file: str, separator: str) -> list[str]:
-    """Returns the first record of a file.
+def _header(file: str, options: Mapping[str, Any]) -> list[Any]:
+    """Returns the names of a file's columns as pandas calls them, such as ``Unnamed: 0`` of an empty one.
+
+    Args:
+        options: Arguments of ``pandas.read_csv``.
 
     Raises:
         ValueError: If there is none.
     """
     import fsspec  # type: ignore[import-untyped]
+    import pandas  # type: ignore[import-untyped]
 
+    reading = {**options, "chunksize": None, "nrows": 0}
     with fsspec.open(file, "rt", encoding="utf-8-sig", newline="", compression="infer") as lines:
-        text = lines.read(_MAX_HEADER_CHARACTERS)
-    for record in csv.reader(text.splitlines(keepends=True), delimiter=separator):
-        if record:
-            return record
-    raise ValueError(f"{file} has no header; write the names of the columns into its first line")
+        try:
+            return list(pandas.read_csv(lines, **reading).columns)
+        except pandas.errors.EmptyDataError as error:
+            raise ValueError(
+                f"{file} has no header; write the names of the columns into its first line"
+            ) from error
 
 
-def typed(rows: Any, *, numbers: Collection[str]) -> Any:
+def typed(rows: Any, *, numbers: Collection[str], booleans: Collection[str] = ()) -> Any:
     """Converts columns of text whose every value prints as it is written; empty cells are null.
 
     Args:
         rows: Dataset with columns of text.
         numbers: Columns that become numbers although that changes how they are written.
+        booleans: Columns that become booleans although that changes how they are written.
     """
     import datasets
 
@@ -64,6 +71,8 @@ def typed(rows: Any, *, numbers: Collection[str]) -> Any:
         cells = rows[name]
         if name in numbers and _all(_is_number, cells):
             kind = "int64" if _all(_is_integer, cells) else "float64"
+        elif name in booleans and _all(_is_boolean, cells):
+            kind = "bool"
         else:
             kind = next((kind for kind, fits in kinds.items() if _all(fits, cells)), "")
         if kind:
@@ -88,6 +97,10 @@ def _is_integer(cell: str) -> bool:
     except ValueError:
         return False
     return str(number) == cell and -_MAX_INTEGER <= number < _MAX_INTEGER
+
+
+def _is_boolean(cell: str) -> bool:
+    return cell in ("true", "TRUE", "True", "false", "FALSE", "False")
 
 
 def _is_number(cell: str) -> bool:

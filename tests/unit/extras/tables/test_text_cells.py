@@ -66,6 +66,42 @@ def test_a_filter_compares_numbers_however_they_are_written(tmp_path: Path) -> N
     ]
 
 
+@pytest.mark.parametrize(
+    ("cells", "one_of", "answers"),
+    [
+        (("true", "false", ""), [True], ["q"]),
+        (("TRUE", "FALSE", "FALSE"), [False], ["r", "s"]),
+        (("0.50", "0.10", ""), [0.5], ["q"]),
+        (("01", "02", "03"), [1, 3], ["q", "s"]),
+        (("01", "02", "03"), ["01", "03"], ["q", "s"]),
+        (("True", "False", "False"), [True], ["q"]),
+    ],
+)
+def test_a_filter_compares_values_of_its_type(
+    tmp_path: Path, cells: tuple[str, ...], one_of: list[Any], answers: list[str]
+) -> None:
+    lines = [f"{answer},{answer},{cell}" for answer, cell in zip("qrs", cells, strict=True)]
+    text = "\n".join(["question,answer,label", *lines, ""])
+    rows = rows_of(tmp_path, text, filters=[{"column": "label", "one_of": one_of}])
+    assert [rows[index]["answer"] for index in range(len(rows))] == answers
+
+
+@pytest.mark.parametrize(
+    ("header", "names"),
+    [
+        (",question,answer", ["Unnamed: 0", "question", "answer"]),  # pandas writes its index so
+        ("answer,question,answer", ["answer", "question", "answer.1"]),
+    ],
+)
+def test_columns_without_a_name_of_their_own_are_called_as_by_pandas(
+    tmp_path: Path, header: str, names: list[str]
+) -> None:
+    rows = rows_of(tmp_path, f"{header}\n0,q,007\n1,r,008\n")
+    assert [dict(rows[index]) for index in range(len(rows))] == [
+        dict(zip(names, values, strict=True)) for values in ((0, "q", "007"), (1, "r", "008"))
+    ]
+
+
 def test_a_file_of_tabs_has_columns_too(tmp_path: Path) -> None:
     (tmp_path / "train.tsv").write_text("question\tanswer\nq\t007\n")
     spec = DataSpec.model_validate(
