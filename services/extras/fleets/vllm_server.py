@@ -48,9 +48,9 @@ _BUCKETS_AT_ONCE: Final = 2
 _MESSAGE_KEYS: Final = {
     DONE: {"job"},
     FAILED: {"job", "why"},
-    GET: {"key", "request"},
-    ADD: {"key", "request", "amount"},
-    SET: {"key", "value"},
+    GET: {"job", "key", "request"},
+    ADD: {"job", "key", "request", "amount"},
+    SET: {"job", "key", "value"},
 }
 """Keys of each kind of message of a worker."""
 _EXCHANGE_S: Final = 5.0

@@ -33,6 +33,8 @@ class WorkerLinks:
     def __init__(self) -> None:
         self._lines: dict[int, Connection] = {}
         self._received: asyncio.Queue[tuple[int, Message]] = asyncio.Queue()
+        self._ended: set[int] = set()
+        """Workers whose connection has ended; an empty message is the last one."""
         self._joined = asyncio.Event()
         self._listener: Listener | None = None
         self._folder = ""
@@ -98,11 +100,15 @@ class WorkerLinks:
                 except OSError as error:
                     raise RefusedError(412, f"worker {number} has ended: {error}") from error
             answers: list[tuple[int, Message]] = []
-            with suppress(TimeoutError):
-                async with asyncio.timeout(min(wait_s, _LONGEST_WAIT_S)):
-                    answers.append(await self._received.get())
+            if not self._ended or not self._received.empty():
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(min(wait_s, _LONGEST_WAIT_S)):
+                        answers.append(await self._received.get())
             while len(answers) < _MAX_MESSAGES and not self._received.empty():
                 answers.append(self._received.get_nowait())
+            answers = [(number, message) for number, message in answers if message]
+            if self._ended and not answers:
+                raise RefusedError(412, f"the members of workers {sorted(self._ended)} have ended")
             return answers
 
     def close(self) -> None:
@@ -126,13 +132,23 @@ class WorkerLinks:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _read(self, line: Connection) -> None:
+        number = -1
         with line, suppress(OSError, EOFError, RuntimeError):
             number = int(json.loads(line.recv_bytes())["number"])
             self._loop.call_soon_threadsafe(self._add, number, line)
             while True:
                 message = json.loads(line.recv_bytes())
                 self._loop.call_soon_threadsafe(self._received.put_nowait, (number, message))
+        if number >= 0:
+            with suppress(RuntimeError):  # the server's loop has ended
+                self._loop.call_soon_threadsafe(self._end, number, line)
 
     def _add(self, number: int, line: Connection) -> None:
         self._lines[number] = line
         self._joined.set()
+
+    def _end(self, number: int, line: Connection) -> None:
+        """Wakes the exchange that waits for a worker whose connection has ended."""
+        if self._lines.get(number) is line:  # the worker has no newer member
+            self._ended.add(number)
+            self._received.put_nowait((number, {}))

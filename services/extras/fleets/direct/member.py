@@ -65,7 +65,8 @@ class ServerMember:
         self._device = device
         self._line = Client(path, family="AF_UNIX", authkey=secret)
         self._writing = threading.Lock()
-        self._store = _RelayedStore(self._send)
+        self._requests = itertools.count()
+        self._store = _RelayedStore(self._send, -1, self._requests)
         self._number = 0
         """Number of the newest group; a close ends all."""
         self._plan_hash = ""
@@ -136,16 +137,19 @@ class ServerMember:
                 if message["kind"] == FORM:
                     self._number += 1
                     self._abort()  # a transfer that runs must fail first
+                    # A thread that still forms an earlier group must not use the store of this one.
+                    self._store.fail("another group was formed meanwhile")
+                    self._store = _RelayedStore(self._send, message["job"], self._requests)
                 # A group that is never complete must not delay the next one.
                 threading.Thread(
                     target=self._execute,
-                    args=(message, self._number),
+                    args=(message, self._number, self._store),
                     name="weights-job",
                     daemon=True,
                 ).start()
         self.close()
 
-    def _execute(self, message: Message, number: int) -> None:
+    def _execute(self, message: Message, number: int, store: "_RelayedStore") -> None:
         answer: Message = {"kind": DONE, "job": message["job"]}
         try:
             if self._stream is None and self._device.type == "cuda":
@@ -153,7 +157,7 @@ class ServerMember:
                     self._stream = torch.cuda.Stream(self._device, priority=-1)
             with on_device(self._device), torch.cuda.stream(self._stream):
                 if message["kind"] == FORM:
-                    self._form(message, number)
+                    self._form(message, number, store)
                 elif message["kind"] == RECEIVE:
                     answer |= self._receive(message)
         except Exception as error:  # the rollout decides what follows
@@ -162,7 +166,7 @@ class ServerMember:
         with suppress(OSError):
             self._send(answer)
 
-    def _form(self, message: Message, number: int) -> None:
+    def _form(self, message: Message, number: int, store: "_RelayedStore") -> None:
         plan = read_plan(message["plan"])
         with self._weights:
             if plan.plan_hash != self._plan_hash:
@@ -177,7 +181,7 @@ class ServerMember:
         num_sources = len(plan.sources)
         group = form_group(
             message["backend"],
-            self._store,
+            store,
             RankAssignment(
                 sources=range(num_sources),
                 num_sources=num_sources,
@@ -229,15 +233,24 @@ class ServerMember:
 
 
 class _RelayedStore:
-    """Store of the run's controller, which this process reaches through its server and the rollout."""
+    """Store of the run's controller, which this process reaches through its server and the rollout.
 
-    def __init__(self, send: Callable[[Message], None]) -> None:
+    Args:
+        send: Sends a message to the rollout.
+        job: Number of the rollout's job in which the group forms; the rollout answers no other one.
+        numbers: Numbers of questions, those of other groups as well.
+    """
+
+    def __init__(self, send: Callable[[Message], None], job: int, numbers: Iterator[int]) -> None:
         self._ask_rollout = send
-        self._numbers = itertools.count()
+        self._job = job
+        self._numbers = numbers
         self._answers: dict[int, Future[bytes]] = {}
+        self._why = ""
 
     def set(self, key: str, value: bytes) -> None:
-        self._ask_rollout({"kind": SET, "key": key, "value": encoded(value)})
+        if not self._why:
+            self._ask_rollout({"kind": SET, "job": self._job, "key": key, "value": encoded(value)})
 
     def get(self, key: str, timeout_s: float) -> bytes:
         return self._ask({"kind": GET, "key": key}, timeout_s)
@@ -254,7 +267,8 @@ class _RelayedStore:
                 future.set_result(decoded(message["value"]))
 
     def fail(self, why: str) -> None:
-        """Fails all questions, which the closed connection leaves unanswered."""
+        """Fails all questions, also later ones: nobody answers them."""
+        self._why = why
         while self._answers:
             _, future = self._answers.popitem()
             future.set_exception(RuntimeError(why))
@@ -262,8 +276,10 @@ class _RelayedStore:
     def _ask(self, question: Message, timeout_s: float) -> bytes:
         number = next(self._numbers)
         future = self._answers[number] = Future()
-        self._ask_rollout({**question, "request": number})
         try:
+            if self._why:
+                raise RuntimeError(self._why)
+            self._ask_rollout({**question, "job": self._job, "request": number})
             return future.result(timeout_s)
         except TimeoutError as error:
             raise RuntimeError(f"{question['key']!r} was not set in {timeout_s:.0f} s") from error

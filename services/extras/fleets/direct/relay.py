@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, ClassVar, Final, Optional
 from urllib.parse import urlsplit
 
@@ -42,6 +43,7 @@ from services.extras.fleets.direct.source import (
     ORDER_KEY,
     STATEMENT_KEY,
     STORE_OF_GROUP,
+    waited,
 )
 from services.extras.fleets.direct.weights import DirectFleet, DirectServer, DirectWeights
 from services.weightsync.group import RankAssignment, Work
@@ -59,6 +61,8 @@ _POLL_OF_STORE_S: Final = 0.02
 _PING_S: Final = 5.0
 """Longest time until a worker's process answers."""
 _MAX_TRIES: Final = 3
+_REASON_S: Final = 0.5
+"""Longest wait for the trainer's reason, once a server has failed."""
 
 Member = tuple[DirectServer, str, int]
 """A server, its session, and the number of its workers."""
@@ -271,7 +275,13 @@ class GroupRelay:
             [d for server, _, _ in members for d in server.worker_devices]
         )
         num_workers = sum(count for _, _, count in members)
-        order = {"group": group, "backend": backend, "workers": num_workers, "again": bool(again)}
+        order = {
+            "group": group,
+            "backend": backend,
+            "workers": num_workers,
+            "again": again is not None,
+            "timeout_s": again.timeout_s if again is not None else 0.0,
+        }
         # The source follows the orders one after the other: none may be missing.
         await uninterrupted(self._give_order(json.dumps(order)))
         message = {
@@ -320,9 +330,19 @@ class GroupRelay:
                 }
                 answers = await self._run(member, {"kind": RECEIVE, **order}, again.timeout_s)
         except (MemberFailedError, ServerAwayError, ServerRefusedError) as error:
-            self._lose(server, session, f"it joined no weight group: {error}")
+            reason = await self._reason_of_trainer(group)
+            self._lose(server, session, f"it joined no weight group: {error}{reason}")
             raise _MemberLostError(server.address) from error
         return answers
+
+    async def _reason_of_trainer(self, group: int) -> str:
+        """Returns the trainer's reason why a group was not formed, for a message; empty without one."""
+        for store in self.stores:
+            with suppress(Exception):  # the message is about a server
+                why = await asyncio.to_thread(waited, store, FORMED_KEY.format(group), _REASON_S)
+                if why:
+                    return f"; the trainer: {why.decode()}"
+        return ""
 
     async def _received(self, member: Member, message: Message, timeout_s: float) -> list[Message]:
         """Makes a server's workers receive a version.
@@ -368,9 +388,11 @@ class GroupRelay:
                     wait_s = _POLL_OF_STORE_S if questions else _POLL_S
                     received = await server.exchange(messages, wait_s=wait_s)
                     for worker, answer in received:
+                        if answer["job"] != job:
+                            continue  # a thread of an earlier job, whose group is given up
                         if answer["kind"] not in (DONE, FAILED):
                             questions.append(_Question(worker, answer, self.stores, group))
-                        elif answer["job"] == job:
+                        else:
                             _check(server, answer)
                             answers[worker] = answer
                     messages = [(q.worker, q.future.result()) for q in questions if q.future.done()]

@@ -13,7 +13,8 @@ from those of the source's statement, and it drops what it received.
 import json
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
@@ -72,6 +73,8 @@ class ServersSource:
         self._num_probes, self._num_unsent = 0, 0
         self._is_aborted = threading.Event()
         self._changing = threading.Lock()
+        self._connecting: set[Channel] = set()
+        """Channels that open, or to which a version is sent again."""
         self._number = -1
         """Number of the newest group."""
         store.set(DEVICE_KEY, "cpu" if device.type == "cpu" else gpu_of(device))
@@ -108,16 +111,17 @@ class ServersSource:
         """Ends the channel; pending and later work fails."""
         with self._changing:
             self._is_aborted.set()
-            channel = self._channel
-        if channel is not None:
-            channel.abort()
+            channels = {*self._connecting, self._channel}
+        for channel in channels:
+            if channel is not None:
+                channel.abort()
 
     def _follow_orders(self) -> None:
         key = f"source{self._assignment.sources[0]}/{ORDER_KEY}"
         number, num_failures = 0, 0
         while not self._is_aborted.is_set() and num_failures < _MAX_FAILURES:
             try:
-                text = _waited(self._store, key.format(number))
+                text = waited(self._store, key.format(number), _WAIT_S)
             except Exception:
                 logger.debug("the store did not answer", exc_info=True)
                 num_failures += 1
@@ -167,8 +171,9 @@ class ServersSource:
         """Sends the last version to a further group."""
         channel = self._open(order)
         try:
-            _send(channel, self._sent)
-            _settle(self._device)
+            with self._limited(channel, order["timeout_s"]):
+                _send(channel, self._sent)
+                _settle(self._device)
         finally:
             channel.abort()
 
@@ -188,9 +193,52 @@ class ServersSource:
             folder=self._folder,
         )
         channel = Channel(backend)
-        channel.broadcast(torch.zeros(1, device=self._device)).wait()
-        _settle(self._device)
+        try:
+            with self._limited(channel, self._timeout_s):
+                channel.broadcast(torch.zeros(1, device=self._device)).wait()
+                _settle(self._device)
+        except BaseException:
+            channel.abort()
+            raise
         return channel
+
+    @contextmanager
+    def _limited(self, channel: Channel, timeout_s: float) -> Iterator[None]:
+        """Aborts a channel whose members do not come, or with which the epoch ends, while the block runs.
+
+        NCCL would wait for them on the GPU without an end.
+
+        Raises:
+            RuntimeError: If the time-out or the epoch's end aborted the channel.
+        """
+        is_late = threading.Event()
+
+        def end() -> None:
+            is_late.set()
+            channel.abort()
+
+        with self._changing:
+            if self._is_aborted.is_set():
+                raise RuntimeError("the epoch has ended")
+            self._connecting.add(channel)
+        limit = threading.Timer(timeout_s, end)
+        limit.daemon = True
+        limit.start()
+        cause: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            if not is_late.is_set():
+                raise
+            cause = error
+        finally:
+            limit.cancel()
+            with self._changing:
+                self._connecting.discard(channel)
+        if is_late.is_set():
+            raise RuntimeError(f"members did not take part within {timeout_s:.1f} s") from cause
+        if self._is_aborted.is_set():
+            raise RuntimeError("the epoch has ended")
 
 
 def _send(channel: Channel, tensors: Sequence[Tensor]) -> None:
@@ -204,14 +252,14 @@ def _send(channel: Channel, tensors: Sequence[Tensor]) -> None:
         work.wait()
 
 
-def _waited(store: Any, key: str) -> bytes | None:
-    """Returns a value of the store below the channel's; None if it was not set within ``_WAIT_S``.
+def waited(store: Any, key: str, timeout_s: float) -> bytes | None:
+    """Returns a value of the store below the channel's; None if it was not set within ``timeout_s``.
 
     It waits in Python: a thread that waits in torch's bindings would end the process with an error.
     """
     values = store.underlying_store
     try:
-        values.wait([key], timedelta(seconds=_WAIT_S))
+        values.wait([key], timedelta(seconds=timeout_s))
     except Exception as error:
         if "was not set" in str(error):
             return None
