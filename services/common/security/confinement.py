@@ -120,6 +120,7 @@ KINDS: Final[Mapping[str, Kind]] = {
     "algorithm.loss": "code",
     "algorithm.loss_arguments": "text",
     "trainer.engine": "free",
+    "trainer.optimizer.kind": "free",
     "trainer.lora.target_modules": "text",
     "trainer.checkpoint.best.set": "free",
     "trainer.checkpoint.best.metric": "free",
