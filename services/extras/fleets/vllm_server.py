@@ -195,9 +195,12 @@ class VllmServer(FleetServer):
         answer = await self._call("POST", GROUP, body, timeout_s=wait_s + _EXCHANGE_S)
         with self.reading(answer):
             messages = [(int(number), dict(message)) for number, message in answer["messages"]]
-            if all(_MESSAGE_KEYS[message["kind"]] <= message.keys() for _, message in messages):
+            if all(
+                _MESSAGE_KEYS[message["kind"]] <= message.keys() and isinstance(message["job"], int)
+                for _, message in messages
+            ):
                 return messages
-            raise ValueError("a message lacks a key")
+            raise ValueError("a message lacks a key, or its job is no number")
         raise AssertionError("a malformed answer raises")
 
     async def upload(self, weights: FleetWeights | DirectWeights) -> None:

@@ -10,7 +10,7 @@ import itertools
 import json
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, ClassVar, Final, Optional
@@ -72,8 +72,12 @@ class MemberFailedError(RuntimeError):
     """A server's workers did not do a job."""
 
 
+class _ReportedError(MemberFailedError):
+    """A server's worker reported that a job failed: its process lives, and takes further jobs."""
+
+
 class _MemberLostError(RuntimeError):
-    """The fleet has lost a server, so that the group is formed without it."""
+    """A server has left its group, so that another one is formed."""
 
 
 class GroupRelay:
@@ -87,17 +91,17 @@ class GroupRelay:
     fleet: ClassVar[DirectFleet | None] = None
     """The servers of this process's rollout."""
     _newest: ClassVar[Optional["GroupRelay"]] = None
+    _jobs: ClassVar[Iterator[int]] = itertools.count()
+    """Numbers of jobs, in all epochs: a server's workers answer those of an epoch that has ended, too."""
+    _inboxes: ClassVar[dict[int, list[tuple[int, Message]]]] = {}
+    """Messages of workers by running job: each request brings those for all jobs with its server."""
 
     def __init__(self, num_sources: int, *, timeout_s: float) -> None:
         self._num_sources = num_sources
         self._timeout_s = min(timeout_s, _LONGEST_FORM_S)
         self.stores: list[Any] = []
         """Store of each channel."""
-        self._groups, self._orders, self._jobs = (
-            itertools.count(),
-            itertools.count(),
-            itertools.count(),
-        )
+        self._groups, self._orders = itertools.count(), itertools.count()
         self._num_unsent = 0
         self._members: list[Member] | None = None
         """Members of the newest group; None before the first one."""
@@ -348,14 +352,17 @@ class GroupRelay:
         """Makes a server's workers receive a version.
 
         Raises:
-            _MemberLostError: If they do not: the fleet has lost the server.
+            _MemberLostError: If they do not.
         """
         server, session, _ = member
         try:
             return await self._run(member, message, timeout_s)
         except (MemberFailedError, ServerAwayError, ServerRefusedError) as error:
-            # It may be at fault or not: it attaches again, with new members, and receives the version then.
-            self._lose(server, session, f"it did not receive version {message['version']}: {error}")
+            # A trainer that fails must not end what the servers serve: they join the next group as they are.
+            if self.is_open and not isinstance(error, _ReportedError):
+                # It attaches again, with new members, and receives the version then.
+                why = f"it did not receive version {message['version']}: {error}"
+                self._lose(server, session, why)
             raise _MemberLostError(str(error)) from error
 
     async def _run(
@@ -380,16 +387,19 @@ class GroupRelay:
             messages.append((worker, {**message, **host, **with_rank, "job": job}))
         answers: dict[int, Message] = {}
         questions: list[_Question] = []
+        inbox = self._inboxes[job] = []
         try:
             async with asyncio.timeout(timeout_s):
                 while len(answers) < num_workers:
                     if server.session != session:
                         raise MemberFailedError(f"the session with {server.address} has ended")
                     wait_s = _POLL_OF_STORE_S if questions else _POLL_S
-                    received = await server.exchange(messages, wait_s=wait_s)
+                    for worker, answer in await server.exchange(messages, wait_s=wait_s):
+                        # A job that was given up has no inbox, and its workers get no answer.
+                        self._inboxes.get(answer["job"], []).append((worker, answer))
+                    received = [*inbox]
+                    inbox.clear()
                     for worker, answer in received:
-                        if answer["job"] != job:
-                            continue  # a thread of an earlier job, whose group is given up
                         if answer["kind"] not in (DONE, FAILED):
                             questions.append(_Question(worker, answer, self.stores, group))
                         else:
@@ -401,6 +411,8 @@ class GroupRelay:
             raise MemberFailedError(
                 f"{server.address} did not {message['kind']} within {timeout_s:.1f} s"
             ) from error
+        finally:
+            del self._inboxes[job]
         return [answers[worker] for worker in sorted(answers)]
 
     async def _backend(self, devices: Sequence[str]) -> str:
@@ -479,7 +491,7 @@ class _Question:
 
 def _check(server: DirectServer, answer: Mapping[str, Any]) -> None:
     if answer["kind"] == FAILED:
-        raise MemberFailedError(f"{server.address}: {answer['why']}")
+        raise _ReportedError(f"{server.address}: {answer['why']}")
 
 
 class RelayedChannel:

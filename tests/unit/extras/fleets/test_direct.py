@@ -21,11 +21,12 @@ from services.extras.fleets.direct import relay as relay_module
 from services.extras.fleets.engine import FleetEngine
 from services.weightsync.canary import Canary
 from services.weightsync.member import WeightMember
+from services.weightsync.modes.shadow import ShadowReceiver
 from services.weightsync.server import serve_member
 from services.wire.controller import Rendezvous
 from slipstream.controller.v1 import membership_pb2_grpc
 from tests.helpers.direct_weights import FleetSink
-from tests.helpers.engines import request, until
+from tests.helpers.engines import made, request, until
 from tests.helpers.weight_members import Cluster, Source
 from tests.unit.extras.fleets.servers import (
     SPECS,
@@ -120,9 +121,11 @@ async def test_a_response_has_only_tokens_of_versions_that_its_server_served() -
     async with serving(1) as servers, _run(servers) as run:
         await run.publish(0)
         task = asyncio.create_task(run.engine.generate(request("r", (1, 2), max_tokens=6)))
+        has_made = made(run.engine, 3)
         for _ in range(3):
             servers[0].engine.steps.release()
-        await until(lambda: servers[0].engine.num_sampled == 3, poll_s=0.005)
+        # Tokens that the server has sampled, but that have not arrived, are sampled again.
+        await until(has_made, poll_s=0.005)
         await run.publish(1)
         for _ in range(8):
             servers[0].engine.steps.release()
@@ -191,6 +194,29 @@ async def test_a_transfer_with_a_server_that_dies_fails_and_the_next_epoch_is_wi
         digest = await run.publish(1)
         assert run.served == [(1, digest)]
         assert servers[1].engine.bias == 2.0
+
+
+async def test_a_transfer_that_workers_report_as_failed_takes_no_server_out_of_service(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with serving(2) as servers, _run(servers) as run:
+        digest = await run.publish(0)
+        sessions = {server.session for server in run.engine.backend.fleet.serving}
+
+        def fail(*arguments: Any) -> Any:
+            raise RuntimeError("the trainer has ended")
+
+        with monkeypatch.context() as context:
+            context.setattr(ShadowReceiver, "receive", fail)
+            with pytest.raises(ServiceError):
+                await run.publish(1)
+        assert run.served == [(0, digest)] * 2
+        assert not any("Lost" in event for event in run.events)  # type: ignore[attr-defined]
+        await run.abort()
+        await run.form()
+        digest = await run.publish(1)
+        assert run.served == [(1, digest)] * 2
+        assert {server.session for server in run.engine.backend.fleet.serving} == sessions
 
 
 async def test_workers_that_cannot_join_are_named_and_the_others_receive() -> None:

@@ -12,7 +12,8 @@ import torch
 from services.extras.fleets.answers import RefusedError
 from services.extras.fleets.direct import source as source_module
 from services.extras.fleets.direct.links import WorkerLinks
-from services.extras.fleets.direct.messages import DONE, GET, PING
+from services.extras.fleets.direct.messages import DONE, GET, PING, RECEIVE, Message
+from services.extras.fleets.direct.relay import GroupRelay
 from services.extras.fleets.direct.source import FORMED_KEY, ServersSource
 from services.weightsync.group import RankAssignment, RendezvousStore
 from tests.helpers.weight_members import MemoryStore
@@ -138,3 +139,36 @@ async def test_a_thread_of_an_earlier_group_asks_no_store_any_more() -> None:
         assert member._store is not store
     finally:
         links.close()
+
+
+class SharedServer:
+    """Server whose answers any of several requests may bring."""
+
+    address, session = "http://server:1", "session"
+
+    def __init__(self) -> None:
+        self._answers: list[tuple[int, Message]] = []
+
+    async def exchange(
+        self, messages: list[tuple[int, Message]], *, wait_s: float
+    ) -> list[tuple[int, Message]]:
+        for worker, message in messages:
+            if message["kind"] == PING:
+                self._answers.append((worker, {"kind": DONE, "job": message["job"]}))
+                await asyncio.sleep(0.2)  # another request is faster
+                return []
+        await asyncio.sleep(0.01)
+        answers, self._answers = self._answers, []
+        return answers
+
+
+async def test_a_job_of_an_epoch_that_has_ended_takes_no_answer_from_the_next_epoch() -> None:
+    server: Any = SharedServer()
+    member = server, server.session, 1
+    old, new = (GroupRelay(1, timeout_s=5.0) for _ in range(2))
+    receiving = asyncio.create_task(old._run(member, {"kind": RECEIVE}, 30.0))
+    await asyncio.sleep(0.05)
+    (answer,) = await new._run(member, {"kind": PING}, 5.0)
+    assert answer["kind"] == DONE
+    assert not receiving.done()
+    receiving.cancel()
