@@ -3,8 +3,8 @@
 The pickle creates only records, tuples, lists, dictionaries and dtypes, from which torch's own objects are
 made after their types are checked. Memory and time grow with the size of the file: the standard library's
 unpickler in Python allocates nothing by a number in the file, opcodes that torch's writer does not use are
-refused, and so are keys whose hash could take long. Files of tensors are read with torch's ``weights_only``,
-and must be inside the folder.
+refused, and so are keys whose hash could take long, many arguments, and lists that many tensors share. Files
+of tensors are read with torch's ``weights_only``, and must be inside the folder.
 """
 
 import io
@@ -27,6 +27,9 @@ from torch.distributed.checkpoint.metadata import (
 _MARKER: Final = ".metadata"
 _MAX_BYTES: Final = 1 << 30
 _MAX_DIMENSIONS: Final = 64
+_MAX_ARGUMENTS: Final = 256
+_MAX_NAME: Final = 255
+"""Max characters of a file's name."""
 _METADATA: Final = "torch.distributed.checkpoint.metadata"
 _FILES: Final = "torch.distributed.checkpoint.filesystem"
 _DTYPES: Final = frozenset(
@@ -131,6 +134,16 @@ class _Unpickler(pickle._Unpickler):  # noqa: SLF001 -- the unpickler in C alloc
             raise pickle.UnpicklingError("it changes another object than a record")
         super().load_build()  # type: ignore[misc]
 
+    def load_reduce(self) -> None:
+        _check_arguments(self.stack[-1])
+        super().load_reduce()  # type: ignore[misc]
+
+    def load_newobj(self) -> None:
+        _check_arguments(self.stack[-1])
+        super().load_newobj()  # type: ignore[misc]
+
+    dispatch[pickle.REDUCE[0]] = load_reduce
+    dispatch[pickle.NEWOBJ[0]] = load_newobj
     dispatch[pickle.SETITEM[0]] = load_setitem
     dispatch[pickle.SETITEMS[0]] = load_setitems
     dispatch[pickle.BUILD[0]] = load_build
@@ -141,6 +154,12 @@ def _check_keys(keys: Iterable[Any]) -> None:
     for key in keys:
         if type(key) is not str and not isinstance(key, _Record):
             raise pickle.UnpicklingError(f"a key is of type {type(key).__name__}")
+
+
+def _check_arguments(arguments: Any) -> None:
+    """Refuses many arguments, which each call copies."""
+    if type(arguments) is not tuple or len(arguments) > _MAX_ARGUMENTS:
+        raise pickle.UnpicklingError("the arguments of a call are no short tuple")
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -154,7 +173,8 @@ def read_metadata(folder: Path) -> Metadata:
     try:
         if file.stat().st_size > _MAX_BYTES:
             raise ValueError("it is larger than 1 GiB, which no metadata is")
-        metadata = _metadata_of(_Unpickler(io.BytesIO(file.read_bytes())).load())
+        content = file.read_bytes()
+        metadata = _metadata_of(_Unpickler(io.BytesIO(content)).load(), len(content))
     except (
         *(OSError, EOFError, pickle.UnpicklingError, AttributeError, TypeError, LookupError),
         *(ValueError, OverflowError, AssertionError),
@@ -174,19 +194,33 @@ def read_metadata(folder: Path) -> Metadata:
     return metadata
 
 
-def _metadata_of(loaded: Any) -> Metadata:
+def _metadata_of(loaded: Any, num_bytes: int) -> Metadata:
     """Returns torch's object of the tensors in a record.
+
+    Args:
+        num_bytes: Size of the file.
 
     Raises:
         TypeError: If a value has another type than torch's writer gives it.
         KeyError: If a value is missing.
-        ValueError: If a file is compressed.
+        ValueError: If a file is compressed, or tensors have more parts than the file has bytes.
     """
     values = _values(loaded, "Metadata")
-    tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
-        _typed(name, str): _tensor_of(entry)
+    entries = {
+        _typed(name, str): entry
         for name, entry in _typed(values["state_dict_metadata"], dict).items()
         if type(entry) is _RECORDS["TensorStorageMetadata"]
+    }
+    num_parts = sum(
+        len(_typed(_values(entry, "TensorStorageMetadata")["chunks"], list))
+        for entry in entries.values()
+    )
+    if num_parts > num_bytes:
+        raise ValueError(
+            f"its tensors have {num_parts} parts, which a file of its size cannot list"
+        )
+    tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
+        name: _tensor_of(entry) for name, entry in entries.items()
     }
     version = values.get("version")
     return Metadata(
@@ -216,6 +250,8 @@ def _files_of(stored: dict[Any, Any]) -> Iterator[tuple[MetadataIndex, _StorageI
         index, info = _values(key, "MetadataIndex"), _values(value, "_StorageInfo")
         if info.get("transform_descriptors"):
             raise ValueError("its files are compressed; save the model without transforms")
+        if len(_typed(info["relative_path"], str)) > _MAX_NAME:
+            raise ValueError("the name of a file is too long")
         offset, number = index.get("offset"), index.get("index")
         yield (
             MetadataIndex(
@@ -224,7 +260,7 @@ def _files_of(stored: dict[Any, Any]) -> Iterator[tuple[MetadataIndex, _StorageI
                 None if number is None else _typed(number, int),
             ),
             _StorageInfo(
-                _typed(info["relative_path"], str),
+                info["relative_path"],
                 _typed(info["offset"], int),
                 _typed(info["length"], int),
             ),
@@ -232,7 +268,7 @@ def _files_of(stored: dict[Any, Any]) -> Iterator[tuple[MetadataIndex, _StorageI
 
 
 def _size_of(value: Any) -> torch.Size:
-    return torch.Size([_typed(number, int) for number in _typed(value, tuple)])
+    return torch.Size([_typed(number, int) for number in _size(_typed(value, tuple))])
 
 
 def _values(record: Any, name: str) -> dict[str, Any]:

@@ -1,12 +1,15 @@
 """Launchers of an installation whose projects have separate namespaces: one for each namespace."""
 
+import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 
-from services.common.errors import UnavailableError
+from services.common.errors import FailedPreconditionError, NotFoundError, UnavailableError
 from services.common.runspec.run import RunSpec
 from services.controller.launch.launcher import LauncherDefaults
 from services.extras.kubernetes.drain import PlacedPod
 from services.extras.kubernetes.launcher import KubernetesLauncher
+
+logger = logging.getLogger(__name__)
 
 
 class NamespaceLaunchers(LauncherDefaults):
@@ -87,6 +90,16 @@ class NamespaceLaunchers(LauncherDefaults):
     async def _former(
         self, run_id: str, home: KubernetesLauncher | None
     ) -> list[KubernetesLauncher]:
-        """Returns the launchers of other namespaces in which a run has pods."""
-        others = [launcher for launcher in self._launchers.values() if launcher is not home]
-        return [launcher for launcher in others if await launcher.has_pods(run_id)]
+        """Returns the launchers of other namespaces in which a run has pods.
+
+        A namespace that refuses the controller, as after its deletion, holds up its own project only.
+        """
+        launchers = []
+        for namespace, launcher in self._launchers.items():
+            try:
+                if launcher is not home and await launcher.has_pods(run_id):
+                    launchers.append(launcher)
+            except (FailedPreconditionError, NotFoundError) as error:
+                why = {"namespace": namespace, "run_id": run_id, "error": error.message}
+                logger.warning("cannot look for former pods of a run", extra=why)
+        return launchers

@@ -12,6 +12,7 @@ a killed writer leaves objects that no index names. A checkpoint in the store ha
 
 import json
 import logging
+import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -75,7 +76,6 @@ class RecordUploads:
         self._on_total = on_total
         self._on_bytes = on_bytes
         self._digests: dict[Path, tuple[int, int, str]] = {}
-        self._present: set[str] | None = None
 
     def upload(self, root: Path, step: int) -> None:
         """Uploads the files of all steps up to one, then their index; does nothing without a record.
@@ -87,26 +87,28 @@ class RecordUploads:
         local = {name: self._described(folder / name, name) for name in _files(folder, step)}
         if _RUN not in local:
             return
-        if self._present is None:
-            listed = self._request(lambda: self._store.list(f"{FOLDER}/files"))
-            self._present = {stored.name for stored in listed}
-        missing = {n: f for n, f in local.items() if f.object not in self._present}
+        # Listed again each time: who deletes the last checkpoint deletes the record's objects, too.
+        present = self._request(lambda: self._store.list(f"{FOLDER}/files"))
+        sizes = {stored.name: stored.num_bytes for stored in present}
+        missing = {n: f for n, f in local.items() if sizes.get(f.object) != f.size}
         self._on_total(sum(file.size for file in missing.values()))
         for name, file in missing.items():
             self._upload_file(folder / name, file)
-            self._present.add(file.object)
         index = {**_until(_earlier(folder), step), **local}
         content = json.dumps({name: asdict(file) for name, file in index.items()}).encode()
         self._request(lambda: self._store.write(_index_name(step), content))
 
     def retain(self, step: int) -> None:
-        """Deletes the objects that the index of a step does not name; does nothing without that index."""
+        """Deletes the objects that the index of a step does not name; does nothing without a whole index."""
         names = {stored.name for stored in self._store.list(FOLDER)}
         if _index_name(step) in names:
-            index = _read_index(self._store, _index_name(step))
+            try:
+                index = _read_index(self._store, _index_name(step))
+            except (NotFoundError, DataLossError) as error:  # no repetition would help
+                logger.error("stored record refused", extra={"reason": str(error)})  # noqa: TRY400
+                return
             outdated = names - {file.object for file in index.values()} - {_index_name(step)}
             self._store.delete(sorted(outdated))
-            self._present = names - outdated
 
     def _upload_file(self, path: Path, file: RecordFile) -> None:
         def attempt() -> None:
@@ -246,7 +248,10 @@ def _content(store: ObjectFolder, file: RecordFile, patience: Patience) -> bytes
 def _write(file: Path, content: bytes) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(f"{file.name}.unfinished")
-    unfinished.write_bytes(content)
+    with unfinished.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
     unfinished.replace(file)
 
 

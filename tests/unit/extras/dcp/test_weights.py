@@ -205,6 +205,38 @@ def test_a_small_file_takes_little_memory_and_time(tmp_path: Path, name: str) ->
         tracemalloc.stop()
 
 
+def _shared(name: str) -> Metadata:
+    """Returns metadata whose pickle is small, because many references share a large object."""
+    size = torch.Size([1, 1])
+    chunk, properties = ChunkStorageMetadata(size, size), TensorProperties(dtype=torch.float32)
+    if name == "parts":
+        entry = TensorStorageMetadata(properties, size, [chunk] * 1000)
+        return Metadata({f"w{number}": entry for number in range(1000)}, storage_data={})
+    if name == "dimensions":
+        many: Any = (1,) * 20_000
+        chunks = [ChunkStorageMetadata(many, many) for _ in range(1000)]
+        return Metadata({"w": TensorStorageMetadata(properties, size, chunks)}, storage_data={})
+    files = {MetadataIndex(f"w{n}"): _StorageInfo("a/" * 20_000, 0, 4) for n in range(100)}
+    return Metadata({}, storage_data=files)
+
+
+@pytest.mark.parametrize("name", ["parts", "dimensions", "name of a file"])
+def test_objects_that_many_references_share_are_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(_shared(name)))
+    with pytest.raises(ValueError, match=f"not the metadata of.*{name}"):
+        open_weights(tmp_path)
+
+
+@pytest.mark.parametrize("call", [b"R", b"\x81"])
+def test_calls_with_many_arguments_are_refused(tmp_path: Path, call: bytes) -> None:
+    name = b"ctorch.distributed.checkpoint.filesystem\n_StorageInfo\n"
+    (tmp_path / ".metadata").write_bytes(
+        b"\x80\x04" + name + b"(" + b"N" * 1000 + b"t" + call + b"."
+    )
+    with pytest.raises(ValueError, match="arguments of a call"):
+        open_weights(tmp_path)
+
+
 @pytest.mark.parametrize("path", ["../hf/model.safetensors", "/etc/hostname", "link"])
 def test_files_outside_of_the_folder_are_refused(
     tmp_path: Path, trained: PreTrainedModel, path: str

@@ -4,11 +4,12 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from services.common.errors import UnavailableError
+from services.common.errors import FailedPreconditionError, UnavailableError
 from services.extras.kubernetes.drain import NodeDrains
 from services.extras.kubernetes.launcher import KubernetesLauncher
 from services.extras.kubernetes.namespaces import NamespaceLaunchers
@@ -92,6 +93,22 @@ async def test_a_run_is_never_in_two_namespaces(installation: Installation) -> N
     installation.project = "vision"  # the administrator gave the project a namespace
     await installation.restarted().start(RUN, SPEC)
     assert installation.places() == {SHARED: set(), VISION: {TRAINER, ROLLOUT}}
+
+
+async def test_a_deleted_namespace_holds_up_no_run_of_others(
+    installation: Installation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refused(selector: str) -> list[dict[str, Any]]:
+        raise FailedPreconditionError("Kubernetes refused list of pods: forbidden")
+
+    monkeypatch.setattr(installation.pods[VISION], "list", refused)
+    await installation.everywhere.start(RUN, SPEC)
+    assert installation.places()[SHARED] == {TRAINER, ROLLOUT}
+    await installation.everywhere.stop(RUN)
+    assert installation.places()[SHARED] == set()
+    installation.project = "vision"
+    with pytest.raises(FailedPreconditionError):
+        await installation.everywhere.start(RUN, SPEC)
 
 
 @pytest.mark.parametrize("is_known", [True, False], ids=["known", "lost by the database"])

@@ -130,6 +130,30 @@ def test_records_are_deleted_with_the_last_checkpoint(opened: Opener, tmp_path: 
     assert ObjectFolder(store.url).list() == []
 
 
+def test_a_record_that_was_deleted_with_its_last_checkpoint_is_uploaded_again(
+    opened: Opener,  # noqa: F811
+    tmp_path: Path,
+):
+    """The controller deletes a checkpoint while the trainer goes on."""
+    store = opened()
+    start(tmp_path, 0)
+    contents = record(store, tmp_path, range(1, 3))
+    for step in (1, 2):
+        ObjectCheckpoints(ObjectFolder(store.url)).delete(f"step-{step:08d}")
+    contents |= record(store, tmp_path, range(3, 4))
+    assert fetched(store, tmp_path / "cache") == {0: b"initial weights", **contents}
+
+
+def test_a_damaged_index_does_not_hold_up_later_uploads(opened: Opener, tmp_path: Path):  # noqa: F811
+    store, root = opened(), tmp_path / "root"
+    start(root, 0)
+    contents = record(store, root, range(1, 2))
+    ObjectFolder(store.url).write(f"{files.FOLDER}/step-00000001.json", b"{")
+    store.submit(root / "step-00000001", keep=3, keep_steps=())
+    contents |= record(store, root, range(2, 3))
+    assert fetched(store, tmp_path / "cache") == {0: b"initial weights", **contents}
+
+
 @pytest.mark.parametrize("damage", ["missing", "index", "foreign path"])
 def test_a_damaged_record_is_refused_and_does_not_keep_the_run_from_going_on(
     opened: Opener,  # noqa: F811
