@@ -156,14 +156,16 @@ def check_logprobs(state: Path) -> dict[str, float]:
         Largest mean KL divergence of a step's tokens with the trainer's version, and with older ones.
 
     Raises:
-        AssertionError: If tokens were sampled under other weights than those of their version.
+        AssertionError: If tokens were sampled under other weights than those of their version, or no
+            token had the trainer's version.
     """
     (path,) = state.glob("run_*/metrics.jsonl")
     steps = [json.loads(line) for line in path.read_text().splitlines()]
-    kl: dict[bool, float] = {True: 0.0, False: 0.0}
+    fresh: list[float] = []
+    older = [0.0]
     for name, value in chain.from_iterable(step.items() for step in steps):
         if name.startswith(_KL_BY_STALENESS):
-            is_fresh = name == f"{_KL_BY_STALENESS}0"
-            kl[is_fresh] = max(kl[is_fresh], value)
-    assert kl[True] < _MAX_KL, kl
-    return {"kl_of_fresh_tokens": kl[True], "kl_of_older_tokens": kl[False]}
+            (fresh if name == f"{_KL_BY_STALENESS}0" else older).append(value)
+    assert fresh, "no token of the trainer's version was trained"
+    assert all(value < _MAX_KL for value in fresh), fresh  # NaN is not below
+    return {"kl_of_fresh_tokens": max(fresh), "kl_of_older_tokens": max(older)}

@@ -245,7 +245,7 @@ def tried(folder: Path, seed: int, kind: str, **size: int) -> dict[str, Any]:
     except (AssertionError, subprocess.TimeoutExpired) as error:
         why = f"{type(error).__name__}: {error}"
         is_ended = isinstance(error, EndedError | subprocess.TimeoutExpired)
-        share = (_cpu_wait_s() - waited_s) / (time.monotonic() - started_at)
+        share = (_cpu_wait_s() - waited_s) / max(time.monotonic() - started_at, 1e-3)
         # The cause is at the end of the output.
         return {
             "seed": seed,
@@ -258,6 +258,12 @@ def tried(folder: Path, seed: int, kind: str, **size: int) -> dict[str, Any]:
 
 
 def _cpu_wait_s() -> float:
-    """Returns the seconds since the start of the machine in which a task waited for a processor."""
-    some, *_ = Path("/proc/pressure/cpu").read_text().splitlines()
+    """Returns the seconds since the start of the machine in which a task waited for a processor.
+
+    0 if the kernel does not count them.
+    """
+    try:
+        some, *_ = Path("/proc/pressure/cpu").read_text().splitlines()
+    except OSError:
+        return 0.0
     return float(some.rpartition("=")[2]) / 1e6

@@ -4,9 +4,11 @@
 """
 
 import asyncio
+import json
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +19,7 @@ from services.extras.fleets.engine import FleetEngine
 from services.extras.fleets.sglang_server import build as build_sglang
 from services.extras.fleets.vllm_server import build as build_vllm
 from services.rollout.engines.base import GenerationResult
+from tests.faults.fleets import check_logprobs
 from tests.helpers.engines import request, running, until
 from tests.helpers.links import Link
 from tests.unit.extras.fleets.servers import TOKEN, FakeServer, engine_config, router
@@ -191,3 +194,24 @@ async def test_no_token_is_lost_or_misnamed_through_kills_freezes_and_cut_links(
         assert list(result.logprobs) == [-_value(version) for version in versions]
     sampled = {version for result in results for version, _ in result.version_runs}
     assert len(sampled) > rounds * VERSIONS_PER_ROUND / 2
+
+
+def _metrics(folder: Path, *steps: dict[str, float]) -> Path:
+    (folder / "run_1").mkdir()
+    (folder / "run_1" / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)))
+    return folder
+
+
+def test_the_largest_divergence_of_fresh_tokens_is_checked(tmp_path: Path) -> None:
+    name = "kl_rollout_by_staleness/"
+    state = _metrics(tmp_path, {f"{name}0": 1e-9, f"{name}1": 0.3}, {f"{name}0": 2e-9})
+    assert check_logprobs(state) == {"kl_of_fresh_tokens": 2e-9, "kl_of_older_tokens": 0.3}
+
+
+@pytest.mark.parametrize("step", [{}, {"0": 1e-3}, {"0": float("nan")}, {"1": 0.1}])
+def test_wrong_or_missing_fresh_tokens_are_a_failure(
+    tmp_path: Path, step: dict[str, float]
+) -> None:
+    metrics = {f"kl_rollout_by_staleness/{age}": value for age, value in step.items()}
+    with pytest.raises(AssertionError):
+        check_logprobs(_metrics(tmp_path, metrics))
