@@ -8,13 +8,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.common.errors import FailedPreconditionError, NotFoundError
 from services.extras.export.checkpoint import export_checkpoint
 from services.trainer.checkpoint import manifest
 from services.trainer.checkpoint.compatibility import OtherCheckpointError
+from services.trainer.collectives import Ranks
 from services.trainer.engines.fsdp import checkpoint
+from services.trainer.engines.fsdp.parallel import RankTopology
 from services.trainer.model.policy import Policy
 from services.trainer.ranks import start
 from services.trainer.ranks.build import _resume
@@ -55,6 +58,19 @@ def test_training_resumes_exactly_from_the_checkpoint(
     resumed.train(StepCommand(3, queue.meta))
     for name, value in policy.named_parameters():
         torch.testing.assert_close(dict(other.named_parameters())[name], value, rtol=0, atol=1e-7)
+
+
+def test_an_optimizer_that_makes_its_states_late_is_refused_with_the_first_checkpoint() -> None:
+    """A resumed run would go on without these states."""
+    layer = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+    topology = RankTopology(device=torch.device("cpu"), data=Ranks())
+    saved = checkpoint.ModelCheckpoint(layer, optimizer, topology=topology)
+    saved.save()
+    layer.weight.grad = torch.ones_like(layer.weight)
+    optimizer.step()
+    with pytest.raises(TypeError, match=r"momentum_buffer\.(weight|bias)"):
+        saved.save()
 
 
 @pytest.mark.parametrize(

@@ -119,18 +119,20 @@ class ModelCheckpoint:
         self._buffers: dict[str, Tensor] = {}
         # Create the moments now, so that every checkpoint holds the same tensors.
         self._make_moments()
+        self._names = frozenset(self._state())
 
     @torch.no_grad()
     def save(self) -> PendingSave:
         """Copies the state to host memory; the copy is valid until the next one."""
-        tensors = {name: self._copied(name, value) for name, value in self._state().items()}
+        if late := (state := self._state()).keys() - self._names:  # ``load`` would leave it out
+            raise TypeError(f"the optimizer made {min(late)} in an update; it must begin with it")
+        tensors = {name: self._copied(name, value) for name, value in state.items()}
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
         def write(folder: Path) -> None:
             if self._rank == 0:
-                # If this fails, the write below fails on all ranks together. An error raised here would
-                # leave the other ranks waiting in the barrier.
+                # Raised here, an error would leave the others in the barrier; all fail in the write below.
                 with suppress(OSError):
                     folder.mkdir(parents=True, exist_ok=True)
             if self._group is not None:
@@ -177,9 +179,8 @@ class ModelCheckpoint:
 
     def _make_moments(self) -> None:
         """Creates the states that AdamW otherwise creates in its first update; others have theirs already."""
-        if not isinstance(self._optimizer, torch.optim.AdamW):
-            return
-        for parameter in self._module.parameters():
+        parameters = self._module.parameters()
+        for parameter in parameters if isinstance(self._optimizer, torch.optim.AdamW) else ():
             if parameter.requires_grad and not self._optimizer.state[parameter]:
                 self._optimizer.state[parameter] = {
                     "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
@@ -188,8 +189,7 @@ class ModelCheckpoint:
 
     def _copied(self, name: str, value: Tensor) -> Tensor:
         local = self._read(value)
-        buffer = self._buffers.get(name)
-        if buffer is None:
+        if (buffer := self._buffers.get(name)) is None:
             buffer = torch.empty_like(local, device="cpu", pin_memory=value.is_cuda)
             self._buffers[name] = buffer
         buffer.copy_(local, non_blocking=True)
