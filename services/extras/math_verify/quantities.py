@@ -19,7 +19,7 @@ _NAME: Final = (
     rf"(?:{_CODES}|[{_SIGNS}]|\\(?:euro|pounds|EUR|texteuro|rupee)(?![A-Za-z])(?:\{{\}})?)"
 )
 _CURRENCY_BEFORE: Final = re.compile(
-    rf"(?<![A-Za-z\\])(?:{_FONT}{_NAME}\s*\}}|{_NAME}){_SPACE}(?=-?\$?-?[\d.])"
+    rf"(?<![A-Za-z\\])(?:{_FONT}{_NAME}\s*\}}|{_NAME}){_SPACE}(?=-?\$?-?\.?\d)"
 )
 _CURRENCY_AFTER: Final = re.compile(
     rf"(?<=\d){_SPACE}(?:{_FONT}(?:{_NAME}|¢|/-)\s*\}}|(?:{_NAME}|¢|/-))(?![A-Za-z])"

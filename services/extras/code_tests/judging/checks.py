@@ -8,7 +8,7 @@ values of a program reports its items.
 import ast
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -89,6 +89,8 @@ class Checks:
         for value in values:
             self._evaluated.add(iteration)
             yield value
+        if isinstance(values, _Zip) and values.are_empty:
+            self._evaluated.add(iteration)
 
     def sized(self, iteration: int, value: Any) -> Any:
         """Returns an array or a set, and notes whether it has items."""
@@ -117,19 +119,7 @@ class Checks:
         Raises:
             AssertionError: If the program's values end before the expected ones.
         """
-        iterators = [iter(value) for value in values]
-        count = 0
-        while True:
-            row = []
-            for iterator, is_expected in zip(iterators, are_expected, strict=True):
-                try:
-                    row.append(next(iterator))
-                except StopIteration:
-                    if not is_expected:
-                        _refuse_rest(are_expected, values, count)
-                    return
-            yield tuple(row)
-            count += 1
+        return _Zip(are_expected, values)
 
     @classmethod
     def mapped(cls, are_expected: Sequence[bool], function: Any, *values: Any) -> Iterator[Any]:
@@ -148,6 +138,37 @@ class Checks:
             return False
         names = frozenset[tuple[int, str, int]]().union(*(check.names for check in compared))
         return all(self.iterations[number] & names for number in self._reached - self._evaluated)
+
+
+class _Zip(Iterator[tuple[Any, ...]]):
+    """Tuples of :meth:`Checks.zipped`.
+
+    Attributes:
+        are_empty: True if all values are empty: the program returned nothing where nothing is expected.
+    """
+
+    def __init__(self, are_expected: Sequence[bool], values: Sequence[Any]) -> None:
+        self.are_empty = all(isinstance(value, Sized) and not len(value) for value in values)
+        self._rows = _rows(are_expected, values)
+
+    def __next__(self) -> tuple[Any, ...]:
+        return next(self._rows)
+
+
+def _rows(are_expected: Sequence[bool], values: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+    iterators = [iter(value) for value in values]
+    count = 0
+    while True:
+        row = []
+        for iterator, is_expected in zip(iterators, are_expected, strict=True):
+            try:
+                row.append(next(iterator))
+            except StopIteration:
+                if not is_expected:
+                    _refuse_rest(are_expected, values, count)
+                return
+        yield tuple(row)
+        count += 1
 
 
 def _refuse_rest(are_expected: Sequence[bool], values: Sequence[Any], count: int) -> None:

@@ -167,6 +167,12 @@ def test_the_first_of_the_expected_values_is_not_enough(tests: str) -> None:
 EMPTY = {
     "an empty case": "assert f(0) == []\nassert f() == expected",
     "an empty case alone": "assert f(0) == []",
+    "no values, of which none is expected": (
+        "assert all(a == b for a, b in zip(f(0), []))\nassert f() == expected"
+    ),
+    "a loop over no values, of which none is expected": (
+        "for a, b in zip([], f(0)):\n    assert a == b\nassert f() == expected"
+    ),
     "a transformation": "assert [str(x) for x in f(0)] == []\nassert f(1) == [0]",
     "a loop over an empty result that is compared": (
         "r = f(0)\nassert r == []\nfor x in r:\n    assert x > 0\nassert f() == expected"
@@ -206,3 +212,9 @@ EMPTY = {
 @pytest.mark.parametrize("tests", EMPTY.values(), ids=EMPTY)
 def test_right_programs_keep_their_credit(tests: str) -> None:
     assert code_tests("", RIGHT, EXPECTED + tests, {}) == 1.0
+
+
+def test_values_where_none_is_expected_earn_nothing() -> None:
+    tests = "assert all(a == b for a, b in zip(f(0), []))"
+    assert code_tests("", "def f(n): return [1]", tests, {}) == 0.0
+    assert code_tests("", RIGHT, tests, {}) == 1.0

@@ -385,3 +385,8 @@ def test_right_responses_score_1_and_wrong_ones_0(kind: Kind) -> None:
         for text in texts
     ]
     assert [case for case in judged if math_answer("", case[1], case[0], {}) != case[2]] == []
+
+
+def test_the_name_of_a_currency_is_an_answer() -> None:
+    assert math_answer("", "The answer is USD.", "USD", {}) == 1.0
+    assert math_answer("", "USD .5", "0.5", {}) == 1.0
