@@ -262,18 +262,17 @@ CRITIC: Final = WorkerKind(
     adds=("values",),
 )
 WORKERS: Final = Door("worker_roles", WorkerKind)
-"""Kinds of workers by role, in the order in which they are placed: the trainer, the rollouts, the others."""
+"""Kinds of workers by role; an installed package has them in alphabetical order."""
 _REQUIRED: Final = ("trainer", "rollout")
 
 
 def possible_kinds(topology: TopologyView) -> Mapping[str, WorkerKind]:
-    """Returns the kinds that a run may have, by role; without task groups those of every run.
+    """Returns the kinds that a run may have, as they are placed: the trainer, the rollouts, the others.
 
-    The others are then not imported.
+    The others are only imported with task groups.
     """
-    if topology.task_groups:
-        return WORKERS
-    return {role: WORKERS[role] for role in _REQUIRED}
+    others = [role for role in WORKERS if role not in _REQUIRED] if topology.task_groups else ()
+    return {role: WORKERS[role] for role in (*_REQUIRED, *others)}
 
 
 def worker_names(spec: SpecView) -> list[tuple[str, str]]:

@@ -236,3 +236,19 @@ def test_an_installation_without_a_checkout_reads_its_own_metadata(
         entry_points={"slipstream.rewards": {"exact_match": "services.somewhere:else_"}},
     )
     assert REWARDS["exact_match"] == "services.somewhere:else_"
+
+
+def test_workers_are_placed_in_the_same_order_from_a_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wheel lists the entry points of a group in alphabetical order, a checkout as they are written."""
+    topology = {
+        "task_groups": ["train", "logp", "generate"],
+        "ratios": [0.5, 0.25, 0.25],
+        "gpus": 4,
+    }
+    spec = parse_spec(changed(topology=topology, trainer={"world_size": 2, "updates_per_step": 2}))
+    names = worker_names(spec)
+    assert [role for role, _ in names] == ["trainer", "rollout", "logp"]
+    groups = dict(doors.providers())
+    groups["slipstream.worker_roles"] = dict(sorted(groups["slipstream.worker_roles"].items()))
+    monkeypatch.setattr(doors, "providers", lambda: groups)
+    assert worker_names(spec) == names
