@@ -14,7 +14,7 @@ from services.weightsync.group import WeightGroup
 from services.weightsync.plan import WeightPlan, version_digest
 from services.weightsync.transfer import TransferOrder, Transferred
 
-_MARGIN_S: Final = 1.0
+_MARGIN_S: Final = 2.0
 
 
 class DirectReceiver:

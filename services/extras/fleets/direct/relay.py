@@ -61,6 +61,8 @@ _POLL_OF_STORE_S: Final = 0.02
 _PING_S: Final = 5.0
 """Longest time until a worker's process answers."""
 _MAX_TRIES: Final = 3
+_REPORT_S: Final = 1.0
+"""Time in which workers report a transfer that has missed its deadline."""
 _REASON_S: Final = 0.5
 """Longest wait for the trainer's reason, once a server has failed."""
 
@@ -189,7 +191,7 @@ class GroupRelay:
         }
         try:
             answers = await gather_in_group(
-                [self._received(member, message, order.timeout_s) for member in members]
+                [self._received(member, message, order.timeout_s + _REPORT_S) for member in members]
             )
         except _MemberLostError:
             self._members = None

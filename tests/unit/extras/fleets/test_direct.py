@@ -1,6 +1,7 @@
 """Weights reach the workers of attached servers from the trainer: verified, while members come and go."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -18,6 +19,7 @@ from services.controller.membership import RendezvousStore, Worker
 from services.controller.run.weights.session import WeightSession
 from services.extras.fleets import fleet as fleet_module
 from services.extras.fleets.direct import relay as relay_module
+from services.extras.fleets.direct import source as source_module
 from services.extras.fleets.engine import FleetEngine
 from services.weightsync.canary import Canary
 from services.weightsync.member import WeightMember
@@ -217,6 +219,21 @@ async def test_a_transfer_that_workers_report_as_failed_takes_no_server_out_of_s
         digest = await run.publish(1)
         assert run.served == [(1, digest)] * 2
         assert {server.session for server in run.engine.backend.fleet.serving} == sessions
+
+
+async def test_a_trainer_that_freezes_in_a_transfer_takes_no_server_out_of_service(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with serving(2) as servers, _run(servers, timeout_s=1.0) as run:
+        digest = await run.publish(0)
+        go_on = threading.Event()
+        monkeypatch.setattr(source_module, "_send", lambda *_: go_on.wait(10.0))
+        with pytest.raises(ServiceError):
+            await run.publish(1)
+        await asyncio.sleep(1.5)  # longer than the workers' reports
+        go_on.set()
+        assert run.served == [(0, digest)] * 2
+        assert not any("Lost" in event for event in run.events)  # type: ignore[attr-defined]
 
 
 async def test_workers_that_cannot_join_are_named_and_the_others_receive() -> None:
