@@ -18,9 +18,10 @@ from typing import Any
 
 import psutil
 
-from tests.faults.fleets import Fault, Fleet, check_logprobs
+from tests.faults.fleets import Fault, Fleet
 from tests.faults.training import Training, processes_of
 from tests.helpers.ledger_check import check_run
+from tests.helpers.logprob_check import check_logprobs
 from tests.helpers.plumbing import write_plumbing
 
 KILLS_PER_RUN = 20

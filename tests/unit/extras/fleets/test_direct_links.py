@@ -105,7 +105,9 @@ async def test_a_member_that_ends_is_reported_at_once_after_its_last_message() -
     links = await _opened(engine)
     try:
         await links.exchange([(0, {"kind": PING, "job": 3})], wait_s=0.0)
-        await asyncio.sleep(0.2)
+        async with asyncio.timeout(10.0):
+            while links._received.empty():  # noqa: ASYNC110 -- a queue of the links
+                await asyncio.sleep(0.01)
         engine.members[0].close()
         async with asyncio.timeout(2.0):
             assert await links.exchange([], wait_s=5.0) == [(0, {"kind": DONE, "job": 3})]

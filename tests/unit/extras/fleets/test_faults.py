@@ -19,9 +19,9 @@ from services.extras.fleets.engine import FleetEngine
 from services.extras.fleets.sglang_server import build as build_sglang
 from services.extras.fleets.vllm_server import build as build_vllm
 from services.rollout.engines.base import GenerationResult
-from tests.faults.fleets import check_logprobs
 from tests.helpers.engines import request, running, until
 from tests.helpers.links import Link
+from tests.helpers.logprob_check import check_logprobs
 from tests.unit.extras.fleets.servers import TOKEN, FakeServer, engine_config, router
 from tests.unit.extras.fleets.sglang_servers import SglangFake
 from tests.unit.extras.fleets.test_fleet import _adopt, _allow, _value
