@@ -170,12 +170,11 @@ async def test_five_updates_from_the_trainer_are_exact_on_every_server(
             assert {(server.version, server.digest) for server in fleet.serving} == {
                 (version, digest)
             }
-            for context, task in [
-                (n, begun(engine, [PROMPT[:n]], max_tokens=12)[0]) for n in (7, 11)
-            ]:
+            prompts = [PROMPT[:7], PROMPT[:11]]
+            for prompt, task in zip(prompts, begun(engine, prompts, max_tokens=12), strict=True):
                 result = await task
                 assert result.version_runs == ((version, 12),)
-                expected = expected_logprobs(version, PROMPT[:context], result.token_ids)
+                expected = expected_logprobs(version, prompt, result.token_ids)
                 _assert_equal(result.logprobs, expected)
             expected = expected_logprobs(version, PROMPT[:1], PROMPT[1:])
             _assert_equal(await engine.score(PROMPT), expected)
