@@ -100,7 +100,7 @@ def _planned(layout: dict[str, int], config: Any) -> dict[str, Any]:
     memory = trainer_memory(spec, config, gpu_bytes=_GPU_BYTES)
     packs, item = most_packs(spec), torch.bfloat16.itemsize
     sharing = trainer.expert_parallel * trainer.tensor_parallel
-    # A rank sends the copies of its own tokens that other ranks' experts compute, and results back.
+    # A rank sends its tokens to the ranks whose experts compute them, and gets the results back.
     sent = trainer.tokens_per_micro_batch // trainer.tensor_parallel * config.num_experts_per_tok
     return {
         **layout,

@@ -18,7 +18,7 @@ _BOOLEAN_TASKS: Final = frozenset(("game_of_life_halting",))
 # Tasks whose verifiers ignore what follows the answer.
 _WHOLE_TASKS: Final = frozenset(("spell_backward",))
 _NUMBERS_TASKS: Final = frozenset(("fraction_simplification",))
-# Tasks with several right answers, which may contain "not" as a word of their own.
+# Tasks with several right answers, in which "not" may be a word of the answer.
 _LADDER_TASKS: Final = frozenset(("word_ladder",))
 _HEDGE: Final = re.compile(r"\b(?:or|not)\b", re.IGNORECASE)
 _TOLERANCE: Final = 1e-4

@@ -78,7 +78,7 @@ class Checks:
         self._has_caught = True
 
     def refuse_failed(self) -> None:
-        """Fails tests that catch the failure of their own check, only to print it."""
+        """Fails tests that catch the failure of a check and go on."""
         if self._is_running:
             raise sys.exception() or AssertionError("the tests suppress a failed check")
         self.number += 1

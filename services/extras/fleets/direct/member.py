@@ -267,7 +267,7 @@ class _RelayedStore:
                 future.set_result(decoded(message["value"]))
 
     def fail(self, why: str) -> None:
-        """Fails all questions, also later ones: nobody answers them."""
+        """Fails all open questions and all later ones, which get no answer any more."""
         self._why = why
         while self._answers:
             _, future = self._answers.popitem()
