@@ -12,6 +12,7 @@ from typing import Any, Final
 from pydantic import TypeAdapter
 
 from services.weightsync.plan import WeightPlan
+from services.weightsync.transfer import TransferOrder
 
 Message = dict[str, Any]
 PING, FORM, RECEIVE, VALUE = "ping", "form", "receive", "value"
@@ -34,6 +35,16 @@ def decoded(text: str) -> bytes:
 def plan_message(plan: WeightPlan) -> Mapping[str, Any]:
     described: Mapping[str, Any] = _PLAN.dump_python(plan, mode="json")
     return described
+
+
+def receive_message(order: TransferOrder) -> Message:
+    """Returns the job to receive a version."""
+    return {
+        "kind": RECEIVE,
+        "epoch": order.epoch,
+        "version": order.version,
+        "timeout_s": order.timeout_s,
+    }
 
 
 def read_plan(described: Any) -> WeightPlan:

@@ -29,13 +29,13 @@ from services.extras.fleets.direct.messages import (
     FORM,
     GET,
     PING,
-    RECEIVE,
     SET,
     VALUE,
     Message,
     decoded,
     encoded,
     plan_message,
+    receive_message,
 )
 from services.extras.fleets.direct.source import (
     DEVICE_KEY,
@@ -183,12 +183,7 @@ class GroupRelay:
             raise RuntimeError("no group was formed for this transfer")
         if not members:
             return await self._stated(plan, order), []
-        message = {
-            "kind": RECEIVE,
-            "epoch": order.epoch,
-            "version": order.version,
-            "timeout_s": order.timeout_s,
-        }
+        message = receive_message(order)
         try:
             answers = await gather_in_group(
                 [self._received(member, message, order.timeout_s + _REPORT_S) for member in members]
@@ -329,12 +324,7 @@ class GroupRelay:
         try:
             answers = await self._run(member, message, self._timeout_s, group=group)
             if again is not None:
-                order = {
-                    "epoch": again.epoch,
-                    "version": again.version,
-                    "timeout_s": again.timeout_s,
-                }
-                answers = await self._run(member, {"kind": RECEIVE, **order}, again.timeout_s)
+                answers = await self._run(member, receive_message(again), again.timeout_s)
         except (MemberFailedError, ServerAwayError, ServerRefusedError) as error:
             reason = await self._reason_of_trainer(group)
             self._lose(server, session, f"it joined no weight group: {error}{reason}")
