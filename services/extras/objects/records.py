@@ -105,7 +105,7 @@ class RecordUploads:
             try:
                 index = _read_index(self._store, _index_name(step))
             except (NotFoundError, DataLossError) as error:  # no repetition would help
-                logger.error("stored record refused", extra={"reason": str(error)})  # noqa: TRY400
+                _log_refused(error)
                 return
             outdated = names - {file.object for file in index.values()} - {_index_name(step)}
             self._store.delete(sorted(outdated))
@@ -140,7 +140,7 @@ def restore_record(store: ObjectFolder, root: Path, step: int, patience: Patienc
     except NotFoundError:
         return
     except DataLossError as error:
-        logger.error("stored record refused", extra={"reason": str(error)})  # noqa: TRY400
+        _log_refused(error)
         return
     folder = root / FOLDER
     for later in folder.glob("step-*"):
@@ -151,7 +151,7 @@ def restore_record(store: ObjectFolder, root: Path, step: int, patience: Patienc
             if name == _RUN or _step_of(name) == step:
                 _write(folder / name, _content(store, file, patience))
     except (NotFoundError, DataLossError) as error:
-        logger.error("stored record refused", extra={"reason": str(error)})  # noqa: TRY400
+        _log_refused(error)
     names = {name: asdict(file) for name, file in earlier.items()}
     _write(folder / _EARLIER, json.dumps(names).encode())
 
@@ -175,6 +175,10 @@ def record_objects(
             )
     objects = {stored[file.object]: name for name, file in index.items()}
     return objects, xxhash.xxh3_64_hexdigest(json.dumps([o.name for o in objects]).encode())
+
+
+def _log_refused(error: Exception) -> None:
+    logger.error("stored record refused", extra={"reason": str(error)})
 
 
 def _files(folder: Path, step: int) -> list[str]:
