@@ -106,7 +106,7 @@ class Scaling:
             counts = [count for count in model.gpu_counts if count in self._arguments.gpus]
             if not counts:
                 continue
-            self._save_model(name)
+            self._prepare(name)
             self._measure_rates(name, counts)
             jobs: dict[Cell, tuple[str, float | None]] = {}
             for count in counts:
@@ -121,7 +121,7 @@ class Scaling:
         """Measures the arms of verl #2231: separate synchronous, one step off, and all GPUs in turns."""
         name = next(iter(self._models))
         gpus = max(self._arguments.gpus)
-        self._save_model(name)
+        self._prepare(name)
         apart = Cell(model=name, gpus=gpus, trainer_gpus=gpus // 2, lag=0)
         cells = {
             "separate synchronous": apart,
@@ -144,7 +144,7 @@ class Scaling:
         """Kills a trainer rank, a replica and the transferqueue in a run on all GPUs."""
         name = next(iter(self._models))
         gpus = max(self._arguments.gpus)
-        self._save_model(name)
+        self._prepare(name)
         cell = Cell(model=name, gpus=gpus, trainer_gpus=gpus // 2, lag=4)
         model = self._models[name]
         spec = self._spec_of(name)
@@ -241,6 +241,7 @@ class Scaling:
             cell,
             self._models[cell.model],
             self._folder,
+            spec=self._spec_of(cell.model),
             environment=environment,
             prompts_per_step=self._batch(cell.model, cell.gpus),
             is_smoke=self._arguments.smoke,
@@ -270,15 +271,14 @@ class Scaling:
         return groups if self._arguments.fixed_batch else max(groups, groups * gpus // 2)
 
     def _spec_of(self, name: str) -> Path:
-        spec = self._folder / f"{name}.json"
-        shape = self._models[name].shape
-        spec.write_text(json.dumps(shape.spec(self._folder / f"model-{name}", steps=10_000)))
-        return spec
+        return self._folder / f"{name}.json"
 
-    def _save_model(self, name: str) -> None:
-        folder = self._folder / f"model-{name}"
+    def _prepare(self, name: str) -> None:
+        """Writes a model, unless it exists, and the specification of its runs."""
+        shape, folder = self._models[name].shape, self._folder / f"model-{name}"
         if not (folder / "config.json").exists():
-            self._models[name].shape.save_model(folder)
+            shape.save_model(folder)
+        self._spec_of(name).write_text(json.dumps(shape.spec(folder, steps=10_000)))
 
     def _keep_cell(
         self, cell: Cell, role: str, predicted_step_s: float | None, entry: Mapping[str, Any]

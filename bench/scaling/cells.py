@@ -1,6 +1,5 @@
 """One measured cell: a model, a split of GPUs and a staleness bound; and how cells share a host."""
 
-import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -35,8 +34,8 @@ class Cell:
     @property
     def replicas(self) -> int:
         """Number of engines."""
-        left = self.gpus if self.shares else self.gpus - self.trainer_gpus
-        return max(1, left // self.engine_gpus)
+        gpus_for_engines = self.gpus if self.shares else self.gpus - self.trainer_gpus
+        return max(1, gpus_for_engines // self.engine_gpus)
 
     @property
     def shares(self) -> bool:
@@ -100,10 +99,10 @@ class Host:
                     if cell.gpus > len(self._free) or (self._is_alone and running):
                         continue
                     waiting.remove(cell)
-                    taken = set(sorted(self._free)[: cell.gpus])
-                    self._free -= taken
-                    environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, sorted(taken)))}
-                    running[pool.submit(measure, cell, environment)] = taken
+                    gpus = set(sorted(self._free)[: cell.gpus])
+                    self._free -= gpus
+                    environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, sorted(gpus)))}
+                    running[pool.submit(measure, cell, environment)] = gpus
                 done, _ = wait(running, return_when=FIRST_COMPLETED)
                 for future in done:
                     self._free |= running.pop(future)
@@ -115,6 +114,7 @@ def trained(
     model: ScaledModel,
     folder: Path,
     *,
+    spec: Path,
     environment: Mapping[str, str],
     prompts_per_step: int,
     is_smoke: bool,
@@ -123,11 +123,10 @@ def trained(
     """Trains enough steps of a cell.
 
     Args:
-        folder: Folder with the model in ``model-NAME``; the run's folder is made in it.
+        folder: Folder in which the run's folder is made.
+        spec: Specification of the model's runs.
         environment: Further environment of the run.
     """
-    spec = folder / f"{cell.model}.json"
-    spec.write_text(json.dumps(model.shape.spec(folder / f"model-{cell.model}", steps=10_000)))
     name = "".join(c if c.isalnum() else "-" for c in f"{cell}{cell.slots or ''}")
     return run_for(
         FIRST_STEP + (_SMOKE_STEPS if is_smoke else _SPARE_STEPS),

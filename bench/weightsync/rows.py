@@ -1,11 +1,10 @@
 """One member's side of the measurement of all rows, in a separate process."""
 
 import asyncio
-import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +27,6 @@ from services.weightsync.group import RankAssignment, form_group
 from services.weightsync.member import WeightMember
 from services.weightsync.plan import make_plan, row_shards, version_digest
 from services.weightsync.transfer import TransferOrder
-
-
-def quantile(values: Sequence[float], fraction: float) -> float:
-    """Returns the least value that is not below a fraction of the values."""
-    return sorted(values)[max(0, math.ceil(fraction * len(values)) - 1)]
 
 
 def measure(number: int, arguments: Any, use_gpu: bool, port: int, queue: Any) -> None:
@@ -164,7 +158,9 @@ class Bench:
         self._rows[self._way] = {
             name: statistics.median(values) for name, values in samples.items()
         } | {
-            "transfer_p95_ms": quantile(samples["transfer_ms"], 0.95),
+            "transfer_p95_ms": statistics.quantiles(
+                samples["transfer_ms"], n=20, method="inclusive"
+            )[-1],
             "form_ms": form_ms,
             "gb": plan.num_bytes / 1e9,
         }
