@@ -7,7 +7,6 @@ import sys
 
 import pytest
 import yaml
-from transformers import Qwen2Config
 from typer.testing import CliRunner
 
 from services.checks.start.memory import run_memory
@@ -17,6 +16,7 @@ from services.common.models.configs import preset_names
 from services.common.models.tokenizer import load_tokenizer
 from services.common.runspec.run import ModelSpec, RunSpec
 from services.extras.init import command as init
+from tests.helpers.configs import qwen_7b
 
 SUMMARIES = {
     **{name: summary for panel in _COMMANDS.values() for name, (_, summary) in panel.items()},
@@ -102,14 +102,7 @@ def test_a_first_specification_suits_the_answers_and_the_machine(
 def test_a_first_specification_fits_the_gpu_of_this_machine(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(init, "gpu_bytes_here", lambda: 79 * 10**9)
-    config = Qwen2Config(  # Qwen2.5-7B's shape
-        vocab_size=152_064,
-        hidden_size=3584,
-        intermediate_size=18_944,
-        num_hidden_layers=28,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-    )
+    config = qwen_7b()
     config.save_pretrained(tmp_path / "model")
     load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m", tokenizer="bytes")).save(tmp_path / "model")
     rows, file = tmp_path / "rows.jsonl", tmp_path / "run.yaml"

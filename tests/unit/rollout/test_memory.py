@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
+from transformers import LlamaConfig, PretrainedConfig
 
 from services.common.memory.rollout import (
     MemoryPlan,
@@ -25,23 +25,12 @@ from services.common.memory.trainer import (
 from services.common.runspec.engines import ENGINES
 from services.common.runspec.run import RunSpec
 from services.extras.handle import transport as handle
+from tests.helpers.configs import qwen_7b
 from tests.helpers.specs import spec_with
 
 GB = 10**9
 VLLM = ENGINES["vllm"]
 BF16 = spec_with(trainer={"dtype": "bfloat16"})
-
-
-def qwen_7b() -> PretrainedConfig:
-    return Qwen2Config(
-        vocab_size=152_064,
-        hidden_size=3584,
-        intermediate_size=18_944,
-        num_hidden_layers=28,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-        tie_word_embeddings=False,
-    )
 
 
 def llama_70b() -> PretrainedConfig:

@@ -14,18 +14,11 @@ from services.cli.main import app
 from services.common.memory.rollout import WeightPlane, plan_of
 from services.common.memory.trainer import fitted, trainer_memory
 from services.common.runspec.run import RunSpec
+from tests.helpers.configs import qwen_7b
 from tests.helpers.specs import spec_with
 
 GB = 10**9
-QWEN_7B = Qwen2Config(
-    vocab_size=152_064,
-    hidden_size=3584,
-    intermediate_size=18_944,
-    num_hidden_layers=28,
-    num_attention_heads=28,
-    num_key_value_heads=4,
-    tie_word_embeddings=False,
-)
+QWEN_7B = qwen_7b()
 
 
 def spec_of(**trainer: object) -> RunSpec:

@@ -21,22 +21,11 @@ from services.common.memory.trainer import (
 from services.common.runspec.base import in_yaml
 from services.common.runspec.run import RunSpec
 from services.common.runspec.workers import total_gpus
+from tests.helpers.configs import qwen_7b
 from tests.helpers.mixtures import tiny_config
 from tests.helpers.specs import spec_with
 
 _GB = 10**9
-
-
-def _dense() -> PretrainedConfig:
-    return Qwen2Config(
-        vocab_size=152_064,
-        hidden_size=3584,
-        intermediate_size=18_944,
-        num_hidden_layers=28,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-        tie_word_embeddings=False,
-    )
 
 
 def _tied() -> PretrainedConfig:
@@ -71,7 +60,7 @@ def _mixture() -> PretrainedConfig:
 
 
 _MODELS: Mapping[str, Callable[[], PretrainedConfig]] = {
-    "7B": _dense,
+    "7B": qwen_7b,
     "1.5B, tied": _tied,
     "30B, experts": _mixture,
     "tiny, recurrent": lambda: tiny_config("qwen3_5_text"),
