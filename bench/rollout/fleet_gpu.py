@@ -98,14 +98,14 @@ def main() -> None:
 
 def bars(arms: dict[str, Any]) -> dict[str, Any]:
     """Compares each arm with a server with the own engine's arm; the bars are those of the direct one."""
-    own = arms.get(OWN, {})
+    own_arm = arms.get(OWN, {})
     compared: dict[str, Any] = {}
     for name in (DIRECT, SERVER):
         arm = arms.get(name, {})
-        if "samples_per_s" not in own or "samples_per_s" not in arm:
+        if "samples_per_s" not in own_arm or "samples_per_s" not in arm:
             continue
-        share = arm["samples_per_s"] / own["samples_per_s"]
-        sync = arm["sync_ms"]["p50"] / own["sync_ms"]["p50"]
+        share = arm["samples_per_s"] / own_arm["samples_per_s"]
+        sync = arm["sync_ms"]["p50"] / own_arm["sync_ms"]["p50"]
         compared[name] = {
             "samples_per_s_over_own": round(share, 3),
             f"at least {LEAST_SHARE}": share >= LEAST_SHARE,

@@ -103,9 +103,9 @@ def _cell(config: PretrainedConfig, *, gpus: int, size_gb: int, context: int) ->
     total = int(size_gb * _GB)
     for signs, trainer in _ways(config, gpus):
         spec = _spec(context, {**trainer, "world_size": gpus})
-        found = trainer_memory(spec, config, gpu_bytes=total)
-        if found.used <= _MOST * total:
-            return f"{signs or 'plain'}: {_figures(found)}"
+        memory = trainer_memory(spec, config, gpu_bytes=total)
+        if memory.used <= _MOST * total:
+            return f"{signs or 'plain'}: {_figures(memory)}"
     return "none"
 
 

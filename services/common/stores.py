@@ -189,8 +189,8 @@ def without_secrets(url: str) -> str:
     rest = rest.lstrip("/")
     before, _, after = rest.rpartition("@")
     has_login = "@" in rest.partition("/")[0] or ":" in before
-    shown = re.split(r"[?#%]", f"...@{after}" if has_login else rest)[0]
-    return f"{scheme}://{_LOGIN.sub('...', shown)}"
+    location = re.split(r"[?#%]", f"...@{after}" if has_login else rest)[0]
+    return f"{scheme}://{_LOGIN.sub('...', location)}"
 
 
 def url_problem(url: str) -> str:

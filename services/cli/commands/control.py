@@ -108,12 +108,12 @@ def evaluate(
         run = await api.get(run_key)
         if run.spec["data"]["heldout"] is None:
             raise ApiError(f"{run.name} has no data.heldout to evaluate on")
-        seen = (await api.events(run_key))[-1].seq
+        last_seq = (await api.events(run_key))[-1].seq
         await api.call(EvaluateRun(run_id=run_key))
         if not wait:
             return f"{run_key} is evaluating its weights"
         async for kind, event in api.watch(run_key):
-            if kind == "Validated" and event["seq"] > seen:
+            if kind == "Validated" and event["seq"] > last_seq:
                 return heldout_line(event["data"])
         return f"{run_key} has ended; 'slipstream get' shows its last evaluation"
 

@@ -137,8 +137,8 @@ class MemoryPlan:
     @property
     def engine_share(self) -> float:
         """Max fraction of the GPU for the engine, including weights and KV cache, in steps of 0.01."""
-        left = 1 - _FREE_SHARE - (self.plane + self.others) / self.total
-        return min(_LARGEST_SHARE, floor(100 * left) / 100)
+        free_fraction = 1 - _FREE_SHARE - (self.plane + self.others) / self.total
+        return min(_LARGEST_SHARE, floor(100 * free_fraction) / 100)
 
     @property
     def max_kv_cache(self) -> float:

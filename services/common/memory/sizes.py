@@ -62,8 +62,8 @@ def required_kv_tokens(spec: RunSpec, config: PretrainedConfig) -> int:
 def min_kv_tokens(spec: RunSpec, config: PretrainedConfig) -> int:
     """Returns the tokens of a KV cache with which a rollout's engine starts: one longest context."""
     kind = engine_kind(spec.rollout.engine)
-    given = spec.rollout.engine_arguments.get(kind.length_argument or "")
-    return int(_BLOCKS_SPARE * int(given or config.max_position_embeddings))
+    argument = spec.rollout.engine_arguments.get(kind.length_argument or "")
+    return int(_BLOCKS_SPARE * int(argument or config.max_position_embeddings))
 
 
 def cache_dtype(spec: RunSpec) -> torch.dtype:
@@ -74,10 +74,10 @@ def cache_dtype(spec: RunSpec) -> torch.dtype:
 def kv_bytes(spec: RunSpec, config: PretrainedConfig) -> float:
     """Returns the bytes of a rollout's KV cache: the configured size, or the size that it can use."""
     kind, arguments = engine_kind(spec.rollout.engine), spec.rollout.engine_arguments
-    given = arguments.get(kind.cache_argument or "")
-    if given is not None and kind.cache_in_bytes:
-        return float(given)
-    tokens = required_kv_tokens(spec, config) if given is None else int(given)
+    argument = arguments.get(kind.cache_argument or "")
+    if argument is not None and kind.cache_in_bytes:
+        return float(argument)
+    tokens = required_kv_tokens(spec, config) if argument is None else int(argument)
     return float(tokens * kv_bytes_per_token(config, cache_dtype(spec)))
 
 

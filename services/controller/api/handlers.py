@@ -330,8 +330,8 @@ class Handlers:
         return EventPage(items=[EventView.model_validate(event) for event in events])
 
     async def watch_run(self, call: Call, request: ops.WatchRun) -> Items:
-        seen = request.last_event_id
-        start = int(seen) if seen.isdecimal() and len(seen) < 16 else request.after_seq
+        last_id = request.last_event_id
+        start = int(last_id) if last_id.isdecimal() and len(last_id) < 16 else request.after_seq
         if start:
             # Checked before the response begins, because a running stream can no longer report
             # expired events.
@@ -445,13 +445,16 @@ class Handlers:
             for server in fleet.servers
             for run_id in (server.exclusive_run, *(run.run_id for run in server.runs))
         }
-        shown = {run_id: run_id if await self._is_of(run_id, project) else None for run_id in named}
+        visible_ids = {
+            run_id: run_id if await self._is_of(run_id, project) else None for run_id in named
+        }
         servers = [
             server.model_copy(
                 update={
-                    "exclusive_run": shown[server.exclusive_run],
+                    "exclusive_run": visible_ids[server.exclusive_run],
                     "runs": [
-                        run.model_copy(update={"run_id": shown[run.run_id]}) for run in server.runs
+                        run.model_copy(update={"run_id": visible_ids[run.run_id]})
+                        for run in server.runs
                     ],
                 }
             )

@@ -192,13 +192,13 @@ class VisibleText:
 
     def add(self, tokens: Sequence[int]) -> Piece:
         self._tokens += tokens
-        shown = self._decode(self._tokens[self._context : self._decoded])
+        old_text = self._decode(self._tokens[self._context : self._decoded])
         text = self._decode(self._tokens[self._context :])
         if text.endswith(_INCOMPLETE):
             return Piece()
         self._context, self._decoded = self._decoded, len(self._tokens)
-        self._held += text[len(shown) :]
-        self.num_characters += len(text) - len(shown)
+        self._held += text[len(old_text) :]
+        self.num_characters += len(text) - len(old_text)
         piece = self._visible()
         self._sent = Piece(
             self._sent.content + piece.content, self._sent.reasoning + piece.reasoning

@@ -233,8 +233,10 @@ class TokenShares:
         running = [*self._running()]
         if not running:
             return True  # a request that no cache holds ends with the engine's own error
-        held = sum(request.tokens for request in running)
-        return len(running) < self._slots and held + ticket.tokens <= self._capacity_tokens
+        running_tokens = sum(request.tokens for request in running)
+        return (
+            len(running) < self._slots and running_tokens + ticket.tokens <= self._capacity_tokens
+        )
 
     def _next(self) -> Account | None:
         waiting = [account for account in self._accounts.values() if account.waiting]

@@ -78,11 +78,11 @@ def math_answer(prompt: str, response: str, answer: Any, row: Mapping[str, Any])
     with _cpu_time_limit(_CPU_TIMEOUT_S):
         part = quantities.plain_amounts(spelling.normalized(answer_part(response)))
         has_letters = bool(_LETTER.search(expected))
-        given = quantities.scaled(_tagged(part), has_letters=has_letters)
+        scaled_response = quantities.scaled(_tagged(part), has_letters=has_letters)
         # The question may ask for the number of millions, so the answer may omit the word.
         amount = quantities.scaled(expected, has_letters=has_letters)
         readings = dict.fromkeys((amount, quantities.unscaled(expected)))
-        return float(any(_is_answered(reading, given, answer) for reading in readings))
+        return float(any(_is_answered(reading, scaled_response, answer) for reading in readings))
 
 
 def _is_answered(expected: str, response: str, answer: Any) -> bool:

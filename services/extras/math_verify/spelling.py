@@ -243,8 +243,8 @@ def without_emphasis(text: str) -> str:
 
 def plain_number(answer: str) -> Fraction | None:
     r"""Returns the exact value of a decimal, also with ``\times 10^{n}``; None for any other answer."""
-    found = _PLAIN_NUMBER.fullmatch(without_indian_groups(as_latex(answer).strip()))
-    return found and Fraction(found[1]) * Fraction(10) ** int(found[2] or 0)
+    match = _PLAIN_NUMBER.fullmatch(without_indian_groups(as_latex(answer).strip()))
+    return match and Fraction(match[1]) * Fraction(10) ** int(match[2] or 0)
 
 
 def is_text(answer: str) -> bool:

@@ -22,9 +22,9 @@ def gpu_bytes(text: str) -> int:
     Raises:
         ValueError: If the text is not a size between 1 GB and 10 TB.
     """
-    found = _SIZE.fullmatch(text)
-    unit = _UNITS.get(found[2].upper()) if found else None
-    size = float(found[1]) * unit if found and unit else 0.0
+    match = _SIZE.fullmatch(text)
+    unit = _UNITS.get(match[2].upper()) if match else None
+    size = float(match[1]) * unit if match and unit else 0.0
     if not 1e9 <= size <= 1e13:
         raise ValueError(f"--gpu-memory: expected the memory of a GPU, such as 141GB, got {text!r}")
     return int(size)

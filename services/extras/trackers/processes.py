@@ -162,8 +162,8 @@ class TrackerProcesses:
         """Returns the running runs, and those that are not completely written."""
         runs = (await self._api.call(ListRuns(page_size=_LISTED))).items
         cursors = (self._folder / CURSORS).glob("*/*.json")
-        left = [path.parent.name for path in cursors if not Cursor.read(path).is_done]
-        return [run.id for run in runs if run.state not in _IDLE] + left
+        unfinished_runs = [path.parent.name for path in cursors if not Cursor.read(path).is_done]
+        return [run.id for run in runs if run.state not in _IDLE] + unfinished_runs
 
     async def _kinds(self, run_id: str) -> list[str]:
         run = await self._api.get(run_id)

@@ -246,9 +246,11 @@ def test_the_quota_of_a_namespace_counts_all_of_its_pods() -> None:
     quota = one(manifests, "ResourceQuota", "demo-slipstream-vision")
     assert quota["metadata"]["namespace"] == "vision"
     assert quota["spec"] == {"hard": VISION["quota"]}
-    made = one(manifests, "Namespace", "vision")["metadata"]
-    assert made["annotations"] == {"helm.sh/resource-policy": "keep"}, "it has the project's claims"
-    assert made["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
+    metadata = one(manifests, "Namespace", "vision")["metadata"]
+    assert metadata["annotations"] == {"helm.sh/resource-policy": "keep"}, (
+        "it has the project's claims"
+    )
+    assert metadata["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
     assert "annotations" not in one(manifests, "Namespace", "train-workers")["metadata"]
     existing = {**SEPARATE, "createNamespace": False}
     names = [

@@ -188,8 +188,8 @@ def assert_groups(case: Case, pods: list[Pod]) -> None:
             assert labels["kueue.x-k8s.io/pod-group-name"] == group
             assert annotations["kueue.x-k8s.io/pod-group-total-count"] == str(len(pods))
     if templates.pod_group is not None:
-        made = gang.build_pod_group(templates.pod_group, RUN, num_pods=len(pods), owner=OWNER)
-        assert made["spec"]["minMember"] == len(pods)
+        pod_group = gang.build_pod_group(templates.pod_group, RUN, num_pods=len(pods), owner=OWNER)
+        assert pod_group["spec"]["minMember"] == len(pods)
     sets = {job_set.name_of(pod) for pod in pods} - {""}
     assert not sets or case.name == "job set"
     for name in sets:

@@ -129,8 +129,8 @@ async def _faults(make: Callable[[], FakeServer], seed: int) -> AsyncIterator[Fa
 async def _sample(engine: FleetEngine, number: int, results: list[GenerationResult]) -> None:
     """Sends requests one after the other."""
     for index in range(1000):
-        asked = request(f"r{number}.{index}", (number, 2), max_tokens=TOKENS)
-        results.append(await engine.generate(asked))
+        generation = request(f"r{number}.{index}", (number, 2), max_tokens=TOKENS)
+        results.append(await engine.generate(generation))
 
 
 async def _serve_round(

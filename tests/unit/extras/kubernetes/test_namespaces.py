@@ -57,17 +57,17 @@ class Installation:
 
 @pytest.fixture
 async def installation(tmp_path: Path) -> AsyncIterator[Installation]:
-    made = Installation(tmp_path)
+    installation = Installation(tmp_path)
 
     async def project_of(run_id: str) -> str:
-        return made.project
+        return installation.project
 
     async with AsyncExitStack() as stack:
-        for namespace, cluster in made.pods.items():
+        for namespace, cluster in installation.pods.items():
             launcher, _ = await stack.enter_async_context(launching(cluster, tmp_path))
             launcher.project_of = project_of
-            made.launchers[namespace] = launcher
-        yield made
+            installation.launchers[namespace] = launcher
+        yield installation
 
 
 async def test_a_run_has_its_pods_in_the_namespace_of_its_project(
