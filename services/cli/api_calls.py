@@ -63,8 +63,8 @@ async def find_run(api: Api, text: str | None) -> str:
         return newest[0].id
     if is_id(text):
         return text
-    if named := (await api.call(ListRuns(name=text, page_size=1))).items:
-        return named[0].id
+    if matching_runs := (await api.call(ListRuns(name=text, page_size=1))).items:
+        return matching_runs[0].id
     runs = (await api.call(ListRuns(page_size=_MAX_RUNS))).items
     ids = [run.id for run in runs if run.id.startswith((text, f"run_{text}"))]
     if len(ids) == 1:

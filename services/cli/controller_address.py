@@ -29,5 +29,5 @@ Url = Annotated[
 
 def is_controller_here(url: str | None) -> bool:
     """Returns True if no controller is named, or if the named one was started on this machine."""
-    named = url or CliSettings().url
-    return not named or named.rstrip("/") in running_controllers()
+    address = url or CliSettings().url
+    return not address or address.rstrip("/") in running_controllers()

@@ -90,17 +90,19 @@ def heldout_line(data: Mapping[str, Any]) -> str:
 
 def set_line(scores: Mapping[str, float]) -> str:
     """Returns the scores of a set of held-out prompts as text."""
-    shown = [name for name in scores if name in ("greedy", "sampled") or name.startswith("pass@")]
-    return ", ".join(f"{name} {_score(scores, name)}" for name in shown)
+    shown_names = [
+        name for name in scores if name in ("greedy", "sampled") or name.startswith("pass@")
+    ]
+    return ", ".join(f"{name} {_score(scores, name)}" for name in shown_names)
 
 
 def duration(seconds: float) -> str:
     """Formats seconds: ``48 s``, ``2:05 min``, ``1:02:09 h``."""
-    whole = round(seconds)
-    minutes, hours = whole // 60, whole // 3600
+    whole_seconds = round(seconds)
+    minutes, hours = whole_seconds // 60, whole_seconds // 3600
     if hours:
-        return f"{hours}:{minutes % 60:02}:{whole % 60:02} h"
-    return f"{minutes}:{whole % 60:02} min" if minutes else f"{whole} s"
+        return f"{hours}:{minutes % 60:02}:{whole_seconds % 60:02} h"
+    return f"{minutes}:{whole_seconds % 60:02} min" if minutes else f"{whole_seconds} s"
 
 
 class _Pace:
@@ -113,8 +115,8 @@ class _Pace:
     def rest(self, record: Mapping[str, Any]) -> str:
         """Returns the time from a step to the end of the run."""
         self._seconds.append(record["seconds"])
-        left = self.total - record["step"]
-        return duration(left * sum(self._seconds) / len(self._seconds))
+        steps_left = self.total - record["step"]
+        return duration(steps_left * sum(self._seconds) / len(self._seconds))
 
 
 def _score(score: Mapping[str, Any] | None, name: str) -> str:
@@ -136,9 +138,9 @@ def _idle_side(record: Mapping[str, Any]) -> str:
     trainer, rollouts = record["trainer_wait_s"], record["rollout_idle_s"]
     if max(trainer, rollouts) < 0.02 * record["seconds"]:
         return "none"
-    both = trainer + rollouts - record["seconds"]
-    if both > max(trainer, rollouts) / 2:
-        return f"both {both:.1f}s"
+    both_s = trainer + rollouts - record["seconds"]
+    if both_s > max(trainer, rollouts) / 2:
+        return f"both {both_s:.1f}s"
     if trainer >= rollouts:
         return f"trainer {trainer:.1f}s"
     return f"rollouts {rollouts:.1f}s"

@@ -89,7 +89,7 @@ class StartReport:
 
 
 def _listed(seconds: Mapping[str, float]) -> str:
-    return "; ".join(f"{name} {spent:.1f}" for name, spent in seconds.items())
+    return "; ".join(f"{name} {duration_s:.1f}" for name, duration_s in seconds.items())
 
 
 _STYLES = ("-", "--", ":", "-.")

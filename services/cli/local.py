@@ -388,8 +388,8 @@ async def _stop_everything(services: LocalServices, strangers: Sequence[psutil.P
                 await service.process.wait()
     except TimeoutError:
         pass
-    ours = [child for child in psutil.Process().children() if child not in strangers]
-    leftovers = [*ours, *(below for child in ours for below in _below(child))]
+    child_processes = [child for child in psutil.Process().children() if child not in strangers]
+    leftovers = [*child_processes, *(below for child in child_processes for below in _below(child))]
     for leftover in leftovers:
         with suppress(psutil.NoSuchProcess):
             leftover.kill()

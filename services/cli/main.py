@@ -129,11 +129,11 @@ def load(name: str) -> Any:
     references = {name: where for panel in _COMMANDS.values() for name, (where, _) in panel.items()}
     if name in references:
         module, _, function = references[name].partition(":")
-        called = getattr(import_module(f"services.cli.commands.{module}"), function)
+        command = getattr(import_module(f"services.cli.commands.{module}"), function)
     else:
-        called = COMMANDS[name].load()
+        command = COMMANDS[name].load()
     application = typer.Typer(add_completion=False, rich_markup_mode="markdown")
-    application.command(name)(called)
+    application.command(name)(command)
     return typer.main.get_command(application)
 
 

@@ -103,8 +103,8 @@ def escaping_descriptors() -> Iterator[None]:
                 os.dup2(copy, descriptor)
                 os.close(copy)
             file.seek(0)
-            written = file.read(_MAX_SHOWN_BYTES).decode(errors="replace")
-            errors.print(written, end="", soft_wrap=True)
+            escaped_text = file.read(_MAX_SHOWN_BYTES).decode(errors="replace")
+            errors.print(escaped_text, end="", soft_wrap=True)
 
 
 class _Output(io.TextIOBase):
@@ -208,23 +208,23 @@ def write(text: str) -> None:
 
 
 @contextmanager
-def describe(what: str, console: Console) -> Iterator[None]:
+def describe(activity: str, console: Console) -> Iterator[None]:
     """Shows an activity and its duration until the block ends: in place on a terminal, else as lines."""
     is_done = threading.Event()
     begin = time.monotonic()
     status: AbstractContextManager[Any]
     show: Callable[[str], None]
     if console.is_terminal:
-        status = shown = console.status(what, refresh_per_second=4)
-        every_s, show = TELL_EVERY_S, shown.update
+        status = display = console.status(activity, refresh_per_second=4)
+        every_s, show = TELL_EVERY_S, display.update
     else:
-        print_line(console, what)
+        print_line(console, activity)
         status, every_s, show = nullcontext(), REPEAT_EVERY_S, partial(print_line, console)
 
     def tick() -> None:
         with suppress(BrokenPipeError):  # the next write raises it again
             while not is_done.wait(every_s):
-                show(f"{what}, {time.monotonic() - begin:.0f} s")
+                show(f"{activity}, {time.monotonic() - begin:.0f} s")
 
     with status:
         # A thread, because the activity may block an event loop or have none.

@@ -69,9 +69,9 @@ _OWNER = "owner"
 @contextmanager
 def process_folder() -> Iterator[Path]:
     """Yields a temporary folder for secrets; also removes folders that killed processes left."""
-    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        if _is_left_behind(left):
-            shutil.rmtree(left, ignore_errors=True)
+    for old_folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        if _is_left_behind(old_folder):
+            shutil.rmtree(old_folder, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=_PREFIX) as name:
         folder = Path(name)
         (folder / _OWNER).write_text(json.dumps(process_identity()), encoding="utf-8")
@@ -98,9 +98,9 @@ def known_token(url: str, token: str) -> Iterator[None]:
     path = _path(url)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.parent.chmod(0o700)
-    for left in path.parent.iterdir():
-        if _lives(left) is False:
-            left.unlink(missing_ok=True)
+    for token_file in path.parent.iterdir():
+        if _lives(token_file) is False:
+            token_file.unlink(missing_ok=True)
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         json.dump({"token": token, **process_identity()}, file)

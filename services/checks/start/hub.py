@@ -49,21 +49,21 @@ def go_offline_unless_reachable() -> bool:
 
     if constants.HF_HUB_OFFLINE:
         return False
-    answered = threading.Event()
+    is_reachable = threading.Event()
     # Name resolution itself has no time-out.
-    threading.Thread(target=_probe, args=(constants.ENDPOINT, answered), daemon=True).start()
-    if answered.wait(_REACH_TIMEOUT_S):
+    threading.Thread(target=_probe, args=(constants.ENDPOINT, is_reachable), daemon=True).start()
+    if is_reachable.wait(_REACH_TIMEOUT_S):
         return True
     constants.HF_HUB_OFFLINE = True
     return False
 
 
-def _probe(url: str, answered: threading.Event) -> None:
+def _probe(url: str, is_reachable: threading.Event) -> None:
     try:
         request = urllib.request.Request(url, method="HEAD")  # noqa: S310 -- the user's own endpoint
         with urllib.request.urlopen(request, timeout=_REACH_TIMEOUT_S):  # noqa: S310
-            answered.set()
+            is_reachable.set()
     except urllib.error.HTTPError:
-        answered.set()
+        is_reachable.set()
     except (OSError, ValueError):
         return

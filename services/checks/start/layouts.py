@@ -59,20 +59,20 @@ def layouts(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -> Seque
 
     A layout whose tensor-parallel processes would be on several nodes is omitted.
     """
-    found = [
-        _planned(changed, config, gpu_bytes=gpu_bytes)
-        for changed in _allowed(spec, config.to_dict())
+    candidates = [
+        _planned(changed_spec, config, gpu_bytes=gpu_bytes)
+        for changed_spec in _allowed(spec, config.to_dict())
     ]
-    return sorted(found, key=lambda layout: layout.cost)
+    return sorted(candidates, key=lambda layout: layout.cost)
 
 
 def distinct(layouts: Sequence[Layout]) -> list[Layout]:
     """Returns the layouts that fit, without those that divide more than a cheaper one and save no memory."""
-    chosen: list[Layout] = []
+    front: list[Layout] = []
     for layout in layouts:
-        if layout.fits and not any(_replaces(cheaper, layout) for cheaper in chosen):
-            chosen.append(layout)
-    return chosen
+        if layout.fits and not any(_replaces(cheaper, layout) for cheaper in front):
+            front.append(layout)
+    return front
 
 
 def _replaces(cheaper: Layout, layout: Layout) -> bool:
@@ -110,9 +110,9 @@ def _allowed(spec: RunSpec, config: Mapping[str, Any]) -> Iterator[RunSpec]:
         if stages == 1 and engine == "stages":
             engine = "fsdp"
         update = {"engine": engine, "pipeline_parallel": stages, **sharing}
-        changed = spec.model_copy(update={"trainer": spec.trainer.model_copy(update=update)})
-        if now.issuperset(problems(changed)) and not [*_engine_problems(changed, config)]:
-            yield changed
+        changed_spec = spec.model_copy(update={"trainer": spec.trainer.model_copy(update=update)})
+        if now.issuperset(problems(changed_spec)) and not [*_engine_problems(changed_spec, config)]:
+            yield changed_spec
 
 
 def _sizes(world_size: int, *, node_gpus: int) -> Iterator[tuple[int, int, int, int]]:
@@ -136,12 +136,12 @@ def _engine_problems(spec: RunSpec, config: Mapping[str, Any]) -> Iterator[str]:
 def _planned(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -> Layout:
     trainer, packs = spec.trainer, most_packs(spec)
     memory = trainer_memory(spec, config, gpu_bytes=gpu_bytes)
-    used = SPARE * memory.used
+    needed_bytes = SPARE * memory.used
     return Layout(
         engine=trainer.engine,
         **{name: getattr(trainer, name) for name in _AXES},
-        memory=used,
+        memory=needed_bytes,
         micro_batches=packs,
         bubble=bubble(trainer.pipeline_parallel, packs),
-        fits=used <= gpu_bytes,
+        fits=needed_bytes <= gpu_bytes,
     )

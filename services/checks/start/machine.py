@@ -139,11 +139,11 @@ def gpu_shortages(spec: RunSpec, config: "PretrainedConfig") -> Iterator[str]:
     if not gpus or not spec.runs_engines:
         return
     smallest = min(gpu.total for gpu in gpus.values())
-    needed = needed_by_gpu(spec, config, gpu_bytes=smallest, gpus=[*gpus])
+    bytes_by_gpu = needed_by_gpu(spec, config, gpu_bytes=smallest, gpus=[*gpus])
     share = engine_kind(spec.rollout.engine).memory_argument
     lower = f", or lower rollout.engine_arguments.{share}" if share is not None else ""
     for name, gpu in gpus.items():
-        if shortage := gpu.shortage(needed[name]):
+        if shortage := gpu.shortage(bytes_by_gpu[name]):
             yield f"{shortage}; end it, choose other GPUs with CUDA_VISIBLE_DEVICES{lower}"
 
 
@@ -182,15 +182,15 @@ def _fewer_rollouts(spec: RunSpec) -> Iterator[MachineDefault]:
     work.
     """
     gpus = num_gpus()
-    wanted = spec.rollout.replicas
+    default_replicas = spec.rollout.replicas
     if not 0 < gpus < total_gpus(spec):
         return
-    others = total_gpus(spec) - wanted * spec.engine_gpus
-    count = max(1, (gpus - others) // spec.engine_gpus)
-    if count < wanted:
+    other_gpus = total_gpus(spec) - default_replicas * spec.engine_gpus
+    count = max(1, (gpus - other_gpus) // spec.engine_gpus)
+    if count < default_replicas:
         why = (
-            f"rollout.replicas is not set: using {count} instead of {wanted}, because this machine has "
-            f"{gpus} GPU(s); set it to let several rollouts share one"
+            f"rollout.replicas is not set: using {count} instead of {default_replicas}, because this machine "
+            f"has {gpus} GPU(s); set it to let several rollouts share one"
         )
         yield MachineDefault("rollout.replicas", count, why)
 

@@ -96,16 +96,16 @@ def run_memory(
     Raises:
         ValueError: If an engine argument cannot be planned.
     """
-    found = _planned(spec, config, gpu_bytes=gpu_bytes, gpus=gpus)
-    if not found.why_not:
-        return found
+    memory = _planned(spec, config, gpu_bytes=gpu_bytes, gpus=gpus)
+    if not memory.why_not:
+        return memory
     fits = smallest_change(spec, config, gpu_bytes=gpu_bytes, gpus=gpus)
     change = "No change of one or two settings makes it fit; use more GPUs, larger GPUs, or a smaller model"
     if fits:
         change = f"It fits with {' and '.join(f'{key}: {in_yaml(fits[key])}' for key in fits)}"
-    first, newline, rest = found.why_not.partition("\n")
-    told = f"{first.rstrip('.')}. {change}{newline}{rest}"
-    return RunMemory(found.trainer, found.trainer_gpus, found.rollout, found.chosen, told)
+    first, newline, rest = memory.why_not.partition("\n")
+    reason = f"{first.rstrip('.')}. {change}{newline}{rest}"
+    return RunMemory(memory.trainer, memory.trainer_gpus, memory.rollout, memory.chosen, reason)
 
 
 def host_problem(spec: RunSpec, config: PretrainedConfig, *, host_bytes: int) -> Iterator[str]:
@@ -134,7 +134,7 @@ def _planned(
     )
     engines = 0 if spec.topology.is_colocated else beside_trainer.count("rollout")
     trainer = trainer_memory(spec, config, gpu_bytes=gpu_bytes, engines=engines)
-    chosen = fitted(spec, config, gpu_bytes=gpu_bytes, engines=engines)
+    fitted_spec = fitted(spec, config, gpu_bytes=gpu_bytes, engines=engines)
     rollout = plan_of(spec, config, gpu_bytes=gpu_bytes, roles=beside_rollout, checks=False)
     why = ""
     try:
@@ -143,7 +143,7 @@ def _planned(
             plan_of(spec, config, gpu_bytes=gpu_bytes, roles=beside_rollout)
     except ValueError as error:
         why = str(error)
-    return RunMemory(trainer, spec.trainer.world_size, rollout, chosen, why)
+    return RunMemory(trainer, spec.trainer.world_size, rollout, fitted_spec, why)
 
 
 def needed_by_gpu(
@@ -161,14 +161,16 @@ def needed_by_gpu(
         "rollout": needed_bytes(memory.rollout, kind, arguments),
     }
     assigned = HostGpus(gpus).assign(spec.name, gpu_needs(spec), hosts=gpu_hosts(spec))
-    needed = dict.fromkeys(gpus, 0.0)
+    bytes_by_gpu = dict.fromkeys(gpus, 0.0)
     for role, worker_id in worker_names(spec):
         size = sizes.get(role, 0.0)
         for gpu in assigned[worker_id]:
             # Colocated workers use their GPU by turns.
             is_turn = spec.is_colocated(worker_id)
-            needed[gpu] = max(needed[gpu], size) if is_turn else needed[gpu] + size
-    return needed
+            bytes_by_gpu[gpu] = (
+                max(bytes_by_gpu[gpu], size) if is_turn else bytes_by_gpu[gpu] + size
+            )
+    return bytes_by_gpu
 
 
 def _neighbours(spec: RunSpec, *, gpus: int) -> tuple[list[str], list[str]]:
@@ -177,13 +179,14 @@ def _neighbours(spec: RunSpec, *, gpus: int) -> tuple[list[str], list[str]]:
     host = HostGpus([str(number) for number in range(gpus)])
     host.assign(spec.name, gpu_needs(spec), hosts=gpu_hosts(spec))
     names = [
-        next((w for w, role in roles.items() if role == one), "") for one in ("trainer", "rollout")
+        next((w for w, role in roles.items() if role == wanted_role), "")
+        for wanted_role in ("trainer", "rollout")
     ]
-    found = [
+    neighbour_counts = [
         [roles[worker] for worker in host.workers_sharing(spec.name, name)] if name else []
         for name in names
     ]
-    return found[0], found[1]
+    return neighbour_counts[0], neighbour_counts[1]
 
 
 def smallest_change(
@@ -196,17 +199,20 @@ def smallest_change(
     changes = list(_changes(spec, is_mixture=num_experts(config.to_dict()) > 0))
 
     def fits(change: _Changes) -> bool:
-        changed = _with(spec, change)
-        if next(chain(placement(changed), parallelism(changed), train_engine(changed)), ""):
+        changed_spec = _with(spec, change)
+        if next(
+            chain(placement(changed_spec), parallelism(changed_spec), train_engine(changed_spec)),
+            "",
+        ):
             return False
         try:
-            found = _planned(changed, config, gpu_bytes=gpu_bytes, gpus=gpus)
+            memory = _planned(changed_spec, config, gpu_bytes=gpu_bytes, gpus=gpus)
         except ValueError:
             return False
-        return not found.why_not and SPARE * found.trainer.used <= gpu_bytes
+        return not memory.why_not and SPARE * memory.trainer.used <= gpu_bytes
 
-    if one := next(filter(fits, changes), None):
-        return one
+    if fitting_change := next(filter(fits, changes), None):
+        return fitting_change
     if spec.trainer.world_size > 1:
         layout = fitting_layout(spec, config, gpu_bytes=gpu_bytes)
         if layout is not None and fits(layout):
@@ -221,8 +227,8 @@ def smallest_change(
 def _changes(spec: RunSpec, *, is_mixture: bool) -> Iterator[_Changes]:
     """Yields settings that reduce memory, the ones with the lowest cost first."""
     trainer = spec.trainer
-    kept = trainer.activation_checkpointing
-    if kept not in ("auto", True):
+    mode = trainer.activation_checkpointing
+    if mode not in ("auto", True):
         yield {"trainer.activation_checkpointing": "auto"}
     if trainer.lora is not None and not spec.sends_adapters and trainer.lora.sync == "merged":
         yield {"trainer.lora": trainer.lora.model_copy(update={"sync": "auto"})}
@@ -251,15 +257,15 @@ def _adapters(lora: LoraSpec | None, *, is_mixture: bool) -> Iterator[_Changes]:
 
 
 def _with(spec: RunSpec, changes: _Changes) -> RunSpec:
-    own = {
+    trainer_update = {
         key.removeprefix("trainer."): v for key, v in changes.items() if key.startswith("trainer.")
     }
-    spec = spec.model_copy(update={"trainer": spec.trainer.model_copy(update=own)})
+    spec = spec.model_copy(update={"trainer": spec.trainer.model_copy(update=trainer_update)})
     if "topology.placement" not in changes:
         return spec
     replicas = max(1, spec.trainer.world_size // spec.engine_gpus)
-    parts = {
+    sections = {
         "topology": TopologySpec(placement=changes["topology.placement"]),
         "rollout": spec.rollout.model_copy(update={"replicas": replicas}),
     }
-    return spec.model_copy(update=parts)
+    return spec.model_copy(update=sections)

@@ -92,10 +92,10 @@ def adapter_problems(spec: RunSpec, config: Mapping[str, Any]) -> Iterator[str]:
     if spec.trainer.lora is None or config.get("model_type") not in FAMILIES:
         return
     if spec.trainer.lora.adapts_experts and FAMILIES[config["model_type"]].routing is None:
-        named = spec.trainer.lora.target_modules or ()
+        configured_modules = spec.trainer.lora.target_modules or ()
         yield (
             f"trainer.lora.target_modules has experts, but {config['model_type']!r} has none; remove "
-            f"{', '.join(name for name in named if OF_EXPERTS in name)}"
+            f"{', '.join(name for name in configured_modules if OF_EXPERTS in name)}"
         )
 
 
@@ -134,14 +134,14 @@ def mixture_problems(spec: RunSpec, config: Mapping[str, Any]) -> list[str]:
     family = FAMILIES.get(str(config.get("model_type")))
     routing = None if family is None else family.routing
     balancing, problems = spec.trainer.balancing, []
-    wanted = {
+    wanted_values = {
         "rollout.routing_replay": (spec.rollout.routing_replay, "off"),
         "trainer.balancing.kind": (balancing.kind, "none"),
     }
     problems += [
         f"{key} is {value!r}, but model.path has model_type {config.get('model_type')!r} without experts; "
         f"set it to {off!r}"
-        for key, (value, off) in wanted.items()
+        for key, (value, off) in wanted_values.items()
         if value != off and routing is None
     ]
     lora = spec.trainer.lora
@@ -174,13 +174,13 @@ def batch_problems(
     spec: RunSpec, config: Mapping[str, Any], *, capacity_bytes: int
 ) -> Iterator[str]:
     """Yields a problem if the transferqueue of this machine can never hold a batch."""
-    needed = batch_bytes(spec, expert_bytes=_expert_bytes(spec, config))
-    if capacity_bytes < needed <= spec.transferqueue.quota_bytes:
+    batch_size = batch_bytes(spec, expert_bytes=_expert_bytes(spec, config))
+    if capacity_bytes < batch_size <= spec.transferqueue.quota_bytes:
         yield (
             f"trainer.prompts_per_step is {spec.trainer.prompts_per_step}: with rollout.group_size "
             f"({spec.rollout.group_size}) and rollout.max_response_tokens "
-            f"({spec.rollout.max_response_tokens}) a batch may take {needed:,} bytes, but the transferqueue "
-            f"of this machine has {capacity_bytes:,}; lower one of them, or raise "
+            f"({spec.rollout.max_response_tokens}) a batch may take {batch_size:,} bytes, but the "
+            f"transferqueue of this machine has {capacity_bytes:,}; lower one of them, or raise "
             "SLIPSTREAM_TRANSFERQUEUE_CAPACITY_BYTES"
         )
 
@@ -192,14 +192,15 @@ def record_note(spec: RunSpec) -> str:
     expert_bytes = 0
     if spec.rollout.routing_replay != "off":
         expert_bytes = _expert_bytes(spec, read_config(spec.model, _vocabulary(spec)))
-    others = 4 * (spec.samples_per_group - 1) * spec.data.max_prompt_tokens
+    other_prompt_bytes = 4 * (spec.samples_per_group - 1) * spec.data.max_prompt_tokens
     # The record stores a prompt for each member of a group; the transferqueue stores it once per group.
-    size = batch_bytes(spec, expert_bytes=expert_bytes) + spec.trainer.prompts_per_step * others
-    steps = spec.trainer.steps
-    whole = "" if steps is None else f", {size * steps / 1e9:.3g} GB in {steps} steps"
-    return (
-        f"record: full writes at most {size / 1e6:.3g} MB per step{whole}, beside the checkpoints"
+    size = (
+        batch_bytes(spec, expert_bytes=expert_bytes)
+        + spec.trainer.prompts_per_step * other_prompt_bytes
     )
+    steps = spec.trainer.steps
+    of_steps = "" if steps is None else f", {size * steps / 1e9:.3g} GB in {steps} steps"
+    return f"record: full writes at most {size / 1e6:.3g} MB per step{of_steps}, beside the checkpoints"
 
 
 def _expert_bytes(spec: RunSpec, config: Mapping[str, Any]) -> int:
@@ -207,8 +208,8 @@ def _expert_bytes(spec: RunSpec, config: Mapping[str, Any]) -> int:
     routing = routing_shape(config)
     if routing is None or spec.rollout.routing_replay == "off":
         return 0
-    layers, chosen = routing.tail
-    return int(layers * chosen * (1 if routing.dtype == "uint8" else 2))
+    layers, num_chosen = routing.tail
+    return int(layers * num_chosen * (1 if routing.dtype == "uint8" else 2))
 
 
 def token_problems(
@@ -221,11 +222,13 @@ def token_problems(
             f"model.tokenizer has {tokenizer.vocab_size} tokens, but vocab_size of model.path is "
             f"{vocab_size}; use the model's own tokenizer"
         )
-    most = max(vocab_size or 0, tokenizer.vocab_size)
-    if unknown := [each for each in spec.rollout.sampling.stop_token_ids if each >= most]:
+    num_tokens = max(vocab_size or 0, tokenizer.vocab_size)
+    if unknown := [
+        token_id for token_id in spec.rollout.sampling.stop_token_ids if token_id >= num_tokens
+    ]:
         yield (
             f"rollout.sampling.stop_token_ids has {', '.join(map(str, unknown))}, but model.path has "
-            f"{most} tokens; use ids from 0 to {most - 1}"
+            f"{num_tokens} tokens; use ids from 0 to {num_tokens - 1}"
         )
     if all(spec.rollout.sampling.stop):  # the rules report an empty text
         yield from _stop_text_problems(spec)
@@ -353,11 +356,13 @@ def read_checked(
         problems += find_plain_secrets(examined.spec)
     if examined.spec is not None and is_here:
         with capturing():
-            found = _examined_here(
+            examination = _examined_here(
                 examined.spec, tries_functions=not problems, has_workers=has_workers
             )
-        problems += [each for each in found.problems if not examined.is_about_stand_ins(each)]
-        draft = replace(draft, notes=(*draft.notes, *found.notes))
+        problems += [
+            problem for problem in examination.problems if not examined.is_about_stand_ins(problem)
+        ]
+        draft = replace(draft, notes=(*draft.notes, *examination.notes))
     if problems:
         raise SpecError(tuple(dict.fromkeys(problems)))
     return draft
@@ -586,13 +591,13 @@ def _model(spec: RunSpec) -> Iterator[str]:
 def _scored_model(spec: RunSpec, config: Mapping[str, Any]) -> Iterator[str]:
     """Yields the reasons why workers that only score cannot divide the model."""
     scoring = spec.topology.scoring
-    parts = {
+    checked_parts = {
         name: size
         for name in ("tensor_parallel", "expert_parallel")
         if (size := getattr(scoring, name)) > 1
     }
-    if parts and not check_trainer(config):
-        for problem in check_trainer(config, **parts):
+    if checked_parts and not check_trainer(config):
+        for problem in check_trainer(config, **checked_parts):
             yield problem.replace("trainer.", "topology.scoring.")
 
 
@@ -630,7 +635,7 @@ def _adapter_names(spec: RunSpec) -> Iterator[str]:
 
     assert spec.trainer.lora is not None
     shapes = shapes_of(model_config(spec))
-    known = target_modules(shapes, LoraSpec())
+    module_names = target_modules(shapes, LoraSpec())
     # Small modules may have a lower rank: their adapters are only larger than they need to be.
     ranks = [min(shape[-2:]) for shape in adapted_weights(shapes, spec.trainer.lora).values()]
     if ranks and spec.trainer.lora.rank > max(ranks):
@@ -642,14 +647,14 @@ def _adapter_names(spec: RunSpec) -> Iterator[str]:
         if OF_EXPERTS not in target:  # otherwise reported with the family
             yield (
                 f"trainer.lora.target_modules has {target!r}, but the linear modules of model.path are "
-                f"{', '.join(known)}; use some of these.{did_you_mean(target, known)}"
+                f"{', '.join(module_names)}; use some of these.{did_you_mean(target, module_names)}"
             )
 
 
 def _vocabulary(spec: RunSpec) -> Vocabulary:
-    made = builtin_vocabulary(tokenizer_name(spec.model), images=spec.model.images)
-    if made is not None:
-        return made
+    vocabulary = builtin_vocabulary(tokenizer_name(spec.model), images=spec.model.images)
+    if vocabulary is not None:
+        return vocabulary
     # This imports transformers, which takes a second.
     from services.common.models.tokenizer import load_chat_tokenizer
 
@@ -723,18 +728,18 @@ def _start_problems(spec: RunSpec, folder: str) -> Iterator[str]:
         )
     config, tokenizer = model_config(spec), load_tokenizer(spec.model)
     try:
-        own = compatibility.model_facts(spec, config, tokenizer)
+        own_facts = compatibility.model_facts(spec, config, tokenizer)
     except Exception:
         if spec.trainer.lora is None:
             raise
         return  # the model cannot be built, which is reported later
-    parts = [""]
+    roles = [""]
     if spec.algorithm.advantage_kind.needs_critic:
         if spec.topology.own_gpus("critic"):
             _facts_of(compatibility.critic_folder(folder))
         else:
-            parts.append(compatibility.CRITIC)
-    yield from compatibility.mismatches(facts, own, parts=parts)
+            roles.append(compatibility.CRITIC)
+    yield from compatibility.mismatches(facts, own_facts, parts=roles)
 
 
 def _sources(spec: RunSpec, *, opened: dict[str, PromptSource]) -> Iterator[str]:
@@ -807,19 +812,21 @@ def _check_rows(
 
 
 def _rewards(spec: RunSpec) -> Iterator[str]:
-    named = (
+    rewards_by_key = (
         (f"{key}.{index}", reward)
         for key, rewards in spec.rewards.items()
         for index, reward in enumerate(rewards)
     )
-    for key, reward in named:
+    for key, reward in rewards_by_key:
         if reward.name == EARNED or "://" in reward.name:
             continue
         reference = REWARDS.get(reward.name, reward.name)
         if reward.name in REWARDS and not reward.arguments:
             continue  # its imports take seconds
-        seen = "episode" if reward.sees == "response" else "episodes"
-        given = dict(reward.arguments) | ({seen: {}} if reward.sees_episode else {})
+        episode_argument = "episode" if reward.sees == "response" else "episodes"
+        bound_arguments = dict(reward.arguments) | (
+            {episode_argument: {}} if reward.sees_episode else {}
+        )
         if reward.name in REWARDS:
             function, name = load_callable(reference), f"{key}.arguments"
             if wrong := [*argument_problems(function, reward.arguments, key=name)]:
@@ -827,7 +834,7 @@ def _rewards(spec: RunSpec) -> Iterator[str]:
                 continue
         responses = {"response": "response", "group": "responses", "pairs": "first, second"}
         called_with = f"prompt, {responses[reward.sees]}, answer, row"
-        yield from _called(f"{key}.name", reference, called_with, given)
+        yield from _called(f"{key}.name", reference, called_with, bound_arguments)
 
 
 def _workflow(spec: RunSpec) -> Iterator[str]:
@@ -846,7 +853,7 @@ def _workflow(spec: RunSpec) -> Iterator[str]:
 def _workflow_functions(spec: RunSpec) -> Iterator[str]:
     """Yields problems of the functions and classes that the arguments of a built-in workflow name."""
     rollout, arguments = spec.rollout, spec.rollout.workflow_arguments
-    named = []
+    functions = []
     for workflow in ("agent", "environment"):
         reference = str(arguments.get(workflow, ""))  # a rule reports a missing one
         if (
@@ -855,14 +862,14 @@ def _workflow_functions(spec: RunSpec) -> Iterator[str]:
             and "://" not in reference
             and reference not in AGENTS
         ):
-            named = [(f"rollout.workflow_arguments.{workflow}", reference)]
+            functions = [(f"rollout.workflow_arguments.{workflow}", reference)]
     chooses = str(arguments.get("train", ""))
     if rollout.workflow == "agent" and ":" in chooses:
         yield from _called("rollout.workflow_arguments.train", chooses, "conversations, row", {})
     if rollout.workflow == "multi_turn":
         tools = arguments.get("tools", ())
-        named = [("rollout.workflow_arguments.tools", str(tool)) for tool in tools]
-    for key, reference in named:
+        functions = [("rollout.workflow_arguments.tools", str(tool)) for tool in tools]
+    for key, reference in functions:
         yield from _called(key, reference, "", {})
         if rollout.workflow == "environment":
             yield from _without_methods(key, reference, arguments.get("arguments"))
@@ -871,18 +878,22 @@ def _workflow_functions(spec: RunSpec) -> Iterator[str]:
 def _without_methods(key: str, reference: str, arguments: Any) -> Iterator[str]:
     """Yields problems of an environment class that lacks methods or does not accept the arguments."""
     try:
-        made = load_callable(reference)
+        environment_class = load_callable(reference)
     except (ValueError, ImportError):
         return  # reported already
-    if not inspect.isclass(made):
+    if not inspect.isclass(environment_class):
         return  # a function creates the instance
-    if missing := [name for name in ("reset", "step") if not callable(getattr(made, name, None))]:
+    if missing := [
+        name for name in ("reset", "step") if not callable(getattr(environment_class, name, None))
+    ]:
         yield (
             f"{key}: class {reference!r} has no method {' and no method '.join(missing)}; an environment "
             "needs reset(task, seed) and step(message)"
         )
     try:
-        inspect.signature(made).bind(**(arguments if isinstance(arguments, dict) else {}))
+        inspect.signature(environment_class).bind(
+            **(arguments if isinstance(arguments, dict) else {})
+        )
     except TypeError as error:
         yield (
             f"rollout.workflow_arguments.arguments: {reference!r} cannot be created with them ({error}); "
@@ -895,11 +906,11 @@ def _without_methods(key: str, reference: str, arguments: Any) -> Iterator[str]:
 def _formulas(spec: RunSpec) -> Iterator[str]:
     algorithm = spec.algorithm
     # Built-in functions are skipped because they import torch, which takes seconds.
-    for key, name, known, arguments in (
+    for key, name, builtin_names, arguments in (
         ("algorithm.loss", algorithm.loss, LOSSES, algorithm.loss_arguments),
         ("algorithm.advantage", algorithm.advantage, ADVANTAGES, algorithm.advantage_arguments),
     ):
-        if name not in known and ":" in name:
+        if name not in builtin_names and ":" in name:
             try:
                 bind_callable(name, arguments, key=key)
             except ValueError as error:
@@ -913,23 +924,23 @@ def _curriculum(spec: RunSpec) -> Iterator[str]:
         yield from _called(key, curriculum.function, "row, history", arguments)
 
 
-def _called(key: str, reference: str, given: str, arguments: dict[str, Any]) -> Iterator[str]:
+def _called(key: str, reference: str, positional: str, arguments: dict[str, Any]) -> Iterator[str]:
     """Yields problems that prevent a function from being imported or called.
 
     Args:
-        given: Positional arguments by meaning, such as ``row, history``; empty if the function is not called.
+        positional: Positional arguments by meaning, such as ``row, history``, or empty.
     """
     try:
         function = load_callable(reference)
     except (ValueError, ImportError) as error:
         yield f"{key}: {error}"
         return
-    if not given:
+    if not positional:
         return
     try:
-        inspect.signature(function).bind(*given.split(", "), **arguments)
+        inspect.signature(function).bind(*positional.split(", "), **arguments)
     except TypeError as error:
-        form = ", ".join([given, *(f"{name}=..." for name in sorted(arguments))])
+        form = ", ".join([positional, *(f"{name}=..." for name in sorted(arguments))])
         yield (
             f"{key}: {reference!r} cannot be called with ({form}): {error}; change the function, or its "
             "arguments in the specification"

@@ -76,7 +76,7 @@ def try_rows(
         teacher_column=None if spec.teacher is None else spec.teacher.prompt_column,
     )
     for split, source in sources.items():
-        made, refused = list[Prompt](), list[str]()
+        examples, refused = list[Prompt](), list[str]()
         count = min(len(source), MAX_ROWS)
         for index in range(count):
             try:
@@ -85,14 +85,14 @@ def try_rows(
             except GroupError as error:
                 refused.append(error.message)
             else:
-                made.append(prompt)
-        prompts[split] = made
-        if spoken := sum(_is_chat_text(prompt.text) for prompt in made):
+                examples.append(prompt)
+        prompts[split] = examples
+        if spoken := sum(_is_chat_text(prompt.text) for prompt in examples):
             trial.notes.append(
-                f"data.{split}: the prompt is the JSON text of chat messages in {spoken} of {len(made)} "
+                f"data.{split}: the prompt is the JSON text of chat messages in {spoken} of {len(examples)} "
                 "rows, which the model gets as one text; store the messages as a list"
             )
-        if refused and not made:
+        if refused and not examples:
             trial.problems.append(
                 f"data.{split}: none of its first {count} rows can be used: {refused[0]}"
             )
@@ -136,27 +136,27 @@ def _image_reader(spec: RunSpec, tokenizer: Tokenizer) -> "ImageReader | None":
 
 def _size_problems(spec: RunSpec, prompts: Mapping[str, Sequence[Prompt]]) -> Iterator[str]:
     """Yields a problem if a batch whose prompts have inputs as large as the tried ones exceeds the quota."""
-    bundles = [prompt.model_inputs for made in prompts.values() for prompt in made]
+    bundles = [prompt.model_inputs for examples in prompts.values() for prompt in examples]
     largest = max((len(bundle.encoded) for bundle in bundles if bundle is not None), default=0)
-    needed = batch_bytes(spec) + spec.trainer.prompts_per_step * largest
+    needed_bytes = batch_bytes(spec) + spec.trainer.prompts_per_step * largest
     quota = spec.transferqueue.quota_bytes
-    if largest and needed > quota:
+    if largest and needed_bytes > quota:
         yield (
-            f"transferqueue.quota_bytes is {quota:,}, but a batch may take {needed:,}: the first rows have "
-            f"up to {largest:,} bytes of model inputs (images, or data.model_inputs_column) each, and a step "
-            f"has trainer.prompts_per_step ({spec.trainer.prompts_per_step}) prompts; raise the quota, to "
-            f"{2 * needed} if the next batch is to have room beside it"
+            f"transferqueue.quota_bytes is {quota:,}, but a batch may take {needed_bytes:,}: the first rows "
+            f"have up to {largest:,} bytes of model inputs (images, or data.model_inputs_column) each, and a "
+            f"step has trainer.prompts_per_step ({spec.trainer.prompts_per_step}) prompts; raise the quota, "
+            f"to {2 * needed_bytes} if the next batch is to have room beside it"
         )
 
 
-def _check_demonstrations(prompt: Prompt, spec: RunSpec, place: str) -> None:
+def _check_demonstrations(prompt: Prompt, spec: RunSpec, location: str) -> None:
     """Rejects an answer that the run would not train, as ``rollout/sampling/samples.py`` does."""
     max_tokens = spec.rollout.max_response_tokens
-    longest = max((shown.num_tokens for shown in prompt.demonstrations), default=0)
+    longest = max((demonstration.num_tokens for demonstration in prompt.demonstrations), default=0)
     if longest > max_tokens and not prompt.may_be_cut:
         raise GroupError(
             "demonstration_too_long",
-            f"{place} has an answer of {longest} tokens, more than rollout.max_response_tokens "
+            f"{location} has an answer of {longest} tokens, more than rollout.max_response_tokens "
             f"({max_tokens}); raise it, set data.demonstration.too_long to 'cut', or remove the row",
             retryable=False,
         )
@@ -185,10 +185,10 @@ async def _try_functions(
         if spec.data.curriculum is not None and spec.data.curriculum.function is not None:
             await _try_curriculum(trial, pool, spec, prompts)
         for key, rewards in spec.rewards.items():
-            given = [_input(prompt, split) for split, prompt in _scored_by(key, spec, prompts)]
+            inputs = [_input(prompt, split) for split, prompt in _scored_by(key, spec, prompts)]
             for index, reward in enumerate(rewards):
-                if given and _is_tried(reward, spec):
-                    await _try_reward(trial, pool, reward, given, key=f"{key}.{index}.name")
+                if inputs and _is_tried(reward, spec):
+                    await _try_reward(trial, pool, reward, inputs, key=f"{key}.{index}.name")
     return trial
 
 
@@ -197,15 +197,15 @@ def _scored_by(
 ) -> Iterator[tuple[str, Prompt]]:
     """Yields ``(split, prompt)`` of the first prompts that a key's rewards score, at most ``MAX_ROWS``."""
     is_sampled = not spec.algorithm.num_demonstrations
-    found = [
+    scored_prompts = [
         (split, prompt)
-        for split, made in prompts.items()
-        for prompt in made
+        for split, examples in prompts.items()
+        for prompt in examples
         if (is_sampled or kind_of(split) == "heldout")
         and spec.data.sets[split].source != "environment"
         and key == (f"data.{split}.rewards" if spec.data.sets[split].rewards else "rollout.rewards")
     ]
-    yield from found[:MAX_ROWS]
+    yield from scored_prompts[:MAX_ROWS]
 
 
 def _is_tried(reward: RewardSpec, spec: RunSpec) -> bool:
@@ -236,7 +236,7 @@ async def _try_reward(
     trial: RowTrialResult,
     pool: CallPool,
     reward: RewardSpec,
-    given: Sequence[RewardInput],
+    inputs: Sequence[RewardInput],
     *,
     key: str,
 ) -> None:
@@ -245,84 +245,88 @@ async def _try_reward(
     if reward.sees != "response":
         comparison = Comparison([reward], pool)
 
-        async def compare(one: RewardInput) -> None:
-            await comparison.score([one, one])
+        async def compare(item: RewardInput) -> None:
+            await comparison.score([item, item])
 
-        comparisons = [partial(compare, one) for one in given]
-        await _judge(trial, comparisons, key=key, what=reward.name, called=_SEEN[reward.sees])
+        comparisons = [partial(compare, item) for item in inputs]
+        await _judge(
+            trial, comparisons, key=key, name=reward.name, argument_names=_SEEN[reward.sees]
+        )
         return
     scorer = Scorer([reward.model_copy(update={"weight": 1.0})], pool)
     scores = dict[tuple[int, str], float]()
 
     async def call(row: int, response: str) -> None:
-        score = await scorer.score(replace(given[row], response=response))
+        score = await scorer.score(replace(inputs[row], response=response))
         scores[row, response] = score.value
 
-    calls = [partial(call, row, one.response) for row, one in enumerate(given)]
-    calls += [partial(call, row, text) for row in range(len(given)) for text in UNRELATED]
+    calls = [partial(call, row, item.response) for row, item in enumerate(inputs)]
+    calls += [partial(call, row, text) for row in range(len(inputs)) for text in UNRELATED]
     # Early in training, many responses contain no answer.
     calls.append(partial(call, 0, ""))
-    await _judge(trial, calls, key=key, what=reward.name, called=_SEEN[reward.sees])
-    for note in (*score_notes(reward, given, scores), *answer_notes(reward, given)):
+    await _judge(trial, calls, key=key, name=reward.name, argument_names=_SEEN[reward.sees])
+    for note in (*score_notes(reward, inputs, scores), *answer_notes(reward, inputs)):
         trial.notes.append(f"{key}: {reward.name!r}: {note}")
 
 
 def score_notes(
-    reward: RewardSpec, given: Sequence[RewardInput], scores: Mapping[tuple[int, str], float]
+    reward: RewardSpec, inputs: Sequence[RewardInput], scores: Mapping[tuple[int, str], float]
 ) -> Iterator[str]:
     """Yields what the scores of the expected answers and of unrelated responses say about a reward.
 
     Args:
-        given: Inputs whose responses are the expected answers.
+        inputs: Inputs whose responses are the expected answers.
         scores: Score by row and response, where there is one.
     """
-    others = {
-        row: max(found)
-        for row in range(len(given))
-        if (found := [scores[row, text] for text in UNRELATED if (row, text) in scores])
+    baselines = {
+        row: max(row_scores)
+        for row in range(len(inputs))
+        if (row_scores := [scores[row, text] for text in UNRELATED if (row, text) in scores])
     }
     # The tests of a program are no program.
-    answered = {
-        row: scores[row, one.response]
-        for row, one in enumerate(given)
-        if (row, one.response) in scores and one.response and reward.name != "code_tests"
+    answer_scores = {
+        row: scores[row, item.response]
+        for row, item in enumerate(inputs)
+        if (row, item.response) in scores and item.response and reward.name != "code_tests"
     }
-    wrong = [score for score in others.values() if score >= 1.0]
-    better = [row for row in answered if others.get(row, -math.inf) > answered[row]]
+    wrong = [score for score in baselines.values() if score >= 1.0]
+    better = [row for row in answer_scores if baselines.get(row, -math.inf) > answer_scores[row]]
     if wrong:
-        yield f"a wrong answer scores {max(wrong):g} in {len(wrong)} of {len(others)} rows"
+        yield f"a wrong answer scores {max(wrong):g} in {len(wrong)} of {len(baselines)} rows"
     elif better:
         row = better[0]
         yield (
-            f"an unrelated text scores more ({others[row]:g}) than the expected answer ({answered[row]:g}) "
-            f"in {len(better)} of {len(answered)} rows"
+            f"an unrelated text scores more ({baselines[row]:g}) than the expected answer "
+            f"({answer_scores[row]:g}) in {len(better)} of {len(answer_scores)} rows"
         )
-    lost = [
-        row for row in answered if answered[row] <= 0.0 and others.get(row, 0.0) >= answered[row]
+    unscored_rows = [
+        row
+        for row in answer_scores
+        if answer_scores[row] <= 0.0 and baselines.get(row, 0.0) >= answer_scores[row]
     ]
-    if lost:
-        yield f"the expected answer itself scores 0 in {len(lost)} of {len(answered)} rows"
+    if unscored_rows:
+        yield f"the expected answer itself scores 0 in {len(unscored_rows)} of {len(answer_scores)} rows"
 
 
-def answer_notes(reward: RewardSpec, given: Sequence[RewardInput]) -> Iterator[str]:
+def answer_notes(reward: RewardSpec, inputs: Sequence[RewardInput]) -> Iterator[str]:
     """Yields why no response will equal the answers of a reward that compares them."""
     if reward.name not in COMPARING:
         return
-    answers = [one.response.strip() for one in given]
+    answers = [item.response.strip() for item in inputs]
     repeated = [
         answer
-        for answer, one in zip(answers, given, strict=True)
-        if answer in one.prompt and 2 * len(answer) >= min(len(one.prompt), _QUESTION_CHARACTERS)
+        for answer, item in zip(answers, inputs, strict=True)
+        if answer in item.prompt and 2 * len(answer) >= min(len(item.prompt), _QUESTION_CHARACTERS)
     ]
-    if 2 * len(repeated) > len(given):
+    if 2 * len(repeated) > len(inputs):
         yield (
-            f"the answer is text of the prompt in {len(repeated)} of {len(given)} rows; set "
+            f"the answer is text of the prompt in {len(repeated)} of {len(inputs)} rows; set "
             "data.answer_column to the column with the answer"
         )
     derived = [answer for answer in answers if _DERIVATION.search(answer)]
     if reward.name == "exact_match" and derived:
         yield (
-            f"the answer is a derivation in {len(derived)} of {len(given)} rows, which no response equals; "
+            f"the answer is a derivation in {len(derived)} of {len(inputs)} rows, which no response equals; "
             "use math_verify, or a column with the final answer"
         )
 
@@ -341,10 +345,15 @@ async def _try_curriculum(
             if error.reason.startswith("curriculum_"):
                 raise CallError("exception", error.message.partition(": ")[2]) from error
 
-    rows = [one for split, made in prompts.items() if kind_of(split) == "train" for one in made]
-    calls = [lambda one=one: call(one) for one in rows[:MAX_ROWS]]
+    rows = [
+        row_prompt
+        for split, examples in prompts.items()
+        if kind_of(split) == "train"
+        for row_prompt in examples
+    ]
+    calls = [lambda row_prompt=row_prompt: call(row_prompt) for row_prompt in rows[:MAX_ROWS]]
     name = spec.data.curriculum.function or ""
-    await _judge(trial, calls, key="data.curriculum.function", what=name)
+    await _judge(trial, calls, key="data.curriculum.function", name=name)
 
 
 async def _try_examples(
@@ -366,7 +375,7 @@ async def _try_examples(
                 except ValueError as error:
                     raise CallError("invalid_value", str(error)) from error
 
-    await _judge(trial, [call], key=key, what=reference)
+    await _judge(trial, [call], key=key, name=reference)
 
 
 def _is_pair(value: Any) -> bool:
@@ -395,13 +404,13 @@ async def _judge(
     calls: Sequence[Callable[[], Awaitable[None]]],
     *,
     key: str,
-    what: str,
-    called: str = "",
+    name: str,
+    argument_names: str = "",
 ) -> None:
     """Makes calls until a deadline; reports a problem if all fail, a note if some fail.
 
     Args:
-        called: Arguments besides prompt, answer and row, for a message about a reward.
+        argument_names: Arguments besides prompt, answer and row, for a message about a reward.
     """
     failed, num_succeeded = list[str](), 0
 
@@ -423,17 +432,19 @@ async def _judge(
     except TimeoutError:
         if not failed and not num_succeeded:
             trial.notes.append(
-                f"{key}: {what!r} was not tested: it did not respond within {TIMEOUT_S:g} s; call it with a "
+                f"{key}: {name!r} was not tested: it did not respond within {TIMEOUT_S:g} s; call it with a "
                 "row of the data yourself"
             )
-    if failed and called and "raised TypeError" in failed[0] and "argument" in failed[0]:
-        failed[0] += f"; it is called with (prompt, {called}, answer, row) and must return a number"
+    if failed and argument_names and "raised TypeError" in failed[0] and "argument" in failed[0]:
+        failed[0] += (
+            f"; it is called with (prompt, {argument_names}, answer, row) and must return a number"
+        )
     if failed and not num_succeeded:
         trial.problems.append(
-            f"{key}: {what!r} failed in all {len(failed)} tests with the first rows: {failed[0]}"
+            f"{key}: {name!r} failed in all {len(failed)} tests with the first rows: {failed[0]}"
         )
     elif failed:
         trial.notes.append(
-            f"{key}: {what!r} failed in {len(failed)} of {len(failed) + num_succeeded} tests with the first "
+            f"{key}: {name!r} failed in {len(failed)} of {len(failed) + num_succeeded} tests with the first "
             f"rows: {failed[0]}"
         )

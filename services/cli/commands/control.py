@@ -42,8 +42,8 @@ def watch(run_id: RunId, url: Url = None, state_directory: StateDirectory = DEFA
     async def work(api: Api, run_key: str) -> dict[str, Any]:
         return await follow(api, run_key, state_directory=state_directory, console=console)
 
-    ended = of_run(url, run_id, work)
-    if ended["state"] != "SUCCEEDED":
+    final_run = of_run(url, run_id, work)
+    if final_run["state"] != "SUCCEEDED":
         raise typer.Exit(1)
 
 
@@ -144,8 +144,8 @@ def set_keys(
         arguments: dict[str, Any] = {"run_id": key, "if_match": f'"{run.revision}"', **attributes}
         return await api.call(UpdateRun(spec=changes or None, **arguments))
 
-    changed = of_run(url, run_id, work)
-    console.print(f"{changed.id}: changed {', '.join(assignments)}", highlight=False)
+    updated_run = of_run(url, run_id, work)
+    console.print(f"{updated_run.id}: changed {', '.join(assignments)}", highlight=False)
 
 
 def fork(
@@ -235,8 +235,8 @@ def quota(url: Url = None) -> None:
     """Show the project's usage and limits."""
     view = call_operation(url, GetQuota)
     table = Table(f"project {view.project}", "uses", "of", box=None, pad_edge=False)
-    for name, used, limit in _QUOTAS:
-        table.add_row(name, f"{getattr(view, used):,}", _bound(getattr(view, limit)))
+    for name, used_field, limit in _QUOTAS:
+        table.add_row(name, f"{getattr(view, used_field):,}", _bound(getattr(view, limit)))
     table.add_row("requests a second", "", _bound(view.max_requests_per_second))
     console.print(table, highlight=False)
 

@@ -72,8 +72,8 @@ def list_(
     table.columns[0].no_wrap = True
     ids = [run.id for run in page.items]
     # Programs that read the output get complete ids.
-    shown = short_ids(ids) if console.is_terminal else ids
-    for run, run_id in zip(page.items, shown, strict=True):
+    shown_ids = short_ids(ids) if console.is_terminal else ids
+    for run, run_id in zip(page.items, shown_ids, strict=True):
         table.add_row(
             run_id, run.name, run.state, _steps(run), _heldout(run), _age(run.create_time)
         )
@@ -204,23 +204,23 @@ def metrics(
     """Show one number for each step, or list the available numbers."""
 
     async def work(api: Api) -> tuple[str, MetricPage]:
-        found, number = await _run_and_number(api, run_id, name)
-        operation = ListMetrics(run_id=found, name=[number] if number else [])
+        found_id, number = await _run_and_number(api, run_id, name)
+        operation = ListMetrics(run_id=found_id, name=[number] if number else [])
         return number, await api.call(operation)
 
-    number, found = call_api(url, work, state_directory=state_directory)
-    if number and not found.items:
+    number, metrics_page = call_api(url, work, state_directory=state_directory)
+    if number and not metrics_page.items:
         fail(f"unknown number {number!r}; omit it to list all names")
         raise typer.Exit(1)
-    if not found.items:
+    if not metrics_page.items:
         _hint("the run has finished no step")
     if as_json:
-        _write_metrics(found)
+        _write_metrics(metrics_page)
     elif number:
-        for step, value in _by_step(found):
+        for step, value in _by_step(metrics_page):
             console.print(f"{step:>8}  {value:.6g}")
     else:
-        console.print("\n".join(metric.name for metric in found.items))
+        console.print("\n".join(metric.name for metric in metrics_page.items))
 
 
 async def _run_and_number(api: Api, run: str, number: str) -> tuple[str, str]:
@@ -286,12 +286,12 @@ def checkpoints(
         return await api.get(full_id), await api.call(ListCheckpoints(run_id=full_id))
 
     run, page = of_run(url, run_id, work, state_directory=state_directory)
-    shown = [item for item in page.items if item.state != "DELETED" or all_]
+    shown_items = [item for item in page.items if item.state != "DELETED" or all_]
     if as_json:
-        _write_json(shown)
+        _write_json(shown_items)
         return
     best = run.summary.get("best") or {}
-    for item in shown:
+    for item in shown_items:
         table.add_row(
             item.id,
             str(item.step),

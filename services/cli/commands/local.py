@@ -65,42 +65,43 @@ async def submit_or_resume(
     Raises:
         SpecError: If there is nothing to resume.
     """
-    wanted = spec.model_dump(mode="json")
-    for left in (await api.call(ListRuns(name=spec.name))).items:
-        if left.state in TERMINAL:
+    document = spec.model_dump(mode="json")
+    for active_run in (await api.call(ListRuns(name=spec.name))).items:
+        if active_run.state in TERMINAL:
             continue
-        how = "paused" if left.state == "PAUSED" else "interrupted"
-        cut_off = f"{left.id} was {how} after step {left.step}"
-        if (await api.get(left.id)).spec == wanted:
+        how = "paused" if active_run.state == "PAUSED" else "interrupted"
+        cut_off = f"{active_run.id} was {how} after step {active_run.step}"
+        if (await api.get(active_run.id)).spec == document:
             print_line(console, f"{cut_off}; resuming it")
-            if left.state == "PAUSED":
-                await api.call(ResumeRun(run_id=left.id))
-            return left.id
+            if active_run.state == "PAUSED":
+                await api.call(ResumeRun(run_id=active_run.id))
+            return active_run.id
         print_line(console, f"{cut_off} and has another specification; cancelling it")
-        await api.call(CancelRun(run_id=left.id))
-        async for _ in api.watch(left.id):
+        await api.call(CancelRun(run_id=active_run.id))
+        async for _ in api.watch(active_run.id):
             pass
-    ended = await _newest_with_checkpoint(api, spec.name)
-    if ended is not None and resume:
+    ended_run = await _newest_with_checkpoint(api, spec.name)
+    if ended_run is not None and resume:
         print_line(
             console,
-            f"{ended.id} ended {ended.state} after step {ended.step}; a new run continues from there",
+            f"{ended_run.id} ended {ended_run.state} after step {ended_run.step}; a new run "
+            "continues from there",
         )
-        changes = _changes((await api.get(ended.id)).spec, wanted)
-        return (await api.call(ForkRun(run_id=ended.id, overrides=changes))).id
+        changes = _changes((await api.get(ended_run.id)).spec, document)
+        return (await api.call(ForkRun(run_id=ended_run.id, overrides=changes))).id
     if resume:
         raise SpecError(
             [
                 f"--resume: the newest run {spec.name!r} did not end early with a checkpoint; omit the option"
             ]
         )
-    if ended is not None:
+    if ended_run is not None:
         print_line(
             console,
-            f"{ended.id} ended {ended.state} after step {ended.step}; this is a new run from step 0; "
-            "--resume would continue that one",
+            f"{ended_run.id} ended {ended_run.state} after step {ended_run.step}; this is a new run from "
+            "step 0; --resume would continue that one",
         )
-    return (await api.submit(wanted)).id
+    return (await api.submit(document)).id
 
 
 async def _newest_with_checkpoint(api: Api, name: str) -> ListedRun | None:
@@ -187,8 +188,8 @@ class SignalHandler:
 
 
 async def _active(api: Api) -> list[str]:
-    listed = (await api.call(ListRuns())).items
-    return [run.id for run in listed if run.state not in TERMINAL and run.state != "PAUSED"]
+    runs = (await api.call(ListRuns())).items
+    return [run.id for run in runs if run.state not in TERMINAL and run.state != "PAUSED"]
 
 
 async def _until_paused(api: Api, run_ids: Sequence[str]) -> None:
@@ -252,12 +253,12 @@ def run(
         folder = state_directory.resolve()
         services = partial(_started, folder, port=port, launcher=launcher, prepared=prepared)
         work = _run(loaded, folder, services, resume=resume, start=start)
-        ended = run_until_signal(work, needs_reader=False)
-    if ended is None:
+        outcome = run_until_signal(work, needs_reader=False)
+    if outcome is None:
         raise typer.Exit(_INTERRUPTED)
     if as_json:
-        write(ended["summary_path"])
-    if ended["state"] != "SUCCEEDED":
+        write(outcome["summary_path"])
+    if outcome["state"] != "SUCCEEDED":
         raise typer.Exit(1)
 
 
@@ -307,12 +308,12 @@ async def _beside(
     Raises:
         ServiceExitedError: If a service ends.
     """
-    ended, *_ = await until_first(
+    outcome, *_ = await until_first(
         following,
         SignalHandler().pause_runs(api, console),
         services.supervise(),
     )
-    return None if ended.cancelled() else ended.result()
+    return None if outcome.cancelled() else outcome.result()
 
 
 async def _up(state_directory: Path, port: int, launcher: str) -> None:

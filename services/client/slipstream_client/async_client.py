@@ -120,8 +120,8 @@ class AsyncClient(AsyncOperations):
         page_token = ""
         while True:
             page = await self.list_runs(name=name, label=label, page_token=page_token)
-            for listed in page.items:
-                yield AsyncRun(self, await self.get_run(listed.id))
+            for summary in page.items:
+                yield AsyncRun(self, await self.get_run(summary.id))
             page_token = page.next_page_token
             if not page_token:
                 return
@@ -210,8 +210,8 @@ class AsyncRun:
             RunFailedError: If the run fails or is cancelled.
             TimeoutError: If the run takes longer than ``timeout_s`` to end.
         """
-        seen = (await self._client.list_events(self.id, order_by="-seq", limit=1)).items
-        after_seq = seen[0].seq if seen else 0
+        last_events = (await self._client.list_events(self.id, order_by="-seq", limit=1)).items
+        after_seq = last_events[0].seq if last_events else 0
         async for _ in self.follow(after_seq=after_seq, timeout_s=timeout_s):
             pass
         if self.state != "SUCCEEDED":

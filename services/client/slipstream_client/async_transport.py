@@ -138,8 +138,8 @@ class AsyncTransport:
         """
         begin = last_heartbeat = time.monotonic()
         while True:
-            left = _SILENCE_S if timeout_s is None else begin + timeout_s - time.monotonic()
-            if left <= 0:
+            left_s = _SILENCE_S if timeout_s is None else begin + timeout_s - time.monotonic()
+            if left_s <= 0:
                 raise TimeoutError(f"{run_id} has not ended within {timeout_s:.0f} s")
             request = Request(
                 method="GET",
@@ -149,7 +149,7 @@ class AsyncTransport:
             )
             requested_at = time.monotonic()
             try:
-                async for kind, data in self.stream(request, silence_s=min(left, _SILENCE_S)):
+                async for kind, data in self.stream(request, silence_s=min(left_s, _SILENCE_S)):
                     yield kind, data
                     if kind == "end":
                         return

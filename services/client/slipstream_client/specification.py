@@ -65,9 +65,9 @@ def _resolved(value: Any, folder: Path, key: str = "") -> Any:
         return value
     file, separator, function = value.rpartition(":")
     is_code = bool(separator) and file.endswith(".py")
-    named = folder / (file if is_code else value)
+    file_path = folder / (file if is_code else value)
     # Any word may be the name of a file. Treat it as a path if it has a folder or a suffix, or by its key.
     # Unlike Path.exists, this accepts texts that are too long for a name.
-    if not (is_code or key == "path" or {"/", "."} & set(value)) or not os.path.exists(named):  # noqa: PTH110
+    if not (is_code or key == "path" or {"/", "."} & set(value)) or not os.path.exists(file_path):  # noqa: PTH110
         return value
-    return f"{named.resolve()}:{function}" if is_code else str(named.resolve())
+    return f"{file_path.resolve()}:{function}" if is_code else str(file_path.resolve())
