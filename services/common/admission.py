@@ -239,10 +239,10 @@ class _Connection:
         """Peeks at the server's next data for the admitting bytes; returns how many bytes may be read."""
         if not self.is_admitted and self._proxy.admitting and self._server is not None:
             try:
-                shown = self._server.recv(_SHOWN_BYTES, socket.MSG_PEEK)
+                first_bytes = self._server.recv(_SHOWN_BYTES, socket.MSG_PEEK)
             except OSError:  # no data, or a broken connection, which the next splice reports
                 return _MOVED_BYTES
-            if self._proxy.admitting in shown:
+            if self._proxy.admitting in first_bytes:
                 self._proxy.admit(self.address)
         return _MOVED_BYTES
 

@@ -197,8 +197,8 @@ def describe_error(error: BaseException) -> str:
     """Formats an exception of user code for its caller: class, beginning of the text, file and line."""
     try:
         text = str(error)
-    except Exception as other:  # noqa: BLE001 -- user code formats it
-        text = f"its text cannot be formatted ({type(other).__name__})"
+    except Exception as format_error:  # noqa: BLE001 -- user code formats it
+        text = f"its text cannot be formatted ({type(format_error).__name__})"
     name = type(error).__name__
     return (f"{name}: {text}" if text else name)[:_MAX_ERROR_CHARACTERS] + _place_of(error)
 

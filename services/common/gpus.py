@@ -38,17 +38,17 @@ class GpuMemory:
     free: int
     processes: tuple[GpuProcess, ...] = ()
 
-    def shortage(self, needed: float) -> str:
+    def shortage(self, needed_bytes: float) -> str:
         """Returns why a program cannot start on this GPU, and who holds the memory; empty if it can.
 
         Args:
-            needed: Bytes that the program needs.
+            needed_bytes: Bytes that the program needs.
         """
-        if self.free + TOLERANCE_BYTES >= min(needed, self.total):
+        if self.free + TOLERANCE_BYTES >= min(needed_bytes, self.total):
             return ""
         return (
             f"GPU {self.index} has {self.free / _GB:.1f} of its {self.total / _GB:.1f} GB free, but "
-            f"{min(needed, self.total) / _GB:.1f} GB are needed; the rest is held by {self._holders()}"
+            f"{min(needed_bytes, self.total) / _GB:.1f} GB are needed; the rest is held by {self._holders()}"
         )
 
     def _holders(self) -> str:
@@ -56,8 +56,8 @@ class GpuMemory:
         names = [str(process) for process in largest[:_MAX_NAMED]]
         if not names:
             return "processes outside of this container, which nvidia-smi on the host lists"
-        if more := len(largest) - len(names):
-            names.append(f"{more} more")
+        if num_further := len(largest) - len(names):
+            names.append(f"{num_further} more")
         return ", ".join(names)
 
 
@@ -99,13 +99,13 @@ def _query(question: str) -> list[list[str]]:
     """Returns the rows of nvidia-smi's answer; empty if it does not answer or a row is incomplete."""
     command = ["nvidia-smi", question, "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(  # noqa: S603 -- no argument comes from a user
+        query = subprocess.run(  # noqa: S603 -- no argument comes from a user
             command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
         )
     except (OSError, subprocess.SubprocessError, ValueError):
         return []
     num_columns = question.count(",") + 1
-    rows = [line.split(", ") for line in done.stdout.splitlines()]
+    rows = [line.split(", ") for line in query.stdout.splitlines()]
     return rows if all(len(row) == num_columns for row in rows) else []
 
 

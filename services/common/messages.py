@@ -12,14 +12,14 @@ _Message = TypeVar("_Message", bound=Message)
 _Value = TypeVar("_Value")
 
 
-def to_message(value: Any, kind: type[_Message], **given: Any) -> _Message:
-    """Builds a message from a dataclass; ``given`` overrides or adds fields."""
+def to_message(value: Any, kind: type[_Message], **replacements: Any) -> _Message:
+    """Builds a message from a dataclass; ``replacements`` overrides or adds fields."""
     pairs = _pairs(kind.DESCRIPTOR, value.__class__)
-    return kind(**{name: getattr(value, field) for name, field, _ in pairs} | given)
+    return kind(**{name: getattr(value, field) for name, field, _ in pairs} | replacements)
 
 
-def from_message(message: Message, kind: Callable[..., _Value], **given: Any) -> _Value:
-    """Builds a dataclass from a message; ``given`` overrides or adds fields.
+def from_message(message: Message, kind: Callable[..., _Value], **replacements: Any) -> _Value:
+    """Builds a dataclass from a message; ``replacements`` overrides or adds fields.
 
     Repeated values become tuples; an absent nested message becomes None.
     """
@@ -29,7 +29,7 @@ def from_message(message: Message, kind: Callable[..., _Value], **given: Any) ->
         if isinstance(value, Message) and not message.HasField(name):
             value = None
         values[field] = tuple(value) if is_repeated else value
-    return kind(**values | given)
+    return kind(**values | replacements)
 
 
 @cache

@@ -59,12 +59,12 @@ async def until_first(*works: Coroutine[Any, Any, Any]) -> list[asyncio.Task[Any
 
 async def gather_in_group(works: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
     """Runs coroutines concurrently; returns their results. The first error cancels the others."""
-    some = list(works)
-    if len(some) == 1:
-        return [await some[0]]  # a single one needs no task
+    all_works = list(works)
+    if len(all_works) == 1:
+        return [await all_works[0]]  # a single one needs no task
     with unwrapped():
         async with TaskGroup() as tasks:
-            running = [tasks.create_task(work) for work in some]
+            running = [tasks.create_task(work) for work in all_works]
     return [task.result() for task in running]
 
 

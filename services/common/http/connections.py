@@ -80,8 +80,8 @@ class _Stream(httpx.AsyncByteStream):
         self._discard = discard
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        async for part in self._body:
-            yield part
+        async for chunk in self._body:
+            yield chunk
 
     async def aclose(self) -> None:
         try:

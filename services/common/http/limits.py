@@ -166,14 +166,14 @@ class CountedListener(socket.socket):
             ConnectionAbortedError: If its peer has reached the limit; the connection is closed.
         """
         accepted, address = super().accept()
-        counted = _Counted(accepted.family, accepted.type, accepted.proto, accepted.detach())
+        connection = _Counted(accepted.family, accepted.type, accepted.proto, accepted.detach())
         # Local processes that connect over a Unix socket have no address.
-        counted.peer = str(address[0]) if address else ""
-        if not self.connections.add(counted):
-            counted.close()
+        connection.peer = str(address[0]) if address else ""
+        if not self.connections.add(connection):
+            connection.close()
             raise ConnectionAbortedError
-        counted.connections = self.connections
-        return counted, address
+        connection.connections = self.connections
+        return connection, address
 
 
 class _Counted(socket.socket):
@@ -199,10 +199,10 @@ class _Counted(socket.socket):
 
 def counted(listener: socket.socket, connections: Connections) -> CountedListener:
     """Converts a listening socket to one whose connections are counted."""
-    parts = listener.family, listener.type, listener.proto
-    made = CountedListener(*parts, listener.detach())
-    made.connections = connections
-    return made
+    socket_arguments = listener.family, listener.type, listener.proto
+    counted_listener = CountedListener(*socket_arguments, listener.detach())
+    counted_listener.connections = connections
+    return counted_listener
 
 
 class LimitedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
@@ -407,13 +407,15 @@ class LimitedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         if self.transport.is_closing():
             return
         if self._is_before_body and self._is_idle():
-            held = self._header_bytes + _HEADER_COST_BYTES * len(self.headers or ())
+            held_bytes = self._header_bytes + _HEADER_COST_BYTES * len(self.headers or ())
         elif not self._is_idle():
-            held = sum(len(name) + len(value) + _HEADER_COST_BYTES for name, value in self.headers)
-            held += self._body_bytes
+            held_bytes = sum(
+                len(name) + len(value) + _HEADER_COST_BYTES for name, value in self.headers
+            )
+            held_bytes += self._body_bytes
         else:
             return
-        self.connections_by_peer.record_size(self, held)
+        self.connections_by_peer.record_size(self, held_bytes)
 
     def _start_header_deadline(self) -> None:
         if self._deadline is None:

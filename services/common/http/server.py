@@ -204,8 +204,8 @@ def _metrics_app(token: bytes) -> Starlette:
     page = _MetricsPage(REGISTRY)
 
     async def metrics(request: Request) -> Response:
-        shown = request.headers.get("authorization", "").encode("latin-1")
-        if token and not hmac.compare_digest(shown, b"Bearer " + token):
+        credentials = request.headers.get("authorization", "").encode("latin-1")
+        if token and not hmac.compare_digest(credentials, b"Bearer " + token):
             return Response(status_code=401, headers={"WWW-Authenticate": "Bearer"})
         admit(request.scope)
         return Response(await page.read(), media_type=CONTENT_TYPE_LATEST)

@@ -156,8 +156,8 @@ class MemoryPlan:
         Args:
             kv_cache: Bytes for the KV cache.
         """
-        needed = (self.weights + _WORKING + kv_cache) / self.total
-        return min(self.engine_share, ceil(100 * needed) / 100)
+        needed_share = (self.weights + _WORKING + kv_cache) / self.total
+        return min(self.engine_share, ceil(100 * needed_share) / 100)
 
     @property
     def kv_tokens(self) -> int:
@@ -203,7 +203,7 @@ class MemoryPlan:
             ValueError: With the figures and a remedy.
         """
         if self.kv_tokens < most_tokens:
-            own = self.weights + _WORKING + self.plane + most_tokens * self.kv_per_token
+            engine_bytes = self.weights + _WORKING + self.plane + most_tokens * self.kv_per_token
             beside = f"; other workers use {self.others / _GB:.1f} GB of it" if self.others else ""
             remedy = (
                 "give the run more GPUs, lower trainer.tokens_per_micro_batch, or set trainer.cpu_offload"
@@ -213,7 +213,8 @@ class MemoryPlan:
             )
             raise ValueError(
                 f"the model does not fit: a GPU of the rollout has {self.total / _GB:.1f} GB, but "
-                f"{(own + self.others) / _GB:.1f} GB are needed for one response of {most_tokens} tokens"
+                f"{(engine_bytes + self.others) / _GB:.1f} GB are needed for one response of {most_tokens} "
+                "tokens"
                 f"{beside}; {remedy}.\n" + self.table()
             )
 
@@ -239,12 +240,14 @@ def plan_memory(
     """
     num_gpus = kind.num_gpus(arguments)
     replicas = min(num_gpus, int(arguments.get(kind.replica_argument, 1)))
-    parts = max(1, num_gpus // replicas)
-    divided = max(1, min(parts, model.num_kv_heads * int(arguments.get(kind.stage_argument, 1))))
+    gpus_per_replica = max(1, num_gpus // replicas)
+    divided = max(
+        1, min(gpus_per_replica, model.num_kv_heads * int(arguments.get(kind.stage_argument, 1)))
+    )
     return MemoryPlan(
         num_gpus=num_gpus,
         total=gpu_bytes,
-        weights=model.weights / parts,
+        weights=model.weights / gpus_per_replica,
         shadow=plane.num_copies * model.sent / num_gpus,
         slots=plane.slot_bytes + plane.merging + model.quantizing,
         kv_per_token=model.kv_per_token / divided,
@@ -265,12 +268,12 @@ def other_workers_bytes(
     """
     size = weight_bytes(config, wire_dtype(spec))
     num_rollouts = 1 + sum(role == "rollout" for role in roles)
-    taken = 0.0
+    other_bytes = 0.0
     for role in roles:
         if role == "rollout":
             continue
         if WORKERS[role].trains:
-            taken += (
+            other_bytes += (
                 sleeping_memory(spec, config, gpu_bytes=gpu_bytes)
                 if spec.topology.is_colocated
                 else trainer_memory(
@@ -278,8 +281,8 @@ def other_workers_bytes(
                 ).reserved
             )
         else:
-            taken += size + _WORKING + _CONTEXTS
-    return taken + max(0.0, gpu_bytes - taken) * (1 - 1 / num_rollouts)
+            other_bytes += size + _WORKING + _CONTEXTS
+    return other_bytes + max(0.0, gpu_bytes - other_bytes) * (1 - 1 / num_rollouts)
 
 
 def plan_of(
@@ -319,8 +322,10 @@ def plan_of(
         stays_awake=is_in_turns and resident_memory(spec, config, gpu_bytes=gpu_bytes) == "all",
     )
     if not {kind.memory_argument, kind.cache_argument} & arguments.keys():
-        kept = max(_KEPT_KV_SHARE * required_kv_tokens(spec, config), min_kv_tokens(spec, config))
-        kv_cache = kept * plan.kv_per_token
+        kept_tokens = max(
+            _KEPT_KV_SHARE * required_kv_tokens(spec, config), min_kv_tokens(spec, config)
+        )
+        kv_cache = kept_tokens * plan.kv_per_token
         plan = plan.with_merged_slots(plane.merged_ahead, kv_cache=kv_cache)
     if not checks:
         return plan
@@ -377,20 +382,20 @@ def _checked_share(
     name = kind.memory_argument
     assert name is not None
     excluded = _WORKING / plan.total if kind.memory_excludes_working else 0
-    maximum, given = plan.engine_share - excluded, arguments.get(name)
-    if given is None:
+    maximum, configured_share = plan.engine_share - excluded, arguments.get(name)
+    if configured_share is None:
         # This fraction refers to the memory that is free when the engine starts; the explicit KV cache
         # size bounds the use.
         is_bounded = kind.memory_excludes_working and plan.others
-        own = arguments.get(kind.cache_argument or "") if kind.cache_in_bytes else None
-        wanted = plan.wanted_share(plan.kv_cache if own is None else own)
-        return {name: _LARGEST_SHARE if is_bounded else round(wanted - excluded, 2)}
-    if given > maximum:
+        cache_bytes = arguments.get(kind.cache_argument or "") if kind.cache_in_bytes else None
+        wanted_share = plan.wanted_share(plan.kv_cache if cache_bytes is None else cache_bytes)
+        return {name: _LARGEST_SHARE if is_bounded else round(wanted_share - excluded, 2)}
+    if configured_share > maximum:
         beside = f" and other workers {plan.others / _GB:.1f}" if plan.others else ""
         raise ValueError(
-            f"rollout.engine_arguments.{name} is {given}, but weight sync needs {plan.plane / _GB:.1f}"
-            f"{beside} of {plan.total / _GB:.1f} GB, which leaves at most {maximum:.2f}; lower or remove it\n"
-            + plan.table()
+            f"rollout.engine_arguments.{name} is {configured_share}, but weight sync needs "
+            f"{plan.plane / _GB:.1f}{beside} of {plan.total / _GB:.1f} GB, which leaves at most "
+            f"{maximum:.2f}; lower or remove it\n" + plan.table()
         )
     return {}
 

@@ -99,8 +99,8 @@ class ModelSize:
     @classmethod
     def of(cls, config: PretrainedConfig, spec: RunSpec) -> Self:
         """Returns the size of a run's model on its rollouts."""
-        sent = weight_bytes(config, wire_dtype(spec))
-        weights, quantizing = sent, 0.0
+        sent_bytes = weight_bytes(config, wire_dtype(spec))
+        weights, quantizing = sent_bytes, 0.0
         rollout = spec.rollout
         quantization = rollout.quantization
         if quantization is not None and engine_kind(rollout.engine).quantizations.get(quantization):
@@ -115,14 +115,14 @@ class ModelSize:
             weights=weights,
             kv_per_token=kv_bytes_per_token(config, cache_dtype(spec)),
             num_kv_heads=kv_heads(config),
-            sent=sent,
+            sent=sent_bytes,
             quantizing=quantizing,
         )
 
     def on_each_gpu(self, spec: RunSpec) -> float:
         """Returns the bytes of live and received weights on each GPU of a rollout."""
-        received = (weight_copies(spec) - 1) * self.sent
-        return (self.weights + received) / spec.engine_gpus + self.quantizing
+        received_bytes = (weight_copies(spec) - 1) * self.sent
+        return (self.weights + received_bytes) / spec.engine_gpus + self.quantizing
 
 
 def weight_copies(spec: RunSpec) -> int:

@@ -51,67 +51,70 @@ def resident_memory(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) 
     """
     if not spec.colocated_rollouts:
         return "nothing"
-    for stays in ("all", "state"):
-        kept = _kept(stays, spec, config, gpu_bytes=gpu_bytes)
-        if _fits_beside_engines(kept, spec, config, gpu_bytes=gpu_bytes):
-            return stays
+    for contents in ("all", "state"):
+        resident_bytes = _kept(contents, spec, config, gpu_bytes=gpu_bytes)
+        if _fits_beside_engines(resident_bytes, spec, config, gpu_bytes=gpu_bytes):
+            return contents
     return "nothing"
 
 
 def compiles_asleep(
-    spec: RunSpec, config: PretrainedConfig, *, stays: Stays, gpu_bytes: int
+    spec: RunSpec, config: PretrainedConfig, *, contents: Stays, gpu_bytes: int
 ) -> bool:
     """Returns True if a colocated trainer has memory to compile its layers while engines start.
 
     It then runs the first few of them on one micro-batch, with weights that stay on the GPU.
 
     Args:
-        stays: Result of :func:`resident_memory`.
+        contents: Result of :func:`resident_memory`.
     """
-    if stays == "nothing":
+    if contents == "nothing":
         return False
-    parts = dict(trainer_memory(spec, config, gpu_bytes=gpu_bytes).parts)
+    sizes = dict(trainer_memory(spec, config, gpu_bytes=gpu_bytes).parts)
     share = min(1.0, _COMPILED_LAYERS / config.get_text_config().num_hidden_layers)
-    parts["activations"] *= share
-    gradients = parts.get("gradients", 0.0)  # in host memory with ``trainer.cpu_offload``
-    parts["gradients"] = min(gradients, share * gradients + _FLOAT32 * _outside(config))
-    kept = _own_bytes(parts)
-    if not _fits_beside_engines(kept, spec, config, gpu_bytes=gpu_bytes):
+    sizes["activations"] *= share
+    gradients = sizes.get("gradients", 0.0)  # in host memory with ``trainer.cpu_offload``
+    sizes["gradients"] = min(gradients, share * gradients + _FLOAT32 * _outside(config))
+    resident_bytes = _own_bytes(sizes)
+    if not _fits_beside_engines(resident_bytes, spec, config, gpu_bytes=gpu_bytes):
         return False
     # vLLM fails if less memory is free after it fell asleep, which may be before the trainer has compiled.
     weights = ModelSize.of(config, spec).on_each_gpu(spec)
     released = weights + kv_bytes(spec, config) / spec.engine_gpus
-    return stays == "all" or kept - _kept("state", spec, config, gpu_bytes=gpu_bytes) <= released
+    return (
+        contents == "all"
+        or resident_bytes - _kept("state", spec, config, gpu_bytes=gpu_bytes) <= released
+    )
 
 
 def _fits_beside_engines(
-    kept: float, spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int
+    resident_bytes: float, spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int
 ) -> bool:
     # If there are fewer KV heads than GPUs, each GPU of an engine has a copy of them.
     engine = ModelSize.of(config, spec).on_each_gpu(spec) + kv_bytes(spec, config) + ENGINE
     engines = spec.colocated_rollouts * spec.engine_gpus / spec.trainer.world_size
-    return kept + engines * engine <= _LARGEST_SHARE * gpu_bytes
+    return resident_bytes + engines * engine <= _LARGEST_SHARE * gpu_bytes
 
 
 def sleeping_memory(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -> float:
     """Returns the bytes that a colocated trainer keeps on each of its GPUs while rollouts decode."""
-    stays = resident_memory(spec, config, gpu_bytes=gpu_bytes)
-    return _kept(stays, spec, config, gpu_bytes=gpu_bytes)
+    contents = resident_memory(spec, config, gpu_bytes=gpu_bytes)
+    return _kept(contents, spec, config, gpu_bytes=gpu_bytes)
 
 
-def _kept(stays: Stays, spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -> float:
-    if stays == "all":
-        parts = trainer_memory(spec, config, gpu_bytes=gpu_bytes).parts
-        return _own_bytes(parts)
-    kept = sleeping_trainer_bytes(spec, config)
-    if stays == "state":
-        kept += state_memory(spec, config, gpu_bytes=gpu_bytes)
-    return SPARE * kept
+def _kept(contents: Stays, spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -> float:
+    if contents == "all":
+        sizes = trainer_memory(spec, config, gpu_bytes=gpu_bytes).parts
+        return _own_bytes(sizes)
+    resident_bytes = sleeping_trainer_bytes(spec, config)
+    if contents == "state":
+        resident_bytes += state_memory(spec, config, gpu_bytes=gpu_bytes)
+    return SPARE * resident_bytes
 
 
-def _own_bytes(parts: Mapping[str, float]) -> float:
+def _own_bytes(sizes: Mapping[str, float]) -> float:
     """Returns the bytes that a trainer's allocator reserves, without the memory of sleeping rollouts."""
-    return SPARE * sum(size for name, size in parts.items() if name != SLEEPING)
+    return SPARE * sum(size for name, size in sizes.items() if name != SLEEPING)
 
 
 _GB: Final = 1e9
@@ -232,11 +235,11 @@ def fitted(
     room = gpu_bytes - engines * engine
     for way in _CHECKPOINTING_ORDER:
         trainer = spec.trainer.model_copy(update={"activation_checkpointing": way})
-        chosen = spec.model_copy(update={"trainer": trainer})
-        memory = _memory_of(chosen, config, gpu_bytes=gpu_bytes)
+        fitted_spec = spec.model_copy(update={"trainer": trainer})
+        memory = _memory_of(fitted_spec, config, gpu_bytes=gpu_bytes)
         if (memory.reserved if engines else SPARE * memory.used) <= room:
             break
-    return chosen
+    return fitted_spec
 
 
 def _memory_of(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -> TrainerMemory:
@@ -258,7 +261,7 @@ def _stages(
     """Yields what each pipeline stage holds at most."""
     is_tied = bool(config.get_text_config().tie_word_embeddings)
     for number, layers in enumerate(division):
-        held = {
+        held_shapes = {
             name: size
             for name, size in shapes.items()
             if number in stages_of(name, division, is_tied=is_tied)
@@ -266,7 +269,7 @@ def _stages(
         # Micro-batches before the first backward pass: under 1F1B as many as there are stages from this
         # one on, and all if there are fewer of them than stages.
         num_packs = len(division) - min(number, 1)
-        yield _Stage(held, len(layers), num_packs, has_head=number == len(division) - 1)
+        yield _Stage(held_shapes, len(layers), num_packs, has_head=number == len(division) - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +317,7 @@ def _memory_of_stage(
         gathered = item * computed
         if not gathers_all:
             gathered = (1 + critics) * _gathered(trainer, config, shapes, item=item)
-    parts = {
+    sizes = {
         "weights, float32": _FLOAT32 * sharded,
         "weights, frozen": base / frozen_ranks if trainer.lora is not None else 0.0,
         "optimizer": load_callable(optimizer.state_bytes)(shapes) * (1 + critics) / ranks
@@ -332,22 +335,22 @@ def _memory_of_stage(
         "context": _CONTEXT,
     }
     if spec.topology.is_colocated:
-        parts[SLEEPING] = item * weights / spec.engine_gpus + _SLEEPING
+        sizes[SLEEPING] = item * weights / spec.engine_gpus + _SLEEPING
     if spec.needs_reference and not spec.topology.own_gpus("ref_logp"):
         reference = base if spec.teacher is None else item * weights
-        parts["reference"] = reference / frozen_ranks
+        sizes["reference"] = reference / frozen_ranks
         if _has_mesh(trainer) and not gathers_all:
-            parts["reference"] += _gathered(trainer, config, shapes, item=item)
-    cached = _CACHED_ACTIVATIONS * parts["activations"]
+            sizes["reference"] += _gathered(trainer, config, shapes, item=item)
+    cached = _CACHED_ACTIVATIONS * sizes["activations"]
     if ranks > 1 and gathers_all:
         # Whole gradients are freed in one stream, and sharded ones allocated in another.
-        cached += parts["gradients"]
-    moved = {False: (), "optimizer": ("optimizer",), True: STATE}[trainer.cpu_offload]
-    host = {name: parts.pop(name) for name in moved if name in parts}
+        cached += sizes["gradients"]
+    moved_names = {False: (), "optimizer": ("optimizer",), True: STATE}[trainer.cpu_offload]
+    host = {name: sizes.pop(name) for name in moved_names if name in sizes}
     host["activations"] = num_tokens * activations.there
     return TrainerMemory(
         total=gpu_bytes,
-        parts={name: size for name, size in parts.items() if size},
+        parts={name: size for name, size in sizes.items() if size},
         host={name: size for name, size in host.items() if size},
         cached=cached,
     )
@@ -360,8 +363,8 @@ def sleeping_trainer_bytes(spec: RunSpec, config: PretrainedConfig) -> float:
 
 def state_memory(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -> float:
     """Returns the bytes of a trainer on each GPU between two steps: weights, optimizer and reference."""
-    parts = trainer_memory(spec, config, gpu_bytes=gpu_bytes).parts
-    return sum(parts.get(name, 0.0) for name in STATE if name != "gradients")
+    sizes = trainer_memory(spec, config, gpu_bytes=gpu_bytes).parts
+    return sum(sizes.get(name, 0.0) for name in STATE if name != "gradients")
 
 
 def _has_mesh(trainer: TrainerSpec) -> bool:
@@ -412,8 +415,8 @@ def _outside(config: PretrainedConfig) -> int:
 def _max_micro_batch_tokens(spec: RunSpec) -> int:
     """Returns the max. tokens of a micro-batch on one rank: a longer sequence is a micro-batch by itself."""
     longest = spec.data.max_prompt_tokens + spec.rollout.max_response_tokens
-    own = -(-longest // spec.trainer.context_parallel)
-    return max(spec.trainer.tokens_per_micro_batch, own)
+    rank_tokens = -(-longest // spec.trainer.context_parallel)
+    return max(spec.trainer.tokens_per_micro_batch, rank_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -460,24 +463,27 @@ def _activations(
     eager = 0 if trainer.compile else 1
     inner = item * _feed_forward(shape) / trainer.tensor_parallel
     hidden = float(item * shape.hidden_size)
-    whole = _HIDDENS * hidden + attended + (_FEED_FORWARD + eager) * inner
-    whole += eager * _EAGER_NORMS * _FLOAT32 * shape.hidden_size
+    layer_bytes = _HIDDENS * hidden + attended + (_FEED_FORWARD + eager) * inner
+    layer_bytes += eager * _EAGER_NORMS * _FLOAT32 * shape.hidden_size
     recomputed = trainer.activation_checkpointing
     assert recomputed != "auto", "the caller chooses"
     if recomputed == "selective":
-        kept = [_SELECTED_HIDDENS * hidden + attended + _SELECTED_FEED_FORWARD * inner] * layers
+        layer_sizes = [
+            _SELECTED_HIDDENS * hidden + attended + _SELECTED_FEED_FORWARD * inner
+        ] * layers
     else:
-        kept = [
-            hidden if recomputed and number % recomputed == 0 else whole for number in range(layers)
+        layer_sizes = [
+            hidden if recomputed and number % recomputed == 0 else layer_bytes
+            for number in range(layers)
         ]
-    kept *= num_packs
+    layer_sizes *= num_packs
     # A layer that is recomputed temporarily has all of its activations.
-    again = whole if recomputed else 0.0
+    again = layer_bytes if recomputed else 0.0
     if not trainer.activation_offloading:
-        return _Activations(sum(kept) + again)
+        return _Activations(sum(layer_sizes) + again)
     if recomputed == "selective" and not trainer.compile:
-        return _Activations(sum(kept) + again, layers * hidden)
-    return _Activations(min(layers, _LAYERS_HERE) * max(kept) + again, sum(kept))
+        return _Activations(sum(layer_sizes) + again, layers * hidden)
+    return _Activations(min(layers, _LAYERS_HERE) * max(layer_sizes) + again, sum(layer_sizes))
 
 
 def _feed_forward(shape: Any) -> float:

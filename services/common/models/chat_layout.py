@@ -32,22 +32,24 @@ class ChatLayout:
     """True if the template ignores content that is text instead of a list of parts."""
 
 
-def chat_layout(template: str, added: Collection[str], render: Render) -> ChatLayout:
+def chat_layout(template: str, added_tokens: Collection[str], render: Render) -> ChatLayout:
     """Renders chats whose contents are marks, and returns what the template wrote around them.
 
     Args:
         template: Source of the template.
-        added: Texts of the tokens that may be control tokens.
+        added_tokens: Texts of the tokens that may be control tokens.
         render: Renders a chat.
     """
     try:
-        return _learned(_written(template, added), added, render)
+        return _learned(_written(template, added_tokens), added_tokens, render)
     except EvaluationStoppedError:  # whoever renders a chat gets the reason
-        return ChatLayout(control_tokens=frozenset(_written(template, added)))
+        return ChatLayout(control_tokens=frozenset(_written(template, added_tokens)))
 
 
-def _learned(tokens: set[str], added: Collection[str], render: Render) -> ChatLayout:
-    pattern = re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True))) or r"(?!)")
+def _learned(tokens: set[str], added_tokens: Collection[str], render: Render) -> ChatLayout:
+    pattern = re.compile(
+        "|".join(map(re.escape, sorted(added_tokens, key=len, reverse=True))) or r"(?!)"
+    )
     question, reply, next_question = (
         {"role": "user", "content": _QUESTION},
         {"role": "assistant", "content": _REPLY},
@@ -73,7 +75,7 @@ def _learned(tokens: set[str], added: Collection[str], render: Render) -> ChatLa
     before = pattern.findall((with_system or text).partition(_REPLY)[0])
     tokens |= {token for token in before if not _REASONING.search(token)}
     tokens |= set(pattern.findall(text.partition(_REPLY)[2])) | {stop or ""}
-    tokens |= _of_other_roles(tokens, added)
+    tokens |= _of_other_roles(tokens, added_tokens)
     return ChatLayout(
         control_tokens=frozenset(tokens - {""}),
         closing=closing,
@@ -82,7 +84,7 @@ def _learned(tokens: set[str], added: Collection[str], render: Render) -> ChatLa
     )
 
 
-def _of_other_roles(tokens: Collection[str], added: Collection[str]) -> set[str]:
+def _of_other_roles(tokens: Collection[str], added_tokens: Collection[str]) -> set[str]:
     """Returns added tokens that are spelled like those of the known roles, as ChatGLM's ``<|observation|>``.
 
     A template may join such a token from its marks and a message's role, so that it is nowhere in its source.
@@ -91,22 +93,23 @@ def _of_other_roles(tokens: Collection[str], added: Collection[str]) -> set[str]
         token
         for vocabulary_token in tokens
         for role in _ROLES
-        if (parts := vocabulary_token.partition(role))[1] and parts[0] and parts[2]
-        for token in added
-        if token.startswith(parts[0])
-        and token.endswith(parts[2])
-        and len(token) > len(parts[0]) + len(parts[2])
+        if (affixes := vocabulary_token.partition(role))[1] and affixes[0] and affixes[2]
+        for token in added_tokens
+        if token.startswith(affixes[0])
+        and token.endswith(affixes[2])
+        and len(token) > len(affixes[0]) + len(affixes[2])
         and (not _INNER.fullmatch(token) or token in tokens)
     }
 
 
-def _written(template: str, added: Collection[str]) -> set[str]:
+def _written(template: str, added_tokens: Collection[str]) -> set[str]:
     """Returns the added tokens in a template's source, without pairs of marks such as ``<think>``."""
-    tokens = {token for token in added if token in template}
+    tokens = {token for token in added_tokens if token in template}
     pairs = {
         token
         for token in tokens
-        if (match := _INNER.fullmatch(token)) and {f"<{match[2]}>", f"</{match[2]}>"} <= set(added)
+        if (match := _INNER.fullmatch(token))
+        and {f"<{match[2]}>", f"</{match[2]}>"} <= set(added_tokens)
     }
     return tokens - pairs - {token for token in tokens if _REASONING.search(token)}
 

@@ -102,9 +102,9 @@ def preset_config(path: str, *, vocab_size: int, eos_id: int, pad_id: int) -> di
         )
     model_type, hidden, layers, heads, kv_heads, intermediate = shape
     # Built-in tokenizers have the placeholder of images as their last token.
-    seen = {"image_token_id": vocab_size - 1} if model_type.endswith("_vl_text") else {}
+    image_keys = {"image_token_id": vocab_size - 1} if model_type.endswith("_vl_text") else {}
     return {
-        **seen,
+        **image_keys,
         "model_type": model_type,
         "architectures": [_CLASSES[model_type]],
         "vocab_size": vocab_size,
@@ -293,9 +293,9 @@ def _check_numbers(value: Any, key: str) -> None:
     """Raises ValueError for a number beyond any model."""
     if isinstance(value, int) and not isinstance(value, bool):
         leaf = key.rpartition(".")[2]
-        most = _MAX_COUNT if _COUNT.search(leaf) else _MAX_NUMBER
-        if abs(value) > most:
-            raise ValueError(f"{key} in its config.json is {value}, more than the limit of {most}")
+        limit = _MAX_COUNT if _COUNT.search(leaf) else _MAX_NUMBER
+        if abs(value) > limit:
+            raise ValueError(f"{key} in its config.json is {value}, more than the limit of {limit}")
     elif isinstance(value, dict):
         for name, inner in value.items():
             _check_numbers(inner, f"{key}.{name}" if key else str(name))

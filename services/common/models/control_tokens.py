@@ -65,8 +65,8 @@ class ControlTokens:
             if number >= len(self._spelled):  # the template wrote it
                 continue
             yield Piece(end, text[end : match.start()])
-            for part in self._spelled[number]:
-                yield Piece(match.start(), part)
+            for spelling in self._spelled[number]:
+                yield Piece(match.start(), spelling)
             end = match.end()
         yield Piece(end, text[end:])
 
@@ -82,38 +82,38 @@ class ControlTokens:
     def _spell(self, token: str) -> tuple[str, ...]:
         """Returns parts of a token that contain no control token."""
         half = len(token) // 2
-        parts = (token[:half], token[half:])
-        is_plain = not any(self._pattern.search(part) for part in parts)
-        return tuple(part for part in parts if part) if is_plain else tuple(token)
+        halves = (token[:half], token[half:])
+        is_plain = not any(self._pattern.search(text) for text in halves)
+        return tuple(text for text in halves if text) if is_plain else tuple(token)
 
 
 def without_first_space(backend: Tokenizer) -> Tokenizer | None:
     """Returns a copy of a tokenizer that marks no start of a text; None if the tokenizer marks none."""
-    parts = {"normalizer": backend.normalizer, "pre_tokenizer": backend.pre_tokenizer}
+    stages = {"normalizer": backend.normalizer, "pre_tokenizer": backend.pre_tokenizer}
     # The whole tokenizer is large: it is copied only if one of these parts marks starts.
-    if not any(part is not None and _marks_start(part) for part in parts.values()):
+    if not any(stage is not None and _marks_start(stage) for stage in stages.values()):
         return None
     content = json.loads(backend.to_str())
-    for name in parts:
+    for name in stages:
         content[name] = _unmarked(content[name])
     return Tokenizer.from_str(json.dumps(content))
 
 
-def _marks_start(part: Any) -> bool:
-    state = json.loads(part.__getstate__())
+def _marks_start(stage: Any) -> bool:
+    state = json.loads(stage.__getstate__())
     return bool(_unmarked(state) != state)
 
 
-def _unmarked(part: dict[str, Any] | None) -> dict[str, Any] | None:
+def _unmarked(stage: dict[str, Any] | None) -> dict[str, Any] | None:
     """Returns the configuration of a normalizer or a pre-tokenizer without the mark of a start."""
-    if part is None or part["type"] == "Prepend":
+    if stage is None or stage["type"] == "Prepend":
         return None
-    if part["type"] == "Sequence":
-        key = "normalizers" if "normalizers" in part else "pretokenizers"
-        inner = [_unmarked(item) for item in part[key]]
-        return {**part, key: [item for item in inner if item is not None]}
-    if part["type"] == "Metaspace":
-        return {**part, "prepend_scheme": "never"}
-    if part["type"] == "ByteLevel":
-        return {**part, "add_prefix_space": False}
-    return part
+    if stage["type"] == "Sequence":
+        key = "normalizers" if "normalizers" in stage else "pretokenizers"
+        inner = [_unmarked(item) for item in stage[key]]
+        return {**stage, key: [item for item in inner if item is not None]}
+    if stage["type"] == "Metaspace":
+        return {**stage, "prepend_scheme": "never"}
+    if stage["type"] == "ByteLevel":
+        return {**stage, "add_prefix_space": False}
+    return stage

@@ -186,10 +186,10 @@ def _read(process: subprocess.Popen[bytes], size: int, deadline: float) -> bytes
         left_s = deadline - time.monotonic()
         if left_s <= 0 or not poll.poll(left_s * 1000):
             raise TimeoutError
-        part = os.read(pipe, size - len(content))
-        if not part:
+        chunk = os.read(pipe, size - len(content))
+        if not chunk:
             raise EOFError
-        content += part
+        content += chunk
     return bytes(content)
 
 
@@ -206,8 +206,8 @@ def render(template: str, **arguments: Any) -> tuple[str, list[tuple[int, int]]]
 
     # transformers' annotation lists only the text.
     rendered: Any = render_jinja_template(chat_template=template, **arguments)
-    (text,), places = rendered
-    return text, places[0] if places else []
+    (text,), positions_of_texts = rendered
+    return text, positions_of_texts[0] if positions_of_texts else []
 
 
 CHATS: Final = Evaluator("template")
@@ -270,11 +270,11 @@ def _config() -> Callable[..., Any]:
 
 
 def _limit_memory() -> None:
-    used = (
+    used_bytes = (
         int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
         * resource.getpagesize()
     )
-    resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY_BYTES, used + _MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_AS, (used_bytes + _MEMORY_BYTES, used_bytes + _MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 

@@ -27,21 +27,21 @@ def checkpoint_names(
     Yields:
         Names and views.
     """
-    parts = _parts(config)
+    names = _parts(config)
     owner, is_expert, leaf = name.partition(".mlp.experts.")
-    if parts is None:
+    if names is None:
         yield name, value
     elif not is_expert:
-        yield name.replace(".mlp.", f".{parts.block}."), value
+        yield name.replace(".mlp.", f".{names.block}."), value
     else:
         for number, matrix in enumerate(value.unbind(), start=first):
-            stem = f"{owner}.{parts.block}.experts.{number}"
+            stem = f"{owner}.{names.block}.experts.{number}"
             if leaf == "down_proj":
-                yield f"{stem}.{parts.down}.weight", matrix
+                yield f"{stem}.{names.down}.weight", matrix
             else:
                 gate, up = matrix.chunk(2)
-                yield f"{stem}.{parts.gate}.weight", gate
-                yield f"{stem}.{parts.up}.weight", up
+                yield f"{stem}.{names.gate}.weight", gate
+                yield f"{stem}.{names.up}.weight", up
 
 
 def is_fused(name: str, config: Mapping[str, Any]) -> bool:
@@ -72,14 +72,14 @@ class RouterWatch:
 
     def __init__(self, model: nn.Module) -> None:
         self._chosen: dict[int, Tensor] = {}
-        for place, router in enumerate(routers_of(model)):
-            router.register_forward_hook(partial(self._note, place))
+        for layer, router in enumerate(routers_of(model)):
+            router.register_forward_hook(partial(self._note, layer))
 
     def chosen(self) -> Tensor:
         """Returns the experts chosen in the latest forward pass: ``[T, layers, K]`` indices."""
-        return torch.stack([self._chosen[place] for place in sorted(self._chosen)], 1)
+        return torch.stack([self._chosen[layer] for layer in sorted(self._chosen)], 1)
 
     def _note(
-        self, place: int, router: nn.Module, inputs: Any, output: tuple[Tensor, Tensor, Tensor]
+        self, layer: int, router: nn.Module, inputs: Any, output: tuple[Tensor, Tensor, Tensor]
     ) -> None:
-        self._chosen[place] = output[2]
+        self._chosen[layer] = output[2]

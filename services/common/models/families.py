@@ -176,8 +176,8 @@ def language_config(config: Mapping[str, Any], *, images: bool = False) -> dict[
                 entries = {n: value for n, value in table.items() if images or "mrope" not in n}
                 text[key] = entries | {n: "default" for n in entries if entries[n] == "mrope"}
     if images:
-        seen = {key: config[key] for key in (*_SEEN, "vision_config") if key in config}
-        return text | seen | {"model_type": f"{kind}_text"}
+        vision_keys = {key: config[key] for key in (*_SEEN, "vision_config") if key in config}
+        return text | vision_keys | {"model_type": f"{kind}_text"}
     return text | {"model_type": MULTIMODAL[kind]}
 
 
@@ -256,7 +256,7 @@ def _shape_problems(config: Mapping[str, Any], family: Family) -> Iterator[str]:
             f"model.path: num_attention_heads in its config.json is {heads}, which is not a multiple of "
             f"num_key_value_heads ({shared}); correct the file"
         )
-    count, chosen = num_experts(config), config.get("num_experts_per_tok") or 1
+    count, num_chosen = num_experts(config), config.get("num_experts_per_tok") or 1
     if family.routing is None or not count:
         return
     groups = num_kept = 1
@@ -271,9 +271,9 @@ def _shape_problems(config: Mapping[str, Any], family: Family) -> Iterator[str]:
             f"model.path: its config.json has {count} experts, n_group {groups} and topk_group {num_kept}; "
             "expected groups of equal size with at least 2 experts, and topk_group from 1 to n_group"
         )
-    elif chosen > (open_experts := count // groups * num_kept):
+    elif num_chosen > (open_experts := count // groups * num_kept):
         yield (
-            f"model.path: num_experts_per_tok in its config.json is {chosen}, but only {open_experts} "
+            f"model.path: num_experts_per_tok in its config.json is {num_chosen}, but only {open_experts} "
             "experts are available to a token"
         )
 
@@ -297,10 +297,10 @@ def _tensor_problems(config: Mapping[str, Any], tensor_parallel: int) -> Iterato
     names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
     sizes = {name: config[name] for name in names if config.get(name)}
     if uneven := {name: size for name, size in sizes.items() if size % tensor_parallel}:
-        shown = ", ".join(f"{name} is {size}" for name, size in uneven.items())
+        uneven_sizes = ", ".join(f"{name} is {size}" for name, size in uneven.items())
         yield (
-            f"trainer.tensor_parallel is {tensor_parallel}, but in the config.json of model.path {shown}, "
-            f"which must be multiples of it; set it to a divisor of {gcd(*sizes.values())}"
+            f"trainer.tensor_parallel is {tensor_parallel}, but in the config.json of model.path "
+            f"{uneven_sizes}, which must be multiples of it; set it to a divisor of {gcd(*sizes.values())}"
         )
 
 

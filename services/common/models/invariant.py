@@ -119,8 +119,10 @@ def invariant_products(
     count, tile = len(rows), _TILES[rows.device.type]
     if count % tile:
         rows = functional.pad(rows, (0, 0, 0, -count % tile))
-    parts = [_product(part, weight, tile, dtype) for part in rows.split(_MAX_ROWS)]
-    products = parts[0] if len(parts) == 1 else torch.cat(parts)
+    products_of_chunks = [_product(chunk, weight, tile, dtype) for chunk in rows.split(_MAX_ROWS)]
+    products = (
+        products_of_chunks[0] if len(products_of_chunks) == 1 else torch.cat(products_of_chunks)
+    )
     return products[:count].view(*states.shape[:-1], len(weight))
 
 
@@ -136,17 +138,17 @@ def _product(rows: Tensor, weight: Tensor, tile: int, dtype: torch.dtype | None)
         return _multiply(rows, weight, dtype)
     shape = (rows.device, rows.dtype, dtype, len(rows), *weight.shape)
     if shape not in _exact:
-        tried = torch.randn(rows.shape, generator=torch.Generator().manual_seed(0)).to(rows)
-        whole = _multiply(tried, weight, dtype)
-        if bool(whole.any()):  # adapters begin with zeros, which are equal in any order
-            _exact[shape] = torch.equal(whole, _by_tiles(tried, weight, tile, dtype))
+        random_rows = torch.randn(rows.shape, generator=torch.Generator().manual_seed(0)).to(rows)
+        whole_product = _multiply(random_rows, weight, dtype)
+        if bool(whole_product.any()):  # adapters begin with zeros, which are equal in any order
+            _exact[shape] = torch.equal(whole_product, _by_tiles(random_rows, weight, tile, dtype))
     if _exact.get(shape):
         return _multiply(rows, weight, dtype)
     return _by_tiles(rows, weight, tile, dtype)
 
 
 def _by_tiles(rows: Tensor, weight: Tensor, tile: int, dtype: torch.dtype | None) -> Tensor:
-    return torch.cat([_multiply(part, weight, dtype) for part in rows.split(tile)])
+    return torch.cat([_multiply(chunk, weight, dtype) for chunk in rows.split(tile)])
 
 
 def _multiply(rows: Tensor, weight: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -203,14 +205,14 @@ def invariant_attention(
     for row, (keys, values) in enumerate(zip(key, value, strict=True)):
         keys, values = (states.repeat_interleave(groups, 0) for states in (keys, values))
         for start in range(0, query.shape[2], _QUERIES):
-            part = slice(start, start + _QUERIES)
-            seen = visible[row, 0, part]
-            reach = math.ceil((int(seen[-1].nonzero()[-1]) + 1) / KEYS) * KEYS
-            output[row, :, part] = functional.scaled_dot_product_attention(
-                query[row, :, part].transpose(0, 1)[:, :, None],
-                keys[:, :reach].expand(len(seen), -1, -1, -1),
-                values[:, :reach].expand(len(seen), -1, -1, -1),
-                attn_mask=seen[:, None, None, :reach],
+            queries = slice(start, start + _QUERIES)
+            visible_keys = visible[row, 0, queries]
+            reach = math.ceil((int(visible_keys[-1].nonzero()[-1]) + 1) / KEYS) * KEYS
+            output[row, :, queries] = functional.scaled_dot_product_attention(
+                query[row, :, queries].transpose(0, 1)[:, :, None],
+                keys[:, :reach].expand(len(visible_keys), -1, -1, -1),
+                values[:, :reach].expand(len(visible_keys), -1, -1, -1),
+                attn_mask=visible_keys[:, None, None, :reach],
                 scale=scaling,
             )[:, :, 0].transpose(0, 1)
     return output

@@ -66,10 +66,16 @@ def read_weights(
         ValueError: If the folder lacks one of the tensors or cannot be read.
     """
     try:
-        other = open_other_weights(folder)
-        names = stored_names(folder) if other is None else other.names
-        reader = HuggingFaceStorageReader(str(folder)) if other is None else other.reader()
-        load_shards(as_stored(tensors, config, known=names), storage_reader=reader, no_dist=True)
+        other_weights = open_other_weights(folder)
+        names = stored_names(folder) if other_weights is None else other_weights.names
+        reader = (
+            HuggingFaceStorageReader(str(folder))
+            if other_weights is None
+            else other_weights.reader()
+        )
+        load_shards(
+            as_stored(tensors, config, expected_names=names), storage_reader=reader, no_dist=True
+        )
     except (CheckpointException, OSError, RuntimeError) as error:
         raise ValueError(
             f"model.path: weights in {folder} do not match its config.json: {error}"
@@ -80,46 +86,48 @@ def as_stored(
     tensors: Mapping[str, torch.Tensor],
     config: Mapping[str, Any],
     *,
-    known: Collection[str] = (),
+    expected_names: Collection[str] = (),
 ) -> dict[str, torch.Tensor]:
     """Returns tensors by their checkpoint names; fused experts are divided into those of this rank.
 
     Args:
         tensors: Tensors by their names in the model.
         config: The model's ``config.json``.
-        known: Names in the checkpoint that is read or replaced: its prefixes and fused experts are used.
+        expected_names: Names in the checkpoint that is read or replaced: with its prefixes and fused experts.
     """
     prefixes: tuple[str, ...] = next(
         (
             (decoder, head)
             for decoder, head in _PREFIXES
-            if f"{decoder}embed_tokens.weight" in known
-            and (head == _HEAD or f"{head}weight" in known)
+            if f"{decoder}embed_tokens.weight" in expected_names
+            and (head == _HEAD or f"{head}weight" in expected_names)
         ),
         (_DECODER, _HEAD),
     )
-    towers = [prefix for prefix in _TOWERS if any(name.startswith(prefix) for name in known)]
+    towers = [
+        prefix for prefix in _TOWERS if any(name.startswith(prefix) for name in expected_names)
+    ]
     prefixes = (towers[0] if towers else TOWER, *prefixes)
-    stored: dict[str, torch.Tensor] = {}
+    stored_tensors_by_name: dict[str, torch.Tensor] = {}
     for name, value in tensors.items():
-        if (whole := _prefixed(name, prefixes)) in known:
-            stored[whole] = value
+        if (whole_name := _prefixed(name, prefixes)) in expected_names:
+            stored_tensors_by_name[whole_name] = value
             continue
         first = 0
-        held = value
+        local_tensor = value
         if is_fused(name, config) and isinstance(value, DTensor):
-            place = value.shape, value.device_mesh, value.placements
-            first = compute_local_shape_and_global_offset(*place)[1][0]
-            held = value.to_local()
-        for stored_name, part in checkpoint_names(name, held, config, first=first):
-            stored[_prefixed(stored_name, prefixes)] = part
-    return stored
+            local_layout = value.shape, value.device_mesh, value.placements
+            first = compute_local_shape_and_global_offset(*local_layout)[1][0]
+            local_tensor = value.to_local()
+        for stored_name, tensor in checkpoint_names(name, local_tensor, config, first=first):
+            stored_tensors_by_name[_prefixed(stored_name, prefixes)] = tensor
+    return stored_tensors_by_name
 
 
 def _prefixed(name: str, prefixes: Sequence[str]) -> str:
-    for prefix, other in zip((TOWER, _DECODER, _HEAD), prefixes, strict=True):
+    for prefix, other_prefix in zip((TOWER, _DECODER, _HEAD), prefixes, strict=True):
         if name.startswith(prefix):
-            return other + name.removeprefix(prefix)
+            return other_prefix + name.removeprefix(prefix)
     return name
 
 
@@ -250,9 +258,9 @@ def _from_pretrained(
     has_other_format = is_folder(model.path) and open_other_weights(Path(model.path)) is not None
     if is_multimodal(model) or has_other_format:
         # transformers would load all towers, and knows no other formats.
-        built = build_model(config, dtype=dtype, device="cpu")
-        read_weights(stored_tensors(built), find_folder(model), config.to_dict())
-        return cast("PreTrainedModel", cast("nn.Module", built).to(device))
+        model_on_cpu = build_model(config, dtype=dtype, device="cpu")
+        read_weights(stored_tensors(model_on_cpu), find_folder(model), config.to_dict())
+        return cast("PreTrainedModel", cast("nn.Module", model_on_cpu).to(device))
     # The loading info is needed to report missing weights; otherwise they are initialized at
     # random.
     arguments = {**arguments, "ignore_mismatched_sizes": True, "output_loading_info": True}
@@ -272,9 +280,9 @@ def _check_found(findings: Mapping[str, Any]) -> None:
     lacking = sorted(findings["missing_keys"])
     if lacking:
         raise ValueError(f"the weight files lack {named(lacking)}, which config.json requires")
-    for name, held, expected in findings["mismatched_keys"]:
+    for name, model_shape, expected in findings["mismatched_keys"]:
         raise ValueError(
-            f"{name} has shape {list(held)} in the weight files, but {list(expected)} according to "
+            f"{name} has shape {list(model_shape)} in the weight files, but {list(expected)} according to "
             "config.json"
         )
 
@@ -284,17 +292,17 @@ _RELEASE_S: Final = 10.0
 _LOOK_EVERY_S: Final = 0.5
 
 
-def check_free_memory(needed: float, device: torch.device) -> None:
+def check_free_memory(needed_bytes: float, device: torch.device) -> None:
     """Checks that a GPU which this process has to itself has enough free memory.
 
     Args:
-        needed: Bytes that this process needs.
+        needed_bytes: Bytes that this process needs.
 
     Raises:
         ValueError: If other processes hold too much of the memory; the message names them.
     """
     deadline = time.monotonic() + _RELEASE_S
-    while shortage := _memory_of(device).shortage(needed):
+    while shortage := _memory_of(device).shortage(needed_bytes):
         if time.monotonic() > deadline:
             raise ValueError(shortage)
         time.sleep(_LOOK_EVERY_S)

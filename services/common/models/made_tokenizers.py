@@ -64,10 +64,10 @@ def make_builtin_tokenizer(name: str, *, images: bool = False) -> Tokenizer | No
     """
     if not is_builtin_tokenizer(name):
         return None
-    made = _bytes() if name == "bytes" else _chars(name.removeprefix(CHARS_PREFIX))
+    tokenizer = _bytes() if name == "bytes" else _chars(name.removeprefix(CHARS_PREFIX))
     if images:
-        made.add_special_tokens([IMAGE])
-    return made
+        tokenizer.add_special_tokens([IMAGE])
+    return tokenizer
 
 
 def builtin_vocabulary(name: str, *, images: bool = False) -> BuiltinVocabulary | None:
@@ -76,13 +76,13 @@ def builtin_vocabulary(name: str, *, images: bool = False) -> BuiltinVocabulary 
     Raises:
         ValueError: As :func:`make_builtin_tokenizer`.
     """
-    made = make_builtin_tokenizer(name, images=images)
-    if made is None:
+    tokenizer = make_builtin_tokenizer(name, images=images)
+    if tokenizer is None:
         return None
-    eos_id, pad_id = made.token_to_id(EOS), made.token_to_id(PAD)
+    eos_id, pad_id = tokenizer.token_to_id(EOS), tokenizer.token_to_id(PAD)
     assert eos_id is not None
     assert pad_id is not None
-    return BuiltinVocabulary(made.get_vocab_size(), eos_id, pad_id)
+    return BuiltinVocabulary(tokenizer.get_vocab_size(), eos_id, pad_id)
 
 
 def _chars(symbols: str) -> Tokenizer:

@@ -91,8 +91,8 @@ def quantize(weight: Tensor, kind: BaseDtype) -> tuple[Tensor, Tensor]:
     if kind == "int8":
         return (relative * _MAX_INT8).round_().to(torch.int8), scales
     steps = levels(weight.device)
-    chosen = torch.bucketize(relative, (steps[1:] + steps[:-1]) / 2, out_int32=True)
-    upper, lower = chosen.to(torch.uint8).view(-1, BLOCK // 2, 2).unbind(-1)
+    level_ids = torch.bucketize(relative, (steps[1:] + steps[:-1]) / 2, out_int32=True)
+    upper, lower = level_ids.to(torch.uint8).view(-1, BLOCK // 2, 2).unbind(-1)
     return upper << 4 | lower, scales
 
 
@@ -111,8 +111,8 @@ def unpack(values: Tensor, scales: Tensor, levels: Tensor) -> Tensor:
     if values.dtype == torch.int8:
         relative = values.float() * (1.0 / _MAX_INT8)
     else:
-        chosen = torch.stack((values >> 4, values & 15), -1).int()
-        relative = levels[chosen].flatten(1)
+        level_ids = torch.stack((values >> 4, values & 15), -1).int()
+        relative = levels[level_ids].flatten(1)
     return (relative * scales.float()[:, None]).to(scales.dtype)
 
 

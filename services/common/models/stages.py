@@ -43,10 +43,10 @@ def stage_layers(num_layers: int, num_stages: int, *, head: float = 0.0) -> list
 
 def _even(num_layers: int, num_stages: int) -> list[int]:
     """Returns the number of layers of each stage but the last."""
-    others = range(num_stages - 1)
-    counts = [num_layers // len(others)] * len(others)
-    by_distance = sorted(others, key=lambda stage: abs(2 * stage + 1 - num_stages))
-    for stage in by_distance[: num_layers % len(others)]:
+    decoder_stages = range(num_stages - 1)
+    counts = [num_layers // len(decoder_stages)] * len(decoder_stages)
+    by_distance = sorted(decoder_stages, key=lambda stage: abs(2 * stage + 1 - num_stages))
+    for stage in by_distance[: num_layers % len(decoder_stages)]:
         counts[stage] += 1
     return counts
 

@@ -332,12 +332,12 @@ class Tokenizer:
         template = self.chat_template
         if not template or template == _CHAT_TEMPLATE:
             return ChatLayout()
-        added = [
+        added_tokens = [
             token
             for token in (*self._special_tokens, *self._added_tokens)
             if token in self._special_tokens or _MARK.fullmatch(token)
         ]
-        return chat_layout(template, added, self._render_plainly)
+        return chat_layout(template, added_tokens, self._render_plainly)
 
     def _render_plainly(self, messages: Sequence[Mapping[str, Any]]) -> str:
         arguments = {**self._inner.special_tokens_map, **self._template_arguments}
@@ -452,11 +452,11 @@ def _texts_of(content: Any) -> list[str]:
     if not isinstance(content, Sequence) or isinstance(content, str):
         return []
     texts = [
-        part["text"]
-        for part in content
-        if isinstance(part, Mapping)
-        and part.get("type") == "text"
-        and isinstance(part.get("text"), str)
+        item["text"]
+        for item in content
+        if isinstance(item, Mapping)
+        and item.get("type") == "text"
+        and isinstance(item.get("text"), str)
     ]
     return texts if len(texts) == len(content) else []
 
@@ -522,8 +522,8 @@ def load_tokenizer(
         ValueError: If there is no such tokenizer; the message has the key and the fix.
     """
     name = tokenizer_name(model)
-    made = make_builtin_tokenizer(name, images=model.images)
-    inner = _pretrained(name, model) if made is None else _fast(made)
+    builtin_tokenizer = make_builtin_tokenizer(name, images=model.images)
+    inner = _pretrained(name, model) if builtin_tokenizer is None else _fast(builtin_tokenizer)
     stop_ids = [] if model.is_tiny else _end_ids(model)
     return Tokenizer(
         inner,
@@ -620,12 +620,14 @@ def check_teacher(spec: RunSpec) -> None:
     if spec.teacher is None or spec.teacher.is_policy:
         return
     ids = load_tokenizer(spec.model).vocabulary
-    others = load_tokenizer(spec.teacher).vocabulary
-    differing = sorted(ids.keys() ^ others.keys() | {t for t in ids if ids[t] != others.get(t)})
+    teacher_ids = load_tokenizer(spec.teacher).vocabulary
+    differing = sorted(
+        ids.keys() ^ teacher_ids.keys() | {t for t in ids if ids[t] != teacher_ids.get(t)}
+    )
     if differing:
         token = differing[0]
         raise ValueError(
-            f"teacher and model need the same tokenizer, but {len(differing)} of their {len(others)} and "
-            f"{len(ids)} tokens differ: {token!r} has id {others.get(token, 'none')} in teacher and "
+            f"teacher and model need the same tokenizer, but {len(differing)} of their {len(teacher_ids)} "
+            f"and {len(ids)} tokens differ: {token!r} has id {teacher_ids.get(token, 'none')} in teacher and "
             f"{ids.get(token, 'none')} in model; use a teacher of the same family"
         )

@@ -122,7 +122,7 @@ def _decoder_class(kind: str, base: Any) -> Any:
             image_places: Tensor | None = None,
             position_ids: Tensor | None = None,
             image_uses: Tensor | None = None,
-            **others: Any,
+            **arguments: Any,
         ) -> Any:
             """Computes hidden states.
 
@@ -137,7 +137,9 @@ def _decoder_class(kind: str, base: Any) -> Any:
                     sequence, which has each image once.
             """
             if pixel_values is None:
-                output = super().forward(input_ids=input_ids, position_ids=position_ids, **others)
+                output = super().forward(
+                    input_ids=input_ids, position_ids=position_ids, **arguments
+                )
                 if torch.is_grad_enabled() and next(self.visual.parameters()).requires_grad:
                     # Ranks reduce gradients together, so each must have those of the same parameters.
                     unused = 0 * _blank(self.visual)
@@ -153,10 +155,14 @@ def _decoder_class(kind: str, base: Any) -> Any:
                 ends = torch.full_like(firsts, input_ids.shape[1])
                 image_uses = torch.stack([numbers, firsts, ends], 1)
             merged = image_grid_thw[:, 1:] // self.visual.spatial_merge_size
-            places, rows, positions = _placed(position_ids[0], merged.tolist(), image_uses.tolist())
+            indices, rows, positions = _placed(
+                position_ids[0], merged.tolist(), image_uses.tolist()
+            )
             images = {"pixel_values": pixel_values, "image_grid_thw": image_grid_thw}
-            seen = _embedded(self, input_ids, places, rows, **images)
-            return super().forward(position_ids=positions[:, None], **seen, **others)
+            image_arguments_of_decoder = _embedded(self, input_ids, indices, rows, **images)
+            return super().forward(
+                position_ids=positions[:, None], **image_arguments_of_decoder, **arguments
+            )
 
         def position_offset(self, tensors: Mapping[str, Tensor]) -> int:
             """Returns what is added to the positions of tokens after a prompt with these inputs.
@@ -192,7 +198,7 @@ def image_arguments(
     pixels, grids, uses = list[Tensor](), list[Tensor](), list[list[int]]()
     for tensors, (start, end, depth) in zip(bundles, spans, strict=True):
         sizes = tensors["image_grid_thw"].prod(1).tolist()
-        for rows, grid, place in zip(
+        for rows, grid, grid_position in zip(
             tensors["pixel_values"].split(sizes),
             tensors["image_grid_thw"],
             tensors["image_places"],
@@ -204,7 +210,7 @@ def image_arguments(
                 distinct[key] = len(distinct)
                 pixels.append(rows)
                 grids.append(grid)
-            uses.append([distinct[key], start + int(place[1]) - depth, end])
+            uses.append([distinct[key], start + int(grid_position[1]) - depth, end])
     return {
         "pixel_values": torch.cat(pixels).to(device),
         "image_grid_thw": torch.stack(grids).to(device),
@@ -229,7 +235,7 @@ def rotary_positions(num_tokens: int, tensors: Mapping[str, Tensor], *, merge: i
 def _embedded(
     decoder: Any,
     input_ids: Tensor,
-    places: Tensor,
+    indices: Tensor,
     rows: Tensor,
     *,
     pixel_values: Tensor,
@@ -239,24 +245,24 @@ def _embedded(
 
     Args:
         input_ids: ``[1, T]``.
-        places: ``[F]`` places of the features, ascending.
+        indices: ``[F]`` places of the features, ascending.
         rows: ``[F]`` number of each feature among those of the distinct images.
 
     Raises:
         ValueError: If one of the places has no placeholder.
     """
-    if not bool((input_ids[0, places] == decoder.config.image_token_id).all()):
+    if not bool((input_ids[0, indices] == decoder.config.image_token_id).all()):
         raise ValueError("placeholders of images are not where image_places expects them")
     tower = decoder.visual
-    seen = tower(pixel_values.to(tower.dtype), grid_thw=image_grid_thw, return_dict=True)
+    tower_output = tower(pixel_values.to(tower.dtype), grid_thw=image_grid_thw, return_dict=True)
     embedded = decoder.embed_tokens(input_ids)
-    features = seen.pooler_output.to(embedded.dtype)[rows]
-    arguments = {"inputs_embeds": embedded[0].index_copy(0, places, features)[None]}
-    deepstack = getattr(seen, "deepstack_features", None)
+    features = tower_output.pooler_output.to(embedded.dtype)[rows]
+    arguments = {"inputs_embeds": embedded[0].index_copy(0, indices, features)[None]}
+    deepstack = getattr(tower_output, "deepstack_features", None)
     if deepstack is None:
         return arguments
     mask = torch.zeros_like(input_ids, dtype=torch.bool)
-    mask[0, places] = True
+    mask[0, indices] = True
     deepstack = [layer_features[rows] for layer_features in deepstack]
     return {**arguments, "visual_pos_masks": mask, "deepstack_visual_embeds": deepstack}
 
@@ -268,8 +274,11 @@ def _blank(tower: Any) -> Tensor:
     values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     pixels = torch.zeros(size * size, values, device=weight.device, dtype=tower.dtype)
     grid = torch.tensor([[1, size, size]], device=weight.device)
-    seen = tower(pixels, grid_thw=grid, return_dict=True)
-    features = [seen.pooler_output, *(getattr(seen, "deepstack_features", None) or ())]
+    tower_output = tower(pixels, grid_thw=grid, return_dict=True)
+    features = [
+        tower_output.pooler_output,
+        *(getattr(tower_output, "deepstack_features", None) or ()),
+    ]
     return torch.stack([feature.sum() for feature in features]).sum()
 
 
@@ -292,7 +301,7 @@ def _placed(
     """
     device = depths.device
     starts = [0, *accumulate(rows * columns for rows, columns in sizes)]
-    places, numbers, positions = [], [], depths.expand(3, -1).clone()
+    indices, numbers, positions = [], [], depths.expand(3, -1).clone()
     for number, first, end in uses:
         rows, columns = sizes[number]
         count = rows * columns
@@ -302,15 +311,15 @@ def _placed(
                 "first placeholder on"
             )
         image = torch.arange(count, device=device)
-        place = first + image
+        image_tokens = first + image
         grid = torch.stack([torch.zeros_like(image), image // columns, image % columns])
         # Earlier images of the sequence have shifted the first position.
-        positions[:, place] = positions[:, first : first + 1] + grid
+        positions[:, image_tokens] = positions[:, first : first + 1] + grid
         after = slice(first + count, end)
         positions[:, after] += max(rows, columns) - count
-        places.append(place)
+        indices.append(image_tokens)
         numbers.append(starts[number] + image)
-    return torch.cat(places), torch.cat(numbers), positions
+    return torch.cat(indices), torch.cat(numbers), positions
 
 
 def _causal_class(text: Any, decoder: Any) -> Any:

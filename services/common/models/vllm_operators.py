@@ -149,9 +149,9 @@ def norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
     """Returns ``silu(gate) * up``."""
-    both = torch.cat([gate, up], -1)
+    gate_and_up = torch.cat([gate, up], -1)
     output = torch.empty_like(gate)
-    _vllm().gated(output, both)
+    _vllm().gated(output, gate_and_up)
     return output
 
 
@@ -286,17 +286,17 @@ class _Computed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        needed = ctx.needs_input_grad[2:]
+        are_needed = ctx.needs_input_grad[2:]
         with torch.enable_grad():
             inputs = [
                 leaf.detach().requires_grad_(is_needed)
-                for leaf, is_needed in zip(ctx.saved_tensors, needed, strict=True)
+                for leaf, is_needed in zip(ctx.saved_tensors, are_needed, strict=True)
             ]
             outputs = ctx.formula(*inputs)
         grad_of = iter(
             torch.autograd.grad(outputs, [leaf for leaf in inputs if leaf.requires_grad], grads)
         )
-        return None, None, *(next(grad_of) if is_needed else None for is_needed in needed)
+        return None, None, *(next(grad_of) if is_needed else None for is_needed in are_needed)
 
 
 def computed(compute: Callable[..., Any], formula: Callable[..., Any], *inputs: Tensor) -> Any:
@@ -360,8 +360,8 @@ def _attention_forward(
 
     def compute(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         flat = query.flatten(0, 1).flatten(1), key.flatten(0, 1).flatten(1)
-        turned = rotated(*flat, positions=positions, table=table, size=size)
-        return turned[0].view(query.shape), turned[1].view(key.shape)
+        rotated_heads = rotated(*flat, positions=positions, table=table, size=size)
+        return rotated_heads[0].view(query.shape), rotated_heads[1].view(key.shape)
 
     query, key = computed(compute, partial(_rotation, table[positions]), query, key)
     attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]  # noqa: SLF001 -- as transformers

@@ -28,19 +28,19 @@ def file_problems(folder: Path) -> Iterator[str]:
         return
     for name, tensors in names.items():
         try:
-            held = _head(folder / name)
+            stored_entries = _head(folder / name)
         except ValueError as error:
             yield str(error)
             continue
-        if lacking := sorted(set(tensors) - set(held)):
+        if lacking := sorted(set(tensors) - set(stored_entries)):
             yield (
                 f"{folder / name} lacks {named(lacking)}, which {_INDEX} lists; download both again"
             )
-        others = {entry["dtype"] for entry in held.values()} - set(_TRAINED)
-        if others:
+        other_dtypes = {entry["dtype"] for entry in stored_entries.values()} - set(_TRAINED)
+        if other_dtypes:
             yield (
-                f"{folder / name} has weights of dtype {', '.join(sorted(others))}, which is not supported; "
-                "use a copy in bfloat16"
+                f"{folder / name} has weights of dtype {', '.join(sorted(other_dtypes))}, which is not "
+                "supported; use a copy in bfloat16"
             )
 
 
@@ -65,13 +65,13 @@ def _files(folder: Path) -> Mapping[str, list[str]] | None:
     if not (folder / _INDEX).is_file():
         return None
     try:
-        places = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
-        names: dict[str, list[str]] = {file: [] for file in sorted(set(places.values()))}
+        files_by_tensor = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
+        names: dict[str, list[str]] = {file: [] for file in sorted(set(files_by_tensor.values()))}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{folder / _INDEX} has no weight_map ({error}); download it again"
         ) from error
-    for tensor, file in places.items():
+    for tensor, file in files_by_tensor.items():
         names[file].append(tensor)
     return names
 
@@ -90,13 +90,13 @@ def _head(path: Path) -> dict[str, dict[str, Any]]:
         text = file.read(length) if length <= min(size, _MAX_HEADER_BYTES) else b""
     try:
         head = json.loads(text)
-        held = {name: entry for name, entry in head.items() if name != "__metadata__"}
-        end = max((entry["data_offsets"][1] for entry in held.values()), default=0)
+        entries = {name: entry for name, entry in head.items() if name != "__metadata__"}
+        end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{path} is not a complete safetensors file: it has no valid header, as after an incomplete "
             "download or a Git LFS pointer; download it again"
         ) from error
-    if (whole := _LENGTH_BYTES + length + end) != size:
-        raise ValueError(f"{path} has {size} bytes, expected {whole}; download it again")
-    return held
+    if (expected_bytes := _LENGTH_BYTES + length + end) != size:
+        raise ValueError(f"{path} has {size} bytes, expected {expected_bytes}; download it again")
+    return entries

@@ -34,10 +34,10 @@ class RenewedChannel:
 
     def current(self) -> grpc.aio.Channel:
         """Returns the channel with the newest certificate."""
-        shown = self._tls.current()
-        if shown is not self._shown:
-            self._channels.append(self._open(shown))
-            self._shown = shown
+        configuration = self._tls.current()
+        if configuration is not self._shown:
+            self._channels.append(self._open(configuration))
+            self._shown = configuration
         return self._channels[-1]
 
     def unary_unary(self, method: str, *arguments: Any, **options: Any) -> "_Method":

@@ -109,12 +109,12 @@ def without_aliases(document: Mapping[str, Any]) -> Renamed:
     _resume_mode(result)
     split_aliases = set[str]()
     for name, alias in _ALIASES.items():
-        part, _, leaf = name.partition(".")
-        group = result.document.get(part)
+        group_name, _, leaf = name.partition(".")
+        group = result.document.get(group_name)
         if isinstance(group, dict) and leaf in group:
             _rename(result, name, group.pop(leaf), alias)
             if alias.key in (_TASK_GROUPS, _RATIOS):
-                split_aliases.add(part)
+                split_aliases.add(group_name)
     if "trainer" in split_aliases:
         _count_gpus(result)
     if split_aliases:
@@ -171,12 +171,12 @@ def _count_without_groups(document: dict[str, Any], set_keys: Collection[str]) -
         return
     try:
         topology = TopologySpec.model_validate(document["topology"])
-        placed = topology.place()
+        placement = topology.place()
         engine = engine_kind(rollout.get("engine", "torch"))
         engine_gpus = engine.num_gpus(rollout.get("engine_arguments", {}))
     except (ValueError, KeyError, AttributeError):
         return  # it is reported with its key
-    if len(placed.groups) != len(_COUNTS):
+    if len(placement.groups) != len(_COUNTS):
         return
     for name in _SPLIT:
         document["topology"].pop(name, None)
@@ -188,8 +188,8 @@ def _count_without_groups(document: dict[str, Any], set_keys: Collection[str]) -
 
 def _is_set(key: str, document: Mapping[str, Any], set_keys: Collection[str]) -> bool:
     """Returns True if a key has a value that a user has just set."""
-    part, _, name = key.partition(".")
-    group = document.get(part)
+    group_name, _, name = key.partition(".")
+    group = document.get(group_name)
     has_value = isinstance(group, Mapping) and group.get(name) is not None
     return has_value and any(f"{key}.".startswith(f"{set_key}.") for set_key in set_keys)
 
@@ -197,8 +197,8 @@ def _is_set(key: str, document: Mapping[str, Any], set_keys: Collection[str]) ->
 def _remove(document: dict[str, Any], key: str) -> None:
     *parents, name = key.split(".")
     group: Any = document
-    for part in parents:
-        group = group.get(part) if isinstance(group, dict) else None
+    for parent in parents:
+        group = group.get(parent) if isinstance(group, dict) else None
     if isinstance(group, dict):
         group.pop(name, None)
 
@@ -209,8 +209,8 @@ def _rename(result: Renamed, name: str, value: Any, alias: _Alias) -> None:
     for key, meant in alias.values(alias.key, value).items():
         *parents, leaf = key.split(".")
         target: Any = result.document
-        for part in parents:
-            target = target.setdefault(part, {}) if isinstance(target, dict) else None
+        for parent in parents:
+            target = target.setdefault(parent, {}) if isinstance(target, dict) else None
         if not isinstance(target, dict):
             continue  # its type is reported
         if target.setdefault(leaf, meant) != meant and key == alias.key:

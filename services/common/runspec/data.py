@@ -155,7 +155,9 @@ def _form(value: object) -> str:
     """Returns the form in which prompts are given: one set, or several by name."""
     if not isinstance(value, Mapping) or not value or value.keys() & PromptSourceSpec.model_fields:
         return ONE_SET
-    are_parts = all(isinstance(part, Mapping | PromptSourceSpec | None) for part in value.values())
+    are_parts = all(
+        isinstance(dataset, Mapping | PromptSourceSpec | None) for dataset in value.values()
+    )
     return SEVERAL_SETS if are_parts else ONE_SET
 
 
@@ -255,15 +257,15 @@ class DataSpec(SpecPart):
         """All sets by split; the prefix ``data.`` makes a split the key of its set."""
         return {**self.train_sets, **self.heldout_sets}
 
-    def prompt_column_of(self, part: PromptSourceSpec) -> str:
-        return part.prompt_column or self.prompt_column
+    def prompt_column_of(self, dataset: PromptSourceSpec) -> str:
+        return dataset.prompt_column or self.prompt_column
 
-    def answer_column_of(self, part: PromptSourceSpec) -> str | None:
+    def answer_column_of(self, dataset: PromptSourceSpec) -> str | None:
         """Returns the column with the expected answer in a set; None if it has none."""
-        return part.answer_column or self.answer_column
+        return dataset.answer_column or self.answer_column
 
-    def prompt_template_of(self, part: PromptSourceSpec) -> str:
-        return self.prompt_template if part.prompt_template is None else part.prompt_template
+    def prompt_template_of(self, dataset: PromptSourceSpec) -> str:
+        return self.prompt_template if dataset.prompt_template is None else dataset.prompt_template
 
 
 def _by_split(
@@ -271,7 +273,7 @@ def _by_split(
 ) -> dict[str, PromptSourceSpec]:
     if isinstance(sets, PromptSourceSpec):
         return {kind: sets}
-    return {f"{kind}.{name}": part for name, part in sets.items()}
+    return {f"{kind}.{name}": dataset for name, dataset in sets.items()}
 
 
 def kind_of(split: str) -> str:
@@ -297,4 +299,4 @@ def set_documents(data: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]
         if "source" in sets:
             yield f"data.{kind}", sets
         else:
-            yield from ((f"data.{kind}.{name}", part) for name, part in sets.items())
+            yield from ((f"data.{kind}.{name}", dataset) for name, dataset in sets.items())

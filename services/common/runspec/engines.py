@@ -115,8 +115,8 @@ class EngineKind:
             ValueError: If a size is not a positive integer.
         """
         sizes = {name: _size(name, arguments) for name in self.gpu_arguments}
-        for name, other in self.shared_gpu_arguments.items():
-            if arguments.get(other):
+        for name, shared_argument in self.shared_gpu_arguments.items():
+            if arguments.get(shared_argument):
                 sizes[name] = 1
         return prod(sizes.values())
 

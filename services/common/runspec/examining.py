@@ -104,11 +104,13 @@ class ValidationResult:
 
 def validate_spec(document: Mapping[str, Any]) -> ValidationResult:
     """Validates a mapping without aliases."""
-    mended, problems, wrong = deepcopy(dict(document)), list[str](), set[str]()
-    removed: dict[str, str] = {}  # problem of each key that is null although it may be left out
+    repaired, problems, wrong = deepcopy(dict(document)), list[str](), set[str]()
+    null_problems: dict[
+        str, str
+    ] = {}  # problem of each key that is null although it may be left out
     for _ in range(_MAX_ROUNDS):
         try:
-            spec = RunSpec.model_validate(mended)
+            spec = RunSpec.model_validate(repaired)
         except ValidationError as error:
             new = [item for item in error.errors() if _key(_place(item)) not in wrong]
             by_place: dict[tuple[int | str, ...], list[Any]] = {}
@@ -118,26 +120,30 @@ def validate_spec(document: Mapping[str, Any]) -> ValidationResult:
                 problems += [_problem(items) for items in [*by_place.values()][:_MAX_PROBLEMS]]
                 problems.append(f"{len(by_place) - _MAX_PROBLEMS} more keys are wrong")
                 return ValidationResult(None, tuple(problems))
-            for place, items in by_place.items():
+            for loc, items in by_place.items():
                 problems.append(_problem(items))
-                is_null_key = items[0]["input"] is None and not isinstance(place[-1], int)
-                if is_null_key and not is_required(_name_of(place)):
-                    removed[_key(place)] = problems[-1]
+                is_null_key = items[0]["input"] is None and not isinstance(loc[-1], int)
+                if is_null_key and not is_required(_name_of(loc)):
+                    null_problems[_key(loc)] = problems[-1]
             wrong |= {*map(_key, by_place)}
             num_mended = sum(
-                _repair(mended, place, has_stand_in=_key(place) not in removed)
-                for place in by_place
+                _repair(repaired, loc, has_stand_in=_key(loc) not in null_problems)
+                for loc in by_place
             )
             if num_mended < max(len(by_place), 1):
                 break
         else:
-            result = ValidationResult(spec, (), frozenset(wrong - removed.keys()))
+            result = ValidationResult(spec, (), frozenset(wrong - null_problems.keys()))
             all_across = chain(_too_large(spec.model_dump(mode="json")), broken_rules(spec))
             across = [*islice(all_across, _MAX_PROBLEMS)]
             across = [line for line in across if not result.is_about_stand_ins(line)]
             # If a rule reports that a removed key is missing, its message replaces the one about null.
-            needed = [key for key in removed if any(_begins_with(line, key) for line in across)]
-            problems = [line for line in problems if line not in map(removed.get, needed)]
+            required_keys = [
+                key for key in null_problems if any(_begins_with(line, key) for line in across)
+            ]
+            problems = [
+                line for line in problems if line not in map(null_problems.get, required_keys)
+            ]
             problems += across
             return ValidationResult(spec, tuple(problems), frozenset(wrong))
     return ValidationResult(None, tuple(problems), frozenset(wrong))
@@ -154,9 +160,9 @@ def argument_problems(
         function: All its keyword-only parameters have annotations.
         key: Key of the specification that holds the arguments.
     """
-    called: Any = function.__init__ if inspect.isclass(function) else function
-    hints = get_type_hints(called, include_extras=True)
-    named = {
+    signature_owner: Any = function.__init__ if inspect.isclass(function) else function
+    hints = get_type_hints(signature_owner, include_extras=True)
+    parameters = {
         name: parameter
         for name, parameter in inspect.signature(function).parameters.items()
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY
@@ -166,7 +172,7 @@ def argument_problems(
             hints[name],
             ... if parameter.default is inspect.Parameter.empty else parameter.default,
         )
-        for name, parameter in named.items()
+        for name, parameter in parameters.items()
     }
     model = create_model(
         "Arguments",
@@ -186,11 +192,11 @@ def argument_problems(
         by_place: dict[tuple[int | str, ...], list[Any]] = {}
         for item in error.errors():
             by_place.setdefault(_place(item), []).append(item)
-        for place, items in by_place.items():
-            name = f"{key}.{_key(place)}"
+        for loc, items in by_place.items():
+            name = f"{key}.{_key(loc)}"
             if items[0]["type"] == "extra_forbidden":
-                meant = did_you_mean(str(place[0]), tuple(named))
-                remedy = f"use one of {', '.join(named)}" if named else "remove it"
+                meant = did_you_mean(str(loc[0]), tuple(parameters))
+                remedy = f"use one of {', '.join(parameters)}" if parameters else "remove it"
                 yield f"{name}: is not a known key; {remedy}.{meant}"
             elif items[0]["type"] == "missing":
                 yield f"{name}: is required, but missing; see docs/rollouts.md for its meaning"
@@ -200,13 +206,13 @@ def argument_problems(
 
 def _place(error: Any) -> tuple[int | str, ...]:
     """Returns the location of an error without the names of forms and types."""
-    place = tuple(step for step in error["loc"] if step not in FORMS and step != "[key]")
-    is_of_type = error["type"].startswith(_OF_TYPES) and place != ()
-    return place[:-1] if is_of_type and _TYPE.fullmatch(str(place[-1])) else place
+    loc = tuple(step for step in error["loc"] if step not in FORMS and step != "[key]")
+    is_of_type = error["type"].startswith(_OF_TYPES) and loc != ()
+    return loc[:-1] if is_of_type and _TYPE.fullmatch(str(loc[-1])) else loc
 
 
-def _key(place: tuple[int | str, ...]) -> str:
-    return ".".join(map(str, place))
+def _key(loc: tuple[int | str, ...]) -> str:
+    return ".".join(map(str, loc))
 
 
 def _names(problem: str, key: str) -> bool:
@@ -219,32 +225,32 @@ def _begins_with(problem: str, key: str) -> bool:
     return re.match(rf"{re.escape(key)}(?!\w)", problem) is not None
 
 
-def _name_of(place: tuple[int | str, ...]) -> str:
+def _name_of(loc: tuple[int | str, ...]) -> str:
     """Returns the name of a key, with ``N`` for an index, and without the name of a set of prompts."""
-    if place[:1] == ("data",) and place[-1] in ("source", "path"):
-        return f"data.train.{place[-1]}"
-    return ".".join("N" if isinstance(step, int) else step for step in place)
+    if loc[:1] == ("data",) and loc[-1] in ("source", "path"):
+        return f"data.train.{loc[-1]}"
+    return ".".join("N" if isinstance(step, int) else step for step in loc)
 
 
-def _repair(document: dict[str, Any], place: tuple[int | str, ...], *, has_stand_in: bool) -> bool:
+def _repair(document: dict[str, Any], loc: tuple[int | str, ...], *, has_stand_in: bool) -> bool:
     """Removes a wrong key or replaces it by a stand-in; returns True on success."""
-    while place and isinstance(place[-1], int):
-        place = place[:-1]  # all of a list, if one of its items is wrong
-    if not place:
+    while loc and isinstance(loc[-1], int):
+        loc = loc[:-1]  # all of a list, if one of its items is wrong
+    if not loc:
         return False
     target: Any = document
-    for step in place[:-1]:
+    for step in loc[:-1]:
         try:
             target = target[step]
         except (KeyError, IndexError, TypeError):
             return False
     if not isinstance(target, dict):
         return False
-    name = _name_of(place)
+    name = _name_of(loc)
     if name in _STAND_INS and has_stand_in:
-        target[place[-1]] = deepcopy(_STAND_INS[name])
+        target[loc[-1]] = deepcopy(_STAND_INS[name])
     else:
-        target.pop(place[-1], None)
+        target.pop(loc[-1], None)
     return True
 
 
@@ -325,8 +331,8 @@ def _hint(errors: Sequence[Any], key: str) -> str:
         hint = "put it in a list: [...]"
     elif "string_pattern_mismatch" in types and key == "name" and (label := _label(value)):
         hint = f"did you mean {label!r}?"
-    elif types & {"int_parsing", "int_from_float"} and (whole := _whole(value)):
-        hint = f"write {whole}"
+    elif types & {"int_parsing", "int_from_float"} and (integer := _whole(value)):
+        hint = f"write {integer}"
     elif isinstance(value, str):
         expected = [
             error["ctx"]["expected"] for error in errors if error["type"] == "literal_error"
@@ -336,10 +342,10 @@ def _hint(errors: Sequence[Any], key: str) -> str:
     return f"; {hint}" if hint else ""
 
 
-def _hint_on_null(place: tuple[int | str, ...], types: Collection[str]) -> str:
-    if is_required(_name_of(place)):
+def _hint_on_null(loc: tuple[int | str, ...], types: Collection[str]) -> str:
+    if is_required(_name_of(loc)):
         return "the key is required"
-    if isinstance(place[-1], int):
+    if isinstance(loc[-1], int):
         return "remove the item"
     # ``--set`` can empty a list of the file, but remove no key.
     return "use [] for none, or remove the key" if "tuple_type" in types else "remove the key"

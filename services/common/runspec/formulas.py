@@ -34,13 +34,13 @@ class Formula:
     is_own: bool = False
     """True if the function is the user's own, which may have any arguments."""
 
-    def resolve(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def resolve(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Returns keyword arguments with defaults; those of a user's own function are unchanged.
 
         Raises:
             pydantic.ValidationError: If the built-in function has no such argument or rejects its value.
         """
-        return dict(given) if self.is_own else self.arguments.model_validate(given).model_dump()
+        return dict(values) if self.is_own else self.arguments.model_validate(values).model_dump()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,8 +54,8 @@ def fields_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, F
     """Yields the dotted keys below a part of the specification, groups first; ``N`` is an index."""
     for name, info in model.model_fields.items():
         yield f"{prefix}{name}", info
-        for below, part in parts_of(info):
-            yield from fields_of(part, f"{prefix}{name}.{below}")
+        for below, submodel in parts_of(info):
+            yield from fields_of(submodel, f"{prefix}{name}.{below}")
 
 
 def parts_of(info: FieldInfo) -> list[tuple[str, type[BaseModel]]]:

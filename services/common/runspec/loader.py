@@ -129,9 +129,11 @@ def draft_of(document: dict[str, Any], overrides: Sequence[str], *, folder: Path
 
 
 def _left_out(spec: RunSpec) -> frozenset[str]:
-    parts = (key.split(".") for key in MACHINE_KEYS)
+    keys = (key.split(".") for key in MACHINE_KEYS)
     return frozenset(
-        f"{part}.{name}" for part, name in parts if name not in getattr(spec, part).model_fields_set
+        f"{section}.{name}"
+        for section, name in keys
+        if name not in getattr(spec, section).model_fields_set
     )
 
 
@@ -266,13 +268,13 @@ class _Loader(yaml.SafeLoader):
     }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
+        earlier_keys: set[str] = set()
         for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE and key.value in seen:
+            if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE and key.value in earlier_keys:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"duplicate key {key.value!r}; keep one", key.start_mark
                 )
-            seen.add(str(key.value))
+            earlier_keys.add(str(key.value))
         return super().construct_mapping(node, deep)
 
     def construct_yaml_int(self, node: Any) -> Any:
@@ -394,9 +396,9 @@ def _resolve_sources(data: dict[str, Any], folder: Path) -> None:
             source["path"] = _absolute_callable(source["path"], folder)
 
 
-def _resolve_functions(part: dict[str, Any], keys: Sequence[str], folder: Path) -> None:
+def _resolve_functions(section: dict[str, Any], keys: Sequence[str], folder: Path) -> None:
     for key in keys:
-        part[key] = part[key] and _absolute_callable(part[key], folder)
+        section[key] = section[key] and _absolute_callable(section[key], folder)
 
 
 def _absolute_callable(reference: str, folder: Path) -> str:
@@ -419,14 +421,14 @@ def _apply_override(document: dict[str, Any], assignment: str) -> str:
     *parents, leaf = key.split(".")
     prepare_override(document, key)
     target: Any = document
-    for part in parents:
+    for parent in parents:
         if isinstance(target, list):
-            target = target[_index(key, part, target)]
+            target = target[_index(key, parent, target)]
         elif isinstance(target, dict):
-            target = target.setdefault(part, {})
+            target = target.setdefault(parent, {})
             if target is None or isinstance(target, _SCALARS):
                 raise SpecError(
-                    [f"--set {key}: expected {part!r} to be a mapping of keys, got a value"]
+                    [f"--set {key}: expected {parent!r} to be a mapping of keys, got a value"]
                 )
     if isinstance(target, list):
         target[_index(key, leaf, target)] = value
@@ -435,8 +437,8 @@ def _apply_override(document: dict[str, Any], assignment: str) -> str:
     return canonical_key(key)
 
 
-def _index(key: str, part: str, items: list[Any]) -> int:
-    is_index = part.isdecimal() and len(part) <= len(str(MAX_ITEMS))
-    if not is_index or int(part) >= len(items):
-        raise SpecError([f"--set {key}: {part!r} is not an index of a list of {len(items)} items"])
-    return int(part)
+def _index(key: str, step: str, items: list[Any]) -> int:
+    is_index = step.isdecimal() and len(step) <= len(str(MAX_ITEMS))
+    if not is_index or int(step) >= len(items):
+        raise SpecError([f"--set {key}: {step!r} is not an index of a list of {len(items)} items"])
+    return int(step)

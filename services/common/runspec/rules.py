@@ -129,7 +129,7 @@ def _curriculum(spec: RunSpec) -> Iterator[str]:
 
 def _weights(spec: RunSpec) -> Iterator[str]:
     sets = spec.data.train_sets.items()
-    weights = {f"data.{name}.weight": getattr(part, "weight", None) for name, part in sets}
+    weights = {f"data.{name}.weight": getattr(dataset, "weight", None) for name, dataset in sets}
     lacking = [key for key, weight in weights.items() if weight is None]
     if 0 < len(lacking) < len(weights):
         yield (
@@ -201,22 +201,22 @@ def _best(spec: RunSpec) -> Iterator[str]:
     best, key = spec.trainer.checkpoint.best, "trainer.checkpoint.best"
     if best is None:
         return
-    sets = {set_name(split): part for split, part in spec.data.heldout_sets.items()}
+    sets = {set_name(split): dataset for split, dataset in spec.data.heldout_sets.items()}
     if not sets:
         yield f"{key} compares held-out scores, but data.heldout is not set; set it, or remove {key}"
         return
-    every, saved = spec.validation.every, spec.trainer.checkpoint.every
-    if not every or not saved or every % saved:
+    every, checkpoint_every = spec.validation.every, spec.trainer.checkpoint.every
+    if not every or not checkpoint_every or every % checkpoint_every:
         fixed = (
             "validation.every to a multiple of trainer.checkpoint.every"
-            if saved
+            if checkpoint_every
             else f"trainer.checkpoint.every to a divisor of validation.every, for example {every}"
             if every
             else "both to the same number of steps"
         )
         yield (
             f"{key} needs a checkpoint of each version that is evaluated, but trainer.checkpoint.every is "
-            f"{saved} and validation.every is {every}; set {fixed}"
+            f"{checkpoint_every} and validation.every is {every}; set {fixed}"
         )
     if best.set is not None and best.set not in sets:
         yield (
@@ -231,8 +231,8 @@ def _best(spec: RunSpec) -> Iterator[str]:
                 f"set {key}.set to one of {', '.join(sets)}"
             )
         return
-    part = sets[best.set or next(iter(sets))]
-    set_count = part.samples_per_prompt if isinstance(part, HeldoutSetSpec) else None
+    dataset = sets[best.set or next(iter(sets))]
+    set_count = dataset.samples_per_prompt if isinstance(dataset, HeldoutSetSpec) else None
     count = spec.validation.samples_per_prompt if set_count is None else set_count
     if best.metric not in (metrics := _scores(count)) and not best.metric.startswith("reward/"):
         yield (
@@ -271,7 +271,7 @@ def demonstrations(spec: RunSpec) -> Iterator[str]:
             f"rollout.group_size is {rollout.group_size}, but {learns}, and each prompt has {count}; remove "
             f"the key, or set it to {count}"
         )
-    if count > 1 and any(data.answer_column_of(part) is None for part in data.sets.values()):
+    if count > 1 and any(data.answer_column_of(dataset) is None for dataset in data.sets.values()):
         yield f"data.answer_column is null, but {learns}; set it to the column with the preferred answers"
     if rollout.sampling.temperature != 1:
         yield (
@@ -288,8 +288,8 @@ def demonstrations(spec: RunSpec) -> Iterator[str]:
             f"rollout.rewards is set, but {learns} without rewards, and there are no held-out prompts; "
             "set data.heldout, or remove rollout.rewards or set it to []"
         )
-    for name, part in data.train_sets.items():
-        if part.source == "environment":
+    for name, dataset in data.train_sets.items():
+        if dataset.source == "environment":
             yield (
                 f"data.{name}.source is 'environment', which provides prompts without answers, but {learns}; "
                 "use a source with answers"
@@ -323,12 +323,12 @@ def _algorithm(algorithm: AlgorithmSpec, learns: str) -> Iterator[str]:
     for name in AlgorithmSpec.model_fields:
         value, default = getattr(algorithm, name), getattr(plain, name)
         if name not in common and value != default:
-            shown, fix = "set", "remove the key"
+            text, fix = "set", "remove the key"
             if isinstance(value, str | int | float):
                 # An override cannot remove a key.
-                shown, fix = in_yaml(value), f"remove the key, or set it to {in_yaml(default)}"
+                text, fix = in_yaml(value), f"remove the key, or set it to {in_yaml(default)}"
             yield (
-                f"algorithm.{name} is {shown}, but {learns} and samples no responses, so it would have no "
+                f"algorithm.{name} is {text}, but {learns} and samples no responses, so it would have no "
                 f"effect; {fix}"
             )
 
@@ -421,9 +421,9 @@ def _neighbours(spec: RunSpec) -> Iterator[str]:
     """Yields problems of tasks that share GPUs with other tasks, or have a group without their workers."""
     for group in spec.topology.place().groups:
         for kind in WORKERS.values():
-            others = [task for task in group.tasks if task not in kind.tasks]
+            other_tasks = [task for task in group.tasks if task not in kind.tasks]
             is_inside = "train" in group.tasks and not kind.is_required
-            if kind.is_alone and kind.task in group.tasks and others and not is_inside:
+            if kind.is_alone and kind.task in group.tasks and other_tasks and not is_inside:
                 yield (
                     f"topology.task_groups puts {', '.join(group.tasks)} on the same GPUs, but "
                     f"{kind.task} does not share its GPUs; put {kind.task} into its own group"
@@ -562,7 +562,7 @@ def teacher(spec: RunSpec) -> Iterator[str]:
             "algorithm.kl.placement, or use another advantage"
         )
     sets = spec.data.heldout_sets.values()
-    is_scored = spec.rollout.rewards or all(part.rewards for part in sets)
+    is_scored = spec.rollout.rewards or all(dataset.rewards for dataset in sets)
     if algorithm.advantage == "none" and not is_scored:
         yield (
             "data.heldout is set, but rollout.rewards, which score its answers, is not; set it (with "
@@ -636,15 +636,15 @@ def quota(spec: RunSpec, *, expert_bytes: int = 0) -> Iterator[str]:
     Args:
         expert_bytes: Bytes per token of the chosen experts, if they are stored.
     """
-    limit, needed = spec.transferqueue.quota_bytes, batch_bytes(spec, expert_bytes=expert_bytes)
+    limit, size = spec.transferqueue.quota_bytes, batch_bytes(spec, expert_bytes=expert_bytes)
     prompts, group_size = spec.trainer.prompts_per_step, spec.samples_per_group
     longest, token_bytes = spec.rollout.max_response_tokens, _token_bytes(spec) + expert_bytes
-    if needed > limit:
+    if size > limit:
         yield (
-            f"transferqueue.quota_bytes is {limit:,}, but a batch may take {needed:,}: "
+            f"transferqueue.quota_bytes is {limit:,}, but a batch may take {size:,}: "
             f"trainer.prompts_per_step ({prompts}) groups of {group_size} responses of up to "
             f"rollout.max_response_tokens ({longest}), {token_bytes} bytes a token, and training starts "
-            f"after all are stored; raise it, to {2 * needed} to leave room for the next batch"
+            f"after all are stored; raise it, to {2 * size} to leave room for the next batch"
         )
 
 
@@ -775,7 +775,7 @@ def problems(spec: RunSpec) -> Iterator[str]:
 
 
 def _rewards(spec: RunSpec) -> Iterator[str]:
-    are_scored = all(part.rewards for part in spec.data.train_sets.values())
+    are_scored = all(dataset.rewards for dataset in spec.data.train_sets.values())
     needs_none = spec.algorithm.num_demonstrations or spec.algorithm.advantage == "none"
     if not (spec.rollout.rewards or are_scored or needs_none):
         yield (
@@ -784,18 +784,24 @@ def _rewards(spec: RunSpec) -> Iterator[str]:
         )
     for key, rewards in spec.rewards.items():
         if key == "rollout.rewards":
-            prompt_sets = [part for part in spec.data.sets.values() if part.rewards is None]
-            has_answers = all(spec.data.answer_column_of(part) is not None for part in prompt_sets)
+            prompt_sets = [
+                dataset for dataset in spec.data.sets.values() if dataset.rewards is None
+            ]
+            has_answers = all(
+                spec.data.answer_column_of(dataset) is not None for dataset in prompt_sets
+            )
         else:
-            part = spec.data.sets[key.removeprefix("data.").removesuffix(".rewards")]
-            has_answers = spec.data.answer_column_of(part) is not None
+            dataset = spec.data.sets[key.removeprefix("data.").removesuffix(".rewards")]
+            has_answers = spec.data.answer_column_of(dataset) is not None
         yield from _rewards_of(key, rewards, has_answers=has_answers)
         yield from _missing_scores(key, rewards, spec)
-        most, size = spec.rollout.max_running_samples, spec.samples_per_group
-        if size > most and (compared := [item.name for item in rewards if item.sees != "response"]):
+        slots, size = spec.rollout.max_running_samples, spec.samples_per_group
+        if size > slots and (
+            compared := [item.name for item in rewards if item.sees != "response"]
+        ):
             yield (
                 f"{key}: {compared[0]!r} compares the responses of a group, but a group of {size} is split "
-                f"over several rollouts; set rollout.max_running_samples ({most}) to at "
+                f"over several rollouts; set rollout.max_running_samples ({slots}) to at "
                 f"least {size}"
             )
 
@@ -833,10 +839,12 @@ def _rewards_of(
                 f"{key}.sees is {reward.sees!r}, which is only for your own functions, but {key}.name is "
                 f"{reward.name!r}; use 'module:function', or remove {key}.sees"
             )
-        taken = {field.name for field in FIELDS}
-        if reward.column is not None and (reward.per == "response" or reward.column in taken):
+        field_names = {field.name for field in FIELDS}
+        if reward.column is not None and (reward.per == "response" or reward.column in field_names):
             cause = (
-                "it is a field of every sample" if reward.column in taken else "per is 'response'"
+                "it is a field of every sample"
+                if reward.column in field_names
+                else "per is 'response'"
             )
             yield (
                 f"{key}.column is {reward.column!r}, but {cause}; use another name, and set {key}.per to "
@@ -858,8 +866,8 @@ def _rewards_of(
 def _services(spec: RunSpec) -> Iterator[str]:
     """Yields problems of the addresses of teachers, agents and environments."""
     urls = {"teacher.url": spec.teacher.url} if spec.teacher is not None else {}
-    for split, part in spec.data.sets.items():
-        urls[f"data.{split}.teacher_url"] = getattr(part, "teacher_url", None)
+    for split, dataset in spec.data.sets.items():
+        urls[f"data.{split}.teacher_url"] = getattr(dataset, "teacher_url", None)
     if (workflow := spec.rollout.workflow) in ("agent", "environment"):
         urls[f"rollout.workflow_arguments.{workflow}"] = spec.rollout.workflow_arguments.get(
             workflow
@@ -1139,7 +1147,7 @@ def _quantization(spec: RunSpec) -> Iterator[str]:
     ):
         if value is not None and value not in supported:
             able = [
-                each for each, other in ENGINES.items() if value in getattr(other, _TABLES[key])
+                engine for engine, entry in ENGINES.items() if value in getattr(entry, _TABLES[key])
             ]
             yield (
                 f"rollout.{key} is {value!r}, which engine {name!r} does not support"
@@ -1292,10 +1300,10 @@ def _keys_of_others(
         return  # reported with all other keys
     plain, formula_entry = AlgorithmSpec(loss=algorithm.loss), table[name]
     users: dict[str, list[str]] = {}
-    for other, formula in table.items():
+    for user, formula in table.items():
         for item in formula.keys:
-            users.setdefault(item, []).append(other)
-    for item, others in users.items():
+            users.setdefault(item, []).append(user)
+    for item, users_of_key in users.items():
         value = getattr(algorithm, item)
         if item in formula_entry.keys or value == getattr(plain, item):
             continue
@@ -1306,7 +1314,7 @@ def _keys_of_others(
         )
         yield (
             f"algorithm.{item} is {value}, but has no effect with algorithm.{key} {name!r}; it is a key of "
-            f"{', '.join(others)}. Remove it{also}"
+            f"{', '.join(users_of_key)}. Remove it{also}"
         )
 
 
@@ -1397,7 +1405,7 @@ def _without_effect(spec: RunSpec) -> Iterator[str]:
     algorithm, rollout = spec.algorithm, spec.rollout
     is_shown = algorithm.num_demonstrations > 0
     taught = spec.teacher or TeacherSpec()
-    for key, is_used, needed in (
+    for key, is_used, condition in (
         ("data.demonstration", is_shown, "algorithm.loss 'sft', 'dpo' or 'reward_model'"),
         (
             "data.rejected_column",
@@ -1442,11 +1450,11 @@ def _without_effect(spec: RunSpec) -> Iterator[str]:
         if is_used:
             continue
         *path, name = key.split(".")
-        part = reduce(getattr, path, spec) or TeacherSpec()
-        value = getattr(part, name)
-        if value != type(part).model_fields[name].get_default(call_default_factory=True):
-            shown = repr(value) if isinstance(value, str | int | float) else "set"
-            yield f"{key} is {shown}, but has no effect without {needed}; remove it, or set that"
+        section = reduce(getattr, path, spec) or TeacherSpec()
+        value = getattr(section, name)
+        if value != type(section).model_fields[name].get_default(call_default_factory=True):
+            text = repr(value) if isinstance(value, str | int | float) else "set"
+            yield f"{key} is {text}, but has no effect without {condition}; remove it, or set that"
     if algorithm.correction_floor >= algorithm.correction_cap:
         yield (
             f"algorithm.correction_floor ({algorithm.correction_floor:g}) must be below "
@@ -1491,7 +1499,7 @@ def _groups(spec: RunSpec) -> Iterator[str]:
     least = algorithm.min_group_size
     is_sampled = algorithm.num_demonstrations == 0
     if algorithm.advantage_kind.compares_members and size == 1 and is_sampled:
-        others = [
+        other_advantages = [
             name
             for name, kind in ADVANTAGES.items()
             if not kind.compares_members and name not in ("none", "uniform")
@@ -1499,7 +1507,7 @@ def _groups(spec: RunSpec) -> Iterator[str]:
         yield (
             f"rollout.group_size is 1, but algorithm.advantage {algorithm.advantage!r} compares the "
             "responses of a group, so every advantage would be 0; raise it, or set algorithm.advantage to "
-            f"one of {', '.join(others)}, and algorithm.min_group_size to 1"
+            f"one of {', '.join(other_advantages)}, and algorithm.min_group_size to 1"
         )
     elif size < least:
         yield (
@@ -1527,10 +1535,11 @@ def _dynamic_sampling(spec: RunSpec) -> Iterator[str]:
         )
     begins = "algorithm.dynamic_sampling replaces groups whose advantages are all 0"
     if algorithm.advantage_kind.idle_groups is None:
-        others = [name for name, kind in ADVANTAGES.items() if kind.idle_groups]
+        other_advantages = [name for name, kind in ADVANTAGES.items() if kind.idle_groups]
         yield (
             f"{begins}, which does not follow from the rewards of a group with algorithm.advantage "
-            f"{algorithm.advantage!r}; remove it, or set algorithm.advantage to one of {', '.join(others)}"
+            f"{algorithm.advantage!r}; remove it, or set algorithm.advantage to one of "
+            f"{', '.join(other_advantages)}"
         )
     if algorithm.kl.coefficient > 0 and algorithm.kl.placement == "reward":
         yield (
@@ -1618,12 +1627,12 @@ def _quantized_base(spec: RunSpec, base_dtype: str) -> Iterator[str]:
 def _optimizer(spec: RunSpec) -> Iterator[str]:
     trainer, name = spec.trainer, spec.trainer.optimizer.kind
     takes_parts, takes_host = OPTIMIZERS[name].takes_parts, name in HOST_OPTIMIZERS
-    for key, value, needed, is_free in (
+    for key, value, required_value, is_free in (
         ("lora", trainer.lora, None, takes_parts),
         ("tensor_parallel", trainer.tensor_parallel, 1, takes_parts),
         ("cpu_offload", trainer.cpu_offload, False, takes_host),
     ):
-        if value != needed and not is_free:
+        if value != required_value and not is_free:
             yield (
                 f"trainer.optimizer.kind {name!r} takes full layers on the GPU only, but "
                 f"trainer.{key} is {'set' if key == 'lora' else value}; remove it, or use the optimizer "
@@ -1639,10 +1648,10 @@ def train_engine(spec: RunSpec) -> Iterator[str]:
         if value not in values:
             choices = " or ".join(map(in_yaml, values))
             # Of two engines, the other one may be what the run needs.
-            other = "stages" if key == "trainer.pipeline_parallel" else "fsdp"
+            other_engine = "stages" if key == "trainer.pipeline_parallel" else "fsdp"
             yield (
                 f"trainer.engine {name!r} supports {key} {choices} only, but it is {in_yaml(value)}; "
-                f"set {key} to {in_yaml(values[0])}, or trainer.engine to {other!r}"
+                f"set {key} to {in_yaml(values[0])}, or trainer.engine to {other_engine!r}"
             )
     if engine.serves_own_gpus:
         return

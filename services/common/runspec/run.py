@@ -394,8 +394,8 @@ class RunSpec(SpecPart):
         if self.teacher is None:
             return {}
         urls = {
-            split: getattr(part, "teacher_url", None) or self.teacher.url
-            for split, part in self.data.train_sets.items()
+            split: getattr(dataset, "teacher_url", None) or self.teacher.url
+            for split, dataset in self.data.train_sets.items()
         }
         return {split: url for split, url in urls.items() if url is not None}
 
@@ -443,7 +443,7 @@ class RunSpec(SpecPart):
     @property
     def is_rewarded(self) -> bool:
         """True if the samples that train have rewards."""
-        have_own = any(part.rewards for part in self.data.train_sets.values())
+        have_own = any(dataset.rewards for dataset in self.data.train_sets.values())
         is_scored = bool(self.rollout.rewards) or have_own
         return is_scored and not self.algorithm.num_demonstrations
 
@@ -520,7 +520,9 @@ class RunSpec(SpecPart):
     @property
     def rewards(self) -> dict[str, tuple[RewardSpec, ...]]:
         """The rewards by key: ``rollout.rewards``, and those of sets that have their own."""
-        sets = {f"data.{split}.rewards": part.rewards for split, part in self.data.sets.items()}
+        sets = {
+            f"data.{split}.rewards": dataset.rewards for split, dataset in self.data.sets.items()
+        }
         return {"rollout.rewards": self.rollout.rewards} | {
             key: rewards for key, rewards in sets.items() if rewards is not None
         }
@@ -537,16 +539,16 @@ class RunSpec(SpecPart):
     @property
     def reward_columns(self) -> tuple[str, ...]:
         """Columns of numbers per token that rewards fill for the loss or the advantage."""
-        named = {
+        columns = {
             spec.column for rewards in self.rewards.values() for spec in rewards if spec.column
         }
-        return tuple(sorted(named))
+        return tuple(sorted(columns))
 
     @property
     def needs_answers(self) -> bool:
         """True if the loss or a reward needs an expected answer in each row."""
-        named = {reward.name for rewards in self.rewards.values() for reward in rewards}
-        return self.algorithm.num_demonstrations > 1 or not named.isdisjoint(NEED_ANSWERS)
+        reward_names = {reward.name for rewards in self.rewards.values() for reward in rewards}
+        return self.algorithm.num_demonstrations > 1 or not reward_names.isdisjoint(NEED_ANSWERS)
 
     @property
     def samples_per_group(self) -> int:
@@ -611,10 +613,10 @@ class RunSpec(SpecPart):
         except ValidationError:
             return values  # it is reported with its key when the field itself is validated
         max_staleness = algorithm.max_staleness
-        places = _slots_per_rollout(
+        slots = _slots_per_rollout(
             rollout, trainer, max_staleness=max_staleness, replicas=rollout.replicas
         )
-        defaults = {"partial_rollout": max_staleness > 0, "max_running_samples": places}
+        defaults = {"partial_rollout": max_staleness > 0, "max_running_samples": slots}
         return {**values, "rollout": {**defaults, **values["rollout"]}}
 
     @model_validator(mode="before")
@@ -704,5 +706,5 @@ def _slots_per_rollout(
     rollout: RolloutSpec, trainer: TrainerSpec, *, max_staleness: int, replicas: int
 ) -> int:
     ahead = (max_staleness + 1) * trainer.prompts_per_step * rollout.group_size
-    most = engine_kind(rollout.engine).most_running
-    return max(_MIN_RUNNING, min(most, ahead // replicas))
+    max_running = engine_kind(rollout.engine).most_running
+    return max(_MIN_RUNNING, min(max_running, ahead // replicas))

@@ -157,11 +157,11 @@ def _check_ratios(ratios: Sequence[float]) -> None:
 
 
 def _largest_remainder(ratios: Sequence[float], units: int) -> list[int]:
-    wanted = [ratio * units for ratio in ratios]
-    counts = [math.floor(want + _NOISE) for want in wanted]
-    left = math.floor(sum(wanted) + _NOISE) - sum(counts)
-    remainders = [round(want - count, 9) for want, count in zip(wanted, counts, strict=True)]
-    for index in sorted(range(len(ratios)), key=lambda i: (-remainders[i], i))[:left]:
+    shares = [ratio * units for ratio in ratios]
+    counts = [math.floor(want + _NOISE) for want in shares]
+    num_remaining = math.floor(sum(shares) + _NOISE) - sum(counts)
+    remainders = [round(want - count, 9) for want, count in zip(shares, counts, strict=True)]
+    for index in sorted(range(len(ratios)), key=lambda i: (-remainders[i], i))[:num_remaining]:
         counts[index] += 1
     return counts
 
@@ -177,8 +177,8 @@ def _check_parallelism(group: Sequence[str], count: int, parallelism: Mapping[st
 
 
 def _pods(count: int, gpus_per_node: int) -> tuple[int, ...]:
-    whole, rest = divmod(count, gpus_per_node)
-    return (gpus_per_node,) * whole + ((rest,) if rest else ())
+    full_pods, rest = divmod(count, gpus_per_node)
+    return (gpus_per_node,) * full_pods + ((rest,) if rest else ())
 
 
 class ScoringSpec(SpecPart):

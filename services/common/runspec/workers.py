@@ -271,8 +271,10 @@ def possible_kinds(topology: TopologyView) -> Mapping[str, WorkerKind]:
 
     The others are only imported with task groups.
     """
-    others = [role for role in WORKERS if role not in _REQUIRED] if topology.task_groups else ()
-    return {role: WORKERS[role] for role in (*_REQUIRED, *others)}
+    further_roles = (
+        [role for role in WORKERS if role not in _REQUIRED] if topology.task_groups else ()
+    )
+    return {role: WORKERS[role] for role in (*_REQUIRED, *further_roles)}
 
 
 def worker_names(spec: SpecView) -> list[tuple[str, str]]:

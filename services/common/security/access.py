@@ -84,15 +84,15 @@ def check_peer_certificate(method: str, names: Iterable[bytes]) -> None:
         fitting = _NAMES_OF_SERVICES
     else:
         fitting = frozenset({peer_name("worker", bearer), ANY_WORKER})
-    shown = {name.decode("latin-1") for name in names}
-    if not shown & fitting:
+    peer_names = {name.decode("latin-1") for name in names}
+    if not peer_names & fitting:
         AUTH_FAILURES.labels("permission_denied").inc()
         _refusals.warning(
             "rejected a token with the certificate of another bearer", method=method, run=bearer
         )
         raise PermissionDeniedError(
             f"the token of {bearer} needs a certificate of {' or '.join(sorted(fitting))}, "
-            f"got {', '.join(sorted(shown)) or 'none'}",
+            f"got {', '.join(sorted(peer_names)) or 'none'}",
             method=method,
         )
 

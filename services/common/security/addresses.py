@@ -45,14 +45,14 @@ def hosts_in(text: str) -> set[str]:
         if match[0].partition(":")[0].lower() not in _FILES
     }
     stripped = text.strip()
-    if named := _HOST_AND_PORT.fullmatch(stripped):
-        hosts.add(named["host"].strip("[]").lower())
+    if address := _HOST_AND_PORT.fullmatch(stripped):
+        hosts.add(address["host"].strip("[]").lower())
     elif _is_ip(stripped.partition("/")[0]) or stripped.lower() == "localhost":
         hosts.add(stripped.partition("/")[0].strip("[]").lower())
-    for part in _SEPARATORS.split(text):
-        named = _HOST_AND_PORT.fullmatch(part)
-        host = (named["host"] if named else part.partition("/")[0]).strip("[]").lower()
-        is_local = not named and host.endswith((".internal", ".svc", ".cluster.local"))
+    for candidate in _SEPARATORS.split(text):
+        address = _HOST_AND_PORT.fullmatch(candidate)
+        host = (address["host"] if address else candidate.partition("/")[0]).strip("[]").lower()
+        is_local = not address and host.endswith((".internal", ".svc", ".cluster.local"))
         if is_local or (_is_ip(host) and re.search(r"\d", host)):
             hosts.add(host)
     return hosts
@@ -71,8 +71,8 @@ def host_of(text: str) -> str:
 
 def registry_of(image: str) -> str:
     """Returns the host of the registry that an image's name has; empty for the default registry."""
-    named = _IMAGE_REGISTRY.match(image)
-    return named["host"].strip("[]").lower() if named else ""
+    address = _IMAGE_REGISTRY.match(image)
+    return address["host"].strip("[]").lower() if address else ""
 
 
 def is_private(host: str) -> bool:

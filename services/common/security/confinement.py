@@ -286,10 +286,10 @@ class _Judge:
             yield from self._module(location, must_exist=must_exist)
 
     def _package(self, value: str) -> Iterator[str]:
-        if (named := _PLUGIN.fullmatch(value)) is None:
+        if (reference := _PLUGIN.fullmatch(value)) is None:
             yield f"expected the id of a plugin, such as 'owner/name@version', got {value!r}"
         else:
-            module = named["module"].replace("-", "_").lower()
+            module = reference["module"].replace("-", "_").lower()
             yield from self._module(module, must_exist=True)
 
     def _function(self, value: str) -> Iterator[str]:
@@ -387,16 +387,16 @@ def _names(spec: RunSpec) -> Iterator[tuple[str, Kind, Any]]:
     for split, rows in spec.data.sets.items() if is_played else ():
         if rows.source != "verifiers":  # otherwise the rows decide what runs
             yield f"data.{split}.source", "command", ["verifiers", rows.source]
-    for key, kind, value, part in _fields(spec, "", ""):
+    for key, kind, value, section in _fields(spec, "", ""):
         if kind == "rows":
-            assert isinstance(part, PromptSourceSpec)
-            yield key, _DATA_KINDS.get(part.source, "text"), value
-        elif kind == "row arguments" and getattr(part, "source", None) == "verifiers":
+            assert isinstance(section, PromptSourceSpec)
+            yield key, _DATA_KINDS.get(section.source, "text"), value
+        elif kind == "row arguments" and getattr(section, "source", None) == "verifiers":
             yield from _verifiers_names(key, value)
         elif kind == "image":
-            assert isinstance(part, SandboxSpec)
+            assert isinstance(section, SandboxSpec)
             if value:
-                yield key, "path" if part.kind == "bubblewrap" else "registry", value
+                yield key, "path" if section.kind == "bubblewrap" else "registry", value
         elif kind == "workflow arguments":
             yield from _workflow_names(spec, key, value)
         elif kind != "free":
@@ -404,29 +404,31 @@ def _names(spec: RunSpec) -> Iterator[tuple[str, Kind, Any]]:
             yield from ((name, judged, text) for name, text in _texts(value, key))
 
 
-def _fields(part: BaseModel, key: str, pattern: str) -> Iterator[tuple[str, Kind, Any, BaseModel]]:
+def _fields(
+    section: BaseModel, key: str, pattern: str
+) -> Iterator[tuple[str, Kind, Any, BaseModel]]:
     """Yields values of a specification: key, kind, value, and the part that holds it.
 
     Args:
         pattern: The same prefix in the notation of :data:`KINDS`.
     """
-    for name, value in part:
-        yield from _field(value, f"{key}{name}", f"{pattern}{name}", part)
+    for name, value in section:
+        yield from _field(value, f"{key}{name}", f"{pattern}{name}", section)
 
 
 def _field(
-    value: Any, key: str, pattern: str, part: BaseModel
+    value: Any, key: str, pattern: str, section: BaseModel
 ) -> Iterator[tuple[str, Kind, Any, BaseModel]]:
     if isinstance(value, BaseModel):
         yield from _fields(value, f"{key}.", f"{pattern}.")
     elif isinstance(value, tuple) and any(isinstance(inner, BaseModel) for inner in value):
         for index, inner in enumerate(value):
-            yield from _field(inner, f"{key}.{index}", f"{pattern}.N", part)
+            yield from _field(inner, f"{key}.{index}", f"{pattern}.N", section)
     elif isinstance(value, dict) and any(isinstance(inner, BaseModel) for inner in value.values()):
         for name, inner in value.items():
-            yield from _field(inner, f"{key}.{name}", f"{pattern}.NAME", part)
+            yield from _field(inner, f"{key}.{name}", f"{pattern}.NAME", section)
     else:
-        yield key, KINDS.get(pattern, "text"), value, part
+        yield key, KINDS.get(pattern, "text"), value, section
 
 
 def _workflow_names(
@@ -483,19 +485,19 @@ def _module_specs(module: str) -> Iterator[ModuleSpec]:
         module_spec = None
     while module_spec is not None:
         yield module_spec
-        places = module_spec.submodule_search_locations
-        if not below or places is None:
+        search_paths = module_spec.submodule_search_locations
+        if not below or search_paths is None:
             return
         name = f"{name}.{below.pop(0)}"
-        module_spec = PathFinder.find_spec(name, list(places))
+        module_spec = PathFinder.find_spec(name, list(search_paths))
 
 
 def _is_within(module_spec: ModuleSpec, roots: Sequence[Path]) -> bool:
     """Returns True if all code of a module is in one of the folders."""
-    places = list(module_spec.submodule_search_locations or ())
+    paths = list(module_spec.submodule_search_locations or ())
     if module_spec.has_location and module_spec.origin:
-        places.append(module_spec.origin)
-    return bool(places) and all(_is_inside(Path(place).resolve(), roots) for place in places)
+        paths.append(module_spec.origin)
+    return bool(paths) and all(_is_inside(Path(path).resolve(), roots) for path in paths)
 
 
 def _is_path(text: str) -> bool:

@@ -60,7 +60,7 @@ class Issuer:
             )
         key = ec.generate_private_key(ec.SECP256R1())
         usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
-        made = (
+        certificate = (
             x509.CertificateBuilder()
             .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:64])]))
             .issuer_name(signer.subject)
@@ -74,7 +74,7 @@ class Issuer:
             .sign(signing_key, hashes.SHA256())
         )
         return Certificate(
-            chain=made.public_bytes(serialization.Encoding.PEM) + authority.chain,
+            chain=certificate.public_bytes(serialization.Encoding.PEM) + authority.chain,
             key=key.private_bytes(
                 serialization.Encoding.PEM,
                 serialization.PrivateFormat.PKCS8,

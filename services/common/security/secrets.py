@@ -107,17 +107,17 @@ def _is_secret_name(name: Any) -> bool:
     return bool(_SECRET_NAME.fullmatch(words)) and not _TEXT_TOKEN.fullmatch(words)
 
 
-def with_secrets(part: _Part, folder: Path | None) -> _Part:
+def with_secrets(section: _Part, folder: Path | None) -> _Part:
     """Returns a copy of a part of a specification with its secrets filled in; never store or log it.
 
     Args:
-        part: Part of a specification, with or without references to secrets.
+        section: Part of a specification, with or without references to secrets.
 
     Raises:
         FailedPreconditionError: If a secret does not exist; the message has its name and the
             folder, never a value.
     """
-    return type(part).model_validate(_filled(part.model_dump(mode="json"), folder))
+    return type(section).model_validate(_filled(section.model_dump(mode="json"), folder))
 
 
 def _filled(value: Any, folder: Path | None) -> Any:

@@ -92,16 +92,16 @@ class TlsFiles:
 
 def server_credentials(tls: Tls) -> grpc.ServerCredentials:
     """Returns credentials of a server that requires client certificates and uses renewed certificates."""
-    shown = tls.current()
+    current_tls = tls.current()
 
     def renewed() -> grpc.ServerCertificateConfiguration | None:
         """Returns the new configuration at a handshake; None keeps the current one."""
-        nonlocal shown
-        before, shown = shown, tls.current()
-        return None if shown is before else shown.server_configuration()
+        nonlocal current_tls
+        before, current_tls = current_tls, tls.current()
+        return None if current_tls is before else current_tls.server_configuration()
 
     return grpc.dynamic_ssl_server_credentials(
-        shown.server_configuration(),
+        current_tls.server_configuration(),
         renewed,  # type: ignore[arg-type]  # its stub lacks that None keeps the certificate
         require_client_authentication=True,
     )

@@ -51,7 +51,9 @@ class _TextFormatter(logging.Formatter):
         extras = " ".join(
             f"{key}={_escaped(str(value), _CONTROL)}" for key, value in _extras(record).items()
         )
-        line = " ".join(part for part in (self._prefix, super().format(record), extras) if part)
+        line = " ".join(
+            segment for segment in (self._prefix, super().format(record), extras) if segment
+        )
         return _escaped(_without_secrets(line), _CONTROL_IN_LINES)
 
 

@@ -55,8 +55,8 @@ class PhaseTimer:
         try:
             yield
         finally:
-            spent = time.perf_counter() - start
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + spent
+            duration_s = time.perf_counter() - start
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + duration_s
 
 
 class IdleClock:
@@ -80,9 +80,9 @@ class IdleClock:
             return {}
         rest = time.perf_counter() - self._ended - sum(waits.values())
         # The trainer trained finished groups of the next step while the run waited for the last ones.
-        waited = waits.get("no_data", 0.0)
-        idle = {**waits, "no_data": max(waited - worked, 0.0)} if worked else waits
-        return {**idle, "control": max(rest - max(worked - waited, 0.0), 0.0)}
+        waited_s = waits.get("no_data", 0.0)
+        idle = {**waits, "no_data": max(waited_s - worked, 0.0)} if worked else waits
+        return {**idle, "control": max(rest - max(worked - waited_s, 0.0), 0.0)}
 
     @contextmanager
     def working(self) -> Iterator[None]:

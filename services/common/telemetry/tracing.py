@@ -125,14 +125,14 @@ def uncollected_trace() -> Trace:
 
 def parse(traceparent: str) -> Trace | None:
     """Parses a W3C Trace Context header; returns None if it is malformed."""
-    parts = traceparent.split("-")
-    if [len(part) for part in parts] != [2, 32, 16, 2]:
+    segments = traceparent.split("-")
+    if [len(segment) for segment in segments] != [2, 32, 16, 2]:
         return None
     try:
-        flags = [int(part, 16) for part in parts][-1]
+        flags = [int(segment, 16) for segment in segments][-1]
     except ValueError:
         return None
-    return Trace(parts[1], parts[2], bool(flags & 1) and is_collecting())
+    return Trace(segments[1], segments[2], bool(flags & 1) and is_collecting())
 
 
 @contextmanager

@@ -114,7 +114,7 @@ def _replace(
         False if the source has no other tensors and takes no images; nothing is written then.
     """
     names = stored_names(source)
-    stored = as_stored(tensors, config.to_dict(), known=names)
+    stored = as_stored(tensors, config.to_dict(), expected_names=names)
     if config.tie_word_embeddings:
         embedding = next(stored[name] for name in stored if name.endswith("embed_tokens.weight"))
         stored |= {name: embedding for name in names if name.endswith("lm_head.weight")}

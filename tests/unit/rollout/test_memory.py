@@ -252,7 +252,7 @@ def test_state_that_fits_with_a_colocated_engine_stays() -> None:
 
     def compiles(spec: RunSpec, total: int) -> bool:
         stays = resident_memory(spec, config, gpu_bytes=total)
-        return compiles_asleep(spec, config, stays=stays, gpu_bytes=total)
+        return compiles_asleep(spec, config, contents=stays, gpu_bytes=total)
 
     # A trainer whose state stays compiles only in less memory than an engine releases.
     assert [compiles(turns, total) for total in totals] == [False, False, True]

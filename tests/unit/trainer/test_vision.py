@@ -81,7 +81,9 @@ def errors(
     whole, model, known = loaded
     factors = torch.randn(len(expected), generator=torch.Generator().manual_seed(seed))
     wanted = gradients(whole, expected @ factors)
-    given = as_stored(gradients(model, logprobs @ factors), model.config.to_dict(), known=known)
+    given = as_stored(
+        gradients(model, logprobs @ factors), model.config.to_dict(), expected_names=known
+    )
     actual = {_plain(name): each for name, each in given.items()}
     assert actual.keys() == {_plain(name) for name in wanted}
     norms = [(actual[_plain(name)] - each).norm() for name, each in wanted.items()]

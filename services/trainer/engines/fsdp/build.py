@@ -232,7 +232,7 @@ class Loader:
         config = load_config(spec.model, self._tokenizer)
         stays = resident_memory(spec, config, gpu_bytes=gpu_bytes)
         return stays, spec.trainer.compile and compiles_asleep(
-            spec, config, stays=stays, gpu_bytes=gpu_bytes
+            spec, config, contents=stays, gpu_bytes=gpu_bytes
         )
 
     def _on_meta(self, make: Callable[[PreTrainedModel], _Module]) -> _Module:

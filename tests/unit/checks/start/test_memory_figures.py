@@ -182,7 +182,7 @@ def _figures(spec: RunSpec, config: PretrainedConfig, size: int, gpus: int) -> d
         "stays": stays,
         "asleep": round(sleeping_memory(spec, config, gpu_bytes=size)),
         "state": round(state_memory(spec, config, gpu_bytes=size)),
-        "compiles asleep": compiles_asleep(spec, config, stays=stays, gpu_bytes=size),
+        "compiles asleep": compiles_asleep(spec, config, contents=stays, gpu_bytes=size),
         "fits": not memory.why_not,
         "change": [f"{key}: {in_yaml(value)}" for key, value in change.items()],
         "needed": {
