@@ -5,22 +5,23 @@ kills over every kind of run (``--kinds`` selects some), checks every trained to
 bound, that no unfit group trained, and that everything that was due happened. Both add their results,
 failures included, to ``bench/results/faults.json`` under the newest commit that changed the services, and
 continue with what this commit lacks, so that several calls can share the work. Both refuse services that
-differ from that commit.
+differ from that commit. ``--jobs`` does several runs side by side; a copy of the repository without git
+needs ``--commit``. The results are written after each run.
 """
 
 import argparse
 import json
 import subprocess
-import tempfile
 import time
-import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tests.faults.kills import KILLS_PER_RUN, KINDS, STEPS_PER_RUN, tried
-from tests.faults.small_disk import NoNamespacesError
-from tests.faults.table import FAULTS, suffer
+from tests.faults.parallel import Task, side_by_side
+from tests.faults.table import FAULTS, suffered
 from tests.helpers.cli import REPOSITORY
 
 RESULTS = REPOSITORY / "bench" / "results" / "faults.json"
@@ -40,66 +41,93 @@ def git(*arguments: str) -> str:
     return done.stdout.strip()
 
 
-def suffered(name: str) -> dict[str, Any]:
-    """Injects one fault; returns its result, also if it is a failure."""
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            return suffer(Path(folder), FAULTS[name])
-        except (AssertionError, subprocess.TimeoutExpired) as error:
-            traceback.print_exc()
-            return {"failure": f"{type(error).__name__}: {error}"[:300]}
-        except NoNamespacesError as error:
-            return {"skipped": str(error)}
-
-
 def num_kills(runs: list[dict[str, Any]], commit: str) -> int:
     """Returns the number of kills that runs of a commit survived."""
     return sum(sum(run["killed"].values()) for run in runs if run["commit"] == commit)
 
 
-def make_faults(results: dict[str, Any], commit: str, names: list[str], end: float) -> list[str]:
-    """Injects the commit's remaining faults until a deadline; returns the failed ones."""
-    known = results.setdefault("table", {}).setdefault(commit, {})
-    for name in names:
-        if time.monotonic() > end:
-            break
-        if "ended" in known.get(name, {}):
-            continue
-        known[name] = suffered(name)
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-        print(json.dumps({name: known[name]}), flush=True)
-    print(
-        f"{commit}: {sum('ended' in known.get(name, {}) for name in FAULTS)} of {len(FAULTS)} faults end well"
-    )
-    return [name for name, result in known.items() if "failure" in result]
+@dataclass(frozen=True, kw_only=True)
+class Suite:
+    """Runs faults on the services of a commit, and writes the results after each run."""
+
+    commit: str
+    """Commit of the services."""
+    path: Path
+    """File of the results."""
+    results: dict[str, Any]
+    """Results of this and of other commits."""
+    end: float
+    """Time of the monotonic clock in seconds after which no run begins."""
+    jobs: int = 1
+    """Runs side by side."""
+    keep: Path | None = None
+    """Folder for the files of failed runs."""
+
+    def make_faults(self, names: Sequence[str]) -> list[str]:
+        """Injects the commit's remaining faults until the end; returns the failed ones."""
+        faults = self.results.setdefault("table", {}).setdefault(self.commit, {})
+
+        def tasks() -> Iterator[tuple[str, Task]]:
+            for name in names:
+                if time.monotonic() < self.end and "ended" not in faults.get(name, {}):
+                    yield name, partial(suffered, name=name)
+
+        for name, result in side_by_side(tasks(), self.jobs, self.keep):
+            faults[name] = result
+            self._write({name: result})
+        num_ended = sum("ended" in faults.get(name, {}) for name in FAULTS)
+        print(f"{self.commit}: {num_ended} of {len(FAULTS)} faults end well")
+        return [name for name, result in faults.items() if "failure" in result]
+
+    def make_kills(
+        self, kinds: Sequence[str] = tuple(KINDS), total: int = KILLS, **size: int
+    ) -> list[int]:
+        """Kills processes of runs of these kinds in turn, until the end; returns the failed seeds.
+
+        Args:
+            total: Number of kills after which no run begins, with those of earlier calls.
+            size: Arguments ``kills`` and ``steps`` of each run.
+        """
+        runs = self.results.setdefault("runs", [])
+        seeds = {run["seed"] for run in runs if run["commit"] == self.commit}
+
+        def tasks() -> Iterator[tuple[tuple[int, str], Task]]:
+            seed = 0
+            while num_kills(runs, self.commit) < total and time.monotonic() < self.end:
+                if seed not in seeds:
+                    kind = kinds[seed % len(kinds)]
+                    yield (seed, kind), partial(tried, seed=seed, kind=kind, **size)
+                seed += 1
+
+        for (seed, kind), result in side_by_side(tasks(), self.jobs, self.keep):
+            runs.append({"commit": self.commit, "seed": seed, "kind": kind, "killed": {}, **result})
+            self.results["kills"] = {
+                commit: num_kills(runs, commit)
+                for commit in dict.fromkeys(run["commit"] for run in runs)
+            }
+            self._write(runs[-1])
+        print(f"{self.commit}: {num_kills(runs, self.commit)} of {total} kills survived")
+        return [run["seed"] for run in runs if run["commit"] == self.commit and "failure" in run]
+
+    def _write(self, result: dict[str, Any]) -> None:
+        """Writes all results, and prints the newest one."""
+        partial_file = self.path.with_suffix(".part")
+        partial_file.write_text(json.dumps(self.results, indent=1) + "\n", encoding="utf-8")
+        partial_file.replace(self.path)
+        print(json.dumps(result), flush=True)
 
 
-def make_kills(
-    results: dict[str, Any],
-    commit: str,
-    end: float,
-    kinds: Sequence[str] = tuple(KINDS),
-    **size: int,
-) -> list[int]:
-    """Kills processes of runs of these kinds in turn, until a deadline; returns the failed seeds.
+def newest_commit() -> str:
+    """Returns the newest commit that changed the services.
 
-    Args:
-        size: Arguments ``kills`` and ``steps`` of each run.
+    Raises:
+        SystemExit: If the services differ from it.
     """
-    runs = results["runs"]
-    seed = 0
-    while num_kills(runs, commit) < KILLS and time.monotonic() < end:
-        if any((run["commit"], run["seed"]) == (commit, seed) for run in runs):
-            seed += 1
-            continue
-        kind = kinds[seed % len(kinds)]
-        with tempfile.TemporaryDirectory() as folder:
-            runs.append({"commit": commit, **tried(Path(folder), seed, kind, **size)})
-        results["kills"] = {name: num_kills(runs, name) for name in {r["commit"] for r in runs}}
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-        print(json.dumps(runs[-1]), flush=True)
-    print(f"{commit}: {num_kills(runs, commit)} of {KILLS} kills survived")
-    return [run["seed"] for run in runs if run["commit"] == commit and "failure" in run]
+    if changed := git("status", "--porcelain"):
+        raise SystemExit(
+            f"commit the services first, so that results say what they are of:\n{changed}"
+        )
+    return git("log", "-1", "--format=%h")
 
 
 def main() -> None:
@@ -110,26 +138,35 @@ def main() -> None:
     parser.add_argument(
         "--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="kinds of runs with kills"
     )
+    parser.add_argument(
+        "--kills", type=int, default=KILLS, help="begin no run after this many kills of the commit"
+    )
     parser.add_argument("--kills-per-run", type=int, default=KILLS_PER_RUN)
     parser.add_argument(
         "--steps", type=int, default=STEPS_PER_RUN, help="steps that each run trains"
     )
+    parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="file of the results")
+    parser.add_argument("--commit", help="commit of the services; default: git's newest one")
+    parser.add_argument("--keep", type=Path, help="folder for the files of failed runs")
     arguments = parser.parse_args()
     if unknown := set(arguments.parts) - {"table", "kills"}:
         parser.error(f"expected table or kills, got {', '.join(unknown)}")
-    if changed := git("status", "--porcelain"):
-        raise SystemExit(
-            f"commit the services first, so that results say what they are of:\n{changed}"
-        )
-    commit = git("log", "-1", "--format=%h")
-    end = time.monotonic() + 60 * arguments.minutes
-    results = json.loads(RESULTS.read_text())
+    path = arguments.results
+    suite = Suite(
+        commit=arguments.commit or newest_commit(),
+        path=path,
+        results=json.loads(path.read_text(encoding="utf-8")) if path.exists() else {},
+        end=time.monotonic() + 60 * arguments.minutes,
+        jobs=arguments.jobs,
+        keep=arguments.keep,
+    )
     failed: list[Any] = []
     if "table" in arguments.parts:
-        failed += make_faults(results, commit, arguments.only, end)
+        failed += suite.make_faults(arguments.only)
     if "kills" in arguments.parts:
         size = {"kills": arguments.kills_per_run, "steps": arguments.steps}
-        failed += make_kills(results, commit, end, arguments.kinds, **size)
+        failed += suite.make_kills(arguments.kinds, arguments.kills, **size)
     if failed:
         raise SystemExit(f"failed: {failed}")
 

@@ -5,7 +5,9 @@ The run ends SUCCEEDED; or PAUSED, and the same command resumes it; or FAILED wi
 
 import re
 import sqlite3
+import subprocess
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ from typing import Any, Literal
 import psutil
 
 from services.extras.backup import copies
-from tests.faults.small_disk import small_disk
+from tests.faults.small_disk import NoNamespacesError, small_disk
 from tests.faults.training import Training, until
 from tests.helpers.ledger_check import check_run
 from tests.helpers.plumbing import write_plumbing
@@ -230,3 +232,16 @@ FAULTS: dict[str, Fault] = {
     ),
     "disk full, trainer killed": Fault(happen=_fill_and_kill, disk="state"),
 }
+
+
+def suffered(folder: Path, name: str) -> dict[str, Any]:
+    """Injects one fault; returns its result, also if it is a failure."""
+    try:
+        return suffer(folder, FAULTS[name])
+    except (AssertionError, subprocess.TimeoutExpired) as error:
+        traceback.print_exc()
+        why = f"{type(error).__name__}: {error}"
+        # The cause is at the end of the output.
+        return {"failure": f"{why[:300]} ... {why[-1000:]}" if len(why) > 1300 else why}
+    except NoNamespacesError as error:
+        return {"skipped": str(error)}
