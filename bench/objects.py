@@ -298,8 +298,14 @@ def step_time(step: Mapping[str, Any]) -> float:
     return datetime.fromisoformat(step["time"]).timestamp()
 
 
-def measure_steps(folder: Path, *, steps: int, pairs: int) -> dict[str, Any]:
-    """Trains in alternation on the disk and in the bucket; every second pair begins with the bucket."""
+def measure_steps(
+    folder: Path, *, steps: int, pairs: int, report: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """Trains in alternation on the disk and in the bucket; every second pair begins with the bucket.
+
+    Args:
+        report: Receives the result after each pair, so that an interruption loses one.
+    """
     runs: dict[str, list[Trained]] = {"disk": [], "bucket": []}
     for number in range(pairs):
         order = ("disk", "bucket") if number % 2 == 0 else ("bucket", "disk")
@@ -310,6 +316,12 @@ def measure_steps(folder: Path, *, steps: int, pairs: int) -> dict[str, Any]:
                 on_disk(folder, steps=steps) if is_on_disk else in_bucket(folder, name, steps=steps)
             )
             runs[kind].append(train(spec, folder / name))
+        report(compared(runs))
+    return compared(runs)
+
+
+def compared(runs: Mapping[str, list[Trained]]) -> dict[str, Any]:
+    """Returns the medians of the runs on the disk and in the bucket."""
     medians = {
         kind: statistics.median([length for run in trained for length in run.intervals])
         for kind, trained in runs.items()
@@ -320,7 +332,8 @@ def measure_steps(folder: Path, *, steps: int, pairs: int) -> dict[str, Any]:
     }
     return {
         "intervals": sum(len(run.intervals) for run in runs["disk"]),
-        "pairs": pairs,
+        "pairs": len(runs["disk"]),
+        "cores": len(os.sched_getaffinity(0)),
         "load": round(os.getloadavg()[0], 1),
         **{f"{kind}_median_s": round(median, 4) for kind, median in medians.items()},
         "longer": round(medians["bucket"] / medians["disk"] - 1, 4),
@@ -380,6 +393,7 @@ def measure_kills(
         "torn_checkpoints": torn,
         "steps": max(steps),
         "ended": True,
+        "cores": os.cpu_count(),
     }
 
 
@@ -421,6 +435,7 @@ def measure_outage(
         "steps": int(steps[-1]["step"]),
         "newest_stored_step": max(stored_steps(f"{BUCKET}/{name}")),
         "restarts": sum(kind == "RunRestarting" for kind, _, _ in events),
+        "cores": os.cpu_count(),
         "median_before_s": round(statistics.median(before), 4),
         **{
             fault: {
@@ -524,7 +539,7 @@ def main() -> None:
     def store(part: Mapping[str, Any]) -> None:
         print(json.dumps(part, indent=1), flush=True)
         if not arguments.smoke:
-            facts = {"device": device_name(), "cores": os.cpu_count()}
+            facts = {"device": device_name()}
             write_json(RESULTS, {**read_json(RESULTS), **facts, **part})
 
     with tempfile.TemporaryDirectory() as temporary, served(arguments.server) as server:
@@ -537,7 +552,9 @@ def main() -> None:
             "kills": lambda: measure_kills(
                 folder, kills=kills, seed=1, report=lambda counts: store({"kills": counts})
             ),
-            "steps": lambda: measure_steps(folder, steps=steps, pairs=pairs),
+            "steps": lambda: measure_steps(
+                folder, steps=steps, pairs=pairs, report=lambda times: store({"steps": times})
+            ),
             "outage": lambda: measure_outage(
                 folder, server, gone_s=outage_s, faulty_s=min(outage_s, _FAULTY_S)
             ),

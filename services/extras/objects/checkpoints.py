@@ -286,14 +286,20 @@ class ObjectCheckpoints:
         name = upload.folder.name
         if self._rank > 0:
             shares = {f: n for f, n in manifest.sizes.items() if self._owner(f) == self._rank}
-            self._upload_files(upload, manifest, shares)
+            self._upload_files(upload, manifest, self._missing(name, manifest, shares))
             return
         total = sum(manifest.sizes.values())
         self._progress = TransferProgress(f"uploading {self._store.url}/{name}", total)
-        if not self._is_stored(name, manifest):
+        is_new = (
+            upload.keep is not None
+        )  # the store has nothing of an upload that this process made
+        if is_new or not self._is_stored(name, manifest):
             rank_files = {f: n for f, n in manifest.sizes.items() if self._owner(f) == 0}
-            self._upload_files(upload, manifest, rank_files)
-            self._wait_for_peers(upload, manifest)
+            missing = rank_files if is_new else self._missing(name, manifest, rank_files)
+            self._count(sum(rank_files.values()) - sum(missing.values()))
+            self._upload_files(upload, manifest, missing)
+            if len(rank_files) < len(manifest.sizes):
+                self._wait_for_peers(upload, manifest)
             self._records.upload(upload.folder.parent, upload.step)
             self._request(
                 lambda: self._store.write(f"{name}/{manifests.MANIFEST}", manifest.content)
@@ -338,18 +344,18 @@ class ObjectCheckpoints:
         objects: list[StoredObject] = self._request(lambda: self._store.list(prefix))
         return {stored.name.removeprefix(f"{prefix}/"): stored.num_bytes for stored in objects}
 
-    def _missing(self, name: str, manifest: StoredManifest) -> dict[str, int]:
+    def _missing(
+        self, name: str, manifest: StoredManifest, files: Mapping[str, int]
+    ) -> dict[str, int]:
+        """Returns those of some files, with their bytes, that the store lacks."""
         present = self._present(name, manifest)
-        return {f: n for f, n in manifest.sizes.items() if present.get(f) != n}
+        return {file: size for file, size in files.items() if present.get(file) != size}
 
     def _upload_files(
         self, upload: _Upload, manifest: StoredManifest, files: Mapping[str, int]
     ) -> None:
-        """Uploads those of the files that the store lacks, several at a time."""
+        """Uploads files, several at a time."""
         name = upload.folder.name
-        missing = self._missing(name, manifest)
-        for file in files.keys() - missing.keys():
-            self._count(files[file])
 
         def send(file: str) -> None:
             path = upload.folder / file
@@ -364,7 +370,7 @@ class ObjectCheckpoints:
             self._request(attempt)
 
         with ThreadPoolExecutor(CONCURRENCY) as pool:
-            transfers = [pool.submit(send, file) for file in sorted(files.keys() & missing.keys())]
+            transfers = [pool.submit(send, file) for file in sorted(files)]
             try:
                 for transfer in transfers:
                     transfer.result()
@@ -384,12 +390,13 @@ class ObjectCheckpoints:
     def _wait_for_peers(self, upload: _Upload, manifest: StoredManifest) -> None:
         """Waits until all files are in the store; uploads those whose ranks stopped uploading."""
         name = upload.folder.name
-        missing, since = self._missing(name, manifest), time.monotonic()
+        files, since = manifest.sizes, time.monotonic()
+        missing = self._missing(name, manifest, files)
         while missing:
             if self._world_size == 1 or time.monotonic() - since > _PEERS_S:
                 self._upload_files(upload, manifest, missing)
             self._patience.pause(_LOOK_S)
-            before, missing = missing, self._missing(name, manifest)
+            before, missing = missing, self._missing(name, manifest, files)
             if len(missing) < len(before):
                 since = time.monotonic()
 
@@ -414,20 +421,26 @@ class ObjectCheckpoints:
         assert upload.keep is not None
         outdated = {step for step in published if step > upload.step} | {*current[upload.keep :]}
         for step in sorted(outdated - self._keep_steps):
-            self._delete(checkpoints[step].name)
+            name = checkpoints[step].name
+            self._store.delete([f"{name}/{manifests.MANIFEST}"])
+            self._store.delete([o.name for o in objects if o.name.startswith(f"{name}/")])
         newest = max((stored.modified for stored in objects), default=None)
         pending = self.pending_steps()
         for step, checkpoint in checkpoints.items():
             if step in outdated - self._keep_steps or (step in pending and step != upload.step):
                 continue
-            named = self._named_upload(checkpoint)
-            if named is None:
-                continue
-            for name, remains in checkpoint.uploads.items():
-                old = [o.name for o in remains if newest and newest - o.modified > _REMAINS_AFTER]
-                if name != named and len(old) == len(remains):
-                    self._store.delete(old)
-        self._records.retain(upload.step)
+            old_uploads = {
+                name: [stored.name for stored in remains]
+                for name, remains in checkpoint.uploads.items()
+                if newest and all(newest - o.modified > _REMAINS_AFTER for o in remains)
+            }
+            if old_uploads and (named := self._named_upload(checkpoint)) is not None:
+                for name, remains in old_uploads.items():
+                    if name != named:
+                        self._store.delete(remains)
+        self._records.retain(
+            upload.step, {o.name for o in objects if o.name.startswith(f"{RECORD}/")}
+        )
 
     def _named_upload(self, checkpoint: StoredCheckpoint) -> str | None:
         """Returns the upload that a manifest names; empty without one, None if it is damaged."""

@@ -15,7 +15,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -98,16 +98,19 @@ class RecordUploads:
         content = json.dumps({name: asdict(file) for name, file in index.items()}).encode()
         self._request(lambda: self._store.write(_index_name(step), content))
 
-    def retain(self, step: int) -> None:
-        """Deletes the objects that the index of a step does not name; does nothing without a whole index."""
-        names = {stored.name for stored in self._store.list(FOLDER)}
+    def retain(self, step: int, names: Collection[str]) -> None:
+        """Deletes the objects that the index of a step does not name; does nothing without a whole index.
+
+        Args:
+            names: Names of the record's objects in the store.
+        """
         if _index_name(step) in names:
             try:
                 index = _read_index(self._store, _index_name(step))
             except (NotFoundError, DataLossError) as error:  # no repetition would help
                 _log_refused(error)
                 return
-            outdated = names - {file.object for file in index.values()} - {_index_name(step)}
+            outdated = set(names) - {file.object for file in index.values()} - {_index_name(step)}
             self._store.delete(sorted(outdated))
 
     def _upload_file(self, path: Path, file: RecordFile) -> None:
