@@ -43,8 +43,15 @@ needs_s3 = pytest.mark.skipif(
 @contextmanager
 def s3_server() -> Iterator[int]:
     """Starts a server whose objects are in its memory; yields its port."""
+    with started(_SERVER) as port:
+        yield port
+
+
+@contextmanager
+def started(program: str) -> Iterator[int]:
+    """Starts a program in moto's environment, which prints its port; yields the port."""
     process = subprocess.Popen(
-        [PYTHON, "-c", _SERVER],
+        [PYTHON, "-c", program],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -1,15 +1,12 @@
 """The tests of checkpoints, records and copies, with a container of Azure's emulator in place of a bucket."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from services.common.errors import NotFoundError, ServiceError
-from services.extras.objects.connection import ObjectFolder
-from services.extras.stored_weights.folders import check_directory
 from tests.helpers.azure import azurite, environment, needs_azurite, new_container
 from tests.unit.extras.objects import test_checkpoints as checkpoints
+from tests.unit.extras.objects import test_folders as folders
 from tests.unit.extras.objects import test_records as records
 from tests.unit.extras.objects.test_checkpoints import _no_pauses, opened  # noqa: F401
 
@@ -36,34 +33,6 @@ test_damage = checkpoints.test_a_damaged_checkpoint_is_not_restored
 test_ranks = checkpoints.test_each_rank_uploads_its_files
 test_record = records.test_a_record_is_read_whole_after_the_disk_was_lost_twice
 test_record_deletion = records.test_records_are_deleted_with_the_last_checkpoint
-
-
-def test_objects_are_written_listed_read_in_pieces_and_deleted(bucket: str) -> None:
-    folder = ObjectFolder(f"{bucket}/run")
-    content = bytes(range(256)) * (80 << 10)  # of more than one request
-    folder.write("a/small", b"hello")
-    folder.put("a/large", memoryview(content))
-    assert folder.sizes() == {"a/small": 5, "a/large": len(content)}
-    target = bytearray(len(content))
-    assert folder.read_into("a/large", memoryview(target)) == len(content)
-    assert bytes(target) == content
-    folder.delete(["a/small", "a/large", "absent"])
-    assert folder.sizes() == {}
-    with pytest.raises(NotFoundError):
-        folder.read("a/small")
-
-
-def test_a_file_is_uploaded_in_parts_and_downloaded(bucket: str, tmp_path: Path) -> None:
-    folder = ObjectFolder(f"{bucket}/run")
-    content = bytes(range(256)) * (150 << 10)
-    (tmp_path / "file").write_bytes(content)
-    folder.upload(tmp_path / "file", "file", on_bytes=lambda count: None)
-    copies = dict.fromkeys(folder.list(), tmp_path / "copy")
-    folder.download(copies, on_bytes=lambda count: None, persist=lambda request: request())
-    assert (tmp_path / "copy").read_bytes() == content
-
-
-def test_weights_may_be_written(bucket: str) -> None:
-    check_directory(f"{bucket}/weights")
-    with pytest.raises(ServiceError, match="absent"):
-        check_directory("az://absent/weights")
+test_folder = folders.test_objects_are_written_listed_read_in_pieces_and_deleted
+test_parts = folders.test_a_file_is_uploaded_in_parts_and_downloaded
+test_weights = folders.test_weights_may_be_written
