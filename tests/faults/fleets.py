@@ -70,7 +70,6 @@ class Fleet:
             "rollout.engine=vllm-server",
             f"rollout.engine_arguments={json.dumps(arguments)}",
             "rollout.replicas=1",
-            "weight_sync.mode=cpu_async",
         )
 
     def faults(self, training: Training) -> Mapping[str, Fault]:

@@ -1,9 +1,10 @@
 """Training runs of every kind whose processes are killed at random.
 
-Each kind tests other rules: the staleness bound, responses that several rollouts continue, GPU time sharing,
-adapters, a trainer of two ranks, groups that dynamic sampling replaces, evaluations, checkpoints that are due
-by steps and by time. Batches wait without a limit for groups that would be stale, so no group may
-exceed the bound. In runs that mask stale tokens instead, no token over the bound may train.
+Each kind tests other rules: the staleness bound, responses that several rollouts continue, GPU time
+sharing, adapters, a trainer of two ranks, groups that dynamic sampling replaces, evaluations,
+checkpoints that are due by steps and by time, weights in a store, attached servers. Batches wait without
+a limit for groups that would be stale, so no group may exceed the bound. In runs that mask stale tokens
+instead, no token over the bound may train.
 """
 
 import random
@@ -34,6 +35,10 @@ MIXED = "mixed, evaluations"
 """Kind of run in which two rollouts share GPUs with the trainer and the third one evaluates each version."""
 SERVERS = "attached servers"
 """Kind of run whose rollout attaches to servers, which die, freeze and lose their links as well."""
+DIRECT = "attached servers, weights from the trainer"
+"""The same with weights that the trainer sends to the servers' workers, past the rollout."""
+STORED = "stored weights"
+"""Kind of run whose rollouts load the changes of each version from a folder, at their own pace."""
 MORE_VICTIMS: Mapping[str, tuple[str, ...]] = {
     GROUPS: ("logp-0", "ref-logp-0", "critic-0"),
     MIXED: ("rollout-2",),
@@ -52,6 +57,14 @@ _REFILLS = (
     "rollout.rewards=[{name: 'reward.py:odd'}]",
     "algorithm.dynamic_sampling=true",
     "algorithm.max_refill_factor=1000",
+)
+_SERVERS = (
+    "algorithm.max_staleness=2",
+    "rollout.max_response_tokens=60",
+    # Versions differ so much that tokens under another one are found by their logprobs.
+    "trainer.optimizer.learning_rate=1e-3",
+    "validation={every: 3}",
+    *_HELDOUT,
 )
 KINDS: Mapping[str, tuple[str, ...]] = {
     "lag 0": ("algorithm.max_staleness=0",),
@@ -115,14 +128,15 @@ KINDS: Mapping[str, tuple[str, ...]] = {
         "algorithm.kl.coefficient=0.01",
         "rollout.max_response_tokens=30",
     ),
-    SERVERS: (
-        "algorithm.max_staleness=2",
+    STORED: (
+        "algorithm.max_staleness=4",
         "rollout.max_response_tokens=60",
-        # Versions differ so much that tokens under another one are found by their logprobs.
-        "trainer.optimizer.learning_rate=1e-3",
+        "weight_sync={backend: storage, mode: delta}",
         "validation={every: 3}",
         *_HELDOUT,
     ),
+    SERVERS: (*_SERVERS, "weight_sync.mode=cpu_async"),
+    DIRECT: (*_SERVERS, "weight_sync.mode=servers"),
 }
 """Settings of each kind of run, in addition to those of all kinds."""
 
@@ -211,11 +225,13 @@ def run_and_kill(
     victims = victims or (*VICTIMS, *MORE_VICTIMS.get(kind, ()))
     settings = (f"trainer.steps={steps}", *_COMMON, *KINDS[kind])
     with ExitStack() as stack:
-        fleet = Fleet(folder, spec) if kind == SERVERS else None
+        fleet = Fleet(folder, spec) if kind in (SERVERS, DIRECT) else None
         if fleet is not None:
             stack.enter_context(fleet.serving())
             settings += fleet.settings()
             victims = [name for name in victims if name != "rollout-1"]
+        if kind == STORED:
+            settings += (f"weight_sync.storage.directory={folder / 'weights'}",)
         training = Training(spec, state, *settings)
         training.start()
         stack.callback(training.close)
