@@ -10,9 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.extras.fleets.shares import MAX_WAITING, QueueFullError, Ticket, TokenShares
+from services.extras.fleets.shares import (
+    CONTEXT_COST,
+    FIRST_GUESS,
+    MAX_WAITING,
+    QueueFullError,
+    Ticket,
+    TokenShares,
+)
 
 _SLOTS = 16
+_MAX_TOKENS = 1024
+_MAX_CONTEXT = 64
 
 
 @dataclass
@@ -34,7 +43,7 @@ class Load:
 
 
 def _submit(shares: TokenShares, load: Load, length: int, context: int, step: int) -> Ticket:
-    ticket = Ticket(load.name, context, 1024)
+    ticket = Ticket(load.name, context, _MAX_TOKENS)
 
     def end() -> None:
         if ticket not in load.tickets:
@@ -53,9 +62,16 @@ def _submit(shares: TokenShares, load: Load, length: int, context: int, step: in
     return ticket
 
 
-def simulate(loads: list[Load], *, steps: int, seed: int) -> dict[str, float]:
+def simulate(
+    loads: list[Load],
+    *,
+    steps: int,
+    seed: int,
+    slots: int = _SLOTS,
+    check: Callable[[TokenShares], None] = lambda shares: None,
+) -> dict[str, float]:
     """Decodes one token of each running request in each step; returns what each run was served."""
-    shares = TokenShares(slots=_SLOTS, capacity_tokens=1 << 30)
+    shares = TokenShares(slots=slots, capacity_tokens=1 << 30)
     draws = random.Random(seed)
     for step in range(steps):
         for load in loads:
@@ -63,12 +79,13 @@ def simulate(loads: list[Load], *, steps: int, seed: int) -> dict[str, float]:
                 shares.join(load.name, load.weight)
             if load.starts_at <= step < load.ends_at:
                 while len(load.tickets) < load.concurrency:
-                    _submit(shares, load, load.draw_length(draws), draws.randint(8, 64), step)
+                    context = draws.randint(8, _MAX_CONTEXT)
+                    _submit(shares, load, load.draw_length(draws), context, step)
         for load in loads:
             while load.yielding:
                 load.yielding.pop()()
         running = [ticket for account in shares.accounts.values() for ticket in [*account.running]]
-        assert len(running) <= _SLOTS
+        assert len(running) <= slots
         for ticket in running:
             load = next(each for each in loads if each.name == ticket.run)
             shares.record(ticket, 1)
@@ -78,6 +95,7 @@ def simulate(loads: list[Load], *, steps: int, seed: int) -> dict[str, float]:
                 del load.tickets[ticket]
                 load.latencies.append(step - load.begun_at.pop(ticket))
                 shares.end(ticket)
+        check(shares)
     return {name: account.cost for name, account in shares.accounts.items()}
 
 
@@ -89,6 +107,57 @@ _lengths = st.sampled_from(
         lambda draws: 50,
     ]
 )
+
+
+def _max_difference(slots: int, weights: list[float], longest: int) -> float:
+    """Bound of the difference between what two busy runs were served, in tokens for a weight of 1.
+
+    It is the tokens that the requests of one run in its share of the slots were charged with and have not
+    sampled, and twice the cost of one request of the run with the least weight.
+    """
+    expected = min(max(2.0 * longest, FIRST_GUESS), _MAX_TOKENS)
+    cost = expected + CONTEXT_COST * (_MAX_CONTEXT + longest)
+    return slots * expected / sum(weights) + 2 * cost / min(weights)
+
+
+@given(
+    slots=st.integers(1, 33),
+    weights=st.lists(st.floats(0.5, 4.0), min_size=2, max_size=4),
+    lengths=st.lists(
+        st.tuples(st.integers(1, 300), st.integers(1, 300)).map(sorted), min_size=4, max_size=4
+    ),
+    surplus=st.integers(1, 64),
+    seed=st.integers(0, 1 << 16),
+)
+def test_what_busy_runs_were_served_differs_by_a_constant_at_any_time(
+    slots: int, weights: list[float], lengths: list[list[int]], surplus: int, seed: int
+) -> None:
+    # So many requests that one waits at any time, though all that run may end in one step.
+    loads = [
+        Load(f"run{index}", weight, 2 * slots + surplus, partial(_between, *lengths[index]))
+        for index, weight in enumerate(weights)
+    ]
+    bound = _max_difference(slots, weights, max(longest for _, longest in lengths))
+
+    def check(shares: TokenShares) -> None:
+        served = [account.served for account in shares.accounts.values()]
+        assert max(served) - min(served) <= bound
+
+    simulate(loads, steps=400, seed=seed, slots=slots, check=check)
+
+
+def _between(shortest: int, longest: int, draws: random.Random) -> int:
+    return draws.randint(shortest, longest)
+
+
+def test_slots_that_no_weight_divides_are_shared_by_tokens() -> None:
+    # Fair are 6.4 and 9.6 of 16 slots; all responses end in the same step.
+    loads = [
+        Load("small", 1.0, _SLOTS, lambda draws: 50),
+        Load("large", 1.5, _SLOTS, lambda draws: 50),
+    ]
+    served = simulate(loads, steps=3000, seed=0)
+    assert served["small"] / sum(served.values()) == pytest.approx(0.4, rel=0.01)
 
 
 @settings(max_examples=15)
