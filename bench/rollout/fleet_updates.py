@@ -21,6 +21,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen2Config
 
 from bench.report import report_to
-from bench.rollout.fleet import killing
+from bench.rollout.fleet import import_few_models
 from bench.whole_run import REPOSITORY
 from services.common.models.loading import load_config
 from services.common.models.tokenizer import load_tokenizer
@@ -56,7 +57,10 @@ _CONTEXT, _RESPONSE, _RUNNING = 40, 160, 6
 _MOST_TOKENS = 256
 _TOKENS_PER_UPDATE = 60
 _PAUSE_S = 0.5
-_UPDATE_DEADLINE_S = 300.0
+_UPDATE_DEADLINE_S = 900.0
+"""Longest update: both servers may start again meanwhile, which takes minutes on a busy host."""
+_KILL_CHANCE, _KILL_WITHIN_S = 0.1, 3.0
+"""Chance of a server that serves to be killed in an update, and the time after its begin."""
 _KILL_SHARE = 20
 _STAND_IN_SPEC = REPOSITORY / "examples" / "sort4.yaml"
 
@@ -173,13 +177,59 @@ async def _ask(engine: FleetEngine, worker: int, verdict: Verdict) -> None:
         number += 1
 
 
+class Killer:
+    """Kills servers at random times and starts them again.
+
+    Kills are drawn by update, not by second: on a busy host a start takes as long as many updates.
+    """
+
+    def __init__(self, servers: Sequence[LocalServer], seed: int) -> None:
+        self.num_kills = 0
+        self._draws = random.Random(seed)
+        self._restarts: dict[LocalServer, Future[None]] = {}
+        self._servers = servers
+        self._pool = ThreadPoolExecutor(max_workers=len(servers))
+
+    def draw(self) -> None:
+        """Decides for each server that serves whether it is killed soon.
+
+        Raises:
+            RuntimeError: If a server did not come back.
+        """
+        for server in self._servers:
+            restart = self._restarts.get(server)
+            if restart is not None:
+                if not restart.done():
+                    continue
+                restart.result()
+            if self._draws.random() < _KILL_CHANCE:
+                delay_s = self._draws.uniform(0, _KILL_WITHIN_S)
+                self._restarts[server] = self._pool.submit(self._restart, server, delay_s)
+
+    def close(self) -> None:
+        """Waits until all servers have come back."""
+        self._pool.shutdown()
+
+    def _restart(self, server: LocalServer, delay_s: float) -> None:
+        time.sleep(delay_s)
+        server.kill()
+        self.num_kills += 1
+        server.start()
+        server.wait()
+
+
 async def _update(
-    engine: FleetEngine, config: PretrainedConfig, is_enough: Callable[[int], bool]
+    engine: FleetEngine,
+    config: PretrainedConfig,
+    killer: Killer,
+    is_enough: Callable[[int], bool],
 ) -> int:
     """Puts one version after the other into service, and waits for tokens under it; returns their number."""
+    began_at = time.monotonic()
     for version in itertools.count():
         if is_enough(version):
             break
+        killer.draw()
         model = model_of(config, version)
         weights = {name: value.detach() for name, value in model.named_parameters()}
         async with asyncio.timeout(_UPDATE_DEADLINE_S):
@@ -188,12 +238,18 @@ async def _update(
             while engine.stats().tokens_total < before + _TOKENS_PER_UPDATE:
                 await asyncio.sleep(_PAUSE_S)
         if version % 10 == 0:
-            print(json.dumps({"version": version}), flush=True)
+            progress = {"version": version, "tokens": engine.stats().tokens_total}
+            print(
+                json.dumps(progress | {"seconds": round(time.monotonic() - began_at)}), flush=True
+            )
     return version
 
 
 async def measure(
-    servers: Sequence[LocalServer], config: PretrainedConfig, is_enough: Callable[[int], bool]
+    servers: Sequence[LocalServer],
+    config: PretrainedConfig,
+    killer: Killer,
+    is_enough: Callable[[int], bool],
 ) -> dict[str, Any]:
     """Returns what happened in all updates, until there are enough of them."""
     events: Counter[str] = Counter()
@@ -217,7 +273,7 @@ async def measure(
     try:
         await engine.wait_ready()
         asking = [asyncio.ensure_future(_ask(engine, n, verdict)) for n in range(_RUNNING)]
-        updating = asyncio.ensure_future(_update(engine, config, is_enough))
+        updating = asyncio.ensure_future(_update(engine, config, killer, is_enough))
         done, _ = await asyncio.wait(
             {updating, serving, *asking}, return_when=asyncio.FIRST_COMPLETED
         )
@@ -247,22 +303,22 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3600.0, help="begin no update later")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    import_few_models()
     kind, options = _KINDS[arguments.engine]
     config = stand_in_config() if kind is StandIn else tiny_config()
-    with (
-        local_servers(kind, config, 2, "--dtype", "float32", *options) as servers,
-        killing(servers[:1], seed=0) as kills,
-        killing(servers[1:], seed=1) as more_kills,
-    ):
+    with local_servers(kind, config, 2, "--dtype", "float32", *options) as servers:
         ends_at = time.monotonic() + arguments.seconds
+        killer = Killer(servers, seed=0)
 
         def is_enough(version: int) -> bool:
-            num_kills = len(kills) + len(more_kills)
-            has_all = version >= arguments.updates and num_kills >= arguments.kills
+            has_all = version >= arguments.updates and killer.num_kills >= arguments.kills
             return has_all or time.monotonic() > ends_at
 
-        result = asyncio.run(measure(servers, config, is_enough))
-    num_kills = len(kills) + len(more_kills)
+        try:
+            result = asyncio.run(measure(servers, config, killer, is_enough))
+        finally:
+            killer.close()
+    num_kills = killer.num_kills
     result = {"engine": arguments.engine, "servers": 2, "kills": num_kills, **result}
     few = num_kills * _KILL_SHARE < result["updates"]
     result["meets_bars"] = not (result["tokens_under_a_wrong_version"] or few)

@@ -24,6 +24,8 @@ from services.rollout.engines.engine_config import cached_config_folder, write_s
 TOKEN = "the-servers-token"  # noqa: S105 -- of servers on loopback
 """Token of all servers of this module."""
 _LOG_CHARACTERS = 4000
+_START_S: Final = 900.0
+"""Longest start of a server: a busy host takes minutes."""
 
 
 SGLANG_OPTIONS: Final = (
@@ -94,7 +96,7 @@ class LocalServer(ABC):
                 start_new_session=True,
             )
 
-    def wait(self, timeout_s: float = 300) -> None:
+    def wait(self, timeout_s: float = _START_S) -> None:
         """Waits until the server is healthy.
 
         Raises:
