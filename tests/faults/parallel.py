@@ -1,6 +1,8 @@
 """Runs calls side by side, each in a separate process, and keeps the files of those that fail."""
 
 import shutil
+import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -39,7 +41,11 @@ def side_by_side(
 
 
 def in_folder(task: Task, keep: Path | None = None) -> Result:
-    """Runs a task in a temporary folder; an error of the task itself is a failure, too."""
+    """Runs a task in a temporary folder; an error of the task itself is a failure, too.
+
+    A process group that gets SIGTERM, as from ``timeout``, leaves no process of the task.
+    """
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with tempfile.TemporaryDirectory(prefix="faults-") as name:
         folder = Path(name, "files")
         folder.mkdir()

@@ -1,15 +1,21 @@
 """Runs side by side, results after each run, files of failed runs."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 import time
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.faults import __main__ as suite_module
 from tests.faults.__main__ import Suite, num_kills
 from tests.faults.parallel import side_by_side
+from tests.faults.training import until
 
 _WAIT_S = 60.0
 
@@ -29,6 +35,42 @@ def _fail(folder: Path, *, is_told: bool) -> dict[str, object]:
     if is_told:
         return {"failure": "AssertionError: a prompt trained twice", "wrong": "data"}
     raise KeyError("a process that has ended")
+
+
+def sleep(folder: Path, file: Path) -> dict[str, object]:
+    """Writes the id of a process that a task must end."""
+    with subprocess.Popen(["sleep", "1000"], start_new_session=True) as process:
+        try:
+            file.with_suffix(".part").write_text(str(process.pid))
+            file.with_suffix(".part").replace(file)
+            process.wait()
+        finally:
+            process.kill()
+    return {}
+
+
+_SLEEPER = """
+import sys
+from functools import partial
+from pathlib import Path
+from tests.faults.parallel import side_by_side
+from tests.faults.test_suite import sleep
+if __name__ == "__main__":
+    list(side_by_side(iter([(0, partial(sleep, file=Path(sys.argv[1])))]), 1))
+"""
+
+
+def test_a_terminated_suite_leaves_no_process(tmp_path):
+    file, script = tmp_path / "pid", tmp_path / "sleeper.py"
+    script.write_text(_SLEEPER)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, script, file]
+    with subprocess.Popen(command, start_new_session=True, env=environment) as suite:
+        until(file.exists, "the task", _WAIT_S)
+        os.killpg(suite.pid, signal.SIGTERM)
+        suite.wait(_WAIT_S)
+    pid = int(file.read_text())
+    until(lambda: not psutil.pid_exists(pid), "the end of the task's process", _WAIT_S)
 
 
 def test_tasks_run_side_by_side_in_folders_of_their_own(tmp_path):
