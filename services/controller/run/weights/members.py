@@ -87,8 +87,7 @@ class WeightMembers:
         self._make_plan(described.device)
         self.rollouts = {w.worker_id: await self._connect(w.address) for w in rollouts}
         await self._agree(self.all())
-        is_direct = not self._spec.is_stored and not MODES[self._mode].through_host
-        if is_direct and self._share_gpus():
+        if not self._spec.is_stored and self._share_gpus():
             self._fallbacks = self._shared_gpu_fallbacks()
             if self._fallbacks:
                 await self._use_path(*self._fallbacks.pop(0))
@@ -125,7 +124,7 @@ class WeightMembers:
             elif backend == HANDLE:
                 is_reached = self._spec.backend == HANDLE or len(set(self._devices.values())) == 1
             else:
-                is_reached = MODES[self._mode].through_host or not self._share_gpus()
+                is_reached = not self._share_gpus()
             if not is_reached:
                 return False
             self.backend()
@@ -282,7 +281,8 @@ class WeightMembers:
         await self._agree(self.all())
 
     def _share_gpus(self) -> bool:
-        gpus = [device for device in self._devices.values() if device != "cpu"]
+        wire_device = MODES[self._mode].wire_device
+        gpus = [device for device in self._devices.values() if wire_device(device) == "cuda"]
         return len(set(gpus)) < len(gpus)
 
     async def _agree(self, members: Mapping[str, WeightSyncClient]) -> None:

@@ -52,8 +52,9 @@ from services.weightsync.transfer import HEADER_BYTES, TransferOrder, check_stat
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_FORM_S: Final = 20.0
-"""Longest time in which the workers of a group connect; one that does not loses its session."""
+_LONGEST_FORM_S: Final = 40.0
+"""Longest time in which the workers of a group connect; one that does not loses its session. The first group
+of a process compiles a kernel and starts NCCL."""
 _POLL_S: Final = 2.0
 """Longest time that a server's answer waits for a message of its workers."""
 _POLL_OF_STORE_S: Final = 0.02

@@ -65,6 +65,8 @@ class ServersSource:
         folder: Path,
     ) -> None:
         self._store, self._assignment = store, assignment
+        # Torch's prefix does not keep it alive, and groups of servers end after the group of the rollout.
+        self._values = store.underlying_store
         self._host, self._timeout_s = host, timeout_s
         self._device, self._folder = device, folder
         self._channel: Channel | None = None

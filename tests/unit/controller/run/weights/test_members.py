@@ -93,6 +93,12 @@ async def test_members_that_share_several_gpus_go_through_host_memory():
     assert {tuple(member.modes) for member in members.all().values()} == {("shadow", "cpu_async")}
 
 
+async def test_a_rollout_that_only_orders_transfers_may_see_the_trainers_gpu():
+    members = await open_on("cuda:a", "cuda:a", mode="servers")
+    assert members.backend() == "servers"
+    assert {tuple(member.modes) for member in members.all().values()} == {("servers",)}
+
+
 async def test_a_rollout_joins_where_weights_reach_it_as_they_travel():
     members = await open_on("cuda:a", "cuda:b")
     assert await members.admit([worker("rollout-1", "cuda:c")])
