@@ -102,6 +102,8 @@ class FleetServer(ABC):
         """Version in service, by the server's last answer; None for none."""
         self.digest = ""
         self.num_running = 0
+        self.heard_at = 0.0
+        """Time on the event loop's clock of the last token, or of the begin of the first running request."""
         self.resumes_at = 0.0
         """Time on the event loop's clock before which the server gets no further work: it is overloaded."""
         self.refusals: Iterator[float] | None = None

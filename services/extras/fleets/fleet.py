@@ -7,6 +7,7 @@ once and gets no work before it has attached again and received the current vers
 
 import asyncio
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Collection, Hashable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -47,6 +48,10 @@ _OVERLOAD_DELAYS_S: Final = (0.5, 30.0)
 """Max seconds without further work for an overloaded server, at first and later."""
 _OVERLOAD_DEADLINE_S: Final = 300.0
 """Seconds without a token from any server, since one was overloaded first, after which the engine ends."""
+_SILENCE_S: Final = 60.0
+"""Longest time without a token from a server with running requests, after which its engine must score a text:
+a frozen engine does not keep the server's HTTP interface from answering."""
+_PROBE_TEXT: Final = (0, 0)
 _MAX_REFUSAL_GAP_S: Final = 2 * LONGEST_RETRY_S
 """Max seconds between two refusals that count for the deadline: in a longer time no request was sent."""
 
@@ -166,6 +171,7 @@ class Fleet:
             async with TaskGroup() as tasks:
                 for address in self._addresses:
                     self._add(address, tasks)
+                tasks.create_task(self._watch_engines(tasks))
                 self._notify()
                 while True:
                     await self._change()
@@ -273,6 +279,8 @@ class Fleet:
         """
         while (server := self._choose(prefix, avoided)) is None:
             await self._change()
+        if not server.num_running:
+            server.heard_at = asyncio.get_running_loop().time()
         server.num_running += 1
         try:
             yield server
@@ -316,6 +324,7 @@ class Fleet:
 
     def sent_tokens(self, server: FleetServer) -> None:
         """Notes that a server works."""
+        server.heard_at = asyncio.get_running_loop().time()
         self._refusals = server.refusals = None
         server.was_overloaded = False
 
@@ -391,6 +400,28 @@ class Fleet:
             with suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await kick.wait()
+
+    async def _watch_engines(self, tasks: TaskGroup) -> None:
+        """Probes the engine of each server that sends no token for its running requests."""
+        clock = asyncio.get_running_loop().time
+        while True:
+            await asyncio.sleep(_PROBE_EVERY_S)
+            for server in self.serving:
+                if server.num_running and clock() - server.heard_at > _SILENCE_S:
+                    tasks.create_task(self._probe_engine(server, clock() - server.heard_at))
+                    server.heard_at = math.inf
+
+    async def _probe_engine(self, server: FleetServer, silence_s: float) -> None:
+        """Loses a server whose engine does not score a text; a long prompt or queue only delays tokens."""
+        asked = (server.session, server.version)
+        try:
+            await server.score(_PROBE_TEXT)
+        except (ServerAwayError, ServerRefusedError) as error:
+            if (server.session, server.version) == asked:
+                reason = f"it sent no token for {silence_s:.0f} s, and its engine scores no text: {error}"
+                self.lose(server, reason)
+        finally:
+            server.heard_at = asyncio.get_running_loop().time()
 
     async def _bring_or_ask(self, server: FleetServer) -> None:
         """Brings a server to the newest weights, or asks a router for its servers."""

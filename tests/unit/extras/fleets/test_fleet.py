@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from services.extras.fleets import fleet as fleet_module
 from services.extras.fleets import stream as stream_module
+from services.extras.fleets import vllm_server as vllm_server_module
 from services.extras.fleets.engine import FleetEngine
 from services.extras.fleets.vllm_server import build
 from services.rollout.engines.base import EngineDiedError, GenerationResult
@@ -163,6 +164,48 @@ async def test_a_server_that_freezes_while_it_scores_does_not_delay_the_others()
         (lost,) = [server for server in fleet.serving if server.address == frozen.address]
         fleet.lose(lost, "its check failed")
         assert await scoring == (-0.5, -0.5)
+
+
+async def test_a_response_leaves_a_server_whose_engine_hangs_while_it_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fleet_module, "_SILENCE_S", 0.2)
+    monkeypatch.setattr(vllm_server_module, "SCORE_TIMEOUT_S", 0.3)
+    events: list[str] = []
+    async with serving(2) as servers, attached_engine(servers, events) as engine:
+        await _adopt(engine, 1, 0.5)
+        task = asyncio.ensure_future(engine.generate(request("r", (1, 2), max_tokens=6)))
+        _allow(servers, 2)
+        await until(lambda: engine.stats().tokens_total == 2)
+        (frozen,) = [server for server in servers if server.engine.num_sampled]
+        (other,) = [server for server in servers if server is not frozen]
+        frozen.engine.scores.clear()
+        _allow([other], MANY)
+        result = await task
+        assert result.token_ids == (7,) * 6
+        assert other.engine.num_sampled == 4
+    assert events[0].startswith(
+        f"EngineServerLost: {frozen.address} gets no work: it sent no token"
+    )
+
+
+async def test_a_server_that_is_slow_keeps_its_requests_if_its_engine_scores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fleet_module, "_SILENCE_S", 0.1)
+    events: list[str] = []
+    async with serving(1) as (server,), attached_engine([server], events) as engine:
+        await _adopt(engine, 1, 0.5)
+        task = asyncio.ensure_future(engine.generate(request("r", (1, 2), max_tokens=3)))
+        await until(lambda: _num_scored(server) == 3, poll_s=0.005)
+        _allow([server], MANY)
+        assert (await task).token_ids == (7,) * 3
+        assert sum(body["stream"] for body in server.engine.requests) == 1
+    assert not events
+
+
+def _num_scored(server: FakeServer) -> int:
+    return sum(not body["stream"] for body in server.engine.requests)
 
 
 async def test_a_failure_of_an_old_session_does_not_end_the_new_one(
