@@ -7,7 +7,7 @@ therefore passed to it inside ``\boxed{}``, which it parses completely.
 
 import re
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -24,7 +24,7 @@ from math_verify.grader import (
 )
 from sympy import Abs, Add, Eq, Expr, I, Interval, MatrixBase, Symbol, Tuple, Union
 
-from services.extras.math_verify import quantities, spelling
+from services.extras.math_verify import quantities, spelling, units
 from services.extras.math_verify.numbers import is_rounded, relative_comparison, same_numbers
 from services.rollout.rewards.answers import answer_part, answer_text
 
@@ -43,6 +43,8 @@ _READ = [LatexExtractionConfig(boxed_match_priority=0, normalization_config=_WIT
 _SEARCH = [*_READ, ExprExtractionConfig()]
 _SEARCH_UNITS = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
 _LETTER = re.compile(r"[A-Za-z]")
+_LAST_QUANTITY = re.compile(r"([-+]?(?<![\d.,])[\d.,]*\d[^\d]*(?:\^?\{?[23]\}?)?)[\s.!]*$")
+_NESTED_FACTORIAL = re.compile(r"!\s*\)*\s*!")
 _CPU_TIMEOUT_S = 5.0
 """Max CPU time of one comparison, including regular expressions, parsing and algebra."""
 _MAX_EXPRESSION_CHARACTERS = 2000
@@ -67,22 +69,29 @@ def math_answer(prompt: str, response: str, answer: Any, row: Mapping[str, Any])
         ValueError: If there is no answer, or it is a list, empty or too long.
         TimeoutError: If the comparison takes too long; the result is then unknown.
     """
-    text = quantities.plain_amounts(spelling.normalized(answer_text(answer, reward="math_verify")))
-    marked = _marked(text)
-    expected = _single_spaced(text if marked is None else marked)
-    if len(expected) > _MAX_EXPRESSION_CHARACTERS:
-        raise ValueError(
-            f"math_verify supports answers of up to {_MAX_EXPRESSION_CHARACTERS} characters, got "
-            f"{len(expected)}; mark the final expression with \\boxed{{}} or {_MARK}"
-        )
+    text = answer_text(answer, reward="math_verify")
     with _cpu_time_limit(_CPU_TIMEOUT_S):
-        part = quantities.plain_amounts(spelling.normalized(answer_part(response)))
-        has_letters = bool(_LETTER.search(expected))
-        scaled_response = quantities.scaled(_tagged(part), has_letters=has_letters)
+        text, reply = spelling.normalized(text), spelling.normalized(answer_part(response))
+        reply = _tagged(reply)
+        amount = _marked(reply) or reply
+        if quantities.other_currencies(text, amount):
+            return 0.0
+        if quantities.is_in_dollars(text) or quantities.is_in_dollars(amount):
+            text, reply = quantities.in_dollars(text), quantities.in_dollars(reply)
+        text, reply = quantities.plain_amounts(text), quantities.plain_amounts(reply)
+        marked = _marked(text)
+        expected = _single_spaced(text if marked is None else marked)
+        if len(expected) > _MAX_EXPRESSION_CHARACTERS:
+            raise ValueError(
+                f"math_verify supports answers of up to {_MAX_EXPRESSION_CHARACTERS} characters, got "
+                f"{len(expected)}; mark the final expression with \\boxed{{}} or {_MARK}"
+            )
+        has_letters = bool(_LETTER.search(quantities.scaled(expected, has_letters=False)))
+        reply = quantities.scaled(reply, has_letters=has_letters)
         # The question may ask for the number of millions, so the answer may omit the word.
-        amount = quantities.scaled(expected, has_letters=has_letters)
-        readings = dict.fromkeys((amount, quantities.unscaled(expected)))
-        return float(any(_is_answered(reading, scaled_response, answer) for reading in readings))
+        scaled = quantities.scaled(expected, has_letters=has_letters)
+        readings = dict.fromkeys((scaled, quantities.unscaled(expected)))
+        return float(any(_is_answered(reading, reply, answer) for reading in readings))
 
 
 def _is_answered(expected: str, response: str, answer: Any) -> bool:
@@ -94,29 +103,43 @@ def _is_answered(expected: str, response: str, answer: Any) -> bool:
         given = spelling.without_emphasis(_single_spaced(given)).removesuffix("\\")
         return len(given) <= _MAX_EXPRESSION_CHARACTERS and _same(expected, given)
     lines = [line for text in response.splitlines() if (line := _single_spaced(text))]
-    response = "\n".join(lines)[-_MAX_PROSE_CHARACTERS:]
-    if len(lines) == 1 and not spelling.has_words(response):
-        if _same(expected, response):
+    if len(lines) == 1 and not spelling.has_words(line := spelling.spelled(lines[0])):
+        if _same(expected, line):
             return True
-        if spelling.plain_number(response) is not None:
+        if spelling.is_bare(line):
             return False
-    return _is_said(expected, response, is_line=len(lines) == 1)
+    return _is_said(expected, lines)
 
 
-def _is_said(expected: str, response: str, *, is_line: bool) -> bool:
-    """Returns True if a response announces an answer, or ends with it."""
+def _is_said(expected: str, lines: list[str]) -> bool:
+    """Returns True if the lines of a response announce an answer, or end with it."""
+    response = "\n".join(lines)[-_MAX_PROSE_CHARACTERS:]
+    is_line = len(lines) == 1
     announced = _ANNOUNCED.findall(response)
     given = announced[-1].strip("* ") if announced else response
-    if announced and not spelling.has_words(given):
-        return _same(expected, given)
+    if announced or is_line:
+        given = spelling.spelled(given)
+        is_short = bool(announced) and not spelling.has_words(given)
+        if is_short or units.split(given)[1] is not None:
+            return _same(expected, given)
     said = _SAID.search(given)
     ending = said[1] if said else given if announced or is_line else ""
-    if spelling.has_changed_number(ending) and not spelling.is_changed(expected):
+    last_line = lines[-1] if lines else ""
+    if not spelling.is_changed(expected) and (
+        spelling.has_changed_number(ending)
+        or spelling.has_changed_number(last_line)
+        or spelling.is_bound(ending)
+    ):
         return False
     if spelling.same_text(expected, given) or (said and spelling.same_text(expected, said[1])):
         return True
-    if said and not spelling.has_words(said[1]):
-        return _same(expected, said[1])
+    short = spelling.spelled(said[1]) if said else ""
+    if not short or (spelling.has_words(short) and units.split(short)[1] is None):
+        quantity = _LAST_QUANTITY.search(last_line)
+        short = quantity[1] if quantity else ""
+        short = "" if None in (units.split(expected)[1], units.split(short)[1]) else short
+    if short:
+        return _same(expected, short)
     gold = [] if spelling.is_text(expected) else _read(expected)
     return any(_verify(gold, _parse(given, wanted)) for wanted in (_SEARCH, _SEARCH_UNITS))
 
@@ -194,11 +217,18 @@ def _braced(text: str) -> str:
 def _same(expected: str, given: str) -> bool:
     if spelling.same_text(expected, given):
         return True
-    if spelling.is_changed(given) and not spelling.is_changed(expected):
+    expected, given = spelling.spelled(expected), spelling.spelled(given.strip(" ,;"))
+    if not spelling.is_changed(expected) and (
+        spelling.is_changed(given) or spelling.is_bound(given)
+    ):
         return False
+    if (same := _same_quantity(expected, given)) is not None:
+        return same
     (wanted, value), (chosen, given_value) = spelling.choice(expected), spelling.choice(given)
     if wanted and chosen and (value or given_value or wanted == chosen):
         return wanted == chosen
+    if wanted and not value:
+        return False
     expected, given = value or expected, given_value or given
     bare = spelling.without_condition(expected), spelling.without_condition(given)
     if (bare[0] == expected) != (bare[1] == given) or spelling.same_text(
@@ -211,6 +241,25 @@ def _same(expected: str, given: str) -> bool:
     return spelling.same_text(expected, given) or (
         not spelling.is_text(expected) and _same_number(expected, given)
     )
+
+
+def _same_quantity(expected: str, given: str) -> bool | None:
+    """Compares two numbers with units; returns None if not both have a unit."""
+    (wanted, wanted_unit), (number, unit) = units.split(expected), units.split(given)
+    if wanted_unit is None or unit is None:
+        return None
+    if units.are_angles(wanted_unit, unit):
+        angles = [
+            spelling.in_radians(f"{value}^\\circ") if angle.is_degree else value
+            for value, angle in ((wanted, wanted_unit), (number, unit))
+        ]
+        return _verify(_read(angles[0]), _read(angles[1]))
+    if wanted_unit.dimension != unit.dimension:
+        return False
+    ratio = unit.size / wanted_unit.size
+    if ratio != 1:
+        number = f"\\frac{{{ratio.numerator}}}{{{ratio.denominator}}}\\cdot\\left({number}\\right)"
+    return _same_number(wanted, number)
 
 
 def _same_number(expected: str, given: str) -> bool:
@@ -237,13 +286,22 @@ def _same_value(expected: str, given: str) -> bool:
     is_scaled = spelling.has_magnitude(expected) or spelling.has_magnitude(given)
     if None not in plain and not is_scaled:
         return plain[0] == plain[1]
+    if _NESTED_FACTORIAL.search(given):
+        return False
     bases = {base for each in (expected, given) if (base := spelling.base(each))}
-    if len(bases) > 1:
+    if len(bases) > 1 or (bases and bases != {"10"} and not spelling.base(expected)):
         return False
     if spelling.has_magnitude(expected) and spelling.has_magnitude(given):
         expected, given = spelling.with_magnitude(expected), spelling.with_magnitude(given)
     # The answer to "which per cent?" may be 25 as well as 25 %.
-    ways = (str, spelling.without_per_cent, spelling.with_magnitude, spelling.in_radians)
+    ways: list[Callable[[str], str]] = [
+        str,
+        spelling.without_per_cent,
+        spelling.with_magnitude,
+        spelling.in_radians,
+    ]
+    if plain[0] is not None and abs(plain[0]) < 1 and "%" not in expected:
+        ways.remove(spelling.without_per_cent)  # a share, not a number of per cents
     pairs = [(way(expected), way(given)) for way in ways]
     return any(_verify(_read(one), _read(other)) for one, other in dict.fromkeys(pairs))
 

@@ -4,11 +4,11 @@ r"""Currencies, separators of thousands, and words that scale a number. Pure.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Final
 
-_SIGNS: Final = "€£¥₹₩₽₺₱₫฿₦₪₴₸₵₡₲₭₮₼₾"
+_SIGNS: Final = "€£¥₹₩₽₺₱₫฿₦₪₴₸₵₡₲₭₮₼₾元円원"
 _CODES: Final = (
     r"USD|EUR|GBP|INR|JPY|CNY|RMB|CHF|AUD|CAD|NZD|HKD|SGD|TWD|KRW|RUB|TRY|BRL|MXN|ZAR|SEK|NOK|DKK|ISK|PLN"
     r"|CZK|HUF|RON|THB|IDR|MYR|PHP|VND|NGN|KES|EGP|ILS|SAR|AED|PKR|BDT|LKR|Rs\.?|kr\.?|Kč|zł|Ft"
@@ -131,13 +131,61 @@ _TENS: Final = {
         ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"), start=2
     )
 }
+_PARTS: Final[Mapping[str, int]] = {
+    "half": 2,
+    "third": 3,
+    "quarter": 4,
+    "fourth": 4,
+    "fifth": 5,
+    "sixth": 6,
+    "seventh": 7,
+    "eighth": 8,
+    "ninth": 9,
+    "tenth": 10,
+    "twelfth": 12,
+    "twentieth": 20,
+    "hundredth": 100,
+}
+_NEGATIVE: Final = ("minus", "negative")
 _ORDERS: Final = ("thousand", "million", "billion", "trillion")
 _MAX_WORDS: Final = 16
+_MAX_NOUN_WORDS: Final = 3
+_NOUN: Final = re.compile(
+    rf"(?!(?:{'|'.join((*_UNITS, *_TENS, *_ORDERS, *_PARTS))}|hundred|dozen|halve|and|or|not|less|more"
+    r"|fewer|than|of|times|time|point|over|to|by|plus|minus|out|each|if|half|is|was|are|were)s?\b)[A-Za-z]+[.,]?",
+    re.IGNORECASE,
+)
+"""Word after a number that may name what is counted."""
+_CENTS: Final = re.compile(
+    rf"(?<![\w.,])(\d[\d,]*(?:\.\d+)?){_CLOSING}{_SPACE}(?:{_FONT})?(?:cents?(?![A-Za-z])|¢)\s*\}}?"
+)
+_DOLLARS: Final = re.compile(r"\\\$\s*-?[\d.]|\bdollars?\b|\bUSD\b", re.IGNORECASE)
+_DOLLAR_SIGN: Final = re.compile(r"(?<![\w$\\])-?\$\s*-?[\d.]")
+_CURRENCIES: Final[Mapping[str, str]] = {
+    "€": "EUR",
+    "£": "GBP",
+    "¥": "JPY",
+    "₹": "INR",
+    "₩": "KRW",
+    "₽": "RUB",
+    "USD": "USD",
+    "EUR": "EUR",
+    "GBP": "GBP",
+    "INR": "INR",
+    "JPY": "JPY",
+    "\\$": "USD",
+}
+_NAMED_CURRENCY: Final = re.compile("|".join(map(re.escape, _CURRENCIES)))
+_SIGN_BEFORE_DOLLAR: Final = re.compile(r"(?<![\w)}])-\s*(\\?\$)\s*(?=[\d.])")
+_HEXADECIMAL: Final = re.compile(
+    r"(?<![\w.\\])0(?:x[\da-f]{2,}|b[01]{2,}|o[0-7]{2,})(?!\w)", re.IGNORECASE
+)
 
 
 def plain_amounts(text: str) -> str:
     """Removes currencies beside numbers, and separators of thousands that nothing else uses."""
-    text = _DOLLAR_OF.sub("", text)
+    text = _HEXADECIMAL.sub(lambda number: str(int(number[0], 0)), text)
+    text = _SIGN_BEFORE_DOLLAR.sub(r"\1-", _DOLLAR_OF.sub("", text))
     text = _CURRENCY_AFTER.sub("", _CURRENCY_BEFORE.sub("", text))
     text = _GROUPED_BEFORE_COMMA.sub(lambda part: f"{part[1].replace('.', '')}.{part[2]}", text)
     return _GROUPED.sub(lambda part: re.sub(r"\D", "", part[0]), text)
@@ -154,9 +202,13 @@ def scaled(text: str, *, has_letters: bool) -> str:
     Args:
         has_letters: True if letters such as ``k`` may be variables, so that they scale nothing.
     """
-    text = _PER_CENT.sub(r"\\%", text)
-    text = _SCALED.sub(_product, text)
+    text = _SCALED.sub(_product, per_cents(text))
     return text if has_letters else _LETTER_SCALED.sub(_product, text)
+
+
+def per_cents(text: str) -> str:
+    """Replaces the words ``per cent`` after numbers by the sign."""
+    return _PER_CENT.sub(r"\\%", text)
 
 
 def unscaled(text: str) -> str:
@@ -183,14 +235,43 @@ def _written(value: Fraction) -> str:
 
 
 def number_of_words(text: str) -> str | None:
-    """Returns the number that words spell, such as ``seventy-two`` or ``half a dozen``; None for others."""
-    words = [word for word in re.split(r"[\s-]+", text.strip().casefold()) if word != "and"]
+    """Returns the number that words spell; None for others.
+
+    Examples are ``seventy-two``, ``half a dozen``, ``minus five``, ``three quarters`` and ``one and a half``.
+    """
+    words = [word for word in re.split(r"(?:\s|(?<=[a-z]),|-)+", text.strip().casefold()) if word]
+    sign = "-" if words and words[0] in _NEGATIVE else ""
+    words = words[len(sign) :]
     if not words or len(words) > _MAX_WORDS:
         return None
     if len(words) > 2 and words[:2] == ["half", "a"]:
         scale = _SCALES.get(words[2])
-        return _written(scale / 2) if len(words) == 3 and scale else None
-    if words[0] in ("a", "an") and len(words) > 1:
+        return f"{sign}{_written(scale / 2)}" if len(words) == 3 and scale else None
+    scale = Fraction(1)
+    if len(words) > 2 and words[-1] in _ORDERS and {*words} & _PARTS.keys():
+        scale = _SCALES[words.pop()]
+    value = _mixed_number(words)
+    return None if value is None else f"{sign}{_written(value * scale)}"
+
+
+def _mixed_number(words: Sequence[str]) -> Fraction | None:
+    """Returns the value of words such as ``two and three quarters``."""
+    below = _PARTS.get(words[-1].removesuffix("s").replace("halve", "half"))
+    if below is None:
+        return _whole_number(words)
+    start = len(words) - words[::-1].index("and") if "and" in words else 0
+    parts = ["one" if word == "a" else word for word in words[start:-1]]
+    above = _whole_number(parts) if parts else Fraction(words[-1] == "half")
+    whole = _whole_number(words[: start - 1]) if start else Fraction(0)
+    is_plural = words[-1] not in _PARTS
+    if not above or whole is None or is_plural == (above == 1):
+        return None
+    return whole + above / below
+
+
+def _whole_number(words: Sequence[str]) -> Fraction | None:
+    words = [word for word in words if word != "and"]
+    if len(words) > 1 and words[0] in ("a", "an"):
         words[0] = "one"
     total = current = Fraction(0)
     previous = ""
@@ -208,4 +289,38 @@ def number_of_words(text: str) -> str | None:
         else:
             return None
         previous = word
-    return _written(total + current)
+    return total + current if previous else None
+
+
+def with_digits(answer: str) -> str:
+    """Writes the number that an answer's first words spell in digits: ``five hours`` becomes ``5 hours``."""
+    words = answer.strip(" .$").split()
+    for end in range(min(len(words), _MAX_WORDS), 0, -1):
+        noun = words[end:]
+        is_noun = len(noun) <= _MAX_NOUN_WORDS and all(map(_NOUN.fullmatch, noun))
+        if is_noun and (number := number_of_words(" ".join(words[:end]))) is not None:
+            return " ".join([number, *noun])
+    return answer
+
+
+def in_dollars(response: str) -> str:
+    """Converts amounts in cents to dollars."""
+    return _CENTS.sub(lambda part: _written(Fraction(part[1].replace(",", "")) / 100), response)
+
+
+def is_in_dollars(answer: str) -> bool:
+    """Returns True if an answer is an amount of dollars and no formula between two ``$``."""
+    return bool(_DOLLARS.search(answer)) or (
+        answer.count("$") % 2 == 1 and bool(_DOLLAR_SIGN.search(answer))
+    )
+
+
+def other_currencies(answer: str, response: str) -> bool:
+    """Returns True if the last amount of a response is in another currency than the answer."""
+    wanted = {_CURRENCIES[sign] for sign in _NAMED_CURRENCY.findall(answer)}
+    if is_in_dollars(answer):
+        wanted.add("USD")
+    amounts = [_CURRENCIES[sign] for sign in _NAMED_CURRENCY.findall(response)]
+    if not amounts and is_in_dollars(response):
+        amounts = ["USD"]
+    return bool(wanted and amounts) and amounts[-1] not in wanted

@@ -11,7 +11,12 @@ import unicodedata
 from fractions import Fraction
 from typing import Final
 
-from services.extras.math_verify.quantities import number_of_words, without_indian_groups
+from services.extras.math_verify.quantities import (
+    number_of_words,
+    per_cents,
+    with_digits,
+    without_indian_groups,
+)
 
 _FONT = re.compile(
     r"\\(?:text(?!color)\w*|math(?:bf|rm|it|sf)|mbox|boldsymbol|operatorname)\s*\{([^{}]*)\}"
@@ -32,20 +37,54 @@ _DASH = re.compile(r"[\u2212\ufe63\uff0d]|(?<![\w)}])[\u2010-\u2013](?=[\d.$\\])
 _COMPATIBLE = re.compile(r"[\uff01-\uff5e\U0001d400-\U0001d7ff]+")
 _CHANGED = re.compile(
     r"\b(?:(?:or|and)\s+(?:more|less|fewer|greater|smaller|above|below|over|under|up|down|higher|lower"
-    r"|an?|one|half|two|three)|not|wrong|incorrect|false|factorial|plus|minus|remainder|mod(?:ulo)?)\b"
+    r"|an?|one|half|two|three|some|change)|or\s+so\s+(?:more|less|fewer)|(?:more|less|fewer|greater)\s+than"
+    r"|at\s+(?:least|most)|not|never|anything\s+but|wrong|incorrect|false|factorial|plus|minus|remainder"
+    r"|mod(?:ulo)?|twice|thrice|doubles?|triples?|quadruples?|reversed|backwards?|below|bce?"
+    r"|half\s+(?:of\s+)?(?=\d)|(?:square|cube)(?:d|s|\s+root)?\s+of|times\s+(?:two|three))\b"
+    r"|(?<![\\\w])(?:over|under|above)\s+(?=[\d$\\])"
     r"|\d[\s}]*(?:\\text\w*\s*\{)?\s*(?:squared|cubed|(?:doubl|tripl|quadrupl|halv)ed)\b"
 )
 """Words after a number that make it another one, which no unit does."""
 _CHANGED_NUMBER = re.compile(
-    r"\d(?:\s|[}$~-])*(?:\\text\w*\s*\{\s*)?(?:(?:or|and)\s+(?:more|less|fewer|a\s+(?:half|third|quarter))"
+    r"\d(?:\s|[}$~()-])*(?:\\text\w*\s*\{\s*)?(?:(?:or|and)\s+(?:more|less|fewer|a\s+(?:half|third|quarter))"
+    r"|(?:and\s+(?:some|change)|or\s+so\s+(?:more|less|fewer)|(?:more|less|fewer|greater)\s+than"
+    r"|twice|thrice|doubles?|triples?|reversed|backwards?|bce?|(?:degrees\s+)?below\s+zero|not|wrong|incorrect"
+    r"|(?:is|are|was)\s+(?:not|wrong|incorrect|never|false))\b"
     r"|factorial|squared|cubed|(?:doubl|tripl|quadrupl|halv)ed|plus\s|minus\s|less\s+\d|mod\b)"
+    r"|(?:\b|(?<=n))(?:not|['\u2019]t(?:\s+be)?|never|anything\s+but|twice|double|triple|half(?:\s+of)?|(?:square|cube)(?:\s+root)?\s+of)"
+    r"\s+(?:\\?\$|\\\()?\s*-?[\d.]",
+    re.IGNORECASE,
+)
+_BOUND = re.compile(
+    r"^\W*(?:at\s+(?:least|most)|(?:more|less|fewer|greater)\s+than|over|under|above|below|between|no|>|<)\s*"
+    r"(?:\\?\$|\\\()?\s*-?[\d.]",
+    re.IGNORECASE,
+)
+_SIGN_WORD = re.compile(
+    r"(?<![\d)}]\s)(?:\\text\w*\s*\{\s*|\b)(?:minus|negative)\s*\}?\s+(?=(?:\\?\$)?-?[\d.]|\\(?:frac|sqrt|pi))",
+    re.IGNORECASE,
+)
+_RANGE = re.compile(r"(\d+(?:\.\d+)?)\s*[-\u2013]+\s*(\d+(?:\.\d+)?)")
+_BEFORE_YEAR = re.compile(r"^\s*(?:in\s+)?(?:the\s+)?(?:year\s+)?(?=\d{4}\b)", re.IGNORECASE)
+_SAME_WORDS = {
+    **dict.fromkeys(("no solution", "no solutions", "no real solutions"), "\\emptyset"),
+    **dict.fromkeys(
+        ("all real numbers", "all reals", "the set of all real numbers"), "\\mathbb{R}"
+    ),
+}
+_WHOLE_FONT = re.compile(r"^\s*\\text\w*\s*\{([A-Za-z\s-]*)\}\s*$")
+_PLAIN_ROOT = re.compile(r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)")
+_REPEATING_IN_BRACKETS = re.compile(r"(\d*\.\d*)\((\d+)\)")
+_OTHER_DIGITS = re.compile(r"(?![0-9])\d")
+_BARE = re.compile(
+    r"(?<![\\A-Za-z])(?!(?:log|ln|sin|cos|tan|sqrt|and|or)\b)[A-Za-z]{2,}|=.*=|..=|:"
 )
 _LAYOUT = re.compile(r"\\(?:left|right|displaystyle)(?![a-zA-Z])|\\[,;:! ]|[$*~\s]|\\q?quad\b")
 _LONG_NAME = re.compile(r"\\(?:([lgn]e)q|[dtc](frac))(?![a-zA-Z])")
 _ARTICLE = re.compile(r"^\s*(?:an?|the)\s+(?=[A-Za-z]{3})")
 _CONJUNCTION = re.compile(r"\s*,?(?<![A-Za-z\\])\s*(?:and|or)(?![A-Za-z])\s*")
 _CHOICE = re.compile(r"\(([a-z])\)")
-_RATIO_OR_TIME = re.compile(r"\d+(?::\d+)+|\d+[ap]\.?m")
+_RATIO_OR_TIME = re.compile(r"\d+(?::\d+)+|\d+[ap]\.?m|\d{4}-\d{1,2}-\d{1,2}")
 _RATIO = re.compile(r"([^:]*\d\}?\s*):([^:]*\d[^:]*)")
 _RATIO_WORD = re.compile(r"(?<=\d)\s*to\s*(?=\d)")
 _WORDS = re.compile(
@@ -193,6 +232,8 @@ def normalized(text: str) -> str:
     text = _COMPATIBLE.sub(lambda part: unicodedata.normalize("NFKC", part[0]), text)
     text = _RAISED_TEXT.sub(_unraised, _DASH.sub("-", text))
     text = "".join(map(_unfractioned, text))
+    text = _OTHER_DIGITS.sub(lambda sign: str(unicodedata.digit(sign[0])), text)
+    text = _REPEATING_IN_BRACKETS.sub(r"\1\\overline{\2}", _PLAIN_ROOT.sub(r"\\sqrt{\1}", text))
     return _UNDERLINED.sub("", _INVISIBLE.sub("", text))
 
 
@@ -211,6 +252,26 @@ def _unfractioned(sign: str) -> str:
     return f"\\frac{{{above}}}{{{below}}}"
 
 
+def spelled(answer: str) -> str:
+    """Returns an answer in words as number, set or choice, if it is one; others as is."""
+    name = _without_fonts(answer).strip(" .$").casefold()
+    if name in _SAME_WORDS:
+        return _SAME_WORDS[name]
+    answer = _WHOLE_FONT.sub(r"\1", answer)
+    answer = _BEFORE_YEAR.sub("", _OPTION.sub("", answer))
+    return per_cents(with_digits(_SIGN_WORD.sub("-", answer)))
+
+
+def is_bare(answer: str) -> bool:
+    """Returns True if a text is an expression without words, equations and labels."""
+    return not _BARE.search(_without_fonts(answer))
+
+
+def is_bound(answer: str) -> bool:
+    """Returns True if an answer begins with a bound, such as ``at least 72``."""
+    return bool(_BOUND.match(answer))
+
+
 def is_changed(answer: str) -> bool:
     """Returns True if words change a number: ``72 or more``, ``5 and a half``, ``5 squared``."""
     return bool(_CHANGED.search(answer))
@@ -227,6 +288,7 @@ def as_text(answer: str) -> str:
         return spelled
     answer = _SPACED_THOUSANDS.sub(lambda number: _SPACED_DIGITS.sub("", number[0]), answer)
     answer = _SPACED_DIGITS.sub("\N{OPEN BOX}", answer)
+    answer = _RANGE.sub(r"\1-\2", answer)
     plain = _CONJUNCTION.sub(",", _ARTICLE.sub("", _spelled_ratio(_without_fonts(answer))))
     text = _LONG_NAME.sub(r"\\\1\2", _LAYOUT.sub("", plain)).casefold()
     text = text if text.endswith("...") else text.rstrip(".")
@@ -251,12 +313,15 @@ def is_text(answer: str) -> bool:
     """Returns True if an answer is words, letters, a ratio or a time, which have no value."""
     if _RATIO_OR_TIME.match(as_text(answer)) or _LETTERS.fullmatch(_without_fonts(answer)):
         return True
+    ends = _RANGE.fullmatch(_without_fonts(answer).strip(" $"))
+    if ends and Fraction(ends[1]) < Fraction(ends[2]):
+        return True
     is_number = re.match(r"[-.\d]|\\[dt]?frac|\\sqrt", as_text(answer))
     return not is_number and bool(_WORDS.search(_OR.sub(",", as_latex(answer))))
 
 
 def has_words(answer: str) -> bool:
-    return bool(_WORDS.search(answer))
+    return bool(_WORDS.search(_OR.sub(",", answer)))
 
 
 def base(answer: str) -> str | None:

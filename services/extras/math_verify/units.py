@@ -1,0 +1,181 @@
+r"""Units of numbers, such as ``15\text{ cm}`` and ``9.8 m/s^2``, to compare quantities. Pure."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Final
+
+_SI: Final[Mapping[str, Fraction]] = {
+    prefix: Fraction(10) ** exponent
+    for prefix, exponent in {"n": -9, "μ": -6, "m": -3, "c": -2, "d": -1, "k": 3, "M": 6}.items()
+}
+_SIZES: Final[Mapping[str, tuple[tuple[str, int], Fraction]]] = {
+    "m": (("length", 1), Fraction(1)),
+    "in": (("length", 1), Fraction("0.0254")),
+    "ft": (("length", 1), Fraction("0.3048")),
+    "yd": (("length", 1), Fraction("0.9144")),
+    "mi": (("length", 1), Fraction("1609.344")),
+    "g": (("mass", 1), Fraction(1)),
+    "t": (("mass", 1), Fraction(10**6)),
+    "lb": (("mass", 1), Fraction("453.59237")),
+    "oz": (("mass", 1), Fraction("28.349523125")),
+    "s": (("time", 1), Fraction(1)),
+    "min": (("time", 1), Fraction(60)),
+    "h": (("time", 1), Fraction(3600)),
+    "day": (("time", 1), Fraction(86400)),
+    "week": (("time", 1), Fraction(604800)),
+    "month": (("months", 1), Fraction(1)),
+    "year": (("months", 1), Fraction(12)),
+    "l": (("length", 3), Fraction(1, 1000)),
+    "gal": (("length", 3), Fraction("0.003785411784")),
+    "deg": (("angle", 1), Fraction(1)),
+    "rad": (("radians", 1), Fraction(1)),
+    "celsius": (("celsius", 1), Fraction(1)),
+    "fahrenheit": (("fahrenheit", 1), Fraction(1)),
+    "kelvin": (("kelvin", 1), Fraction(1)),
+    "J": (("energy", 1), Fraction(1)),
+    "W": (("power", 1), Fraction(1)),
+    "N": (("force", 1), Fraction(1)),
+    "Hz": (("frequency", 1), Fraction(1)),
+    "Pa": (("pressure", 1), Fraction(1)),
+    "V": (("voltage", 1), Fraction(1)),
+    "mol": (("amount", 1), Fraction(1)),
+}
+"""Dimension and size of each unit."""
+_PREFIX_WORDS: Final[Mapping[str, str]] = {
+    "kilo": "k",
+    "centi": "c",
+    "milli": "m",
+    "deci": "d",
+    "nano": "n",
+    "micro": "μ",
+    "mega": "M",
+}
+_PREFIXED: Final = frozenset({"m", "g", "s", "l", "J", "W", "N", "Hz", "Pa", "V", "mol"})
+_SPELLINGS: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("meter", "metre"), "m"),
+    **dict.fromkeys(("inch", "inche"), "in"),
+    **dict.fromkeys(("foot", "feet"), "ft"),
+    **dict.fromkeys(("yard",), "yd"),
+    **dict.fromkeys(("mile",), "mi"),
+    **dict.fromkeys(("gram", "gm"), "g"),
+    **dict.fromkeys(("tonne",), "t"),
+    **dict.fromkeys(("pound", "lbs"), "lb"),
+    **dict.fromkeys(("ounce",), "oz"),
+    **dict.fromkeys(("second", "sec"), "s"),
+    **dict.fromkeys(("minute",), "min"),
+    **dict.fromkeys(("hour", "hr"), "h"),
+    **dict.fromkeys(("yr",), "year"),
+    **dict.fromkeys(("liter", "litre", "L"), "l"),
+    **dict.fromkeys(("gallon",), "gal"),
+    **dict.fromkeys(("degree", "°", "^\\circ", "^{\\circ}", "\\circ", "\\degree"), "deg"),
+    **dict.fromkeys(("radian",), "rad"),
+    **dict.fromkeys(("°C", "^\\circC", "^{\\circ}C"), "celsius"),
+    **dict.fromkeys(("°F", "^\\circF", "^{\\circ}F"), "fahrenheit"),
+    "K": "kelvin",
+    **dict.fromkeys(("joule",), "J"),
+    **dict.fromkeys(("watt",), "W"),
+    **dict.fromkeys(("newton",), "N"),
+    **dict.fromkeys(("hertz",), "Hz"),
+    **dict.fromkeys(("pascal",), "Pa"),
+    **dict.fromkeys(("volt",), "V"),
+    **dict.fromkeys(("mole",), "mol"),
+}
+_COMPOUND: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("mph",), "mi/h"),
+    **dict.fromkeys(("kmh", "kph", "kmph"), "km/h"),
+    **dict.fromkeys(("cc",), "cm^3"),
+}
+_FONT: Final = re.compile(r"\\(?:text\w*|mathrm|mbox|operatorname)\s*\{([^{}]*)\}")
+_FRACTION: Final = re.compile(r"\\[dt]?frac\s*\{([A-Za-z\s]+)\}\s*\{([A-Za-z\s]+)\}")
+_QUANTITY: Final = re.compile(
+    r"\s*\$?(?P<number>[-+]?[\d(.\\](?:.*?(?:[\d)}]|\\pi))?)\s*\$?(?:\s|~|\\[,;:! ])*"
+    r"(?P<unit>(?<![\^_{])(?:°|\^\s*\{?\s*\\circ\s*\}?|\\degree|[A-Za-zμ])[^\d=<>]*(?:\^?\{?-?[23]\}?[^\d=<>]*)*)",
+    re.DOTALL,
+)
+_FACTOR: Final = re.compile(r"([^\s^/*]+?)\^?\{?(-?[23])?\}?")
+
+
+_MAX_CHARACTERS: Final = 200
+"""Max length of a number with a unit."""
+_WORD: Final = re.compile(r"[A-Za-z]")
+_COMMAND: Final = re.compile(r"\\[A-Za-z]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Product of powers of units."""
+
+    dimension: tuple[tuple[str, int], ...]
+    """Exponent of each base quantity."""
+    size: Fraction
+    """In units of the base quantities."""
+
+    @property
+    def is_degree(self) -> bool:
+        return self.dimension == (("angle", 1),)
+
+
+def split(answer: str) -> tuple[str, Unit | None]:
+    """Splits an answer into number and unit; the unit is None if the answer has none that is listed here."""
+    if len(answer) > _MAX_CHARACTERS:
+        return answer, None
+    previous, plain = None, answer
+    while previous != plain:
+        previous, plain = plain, _FONT.sub(r" \1", plain)
+    plain = _FRACTION.sub(r"\1/\2", plain)
+    quantity = _QUANTITY.fullmatch(plain.strip(" .$"))
+    if not quantity or _WORD.search(_COMMAND.sub("", quantity["number"])):
+        return answer, None
+    unit = _product(quantity["unit"])
+    return (answer, None) if unit is None else (quantity["number"], unit)
+
+
+def are_angles(first: Unit, other: Unit) -> bool:
+    """Returns True if one unit is a degree and the other a radian."""
+    return {first.dimension, other.dimension} == {(("angle", 1),), (("radians", 1),)}
+
+
+def _product(text: str) -> Unit | None:
+    text = re.sub(r"\bper\b", "/", text.replace("\\cdot", " ").replace("·", " "))
+    text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?\s*|\\degree\s*|\bdegrees?\s+(?=[CF])", "°", text)
+    text = re.sub(r"\\[,;:! ]|[~$]", " ", text)
+    text = re.sub(r"\b(?:square|sq\.?)\s+([A-Za-z]+)", r"\1^2", text)
+    text = re.sub(r"\b(?:cubic|cu\.?)\s+([A-Za-z]+)", r"\1^3", text)
+    text = text.replace(" squared", "^2").replace(" cubed", "^3")
+    dimension: dict[str, int] = {}
+    size = Fraction(1)
+    for index, side in enumerate(text.split("/")):
+        factors = side.split()
+        if not factors:
+            return None
+        for factor_text in factors:
+            factor = _FACTOR.fullmatch(factor_text.rstrip("."))
+            unit = factor and _unit(factor[1])
+            if not factor or unit is None:
+                return None
+            power = int(factor[2] or 1) * (-1 if index else 1)
+            for name, exponent in unit.dimension:
+                dimension[name] = dimension.get(name, 0) + exponent * power
+            size *= unit.size**power
+    return Unit(tuple(sorted((n, e) for n, e in dimension.items() if e)), size)
+
+
+def _unit(name: str) -> Unit | None:
+    for spelling in (name, name.casefold()):
+        for singular in (spelling, spelling.removesuffix("s")):
+            if singular in _COMPOUND:
+                return _product(_COMPOUND[singular])
+            symbol = _SPELLINGS.get(singular, singular)
+            if symbol in _SIZES:
+                dimension, size = _SIZES[symbol]
+                return Unit((dimension,), size)
+            for prefix in (*_PREFIX_WORDS, *_SI):
+                base = singular.removeprefix(prefix)
+                symbol = _SPELLINGS.get(base, base)
+                if base != singular and symbol in _PREFIXED and (base == symbol) == (prefix in _SI):
+                    dimension, size = _SIZES[symbol]
+                    scale = _SI[_PREFIX_WORDS.get(prefix, prefix)]
+                    return Unit((dimension,), size * scale)
+    return None
