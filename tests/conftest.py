@@ -59,6 +59,16 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    """Lets workers start as forks, so that modules of tests are imported once."""
+    if sys.platform == "linux":
+        # Imported here, because the environments of the real engines have no pytest-xdist.
+        from tests.helpers.forked_workers import fork_workers
+
+        fork_workers(config.invocation_params.args)
+
+
 @pytest.fixture(autouse=True)
 def _drawn_as_before(request: pytest.FixtureRequest) -> None:
     """Weights that a test draws are the same in every run of it, and others than the next test's."""
