@@ -21,7 +21,6 @@ _ADDRESS_NAMES: Final = (
     *(["api", "base"], ["connection", "string"], ["conn", "string"]),
 )
 _URL: Final = re.compile(r"\b[a-z][a-z0-9+.-]{0,40}:/{2,}[^\s\"'<>]{0,2000}", re.IGNORECASE)
-_FILES: Final = ("file", "data")
 _SEPARATORS: Final = re.compile(
     r"[\s,;|=\"'(){}<>@]+|\\+|/{2,}|[a-z]+:/|(?<![\w.])[a-z]+:(?=\d+\.)", re.IGNORECASE
 )
@@ -30,6 +29,11 @@ _SEPARATORS: Final = re.compile(
 _HOST_AND_PORT: Final = re.compile(
     r"(?P<host>\[[0-9a-f:.%]+\]|[\w.-]*[a-z_][\w.-]*|\d+(?:\.\d+){1,3}|\d{8,10}):\d{1,5}(?:[/?#].*)?",
     re.IGNORECASE | re.DOTALL,
+)
+# Forms of an IPv4 address that resolvers accept, but no number or version has: 0x7f000001, 0177.0.0.1, 127.1.
+_OLD_IP: Final = re.compile(
+    r"0x[\da-f]{7,8}|(?:0x[\da-f]+\.|0\d+\.(?=[^.]+\.[^.]+\.))(?:0x[\da-f]+|\d+)(?:\.(?:0x[\da-f]+|\d+)){0,2}"
+    r"|127(?:\.\d+){1,2}|0\d{9,11}|[1-9]\d{8,9}"
 )
 _IMAGE_REGISTRY: Final = re.compile(
     r"(?P<host>localhost|[\w-]+(?:\.[\w-]+)+|\[[0-9a-f:.]+\]|[\w.-]+(?=:))(?::\d+)?/"
@@ -42,7 +46,7 @@ def hosts_in(text: str) -> set[str]:
     hosts = {
         _host_of(match[0])
         for match in _URL.finditer(text)
-        if match[0].partition(":")[0].lower() not in _FILES
+        if match[0].partition(":")[0].lower() not in ("file", "data")
     }
     stripped = text.strip()
     if address := _HOST_AND_PORT.fullmatch(stripped):
@@ -53,7 +57,7 @@ def hosts_in(text: str) -> set[str]:
         address = _HOST_AND_PORT.fullmatch(candidate)
         host = (address["host"] if address else candidate.partition("/")[0]).strip("[]").lower()
         is_local = not address and host.endswith((".internal", ".svc", ".cluster.local"))
-        if is_local or (_is_ip(host) and re.search(r"\d", host)):
+        if is_local or _OLD_IP.fullmatch(host) or (_is_ip(host) and re.search(r"\d", host)):
             hosts.add(host)
     return hosts
 
@@ -77,11 +81,7 @@ def registry_of(image: str) -> str:
 
 def is_private(host: str) -> bool:
     """Returns True if a host is an IP address or a name that only a local network resolves."""
-    return bool(host) and _is_local(host)
-
-
-def _is_local(host: str) -> bool:
-    return (
+    return bool(host) and (
         _is_ip(host)
         or "." not in host
         or host.endswith((".internal", ".local", ".svc", ".localhost"))

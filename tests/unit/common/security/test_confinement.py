@@ -493,6 +493,10 @@ def test_every_mapping_of_arguments_is_in_the_example():
         {"x": "\N{FULLWIDTH DIGIT ONE}0。0。0。1:80"},
         {"x": "metadata.google.internal"},
         {"x": "connect to kubernetes.default.svc"},
+        {"x": "2130706433"},
+        {"x": "0x7f000001"},
+        {"x": "--host 0177.0.0.1"},
+        {"x": ["127.1", "0x7f.1"]},
     ],
 )
 def test_no_arguments_name_a_host_that_the_installation_does_not_list(roots, arguments):
@@ -510,6 +514,10 @@ def test_no_arguments_name_a_host_that_the_installation_does_not_list(roots, arg
         "2130706433",
         "metadata.google.internal",
         "kubernetes.default.svc",
+        "0x7f000001",
+        "0177.0.0.1",
+        "127.1",
+        "0x7f.1",
     )
     assert not [stray for stray in strays(spec, roots, hosts=hosts) if "reward_hosts" in stray]
 
@@ -524,6 +532,7 @@ def test_ordinary_arguments_name_no_hosts(roots):
         "program": "python -m x --n=3 --mask 10:30",
         "address_space": 5,
         "image": "data:image/png;base64,aaaa",
+        "numbers": ["0x1f", "20241129", "2021.03.05", "10.1", "0.25", "007", "2.13.0", "1.0.1"],
     }
     spec = RunSpec.model_validate(with_arguments(ARGUMENTS, arguments))
     assert not [stray for stray in strays(spec, roots) if "reward_hosts" in stray]
