@@ -25,6 +25,27 @@ _TOLERANCE: Final = 1e-4
 """Difference of the numbers that the verifier of ``coin_flip`` regards as equal."""
 _WORD: Final = re.compile(r"[A-Za-z]+")
 _NO_NUMBER: Final = re.compile(r"(?:nan|inf|infinity)[ij]?", re.IGNORECASE)
+_NUMBER: Final = re.compile(r"\d+(?:\.\d+)?")
+_ONE_NUMBER: Final = re.compile(r"[-+]?[\d.,/]+(?:e[-+]?\d+)?", re.IGNORECASE)
+_IGNORED: Final = re.compile(r"[\s.,;'\"$*`]+")
+"""Characters that are no part of an answer."""
+_FUNCTIONS: Final = (
+    "C",
+    "log",
+    "ln",
+    "exp",
+    "sqrt",
+    "sin",
+    "cos",
+    "tan",
+    "asin",
+    "acos",
+    "atan",
+    "sinh",
+    "cosh",
+)
+_SYMBOLS: Final = re.compile(r"\*\*|\bC\b")
+"""Signs of a formula of sympy."""
 _MAX_WORDS: Final = 4
 """Words of a text that may be a number."""
 
@@ -66,7 +87,9 @@ def gym_answer(prompt: str, response: str, answer: Any, row: Mapping[str, Any]) 
         return 0.0
     if score < 1.0:
         return score
-    return float(not _is_other(metadata["source_dataset"], answer_text, row.get("answer")))
+    if _is_other(metadata["source_dataset"], answer_text, row.get("answer")):
+        return 0.0
+    return float(not _has_ignored_text(verify, answer_text, entry))
 
 
 def _is_other(task: str, text: str, answer: Any) -> bool:
@@ -82,6 +105,39 @@ def _is_other(task: str, text: str, answer: Any) -> bool:
     if task in _WHOLE_TASKS:
         return text.strip().casefold() != expected.strip().casefold()
     return task in _NUMBERS_TASKS and re.findall(r"\d+", text) != re.findall(r"\d+", expected)
+
+
+def _has_ignored_text(verify: Callable[..., Any], text: str, entry: Mapping[str, Any]) -> bool:
+    """Returns True if the verifier also accepts a text without its first or last word or character.
+
+    Many verifiers search a text for the answer, or read as much of it as they need.
+    """
+    answer = str(entry.get("answer"))
+    stripped = text.strip()
+    if _IGNORED.sub("", stripped).casefold() == _IGNORED.sub("", answer).casefold():
+        return False
+    if _SYMBOLS.search(answer) and {*_WORD.findall(stripped)} - {
+        *_WORD.findall(answer),
+        *_FUNCTIONS,
+    }:
+        return True
+    numbers = [_NUMBER.findall(number_text) for number_text in (stripped, answer)]
+    if not _WORD.search(answer) and len(numbers[0]) > len(numbers[1]) > 0:
+        return True
+    shorter = {stripped.partition(" ")[2], stripped.rpartition(" ")[0]}
+    shorter |= {stripped.partition("\n")[2], stripped.rpartition("\n")[0]}
+    if not _ONE_NUMBER.fullmatch(stripped):
+        shorter |= {stripped[1:], stripped[:-1]}
+    return any(map(functools.partial(_is_accepted, verify, entry), shorter - {"", stripped}))
+
+
+def _is_accepted(verify: Callable[..., Any], entry: Mapping[str, Any], text: str) -> bool:
+    try:
+        return float(verify(answer=text, entry=entry)) >= 1.0
+    except (ImportError, OSError, MemoryError):
+        raise
+    except Exception:  # noqa: BLE001 -- as above: a text of another form
+        return False
 
 
 def _is_no_number(text: str, answer: Any) -> bool:

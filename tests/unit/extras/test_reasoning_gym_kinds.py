@@ -55,3 +55,30 @@ def test_an_error_of_the_machine_is_no_score(
     row = {"answer": None, "metadata": {"source_dataset": "rush_hour"}}
     with pytest.raises(error):
         gym_answer("", "F+1", None, row)
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        *("sokoban", "quantum_lock", "kakurasu", "knights_knaves", "gsm_symbolic", "letter_jumble"),
+        *("simple_integration", "intermediate_integration", "polynomial_equations", "survo"),
+        *("time_intervals", "advanced_geometry", "word_sorting", "fraction_simplification"),
+    ],
+)
+def test_text_beside_the_answer_that_a_verifier_ignores_gets_no_credit(task: str) -> None:
+    rows = list(reasoning_gym.create_dataset(task, size=3, seed=5))
+    for row, other in zip(rows, [*rows[1:], rows[0]], strict=True):
+        answer, another = str(row["answer"]), str(other["answer"])
+        assert gym_answer("", answer, answer, row) == 1.0
+        for wrong in (f"{answer}zq7", f"zq7{answer}", f"{answer} {'x' * 50}", f"{answer}{answer}"):
+            assert gym_answer("", wrong, answer, row) < 1.0, wrong
+        if another != answer:
+            assert gym_answer("", f"{answer}, {another}", answer, row) < 1.0, answer
+
+
+def test_another_spelling_of_a_right_answer_keeps_its_credit() -> None:
+    (row,) = reasoning_gym.create_dataset("gsm_symbolic", size=1, seed=5)
+    for text in (f"${row['answer']}", f"{row['answer']}.0", f"**{row['answer']}**"):
+        assert gym_answer("", text, row["answer"], row) == 1.0, text
+    (row,) = reasoning_gym.create_dataset("polynomial_equations", size=1, seed=5)
+    assert gym_answer("", row["answer"].replace(", ", ","), row["answer"], row) == 1.0
