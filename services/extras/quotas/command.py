@@ -1,4 +1,4 @@
-"""Command that manages quotas on the database's host: ``python -m services.controller.projects``."""
+"""Command that manages quotas on the database's host: ``python -m services.extras.quotas.command``."""
 
 import sys
 from dataclasses import asdict

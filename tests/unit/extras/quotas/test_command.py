@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from services.controller.manager.quotas import quota_of
-from services.controller.projects import app
+from services.extras.quotas.command import app
 from services.controller.settings import Limits
 from services.controller.store.database import Database
 
