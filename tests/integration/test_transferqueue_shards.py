@@ -181,6 +181,17 @@ async def test_a_run_is_restored_from_its_snapshot(tmp_path: Path) -> None:
         assert again.keys == ("g0.1", "g1.0")
 
 
+async def test_a_snapshot_has_blobs_of_several_frames(tmp_path: Path) -> None:
+    row = torch.randint(0, 100, (5 * codec.FRAME_BYTES // 8,), dtype=torch.int32)
+    async with service(settings(tmp_path)) as (_, metadata, data):
+        await data.put(TRAIN, ["a.0"], {"tokens": [row]})
+        assert await metadata.save_snapshot("run_1", "s") == 1
+        await metadata.drop_partition(TRAIN)
+        assert await metadata.restore_snapshot("run_1", "s") == 1
+        fetched = await data.get(await metadata.get_batch(TRAIN, ["a.0"]), ["tokens"])
+        assert torch.equal(fetched["tokens"].values, row)
+
+
 async def test_a_damaged_snapshot_is_refused(tmp_path: Path) -> None:
     async with service(settings(tmp_path)) as (_, metadata, data):
         await data.put(TRAIN, ["a.0"], {"tokens": tokens(1)})

@@ -25,8 +25,8 @@ from services.wire.transferqueue.types import SampleRecordQuery
 
 logger = logging.getLogger(__name__)
 
-_GATHER_S = 0.2
-"""Samples that arrive within this time are written together."""
+_GATHER_S = 1.0
+"""Samples that arrive within this time are written together. Readers of records do not wait for it."""
 _CHUNK_BYTES = 256 << 10
 _MAX_READS = 2
 """Reads of sample records that run at once; further ones wait."""
@@ -179,7 +179,7 @@ def _partition(run_id: str) -> str:
 
 
 async def _read_records(meta: KVBatchMeta, blobs: BlobClient) -> list[SampleRecord]:
-    whole = [await blobs.read(blob, [(0, blob.size_bytes)]) for blob in meta.blobs]
+    whole = await blobs.read_all(meta.blobs)
     records: list[SampleRecord] = []
     for row, key in enumerate(meta.keys):
         columns: dict[str, bytes] = {}

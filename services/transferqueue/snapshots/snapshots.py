@@ -13,6 +13,7 @@ import struct
 from collections.abc import AsyncIterator, MutableMapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
+from itertools import accumulate, chain
 from math import prod
 from pathlib import Path
 from typing import BinaryIO
@@ -40,6 +41,7 @@ from services.wire.transferqueue.types import PartitionImage
 
 _TIMEOUT_S = 60.0
 _READ_BYTES = 4 << 20
+_SMALL_BYTES = 64 << 10
 
 
 class BlobClient:
@@ -72,19 +74,47 @@ class BlobClient:
         Raises:
             DataLossError: If they arrive damaged.
         """
-        connection = self._connection(blob.shard_id)
-        parts: list[bytes] = []
-        for offset, size in ranges:
-            for begin in range(offset, offset + size, _READ_BYTES):
-                step = min(_READ_BYTES, offset + size - begin)
-                request = codec.Read((blob.blob_id, begin, step), in_arena=False)
-                answer, frames = await connection.request(request, timeout_s=_TIMEOUT_S)
-                data = b"".join(frames)
-                connection.release_pin(answer)
-                if not isinstance(answer, codec.Data) or codec.checksum(data) != answer.checksum:
-                    raise DataLossError(f"blob {blob.blob_id} on {blob.shard_id} is corrupted")
-                parts.append(data)
-        return b"".join(parts)
+        pieces = [
+            (blob.blob_id, begin, min(_READ_BYTES, offset + size - begin))
+            for offset, size in ranges
+            for begin in range(offset, offset + size, _READ_BYTES)
+        ]
+        return b"".join([await self._read(blob.shard_id, [piece]) for piece in pieces])
+
+    async def read_all(self, blobs: Sequence[BlobRef]) -> list[bytes]:
+        """Returns the bytes of each blob; small blobs of a shard share requests.
+
+        Raises:
+            DataLossError: If they arrive damaged.
+        """
+        contents: dict[BlobRef, bytes] = {}
+        small: dict[str, list[BlobRef]] = {}
+        for blob in blobs:
+            if blob.size_bytes <= _SMALL_BYTES:
+                small.setdefault(blob.shard_id, []).append(blob)
+            else:
+                contents[blob] = await self.read(blob, [(0, blob.size_bytes)])
+        for shard_id, of_shard in small.items():
+            for first in range(0, len(of_shard), _READ_BYTES // _SMALL_BYTES):
+                batch = of_shard[first : first + _READ_BYTES // _SMALL_BYTES]
+                data = await self._read(shard_id, [(b.blob_id, 0, b.size_bytes) for b in batch])
+                for blob, end in zip(batch, accumulate(b.size_bytes for b in batch), strict=True):
+                    contents[blob] = data[end - blob.size_bytes : end]
+        return [contents[blob] for blob in blobs]
+
+    async def _read(self, shard_id: str, ranges: Sequence[tuple[int, int, int]]) -> bytes:
+        """Requests ``(blob id, offset, size)`` ranges of at most ``_READ_BYTES`` together."""
+        connection = self._connection(shard_id)
+        request = codec.Read(tuple(chain.from_iterable(ranges)), in_arena=False)
+        frames: list[memoryview] = []
+        answer, last = await connection.request(request, timeout_s=_TIMEOUT_S, take=frames.extend)
+        data = b"".join([*frames, *last])
+        connection.release_pin(answer)
+        if not isinstance(answer, codec.Data) or codec.checksum(data) != answer.checksum:
+            raise DataLossError(
+                f"blob {ranges[0][0]} on {shard_id}, or one read with it, is corrupted"
+            )
+        return data
 
     async def put(self, shard_id: str, meta: KVBatchMeta, payload: Sequence[bytes]) -> None:
         """Stores samples; ``payload`` holds the bytes of each blob of ``meta``."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from services.transferqueue.snapshots.snapshots import (
     Snapshots,
 )
 from services.wire.batch import BlobRef, FieldColumn, KVBatchMeta
+from services.wire.data.encoding import codec
 
 
 async def write(path: Path) -> None:
@@ -154,3 +155,39 @@ async def test_a_run_is_saved_once_at_a_time(
     may_end.set()
     assert [num_keys for num_keys, _ in await asyncio.gather(*saves)] == [0, 0]
     assert names_in(tmp_path / "run_1") == ["slot-0.tq"]
+
+
+class Shard:
+    """Fake connection to a shard with blobs of one repeated byte; counts the requests."""
+
+    def __init__(self) -> None:
+        self.num_requests = 0
+
+    async def request(
+        self, read: codec.Read, *, timeout_s: float, take: Callable[[list[memoryview]], None]
+    ) -> tuple[codec.Response, list[memoryview]]:
+        self.num_requests += 1
+        data = b"".join(
+            bytes([blob_id]) * size
+            for blob_id, size in zip(read.ranges[::3], read.ranges[2::3], strict=True)
+        )
+        take([memoryview(data)[:1]])
+        return codec.Data(0, True, codec.checksum(data)), [memoryview(data)[1:]]
+
+    def release_pin(self, answer: object) -> None:
+        """No blob is pinned."""
+
+
+async def test_small_blobs_of_a_shard_are_read_with_one_request() -> None:
+    shards = {"a": Shard(), "b": Shard()}
+    sizes = {"a": [3, 5, 5 << 20, 2], "b": [4, 1]}
+    blobs = [
+        BlobRef(shard_id=shard_id, blob_id=number, size_bytes=size, checksum=0)
+        for number in range(4)
+        for shard_id, of_shard in sizes.items()
+        for size in of_shard[number : number + 1]
+    ]
+    contents = await BlobClient(shards).read_all(blobs)  # type: ignore[arg-type]
+    assert contents == [bytes([blob.blob_id]) * blob.size_bytes for blob in blobs]
+    # The large blob of "a" has two requests.
+    assert (shards["a"].num_requests, shards["b"].num_requests) == (3, 1)

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from unittest.mock import Mock
@@ -31,10 +31,10 @@ class Blobs:
     async def connect(self, shards: object) -> AsyncIterator["Blobs"]:
         yield self
 
-    async def read(self, blob: BlobRef, ranges: object) -> bytes:
+    async def read_all(self, blobs: Sequence[BlobRef]) -> list[bytes]:
         self._is_reading.set()
         await self._may_read.wait()
-        return self._text
+        return [self._text for _ in blobs]
 
 
 @pytest.mark.parametrize("field", ["sample_record", "training_record", "unknown"])
