@@ -1,19 +1,20 @@
 """Reward of a run: the weighted sum of all rewards that it names, which may differ per set."""
 
 import itertools
-from collections.abc import AsyncIterator, Mapping, Sequence
+import json
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from services.common.callables import load_callable
+from services.common.callables import describe_error, load_callable
 from services.common.runspec.rollout import EARNED, REWARD_SERVICES, REWARDS, RewardSpec, is_service
 from services.common.runspec.run import RunSpec
 from services.common.task_group import TaskGroup, unwrapped
-from services.rollout.calls.outside import AddressPolicy
+from services.rollout.calls.outside import AddressPolicy, json_text
 from services.rollout.calls.pool import CallPool
 from services.rollout.failures import CallError
-from services.rollout.rewards.answers import BEGIN
+from services.rollout.rewards.answers import BEGIN, COMPARISONS
 from services.rollout.rewards.base import (
     OpenRewardService,
     RemoteReward,
@@ -24,6 +25,8 @@ from services.rollout.rewards.base import (
     token_values,
     weighted_score,
 )
+
+_PLAIN_TYPES = frozenset({str, bytes, int, float, bool, type(None)})
 
 
 class Comparison:
@@ -122,6 +125,7 @@ class Scorer:
             key: Specification key of the rewards, for messages.
         """
         self._specs = tuple(specs)
+        self._of_responses = [spec for spec in self._specs if spec.sees == "response"]
         self._pool = pool
         self._remotes = remotes or {}
         self._key = key
@@ -169,7 +173,7 @@ class Scorer:
             ValueError: With the key of the wrong reward and the fix.
         """
         for index, spec in enumerate(self._specs):
-            if is_service(spec.name) or spec.name == EARNED:
+            if is_service(spec.name) or spec.name in (EARNED, *COMPARISONS):
                 continue
             try:
                 await self._pool.check(_reference(spec))
@@ -182,14 +186,7 @@ class Scorer:
         Raises:
             CallError: If one reward returns no score; the others are cancelled.
         """
-        with unwrapped(CallError):
-            async with TaskGroup() as group:
-                tasks = [
-                    group.create_task(self._value(spec, given))
-                    for spec in self._specs
-                    if spec.sees == "response"
-                ]
-        values = [task.result() for task in tasks]
+        values = await self._values(given)
         columns = {
             spec.column: tuple(token_values(spec, value, given.turn_lengths))
             for spec, value in values
@@ -209,6 +206,14 @@ class Scorer:
         scored = weighted_score(values)
         return replace(scored, tokens=tuple(tokens) if is_split else (), columns=columns)
 
+    async def _values(self, given: RewardInput) -> list[tuple[RewardSpec, object]]:
+        if len(self._of_responses) == 1:
+            return [await self._value(self._of_responses[0], given)]
+        with unwrapped(CallError):
+            async with TaskGroup() as group:
+                tasks = [group.create_task(self._value(spec, given)) for spec in self._of_responses]
+        return [task.result() for task in tasks]
+
     async def _value(self, spec: RewardSpec, given: RewardInput) -> tuple[RewardSpec, object]:
         """Returns a reward and its result: a number, numbers per turn or token, or terms by name."""
         if spec.name == EARNED:
@@ -219,15 +224,14 @@ class Scorer:
             value = await remote.score(given, episode=episode, timeout_s=spec.timeout_s)
             return spec, _some(spec, value)
         is_begun = given.opens_reasoning and spec.name in REWARDS
+        response = BEGIN + given.response if is_begun else given.response
+        keywords = spec.arguments if episode is None else {**spec.arguments, "episode": episode}
+        if (compare := COMPARISONS.get(spec.name)) is not None:
+            return spec, _compared(spec, compare, given, response, keywords)
         value = await self._pool.call(
             _reference(spec),
-            (
-                given.prompt,
-                BEGIN + given.response if is_begun else given.response,
-                given.answer,
-                dict(given.row),
-            ),
-            spec.arguments if episode is None else {**spec.arguments, "episode": episode},
+            (given.prompt, response, given.answer, dict(given.row)),
+            keywords,
             timeout_s=spec.timeout_s,
         )
         return spec, _some(spec, value)
@@ -273,6 +277,25 @@ class ScorerOfSets:
     async def score(self, given: RewardInput) -> Score:
         """Returns the weighted sum and its terms; see :meth:`Scorer.score`."""
         return await self._own.get(given.split, self._common).score(given)
+
+
+def _compared(
+    spec: RewardSpec,
+    compare: Callable[..., float],
+    given: RewardInput,
+    response: str,
+    keywords: Mapping[str, Any],
+) -> float:
+    """Calls a comparison in this process, with the answer that a process of the pool would receive."""
+    answer = given.answer
+    try:
+        if type(answer) not in _PLAIN_TYPES:
+            answer = json.loads(json_text(answer))
+        return compare(given.prompt, response, answer, given.row, **keywords)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CallError(
+            "exception", f"{_reference(spec)!r} raised {describe_error(error)}"
+        ) from error
 
 
 def _some(spec: RewardSpec, value: object) -> object:

@@ -6,9 +6,9 @@ import pytest
 from typer.testing import CliRunner
 
 from services.controller.manager.quotas import quota_of
-from services.extras.quotas.command import app
 from services.controller.settings import Limits
 from services.controller.store.database import Database
+from services.extras.quotas.command import app
 
 DEFAULTS = Limits(max_active_runs=16, max_queued_runs=1000)
 

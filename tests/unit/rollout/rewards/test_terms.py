@@ -1,8 +1,10 @@
 """Rewards with several named terms."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from services.common.runspec.rollout import RewardSpec
@@ -79,3 +81,43 @@ async def test_a_reward_sees_the_whole_episode_if_it_asks_for_it(tmp_path: Path)
         assert await Scorer(specs, pool).score(reward_input) == Score(
             4.0, {"turns": 3.0, "blind": 1.0}
         )
+
+
+@pytest.mark.parametrize(
+    ("answer", "response", "value"),
+    [
+        ("72", "72", 1.0),
+        ("72", "7", 0.0),
+        (np.float32(72), "72", 1.0),  # as a process of the pool receives it: a number of JSON
+        (np.int64(72), "72", 1.0),
+        (b"72", "72", 1.0),
+    ],
+)
+async def test_exact_match_starts_no_process(answer: Any, response: str, value: float) -> None:
+    async with CallPool(0) as pool:  # every call would wait
+        scorer = Scorer([RewardSpec(name="exact_match")], pool)
+        async with asyncio.timeout(10):
+            await scorer.check()
+            score = await scorer.score(
+                RewardInput(prompt="p", response=response, answer=answer, row={})
+            )
+    assert score == Score(value, {"exact_match": value})
+
+
+@pytest.mark.parametrize(
+    ("answer", "arguments", "message"),
+    [
+        (None, {}, "ValueError: exact_match needs an answer"),
+        ({"value": "1"}, {}, "data.answer_column"),
+        (np.array([1, 2]), {}, "data.answer_column"),
+        ("1", {"strict": True}, "unexpected keyword argument 'strict'"),
+    ],
+)
+async def test_an_answer_that_cannot_be_compared_fails_the_reward(
+    answer: Any, arguments: dict[str, Any], message: str
+) -> None:
+    given = RewardInput(prompt="p", response="1", answer=answer, row={})
+    async with CallPool(0) as pool:
+        with pytest.raises(CallError, match=message) as caught:
+            await Scorer([RewardSpec(name="exact_match", arguments=arguments)], pool).score(given)
+    assert caught.value.kind == "exception"
