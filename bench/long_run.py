@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 
-from bench.report import report_to
+from bench.report import report_to, write_json
 from bench.whole_run import REPOSITORY, output_of, run_folder, running
 
 RESULTS = REPOSITORY / "bench" / "results" / "long-run.json"
@@ -40,6 +40,8 @@ SETTINGS = (
     f"samples.max_bytes={MAX_SAMPLE_BYTES}",
 )
 _EVERY_S = 20.0
+_WRITE_EVERY = 3
+"""Number of points after which the results so far are written."""
 _MAX_POINTS = 200
 _MAX_SLOPES = 20_000
 _FILES: Mapping[str, Sequence[str]] = {
@@ -61,6 +63,8 @@ class Point:
     """Time since the start of the command."""
     memory: Mapping[str, int]
     """Bytes of resident memory by process, without shared memory and mapped files."""
+    processor_s: Mapping[str, float]
+    """Processor time so far by process."""
     files: Mapping[str, int]
     """Bytes by kind of file."""
 
@@ -71,17 +75,19 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1e9, help="ends the run after this time")
     parser.add_argument("--smoke", action="store_true", help="100 steps; writes no results")
     parser.add_argument("--folder", type=Path, help="keeps the run in this folder")
+    parser.add_argument("--json", type=Path, default=RESULTS, help="where the result goes")
     arguments = parser.parse_args()
     steps = 100 if arguments.smoke else arguments.steps
     after = steps // 2 if arguments.smoke else AFTER_STEP
+    out = None if arguments.smoke else arguments.json
     with run_folder(arguments.folder) as folder:
         points = []
         for point in measured(folder, steps=steps, minutes=arguments.minutes):
             points.append(point)
-            if not arguments.smoke and len(points) % 15 == 0:
-                report_to(RESULTS, result(points, after=after))
+            if out is not None and len(points) % _WRITE_EVERY == 0:
+                write_json(out, result(points, after=after))
     found = result(points, after=after)
-    report_to(None if arguments.smoke else RESULTS, found)
+    report_to(out, found)
     if not arguments.smoke and found["failed"]:
         raise SystemExit(f"above the bar: {', '.join(found['failed'])}")
 
@@ -98,27 +104,35 @@ def measured(folder: Path, *, steps: int, minutes: float) -> Iterator[Point]:
         while command.poll() is None and time.monotonic() < begin + 60 * minutes:
             time.sleep(2.0 if steps <= 100 else _EVERY_S)
             with suppress(psutil.NoSuchProcess):
+                memory, processor_s = usage_of(root)
                 yield Point(
                     step=num_steps(folder),
                     seconds=time.monotonic() - begin,
-                    memory=memory_of(root),
+                    memory=memory,
+                    processor_s=processor_s,
                     files=sizes_of(folder),
                 )
         if command.poll() not in (None, 0):
             raise SystemExit(output_of(folder)[-4000:])
 
 
-def memory_of(root: psutil.Process) -> dict[str, int]:
-    """Returns the private bytes of a command and its descendants by name; equal names are added."""
-    found: dict[str, int] = defaultdict(int)
-    found["command"] = _private_bytes(root)
-    names: dict[int, str] = {root.pid: "command"}
-    for process in root.children(recursive=True):
+def usage_of(root: psutil.Process) -> tuple[dict[str, int], dict[str, float]]:
+    """Returns the private bytes and the processor seconds of a command and its descendants.
+
+    Both are by name; those of equal names are added.
+    """
+    memory: dict[str, int] = defaultdict(int)
+    processor_s: dict[str, float] = defaultdict(float)
+    names: dict[int, str] = {}
+    for process in (root, *root.children(recursive=True)):
         # It may end meanwhile, or be a zombie.
         with suppress(psutil.NoSuchProcess, psutil.ZombieProcess, FileNotFoundError):
-            names[process.pid] = name = _name(process, names)
-            found[name] += _private_bytes(process)
-    return dict(found)
+            name = _name(process, names) if names else "command"
+            names[process.pid] = name
+            memory[name] += _private_bytes(process)
+            times = process.cpu_times()
+            processor_s[name] += times.user + times.system
+    return dict(memory), dict(processor_s)
 
 
 def _private_bytes(process: psutil.Process) -> int:
@@ -166,6 +180,25 @@ def slope(points: Sequence[tuple[int, int]]) -> float:
     return statistics.median(slopes) if slopes else 0.0
 
 
+def _rate(points: Sequence[Point]) -> float:
+    if len(points) < 2:
+        return 0.0
+    first, last = points[0], points[-1]
+    return round((last.step - first.step) / (last.seconds - first.seconds), 2)
+
+
+def _processor_ms(points: Sequence[Point]) -> dict[str, float]:
+    """Returns the processor time of each process that lived at the first and the last point."""
+    if not points or points[0].step == points[-1].step:
+        return {}
+    first, last = points[0], points[-1]
+    return {
+        name: round(1000 * (seconds - first.processor_s[name]) / (last.step - first.step), 1)
+        for name, seconds in last.processor_s.items()
+        if name in first.processor_s
+    }
+
+
 def result(points: Sequence[Point], *, after: int) -> dict[str, Any]:
     """Returns the growth after a step, the curve, and which bars do not hold."""
     late = [point for point in points if point.step >= after]
@@ -188,6 +221,8 @@ def result(points: Sequence[Point], *, after: int) -> dict[str, Any]:
         "settings": [*SETTINGS],
         "steps": points[-1].step if points else 0,
         "seconds": round(points[-1].seconds) if points else 0,
+        "steps_per_s": _rate(late),
+        "processor_ms_per_step": _processor_ms(late),
         "after_step": after,
         "growth_bytes_per_step": growth,
         "bar_bytes_per_step": BAR_BYTES,
