@@ -318,6 +318,7 @@ def main() -> None:
     # With the defaults, full collections would run every few seconds and stop everything for 0.2 s
     # each.
     gc.freeze()
+    gc.collect()  # else the frozen objects would count as survivors, and delay the first full collection
     gc.set_threshold(10_000, 10, 30)
     try:
         settings.check_users()
