@@ -12,12 +12,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 from services.common.runspec.rollout import IMAGE, SandboxSpec
+from services.extras.sandboxes.exec_sandbox import ExecSandbox
 from services.rollout.sandbox.base import (
     ANSWER_GRACE_S,
     END_TIMEOUT_S,
     START_TIMEOUT_S,
     WORK_FOLDER,
-    ExecSandbox,
     SandboxError,
     starts_on_this_host,
 )

@@ -14,11 +14,11 @@ from e2b.exceptions import (
 from e2b.sandbox.commands.command_handle import CommandExitException
 
 from services.common.runspec.rollout import SandboxSpec
+from services.extras.sandboxes.exec_sandbox import ExecSandbox
 from services.rollout.sandbox.base import (
     ANSWER_GRACE_S,
     END_TIMEOUT_S,
     START_TIMEOUT_S,
-    ExecSandbox,
     SandboxError,
     SandboxHosts,
 )

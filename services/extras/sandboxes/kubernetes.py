@@ -20,12 +20,12 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidSta
 
 from services.common.http.connections import ReusedConnections
 from services.common.runspec.rollout import IMAGE, SandboxSpec
+from services.extras.sandboxes.exec_sandbox import ExecSandbox
 from services.rollout.sandbox.base import (
     ANSWER_GRACE_S,
     END_TIMEOUT_S,
     START_TIMEOUT_S,
     WORK_FOLDER,
-    ExecSandbox,
     SandboxError,
     SandboxHosts,
 )

@@ -8,8 +8,6 @@ import base64
 import os
 import secrets
 import shlex
-import time
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, Protocol
@@ -22,8 +20,6 @@ END_TIMEOUT_S: Final = 30.0
 """Deadline in seconds for the end of a sandbox."""
 ANSWER_GRACE_S: Final = 30.0
 """Max seconds between the time limit of a command and its answer, on a busy host."""
-_KILLED_STATUS: Final = 128 + 9
-"""Exit status of a command that SIGKILL ended."""
 _STARTS_PER_CORE = 2
 _FILE_TIMEOUT_S = 120.0
 _MAX_FILE_BYTES = 64 << 20
@@ -72,67 +68,6 @@ class Sandbox(Protocol):
 
     async def end(self) -> None:
         """Ends the sandbox with all its processes and files; does nothing if it has ended."""
-
-
-class ExecSandbox(ABC):
-    """Sandbox that runs each command with ``timeout -s KILL``, in a container or on another host.
-
-    Attributes:
-        max_command_bytes: Longer commands are written to a file in the sandbox first; None for no limit.
-    """
-
-    max_command_bytes: int | None = None
-
-    def __init__(self) -> None:
-        self._has_ended = False
-
-    @abstractmethod
-    async def _run(
-        self, command: str, *, stdin: bytes, timeout_s: float, output_bytes: int
-    ) -> tuple[int, bytes, bool]:
-        """Runs a command; returns its exit status, its output, and True if there was more output.
-
-        Raises:
-            TimeoutError: If there is no answer in time, although ``timeout`` should have killed the command.
-            SandboxError: If the sandbox has died.
-        """
-
-    @abstractmethod
-    async def _end(self) -> None:
-        """Ends the sandbox. Raises SandboxError if that fails."""
-
-    async def execute(
-        self, command: str, *, stdin: bytes, timeout_s: float, output_bytes: int
-    ) -> CommandResult:
-        """Runs a shell command in the working folder; see :class:`Sandbox`."""
-        if self._has_ended:
-            raise SandboxError("the sandbox has ended")
-        if "\0" in command:
-            return CommandResult(exit_status=126, output=b"the command has a zero byte\n")
-        limit = self.max_command_bytes
-        if limit is not None and len(command.encode(errors="surrogateescape")) > limit:
-            command = await command_from_file(self, command)
-        begin = time.monotonic()
-        try:
-            status, output, is_truncated = await self._run(
-                command, stdin=stdin, timeout_s=timeout_s, output_bytes=output_bytes
-            )
-        except TimeoutError:
-            status, output, is_truncated = _KILLED_STATUS, b"", False
-        # A command that was killed before its time limit was not killed by `timeout`.
-        is_late = status == _KILLED_STATUS and time.monotonic() - begin >= timeout_s
-        return CommandResult(
-            exit_status=status,
-            output=output,
-            is_truncated=is_truncated,
-            limit="time" if is_late else "",
-        )
-
-    async def end(self) -> None:
-        """Ends the sandbox; does nothing if it has ended. Raises SandboxError if that fails."""
-        if not self._has_ended:
-            self._has_ended = True
-            await self._end()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
