@@ -106,16 +106,61 @@ def _outputs(
     order = torch.argsort(owners, stable=True)
     num_experts = local_part(module.down_proj).shape[0] * (1 if ranks is None else ranks.size)
     counts = owners.new_zeros(num_experts).scatter_add_(0, owners, torch.ones_like(owners))
-    rows, shares = hidden[order // num_chosen], weights.flatten()[order][:, None]
+    unsorted = _inverse(order)
+    rows: Tensor = _Copies.apply(hidden, order, unsorted, num_chosen)  # type: ignore[no-untyped-call]
+    shares = weights.flatten()[order][:, None]
     if ranks is None:
         outputs = _products(module, rows, shares, counts, ranks)
     else:
         outputs = _elsewhere(module, rows, shares, counts, ranks)
-    unsorted = torch.empty_like(order).index_copy_(
+    summed: Tensor = _SumOfCopies.apply(outputs, order, unsorted, num_chosen)  # type: ignore[no-untyped-call]
+    return summed.to(hidden.dtype)
+
+
+class _Copies(torch.autograd.Function):
+    """Returns a copy of each token for each of its experts, sorted by expert: ``[T * K, H]``.
+
+    Its gradient is the sum of a token's copies, and it is that of :class:`_SumOfCopies`: neither scatters,
+    which torch does for the gradient of an index, row by row.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, order: Tensor, unsorted: Tensor, count: int) -> Tensor:
+        ctx.save_for_backward(unsorted)
+        ctx.count = count
+        return tokens.index_select(0, order // count)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (unsorted,) = ctx.saved_tensors
+        return _summed(gradients[0], unsorted, ctx.count), None, None, None
+
+
+class _SumOfCopies(torch.autograd.Function):
+    """Returns the sum of each token's copies: ``[T, H]``; see :class:`_Copies`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, unsorted: Tensor, count: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.count = count
+        return _summed(rows, unsorted, count)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (order,) = ctx.saved_tensors
+        return gradients[0].index_select(0, order // ctx.count), None, None, None
+
+
+def _inverse(order: Tensor) -> Tensor:
+    return torch.empty_like(order).index_copy_(
         0, order, torch.arange(len(order), device=order.device)
     )
+
+
+def _summed(rows: Tensor, unsorted: Tensor, count: int) -> Tensor:
     # A tensor-parallel rank may have no token of a short pack.
-    return outputs[unsorted].view(*chosen.shape, hidden.shape[1]).sum(1).to(hidden.dtype)
+    copies = rows.index_select(0, unsorted)
+    return copies.view(len(rows) // count, count, rows.shape[1]).sum(1)
 
 
 def _elsewhere(
@@ -131,11 +176,11 @@ def _elsewhere(
     # Rows arrive sorted by rank and then by expert; the products need them sorted by expert.
     experts = torch.arange(by_rank.shape[2], device=rows.device).repeat(ranks.size)
     order = torch.argsort(experts.repeat_interleave(by_rank[1].flatten()), stable=True)
-    outputs = _products(module, arrived[order], shares[order], by_rank[1].sum(0), ranks)
-    unsorted = torch.empty_like(order).index_copy_(
-        0, order, torch.arange(len(order), device=order.device)
-    )
-    return all_to_all(outputs[unsorted], received, sent, group=ranks.group)
+    unsorted = _inverse(order)
+    arrived = _Copies.apply(arrived, order, unsorted, 1)  # type: ignore[no-untyped-call]
+    outputs = _products(module, arrived, shares[order], by_rank[1].sum(0), ranks)
+    outputs = _SumOfCopies.apply(outputs, order, unsorted, 1)  # type: ignore[no-untyped-call]
+    return all_to_all(outputs, received, sent, group=ranks.group)
 
 
 def _products(
