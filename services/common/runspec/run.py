@@ -161,8 +161,9 @@ class WeightSyncSpec(SpecPart):
     """Mode of the transfer. ``shadow``: rollouts receive into a second copy of the weights while
     generation continues. ``inplace``: rollouts pause and receive into the live weights, for GPUs
     without memory for a second copy. ``cpu_async``: weights travel through host memory and Gloo, for
-    members that share no NCCL. ``delta``: only changed values are sent, for slow links. ``servers``: the
-    trainer sends to the workers of attached vLLM servers, between GPUs."""
+    members that share no NCCL. ``delta``: only changed values are sent, for slow links. ``offloaded``:
+    like ``shadow``, but the trainer's copy of the weights is in host memory, for a trainer whose GPU has no
+    memory for one. ``servers``: the trainer sends to the workers of attached vLLM servers, between GPUs."""
     storage: WeightStorageSpec | None = None
     """Store of the versions of ``backend: storage``; null for other transports."""
     senders: Literal["ranks", "leader"] = "ranks"

@@ -73,6 +73,8 @@ class WeightMode:
     and the sink of the weights."""
     through_host: bool = False
     """True if weights travel between host memories, regardless of the devices."""
+    copies_to_host: bool = False
+    """True if senders keep their copy of the weights in host memory, with buckets on the device."""
     is_in_place: bool = False
     """True if weights are received into the live weights."""
     sends_changes: bool = False

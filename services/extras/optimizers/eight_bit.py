@@ -1,6 +1,6 @@
 """AdamW whose moments have 8 bits."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
@@ -41,26 +41,41 @@ class AdamW8bit(torch.optim.AdamW):
         super().__init__(list(groups), fused=True, **options)
         for group in self.param_groups:
             for parameter in group["params"]:
-                self.state[parameter] = _no_moments(parameter)
+                self.state[parameter] = no_moments(parameter)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Updates all parameters that have a gradient."""
         for group in self.param_groups:
-            part: list[_QuantizedRows] = []
-            for rows in _rows_of(group["params"], self.state):
-                part.append(rows)
-                if sum(entry.weight.numel() for entry in part) >= _PART_VALUES:
-                    _update_rows(part, group)
-                    part = []
-            _update_rows(part, group)
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self.state[parameter]["step"] += 1
+            for part in parts_of(group, self.state):
+                update_rows(part, group)
+            count_update(group, self.state)
+
+
+_States = Mapping[Tensor, Mapping[str, Tensor]]
+
+
+def parts_of(group: Mapping[str, Any], states: _States) -> Iterator[list["QuantizedRows"]]:
+    """Yields the rows of a group's parameters that have gradients, as many at a time as fit into a part."""
+    part: list[QuantizedRows] = []
+    for rows in _rows_of(group["params"], states):
+        part.append(rows)
+        if sum(entry.weight.numel() for entry in part) >= _PART_VALUES:
+            yield part
+            part = []
+    if part:
+        yield part
+
+
+def count_update(group: Mapping[str, Any], states: _States) -> None:
+    """Increments ``step`` of the group's parameters that have a gradient."""
+    for parameter in group["params"]:
+        if parameter.grad is not None:
+            states[parameter]["step"].add_(1)
 
 
 @dataclass(frozen=True, slots=True)
-class _QuantizedRows:
+class QuantizedRows:
     """Some rows of this rank's part of a parameter."""
 
     weight: Tensor
@@ -69,9 +84,7 @@ class _QuantizedRows:
     """The optimizer's state of these rows, and ``step`` before the update."""
 
 
-def _rows_of(
-    parameters: Iterable[nn.Parameter], states: Mapping[Tensor, Mapping[str, Tensor]]
-) -> Iterator[_QuantizedRows]:
+def _rows_of(parameters: Iterable[nn.Parameter], states: _States) -> Iterator[QuantizedRows]:
     """Yields the rows of parameters that have gradients, in blocks whose moments fit into a part."""
     for parameter in parameters:
         if parameter.grad is None:
@@ -80,19 +93,18 @@ def _rows_of(
         state = {name: local_part(value) for name, value in states[parameter].items()}
         step = state.pop("step")
         if block_of_moments(tuple(parameter.shape)) is None:
-            yield _QuantizedRows(weight, gradient, {**state, "step": step.clone()})
+            yield QuantizedRows(weight, gradient, {**state, "step": step.clone()})
             continue
         size = max(1, _PART_VALUES * len(weight) // max(1, weight.numel()))
         for start in range(0, len(weight), size):
             rows = slice(start, start + size)
             some = {name: value[rows] for name, value in state.items()}
-            yield _QuantizedRows(weight[rows], gradient[rows], {**some, "step": step.clone()})
+            yield QuantizedRows(weight[rows], gradient[rows], {**some, "step": step.clone()})
 
 
-def _update_rows(part: list[_QuantizedRows], group: Mapping[str, Any]) -> None:
+def update_rows(part: Sequence[QuantizedRows], group: Mapping[str, Any]) -> None:
+    """Updates rows and their moments, which are on the device of the weights."""
     moments = {name: [_read_moment(rows.state, name) for rows in part] for name in _IS_SIGNED}
-    if not part:
-        return
     update_parts(
         group,
         weights=[rows.weight for rows in part],
@@ -106,7 +118,8 @@ def _update_rows(part: list[_QuantizedRows], group: Mapping[str, Any]) -> None:
             _write_moment(rows.state, name, value)
 
 
-def _no_moments(parameter: nn.Parameter) -> dict[str, Tensor]:
+def no_moments(parameter: nn.Parameter) -> dict[str, Tensor]:
+    """Returns the state of a parameter before its first update."""
     block = block_of_moments(tuple(parameter.shape))
     state = {"step": torch.zeros((), device=parameter.device)}
     for name, is_signed in _IS_SIGNED.items():

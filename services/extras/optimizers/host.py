@@ -1,13 +1,20 @@
-"""AdamW whose moments are in host memory."""
+"""AdamW whose moments are in host memory, in float32 or in 8 bits."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
+from services.extras.optimizers.eight_bit import (
+    QuantizedRows,
+    count_update,
+    no_moments,
+    parts_of,
+    update_rows,
+)
 from services.extras.optimizers.parts import update_parts
 from services.trainer.collectives import local_part, spread_like
 
@@ -37,10 +44,7 @@ class HostAdamW(torch.optim.AdamW):
         self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
         for group in self.param_groups:
             for parameter in group["params"]:
-                self.state[parameter] = {
-                    "step": torch.zeros((), device=parameter.device),
-                    **{moment: _host_zeros(parameter) for moment in _MOMENTS},
-                }
+                self.state[parameter] = self._begun(parameter)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -62,6 +66,11 @@ class HostAdamW(torch.optim.AdamW):
         if leaving is not None and leaving.done is not None:
             leaving.done.synchronize()
 
+    def _begun(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """Returns the state of a parameter before its first update."""
+        moments = {moment: _host_zeros(parameter) for moment in _MOMENTS}
+        return {"step": torch.zeros((), device=parameter.device), **moments}
+
     def _parts(self) -> Iterator["_HostPart"]:
         for group in self.param_groups:
             members: list[nn.Parameter] = []
@@ -72,26 +81,25 @@ class HostAdamW(torch.optim.AdamW):
                 members.append(parameter)
                 size += len(_MOMENTS) * local_part(parameter).nbytes
                 if size >= self._part_bytes:
-                    yield _HostPart(group, members)
+                    yield self._part(group, members)
                     members, size = [], 0
             if members:
-                yield _HostPart(group, members)
+                yield self._part(group, members)
+
+    def _part(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> "_HostPart":
+        states = [local_part(self.state[p][name]) for name in _MOMENTS for p in parameters]
+        return _HostPart(group, parameters, states, local_part(parameters[0]).device)
 
     def _fetched(self, part: "_HostPart") -> "_FetchedPart":
-        there = [local_part(self.state[p][name]) for name in _MOMENTS for p in part.parameters]
-        device = local_part(part.parameters[0]).device
-        here = [torch.empty_like(tensor, device=device) for tensor in there]
-        return _FetchedPart(part, here, self._copied(here, there, device=device, leaving=False))
+        here = [torch.empty_like(tensor, device=part.device) for tensor in part.states]
+        return _FetchedPart(part, here, self._copied(here, part, leaving=False))
 
     def _returned(self, visit: "_FetchedPart") -> "_FetchedPart":
-        part = visit.part
-        there = [local_part(self.state[p][name]) for name in _MOMENTS for p in part.parameters]
-        device = visit.moments[0].device
-        done = self._copied(there, visit.moments, device=device, leaving=True)
-        return _FetchedPart(part, visit.moments, done)
+        done = self._copied(visit.moments, visit.part, leaving=True)
+        return _FetchedPart(visit.part, visit.moments, done)
 
     def _update(self, visit: "_FetchedPart") -> None:
-        parameters = visit.part.parameters
+        parameters = visit.part.members
         count = len(parameters)
         update_parts(
             visit.part.group,
@@ -105,36 +113,77 @@ class HostAdamW(torch.optim.AdamW):
         )
 
     def _copied(
-        self,
-        targets: Sequence[Tensor],
-        sources: Sequence[Tensor],
-        *,
-        device: torch.device,
-        leaving: bool,
+        self, here: Sequence[Tensor], part: "_HostPart", *, leaving: bool
     ) -> torch.cuda.Event | None:
         """Copies on a separate stream: after all computation queued so far, concurrently with later work.
 
         Returns:
             The event at the end of the copies; None on a CPU.
         """
-        stream = None
+        device, stream = part.device, None
         if device.type == "cuda":
             if self._streams is None:
                 self._streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
             stream = self._streams[leaving]
             stream.wait_stream(torch.cuda.current_stream(device))
         with nullcontext() if stream is None else torch.cuda.stream(stream):
-            for target, source in zip(targets, sources, strict=True):
-                target.copy_(source, non_blocking=True)
+            for tensor, state in zip(here, part.states, strict=True):
+                if leaving:
+                    state.copy_(tensor, non_blocking=True)
+                else:
+                    tensor.copy_(state, non_blocking=True)
         return None if stream is None else stream.record_event()
+
+
+class HostAdamW8bit(HostAdamW):
+    """AdamW with moments in 8 bits, which are in host memory; the result equals that of ``AdamW8bit``.
+
+    Args:
+        groups: Parameter groups, as in other optimizers.
+        **options: Options of ``torch.optim.AdamW``.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Updates all parameters that have a gradient; returns when the moments are back in host memory."""
+        super().step(closure)
+        for group in self.param_groups:
+            count_update(group, self.state)
+
+    def _begun(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        state = no_moments(parameter)
+        return {n: v if n == "step" else _on_host(v, parameter) for n, v in state.items()}
+
+    def _parts(self) -> Iterator["_HostPart"]:
+        for group in self.param_groups:
+            for rows in parts_of(group, self.state):
+                states = [row.state[name] for row in rows for name in _moments_in(row)]
+                yield _HostPart(group, rows, states, rows[0].weight.device)
+
+    def _update(self, visit: "_FetchedPart") -> None:
+        moments = iter(visit.moments)
+        here = [
+            replace(row, state={**row.state, **{n: next(moments) for n in _moments_in(row)}})
+            for row in visit.part.members
+        ]
+        update_rows(here, visit.part.group)
+
+
+def _moments_in(rows: QuantizedRows) -> list[str]:
+    return [name for name in rows.state if name != "step"]
 
 
 @dataclass(frozen=True, slots=True)
 class _HostPart:
-    """Parameters that are updated together."""
+    """Weights that are updated together."""
 
     group: dict[str, Any]
-    parameters: list[nn.Parameter]
+    members: list[Any]
+    """Their parameters, or rows of them."""
+    states: list[Tensor]
+    """Their moments in host memory."""
+    device: torch.device
+    """Device of the weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +199,17 @@ class _FetchedPart:
     def await_end(self) -> None:
         """Makes later computation on the current stream wait for the copies."""
         if self.done is not None:
-            torch.cuda.current_stream(self.moments[0].device).wait_event(self.done)
+            torch.cuda.current_stream(self.part.device).wait_event(self.done)
 
 
 def _host_zeros(parameter: nn.Parameter) -> Tensor:
     local = local_part(parameter)
     zeros = torch.zeros(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
     return spread_like(zeros, parameter)
+
+
+def _on_host(state: Tensor, parameter: nn.Parameter) -> Tensor:
+    """Returns a state of a parameter in host memory, which is pinned if the state is on a GPU."""
+    local = local_part(state)
+    held = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda).copy_(local)
+    return spread_like(held, parameter, shape=state.shape)

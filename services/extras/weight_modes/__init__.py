@@ -1,1 +1,1 @@
-"""Modes of weight transfers besides ``shadow``: ``inplace``, ``cpu_async`` and ``delta``."""
+"""Modes of weight transfers besides ``shadow``: ``inplace``, ``cpu_async``, ``delta`` and ``offloaded``."""

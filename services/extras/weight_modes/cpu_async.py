@@ -8,12 +8,13 @@ from collections.abc import Sequence
 
 import torch
 
+from services.extras.weight_modes.sending import send_staged
 from services.weightsync.arena import WeightArena
 from services.weightsync.endpoints import WeightSink, WeightSource
 from services.weightsync.group import WeightGroup
 from services.weightsync.modes.base import pack_weights
 from services.weightsync.modes.shadow import MultiSourceReceiver
-from services.weightsync.modes.staged import Slots, send_staged
+from services.weightsync.modes.staged import Slots
 from services.weightsync.plan import WeightPlan
 from services.weightsync.transfer import TransferOrder, Transferred
 

@@ -19,3 +19,8 @@ DELTA: Final = WeightMode(
     lends=True,
     keeps_rows=True,
 )
+OFFLOADED: Final = WeightMode(
+    sender="services.extras.weight_modes.offloaded:OffloadedSender",
+    receiver="services.weightsync.modes.shadow:shadow_receiver",
+    copies_to_host=True,
+)

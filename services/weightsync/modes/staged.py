@@ -2,6 +2,8 @@
 
 source      copy bucket i+1 into a slot          receiver   copy bucket i-1 out of its slot
 while bucket i is on the wire                   while bucket i is on the wire
+
+Sources are in ``services/extras/weight_modes/sending.py``.
 """
 
 from collections.abc import Sequence
@@ -11,7 +13,6 @@ import torch
 from torch import Tensor
 
 from services.common.runspec.weight_modes import STAGING_SLOTS
-from services.weightsync.arena import WeightArena, source_digest
 from services.weightsync.checksum import write_checksum
 from services.weightsync.endpoints import Place
 from services.weightsync.group import Channel, WeightGroup, Work
@@ -20,7 +21,6 @@ from services.weightsync.transfer import (
     TransferOrder,
     Transferred,
     check_statement,
-    make_statement,
     no_statement,
 )
 
@@ -76,33 +76,6 @@ def _buffers(num_bytes: int, count: int, *, device: torch.device, pinned: bool) 
     stride = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
     block = torch.zeros(count * stride, dtype=torch.uint8, device=device, pin_memory=pinned)
     return [buffer[:num_bytes] for buffer in block.split(stride)]
-
-
-def send_staged(
-    group: WeightGroup, arena: WeightArena, slots: Slots, order: TransferOrder
-) -> Transferred:
-    """Sends an arena through the slots; see :func:`services.weightsync.transfer.send_version`."""
-    ((source, channel),) = group.channels.items()
-    plan = arena.plan
-    group.bound(plan, order.timeout_s)
-    works: list[Work] = []
-    count = len(plan.sources[source].buckets)
-    stated = torch.zeros(count, 2, dtype=torch.int64, device=slots.device)
-    for index in range(count):
-        if index >= STAGING_SLOTS:
-            works[index - STAGING_SLOTS].wait()
-        slot = slots.slot(source, index)
-        slot.copy_(arena.bucket(source, index))
-        write_checksum(slot, stated[index])
-        works.append(channel.broadcast(slot))
-    works.append(channel.broadcast(make_statement(plan, order, source, stated)))
-    for work in works:
-        work.wait()
-    group.synchronize()
-    return Transferred(
-        digests=(source_digest(plan.plan_hash, order.version, source, stated),),
-        num_bytes=plan.sources[source].arena_bytes,
-    )
 
 
 def receive_staged(

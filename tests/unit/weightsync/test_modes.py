@@ -12,7 +12,7 @@ from services.weightsync.modes.placing import live_placer, whole_buffers
 from services.weightsync.plan import TensorSpec, make_plan, row_shards
 from tests.helpers.weight_members import Cluster, Sink
 
-MODES = ["shadow", "inplace", "cpu_async", "delta"]
+MODES = ["shadow", "inplace", "cpu_async", "delta", "offloaded"]
 
 
 @pytest.mark.parametrize("num_sources", [1, 2, 3])
