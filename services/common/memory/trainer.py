@@ -8,6 +8,7 @@ tokens: 110 GiB on one GPU, 96 on two with ``zero_stage`` 1).
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import lcm, prod
 from typing import Any, Final, Literal
 
@@ -33,7 +34,7 @@ from services.common.models.quantization import base_bytes, largest_quantized
 from services.common.models.stages import head_in_layers, stage_layers, stages_of
 from services.common.runspec.run import RunSpec
 from services.common.runspec.trainer import OF_EXPERTS, OPTIMIZERS, TrainerSpec
-from services.common.runspec.weight_modes import MODES
+from services.common.runspec.weight_modes import BUCKET_BYTES, MODES
 
 Stays = Literal["all", "state", "nothing"]
 """Part of a trainer that stays on the GPU: all, its state between steps, or only the sent weights."""
@@ -223,19 +224,21 @@ def fitted(
     gpu_bytes: int,
     engines: int = 0,
 ) -> RunSpec:
-    """Returns the run with a value for ``trainer.activation_checkpointing``, if it is ``auto``.
+    """Returns the run with a value for each of trainer's ``activation_checkpointing`` and ``keep_gathered``.
 
     All processes of a run choose the same value from the same numbers. The arguments are those of
     :func:`trainer_memory`.
     """
-    if spec.trainer.activation_checkpointing != "auto":
-        return spec
+    trainer = spec.trainer
+    recomputed, kept = trainer.activation_checkpointing, trainer.keep_gathered
+    ways = _CHECKPOINTING_ORDER if recomputed == "auto" else (recomputed,)
+    choices = (True, False)[: 1 + trainer.may_free_gathered] if kept == "auto" else (kept,)
     cache = min(kv_bytes(spec, config), _KV_SHARE * gpu_bytes)
     engine = ModelSize.of(config, spec).on_each_gpu(spec) + cache + ENGINE
     room = gpu_bytes - engines * engine
-    for way in _CHECKPOINTING_ORDER:
-        trainer = spec.trainer.model_copy(update={"activation_checkpointing": way})
-        fitted_spec = spec.model_copy(update={"trainer": trainer})
+    for keeps, way in product(choices, ways):
+        update = {"activation_checkpointing": way, "keep_gathered": keeps}
+        fitted_spec = spec.model_copy(update={"trainer": trainer.model_copy(update=update)})
         memory = _memory_of(fitted_spec, config, gpu_bytes=gpu_bytes)
         if (memory.reserved if engines else SPARE * memory.used) <= room:
             break
@@ -512,13 +515,15 @@ def _sent(spec: RunSpec, shapes: Shapes) -> float:
     Args:
         shapes: Shapes of the weights of its pipeline stage, of all without stages.
     """
-    if MODES[spec.weight_sync.mode].through_host:
-        return 0.0
     if (adapters := sent_adapters(spec, shapes)) is not None:
         return adapters + _exported_bytes(spec)
     # The sources of one stage divide its weights.
     sources = max(1, num_sources(spec) // spec.trainer.pipeline_parallel)
-    return wire_dtype(spec).itemsize * num_weights(shapes) / sources + _exported_bytes(spec)
+    copy = wire_dtype(spec).itemsize * num_weights(shapes) / sources
+    if MODES[spec.weight_sync.mode].copies_to_host:
+        bucket = spec.weight_sync.staged_bucket_bytes(BUCKET_BYTES["cuda"], num_sources=sources)
+        return min(copy, 2.0 * bucket) + _exported_bytes(spec)
+    return copy + _exported_bytes(spec)
 
 
 def _exported_bytes(spec: RunSpec) -> int:

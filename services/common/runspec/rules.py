@@ -1591,6 +1591,11 @@ def parallelism(spec: RunSpec) -> Iterator[str]:
             "trainer.zero_stage 1 keeps whole weights on the GPU, but trainer.cpu_offload true moves them to "
             "the host; set trainer.zero_stage to 3 or trainer.cpu_offload to false or optimizer"
         )
+    if trainer.keep_gathered is False and not trainer.may_free_gathered:
+        yield (
+            "trainer.keep_gathered false is for a process that shards with no other and trains all weights "
+            "on its GPU, without trainer.lora, cpu_offload true and zero_stage 1; set it to auto"
+        )
     if lora is not None and trainer.tensor_parallel > 1:
         yield (
             f"trainer.lora cannot be combined with trainer.tensor_parallel {trainer.tensor_parallel}; "

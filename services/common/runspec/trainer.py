@@ -260,6 +260,10 @@ class TrainerSpec(SpecPart):
     """If true, the activations that layers keep for the backward pass are moved to host memory. The
     copies overlap with computation, and cost no time if layers keep little
     (``activation_checkpointing: true``)."""
+    keep_gathered: bool | Literal["auto"] = "auto"
+    """If true, a process that shards with no other keeps its weights in ``dtype`` from one micro-batch to the
+    next. false gathers them layer by layer in each pass, which costs a copy and saves ``dtype``'s bytes per
+    parameter. ``auto``: true, unless the run fits into its GPUs' memory only with false."""
     cpu_offload: bool | Literal["optimizer"] = False
     """State in host memory between uses. true: weights, gradients and optimizer state, with the
     optimizer running on the CPU. ``optimizer``: only the optimizer's moments, which are copied
@@ -288,14 +292,21 @@ class TrainerSpec(SpecPart):
     def keeps_gathered(self) -> bool:
         """True if ranks keep gathered weights and whole gradients until an update's last micro-batch.
 
-        A rank that shards over itself alone has no other rank to exchange with, and the memory is that of
-        one model either way. A pipeline stage exchanges gradients after its last backward pass.
+        A pipeline stage exchanges gradients after its last backward pass.
         """
+        if self.may_free_gathered:
+            return self.keep_gathered is not False
         return (
             self.stage_ranks == self.tensor_parallel
             or self.zero_stage == 1
             or self.pipeline_parallel > 1
         )
+
+    @property
+    def may_free_gathered(self) -> bool:
+        """True if ``keep_gathered`` is a choice: FSDP shards all weights over this rank alone."""
+        is_plain = self.zero_stage == 3 and self.pipeline_parallel == 1 and self.lora is None
+        return is_plain and self.stage_ranks == self.tensor_parallel and not self.offloads_weights
 
     @property
     def offloads_weights(self) -> bool:

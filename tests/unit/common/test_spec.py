@@ -351,6 +351,10 @@ def test_a_value_in_a_message_can_be_copied_into_a_specification(value: object) 
             ["topology.scoring", "ref_logp", "topology.task_groups"],
         ),
         (changed(trainer={"zero_stage": 1, "cpu_offload": True}), ["zero_stage", "cpu_offload"]),
+        *(
+            (changed(trainer={"keep_gathered": False, **others}), ["trainer.keep_gathered", "auto"])
+            for others in ({"lora": {}}, {"cpu_offload": True}, {"world_size": 2})
+        ),
         (changed(validation={"only": True}), ["data.heldout"]),
         (
             changed(rollout={"rewards": [{"name": "exact_match", "sees": "group"}]}),

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig
 
 from services.common.memory.sizes import shapes_of, weight_bytes
-from services.common.memory.trainer import _computed, _stages, trainer_memory
+from services.common.memory.trainer import _computed, _stages, fitted, trainer_memory
 from services.common.models.loading import build_model
 from services.common.models.stages import stage_layers
 from services.common.runspec.trainer import LoraSpec
@@ -201,3 +201,35 @@ def test_ranks_that_divide_experts_over_a_part_of_them_send_no_rows():
     assert sent(expert_parallel=4) == pytest.approx(1 / 4)
     assert sent(expert_parallel=2) == pytest.approx(1.0)
     assert sent(tensor_parallel=2) == pytest.approx(1.0)
+
+
+def test_gathered_weights_are_kept_unless_only_a_plan_without_them_fits():
+    def plan(gpu_gb, **trainer):
+        keys = {"activation_checkpointing": "auto", "tokens_per_micro_batch": 4096, **trainer}
+        spec = spec_with(trainer={"prompts_per_step": 8, "dtype": "bfloat16", **keys})
+        chosen = fitted(spec, QWEN, gpu_bytes=int(gpu_gb * 1e9)).trainer
+        memory = trainer_memory(spec, QWEN, gpu_bytes=int(gpu_gb * 1e9))
+        return chosen, memory
+
+    (roomy, large), (tight, small) = plan(141), plan(37)
+    assert roomy.keep_gathered is True
+    assert roomy.activation_checkpointing is False
+    assert tight.keep_gathered is False
+    name = "weights gathered for a forward pass"
+    assert small.parts[name] < 0.4 * large.parts[name]
+    assert plan(37, keep_gathered=True)[0].keep_gathered is True
+    assert plan(141, keep_gathered=False)[0].keep_gathered is False
+    # FSDP would gather frozen weights in each pass.
+    adapted, _ = plan(1, lora={"rank": 4})
+    assert adapted.keep_gathered is True
+
+
+def test_a_copy_in_host_memory_leaves_two_buckets_on_the_gpu():
+    def sent(mode, **sync):
+        spec = spec_with(trainer={"dtype": "bfloat16"}, weight_sync={"mode": mode, **sync})
+        return trainer_memory(spec, QWEN, gpu_bytes=10**11).parts["weights in transfer"]
+
+    whole = weight_bytes(QWEN, torch.bfloat16)
+    assert sent("shadow") == sent("cpu_async") == pytest.approx(whole)
+    assert sent("offloaded") == 2 * 512 * 2**20
+    assert sent("offloaded", bucket_bytes=1 << 20) == 2 << 20

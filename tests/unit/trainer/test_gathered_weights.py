@@ -1,0 +1,77 @@
+"""Tests that a rank that is alone trains alike whether or not it keeps gathered weights."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, distributed
+
+from services.common.models.loading import build_model
+from services.common.runspec.trainer import TrainerSpec
+from services.trainer.batch.packing import pack
+from services.trainer.collectives import local_part
+from services.trainer.engines.fsdp.optim import build_optimizer
+from services.trainer.engines.fsdp.parallel import begin_micro_batch, build_topology, distribute
+from services.trainer.model.policy import Policy
+from services.wire.data.jagged import Jagged
+from tests.helpers.batches import CPU
+from tests.helpers.mixtures import tiny_config
+
+_PACKS = 3
+
+
+@pytest.fixture(autouse=True)
+def _group() -> Iterator[None]:
+    yield
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def _trained(family: str, *, keeps: bool) -> tuple[list[Tensor], int]:
+    """Returns scores, gradients and weights of two updates, and the most bytes of gathered layers."""
+    config = tiny_config(family, num_hidden_layers=3)
+    policy = Policy(build_model(config, dtype=torch.float32, device=CPU, seed=0), temperature=1.0)
+    keys = {"steps": 1, "prompts_per_step": 1, "dtype": "bfloat16", "keep_gathered": keeps}
+    spec = TrainerSpec.model_validate(
+        {**keys, "optimizer": {"learning_rate": 0.01}, "activation_checkpointing": True}
+    )
+    distribute(policy, spec, build_topology(spec, device=CPU, rank=0, world_size=1))
+    optimizer = build_optimizer(policy, spec.optimizer)
+    generator = torch.Generator().manual_seed(1)
+    results, gathered = [], 0
+    for _ in range(2):
+        for number in range(_PACKS):
+            tokens = [torch.randint(3, 61, (length,), generator=generator) for length in (9, 4)]
+            packed = pack(Jagged.from_list(tokens), Jagged.from_list(tokens), device=CPU)
+            begin_micro_batch(policy, is_last=number == _PACKS - 1, spec=spec)
+            scores, _ = policy(packed)
+            gathered = max(gathered, _gathered_bytes(policy))
+            scores.sum().backward()
+            results.append(scores.detach())
+        weights = [*policy.parameters()]
+        assert all(weight.grad is not None for weight in weights)
+        results += [local_part(weight.grad).clone() for weight in weights]
+        optimizer.step()
+        optimizer.zero_grad()
+        results += [local_part(weight).detach().clone() for weight in weights]
+    return results, gathered
+
+
+def _gathered_bytes(policy: Policy) -> int:
+    """Returns the bytes of layers that FSDP holds gathered."""
+    return sum(
+        output.untyped_storage().nbytes()
+        for layer in policy.model.get_decoder().layers
+        for parameter in layer._get_fsdp_state()._fsdp_param_group.fsdp_params
+        for output in parameter.all_gather_outputs
+    )
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_scores_gradients_and_weights_are_bit_identical(family: str) -> None:
+    kept, kept_bytes = _trained(family, keeps=True)
+    distributed.destroy_process_group()
+    freed, freed_bytes = _trained(family, keeps=False)
+    assert len(kept) == len(freed)
+    assert all(map(torch.equal, kept, freed))
+    assert kept_bytes > 0 == freed_bytes
