@@ -4,6 +4,8 @@ A trainer whose GPU has no memory for a copy of the weights copies them to the h
 the next step changes them on the GPU. Each bucket returns through one of two slots on the GPU.
 """
 
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 from torch import Tensor
 
@@ -27,21 +29,24 @@ class OffloadedSender:
         self.held_version = -1
         self._packed_version = -1
         self._device = device
-        pinned = device.type == "cuda"
-        self._arena = _HostArena(plan, source=source, pinned=pinned)
         self._slots = Slots(plan, device)
+        # Pinned memory takes seconds for each 10 GB, in which this process must answer its peers.
+        allocator = ThreadPoolExecutor(1, thread_name_prefix="pinned-memory")
+        pinned = device.type == "cuda"
+        self._arena = allocator.submit(_HostArena, plan, source=source, pinned=pinned)
+        allocator.shutdown(wait=False)
 
     def pack(self, source: WeightSource, version: int) -> None:
         if version != self._packed_version:
             self._packed_version = -1
             with on_device(self._device):
-                pack_weights(source, self._arena)
+                pack_weights(source, self._arena.result())
                 if self._device.type == "cuda":
                     torch.cuda.current_stream().synchronize()
             self._packed_version = version
 
     def send(self, group: WeightGroup, order: TransferOrder) -> Transferred:
-        return send_staged(group, self._arena, self._slots, order)
+        return send_staged(group, self._arena.result(), self._slots, order)
 
 
 class _HostArena(WeightArena):
