@@ -203,7 +203,7 @@ class LocalServices:
             try:
                 await _start(service)
             except ServiceExitedError:
-                # The service ended again before it was ready; that counts like any other exit.
+                # It ended before it was ready, which counts like any other exit, or it still starts.
                 continue
 
 
@@ -245,8 +245,7 @@ async def local_services(
             log.write_bytes(b"")
             return _Service(name, log, folder / name, settings, prepared=prepared.pop(name, None))
 
-        # Only this user can read the folder, so other users cannot use the API or connect to a
-        # worker.
+        # Only this user can read the folder, and with it use the API or connect to a worker.
         key, token = folder / "key", folder / "token"
         key.write_text(secrets.token_hex(32), encoding="ascii")
         token.write_text(services.token, encoding="ascii")

@@ -90,11 +90,8 @@ async def submit_or_resume(
         changes = _changes((await api.get(ended_run.id)).spec, document)
         return (await api.call(ForkRun(run_id=ended_run.id, overrides=changes))).id
     if resume:
-        raise SpecError(
-            [
-                f"--resume: the newest run {spec.name!r} did not end early with a checkpoint; omit the option"
-            ]
-        )
+        why = f"the newest run {spec.name!r} did not end early with a checkpoint; omit the option"
+        raise SpecError([f"--resume: {why}"])
     if ended_run is not None:
         print_line(
             console,
@@ -214,6 +211,8 @@ Launcher = Annotated[
 ]
 
 _RETRY_S = 30.0
+# Each command restarts a controller that ends; its imports take minutes on a busy machine.
+_AWAY_S = 600.0
 # Max restarts of a service before ``slipstream up`` ends.
 _UP_RESTARTS = 20
 # Exit code that shells use for a command that Ctrl-C ended.
@@ -368,7 +367,7 @@ async def _started(
                     launcher=launcher,
                 )
             )
-        api = Api(services.url, token=services.token, retry_s=_RETRY_S)
+        api = Api(services.url, token=services.token, retry_s=_RETRY_S, away_s=_AWAY_S)
         await stack.enter_async_context(api)
         up_file = state_directory / UP_FILE
         up_file.write_text(json.dumps({"url": services.url}) + "\n", encoding="utf-8")

@@ -34,6 +34,7 @@ class AsyncTransport:
         url: Such as ``http://127.0.0.1:8700``.
         token: API token; empty if the controller requires none.
         retry_s: Max seconds of retries while the controller does not answer.
+        away_s: Max seconds that :meth:`watch` waits for the controller's answer.
         http: HTTP client that sends the requests. Default: a client that ignores proxy settings.
     """
 
@@ -43,10 +44,11 @@ class AsyncTransport:
         *,
         token: str = "",
         retry_s: float = 0.0,
+        away_s: float = _SILENCE_S,
         http: httpx.AsyncClient | None = None,
     ) -> None:
         self.url = url
-        self._retry_s = retry_s
+        self._retry_s, self._away_s = retry_s, away_s
         self._http = http or httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False)
         self._http.base_url = httpx.URL(url)
         if token:
@@ -133,7 +135,7 @@ class AsyncTransport:
             timeout_s: Max seconds until the run ends; None for no limit.
 
         Raises:
-            ApiError: If the controller refuses the request or does not answer for a minute.
+            ApiError: If the controller refuses the request or does not answer for ``away_s``.
             TimeoutError: If the run takes longer than ``timeout_s`` to end.
         """
         begin = last_heartbeat = time.monotonic()
@@ -162,7 +164,7 @@ class AsyncTransport:
                 # A stream may have no events for long, but the controller was reachable until it failed.
                 if isinstance(error, _DISCONNECTED) and now - requested_at > _RETRY_INTERVAL_S:
                     last_heartbeat = now
-                elif now - last_heartbeat > _SILENCE_S:
+                elif now - last_heartbeat > self._away_s:
                     problem = f"lost the connection to the controller at {self.url}: {error!r}"
                     raise ApiError(problem) from error
             await asyncio.sleep(_RETRY_INTERVAL_S)

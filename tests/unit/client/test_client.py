@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from slipstream_client import ApiError, Client, RunFailedError
+from slipstream_client.async_transport import AsyncTransport
 from slipstream_client.local import find_token, find_url
 from slipstream_client.specification import read_spec
 
@@ -223,6 +224,18 @@ def test_a_controller_that_stays_away_is_given_up_after_a_minute(clock):
     with client_of(answer) as client, pytest.raises(ApiError, match="lost the connection"):
         list(client.watch(RUN_ID))
     assert 60 <= clock[0] <= 62
+
+
+async def test_a_controller_that_is_restarted_has_the_time_that_the_caller_allows(clock):
+    def answer(request):
+        if clock[0] < 500:
+            raise httpx.ConnectError("it imports its modules")
+        headers = {"content-type": "text/event-stream"}
+        return httpx.Response(200, text=f"event: end\ndata: {json.dumps(RUN)}\n\n", headers=headers)
+
+    http = httpx.AsyncClient(transport=httpx.MockTransport(answer))
+    transport = AsyncTransport("http://controller", away_s=600, http=http)
+    assert [kind async for kind, _ in transport.watch(RUN_ID)] == ["end"]
 
 
 def answer_list(request):
