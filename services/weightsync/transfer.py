@@ -87,20 +87,19 @@ def receive_version(
     group: WeightGroup,
     shadow: WeightArena,
     order: TransferOrder,
-    sums: Mapping[int, Tensor] | None = None,
+    sums: Mapping[int, Tensor],
 ) -> Transferred:
     """Receives from all sources into ``shadow`` and verifies every bucket.
 
     Args:
         shadow: Target; with a base version, it holds that version.
-        sums: Buffers for the checksums of the received buckets, by source; allocated if None.
+        sums: Buffers for the checksums of the received buckets, by source.
 
     Raises:
         TransferError: If version or bytes are not the expected ones.
         RuntimeError: If a source was lost or the group aborted.
     """
     group.bound(shadow.plan, order.timeout_s)
-    sums = shadow.no_checksums() if sums is None else sums
     arriving = [
         _Arriving(source, channel, shadow, order, sums[source])
         for source, channel in sorted(group.channels.items())

@@ -8,6 +8,7 @@ If more than a third of the words changed, or a member does not hold the base, e
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import Tensor
 from services.weightsync.arena import WeightArena, source_digest
 from services.weightsync.endpoints import WeightSource
 from services.weightsync.group import Channel, WeightGroup
+from services.weightsync.modes.base import assigned_rows, packed_checksums
 from services.weightsync.modes.shadow import ShadowReceiver, ShadowSender
 from services.weightsync.plan import WeightPlan
 from services.weightsync.transfer import (
@@ -39,17 +41,7 @@ _THREADS: Final = max(1, min(4, len(os.sched_getaffinity(0))))
 
 
 class DeltaSender(ShadowSender):
-    """Sender that keeps the last sent version to find the changes."""
-
-    def __init__(self, plan: WeightPlan, device: torch.device, source: int) -> None:
-        super().__init__(plan, device, source)
-        self._sent = WeightArena(plan, device, source=source)
-
-    def pack(self, source: WeightSource, version: int) -> None:
-        """Copies the current weights; keeps the last sent version beside them."""
-        if version != self._packed_version and self.held_version == self._packed_version:
-            self._arena, self._sent = self._sent, self._arena
-        super().pack(source, version)
+    """Sender that knows which words may have changed since the version that it sent last."""
 
     def send(self, group: WeightGroup, order: TransferOrder) -> Transferred:
         """Sends the changes since ``order.base_version``; everything if that is -1."""
@@ -71,11 +63,10 @@ class DeltaSender(ShadowSender):
         ((source, channel),) = group.channels.items()
         group.bound(self.plan, order.timeout_s)
         now = self._arena.buffers[source].view(_WORD)
-        places = changed_places(now, self._sent.buffers[source].view(_WORD)).to(_place_dtype(now))
-        is_worthwhile = places.numel() * _WORTHWHILE < now.numel()
-        num_changed = places.numel() if is_worthwhile else _EVERYTHING
+        places = self._changed_places(now)
+        num_changed = _EVERYTHING if places is None else places.numel()
         header = make_header(self.plan, order, source, num_changed).to(now.device)
-        parts = [places, now.index_select(0, places)] if is_worthwhile else [now]
+        parts = [now] if places is None else [places, now.index_select(0, places)]
         works = [channel.broadcast(header)]
         works += [channel.broadcast(piece) for part in parts for piece in _pieces(part, self.plan)]
         works.append(channel.broadcast(checksums))
@@ -86,6 +77,71 @@ class DeltaSender(ShadowSender):
             digests=(source_digest(self.plan.plan_hash, order.version, source, checksums),),
             num_bytes=sum(part.nbytes for part in parts),
         )
+
+    def _changed_places(self, words: Tensor) -> Tensor | None:
+        """Returns positions of words, all that changed among them; None if everything is to be sent.
+
+        Args:
+            words: ``[n]`` int32, the arena.
+        """
+        raise NotImplementedError
+
+
+class DeviceDeltaSender(DeltaSender):
+    """Sender on a GPU: it keeps the last sent version, and compares both when it sends."""
+
+    def __init__(self, plan: WeightPlan, device: torch.device, source: int) -> None:
+        super().__init__(plan, device, source)
+        self._sent = WeightArena(plan, device, source=source)
+
+    def pack(self, source: WeightSource, version: int) -> None:
+        """Copies the current weights; keeps the last sent version beside them."""
+        if version != self._packed_version and self.held_version == self._packed_version:
+            self._arena, self._sent = self._sent, self._arena
+        super().pack(source, version)
+
+    def _changed_places(self, words: Tensor) -> Tensor | None:
+        (sent,) = self._sent.buffers.values()
+        places = (words != sent.view(_WORD)).nonzero().flatten()
+        return places.to(_place_dtype(words)) if places.numel() < _most_changes(words) else None
+
+
+class HostDeltaSender(DeltaSender):
+    """Sender in host memory: it compares each tensor while it copies it, and keeps no other version."""
+
+    def __init__(self, plan: WeightPlan, device: torch.device, source: int) -> None:
+        super().__init__(plan, device, source)
+        self._places: Tensor | None = None
+        """Positions of the words that may differ from the last sent version, ascending; None for all."""
+
+    def pack(self, source: WeightSource, version: int) -> None:
+        """Copies what changed in the current weights."""
+        packed_version, places = self._packed_version, self._places
+        if version == packed_version:
+            return
+        self._places = None
+        if packed_version >= 0:
+            # A failure half-way leaves an arena of no version.
+            self._packed_version = -1
+            changed = update_arena(source, self._arena)
+            self._checksums = packed_checksums(self._arena)
+            self._packed_version = version
+            if self.held_version == packed_version:
+                self._places = changed
+            elif changed is not None and places is not None:
+                self._places = torch.cat((places, changed)).unique()
+        else:
+            super().pack(source, version)
+
+    def _changed_places(self, words: Tensor) -> Tensor | None:
+        places = self._places
+        return None if places is None or places.numel() >= _most_changes(words) else places
+
+
+def delta_sender(plan: WeightPlan, device: torch.device, source: int) -> DeltaSender:
+    """Returns the sender for a device."""
+    sender = HostDeltaSender if device.type == "cpu" else DeviceDeltaSender
+    return sender(plan, device, source)
 
 
 class DeltaReceiver(ShadowReceiver):
@@ -145,27 +201,64 @@ class DeltaReceiver(ShadowReceiver):
             work.wait()
 
 
-def changed_places(now: Tensor, before: Tensor) -> Tensor:
-    """Returns the positions of the words that differ, ascending: ``[num_changed]`` int64.
+@torch.no_grad()
+def update_arena(source: WeightSource, arena: WeightArena) -> Tensor | None:
+    """Copies the words of a source's rows that changed into its arena, in host memory.
 
-    In host memory the words are compared in pieces that stay in the processor's cache, by several threads and
-    NumPy, whose search for the changed ones is faster than torch's.
+    Words are compared in pieces that stay in the processor's cache, by several threads and NumPy, whose
+    search for the changed ones is faster than torch's.
 
-    Args:
-        now: ``[n]`` int32.
-        before: ``[n]`` int32.
+    Returns:
+        Positions of the changed words, ascending; None if they are so many that everything is sent.
+
+    Raises:
+        ValueError: If the source's tensors differ from the plan's.
     """
-    if now.is_cuda:
-        return (now != before).nonzero().flatten()
-    words, old_words = now.numpy(), before.numpy()
-
-    def places_of(start: int) -> np.ndarray:
-        stop = start + _PIECE_WORDS
-        return np.flatnonzero(words[start:stop] != old_words[start:stop]) + start
-
+    (buffer,) = arena.buffers.values()
+    words, dtype = buffer.view(_WORD), _place_dtype(buffer.view(_WORD))
+    changed: dict[int, Tensor] = {}
+    num_left = _most_changes(words)
     with ThreadPoolExecutor(_THREADS, "compare-weights") as pool:
-        places = [*pool.map(places_of, range(0, max(len(words), 1), _PIECE_WORDS))]
-    return torch.from_numpy(np.concatenate(places))
+        for tensor, view in assigned_rows(source, arena):
+            start = (view.data_ptr() - buffer.data_ptr()) // _WORD.itemsize
+            if num_left <= 0:
+                view.copy_(tensor)
+                continue
+            copied = pool.map(
+                partial(_copy_changes, words.numpy(), start), *_as_pieces(tensor, view)
+            )
+            places = torch.from_numpy(np.concatenate([*copied]))
+            changed[start] = places.to(dtype)
+            num_left -= places.numel()
+    if num_left <= 0:
+        return None
+    return torch.cat([changed[start] for start in sorted(changed)] or [words[:0].to(dtype)])
+
+
+def _as_pieces(tensor: Tensor, view: Tensor) -> tuple[list[np.ndarray], range]:
+    """Returns the words of a tensor in pieces, in the dtype of its view, and the first word of each piece."""
+    flat = tensor.detach().to(view.dtype).reshape(-1).view(torch.uint8)
+    if missing := -flat.numel() % _WORD.itemsize:
+        flat = torch.cat((flat, flat.new_zeros(missing)))  # the padding of the arena
+    new = np.frombuffer(flat.numpy().data, np.int32)
+    starts = range(0, max(len(new), 1), _PIECE_WORDS)
+    return [new[start : start + _PIECE_WORDS] for start in starts], starts
+
+
+def _copy_changes(words: np.ndarray, first: int, new: np.ndarray, start: int) -> np.ndarray:
+    """Copies the words of a piece that differ into the arena; returns their positions there."""
+    old = words[first + start : first + start + len(new)]
+    places = np.flatnonzero(old != new)
+    if len(places) * _WORTHWHILE < len(new):
+        old[places] = new[places]
+    else:
+        old[:] = new
+    return places + (first + start)
+
+
+def _most_changes(words: Tensor) -> int:
+    """Returns the number of changed words from which on everything is sent."""
+    return -(-words.numel() // _WORTHWHILE)
 
 
 def _place_dtype(words: Tensor) -> torch.dtype:

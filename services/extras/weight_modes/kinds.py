@@ -13,7 +13,7 @@ CPU_ASYNC: Final = WeightMode(
     through_host=True,
 )
 DELTA: Final = WeightMode(
-    sender="services.extras.weight_modes.delta:DeltaSender",
+    sender="services.extras.weight_modes.delta:delta_sender",
     receiver="services.extras.weight_modes.delta:DeltaReceiver",
     sends_changes=True,
     lends=True,

@@ -1,5 +1,6 @@
 """Interfaces of a transfer mode: a sender in each source, a receiver in each rollout."""
 
+from collections.abc import Iterator
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -61,16 +62,21 @@ def pack_weights(source: WeightSource, arena: WeightArena) -> None:
     Raises:
         ValueError: If the source's tensors differ from the plan's.
     """
-    (number,) = arena.buffers
-    views = {name: view for name, _, view in arena.pieces(number)}
     with on_device(arena.device):
-        for name, tensor in source.weight_tensors():
-            if name not in views:
-                raise ValueError(f"the trainer has {name!r}, which the plan does not assign to it")
-            views.pop(name).copy_(tensor, non_blocking=True)
-        if views:
-            raise ValueError(f"the trainer lacks {sorted(views)[:3]}, which the plan assigns to it")
+        for tensor, view in assigned_rows(source, arena):
+            view.copy_(tensor, non_blocking=True)
         _settle(arena.device)
+
+
+def assigned_rows(source: WeightSource, arena: WeightArena) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields each tensor's rows of a source, and their place in its arena; raises as :func:`pack_weights`."""
+    views = {name: view for number in arena.buffers for name, _, view in arena.pieces(number)}
+    for name, tensor in source.weight_tensors():
+        if name not in views:
+            raise ValueError(f"the trainer has {name!r}, which the plan does not assign to it")
+        yield tensor, views.pop(name)
+    if views:
+        raise ValueError(f"the trainer lacks {sorted(views)[:3]}, which the plan assigns to it")
 
 
 def packed_checksums(arena: WeightArena) -> Tensor:

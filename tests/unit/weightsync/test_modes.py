@@ -4,12 +4,14 @@ import pytest
 import torch
 
 from services.common.errors import DataLossError, FailedPreconditionError, ServiceError
-from services.extras.weight_modes.delta import _place_dtype, changed_places
+from services.extras.weight_modes.delta import _place_dtype, update_arena
 from services.weightsync import arena, transfer
+from services.weightsync.arena import WeightArena
 from services.weightsync.group import Channel
 from services.weightsync.modes import staged
+from services.weightsync.modes.base import pack_weights
 from services.weightsync.modes.placing import live_placer, whole_buffers
-from services.weightsync.plan import TensorSpec, make_plan, row_shards
+from services.weightsync.plan import TensorSpec, make_plan, row_shards, version_digest
 from tests.helpers.weight_members import Cluster, Sink
 
 MODES = ["shadow", "inplace", "cpu_async", "delta", "offloaded"]
@@ -218,15 +220,77 @@ def test_a_shadow_is_divided_among_the_engines_devices_in_whole_tensors():
     assert [part.nbytes for part in flat] == [tensors[spec.name].nbytes for spec in specs]
 
 
-@pytest.mark.parametrize("num_words", [1, 1000, (1 << 18) - 1, 1 << 18, (1 << 19) + 17])
-def test_changed_places_are_those_of_a_comparison_of_all_words(num_words):
-    before = torch.randint(0, 3, (num_words,), dtype=torch.int32)
-    now = before.clone()
-    assert changed_places(now, before).tolist() == []
-    now[torch.randint(num_words, (num_words // 50 + 1,))] += 1
-    places = changed_places(now, before)
-    assert places.dtype == torch.int64
-    assert torch.equal(places, (now != before).nonzero().flatten())
+class Source:
+    """Source of a trainer's tensors."""
+
+    def __init__(self, tensors):
+        self.tensors = tensors
+
+    def weight_tensors(self):
+        yield from self.tensors.items()
+
+
+SIZES = [1, 3, 1000, (1 << 19) - 1, 1 << 19, (1 << 20) + 17]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_changed_places_are_those_of_a_comparison_of_all_words(size):
+    specs = [TensorSpec("first", (size,), "bfloat16"), TensorSpec("second", (8, 3), "float32")]
+    now = WeightArena(make_plan(specs, 1 << 20), torch.device("cpu"), source=0)
+    tensors = {"second": torch.randn(8, 3), "first": torch.randn(size)}
+    pack_weights(Source(tensors), now)
+    assert update_arena(Source(tensors), now).tolist() == []
+    before = now.buffers[0].view(torch.int32).clone()
+    tensors["second"][3, 1] = 7
+    tensors["first"][torch.randint(size, (size // 50 + 1,))] += 1
+    places = update_arena(Source(tensors), now)
+    words = now.buffers[0].view(torch.int32)
+    assert places.dtype == torch.int32
+    assert torch.equal(places.long(), (words != before).nonzero().flatten())
+    packed = WeightArena(now.plan, torch.device("cpu"), source=0)
+    pack_weights(Source(tensors), packed)
+    assert torch.equal(words, packed.buffers[0].view(torch.int32))
+
+
+def test_so_many_changes_that_everything_is_sent_have_no_places():
+    specs = [TensorSpec(name, (100, 90), "float32") for name in ("first", "second")]
+    now = WeightArena(make_plan(specs, 1 << 20), torch.device("cpu"), source=0)
+    tensors = {name: torch.randn(100, 90) for name in ("first", "second")}
+    pack_weights(Source(tensors), now)
+    tensors = {name: tensor + 1 for name, tensor in tensors.items()}
+    assert update_arena(Source(tensors), now) is None
+    assert all(torch.equal(view, tensors[name]) for name, _, view in now.pieces(0))
+
+
+async def test_a_delta_has_the_changes_of_versions_that_were_packed_and_not_sent():
+    cluster = Cluster(1, "delta")
+    await cluster.form_group()
+    await cluster.publish(0)
+    cluster.weights["embed"][5] = 1
+    await cluster.prepare(1)
+    cluster.weights["embed"][7] = 1
+    await cluster.prepare(2)
+    reports = await cluster.transfer(2, base_version=0)
+    assert reports[0].num_bytes == 2 * 16 * 8
+    for receiver in cluster.receivers:
+        await receiver.adopt(2, version_digest(reports[0].digests))
+    assert cluster.serves_what_was_sent()
+
+
+async def test_a_version_whose_packing_failed_leaves_no_changes_out():
+    cluster = Cluster(1, "delta")
+    await cluster.form_group()
+    await cluster.publish(0)
+    cluster.weights["embed"][5] = 1
+    norm = cluster.weights.pop("norm")
+    with pytest.raises(KeyError, match="norm"):
+        await cluster.prepare(1)
+    cluster.weights["norm"] = norm
+    await cluster.prepare(2)
+    reports = await cluster.transfer(2, base_version=0)
+    for receiver in cluster.receivers:
+        await receiver.adopt(2, version_digest(reports[0].digests))
+    assert cluster.serves_what_was_sent()
 
 
 def test_places_have_8_bytes_only_if_4_are_too_few():

@@ -119,13 +119,9 @@ class WeightMembers:
         joined = {w.worker_id: await self._connect(w.address) for w in rollouts}
         try:
             await self._agree(joined)
-            if self._spec.is_stored:
-                is_reached = True
-            elif backend == HANDLE:
-                is_reached = self._spec.backend == HANDLE or len(set(self._devices.values())) == 1
-            else:
-                is_reached = not self._share_gpus()
-            if not is_reached:
+            is_one_gpu = self._spec.backend == HANDLE or len(set(self._devices.values())) == 1
+            is_reached = is_one_gpu if backend == HANDLE else not self._share_gpus()
+            if not (is_reached or self._spec.is_stored):
                 return False
             self.backend()
             self.rollouts |= joined
@@ -140,9 +136,8 @@ class WeightMembers:
 
         Rollouts on the trainer's host are left out: the trainer itself is on their host.
         """
-        if self._spec.is_stored or not MODES[self._mode].lends or len(self.sources) > 1:
-            return {}
-        if self.backend() == HANDLE:
+        may_lend = MODES[self._mode].lends and len(self.sources) == 1 and not self._spec.is_stored
+        if not may_lend or self.backend() == HANDLE:
             return {}
         (trainer,) = self.sources
         there = {self._hosts[name]: name for name in self.rollouts if name not in joined}
@@ -260,10 +255,9 @@ class WeightMembers:
         """Returns (mode, backend) candidates for members that share GPUs, best first."""
         if self._spec.backend == HANDLE:
             return []  # an explicit handle backend has no fallback
-        through_host = (HOST_MODE, self._spec.backend)
-        if self._spec.backend == "auto" and len(set(self._devices.values())) == 1:
-            return [(self._mode, HANDLE), through_host]
-        return [through_host]
+        is_one_gpu = self._spec.backend == "auto" and len(set(self._devices.values())) == 1
+        by_handle = [(self._mode, HANDLE)] if is_one_gpu else []
+        return [*by_handle, (HOST_MODE, self._spec.backend)]
 
     async def _use_path(self, mode: str, backend: str) -> None:
         """Agrees on a plan under another mode and backend."""
@@ -281,8 +275,9 @@ class WeightMembers:
         await self._agree(self.all())
 
     def _share_gpus(self) -> bool:
-        wire_device = MODES[self._mode].wire_device
-        gpus = [device for device in self._devices.values() if wire_device(device) == "cuda"]
+        gpus = [
+            gpu for gpu in self._devices.values() if MODES[self._mode].wire_device(gpu) == "cuda"
+        ]
         return len(set(gpus)) < len(gpus)
 
     async def _agree(self, members: Mapping[str, WeightSyncClient]) -> None:
