@@ -38,8 +38,8 @@ def adapters_by_weight(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor,
     return {
         f"{owner}.weight": (tensors[owner + LORA_DOWN], up)
         for name, up in tensors.items()
-        for owner, part, _ in [name.partition(LORA_UP)]
-        if part
+        for owner, suffix, _ in [name.partition(LORA_UP)]
+        if suffix
     }
 
 

@@ -17,19 +17,19 @@ from services.weightsync.shared_buffers import SharedBuffer, SharedBufferError, 
 _LARGE = 2 << 20
 
 
-def copy_all(places: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+def copy_all(targets: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     """Copies each tensor to its place; asynchronous on a GPU.
 
     Args:
-        places: Targets, of the same shapes.
+        targets: Targets, of the same shapes.
     """
-    pairs = list(zip(places, tensors, strict=True))
+    pairs = list(zip(targets, tensors, strict=True))
     small = [pair for pair in pairs if pair[0].nbytes < _LARGE]
     if small:
-        torch._foreach_copy_([place for place, _ in small], [tensor for _, tensor in small])
-    for place, tensor in pairs:
-        if place.nbytes >= _LARGE:
-            place.copy_(tensor, non_blocking=True)
+        torch._foreach_copy_([target for target, _ in small], [tensor for _, tensor in small])
+    for target, tensor in pairs:
+        if target.nbytes >= _LARGE:
+            target.copy_(tensor, non_blocking=True)
 
 
 class WeightArena:
@@ -81,9 +81,9 @@ class WeightArena:
 
     def whole_tensors(self) -> Mapping[str, Tensor]:
         """Returns all tensors by name; copies those with rows of several sources into whole tensors."""
-        whole, parts, places = self._whole
-        copy_all(places, parts)
-        return whole
+        full_tensors, sources, targets = self._whole
+        copy_all(targets, sources)
+        return full_tensors
 
     def no_checksums(self) -> dict[int, Tensor]:
         """Returns zeroed tensors for the checksums of all buckets, by source: ``[num_buckets, 2]`` int64."""
@@ -121,21 +121,21 @@ class WeightArena:
         for source in self.buffers:
             for name, start, view in self.pieces(source):
                 views.setdefault(name, []).append((start, view))
-        whole = {
-            name: parts[0][1]
-            if len(parts) == 1
-            else parts[0][1].new_empty(
-                (sum(len(part) for _, part in parts), *parts[0][1].shape[1:])
+        full_tensors = {
+            name: shards[0][1]
+            if len(shards) == 1
+            else shards[0][1].new_empty(
+                (sum(len(shard) for _, shard in shards), *shards[0][1].shape[1:])
             )
-            for name, parts in views.items()
+            for name, shards in views.items()
         }
         divided = [
-            (part, whole[name][start : start + len(part)])
-            for name, parts in views.items()
-            if len(parts) > 1
-            for start, part in parts
+            (shard, full_tensors[name][start : start + len(shard)])
+            for name, shards in views.items()
+            if len(shards) > 1
+            for start, shard in shards
         ]
-        return whole, [part for part, _ in divided], [place for _, place in divided]
+        return full_tensors, [shard for shard, _ in divided], [target for _, target in divided]
 
 
 def source_digest(plan_hash: str, version: int, source: int, checksums: Tensor) -> str:

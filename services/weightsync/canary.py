@@ -40,9 +40,9 @@ def canary_tolerance(dtypes: Sequence[str]) -> float:
     return max(_TOLERANCE.get(dtype, 0.0) for dtype in dtypes)
 
 
-def difference(first: Sequence[float], other: Sequence[float]) -> float:
+def difference(first: Sequence[float], second: Sequence[float]) -> float:
     """Returns the mean absolute difference of two lists of logprobs; infinite if they are incomparable."""
-    if len(first) != len(other) or not first:
+    if len(first) != len(second) or not first:
         return math.inf
-    mean = sum(abs(a - b) for a, b in zip(first, other, strict=True)) / len(first)
+    mean = sum(abs(a - b) for a, b in zip(first, second, strict=True)) / len(first)
     return mean if math.isfinite(mean) else math.inf

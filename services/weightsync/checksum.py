@@ -40,9 +40,9 @@ def write_checksum(bucket: Tensor, sums: Tensor, *, alone: bool = False) -> None
         return
     words = bucket.view(torch.int64).view(-1, WORDS_PER_ROW)
     block_rows = _block_rows(bucket.device)
-    most = torch.cuda.get_device_properties(bucket.device).multi_processor_count
+    max_blocks = torch.cuda.get_device_properties(bucket.device).multi_processor_count
     blocks = -(-words.shape[0] // block_rows)
-    _kernels().weighted_sums[(min(blocks, most if alone else _BLOCKS_BESIDE),)](
+    _kernels().weighted_sums[(min(blocks, max_blocks if alone else _BLOCKS_BESIDE),)](
         words,
         sums,
         words.shape[0],
@@ -65,9 +65,9 @@ def write_tensor_checksums(tensors: Sequence[Tensor], sums: Tensor) -> None:
             write_checksum(tensor.contiguous().view(-1).view(torch.uint8), total)
         return
     # ``contiguous`` copies tensors with gaps; the copies must outlive the start of the kernel.
-    whole = [tensor.contiguous() for tensor in tensors]
+    contiguous = [tensor.contiguous() for tensor in tensors]
     sizes: dict[int, list[tuple[int, int, int]]] = {}
-    for index, tensor in enumerate(whole):
+    for index, tensor in enumerate(contiguous):
         entry = (tensor.data_ptr(), tensor.numel(), index)
         sizes.setdefault(tensor.element_size(), []).append(entry)
     programs = torch.cuda.get_device_properties(sums.device).multi_processor_count

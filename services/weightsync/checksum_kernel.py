@@ -29,8 +29,8 @@ def weighted_sums(  # type: ignore[no-untyped-def]  # noqa: ANN201
     first = tl.program_id(0) * block_rows
     for start in tl.range(first, num_rows, tl.num_programs(0) * block_rows, num_stages=stages):
         row = (start + rows).to(tl.int64)
-        places = row[:, None] * row_words + column[None, :]
-        values = tl.load(words + places, mask=row[:, None] < num_rows, other=0)
+        offsets = row[:, None] * row_words + column[None, :]
+        values = tl.load(words + offsets, mask=row[:, None] < num_rows, other=0)
         by_row += values * (2 * row + 1)[:, None]
         by_column += values
     column_factors = 2 * column.to(tl.int64) + 1
@@ -68,8 +68,8 @@ def weighted_sums_of_tensors(  # type: ignore[no-untyped-def]  # noqa: ANN201
         by_column = tl.zeros((block_rows, row_words), dtype=tl.int64)
         for start in range(first, num_rows, tl.num_programs(1) * block_rows):
             row = (start + rows).to(tl.int64)
-            places = row[:, None] * row_words + column[None, :]
-            values = tl.load(words + places, mask=places < num_words, other=0).to(tl.int64)
+            offsets = row[:, None] * row_words + column[None, :]
+            values = tl.load(words + offsets, mask=offsets < num_words, other=0).to(tl.int64)
             by_row += values * (2 * row + 1)[:, None]
             by_column += values
         column_factors = 2 * column.to(tl.int64) + 1

@@ -313,7 +313,7 @@ class WeightMember:
             try:
                 async with asyncio.timeout(order.timeout_s):
                     phases.end_phase("turn")
-                    done, manifest = await self._epochs.thread.run(
+                    transferred, manifest = await self._epochs.thread.run(
                         lambda: self._exchange(group, order, phases)
                     )
                     phases.end_phase("reply")
@@ -328,11 +328,14 @@ class WeightMember:
         logger.debug(
             "weights transferred", extra={"version": order.version, **phases.milliseconds()}
         )
-        MEMBER_BYTES.inc(done.num_bytes)
+        MEMBER_BYTES.inc(transferred.num_bytes)
         if self._sink is not None and self._peer_sender is None:
-            self._staged = (order.version, version_digest(done.digests))
+            self._staged = (order.version, version_digest(transferred.digests))
         return TransferReport(
-            digests=done.digests, num_bytes=done.num_bytes, seconds=seconds, manifest=manifest
+            digests=transferred.digests,
+            num_bytes=transferred.num_bytes,
+            seconds=seconds,
+            manifest=manifest,
         )
 
     async def retain(self, epoch: int, names: Collection[str], *, timeout_s: float) -> None:
@@ -455,13 +458,13 @@ class WeightMember:
         with self._buffers, on_device(self._device), torch.cuda.stream(self._stream):
             group.begin(order.stored, order.manifests)
             if (sender := self._sender or self._peer_sender) is not None:
-                done = sender.send(group, order)
+                transferred = sender.send(group, order)
                 manifest = group.commit()
             else:
                 assert self._receiver is not None
-                done = self._receiver.receive(group, order)
+                transferred = self._receiver.receive(group, order)
         phases.end_phase("wire")
-        return done, manifest
+        return transferred, manifest
 
     async def _leave_group(self, epoch: int | None = None, *, keeps: bool = False) -> bool:
         """Leaves the group and, unless ``keeps``, drops received weights; returns True if it had a group."""

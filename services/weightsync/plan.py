@@ -209,12 +209,12 @@ def _check_tensors(tensors: Sequence[TensorSpec], bucket_bytes: int) -> None:
 def _check_shards(tensors: Sequence[TensorSpec], shards: Sequence[Sequence[WeightShard]]) -> None:
     if not all(shards):
         raise ValueError("every source needs at least one shard; remove ranks without shards")
-    held: dict[int, list[WeightShard]] = {index: [] for index in range(len(tensors))}
+    shards_by_tensor: dict[int, list[WeightShard]] = {index: [] for index in range(len(tensors))}
     for shard in itertools.chain.from_iterable(shards):
-        held[shard.tensor].append(shard)
+        shards_by_tensor[shard.tensor].append(shard)
     for index, tensor in enumerate(tensors):
         position = 0
-        for shard in sorted(held[index], key=lambda shard: shard.start):
+        for shard in sorted(shards_by_tensor[index], key=lambda shard: shard.start):
             if shard.start != position:
                 break
             position = shard.stop

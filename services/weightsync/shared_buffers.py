@@ -145,12 +145,12 @@ def export_buffer(num_bytes: int, device: torch.device) -> SharedBuffer:
     try:
         if device.type == "cuda":
             memory, handle = allocate(num_bytes, device)
-            parts: dict[str, str | int] = {"device": gpu_of(device), "handle": handle.hex()}
+            facts: dict[str, str | int] = {"device": gpu_of(device), "handle": handle.hex()}
         else:
-            memory, parts = _export_file(num_bytes)
+            memory, facts = _export_file(num_bytes)
     except (OSError, AttributeError, CudaMemoryError) as error:
         raise SharedBufferError(f"memory of {device} cannot be exported: {error}") from error
-    buffer = SharedBuffer(memory, json.dumps({"num_bytes": num_bytes, **parts}))
+    buffer = SharedBuffer(memory, json.dumps({"num_bytes": num_bytes, **facts}))
     _EXPORTED[memory.untyped_storage().data_ptr()] = buffer
     return buffer
 
@@ -197,14 +197,14 @@ _EXPORTED: MutableMapping[int, SharedBuffer] = weakref.WeakValueDictionary()
 
 
 def _open(handle: str, device: torch.device) -> Tensor:
-    parts = json.loads(handle)
-    num_bytes = int(parts["num_bytes"])
-    here = gpu_of(device) if device.type == "cuda" else "cpu"
-    if parts["device"] != here:
-        raise ValueError(f"the memory is on {parts['device']}, but this member is on {here}")
+    facts = json.loads(handle)
+    num_bytes = int(facts["num_bytes"])
+    gpu = gpu_of(device) if device.type == "cuda" else "cpu"
+    if facts["device"] != gpu:
+        raise ValueError(f"the memory is on {facts['device']}, but this member is on {gpu}")
     if device.type == "cuda":
-        return open_handle(bytes.fromhex(parts["handle"]), num_bytes, device)
-    return _open_file(str(parts["name"]), int(parts["process"]), int(parts["file"]), num_bytes)
+        return open_handle(bytes.fromhex(facts["handle"]), num_bytes, device)
+    return _open_file(str(facts["name"]), int(facts["process"]), int(facts["file"]), num_bytes)
 
 
 def _export_file(num_bytes: int) -> tuple[Tensor, dict[str, str | int]]:
@@ -214,9 +214,9 @@ def _export_file(num_bytes: int) -> tuple[Tensor, dict[str, str | int]]:
     memory = mmap.mmap(file, num_bytes)
     # Other processes open the file by its descriptor, which must stay open as long as the memory.
     weakref.finalize(memory, os.close, file)
-    parts: dict[str, str | int] = {"device": "cpu", "name": name}
-    parts |= {"process": os.getpid(), "file": file}
-    return torch.frombuffer(memory, dtype=torch.uint8), parts
+    facts: dict[str, str | int] = {"device": "cpu", "name": name}
+    facts |= {"process": os.getpid(), "file": file}
+    return torch.frombuffer(memory, dtype=torch.uint8), facts
 
 
 def _open_file(name: str, process: int, file: int, num_bytes: int) -> Tensor:

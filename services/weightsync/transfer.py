@@ -73,14 +73,14 @@ def send_version(
     """
     ((source, channel),) = group.channels.items()
     group.bound(arena.plan, order.timeout_s)
-    sent = [arena.bucket(source, index) for index in range(len(checksums))]
-    works = [channel.broadcast(bucket) for bucket in sent]
+    buckets = [arena.bucket(source, index) for index in range(len(checksums))]
+    works = [channel.broadcast(bucket) for bucket in buckets]
     works.append(channel.broadcast(make_statement(arena.plan, order, source, checksums)))
     digest = source_digest(arena.plan.plan_hash, order.version, source, checksums)
     for work in works:
         work.wait()
     group.synchronize()
-    return Transferred(digests=(digest,), num_bytes=sum(bucket.nbytes for bucket in sent))
+    return Transferred(digests=(digest,), num_bytes=sum(bucket.nbytes for bucket in buckets))
 
 
 def receive_version(
@@ -206,9 +206,9 @@ def check_header(header: Tensor, plan: WeightPlan, order: TransferOrder, source:
     Raises:
         TransferError: If it announces another transfer.
     """
-    received = header.cpu().numpy().tobytes()
-    num_changed: int = _HEADER.unpack(received)[5]
-    if received != make_header(plan, order, source, num_changed).numpy().tobytes():
+    content = header.cpu().numpy().tobytes()
+    num_changed: int = _HEADER.unpack(content)[5]
+    if content != make_header(plan, order, source, num_changed).numpy().tobytes():
         raise TransferError(
             f"expected epoch {order.epoch}, version {order.version}, source {source} and plan "
             f"{plan.plan_hash[:12]}, but the source announced other values; the version is rejected"

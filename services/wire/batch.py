@@ -179,15 +179,15 @@ class KVBatchMeta:
             raise ValueError(f"no tag {name!r}; these samples have {', '.join(self.tags)}")
         return self.tags[name]
 
-    def select(self, chosen: Iterable[int] | Iterable[str]) -> "KVBatchMeta":
+    def select(self, selection: Iterable[int] | Iterable[str]) -> "KVBatchMeta":
         """Returns some samples, by index or by key, in the given order.
 
         Raises:
             ValueError: If a key or an index does not exist.
         """
-        wanted = list(chosen)
-        names = [key for key in wanted if isinstance(key, str)]
-        indexes = self._indexes_of(names) or [i for i in wanted if isinstance(i, int)]
+        items = list(selection)
+        names = [key for key in items if isinstance(key, str)]
+        indexes = self._indexes_of(names) or [i for i in items if isinstance(i, int)]
         if indexes and not 0 <= min(indexes) <= max(indexes) < self.num_keys:
             raise ValueError(f"indexes must lie in [0, {self.num_keys}), got {indexes}")
         if indexes == list(range(self.num_keys)):
@@ -219,9 +219,9 @@ class KVBatchMeta:
                     f"and partition {first.partition_id} with tags {sorted(first.tags)}"
                 )
         blobs = dict.fromkeys(chain.from_iterable(meta.blobs for meta in metas))
-        places = {blob: place for place, blob in enumerate(blobs)}
+        blob_indexes = {blob: index for index, blob in enumerate(blobs)}
         numbers = [
-            {i: places[blob] for i, blob in enumerate(meta.blobs)} | {MISSING: MISSING}
+            {i: blob_indexes[blob] for i, blob in enumerate(meta.blobs)} | {MISSING: MISSING}
             for meta in metas
         ]
         names = dict.fromkeys(chain.from_iterable(meta.field_names for meta in metas))
@@ -303,14 +303,14 @@ class KVBatchMeta:
 
 
 def _without_unused_blobs(meta: KVBatchMeta) -> KVBatchMeta:
-    used = sorted(set().union(*(column.blob_indexes for column in meta.fields)) - {MISSING})
-    if len(used) == len(meta.blobs):
+    used_indexes = sorted(set().union(*(column.blob_indexes for column in meta.fields)) - {MISSING})
+    if len(used_indexes) == len(meta.blobs):
         return meta
-    numbers = {old: new for new, old in enumerate(used)} | {MISSING: MISSING}
+    numbers = {old: new for new, old in enumerate(used_indexes)} | {MISSING: MISSING}
     return replace(
         meta,
         fields=tuple(column.renumber(numbers) for column in meta.fields),
-        blobs=tuple(meta.blobs[i] for i in used),
+        blobs=tuple(meta.blobs[i] for i in used_indexes),
     )
 
 

@@ -82,10 +82,10 @@ class ColumnRange:
         """Returns the values of a tag; None if the puts do not have it."""
         return self.tag_values[self.tags.index(name)] if name in self.tags else None
 
-    def remove(self, places: Iterable[int]) -> list[BlobRef]:
+    def remove(self, indexes: Iterable[int]) -> list[BlobRef]:
         """Removes rows by index; returns the blobs that no row uses any more."""
         unused: list[BlobRef] = []
-        for put, count in Counter(map(self.puts.__getitem__, places)).items():
+        for put, count in Counter(map(self.puts.__getitem__, indexes)).items():
             self._num_rows[put] -= count
             if self._num_rows[put] == 0:
                 unused += [self.blob(put, number) for number in range(len(self.fields))]
@@ -132,9 +132,9 @@ def _interned(text: str) -> str:
 
 
 @lru_cache(maxsize=4096)
-def single_put(place: int) -> tuple[int, ...]:
+def single_put(index: int) -> tuple[int, ...]:
     """Returns the ``places`` of a row with one put; cached, because most rows share a few tuples."""
-    return (place,)
+    return (index,)
 
 
 class Row:
@@ -144,22 +144,22 @@ class Row:
 
     DELETED: ClassVar = -1
 
-    def __init__(self, key: str, parts: tuple[ColumnRange, ...], places: tuple[int, ...]) -> None:
+    def __init__(self, key: str, ranges: tuple[ColumnRange, ...], indexes: tuple[int, ...]) -> None:
         self.key = key
-        self.parts = parts
-        self.places = places
+        self.parts = ranges
+        self.places = indexes
         self.revision = 0
         """Revision of the newest change since the row became complete; 0 before, ``DELETED`` after deletion.
         """
 
     def field_names(self) -> frozenset[str]:
-        return frozenset(name for part in self.parts for name in part.fields)
+        return frozenset(name for columns in self.parts for name in columns.fields)
 
     def tag(self, name: str) -> int | float | str | None:
         """Returns the value of a tag from the newest put that has it."""
-        for part, place in zip(reversed(self.parts), reversed(self.places), strict=True):
-            if (values := part.tag(name)) is not None:
-                return values[place]
+        for columns, index in zip(reversed(self.parts), reversed(self.places), strict=True):
+            if (values := columns.tag(name)) is not None:
+                return values[index]
         return None
 
 

@@ -55,8 +55,8 @@ class Quotas:
         """
         deadline = self._clock.monotonic() + wait_s
         while True:
-            limit, used = self._limits[run], self._used[run]
-            if not limit or used + size_bytes <= limit:
+            limit, used_bytes = self._limits[run], self._used[run]
+            if not limit or used_bytes + size_bytes <= limit:
                 self._used[run] += size_bytes
                 return
             if size_bytes > limit:
@@ -68,10 +68,10 @@ class Quotas:
             rest_s = deadline - self._clock.monotonic()
             if rest_s <= 0:
                 raise ResourceExhaustedError(
-                    f"quota of {run}: {used} of {limit} bytes are in use and {size_bytes} more did "
+                    f"quota of {run}: {used_bytes} of {limit} bytes are in use and {size_bytes} more did "
                     f"not fit within {wait_s} s; release samples or raise the quota",
                     run=run,
-                    used_bytes=used,
+                    used_bytes=used_bytes,
                     quota_bytes=limit,
                 )
             await self._waiters.wait(run, timeout_s=rest_s)

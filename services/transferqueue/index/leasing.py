@@ -41,14 +41,14 @@ def whole_groups(groups: Iterable[str], count: int, *, group_size: int) -> list[
     if group_size < 1 or count % group_size:
         raise ValueError(f"count must be a multiple of group_size ({group_size}), got {count}")
     members: dict[str, list[int]] = {}
-    chosen: list[int] = []
-    for place, group_id in enumerate(groups):
+    indexes: list[int] = []
+    for index, group_id in enumerate(groups):
         group = members.setdefault(group_id, [])
-        group.append(place)
+        group.append(index)
         if len(group) == group_size:
-            chosen += group
-            if len(chosen) == count:
-                return chosen
+            indexes += group
+            if len(indexes) == count:
+                return indexes
     return None
 
 
@@ -113,12 +113,12 @@ class Consumer:
         if len(self._queue) < num_rows:
             return ()
         scanned: list[Row] = []
-        chosen = sampler(self._scan(scanned)) or []
-        taken = set(chosen)
+        indexes = sampler(self._scan(scanned)) or []
+        dequeued = set(indexes)
         self._queue.extendleft(
-            scanned[index] for index in range(len(scanned) - 1, -1, -1) if index not in taken
+            scanned[index] for index in range(len(scanned) - 1, -1, -1) if index not in dequeued
         )
-        return tuple([scanned[index] for index in chosen])
+        return tuple([scanned[index] for index in indexes])
 
     def lease(self, lease: Lease) -> None:
         """Records a lease of rows that :meth:`dequeue` returned."""

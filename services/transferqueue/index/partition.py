@@ -127,35 +127,40 @@ class MetaBuilder:
         self._tags: dict[str, list[int | float | str]] = {name: [] for name in schema.tag_types}
         self.blob_numbers: dict[BlobRef, int] = {}
 
-    def add_run(self, parts: tuple[ColumnRange, ...], rows: Sequence[Row]) -> None:
+    def add_run(self, ranges: tuple[ColumnRange, ...], rows: Sequence[Row]) -> None:
         """Appends rows that share their column ranges."""
         tags: dict[str, tuple[Values, list[int]]] = {}
-        for number, part in enumerate(parts):
-            places = [row.places[number] for row in rows]
+        for number, columns in enumerate(ranges):
+            indexes = [row.places[number] for row in rows]
             tags.update(
-                (name, (values, places))
-                for name, values in zip(part.tags, part.tag_values, strict=True)
+                (name, (values, indexes))
+                for name, values in zip(columns.tags, columns.tag_values, strict=True)
             )
-            puts = list(map(part.puts.__getitem__, places))
-            for field_number, name in enumerate(part.fields):
-                self._add_field(part, field_number, name, places, puts)
+            puts = list(map(columns.puts.__getitem__, indexes))
+            for field_number, name in enumerate(columns.fields):
+                self._add_field(columns, field_number, name, indexes, puts)
         for name, (values, tag_places) in tags.items():
-            self._tags[name] += [values[place] for place in tag_places]
+            self._tags[name] += [values[index] for index in tag_places]
         self._num_rows += len(rows)
         for lists in self._columns.values():
             _pad(lists, self._num_rows)
 
     def _add_field(
-        self, part: ColumnRange, number: int, name: str, places: Sequence[int], puts: Sequence[int]
+        self,
+        columns: ColumnRange,
+        number: int,
+        name: str,
+        indexes: Sequence[int],
+        puts: Sequence[int],
     ) -> None:
         blobs = {
-            put: self.blob_numbers.setdefault(part.blob(put, number), len(self.blob_numbers))
+            put: self.blob_numbers.setdefault(columns.blob(put, number), len(self.blob_numbers))
             for put in dict.fromkeys(puts)
         }
         column = self._column(name)
-        column[0].extend(map(part.lengths[number].__getitem__, places))
+        column[0].extend(map(columns.lengths[number].__getitem__, indexes))
         column[1].extend(map(blobs.__getitem__, puts))
-        column[2].extend(map(part.offsets[number].__getitem__, places))
+        column[2].extend(map(columns.offsets[number].__getitem__, indexes))
 
     def _column(self, name: str) -> tuple[list[int], list[int], list[int]]:
         lists = self._columns.setdefault(name, ([], [], []))
@@ -163,10 +168,10 @@ class MetaBuilder:
         return lists
 
     def fields(self) -> tuple[FieldColumn, ...]:
-        built = []
+        fields = []
         for name, (lengths, blob_indexes, offsets) in self._columns.items():
             dtype, row_rank, tail_shape = self._kinds[name]
-            built.append(
+            fields.append(
                 FieldColumn(
                     name=name,
                     dtype=dtype,
@@ -177,7 +182,7 @@ class MetaBuilder:
                     offsets=tuple(offsets),
                 )
             )
-        return tuple(built)
+        return tuple(fields)
 
     def tags(self) -> dict[str, TagValues]:
         return {name: tuple(values) for name, values in self._tags.items()}  # type: ignore[misc]
@@ -228,22 +233,22 @@ class Partition:
             InvalidArgumentError: If the put contradicts itself or the partition.
         """
         earlier = list(map(self.rows.get, meta.keys))
-        extended = [(row, place) for place, row in enumerate(earlier) if row is not None]
+        extended = [(row, index) for index, row in enumerate(earlier) if row is not None]
         self._schema.check(meta, [row for row, _ in extended])
         self._schema.add_types(meta)
         self.stored_bytes += sum(blob.size_bytes for blob in meta.blobs)
         alone = self._open_part(layout_of(meta))
         first = alone[0].append(meta)
-        places = map(single_put, range(first, first + meta.num_keys))
+        indexes = map(single_put, range(first, first + meta.num_keys))
         new = [
-            Row(key, alone, place)
-            for key, row, place in zip(meta.keys, earlier, places, strict=True)
+            Row(key, alone, index)
+            for key, row, index in zip(meta.keys, earlier, indexes, strict=True)
             if row is None
         ]
         self.rows.update(zip([row.key for row in new], new, strict=True))
         fields = frozenset(meta.field_names)
         extensions = [Extension(new, frozenset(), fields)] if new else []
-        extensions += _extend([(row, first + place) for row, place in extended], alone[0])
+        extensions += _extend([(row, first + index) for row, index in extended], alone[0])
         for extension in extensions:
             if self.required_fields <= extension.after:
                 self._log(extension.rows)
@@ -277,14 +282,16 @@ class Partition:
             del self.rows[row.key]
             self.num_complete -= row.revision > 0
             row.revision = Row.DELETED
-        unused = [blob for part, places in _by_part(rows) for blob in part.remove(places)]
+        unused = [blob for columns, indexes in _by_part(rows) for blob in columns.remove(indexes)]
         self.stored_bytes -= sum(blob.size_bytes for blob in unused)
         return unused
 
     def rows_on(self, shard_id: str) -> list[Row]:
-        parts = {id(part): part for row in self.rows.values() for part in row.parts}
-        hit = {number for number, part in parts.items() if shard_id in part.shard_ids}
-        return [row for row in self.rows.values() if any(id(part) in hit for part in row.parts)]
+        ranges = {id(columns): columns for row in self.rows.values() for columns in row.parts}
+        hit = {number for number, columns in ranges.items() if shard_id in columns.shard_ids}
+        return [
+            row for row in self.rows.values() if any(id(columns) in hit for columns in row.parts)
+        ]
 
     def changes_since(self, revision: int, *, limit: int) -> tuple[KVBatchMeta | None, int]:
         """Describes complete samples that are new or changed after ``revision``.
@@ -310,8 +317,8 @@ class Partition:
         self, rows: Sequence[Row], *, revision: int | None = None, lease_id: str = ""
     ) -> KVBatchMeta:
         builder = MetaBuilder(self._schema)
-        for parts, run in groupby(rows, key=attrgetter("parts")):
-            builder.add_run(parts, list(run))
+        for ranges, run in groupby(rows, key=attrgetter("parts")):
+            builder.add_run(ranges, list(run))
         return KVBatchMeta(
             partition_id=self.partition_id,
             keys=tuple([row.key for row in rows]),
@@ -327,7 +334,7 @@ class Partition:
         by_puts: dict[tuple[tuple[ColumnRange, int], ...], list[Row]] = {}
         for row in self.rows.values():
             locations = zip(row.parts, row.places, strict=True)
-            puts = tuple([(part, part.puts[place]) for part, place in locations])
+            puts = tuple([(columns, columns.puts[index]) for columns, index in locations])
             by_puts.setdefault(puts, []).append(row)
         return tuple(self.describe(rows) for rows in by_puts.values())
 
@@ -374,23 +381,23 @@ def find(partitions: Mapping[str, Partition], partition_id: str) -> Partition:
 
 def _by_part(rows: Sequence[Row]) -> Iterator[tuple[ColumnRange, list[int]]]:
     """Yields column ranges and the rows' indexes in them, for each sequence of rows with the same ranges."""
-    for parts, run in groupby(rows, key=attrgetter("parts")):
-        places = [row.places for row in run]
-        for number, part in enumerate(parts):
-            yield part, [of_row[number] for of_row in places]
+    for ranges, run in groupby(rows, key=attrgetter("parts")):
+        indexes = [row.places for row in run]
+        for number, columns in enumerate(ranges):
+            yield columns, [of_row[number] for of_row in indexes]
 
 
-def _extend(extended_rows: Sequence[tuple[Row, int]], part: ColumnRange) -> list[Extension]:
+def _extend(extended_rows: Sequence[tuple[Row, int]], columns: ColumnRange) -> list[Extension]:
     alike: dict[tuple[ColumnRange, ...], list[tuple[Row, int]]] = {}
-    for row, place in extended_rows:
-        alike.setdefault(row.parts, []).append((row, place))
+    for row, index in extended_rows:
+        alike.setdefault(row.parts, []).append((row, index))
     extensions = []
-    for parts, same_rows in alike.items():
+    for ranges, same_rows in alike.items():
         before = same_rows[0][0].field_names()
-        extended = (*parts, part)
-        for row, place in same_rows:
+        extended = (*ranges, columns)
+        for row, index in same_rows:
             row.parts = extended
-            row.places = (*row.places, place)
+            row.places = (*row.places, index)
         rows = [row for row, _ in same_rows]
-        extensions.append(Extension(rows, before, before | set(part.fields)))
+        extensions.append(Extension(rows, before, before | set(columns.fields)))
     return extensions

@@ -39,7 +39,7 @@ def token_columns(columns: Mapping[str, bytes], vocabulary: Mapping[str, str]) -
     runs = _values("i", columns["version_runs"])
     pairs = zip(runs[::2], runs[1::2], strict=True)
     versions = list(chain.from_iterable(repeat(version, count) for version, count in pairs))
-    shown: dict[str, Any] = {
+    columns_by_name: dict[str, Any] = {
         "ids": ids,
         "texts": [vocabulary.get(str(token), "") for token in ids],
         "logprobs": _rounded(logprobs),
@@ -47,7 +47,7 @@ def token_columns(columns: Mapping[str, bytes], vocabulary: Mapping[str, str]) -
     }
     if "trained_logprobs" in columns:
         trained = _values("f", columns["trained_logprobs"])
-        shown |= {
+        columns_by_name |= {
             "is_trained": [byte != 0 for byte in columns["loss_mask"]],
             "advantages": _rounded(_values("f", columns["advantages"])),
             "trained_logprobs": _rounded(trained),
@@ -58,7 +58,7 @@ def token_columns(columns: Mapping[str, bytes], vocabulary: Mapping[str, str]) -
                 for after, before, version in zip(trained, logprobs, versions, strict=True)
             ],
         }
-    return shown
+    return columns_by_name
 
 
 def _values(code: str, data: bytes) -> list[Any]:
@@ -192,12 +192,12 @@ class SampleStore:
     def lines(self, query: SampleRecordQuery) -> Iterator[list[bytes]]:
         """Yields all lines of a query, in batches."""
         behind: Position | None = None
-        left = query.limit
+        num_left = query.limit
         while True:
-            lines, behind = self.read(replace(query, limit=max(left, 0)), behind)
+            lines, behind = self.read(replace(query, limit=max(num_left, 0)), behind)
             yield lines
-            left -= len(lines)
-            if behind is None or (query.limit and left <= 0):
+            num_left -= len(lines)
+            if behind is None or (query.limit and num_left <= 0):
                 return
 
 
@@ -235,9 +235,9 @@ def _opened(path: Path, *, is_new: bool = False) -> Iterator[sqlite3.Connection]
 def _insert_made(database: sqlite3.Connection, sample: SampleRecord) -> None:
     record = dict(sample.record)
     facts, prompt, response = record.pop("facts"), record.pop("prompt"), record.pop("response")
-    more = json.dumps(record)
+    more_facts = json.dumps(record)
     columns = [sample.columns[name] for name in _MADE]
-    size = sum(map(len, (prompt, response, more, *columns))) + _FACTS_BYTES
+    size = sum(map(len, (prompt, response, more_facts, *columns))) + _FACTS_BYTES
     trained = database.execute(
         "SELECT step FROM training WHERE id = ?", (sample.sample_id,)
     ).fetchone()
@@ -260,7 +260,7 @@ def _insert_made(database: sqlite3.Connection, sample: SampleRecord) -> None:
     )
     database.execute(
         "INSERT OR REPLACE INTO contents VALUES (?, ?, ?, ?, ?, ?, ?)",
-        (sample.sample_id, prompt, response, more, *columns),
+        (sample.sample_id, prompt, response, more_facts, *columns),
     )
 
 
@@ -399,13 +399,13 @@ def _position(database: sqlite3.Connection, query: SampleRecordQuery) -> Positio
 
 def _line(query: SampleRecordQuery, row: sqlite3.Row) -> bytes:
     """Formats a sample as a JSON line: the rollout's facts, then the trainer's."""
-    shown = {"id": row["id"], **json.loads(row["facts"]), **json.loads(row["trained"] or "{}")}
-    shown |= {"prompt": row["prompt"], "response": row["response"]}
+    record = {"id": row["id"], **json.loads(row["facts"]), **json.loads(row["trained"] or "{}")}
+    record |= {"prompt": row["prompt"], "response": row["response"]}
     if query.with_turns:
-        more = json.loads(row["more"])
-        vocabulary = more.pop("vocabulary")
-        shown |= more
+        further_facts = json.loads(row["more"])
+        vocabulary = further_facts.pop("vocabulary")
+        record |= further_facts
         if query.with_tokens:
             columns = {name: row[name] for name in (*_MADE, *_TRAINED) if row[name] is not None}
-            shown["tokens"] = token_columns(columns, vocabulary)
-    return json.dumps(shown, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+            record["tokens"] = token_columns(columns, vocabulary)
+    return json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"

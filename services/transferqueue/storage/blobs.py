@@ -62,9 +62,9 @@ class Arena:
         Raises:
             OSError: If the disk is full.
         """
-        written = 0
-        while written < len(data):
-            written += os.pwrite(self.fd, data[written:], start + written)
+        num_written = 0
+        while num_written < len(data):
+            num_written += os.pwrite(self.fd, data[num_written:], start + num_written)
 
     def allocate(self, size_bytes: int) -> int | None:
         """Allocates a range.
@@ -175,8 +175,8 @@ class BlobStore:
         for size in sizes:
             start = self._arena.allocate(size)
             if start is None:
-                for done, taken in zip(starts, sizes, strict=False):
-                    self._arena.free(done, taken)
+                for position, length in zip(starts, sizes, strict=False):
+                    self._arena.free(position, length)
                 return None
             starts.append(start)
         blob_ids = tuple(next(self._blob_ids) for _ in sizes)
@@ -190,17 +190,17 @@ class BlobStore:
         Returns:
             True if any could be moved.
         """
-        moved = 0
+        moved_bytes = 0
         for blob_id, blob in list(self._blobs.items()) if self._spill else ():
             is_idle = blob.checksum is not None and blob.num_pins == 0 and not blob.is_doomed
-            if moved < size_bytes and is_idle and blob.arena.is_memory:
+            if moved_bytes < size_bytes and is_idle and blob.arena.is_memory:
                 assert self._spill is not None
                 try:
-                    moved += blob.size * await self._move_to_disk(self._spill, blob_id, blob)
+                    moved_bytes += blob.size * await self._move_to_disk(self._spill, blob_id, blob)
                 except OSError as error:
                     _rare.warning("samples stay in memory", error=str(error))
                     break
-        return moved > 0
+        return moved_bytes > 0
 
     def write(self, blob_id: int, offset: int, data: memoryview) -> None:
         """Writes a part of a reserved blob; the frames of a blob arrive in order.

@@ -151,7 +151,7 @@ class Writer:
             ResourceExhaustedError: If there was no space in time; the message names the limit.
             InvalidArgumentError: If the put can never fit.
         """
-        started = time.monotonic()
+        started_at = time.monotonic()
         self._begin(request.put_id)
         try:
             await self._metadata.reserve(
@@ -160,7 +160,7 @@ class Writer:
                 size_bytes=sum(request.sizes),
                 wait_s=request.wait_s,
             )
-            grant = await self._find_room(request, started + request.wait_s)
+            grant = await self._find_room(request, started_at + request.wait_s)
         except Exception:
             # Also if the index did not answer: it may have charged the put.
             self._metadata.cancel(request.put_id)
@@ -168,7 +168,7 @@ class Writer:
         finally:
             self._reserving.discard(request.put_id)
             self._given_up.discard(request.put_id)
-        waited_s = time.monotonic() - started
+        waited_s = time.monotonic() - started_at
         metrics.BACKPRESSURE.labels(run_of(request.partition_id)).inc(waited_s)
         timer = asyncio.get_running_loop().call_later(codec.GRANT_S, self._drop, request.put_id)
         self._owners.set_owner(grant.blob_ids, run_of(request.partition_id))
@@ -304,13 +304,13 @@ class Writer:
                 continue
             rest_s = deadline - time.monotonic()
             if rest_s <= 0:
-                used, capacity = self._storage.used_bytes, self._storage.capacity_bytes
+                used_bytes, capacity = self._storage.used_bytes, self._storage.capacity_bytes
                 raise ResourceExhaustedError(
-                    f"shard {self._shard_id}: {used} of {capacity} bytes are in use and "
+                    f"shard {self._shard_id}: {used_bytes} of {capacity} bytes are in use and "
                     f"{sum(request.sizes)} more did not fit within {request.wait_s} s; release "
                     "samples or add memory",
                     shard_id=self._shard_id,
-                    used_bytes=used,
+                    used_bytes=used_bytes,
                     capacity_bytes=capacity,
                 )
             await self._waiters.wait(_ROOM, timeout_s=rest_s)
@@ -468,13 +468,13 @@ class DataPlane:
         task.add_done_callback(self._running.discard)
 
     async def _answer(
-        self, reply: Reply, request_id: int, message: codec.Message, received: list[memoryview]
+        self, reply: Reply, request_id: int, message: codec.Message, payloads: list[memoryview]
     ) -> None:
-        started = time.monotonic()
+        started_at = time.monotonic()
         op = type(message).__name__.lower()
         payload: list[bytes | memoryview] = []
         try:
-            answer = await self._run(message, received, payload)
+            answer = await self._run(message, payloads, payload)
         except ServiceError as error:
             answer = _failed(error)
         except Exception as error:
@@ -487,12 +487,12 @@ class DataPlane:
         reply([codec.encode(answer, request_id), *payload[-1:]], copy=not is_pinned)
         code = answer.reason if isinstance(answer, codec.Failed) else "OK"
         metrics.OPS.labels(op, code).inc()
-        metrics.OP_DURATION.labels(op).observe(time.monotonic() - started)
+        metrics.OP_DURATION.labels(op).observe(time.monotonic() - started_at)
 
     async def _run(
         self,
         message: codec.Message,
-        received: list[memoryview],
+        payloads: list[memoryview],
         payload: list[bytes | memoryview],
     ) -> codec.Response:
         match message:
@@ -503,8 +503,8 @@ class DataPlane:
             case codec.Abort():
                 return await self._puts.abort(message)
             case codec.Store():
-                metrics.BYTES_IN.inc(len(received[0]))
-                return await self._puts.store(message, received[0])
+                metrics.BYTES_IN.inc(len(payloads[0]))
+                return await self._puts.store(message, payloads[0])
             case codec.Read():
                 return await self._read(message, payload)
         raise AssertionError(message)

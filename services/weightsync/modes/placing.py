@@ -51,11 +51,13 @@ class Placer:
         self._targets = targets
 
     @torch.no_grad()
-    def __call__(self, source: int, index: int, received: Tensor) -> None:
+    def __call__(self, source: int, index: int, bucket: Tensor) -> None:
         """Copies the tensor parts of one bucket to their rows."""
-        for part in bucket_parts(self._plan, source, index):
-            target = self._targets[part.tensor][part.first : part.first + part.end - part.begin]
-            target.copy_(received[part.begin : part.end])
+        for piece in bucket_parts(self._plan, source, index):
+            target = self._targets[piece.tensor][
+                piece.first : piece.first + piece.end - piece.begin
+            ]
+            target.copy_(bucket[piece.begin : piece.end])
 
 
 def live_placer(plan: WeightPlan, live: Mapping[str, Tensor]) -> Placer:
@@ -80,18 +82,20 @@ def whole_buffers(
             tensors.
     """
     sizes = [spec.row_bytes * (spec.shape[0] if spec.shape else 1) for spec in plan.tensors]
-    places = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
-    share = max(1, -(-sum(places) // len(devices)))
-    middles = [end - place // 2 for end, place in zip(accumulate(places), places, strict=True)]
+    padded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+    share = max(1, -(-sum(padded) // len(devices)))
+    middles = [end - size // 2 for end, size in zip(accumulate(padded), padded, strict=True)]
     flat: list[Tensor] = []
     for number, device in enumerate(devices):
-        mine = [index for index, middle in enumerate(middles) if middle // share == number]
-        buffer = torch.empty(sum(places[index] for index in mine), dtype=torch.uint8, device=device)
-        parts = buffer.split([places[index] for index in mine])
-        flat += [part[: sizes[index]] for index, part in zip(mine, parts, strict=True)]
+        owned = [index for index, middle in enumerate(middles) if middle // share == number]
+        buffer = torch.empty(
+            sum(padded[index] for index in owned), dtype=torch.uint8, device=device
+        )
+        buffers = buffer.split([padded[index] for index in owned])
+        flat += [piece[: sizes[index]] for index, piece in zip(owned, buffers, strict=True)]
     tensors = {
-        spec.name: part.view(getattr(torch, spec.dtype)).view(spec.shape)
-        for spec, part in zip(plan.tensors, flat, strict=True)
+        spec.name: piece.view(getattr(torch, spec.dtype)).view(spec.shape)
+        for spec, piece in zip(plan.tensors, flat, strict=True)
     }
     return flat, tensors
 

@@ -40,9 +40,9 @@ class ShadowSender:
             self._packed_version = version
 
     def send(self, group: WeightGroup, order: TransferOrder) -> Transferred:
-        done = send_version(group, self._arena, self._prepared_checksums(order), order)
+        transferred = send_version(group, self._arena, self._prepared_checksums(order), order)
         self.held_version = order.version
-        return done
+        return transferred
 
     def _prepared_checksums(self, order: TransferOrder) -> Tensor:
         if self._checksums is None:
@@ -120,10 +120,10 @@ class ShadowReceiver:
         # Until it is verified, the shadow holds no version.
         self.held_version = -1
         shadow = self._shadow
-        done = self._receive(group, shadow, order)
+        transferred = self._receive(group, shadow, order)
         if shadow is self._shadow:
             self.held_version = order.version
-        return done
+        return transferred
 
     def send(self, group: WeightGroup, order: TransferOrder) -> Transferred:
         if order.version != self.held_version:

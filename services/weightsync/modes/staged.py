@@ -79,7 +79,7 @@ def _buffers(num_bytes: int, count: int, *, device: torch.device, pinned: bool) 
 
 
 def receive_staged(
-    group: WeightGroup, slots: Slots, order: TransferOrder, place: Place
+    group: WeightGroup, slots: Slots, order: TransferOrder, copy_slot: Place
 ) -> Transferred:
     """Receives through the slots and verifies; see :func:`services.weightsync.transfer.receive_version`.
 
@@ -88,7 +88,7 @@ def receive_staged(
     """
     group.bound(slots.plan, order.timeout_s)
     arriving = [
-        _Arriving(source, channel, slots, place)
+        _Arriving(source, channel, slots, copy_slot)
         for source, channel in sorted(group.channels.items())
     ]
     for index in range(max(len(source.buckets) for source in slots.plan.sources)):
@@ -105,11 +105,11 @@ def receive_staged(
 class _Arriving:
     """Receives and verifies the buckets of one source."""
 
-    def __init__(self, source: int, channel: Channel, slots: Slots, place: Place) -> None:
+    def __init__(self, source: int, channel: Channel, slots: Slots, copy_slot: Place) -> None:
         self._source = source
         self._channel = channel
         self._slots = slots
-        self._place = place
+        self._place = copy_slot
         self._num_buckets = len(slots.plan.sources[source].buckets)
         self._computed = torch.zeros(self._num_buckets, 2, dtype=torch.int64, device=slots.device)
         self._stated = no_statement(self._computed)

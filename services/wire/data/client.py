@@ -189,15 +189,15 @@ class DataClient:
             return await self._put_on(
                 homes[groups[0]], _describe(partition_id, keys, columns, tags), columns
             )
-        places: dict[str, list[int]] = {}
+        indexes_by_home: dict[str, list[int]] = {}
         for index, group in enumerate(groups):
-            places.setdefault(homes[group], []).append(index)
+            indexes_by_home.setdefault(homes[group], []).append(index)
         puts = []
-        for shard_id, indexes in places.items():
+        for shard_id, indexes in indexes_by_home.items():
             rows = {name: select_rows(values, indexes) for name, values in fields.items()}
             columns = _pack_all(rows, shared or {}, len(indexes))
-            chosen = {name: as_tag([values[i] for i in indexes]) for name, values in tags.items()}
-            meta = _describe(partition_id, [keys[i] for i in indexes], columns, chosen)
+            row_tags = {name: as_tag([values[i] for i in indexes]) for name, values in tags.items()}
+            meta = _describe(partition_id, [keys[i] for i in indexes], columns, row_tags)
             puts.append(self._put_on(shard_id, meta, columns))
         return KVBatchMeta.concat(await gather_in_group(puts)).select(keys)
 
@@ -207,13 +207,13 @@ class DataClient:
         Raises:
             ServiceError: As ``put``.
         """
-        added = await self.put(meta.partition_id, meta.keys, fields)
-        numbers = {i: i + len(meta.blobs) for i in range(len(added.blobs))}
+        new_columns = await self.put(meta.partition_id, meta.keys, fields)
+        numbers = {i: i + len(meta.blobs) for i in range(len(new_columns.blobs))}
         return replace(
             meta,
-            fields=meta.fields + tuple(column.renumber(numbers) for column in added.fields),
-            blobs=meta.blobs + added.blobs,
-            revision=added.revision,
+            fields=meta.fields + tuple(column.renumber(numbers) for column in new_columns.fields),
+            blobs=meta.blobs + new_columns.blobs,
+            revision=new_columns.revision,
         )
 
     async def get(self, meta: KVBatchMeta, fields: Sequence[str]) -> dict[str, Jagged]:
@@ -238,7 +238,7 @@ class DataClient:
             return lambda link: link.transport.read(extents, data)
 
         await gather_in_group(
-            [self._through_outages(shard, read_into(part)) for shard, part in by_shard.items()]
+            [self._through_outages(shard, read_into(reads)) for shard, reads in by_shard.items()]
         )
         view = data.numpy().data
         for source, target, size in plan.copies:
@@ -299,20 +299,20 @@ class DataClient:
         columns: Sequence[PackedColumn],
     ) -> KVBatchMeta:
         sizes = tuple(column.size_bytes for column in columns)
-        parts = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        buffers = [torch.empty(size, dtype=torch.uint8) for size in sizes]
         checksums = tuple(
-            [column.copy_into(part) for column, part in zip(columns, parts, strict=True)]
+            [column.copy_into(buffer) for column, buffer in zip(columns, buffers, strict=True)]
         )
         store = codec.Store(
             put_id, meta.partition_id, sizes, self._put_timeout_s, meta.to_bytes(), checksums
         )
         timeout_s = self._put_timeout_s + TIMEOUT_S
         answer = await connection.request(
-            store, [b"".join([part.numpy().data for part in parts])], timeout_s=timeout_s
+            store, [b"".join([buffer.numpy().data for buffer in buffers])], timeout_s=timeout_s
         )
-        stored = _expect(codec.Stored, answer)
-        blobs = _blobs(connection.shard.shard_id, stored.blob_ids, sizes, checksums)
-        return replace(meta, blobs=blobs, revision=stored.revision)
+        blobs_stored = _expect(codec.Stored, answer)
+        blobs = _blobs(connection.shard.shard_id, blobs_stored.blob_ids, sizes, checksums)
+        return replace(meta, blobs=blobs, revision=blobs_stored.revision)
 
 
 def _pack_all(
@@ -354,11 +354,11 @@ def _expect(cls: type[T], answer: tuple[codec.Response, list[memoryview]]) -> T:
     return answer[0]
 
 
-async def run_while_waiting(work: Coroutine[Any, Any, T], other: Callable[[], R]) -> tuple[T, R]:
-    """Starts ``work`` and calls ``other`` as soon as ``work`` waits for something."""
+async def run_while_waiting(work: Coroutine[Any, Any, T], call: Callable[[], R]) -> tuple[T, R]:
+    """Starts ``work`` and calls ``call`` as soon as ``work`` waits for something."""
     with unwrapped():
         async with TaskGroup() as tasks:
             working = tasks.create_task(work)
             await asyncio.sleep(0)
-            result = other()
+            result = call()
     return working.result(), result

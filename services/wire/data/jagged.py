@@ -61,8 +61,8 @@ class Jagged:
                     f"{tuple(first.shape)}; dtypes and all dimensions except the first must agree"
                 )
         if first.dim() == 0:
-            ones = torch.ones(len(rows), dtype=torch.int64)
-            return cls(torch.stack(list(rows)), ones, is_scalar=True)
+            unit_lengths = torch.ones(len(rows), dtype=torch.int64)
+            return cls(torch.stack(list(rows)), unit_lengths, is_scalar=True)
         lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
         return cls(torch.cat(list(rows)), lengths)
 
@@ -82,9 +82,9 @@ class Jagged:
 
     def select(self, indices: Sequence[int] | Tensor) -> "Jagged":
         """Copies some rows, in the given order."""
-        chosen = torch.as_tensor(indices, dtype=torch.int64)
-        lengths = self.lengths[chosen]
-        starts = self.offsets()[:-1][chosen]
+        rows = torch.as_tensor(indices, dtype=torch.int64)
+        lengths = self.lengths[rows]
+        starts = self.offsets()[:-1][rows]
         ends = torch.cumsum(lengths, dim=0)
         positions = torch.arange(int(lengths.sum()), dtype=torch.int64)
         positions += torch.repeat_interleave(starts - (ends - lengths), lengths)

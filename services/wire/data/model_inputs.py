@@ -72,9 +72,9 @@ class ModelInputs:
                 "expected a mapping of the model's arguments to tensors, arrays or nested lists of numbers, "
                 f"but got {type(values).__name__}"
             )
-        if taken := sorted(_RESERVED & values.keys()):
+        if reserved := sorted(_RESERVED & values.keys()):
             raise ValueError(
-                f"{', '.join(taken)} cannot be given: engines and trainer compute them; remove them"
+                f"{', '.join(reserved)} cannot be given: engines and trainer compute them; remove them"
             )
         tensors = {str(name): _as_tensor(str(name), value) for name, value in values.items()}
         return cls(tensors, _digest(save(tensors)) if tensors else "")
@@ -159,12 +159,12 @@ def model_arguments(
         ValueError: If the model does not take a tensor.
         InvalidArgumentError: If tensors of one name cannot be concatenated.
     """
-    parts: dict[str, list[Tensor]] = {}
+    tensors_by_name: dict[str, list[Tensor]] = {}
     for bundle in bundles:
         check_arguments(model, bundle)
         for name, tensor in bundle.tensors.items():
-            parts.setdefault(name, []).append(tensor)
-    for name, tensors in parts.items():
+            tensors_by_name.setdefault(name, []).append(tensor)
+    for name, tensors in tensors_by_name.items():
         kinds = dict.fromkeys(f"{item.dtype} {['*', *item.shape[1:]]}" for item in tensors)
         if len(kinds) > 1:
             raise InvalidArgumentError(
@@ -172,7 +172,7 @@ def model_arguments(
                 "first dimension must agree in all rows",
                 name=name,
             )
-    return {name: torch.cat(tensors).to(device) for name, tensors in parts.items()}
+    return {name: torch.cat(tensors).to(device) for name, tensors in tensors_by_name.items()}
 
 
 def _encoded(tensors: Mapping[str, Tensor]) -> Tensor:

@@ -129,8 +129,8 @@ class Followers:
 
     def notify(self) -> None:
         """Wakes all that wait for a change of members, copies or versions."""
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+        changed_event, self._changed = self._changed, asyncio.Event()
+        changed_event.set()
 
     def forget(self, names: Collection[str]) -> None:
         """Forgets rollouts that left."""
@@ -255,8 +255,8 @@ class Followers:
                 follower.epoch, version, release.digest, timeout_s=timeout_s
             )
         except DeadlineExceededError as error:
-            what = f"adopt weight version {version}"
-            raise LateError(name, f"did not {what} within {timeout_s:.0f} s") from error
+            action = f"adopt weight version {version}"
+            raise LateError(name, f"did not {action} within {timeout_s:.0f} s") from error
         await member.check(
             version, release.canary, release.tolerance, timeout_s=self._check_timeout_s
         )
@@ -270,7 +270,7 @@ class Followers:
                 copy.version,
                 base_version=copy.base_version,
                 timeout_s=timeout_s,
-                stored=copy.name,
+                copy_name=copy.name,
                 manifests=copy.manifests,
             )
         except DeadlineExceededError:
@@ -293,8 +293,8 @@ class Followers:
         self._channel.record(name, follower.trouble, error)
         if follower.trouble.num_refusals >= _MAX_REFUSALS:
             raise error
-        if isinstance(error, DataLossError) and (whole := self._shelf.find(self.version, -1)):
-            self._shelf.drop(whole.name)  # it is written again, whatever was wrong
+        if isinstance(error, DataLossError) and (full_copy := self._shelf.find(self.version, -1)):
+            self._shelf.drop(full_copy.name)  # it is written again, whatever was wrong
         # Without what it held, it may lack a whole copy.
         follower.served_version, follower.lacked_version = -1, self.version
         self.notify()

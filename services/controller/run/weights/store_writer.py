@@ -80,14 +80,14 @@ class StoreWriter:
         self,
         version: int,
         *,
-        held: Collection[int],
+        versions: Collection[int],
         prepare: Callable[[], Awaitable[Mapping[str, int]]],
     ) -> None:
         """Writes the copies of a version that rollouts need and that the store lacks.
 
         Args:
             version: Version that the sources have prepared.
-            held: Version that each source sent last and still holds.
+            versions: Version that each source sent last and still holds.
             prepare: Prepares the sources again after a failure, and returns what each of them holds then;
                 they have copied their weights before.
 
@@ -97,12 +97,12 @@ class StoreWriter:
         """
 
         async def attempt() -> None:
-            nonlocal held
+            nonlocal versions
             if self.epoch < 0:
                 await self.form()
                 # A source that had sent all parts before the failure holds this version now.
-                held = (await prepare()).values()
-            held_version = min(held) if len({*held}) == 1 else -1
+                versions = (await prepare()).values()
+            held_version = min(versions) if len({*versions}) == 1 else -1
             for base in list(self._missing(version, held_version)):
                 await self._write_copy(version, base)
 
@@ -133,9 +133,9 @@ class StoreWriter:
                 raise
             except ServiceError as error:
                 epoch, self.epoch = self.epoch, -1
-                if gone := await self._members.abort(epoch, str(error), [*self._members.sources]):
+                if absent := await self._members.abort(epoch, str(error), [*self._members.sources]):
                     raise UnavailableError(
-                        f"{' and '.join(gone)} does not answer, so no version can be published"
+                        f"{' and '.join(absent)} does not answer, so no version can be published"
                     ) from error
                 (name, *_) = self._members.sources
                 self._channel.record(name, self.trouble, error)
@@ -168,14 +168,14 @@ class StoreWriter:
         kind = "whole" if base < 0 else "changes"
         name = f"v{version:08d}-e{self.epoch}-{self._num_copies}-{kind}"
         sources = self._members.sources
-        sent = await self._members.call_all(
+        transfers = await self._members.call_all(
             {
                 source: member.transfer(
                     self.epoch,
                     version,
                     base_version=base,
                     timeout_s=self._deadline_s(),
-                    stored=name,
+                    copy_name=name,
                 )
                 for source, member in sources.items()
             }
@@ -184,10 +184,10 @@ class StoreWriter:
             name=name,
             version=version,
             base_version=base,
-            manifests=tuple(sent[source].manifest for source in sources),
-            num_bytes=sum(sent[source].num_bytes for source in sources),
+            manifests=tuple(transfers[source].manifest for source in sources),
+            num_bytes=sum(transfers[source].num_bytes for source in sources),
         )
-        self.digest = version_digest([d for source in sources for d in sent[source].digests])
+        self.digest = version_digest([d for source in sources for d in transfers[source].digests])
         self.num_bytes += copy.num_bytes
         self._shelf.add(copy)
         metrics.STORED_VERSIONS.labels(self._run_id).set(len(self._shelf.copies))

@@ -108,9 +108,9 @@ def serve_arena(
         instance_id: Sent with ``fd``, so that a client detects a socket of another shard.
     """
     path.unlink(missing_ok=True)
-    for other in path.parent.glob(f"slipstream-*{path.suffix}"):
-        if _is_left_behind(other):
-            other.unlink(missing_ok=True)
+    for socket_path in path.parent.glob(f"slipstream-*{path.suffix}"):
+        if _is_left_behind(socket_path):
+            socket_path.unlink(missing_ok=True)
     loop = asyncio.get_running_loop()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.setblocking(False)

@@ -28,9 +28,9 @@ def parts_of(size_bytes: int) -> Iterator[tuple[int, int]]:
         yield begin, min(FRAME_BYTES, size_bytes - begin)
 
 
-def combine(parts: Sequence[int]) -> int:
+def combine(sums: Sequence[int]) -> int:
     """Returns the checksum of a blob whose parts have these checksums."""
-    return parts[0] if len(parts) == 1 else checksum(struct.pack(f"<{len(parts)}Q", *parts))
+    return sums[0] if len(sums) == 1 else checksum(struct.pack(f"<{len(sums)}Q", *sums))
 
 
 def blob_checksum(data: bytes | bytearray | memoryview) -> int:

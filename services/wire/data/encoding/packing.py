@@ -117,10 +117,10 @@ def pack(name: str, values: Values) -> PackedColumn:
         rank = 0 if values.is_scalar else values.values.dim()
         lengths = values.lengths.tolist()
         return _column(name, [values.values], lengths, rank, tuple(values.values.shape[1:]))
-    others = {kind.__name__ for kind in set(map(type, values)) if not issubclass(kind, Tensor)}
-    if others or not values:
+    other_kinds = {kind.__name__ for kind in set(map(type, values)) if not issubclass(kind, Tensor)}
+    if other_kinds or not values:
         raise InvalidArgumentError(
-            f"field {name!r}: expected one tensor per key, got {', '.join(sorted(others)) or 'none'}",
+            f"field {name!r}: expected one tensor per key, got {', '.join(sorted(other_kinds)) or 'none'}",
             field=name,
         )
     return _pack_rows(name, values)

@@ -91,11 +91,11 @@ def check_whole(extents: Sequence[Extent], digests: Sequence[int]) -> None:
     Raises:
         DataLossError: If one differs from the checksum of its writer.
     """
-    left = iter(digests)
+    digest_iterator = iter(digests)
     for extent in extents:
-        parts = [next(left) for _ in parts_of(extent.size)]
+        extent_digests = [next(digest_iterator) for _ in parts_of(extent.size)]
         if extent.is_whole:
-            extent.check(parts)
+            extent.check(extent_digests)
 
 
 def _one_run(column: FieldColumn, row_bytes: int) -> tuple[int, int] | None:

@@ -58,12 +58,12 @@ class ArenaTransport:
                 _check_time(deadline)
                 return codec.checksum(part.copy_into(self._arena[position : position + part.size]))
 
-            placed = [
+            targets = [
                 (position + part.begin, part)
                 for position, parts in zip(grant.positions, parts_of_columns, strict=True)
                 for part in parts
             ]
-            digests = iter(await _for_all(fill, placed, size))
+            digests = iter(await _for_all(fill, targets, size))
             return [combine(tuple(islice(digests, len(parts)))) for parts in parts_of_columns]
 
         return write
@@ -139,15 +139,15 @@ async def map_in_threads(function: Callable[[T], R], items: Sequence[T]) -> list
 
 
 def _map(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
-    left = iter(list(enumerate(items)))
+    items_left = iter(list(enumerate(items)))
     results: dict[int, R] = {}
 
     def work() -> None:
         try:
-            for number, item in left:
+            for number, item in items_left:
                 results[number] = function(item)
         finally:
-            for _ in left:  # after an error the other threads find nothing to do
+            for _ in items_left:  # after an error the other threads find nothing to do
                 pass
 
     helping = [_HELPERS.submit(work) for _ in range(NUM_THREADS - 1)]

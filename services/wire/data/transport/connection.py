@@ -166,7 +166,7 @@ class ShardConnection:
         try:
             self._channel.send([codec.encode(message, request_id), *payload])
             async with asyncio.timeout(timeout_s):
-                answer, received = await waiter
+                answer, attached = await waiter
         except TimeoutError as error:
             raise DeadlineExceededError(
                 f"shard {self.shard.shard_id} at {self.shard.endpoint} did not respond to "
@@ -182,7 +182,7 @@ class ShardConnection:
             del self._pending[request_id]
         if isinstance(answer, codec.Failed):
             raise _error(answer)
-        return answer, received
+        return answer, attached
 
     def abort(self, put_id: str) -> None:
         if self.is_open:

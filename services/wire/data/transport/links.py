@@ -150,8 +150,8 @@ class Links:
                 if not link.connection.is_open:
                     await self._reopen(shard_id)
             endpoints = {link.connection.shard.endpoint for link in self._links.values()}
-            for gone in self._lost.keys() - endpoints - {self._address}:
-                del self._lost[gone]
+            for endpoint in self._lost.keys() - endpoints - {self._address}:
+                del self._lost[endpoint]
 
     async def _reopen(self, shard_id: str) -> Link | None:
         async with self._changing:

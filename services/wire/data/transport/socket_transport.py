@@ -40,10 +40,10 @@ class Arrival:
         for frame in frames:
             if self._hash is not None:
                 self._hash.update(frame)
-            used = 0
-            while used < len(frame) and len(self._digests) < len(self._batch):
-                used += self._copy_part(frame[used:])
-            self._num_excess += len(frame) - used
+            num_used = 0
+            while num_used < len(frame) and len(self._digests) < len(self._batch):
+                num_used += self._copy_part(frame[num_used:])
+            self._num_excess += len(frame) - num_used
 
     def digests(self, answer: codec.Response) -> list[int]:
         """Returns the checksums of the parts; call it after the last frame.
@@ -71,8 +71,8 @@ class Arrival:
         self._view[begin : begin + size] = data[:size]
         self._done += size
         if self._done == extent.size:
-            part = self._view[extent.position : extent.position + extent.size]
-            self._digests.append(codec.checksum(part))
+            view = self._view[extent.position : extent.position + extent.size]
+            self._digests.append(codec.checksum(view))
             self._done = 0
         return size
 
@@ -113,8 +113,8 @@ class SocketTransport:
 
     def prepare(self, columns: Sequence[PackedColumn]) -> Writing:
         """Packs the first parts; the returned function sends all of them."""
-        parts = [(n, part) for n, column in enumerate(columns) for part in column.parts()]
-        frames = ((n, part.begin, *self._frame(part)) for n, part in parts)
+        column_parts = [(n, part) for n, column in enumerate(columns) for part in column.parts()]
+        frames = ((n, part.begin, *self._frame(part)) for n, part in column_parts)
         ready = list(islice(frames, _AHEAD_PARTS))
 
         async def write(grant: codec.Granted) -> list[int]:
