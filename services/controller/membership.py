@@ -71,10 +71,10 @@ class Worker:
 
     def start_seconds(self) -> dict[str, float]:
         """Returns the seconds of each ended phase of its start, in order."""
-        spent: dict[str, float] = {}
+        seconds: dict[str, float] = {}
         for (phase, begin), (_, end) in pairwise(self.start_phases):
-            spent[phase] = round(spent.get(phase, 0.0) + end - begin, 2)
-        return spent
+            seconds[phase] = round(seconds.get(phase, 0.0) + end - begin, 2)
+        return seconds
 
     def is_new_event(self, number: int) -> bool:
         """Returns True for each number once; they ascend, and a repeated heartbeat repeats them."""
@@ -195,8 +195,8 @@ class Membership:
             return "stop"
         has_new_names = worker.gauges.keys() != gauges.keys()
         if has_new_names:
-            others = sum(len(other.gauges) for other in workers.values()) - len(worker.gauges)
-            if others + len(gauges) > MAX_GAUGES or max(map(len, gauges), default=0) > MAX_TEXT:
+            elsewhere = sum(len(member.gauges) for member in workers.values()) - len(worker.gauges)
+            if elsewhere + len(gauges) > MAX_GAUGES or max(map(len, gauges), default=0) > MAX_TEXT:
                 raise ResourceExhaustedError(
                     f"the workers of run {run_id} report more than {MAX_GAUGES} gauges, or a name of more "
                     f"than {MAX_TEXT} characters",

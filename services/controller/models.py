@@ -429,9 +429,9 @@ class ForkRequest(Body):
     """Keys of the specification to change, such as ``{"trainer": {"steps": 200}}``."""
 
 
-def covers(role: Role, needed: Role) -> bool:
+def covers(role: Role, required: Role) -> bool:
     """Returns True if a role includes the permissions of another one."""
-    return _RANK[role] >= _RANK[needed]
+    return _RANK[role] >= _RANK[required]
 
 
 _MAX_NUMBER = 2**53

@@ -175,10 +175,10 @@ class Standby:
 
 def _target(address: str, port: Port) -> tuple[str, int] | None:
     """Returns host and port of a leader's address; None if there is no leader."""
-    parts = address.split(" ")
-    if len(parts) != 3:
+    fields = address.split(" ")
+    if len(fields) != 3:
         return None
-    host, rest, grpc = parts
+    host, rest, grpc = fields
     return host, int(rest if port == "rest" else grpc)
 
 

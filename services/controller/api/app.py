@@ -56,8 +56,8 @@ class SameOrigin:
             )
         origin = request.headers.get("origin")
         if origin is not None:
-            there = urlsplit(origin).netloc
-            if there != host and _name(there) not in self._hosts - set(LOOPBACK):
+            origin_host = urlsplit(origin).netloc
+            if origin_host != host and _name(origin_host) not in self._hosts - set(LOOPBACK):
                 return (
                     HTTPStatus.FORBIDDEN,
                     "foreign_origin",

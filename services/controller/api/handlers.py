@@ -190,9 +190,9 @@ class Call:
         assert self._run is not None
         return self._run
 
-    def key(self, what: str, idempotency_key: str, body: str) -> RequestKey | None:
+    def key(self, call: str, idempotency_key: str, body: str) -> RequestKey | None:
         """Returns the identity by which a repeated request is recognized; None without an idempotency key."""
-        return RequestKey.of(f"{self.who.project}/{self.who.name} {what}", idempotency_key, body)
+        return RequestKey.of(f"{self.who.project}/{self.who.name} {call}", idempotency_key, body)
 
 
 class Handlers:
@@ -440,13 +440,13 @@ class Handlers:
 
     async def _shown(self, fleet: FleetView, project: str) -> FleetView:
         """Returns a fleet without the ids of other projects' runs."""
-        named = {
+        run_ids = {
             run_id
             for server in fleet.servers
             for run_id in (server.exclusive_run, *(run.run_id for run in server.runs))
         }
         visible_ids = {
-            run_id: run_id if await self._is_of(run_id, project) else None for run_id in named
+            run_id: run_id if await self._is_of(run_id, project) else None for run_id in run_ids
         }
         servers = [
             server.model_copy(
@@ -510,9 +510,9 @@ def defaults_of(spec: RunSpec) -> dict[str, Any]:
     document = json.loads(canonical_json(spec))
     values = dict(flat(document))
     # The other keys have the default of their field, which depends on no other key.
-    changed = {key for key in _changed_fields(spec) if key in values}
-    defaults = {key: value for key, value in values.items() if key not in changed}
-    for key in changed:
+    changed_keys = {key for key in _changed_fields(spec) if key in values}
+    defaults = {key: value for key, value in values.items() if key not in changed_keys}
+    for key in changed_keys:
         try:
             without = dict(flat(json.loads(canonical_json(parse_spec(_without(document, key))))))
         except SpecError:
@@ -545,5 +545,5 @@ def _keys(value: object, key: str) -> Iterator[str]:
 def _without(document: dict[str, Any], key: str) -> dict[str, Any]:
     """Returns a copy of a document without one dotted key."""
     name, _, rest = key.partition(".")
-    others = {other: value for other, value in document.items() if other != name}
-    return {**others, name: _without(document[name], rest)} if rest else others
+    siblings = {sibling: value for sibling, value in document.items() if sibling != name}
+    return {**siblings, name: _without(document[name], rest)} if rest else siblings

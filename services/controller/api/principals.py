@@ -103,8 +103,8 @@ class Authenticators:
         Raises:
             UnauthenticatedError: If no authenticator knows it; the error is that of the last one.
         """
-        *others, last = self._authenticators
-        for way in others:
+        *authenticators, last = self._authenticators
+        for way in authenticators:
             try:
                 return way.authenticate(authorization)
             except UnauthenticatedError:

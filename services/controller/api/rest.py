@@ -72,12 +72,12 @@ def frame_of(type_: str, data: str, id_: str = "") -> bytes:
 
 
 async def _with_pings(frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    sent = time.monotonic()
+    sent_at = time.monotonic()
     try:
         async for frame in frames:
-            if frame or time.monotonic() - sent > _PING_S:
+            if frame or time.monotonic() - sent_at > _PING_S:
                 yield frame or _PING
-                sent = time.monotonic()
+                sent_at = time.monotonic()
     except ResourceExhaustedError as error:
         yield frame_of("overflow", json.dumps({"detail": error.message}))
 
@@ -163,8 +163,8 @@ def _extra_responses(operation: type[Operation[Any]], name: str) -> dict[int | s
 
 
 def _endpoint(operation: type[Operation[Any]]) -> Callable[..., Awaitable[Any]]:
-    async def endpoint(request: Request, response: Response, who: Principal, **sent: Any) -> Any:
-        fields = await _fields(operation, request, sent)
+    async def endpoint(request: Request, response: Response, who: Principal, **values: Any) -> Any:
+        fields = await _fields(operation, request, values)
         try:
             parsed = operation.model_validate(fields)
         except ValidationError as error:
@@ -181,7 +181,7 @@ def _endpoint(operation: type[Operation[Any]]) -> Callable[..., Awaitable[Any]]:
             response.headers["ETag"] = f'"{answer.revision}@{answer.update_time.isoformat()}"'
             if operation.location:
                 response.headers["Location"] = operation.location.format(id=answer.id)
-            if sent.get("if_none_match") == response.headers["ETag"]:
+            if values.get("if_none_match") == response.headers["ETag"]:
                 return Response(status_code=HTTPStatus.NOT_MODIFIED)
         return answer
 
@@ -197,11 +197,11 @@ async def _lines(batches: AsyncIterator[bytes | Sequence[BaseModel]]) -> AsyncIt
 
 
 async def _fields(
-    operation: type[Operation[Any]], request: Request, sent: dict[str, Any]
+    operation: type[Operation[Any]], request: Request, values: dict[str, Any]
 ) -> dict[str, Any]:
     """Collects the fields of an operation from path, query, headers and body."""
-    body = sent.pop("body", None)
-    fields = sent if body is None else sent | body.model_dump(exclude_unset=True)
+    body = values.pop("body", None)
+    fields = values if body is None else values | body.model_dump(exclude_unset=True)
     for name in operation.model_fields:
         if operation.place(name) == "document":
             fields[name] = await _document(request)
@@ -269,9 +269,9 @@ class _Encoded:
         self._frames: dict[tuple[str, int], bytes] = {}
 
     async def frames(self, items: Items) -> AsyncIterator[bytes]:
-        async for some in items:
-            yield b"".join(self._frame(id_, item) for id_, item in some)
-            if some and not isinstance(some[0][1], Event):
+        async for batch in items:
+            yield b"".join(self._frame(id_, item) for id_, item in batch)
+            if batch and not isinstance(batch[0][1], Event):
                 yield b""
 
     def _frame(self, id_: str, item: Event | LogLine | RunView | None) -> bytes:

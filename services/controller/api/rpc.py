@@ -125,18 +125,18 @@ def run_servicer(api: RunApi) -> run_pb2_grpc.RunServiceServicer:
 
 
 def _method(api: RunApi, method: MethodDescriptor) -> Callable[..., Any]:
-    named = [entry for entry in OPERATIONS if method.name in (entry.rpc, entry.__name__)]
+    operations = [entry for entry in OPERATIONS if method.name in (entry.rpc, entry.__name__)]
     kind = GetMessageClass(method.output_type)
 
     async def answer(self: Any, request: Any, context: _Context) -> Message:
         # gRPC cancels a method when its caller disconnects. If that happened between the database record
         # of a command and its effect, no task would train the run, or the run would never pause.
-        answering = _answer(api, _user.get(), named[0], request)
+        answering = _answer(api, _user.get(), operations[0], request)
         return message_of(await uninterrupted(answering), kind)
 
     async def stream(self: Any, request: Any, context: _Context) -> AsyncIterator[Message]:
         who = _user.get()
-        operation = named[-1] if len(named) == 1 or request.follow else named[0]
+        operation = operations[-1] if len(operations) == 1 or request.follow else operations[0]
         if operation.form == "lines":
             async for lines in await _answer(api, who, operation, request):
                 for line in lines:

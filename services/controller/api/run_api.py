@@ -123,12 +123,12 @@ class RunApi:
 
     async def _end_when_invalid(self, who: Principal, items: Items) -> Items:
         """Ends a stream when the token of its caller becomes invalid."""
-        seen = time.monotonic()
-        async for some in items:
-            if time.monotonic() - seen > _STREAM_CHECK_S:
+        checked_at = time.monotonic()
+        async for batch in items:
+            if time.monotonic() - checked_at > _STREAM_CHECK_S:
                 try:
                     await self.check_valid(who)
                 except UnauthenticatedError:
                     return
-                seen = time.monotonic()
-            yield some
+                checked_at = time.monotonic()
+            yield batch

@@ -39,14 +39,14 @@ class HostGpus:
 
     def available_to(self, run_id: str) -> int:
         """Returns the number of GPUs that no other run uses."""
-        taken = {
+        exclusive_gpus = {
             gpu
-            for other, run in self._runs.items()
-            if other != run_id
-            for mine in run.values()
-            for gpu in mine
+            for owner, run in self._runs.items()
+            if owner != run_id
+            for ids in run.values()
+            for gpu in ids
         }
-        return len(set(self._gpus) - taken)
+        return len(set(self._gpus) - exclusive_gpus)
 
     def assign(
         self, run_id: str, needs: Mapping[str, int], *, hosts: Mapping[str, str] = _NOBODY
@@ -65,16 +65,16 @@ class HostGpus:
             FailedPreconditionError: If one worker needs more than are available.
         """
         assigned = self._runs.setdefault(run_id, {})
-        users = Counter(gpu for run in self._runs.values() for mine in run.values() for gpu in mine)
+        users = Counter(gpu for run in self._runs.values() for ids in run.values() for gpu in ids)
         for worker_id, count in needs.items():
             if worker_id in assigned:
                 continue
-            taken = {gpu for host in hosts.values() for gpu in assigned.get(host, ())}
-            free = [gpu for gpu in self._gpus if gpu not in taken]
+            in_use = {gpu for host in hosts.values() for gpu in assigned.get(host, ())}
+            free = [gpu for gpu in self._gpus if gpu not in in_use]
             if worker_id in hosts:
                 free = [*assigned[hosts[worker_id]]]
             if self._gpus and count > len(free):
-                beside = f" in addition to {len(taken)} colocated ones" if taken else ""
+                beside = f" in addition to {len(in_use)} colocated ones" if in_use else ""
                 raise FailedPreconditionError(
                     f"{worker_id} needs {count} GPUs, but this host has {len(free)}{beside}; reduce its "
                     "number of processes, or use a larger host"
@@ -96,8 +96,8 @@ class HostGpus:
     def workers_sharing(self, run_id: str, worker_id: str) -> Sequence[str]:
         """Returns the workers of the same run that share GPUs with this one."""
         run = self._runs[run_id]
-        mine = set(run[worker_id])
-        return [worker for worker, gpus in run.items() if worker != worker_id and mine & set(gpus)]
+        ids = set(run[worker_id])
+        return [worker for worker, gpus in run.items() if worker != worker_id and ids & set(gpus)]
 
     def release(self, run_id: str) -> None:
         self._runs.pop(run_id, None)

@@ -136,14 +136,16 @@ class ProcessLauncher(LauncherDefaults):
         rollouts = {worker_id for role, worker_id in worker_names(spec) if role == "rollout"}
         unsized = engine_kind(spec.rollout.engine).missing_bounds(spec.rollout.engine_arguments)
         for worker_id in sorted(new & rollouts) if unsized else ():
-            for other in running & rollouts & set(self._gpus.workers_sharing(run_id, worker_id)):
+            for neighbour in (
+                running & rollouts & set(self._gpus.workers_sharing(run_id, worker_id))
+            ):
                 self._gpus.release_unstarted(run_id, new)
                 arguments = " and ".join(f"rollout.engine_arguments.{name}" for name in unsized)
                 raise FailedPreconditionError(
-                    f"{worker_id} cannot share GPU {', '.join(gpus[other])} with {other}, whose engine uses "
-                    f"its free memory: this host has {self._gpus.count} GPUs, and the run's workers need "
-                    f"{sum(needs.values())}; submit or fork the run with {arguments} set, or with this "
-                    "number of rollouts from the start, or use a larger host"
+                    f"{worker_id} cannot share GPU {', '.join(gpus[neighbour])} with {neighbour}, whose "
+                    f"engine uses its free memory: this host has {self._gpus.count} GPUs, and the run's "
+                    f"workers need {sum(needs.values())}; submit or fork the run with {arguments} set, or "
+                    "with this number of rollouts from the start, or use a larger host"
                 )
         return gpus
 
@@ -165,8 +167,8 @@ class ProcessLauncher(LauncherDefaults):
         self._gpus.release(run_id)
         self._metrics.remove(run_id)
         for record in self._logs(run_id).glob("*.process"):
-            if record.stem not in processes and (left := adopt(record)) is not None:
-                processes[record.stem] = left
+            if record.stem not in processes and (adopted := adopt(record)) is not None:
+                processes[record.stem] = adopted
         for process in processes.values():
             process.send_signal(signal.SIGTERM)
         waits = [process.wait() for process in processes.values()]
@@ -206,11 +208,11 @@ class ProcessLauncher(LauncherDefaults):
 
         The worker's engine leaves memory for them. Empty if there are no such workers.
         """
-        roles = {worker: named for named, worker in names}
-        others = self._gpus.workers_sharing(run_id, worker_id)
-        if not others:
+        roles = {worker: worker_role for worker_role, worker in names}
+        neighbour_workers = self._gpus.workers_sharing(run_id, worker_id)
+        if not neighbour_workers:
             return {}
-        neighbours = [roles[worker] for worker in others if worker in roles]
+        neighbours = [roles[worker] for worker in neighbour_workers if worker in roles]
         return {f"{WORKERS[role].settings_prefix}GPU_NEIGHBOURS": json.dumps(neighbours)}
 
     async def _spawn(

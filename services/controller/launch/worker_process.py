@@ -93,15 +93,15 @@ class ProcessGroup:
         """Waits until all have ended; returns the exit status of the one that ended first."""
         async with TaskGroup() as tasks:
             waits = [tasks.create_task(process.wait()) for process in self._processes]
-            ended, others = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            first = next(wait for wait in waits if wait in ended)
+            first_waits, pending = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            first = next(wait for wait in waits if wait in first_waits)
             code = first.result()
-            if others:
+            if pending:
                 self.first_rank = waits.index(first)
             # If the first one was killed, the others may block on it without a message, so this does not
             # wait for them.
-            if others and code is not None and code >= 0:
-                await asyncio.wait(others, timeout=_ENDING_TOGETHER_S)
+            if pending and code is not None and code >= 0:
+                await asyncio.wait(pending, timeout=_ENDING_TOGETHER_S)
             self.send_signal(signal.SIGKILL)
         return first.result()
 
@@ -174,9 +174,9 @@ class MetricTargets:
             for (run_id, worker_id), port in self._ports.items()
         ]
         # Replaced atomically, so that Prometheus never reads half a file.
-        whole = self._file.with_name(f"{self._file.name}.new")
-        whole.write_text(json.dumps(entries), encoding="utf-8")
-        whole.replace(self._file)
+        new_file = self._file.with_name(f"{self._file.name}.new")
+        new_file.write_text(json.dumps(entries), encoding="utf-8")
+        new_file.replace(self._file)
 
 
 _LAST_LINES = 15

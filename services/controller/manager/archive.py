@@ -103,9 +103,9 @@ class CheckpointArchive:
             rows = [await self._database.query(self._store.get, run_id, checkpoint_id)]
         ready = [checkpoint for checkpoint in rows if checkpoint.state == "READY"]
         if not ready:
-            got = f"{checkpoint_id} is {rows[0].state}" if checkpoint_id else "the run has none"
+            why = f"{checkpoint_id} is {rows[0].state}" if checkpoint_id else "the run has none"
             raise NoCheckpointError(
-                f"run {run_id} needs a READY checkpoint to continue from, but {got}; save one first",
+                f"run {run_id} needs a READY checkpoint to continue from, but {why}; save one first",
                 run_id=run_id,
             )
         return max(ready, key=lambda checkpoint: checkpoint.step)

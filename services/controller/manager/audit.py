@@ -93,9 +93,9 @@ class SampleReader:
         return b"".join([chunk async for chunk in self._queue.read_sample_records(run_id, query)])
 
 
-def _query(only: SampleFilter, **more: object) -> SampleRecordQuery:
+def _query(only: SampleFilter, **restrictions: object) -> SampleRecordQuery:
     filters = only.model_dump(include=_FIELDS, exclude_none=True)
-    return SampleRecordQuery(**(filters | more))
+    return SampleRecordQuery(**(filters | restrictions))
 
 
 _HISTOGRAMS = "histograms"
@@ -169,8 +169,8 @@ class RunAudit:
                 oldest = ledger_store.read_first_step(connection, run_id) + 1
                 first, last = max(from_step, oldest), min(to_step or newest, newest)
                 every = max(-(-(last - first + 1) // max_points), 1)
-                wanted = range(last, first - 1, -every)[::-1]
-                steps = ledger_store.read_metrics(connection, run_id, wanted)
+                step_numbers = range(last, first - 1, -every)[::-1]
+                steps = ledger_store.read_metrics(connection, run_id, step_numbers)
             return as_columns(steps, frozenset(names))
 
         return await self._database.page(max_points, read)

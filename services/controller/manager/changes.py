@@ -82,8 +82,8 @@ def columns_of(patch: RunPatch, spec: RunSpec | None) -> dict[str, Any]:
         values["priority"] = patch.priority
     if spec is not None:
         values |= spec_columns(spec)
-        named = {key for key, _ in (*flat(patch.spec or {}), *flat({"limits": patch.limits or {}}))}
-        if "limits.queue_timeout_s" in named:
+        keys = {key for key, _ in (*flat(patch.spec or {}), *flat({"limits": patch.limits or {}}))}
+        if "limits.queue_timeout_s" in keys:
             values["queue_deadline"] = queue_deadline(values["spec_json"])
     return values
 
@@ -100,13 +100,13 @@ def new_run(spec: RunSpec, **columns: Any) -> NewRun:
     )
 
 
-def fork_name(parent: str, taken: Collection[str]) -> str:
+def fork_name(parent: str, names_in_use: Collection[str]) -> str:
     """Returns a fork's default name: that of its parent, or a similar one if an active run has it."""
-    if parent not in taken:
+    if parent not in names_in_use:
         return parent
-    suffixes = ("-fork", *(f"-fork-{number}" for number in range(2, len(taken) + 2)))
+    suffixes = ("-fork", *(f"-fork-{number}" for number in range(2, len(names_in_use) + 2)))
     names = (f"{parent[: _MAX_NAME - len(suffix)]}{suffix}" for suffix in suffixes)
-    return next(name for name in names if name not in taken)
+    return next(name for name in names if name not in names_in_use)
 
 
 def fork_of(

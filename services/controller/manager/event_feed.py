@@ -132,16 +132,16 @@ class EventFeed:
         Raises:
             ResourceExhaustedError: If the reader is too slow.
         """
-        seen: dict[str, int] = {}
+        last_seqs: dict[str, int] = {}
         with _subscribe(self._by_project, project) as subscription:
             while after is not None:
                 page = await self._database.scan(self._store.events_since, project, after)
                 yield page
-                seen |= {event.run_id: event.seq for event in page}
+                last_seqs |= {event.run_id: event.seq for event in page}
                 after = page[-1].time if page else None
             while True:
                 events = await subscription.next()
-                yield [event for event in events if event.seq > seen.get(event.run_id, 0)]
+                yield [event for event in events if event.seq > last_seqs.get(event.run_id, 0)]
 
     def publish(self, event: Event, *, project: str) -> None:
         """Sends a stored event to all subscribed readers."""

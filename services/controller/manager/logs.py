@@ -71,8 +71,8 @@ class RunLogs:
                 has_more |= end - offsets[name] > _MAX_READ_BYTES // 2
                 offsets[name] = end
                 if lines:
-                    *others, last = (LogLine(component=name, line=line) for line in lines)
-                    yield [*(("", line) for line in others), (_cursor(offsets), last)]
+                    *earlier_lines, last = (LogLine(component=name, line=line) for line in lines)
+                    yield [*(("", line) for line in earlier_lines), (_cursor(offsets), last)]
             is_last = is_last and not has_more
             yield []
             if not (is_last or has_more):

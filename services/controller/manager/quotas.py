@@ -83,7 +83,7 @@ class Quota:
                 f"project {self.project!r} has {self.active_runs} active runs of at most "
                 f"{limits.max_active_runs}",
             )
-        for code, what, needed, used, limit in (
+        for code, resource, demand, usage, limit in (
             ("GpuQuota", "GPUs", needs.gpus, self.gpus, limits.max_gpus),
             (
                 "TransferQueueQuota",
@@ -93,10 +93,10 @@ class Quota:
                 limits.max_transferqueue_bytes,
             ),
         ):
-            if limit and used + needed > limit:
+            if limit and usage + demand > limit:
                 return QuotaShortage(
                     code,
-                    f"the run needs {needed} {what}, but project {self.project!r} uses {used} of its "
+                    f"the run needs {demand} {resource}, but project {self.project!r} uses {usage} of its "
                     f"{limit}",
                 )
         if 0 < limits.max_checkpoint_bytes <= self.checkpoint_bytes:
@@ -180,14 +180,14 @@ def check_change(connection: sa.Connection, run: Run, needs: Needs, defaults: Li
     quota = read_quota(connection, run.project, defaults)
     _check_possible(quota, needs)
     if run.state.value in _ACTIVE:
-        others = replace(
+        other_usage = replace(
             quota,
             active_runs=quota.active_runs - 1,
             gpus=quota.gpus - run.needs.gpus,
             transferqueue_bytes=quota.transferqueue_bytes - run.needs.transferqueue_bytes,
             checkpoint_bytes=0,
         )
-        if (shortage := others.shortage_for(needs)) is not None:
+        if (shortage := other_usage.shortage_for(needs)) is not None:
             raise QuotaExceededError(shortage.message, retry_after_s=30.0, project=run.project)
 
 

@@ -164,8 +164,8 @@ class RunManager:
         has_name = bool(fork.name or "name" in fork.overrides)
         while True:
             if not has_name:
-                taken = await self._database.query(self._store.active_names, parent.project)
-                fork = fork.model_copy(update={"name": fork_name(parent.name, taken)})
+                names_in_use = await self._database.query(self._store.active_names, parent.project)
+                fork = fork.model_copy(update={"name": fork_name(parent.name, names_in_use)})
             new, write = await asyncio.to_thread(fork_of, parent, checkpoint, fork, actor=actor)
             try:
                 return (await self._create(new, request, role=role, also=write))[0]
@@ -231,7 +231,7 @@ class RunManager:
         before = await self.get(run_id)
         spec = await asyncio.to_thread(patched_spec, before, patch)
         if spec is not None:
-            self._policy.check(spec, role, known=parse_spec(before.spec_json))
+            self._policy.check(spec, role, base=parse_spec(before.spec_json))
         values = columns_of(patch, spec)
 
         def check(connection: sa.Connection, run: Run) -> None:
@@ -243,7 +243,7 @@ class RunManager:
             run_id,
             revision=revision,
             values=values,
-            changed=sorted(patch.model_dump(include=set(RunPatch.model_fields), exclude_none=True)),
+            keys=sorted(patch.model_dump(include=set(RunPatch.model_fields), exclude_none=True)),
             check=check,
             actor=actor,
         )
@@ -354,16 +354,16 @@ class RunManager:
         async with self._admission:
             if not self._is_driving:
                 return
-            done = await self._database.run(
+            admission = await self._database.run(
                 admit, self._store, self._defaults, busy=self.drivers.driven_runs()
             )
-            for event, project in done.events:
+            for event, project in admission.events:
                 self._publish(event, project)
-            for run in done.started:
+            for run in admission.started:
                 self.drivers.drive(run)
-            for run in done.expired:
+            for run in admission.expired:
                 self._leave_queue(run)
-            self._wake_at(done.next_deadline)
+            self._wake_at(admission.next_deadline)
 
     def _wake_at(self, deadline: float | None) -> None:
         """Schedules the next admission for the moment at which a queued run exceeds its queue time-out."""

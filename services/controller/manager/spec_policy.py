@@ -48,21 +48,21 @@ class SpecPolicy:
         self._launcher_problems = launcher_problems
         self._refusals = RareLog(logger)
 
-    def check(self, spec: RunSpec, role: Role, *, known: RunSpec | None = None) -> None:
+    def check(self, spec: RunSpec, role: Role, *, base: RunSpec | None = None) -> None:
         """Checks that a specification names only what is allowed and contains no secret.
 
         Args:
-            known: Specification that ``spec`` replaces; problems that it already has are accepted.
+            base: Specification that ``spec`` replaces; problems that it already has are accepted.
 
         Raises:
             SpecError: If it has problems, with one line for each.
             PermissionDeniedError: If it needs an admin.
         """
-        old = [] if known is None else self._problems(known)
+        old = [] if base is None else self._problems(base)
         if problems := [problem for problem in self._problems(spec) if problem not in old]:
             self._refusals.warning("specification refused", problems=problems)
             raise SpecError(problems)
-        reasons = admin_reasons(spec) - (set() if known is None else admin_reasons(known))
+        reasons = admin_reasons(spec) - (set() if base is None else admin_reasons(base))
         if reasons and not covers(role, "admin"):
             self._refusals.warning("specification refused", problems=sorted(reasons))
             raise PermissionDeniedError(

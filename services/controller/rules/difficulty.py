@@ -48,7 +48,7 @@ class Difficulty:
     """
 
     def __init__(
-        self, num_rows: int, spec: CurriculumSpec, *, known: Iterable[PromptRate] = ()
+        self, num_rows: int, spec: CurriculumSpec, *, rates: Iterable[PromptRate] = ()
     ) -> None:
         self._spec = spec
         self._rates = array("f", bytes(4 * num_rows))
@@ -56,7 +56,7 @@ class Difficulty:
         self._until = array("i", bytes(4 * num_rows))
         self._skipped: Counter[_Skipped] = Counter()
         self._changed: set[int] = set()
-        for rate in known:
+        for rate in rates:
             if rate.row < num_rows:
                 self._put(rate)
 
@@ -87,8 +87,8 @@ class Difficulty:
 
     def count_skipped(self, *, step: int) -> dict[str, int]:
         """Returns the number of prompts that are left out, by reason."""
-        for passed in [skipped for skipped in self._skipped if skipped.until <= step]:
-            del self._skipped[passed]
+        for skip in [skipped for skipped in self._skipped if skipped.until <= step]:
+            del self._skipped[skip]
         counts = {SOLVED: 0, HOPELESS: 0}
         for skipped, count in self._skipped.items():
             counts[skipped.why] += count
@@ -96,9 +96,9 @@ class Difficulty:
 
     def take_changes(self) -> tuple[PromptRate, ...]:
         """Returns the records that changed since the last call."""
-        changed = tuple(self.rate_of(row) for row in sorted(self._changed))
+        rates = tuple(self.rate_of(row) for row in sorted(self._changed))
         self._changed.clear()
-        return changed
+        return rates
 
     def _put(self, rate: PromptRate) -> None:
         row = rate.row

@@ -131,13 +131,13 @@ class _Part:
         }
         sampled = [sample for samples in prompts for sample in samples]
         terms = term_means(sample.terms for sample in sampled or self.greedy)
-        passed = pass_at_k([_num_solved(samples, solved_from) for samples in prompts])
-        return {name: score for name, score in scores.items() if score is not None} | passed | terms
+        rates = pass_at_k([_num_solved(samples, solved_from) for samples in prompts])
+        return {name: score for name, score in scores.items() if score is not None} | rates | terms
 
 
 def evaluate(
     samples: Iterable[Scored],
-    begun: "StartedEvaluation",
+    start: "StartedEvaluation",
     *,
     status: EvaluationState,
     seconds: float,
@@ -158,9 +158,9 @@ def evaluate(
     greedy = [sample.reward for source in sources.values() for sample in source.greedy]
     prompts = [samples for source in sources.values() for samples in source.sampled.values()]
     return Evaluation(
-        version=begun.version,
-        step=begun.step,
-        reason=begun.reason,
+        version=start.version,
+        step=start.step,
+        reason=start.reason,
         status=status,
         num_samples=len(greedy) + sum(map(len, prompts)),
         greedy=_mean(greedy),

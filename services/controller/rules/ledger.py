@@ -201,9 +201,9 @@ class Ledger:
 
     def take_changes(self) -> LedgerChange:
         """Returns the changes since the last call."""
-        changed = [self._groups[sequence] for sequence in self._changed if sequence in self._groups]
+        changes = [self._groups[sequence] for sequence in self._changed if sequence in self._groups]
         change = LedgerChange(
-            groups=tuple([group.facts() for group in changed]),
+            groups=tuple([group.facts() for group in changes]),
             ended=tuple(self._newly_ended),
             num_issued=self.num_issued,
             position=self.position,

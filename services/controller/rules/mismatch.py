@@ -59,7 +59,7 @@ def mismatch(divergences: Sequence[float], spec: RunSpec) -> Mismatch | None:
 def without_quantization(spec: RunSpec) -> RunSpec:
     """Returns a specification with rollouts in the trainer's precision and the same correction."""
     default = RolloutSpec.model_fields["max_mismatch"].default
-    ended = {
+    update = {
         "quantization": None,
         "unquantized_layers": 0,
         "kv_cache_dtype": None,
@@ -67,7 +67,7 @@ def without_quantization(spec: RunSpec) -> RunSpec:
     }
     return spec.model_copy(
         update={
-            "rollout": spec.rollout.model_copy(update=ended),
+            "rollout": spec.rollout.model_copy(update=update),
             "algorithm": spec.algorithm.model_copy(update={"correction": spec.correction}),
         }
     )

@@ -108,7 +108,7 @@ class SlotUsage:
     def slots_per_group(self) -> float:
         """Mean slots that a group occupies, from 1 to its size; its size until a group has finished."""
         total = sum(tokens for tokens, _ in self._finished)
-        longest = sum(most for _, most in self._finished)
+        longest = sum(maximum for _, maximum in self._finished)
         return max(1.0, total / longest) if longest else float(self._group_size)
 
     def num_groups(self, num_engines: int) -> int:
@@ -134,7 +134,7 @@ class GroupShards:
 
     def add(self, group_id: str, members: Mapping[str, Sequence[int]]) -> None:
         """Records a dispatched group, with its members by rollout."""
-        self._groups[group_id] = _Running({name: set(some) for name, some in members.items()})
+        self._groups[group_id] = _Running({name: set(numbers) for name, numbers in members.items()})
 
     def workers(self, group_id: str) -> list[str]:
         """Returns the rollouts that still generate members of a group."""
@@ -144,12 +144,12 @@ class GroupShards:
     def record_arrived(self, group_id: str, members: Collection[int]) -> list[str]:
         """Records samples that arrived; returns the rollouts whose shard is complete with them."""
         group = self._groups[group_id]
-        for some in group.out.values():
-            some.difference_update(members)
-        ended = [worker_id for worker_id, some in group.out.items() if not some]
-        for worker_id in ended:
+        for numbers in group.out.values():
+            numbers.difference_update(members)
+        finished_workers = [worker_id for worker_id, numbers in group.out.items() if not numbers]
+        for worker_id in finished_workers:
             del group.out[worker_id]
-        return ended
+        return finished_workers
 
     def park(self, group_id: str, worker_id: str, *, num_unfinished: int, num_tokens: int) -> None:
         """Records that a rollout parked its shard."""

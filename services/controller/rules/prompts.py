@@ -64,14 +64,14 @@ class Mixture:
     def row(self, number: int, index: int) -> int:
         return self._begins[number] + index
 
-    def next_set(self, taken: Sequence[int]) -> int:
+    def next_set(self, counts: Sequence[int]) -> int:
         """Returns the index of the set that provides the next row (divisor method).
 
         Args:
-            taken: Number of rows taken from each set.
+            counts: Number of rows taken from each set.
         """
         keys = [
-            (2 * count + 1) / weight for count, weight in zip(taken, self._weights, strict=True)
+            (2 * count + 1) / weight for count, weight in zip(counts, self._weights, strict=True)
         ]
         return keys.index(min(keys))
 
@@ -82,10 +82,10 @@ class Mixture:
         """
         total, num_sets = sum(self._weights), len(self._weights)
         # Starts at lower bounds: the divisor method deviates from proportional shares at most this far.
-        taken = [max(0, int(position * weight / total) - num_sets - 1) for weight in self._weights]
-        for _ in range(position - sum(taken)):
-            taken[self.next_set(taken)] += 1
-        return taken
+        counts = [max(0, int(position * weight / total) - num_sets - 1) for weight in self._weights]
+        for _ in range(position - sum(counts)):
+            counts[self.next_set(counts)] += 1
+        return counts
 
 
 class ReturnedRow(NamedTuple):
@@ -166,7 +166,7 @@ class ReturnedRows:
         # Rows that were not issued at the end of their epoch wait for the end of this one.
         self._epoch, self._is_new_epoch = epoch, True
         self._deleted += [row for row in self._changed if not self._rows[row].is_waiting]
-        self._rows = {row: returned for row, returned in self._rows.items() if returned.is_waiting}
+        self._rows = {row: state for row, state in self._rows.items() if state.is_waiting}
         self._changed = {row: None for row in self._changed if row in self._rows}
 
 
@@ -191,7 +191,7 @@ class PromptOrder:
         shuffle: bool,
         position: int = 0,
         quarantined: Iterable[int] = (),
-        returned: ReturnedRows | None = None,
+        returned_rows: ReturnedRows | None = None,
         difficulty: Difficulty | None = None,
     ) -> None:
         self.mixture = mixture
@@ -204,7 +204,7 @@ class PromptOrder:
         self._shuffle = shuffle
         self._position = position
         self._quarantined = set(quarantined)
-        self.returned = ReturnedRows() if returned is None else returned
+        self.returned = ReturnedRows() if returned_rows is None else returned_rows
         """Rows that are issued once more."""
 
     @property
@@ -309,7 +309,7 @@ def _mixed(first: int, second: int, third: int) -> int:
 
 def _scattered(number: int) -> int:
     """Hashes an integer to 64 bits."""
-    mixed = number & _MASK
-    mixed ^= mixed >> 31
-    mixed = mixed * 0x94D049BB133111EB & _MASK
-    return mixed ^ (mixed >> 29)
+    bits = number & _MASK
+    bits ^= bits >> 31
+    bits = bits * 0x94D049BB133111EB & _MASK
+    return bits ^ (bits >> 29)

@@ -88,12 +88,12 @@ def choose_batch(
     if len(ready) < gate.groups_per_step:
         return BatchChoice()
     by_age = sorted(ready, key=lambda group: (group.oldest_version, group.sequence))
-    chosen, left = by_age[: gate.groups_per_step], by_age[gate.groups_per_step :]
+    groups, remaining = by_age[: gate.groups_per_step], by_age[gate.groups_per_step :]
     if wait_for_due:
-        overdue = _overdue([*left, *running], gate=gate, trainer_version=trainer_version)
+        overdue = _overdue([*remaining, *running], gate=gate, trainer_version=trainer_version)
         if awaited := tuple(group for group in running if group.sequence in overdue):
             return BatchChoice(awaited=awaited)
-    return BatchChoice(batch=tuple(sorted(chosen, key=lambda group: group.sequence)))
+    return BatchChoice(batch=tuple(sorted(groups, key=lambda group: group.sequence)))
 
 
 def _overdue(

@@ -74,9 +74,9 @@ class RunConnections:
             FailedPreconditionError: If they loaded different data.
             ServiceError: If one does not answer, or made a different weight plan.
         """
-        here = [worker for worker in self.serving if worker.role == "rollout"]
-        _agreed_rows([*here, *rollouts], {**self.train_rows, **self.heldout_rows})
-        if not here or not await self.weights.admit(rollouts):
+        rollouts_here = [worker for worker in self.serving if worker.role == "rollout"]
+        _agreed_rows([*rollouts_here, *rollouts], {**self.train_rows, **self.heldout_rows})
+        if not rollouts_here or not await self.weights.admit(rollouts):
             return False
         await self.replicas.add(rollouts)
         self.serving.extend(rollouts)
@@ -189,7 +189,7 @@ async def connect(
     rollouts = [w for w in membership.workers(run_id, "rollout") if w.worker_id in names]
     colocated = [w for w in rollouts if spec.is_colocated(w.worker_id)]
     _check_one_host(trainer, colocated)
-    others = [w for w in membership.workers(run_id) if not WORKERS[w.role].is_required]
+    optional_workers = [w for w in membership.workers(run_id) if not WORKERS[w.role].is_required]
     drains = not spec.rollout.partial_rollout
     weights = WeightSession(
         spec.weight_sync,
@@ -200,12 +200,12 @@ async def connect(
     )
     stack.push_async_callback(weights.close)
     serving = [*(rollouts if spec.has_engine else ())]
-    serving += [worker for worker in others if WORKERS[worker.role].receives_weights]
+    serving += [worker for worker in optional_workers if WORKERS[worker.role].receives_weights]
     await weights.open(trainer, serving)
     scoring = BatchScoring(queue, run_id)
-    await scoring.open(stack, others)
+    await scoring.open(stack, optional_workers)
     critic = CriticClient(run_id)
-    await critic.open(stack, others)
+    await critic.open(stack, optional_workers)
     replicas = RolloutPool(max_lag=max_lag(spec))
     stack.push_async_callback(replicas.close)
     await replicas.open(rollouts, colocated=[worker.worker_id for worker in colocated])
@@ -223,8 +223,8 @@ async def connect(
         critic=critic,
         weights=weights,
         serving=serving,
-        savers=[trainer, *(worker for worker in others if worker.role == "critic")],
-        others=others,
+        savers=[trainer, *(worker for worker in optional_workers if worker.role == "critic")],
+        others=optional_workers,
         train_rows=_agreed_rows(rollouts, spec.data.train_sets),
         heldout_rows=_agreed_rows(rollouts, spec.data.heldout_sets),
     )

@@ -320,14 +320,14 @@ class TrainingPipeline:
 
     async def _report_cut_off(self) -> None:
         """Reports workers besides trainer and rollouts that cannot reach the transferqueue, or can again."""
-        reported: set[str] = set()
+        earlier: set[str] = set()
         while True:
             now = {w.worker_id: w.activity for w in self.connections.others if w.is_cut_off}
-            lost = {name: now[name] for name in sorted(now.keys() - reported)}
-            back = sorted(reported - now.keys())
-            for note in cut_off_notes("WorkerCutOff", lost, "WorkerReconnected", back):
+            causes = {name: now[name] for name in sorted(now.keys() - earlier)}
+            back = sorted(earlier - now.keys())
+            for note in cut_off_notes("WorkerCutOff", causes, "WorkerReconnected", back):
                 await self.journal.record_event(note, self.ledger)
-            reported = {*now}
+            earlier = {*now}
             await asyncio.sleep(CUT_OFF_EVERY_S)
 
     async def _raise_fault(self) -> None:
@@ -546,35 +546,37 @@ class TrainingPipeline:
             await self.journal.record_event(note, self.ledger)
 
     async def record_evaluation(
-        self, what: StartedEvaluation | Evaluation, request: Request | None = None
+        self, evaluation: StartedEvaluation | Evaluation, request: Request | None = None
     ) -> None:
         """Records the start or the end of an evaluation, and completes the request that asked for it."""
-        self.progress.record_evaluation(what)
-        if isinstance(what, StartedEvaluation):
-            kind, message = "ValidationStarted", f"evaluation started ({what.reason})"
+        self.progress.record_evaluation(evaluation)
+        if isinstance(evaluation, StartedEvaluation):
+            kind, message = "ValidationStarted", f"evaluation started ({evaluation.reason})"
         else:
-            kind, message = "Validated", f"greedy {what.greedy}, sampled {what.sampled}"
-            if what.status != "ok":
-                message = f"{what.status}, {message}"
-            message += await self._compare_with_best(what)
-        message = f"weight version {what.version}: {message}"
-        await self.record_event(kind, message, asdict(what), also=self.request_queue.done(request))
+            kind, message = "Validated", f"greedy {evaluation.greedy}, sampled {evaluation.sampled}"
+            if evaluation.status != "ok":
+                message = f"{evaluation.status}, {message}"
+            message += await self._compare_with_best(evaluation)
+        message = f"weight version {evaluation.version}: {message}"
+        await self.record_event(
+            kind, message, asdict(evaluation), also=self.request_queue.done(request)
+        )
 
-    async def _compare_with_best(self, what: Evaluation) -> str:
+    async def _compare_with_best(self, evaluation: Evaluation) -> str:
         """Compares an evaluated checkpoint with the best one; returns text for the event's message."""
-        checkpoint, step = self.spec.now.trainer.checkpoint, what.step
+        checkpoint, step = self.spec.now.trainer.checkpoint, evaluation.step
         is_saved = step > 0 and (
             step == self.spec.num_steps or (checkpoint.every and step % checkpoint.every == 0)
         )
-        if checkpoint.best is None or what.status != "ok" or not is_saved:
+        if checkpoint.best is None or evaluation.status != "ok" or not is_saved:
             return ""
         evaluated = await self.journal.read(partial(ledger_store.read_metrics, steps=[step]))
         if evaluated and evaluated[0].metrics.get("is_skipped"):
             return "; no checkpoint has this version, because its step changed no weights"
-        score = score_of(what, checkpoint.best)
+        score = score_of(evaluation, checkpoint.best)
         if score is None:
             return f"; cannot compare it by trainer.checkpoint.best: it has no {checkpoint.best.metric}"
-        self.progress.record_score(score, step=step, version=what.version)
+        self.progress.record_score(score, step=step, version=evaluation.version)
         is_best = self.progress.best is not None and self.progress.best["step"] == step
         return ", the best checkpoint so far" if is_best else ""
 

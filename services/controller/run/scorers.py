@@ -53,20 +53,20 @@ class BatchScoring:
         """
         if batch.num_keys == 0:
             return batch
-        used = [
+        scorers = [
             clients
             for role, clients in self._clients.items()
             if not (is_trained and WORKERS[role].receives_weights)
         ]
         async with TaskGroup() as tasks:
-            for clients in used:
+            for clients in scorers:
                 for client, rows in zip(clients, _shares(batch, len(clients)), strict=True):
                     if rows:
                         call = client.score_batch(
                             batch.select(rows), weight_version=weight_version, timeout_s=timeout_s
                         )
                         tasks.create_task(call)
-        return await self._queue.get_batch(batch.partition_id, batch.keys) if used else batch
+        return await self._queue.get_batch(batch.partition_id, batch.keys) if scorers else batch
 
 
 class CriticClient:
@@ -96,8 +96,8 @@ class CriticClient:
             *("value_loss", "value_clip_fraction", "seconds_critic", "nonfinite_critic"),
             *("critic_loss_scale", "critic_overflow_updates"),
         )
-        reported = {name: trained.metrics[name] for name in names if name in trained.metrics}
-        return {**reported, "critic_skipped": float(trained.skipped)}
+        metrics = {name: trained.metrics[name] for name in names if name in trained.metrics}
+        return {**metrics, "critic_skipped": float(trained.skipped)}
 
     async def save(self, step: int, *, keep_steps: Sequence[int], timeout_s: float) -> None:
         """Saves the critic's checkpoint of a step and deletes old ones except ``keep_steps``."""

@@ -94,10 +94,10 @@ class StepRecord:
 
 
 def write_change(connection: sa.Connection, run_id: str, change: LedgerChange) -> None:
-    ended = [group.sequence for group in change.ended]
-    for begin in range(0, len(ended), _CHUNK):
-        some = ended[begin : begin + _CHUNK]
-        connection.execute(_FORGET_PROMPTS, {"run": run_id, "ended": some})
+    sequences = [group.sequence for group in change.ended]
+    for begin in range(0, len(sequences), _CHUNK):
+        chunk = sequences[begin : begin + _CHUNK]
+        connection.execute(_FORGET_PROMPTS, {"run": run_id, "ended": chunk})
     _put_many(connection, _PUT_PROMPTS, run_id, change.groups)
     _put_many(connection, _PUT_RATES, run_id, change.rates)
     _write_returned(connection, run_id, change.returned)
@@ -121,8 +121,8 @@ def _write_returned(connection: sa.Connection, run_id: str, change: ReturnedRows
     if change.is_new_epoch:
         connection.execute(RETURNED_ROWS.delete().where(of_run, ~RETURNED_ROWS.c.is_waiting))
     for begin in range(0, len(change.deleted), _CHUNK):
-        some = change.deleted[begin : begin + _CHUNK]
-        connection.execute(RETURNED_ROWS.delete().where(of_run, RETURNED_ROWS.c.row.in_(some)))
+        chunk = change.deleted[begin : begin + _CHUNK]
+        connection.execute(RETURNED_ROWS.delete().where(of_run, RETURNED_ROWS.c.row.in_(chunk)))
     _put_many(connection, _PUT_RETURNED, run_id, change.rows)
 
 
@@ -309,13 +309,13 @@ def roll_back(connection: sa.Connection, run_id: str, step: int) -> None:
     )
     connection.execute(PROMPTS.delete().where(PROMPTS.c.run_id == run_id))
     _put_many(connection, _PUT_PROMPTS, run_id, [group.facts() for group in groups])
-    ended = dict(state.ended)
-    returned = len(groups) - len(in_flight)
-    ended[GroupState.CONSUMED] = ended.get(GroupState.CONSUMED, 0) - returned
+    counts = dict(state.ended)
+    num_returned = len(groups) - len(in_flight)
+    counts[GroupState.CONSUMED] = counts.get(GroupState.CONSUMED, 0) - num_returned
     connection.execute(
         LEDGERS.update()
         .where(LEDGERS.c.run_id == run_id)
-        .values(ended_json=json.dumps({name.value: count for name, count in ended.items()}))
+        .values(ended_json=json.dumps({name.value: count for name, count in counts.items()}))
     )
 
 
@@ -374,11 +374,11 @@ def copy_ledger(
             its own data from the start.
     """
     for table in (LEDGERS, PROMPTS, PROMPT_RATES, RETURNED_ROWS, DEAD_LETTERS, STEPS):
-        others = [column for column in table.c if column.name != "run_id"]
-        query = sa.select(sa.literal(child), *others).where(table.c.run_id == parent)
+        other_columns = [column for column in table.c if column.name != "run_id"]
+        query = sa.select(sa.literal(child), *other_columns).where(table.c.run_id == parent)
         if table is STEPS:
             query = query.where(table.c.is_committed)
-        names = ["run_id", *(column.name for column in others)]
+        names = ["run_id", *(column.name for column in other_columns)]
         connection.execute(table.insert().from_select(names, query))
     roll_back(connection, child, step)
     set_version_offset(connection, child, version - step)
@@ -392,9 +392,9 @@ def _forget_prompts(connection: sa.Connection, run_id: str) -> None:
     connection.execute(PROMPTS.delete().where(PROMPTS.c.run_id == run_id))
     connection.execute(PROMPT_RATES.delete().where(PROMPT_RATES.c.run_id == run_id))
     connection.execute(RETURNED_ROWS.delete().where(RETURNED_ROWS.c.run_id == run_id))
-    dropped = GroupState.DROPPED.value
+    dropped_state = GroupState.DROPPED.value
     of_run = DEAD_LETTERS.c.run_id == run_id
-    connection.execute(DEAD_LETTERS.update().where(of_run).values(state=dropped))
+    connection.execute(DEAD_LETTERS.update().where(of_run).values(state=dropped_state))
     if rows:
         connection.execute(
             DEAD_LETTERS.insert(),
@@ -403,7 +403,7 @@ def _forget_prompts(connection: sa.Connection, run_id: str) -> None:
                     "run_id": run_id,
                     "sequence": row.sequence,
                     "row": row.row,
-                    "state": dropped,
+                    "state": dropped_state,
                     "attempt": row.attempt,
                     "reason": "other_data",
                     "time": time.time(),
@@ -412,11 +412,11 @@ def _forget_prompts(connection: sa.Connection, run_id: str) -> None:
             ],
         )
     query = sa.select(LEDGERS.c.ended_json).where(LEDGERS.c.run_id == run_id)
-    ended = json.loads(connection.execute(query).scalar() or "{}")
-    quarantined = ended.pop(GroupState.QUARANTINED.value, 0)
-    ended[dropped] = ended.get(dropped, 0) + quarantined + len(rows)
+    counts = json.loads(connection.execute(query).scalar() or "{}")
+    quarantined = counts.pop(GroupState.QUARANTINED.value, 0)
+    counts[dropped_state] = counts.get(dropped_state, 0) + quarantined + len(rows)
     connection.execute(
         LEDGERS.update()
         .where(LEDGERS.c.run_id == run_id)
-        .values(position=0, ended_json=json.dumps(ended))
+        .values(position=0, ended_json=json.dumps(counts))
     )

@@ -129,8 +129,8 @@ def insert_run(connection: sa.Connection, new: NewRun) -> Note:
 def update_run(connection: sa.Connection, run: Run, **values: Any) -> None:
     """Changes a run's columns; its revision counts changes of what users set, and of the state."""
     revision = run.revision + int(not _REVISED.isdisjoint(values))
-    changed = {"update_time": time.time(), "revision": revision, **values}
-    connection.execute(_CHANGE_RUN, {"run": run.run_id, **changed})
+    columns = {"update_time": time.time(), "revision": revision, **values}
+    connection.execute(_CHANGE_RUN, {"run": run.run_id, **columns})
 
 
 def set_target_steps(connection: sa.Connection, run_id: str, steps: int) -> None:
@@ -297,10 +297,10 @@ def to_event(row: Any) -> Event:
     return Event(**{name: getattr(row, name) for name in _EVENT_COLUMNS}, data=data)
 
 
-def has_forgotten(connection: sa.Connection, project: str, moment: float, *, kept: int) -> bool:
-    """Returns True if events of a project after a moment were deleted; a run keeps its last ``kept``."""
+def has_forgotten(connection: sa.Connection, project: str, moment: float, *, num_kept: int) -> bool:
+    """Returns True if events of a project after a moment were deleted; a run keeps its last ``num_kept``."""
     # Only runs with more than ``kept`` events can have lost any.
-    is_long = sa.exists().where(EVENTS.c.run_id == RUNS.c.run_id, EVENTS.c.seq > kept)
+    is_long = sa.exists().where(EVENTS.c.run_id == RUNS.c.run_id, EVENTS.c.seq > num_kept)
     for run_id in connection.scalars(
         sa.select(RUNS.c.run_id).where(RUNS.c.project == project, is_long)
     ).all():

@@ -246,7 +246,7 @@ class RunStore:
         *,
         revision: int,
         values: Mapping[str, Any],
-        changed: Sequence[str] = (),
+        keys: Sequence[str] = (),
         check: Callable[[sa.Connection, Run], None] | None = None,
         actor: str = "",
     ) -> Run:
@@ -275,8 +275,8 @@ class RunStore:
                 return run
             if "spec_json" in values:
                 values = {**values, "generation": run.generation + 1}
-            data = {"changed": list(changed)}
-            note = Note("RunChanged", f"changed {', '.join(changed)}", data, actor=actor)
+            data = {"changed": list(keys)}
+            note = Note("RunChanged", f"changed {', '.join(keys)}", data, actor=actor)
             record_note(connection, run, note, **values)
             return get_run(connection, run_id)
 
@@ -345,7 +345,7 @@ class RunStore:
             .limit(limit)
         )
         with self.database.read() as connection:
-            if has_forgotten(connection, project, moment, kept=self._events_kept):
+            if has_forgotten(connection, project, moment, num_kept=self._events_kept):
                 raise CursorExpiredError(
                     f"events of project {project!r} after {moment} are no longer stored; list its runs and "
                     "continue without a cursor"

@@ -55,7 +55,7 @@ class Dispatcher:
         order: PromptOrder,
         journal: Journal,
         replicas: RolloutPool,
-        stored: SampleIndex,
+        sample_index: SampleIndex,
         clock: Clock,
     ) -> None:
         self._spec = spec
@@ -65,7 +65,7 @@ class Dispatcher:
         self._order = order
         self._journal = journal
         self._rollout_pool = replicas
-        self._stored = stored
+        self._stored = sample_index
         self._clock = clock
         # The ledger does not count groups of steps up to the checkpoint that the run starts from.
         num_steps = spec.num_steps - ledger.first_step
@@ -229,15 +229,15 @@ class Dispatcher:
         stalled: dict[str, Group] = {}
         for group in self._ledger.running():
             workers = self.shards.workers(group.group_id)
-            moved = [self._rollout_pool.moved_at(name, now=now) for name in workers]
-            if now - max([group.started, *moved]) >= patience_s:
+            moved_at = [self._rollout_pool.moved_at(name, now=now) for name in workers]
+            if now - max([group.started, *moved_at]) >= patience_s:
                 stalled[group.group_id] = group
         if not stalled:
             return
         await self._rollout_pool.park_groups([*stalled])
-        left = [group for group in stalled.values() if group.state in RUNNING]
-        ended = [(group.group_id, group.attempt) for group in left]
-        for group in left:
+        running_groups = [group for group in stalled.values() if group.state in RUNNING]
+        attempts = [(group.group_id, group.attempt) for group in running_groups]
+        for group in running_groups:
             self.record_end(group)
             # Stored tokens keep their weight versions.
             self._ledger.interrupt(group)
@@ -247,7 +247,7 @@ class Dispatcher:
         message = f"reclaimed from rollouts that generated no token for {patience_s:.0f} s: {names}"
         data = {"groups": [*stalled], "reason": "stalled"}
         await self._journal.record_event(Note("GroupsReclaimed", message, data), self._ledger)
-        await self._stored.delete_incomplete(ended)
+        await self._stored.delete_incomplete(attempts)
 
     async def reclaim_from(self, names: Collection[str]) -> None:
         """Parks groups of leaving rollouts, so that other rollouts continue them from stored tokens.
@@ -258,8 +258,10 @@ class Dispatcher:
         groups = self._groups_on(names)
         if self._spec.now.rollout.partial_rollout and groups:
             await self._rollout_pool.park_groups([*groups])
-        left = await self._cancel_on(names)
-        logger.info("removing rollouts", extra={"rollouts": str([*names]), "reclaimed": len(left)})
+        cancelled = await self._cancel_on(names)
+        logger.info(
+            "removing rollouts", extra={"rollouts": str([*names]), "reclaimed": len(cancelled)}
+        )
 
     async def reclaim_cut_off(self) -> list[Group]:
         """Reclaims groups of rollouts that cannot reach the transferqueue, if there are other rollouts.
@@ -270,10 +272,10 @@ class Dispatcher:
         names = self._rollout_pool.cut_off
         if not self._rollout_pool.num_replicas or not self._groups_on(names):
             return []
-        left = await self._cancel_on(names)
-        for group in left:
+        cancelled = await self._cancel_on(names)
+        for group in cancelled:
             group.worker_id = ""
-        return left
+        return cancelled
 
     def _groups_on(self, names: Collection[str]) -> dict[str, Group]:
         return {
@@ -285,17 +287,19 @@ class Dispatcher:
     async def _cancel_on(self, names: Collection[str]) -> list[Group]:
         """Cancels the unfinished groups of rollouts, to continue from stored tokens; returns them."""
         # Groups that finished meanwhile are stored and will be collected.
-        stored = await self._stored.find()
-        whole = {name for name, samples in stored.items() if self._stored.is_whole(samples)}
-        if unfinished := [name for name in self._groups_on(names) if name not in whole]:
+        by_group = await self._stored.find()
+        complete = {name for name, samples in by_group.items() if self._stored.is_whole(samples)}
+        if unfinished := [name for name in self._groups_on(names) if name not in complete]:
             await self._rollout_pool.cancel(unfinished)
-        left = [group for name, group in self._groups_on(names).items() if name not in whole]
-        ended = [(group.group_id, group.attempt) for group in left]
-        for group in left:
+        cancelled = [
+            group for name, group in self._groups_on(names).items() if name not in complete
+        ]
+        attempts = [(group.group_id, group.attempt) for group in cancelled]
+        for group in cancelled:
             self.record_end(group)
             self._ledger.interrupt(group)
-        await self._stored.delete_incomplete(ended)
-        return left
+        await self._stored.delete_incomplete(attempts)
+        return cancelled
 
     def seconds_to_next_stall(self) -> float | None:
         """Returns the seconds until the next check for stalled groups; None if no group is running."""
@@ -344,8 +348,8 @@ class Dispatcher:
 
         All members go to one rollout, where they share their prompt's prefix, if its slots suffice.
         """
-        there = self._stored.members(group)
-        members = [m for m in range(self._spec.now.samples_per_group) if m not in there]
+        stored_members = self._stored.members(group)
+        members = [m for m in range(self._spec.now.samples_per_group) if m not in stored_members]
         count = math.ceil(len(members) / self._spec.now.rollout.max_running_samples)
         if count == 1:
             room = self.slot_usage.num_groups(1)

@@ -78,13 +78,13 @@ class RolloutPool:
             cut off.
         """
         now = {name for name, worker in self._workers.items() if worker.is_cut_off}
-        lost, back = sorted(now - self._cut_off), sorted(self._cut_off - now)
+        newly_cut_off, back = sorted(now - self._cut_off), sorted(self._cut_off - now)
         self._cut_off = now
-        for name in lost:
+        for name in newly_cut_off:
             self._placement.exclude(name, _CUT_OFF)
         for name in back:
             self._placement.include(name, _CUT_OFF)
-        return {name: self._workers[name].activity for name in lost}, back
+        return {name: self._workers[name].activity for name in newly_cut_off}, back
 
     @property
     def cut_off(self) -> frozenset[str]:
@@ -127,8 +127,8 @@ class RolloutPool:
 
         Rollouts that are cut off from the transferqueue are included only if all are cut off.
         """
-        others = self._reserved | self._outdated | self._leaving
-        names = [name for name in self._clients if name not in others]
+        excluded = self._reserved | self._outdated | self._leaving
+        names = [name for name in self._clients if name not in excluded]
         return [name for name in names if name not in self._cut_off] or names
 
     def has_reserved(self, names: Iterable[str]) -> bool:

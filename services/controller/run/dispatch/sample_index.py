@@ -39,8 +39,8 @@ class GroupSamples:
 
     def joined_with(self, later: "GroupSamples") -> "GroupSamples":
         metas = [self.batch.select(self.indexes), later.batch.select(later.indexes)]
-        both = KVBatchMeta.concat(metas)
-        return GroupSamples(both, range(both.num_keys))
+        batch = KVBatchMeta.concat(metas)
+        return GroupSamples(batch, range(batch.num_keys))
 
 
 class SampleIndex:
@@ -73,24 +73,26 @@ class SampleIndex:
 
     def meta(self, groups: Iterable[Group]) -> KVBatchMeta:
         """Returns a description of the samples of several groups, in order."""
-        chosen = [self._samples[group.group_id] for group in groups]
-        if not chosen:
+        group_samples = [self._samples[group.group_id] for group in groups]
+        if not group_samples:
             return KVBatchMeta(partition_id=self._partition, keys=())
         # Selects from each batch description once, not once per group, and then restores the order.
-        batches = {id(samples.batch): samples.batch for samples in chosen}
-        wanted: dict[int, list[int]] = {number: [] for number in batches}
-        for samples in chosen:
-            wanted[id(samples.batch)] += samples.indexes
-        parts = [batches[number].select(indexes) for number, indexes in wanted.items()]
-        if len(parts) == 1:
-            return parts[0]
-        begins = dict(zip(wanted, accumulate(map(len, wanted.values()), initial=0), strict=False))
+        batches = {id(samples.batch): samples.batch for samples in group_samples}
+        by_batch: dict[int, list[int]] = {number: [] for number in batches}
+        for samples in group_samples:
+            by_batch[id(samples.batch)] += samples.indexes
+        batches_out = [batches[number].select(indexes) for number, indexes in by_batch.items()]
+        if len(batches_out) == 1:
+            return batches_out[0]
+        begins = dict(
+            zip(by_batch, accumulate(map(len, by_batch.values()), initial=0), strict=False)
+        )
         order: list[int] = []
-        for samples in chosen:
+        for samples in group_samples:
             begin = begins[id(samples.batch)]
             begins[id(samples.batch)] += len(samples.indexes)
             order += range(begin, begins[id(samples.batch)])
-        return KVBatchMeta.concat(parts).select(order)
+        return KVBatchMeta.concat(batches_out).select(order)
 
     async def release(self, groups: Sequence[Group]) -> None:
         await self.delete([self._samples.pop(group.group_id) for group in groups])
@@ -141,8 +143,8 @@ class SampleIndex:
         return None
 
     def members(self, group: Group) -> set[int]:
-        begun = self._incomplete.get(group.group_id)
-        return set() if begun is None else set(begun.numbers("member"))
+        samples = self._incomplete.get(group.group_id)
+        return set() if samples is None else set(samples.numbers("member"))
 
     async def discard(self, groups: Iterable[Group]) -> None:
         """Deletes the collected samples of incomplete groups."""
@@ -227,9 +229,9 @@ def _members_of(samples: GroupSamples, algorithm: AlgorithmSpec) -> list[Member]
             reward=reward,
             num_tokens=length,
             is_truncated=finish == "length",
-            terms=json.loads(named),
+            terms=json.loads(names),
         )
-        for reward, length, named, (finish, greedy) in zip(
+        for reward, length, names, (finish, greedy) in zip(
             rewards, lengths, terms, ends, strict=True
         )
         if finish != "failed" and not greedy

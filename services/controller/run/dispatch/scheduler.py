@@ -45,18 +45,18 @@ _DISPATCH_PAUSE_S = 0.01
 
 
 def cut_off_notes(
-    cut: str, lost: Mapping[str, str], reconnected: str, back: Iterable[str]
+    cut: str, causes: Mapping[str, str], reconnected: str, back: Iterable[str]
 ) -> list[Note]:
     """Returns the events of workers that cannot reach the transferqueue any more, or can again.
 
     Args:
-        cut: Type of the events of workers in ``lost``.
-        lost: Workers that cannot reach it any more, with the cause; an empty cause is not known.
+        cut: Type of the events of workers in ``causes``.
+        causes: Workers that cannot reach it any more, with the cause; an empty cause is not known.
         reconnected: Type of the events of workers in ``back``.
         back: Workers that can reach it again.
     """
     return [
-        *(Note(cut, f"{n}: {why or _UNREACHABLE}", {"workers": [n]}) for n, why in lost.items()),
+        *(Note(cut, f"{n}: {why or _UNREACHABLE}", {"workers": [n]}) for n, why in causes.items()),
         *(
             Note(reconnected, f"{name} reaches the transferqueue again", {"workers": [name]})
             for name in back
@@ -122,10 +122,10 @@ class GroupFailures:
 
 def failed(failure: GroupFailure, row: str) -> Note:
     """Returns the event of a failed group; its message names the row, so that its owner finds it."""
-    what = failure.group_id if row in failure.message else f"{failure.group_id} ({row})"
+    subject = failure.group_id if row in failure.message else f"{failure.group_id} ({row})"
     return Note(
         "GroupFailed",
-        f"{what}: {failure.reason}: {failure.message}",
+        f"{subject}: {failure.reason}: {failure.message}",
         {"group_id": failure.group_id, "reason": failure.reason},
     )
 
@@ -146,7 +146,7 @@ class GenerationScheduler:
         order: PromptOrder,
         journal: Journal,
         replicas: RolloutPool,
-        stored: SampleIndex,
+        sample_index: SampleIndex,
         dispatcher: Dispatcher,
         summary: Callable[[], Mapping[str, Any] | None] = lambda: None,
     ) -> None:
@@ -161,7 +161,7 @@ class GenerationScheduler:
         self._failures = GroupFailures(spec, ledger=ledger, order=order, dispatcher=dispatcher)
         self._work = asyncio.Event()
         self._finished = asyncio.Condition()
-        self.stored = stored
+        self.stored = sample_index
         self.gate = dispatcher.gate
 
     def published(self, step: int) -> None:
@@ -241,17 +241,19 @@ class GenerationScheduler:
         """
         async for group_ids in self.stored.watch_losses():
             by_group = await self.stored.find()
-            whole = {name for name, samples in by_group.items() if self.stored.is_whole(samples)}
-            lost_groups = [self._ledger.get(group_id) for group_id in sorted(group_ids - whole)]
+            complete = {name for name, samples in by_group.items() if self.stored.is_whole(samples)}
+            lost_groups = [self._ledger.get(group_id) for group_id in sorted(group_ids - complete)]
             groups = [group for group in lost_groups if group is not None]
             # During the calls, these attempts may fail, or be interrupted and dispatched again.
-            begun = [(group.group_id, group.attempt) for group in groups if group.state in RUNNING]
-            await self._rollout_pool.cancel([group_id for group_id, _ in begun])
-            still = self._still_running(begun)
+            running = [
+                (group.group_id, group.attempt) for group in groups if group.state in RUNNING
+            ]
+            await self._rollout_pool.cancel([group_id for group_id, _ in running])
+            still = self._still_running(running)
             await self.stored.delete_incomplete(
                 [(group.group_id, group.attempt) for group in still]
             )
-            for group in self._still_running(begun):
+            for group in self._still_running(running):
                 self._dispatcher.record_end(group)
                 self._ledger.requeue(group)
             await self.restart([group for group in groups if group.state is GroupState.READY])
@@ -265,8 +267,8 @@ class GenerationScheduler:
 
     async def update_cut_off(self) -> None:
         """Reclaims groups of rollouts that cannot reach the transferqueue, and uses those that can again."""
-        lost, back = self._rollout_pool.update_cut_off()
-        for note in cut_off_notes("RolloutCutOff", lost, "RolloutReconnected", back):
+        causes, back = self._rollout_pool.update_cut_off()
+        for note in cut_off_notes("RolloutCutOff", causes, "RolloutReconnected", back):
             await self._journal.record_event(note, self._ledger)
         reclaimed = await self._dispatcher.reclaim_cut_off()
         if reclaimed:
@@ -412,13 +414,13 @@ class GenerationScheduler:
                 continue
             self._failures.reset_failures()
             self._dispatcher.record_arrived(group, samples.numbers("member"))
-            whole = self.stored.add(group, samples)
-            if whole is None:
+            group_samples = self.stored.add(group, samples)
+            if group_samples is None:
                 self._dispatcher.requeue_ended(group)
                 continue
-            self._dispatcher.record_finished(group, whole.numbers("response_tokens"))
-            if not self._admit(group, whole):
-                unfit.append(whole)
+            self._dispatcher.record_finished(group, group_samples.numbers("response_tokens"))
+            if not self._admit(group, group_samples):
+                unfit.append(group_samples)
         if unfit:
             await self._journal.save(self._ledger)
         await self.stored.delete([*late, *unfit])

@@ -96,9 +96,9 @@ class Evaluator:
         """Sets what is called at the start and at the end of every evaluation, however it ends."""
         self._on_change = on_change
 
-    async def _report(self, what: StartedEvaluation | Evaluation, request: Request | None) -> None:
+    async def _report(self, event: StartedEvaluation | Evaluation, request: Request | None) -> None:
         if self._on_change is not None:
-            await self._on_change(what, request)
+            await self._on_change(event, request)
 
     async def restore(self, record: EvaluationRecord, *, num_steps: int) -> None:
         """Restores the evaluations that an earlier attempt left, and deletes its leftover samples.
@@ -118,9 +118,9 @@ class Evaluator:
             self._settled_step = step
             if reason is not None and version not in (*record.versions, self.interrupted):
                 self._interrupted.append(StartedEvaluation(version, step, reason))
-        left = await self._queue.get_batch(self._partition)
-        if left.num_keys:
-            await self._queue.release(self._partition, list(left.keys))
+        leftovers = await self._queue.get_batch(self._partition)
+        if leftovers.num_keys:
+            await self._queue.release(self._partition, list(leftovers.keys))
 
     async def published(self, version: int, *, step: int, is_last: bool = False) -> None:
         """Records that the rollouts serve ``version``, and evaluates it if it is due.
@@ -134,14 +134,14 @@ class Evaluator:
         self._settled_step = max(self._settled_step, step)
         if version in self._record.versions:
             reason = None
-        lost, self._lost = self._lost, []
-        for begun in lost:
-            await self._report_missed(begun, EvaluationState.INTERRUPTED)
+        missed, self._lost = self._lost, []
+        for evaluation in missed:
+            await self._report_missed(evaluation, EvaluationState.INTERRUPTED)
         interrupted, self._interrupted = self._interrupted, []
-        for begun in interrupted:
-            reason = _repeated(begun, version=version, due=reason)
-            if begun.version != version:
-                await self._report_missed(begun, EvaluationState.INTERRUPTED)
+        for evaluation in interrupted:
+            reason = _repeated(evaluation, version=version, due=reason)
+            if evaluation.version != version:
+                await self._report_missed(evaluation, EvaluationState.INTERRUPTED)
         # The current evaluation answers its own request, which stays pending until it is recorded.
         request = self._request_queue.get("evaluate")
         if reason is None and request is not None and request != self._answering:
@@ -248,7 +248,7 @@ class Evaluator:
             return "initial"
         # Steps whose weights were not published never arrive here, so this includes those since the last.
         since = range(self._settled_step + 1, step + 1)
-        is_due = any(is_periodic(passed, validation.every) for passed in since)
+        is_due = any(is_periodic(trained_step, validation.every) for trained_step in since)
         return "periodic" if is_due else None
 
     async def _enqueue(self, evaluation: StartedEvaluation) -> None:
@@ -259,24 +259,24 @@ class Evaluator:
         if replaced is not None:
             await self._report_missed(replaced, EvaluationState.QUEUED)
 
-    async def _report_missed(self, begun: StartedEvaluation, state: EvaluationState) -> None:
+    async def _report_missed(self, start: StartedEvaluation, state: EvaluationState) -> None:
         """Reports an evaluation that ends without its weights; it completes no request."""
         status = checked(state, EvaluationState.MISSED)
-        await self._report(evaluate((), begun, status=status, seconds=0.0), None)
+        await self._report(evaluate((), start, status=status, seconds=0.0), None)
 
-    async def _evaluate(self, begun: StartedEvaluation) -> None:
+    async def _evaluate(self, evaluation_start: StartedEvaluation) -> None:
         clock = asyncio.get_running_loop().time
         start = clock()
         status = EvaluationState.MISSED
-        if begun.version == self._version:
+        if evaluation_start.version == self._version:
             self._evaluations.move(EvaluationState.RUNNING)
-            await self._report(begun, None)
-            status = await self._generate(begun)
+            await self._report(evaluation_start, None)
+            status = await self._generate(evaluation_start)
         self._evaluations.move(status)
         await self._mark_leased()
         scored = evaluate(
             (self._scored(meta) for meta in self._samples.values() if _has_reward(meta)),
-            begun,
+            evaluation_start,
             status=status,
             seconds=clock() - start,
             solved_from=self._spec.now.validation.solved_from,
@@ -291,7 +291,7 @@ class Evaluator:
         self._failed.clear()
         await self._queue.release(self._partition, collected)
 
-    async def _generate(self, begun: StartedEvaluation) -> EvaluationState:
+    async def _generate(self, start: StartedEvaluation) -> EvaluationState:
         """Generates responses to the held-out prompts under the version; returns how that ended."""
         try:
             async with asyncio.timeout(self._spec.now.validation.timeout_s):
@@ -299,15 +299,15 @@ class Evaluator:
         except TimeoutError:
             self._answering = self._request_queue.get("evaluate")
             return EvaluationState.TIMEOUT
-        async with self._lease(begun) as workers:
+        async with self._lease(start) as workers:
             if not workers:
                 return EvaluationState.MISSED
-            groups = self._groups(begun.version)
+            groups = self._groups(start.version)
             await self._start(groups, workers)
             return await self._await_samples(groups)
 
     @asynccontextmanager
-    async def _lease(self, begun: StartedEvaluation) -> AsyncIterator[Sequence[str]]:
+    async def _lease(self, start: StartedEvaluation) -> AsyncIterator[Sequence[str]]:
         """Yields rollouts that serve the version and keep it; none if they serve another version already.
 
         The caller holds the pin, which this method releases. Its end waits for nothing, so that a loss
@@ -317,11 +317,11 @@ class Evaluator:
         try:
             # A newer version may be in service although ``published`` was not called for it yet: its
             # publication held the pin.
-            if max(self._version, self._weights.version) != begun.version:
+            if max(self._version, self._weights.version) != start.version:
                 yield ()
                 return
             self._answering = self._request_queue.get("evaluate")
-            if begun.reason != "final":  # the final one uses all rollouts, because training is over
+            if start.reason != "final":  # the final one uses all rollouts, because training is over
                 reserved = self._rollout_pool.reserve(self._spec.now.validation.replicas)
             if reserved:
                 self._weights.reserve(reserved)
@@ -385,8 +385,8 @@ class Evaluator:
         expected = sum(sizes.values())
 
         def num_done() -> int:
-            whole = sum(group_of(key) not in self._failed for key in self._samples)
-            return whole + sum(sizes[group_id] for group_id in self._failed)
+            num_complete = sum(group_of(key) not in self._failed for key in self._samples)
+            return num_complete + sum(sizes[group_id] for group_id in self._failed)
 
         try:
             async with asyncio.timeout(self._spec.now.validation.timeout_s), self._changed:
@@ -413,16 +413,16 @@ class Evaluator:
         )
 
 
-def _repeated(begun: StartedEvaluation, *, version: int, due: Reason | None) -> Reason:
+def _repeated(start: StartedEvaluation, *, version: int, due: Reason | None) -> Reason:
     """Returns the reason for evaluating the first served version after an evaluation was interrupted.
 
     The interrupted version may be gone, if training continued and no worker holds its weights. The
     version that is served now is then evaluated instead, but not as the initial one, which scores
     the model before training.
     """
-    if begun.version == version:
-        return begun.reason
-    return due or ("periodic" if begun.reason == "initial" else begun.reason)
+    if start.version == version:
+        return start.reason
+    return due or ("periodic" if start.reason == "initial" else start.reason)
 
 
 def _has_reward(meta: KVBatchMeta) -> bool:

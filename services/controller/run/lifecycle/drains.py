@@ -83,10 +83,10 @@ class HostDrains:
         workers = ", ".join(sorted(self.leaving()))
         hosts = "; ".join(f"{name} ({host.reason})" for name, host in sorted(self._hosts.items()))
         self.is_held = bool(obstacle)
-        told = (obstacle, f"{hosts} {workers}")
-        if told == self._told:
+        report = (obstacle, f"{hosts} {workers}")
+        if report == self._told:
             return None
-        self._told = told
+        self._told = report
         message = f"drained: {hosts}; {workers} "
         message += f"stay: {why}" if obstacle else "leave"
         return Note("Draining", message, self._data(obstacle or "HostDrained"))

@@ -278,7 +278,7 @@ class RunDriver:
 
     async def _work(self) -> tuple[RunEvent, str]:
         """Enters the loops, again after each failure; returns how the run ended."""
-        lost: dict[str, str] = {}
+        exits: dict[str, str] = {}
         await self._request_queue.open()
         await self._warn_of_volatile_checkpoints()
         self._sizing.resume_request()
@@ -286,19 +286,19 @@ class RunDriver:
             await self._request_queue.put("pause", checkpoint=True)
         while True:
             self._lost.clear()
-            lost |= await self._end_outdated_rollouts()
+            exits |= await self._end_outdated_rollouts()
             await self._start_workers()
             self._pipeline = None
             try:
-                is_finished = await self._run_loops(lost)
+                is_finished = await self._run_loops(exits)
             except (*_LEAVING_ERRORS, ExceptionGroup) as error:
-                lost = await self._handle_loss(error)
+                exits = await self._handle_loss(error)
                 continue
             if is_finished:
                 return RunEvent.FINISH, "Completed"
             if self._request_queue.get("pause") is not None:
                 return RunEvent.DRAINED, "PausedByUser"
-            lost = await self._leave_hosts()
+            exits = await self._leave_hosts()
 
     async def _start_workers(self) -> None:
         """Starts missing workers, which may wait for a host; others may have to leave theirs meanwhile.
@@ -342,7 +342,7 @@ class RunDriver:
                 Note("CheckpointsVolatile", message, {"reason": VOLATILE})
             )
 
-    async def _run_loops(self, lost: Collection[str]) -> bool:
+    async def _run_loops(self, lost_workers: Collection[str]) -> bool:
         pipeline: asyncio.Future[TrainingPipeline] = asyncio.get_running_loop().create_future()
         present, absent = self._sizing.present(), self._sizing.missing_rollouts()
         async with TaskGroup() as tasks:
@@ -357,7 +357,7 @@ class RunDriver:
                 journal=self._journal,
                 request_queue=self._request_queue,
                 present=present,
-                lost_workers=lost,
+                lost_workers=lost_workers,
             ) as self._pipeline:
                 await self._ready(absent)
                 pipeline.set_result(self._pipeline)
@@ -405,20 +405,20 @@ class RunDriver:
                 self.worker_lost(cause.worker_id, self._with_log(cause.worker_id, str(cause)))
         await self._await_exit_report()
         self._count_loss()
-        lost, self._exits = self._exits, {}
-        message = "\n".join(lost.values()) or "; ".join(dict.fromkeys(str(e) for e in errors))
+        exits, self._exits = self._exits, {}
+        message = "\n".join(exits.values()) or "; ".join(dict.fromkeys(str(e) for e in errors))
         is_final = self._is_hopeless or self._final_code != ""
         if is_final or self._losses > self.spec.limits.max_restarts:
             raise WorkerLostError(message, code=self._final_code or "WorkerLost") from error
         logger.warning(
             "run recovers from a lost worker", extra={"run": self._run_id, "why": message}
         )
-        await self._journal.record_event(Note("WorkerLost", message, {"workers": sorted(lost)}))
+        await self._journal.record_event(Note("WorkerLost", message, {"workers": sorted(exits)}))
         await self._remove_ended()
-        is_halted = "trainer-0" in lost or not self._rollouts()
+        is_halted = "trainer-0" in exits or not self._rollouts()
         if is_halted and self._state in (RunState.STARTING, RunState.RUNNING):
             await self._transition(RunEvent.LOSE, "WorkerLost", message.splitlines()[0])
-        return lost
+        return exits
 
     async def _watch_drains(self, entered: asyncio.Future[TrainingPipeline]) -> None:
         """Moves workers away from drained hosts, and ends the steps if they cannot leave meanwhile.

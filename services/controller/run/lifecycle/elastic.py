@@ -130,35 +130,35 @@ class ElasticSizing:
             SizeChangedError: If the loops have to be entered again.
             ServiceError: If a replacement does not start.
         """
-        here, has_left = set(present), False
+        present_workers, has_left = set(present), False
         while True:
             self._changed.clear()
-            wanted, request = self._wanted(), self._request_queue.get("resize")
-            if leaving := here - wanted:
+            wanted_workers, request = self._wanted(), self._request_queue.get("resize")
+            if leaving := present_workers - wanted_workers:
                 if not pipeline.done():
                     raise SizeChangedError
                 await pipeline.result().detach(leaving)
             # Some rollouts may have been leaving when the loops were left.
-            if gone := (here | self._started | self._size) - wanted:
-                has_left |= not gone.isdisjoint(self._size)
-                await self._end(gone)
-                here -= gone
-                self._started -= gone
-                self._size -= gone
+            if surplus := (present_workers | self._started | self._size) - wanted_workers:
+                has_left |= not surplus.isdisjoint(self._size)
+                await self._end(surplus)
+                present_workers -= surplus
+                self._started -= surplus
+                self._size -= surplus
                 await self._start(pipeline)  # platforms display the new number of rollouts
-            if pipeline.done() and (moving := self._moving & wanted):
-                await pipeline.result().detach(moving & here)
+            if pipeline.done() and (moving := self._moving & wanted_workers):
+                await pipeline.result().detach(moving & present_workers)
                 await self._launcher.release(self._run_id, moving)
                 for worker_id in sorted(moving):
                     await self._membership.unregister(self._run_id, worker_id)
-                here -= moving
+                present_workers -= moving
                 self._moving -= moving
                 await self.on_left(moving)
-            if missing := wanted - here:
-                here |= await self._add_rollouts(missing, pipeline, request)
+            if missing := wanted_workers - present_workers:
+                present_workers |= await self._add_rollouts(missing, pipeline, request)
                 continue
             if pipeline.done() and (has_left or request is not None):
-                await self._report("Resized", len(wanted), request)
+                await self._report("Resized", len(wanted_workers), request)
             has_left = False
             await self._changed.wait()
 
@@ -171,22 +171,22 @@ class ElasticSizing:
         """Ends surplus rollouts before the loops are entered again; returns them with the cause."""
         workers = self._membership.workers(self._run_id, "rollout")
         present = {worker.worker_id for worker in workers} | self._started | self._size
-        gone = present - self._wanted()
-        await self._end(gone)
+        surplus = present - self._wanted()
+        await self._end(surplus)
         kind = "Replaced" if self._size == self._wanted() else "Resized"
         queued = self._wanted() & set(self._launcher.queued(self._run_id))
         self._size = self._wanted() - (queued - self._size)
         count, request = len(self._wanted() - queued), self._request_queue.get("resize")
         await self._report(kind, count, request, absent=queued)
-        return dict.fromkeys(gone, "was removed")
+        return dict.fromkeys(surplus, "was removed")
 
     def missing_rollouts(self) -> set[str]:
         """Returns the rollouts that have not loaded and for which the run does not wait."""
-        loaded, wanted = self._loaded(), self._wanted()
-        missing = wanted - loaded
+        loaded, wanted_workers = self._loaded(), self._wanted()
+        missing = wanted_workers - loaded
         # A colocated rollout has no free GPU on which to load while the trainer runs.
         has_to_wait = any(map(self._spec.now.is_colocated, missing))
-        if wanted & loaded and not has_to_wait:
+        if wanted_workers & loaded and not has_to_wait:
             return missing
         return missing & (self._new() | set(self._launcher.queued(self._run_id)))
 
@@ -233,7 +233,7 @@ class ElasticSizing:
             if not missing & self._new():
                 raise
             why = "; ".join(str(leaf) for leaf in leaves(error))
-            await self._keep_size(why, asked=num_replicas, request=request)
+            await self._keep_size(why, replicas=num_replicas, request=request)
             return set()
         self._started -= joining
         kind = "Replaced" if joining <= self._size else "Resized"
@@ -243,17 +243,17 @@ class ElasticSizing:
         await self._report(kind, num_replicas - len(absent), request, absent=absent)
         return joining
 
-    async def _keep_size(self, why: str, *, asked: int, request: Request | None) -> None:
+    async def _keep_size(self, why: str, *, replicas: int, request: Request | None) -> None:
         """Keeps the current size after requested rollouts failed to start."""
         logger.warning("new rollouts did not start", extra={"run": self._run_id, "why": why})
-        if self._spec.now.rollout.replicas == asked:
+        if self._spec.now.rollout.replicas == replicas:
             self._spec.now = with_replicas(self._spec.now, self.size)
-        done = self._request_queue.done(request)
-        back = restore_size(self._run_id, asked=asked, has=self.size)
+        settle = self._request_queue.done(request)
+        back = restore_size(self._run_id, replicas=replicas, has=self.size)
 
         def write(connection: sa.Connection) -> None:
             back(connection)
-            done(connection)
+            settle(connection)
 
         names = sorted(self._started - self._size)
         note = Note("ResizeFailed", why, {"workers": names, "replicas": self.size})

@@ -94,7 +94,7 @@ async def restore(
         summary=partial(progress.summary, ledger),
     )
     evaluator = Evaluator(spec, run_id, connections, queue=queue, request_queue=request_queue)
-    parts = _Parts(
+    components = _Parts(
         spec=spec,
         connections=connections,
         journal=journal,
@@ -107,8 +107,8 @@ async def restore(
         gpu_time_sharing=GpuTimeSharing(spec=spec, connections=connections, evaluator=evaluator),
         waits=Waits(),
     )
-    pipeline = parts.pipeline(
-        steps=parts.steps(order.mixture, gpus=partial(launcher.gpus_for, run_id)),
+    pipeline = components.pipeline(
+        steps=components.steps(order.mixture, gpus=partial(launcher.gpus_for, run_id)),
         checkpoints=await _checkpoints(
             spec, recovered, journal=journal, queue=queue, clock=clock, launcher=launcher
         ),
@@ -296,7 +296,7 @@ def _order(
     mixture, curriculum = Mixture(connections.train_rows, weights), spec.now.data.curriculum
     difficulty = None
     if curriculum is not None:
-        difficulty = Difficulty(mixture.num_rows, curriculum, known=recovered.rates)
+        difficulty = Difficulty(mixture.num_rows, curriculum, rates=recovered.rates)
     return PromptOrder(
         mixture,
         difficulty=difficulty,
@@ -304,7 +304,7 @@ def _order(
         shuffle=spec.now.data.shuffle,
         position=recovered.ledger.position,
         quarantined=recovered.quarantined_rows,
-        returned=ledger.returned,
+        returned_rows=ledger.returned,
     )
 
 
@@ -319,7 +319,7 @@ def _scheduler(
     order: PromptOrder,
     summary: Callable[[], Mapping[str, Any]],
 ) -> GenerationScheduler:
-    stored = SampleIndex(
+    sample_index = SampleIndex(
         queue,
         partition_id(journal.run_id, "train"),
         group_size=spec.now.samples_per_group,
@@ -332,7 +332,7 @@ def _scheduler(
         order=order,
         journal=journal,
         replicas=connections.replicas,
-        stored=stored,
+        sample_index=sample_index,
         clock=clock,
     )
     return GenerationScheduler(
@@ -341,7 +341,7 @@ def _scheduler(
         order=order,
         journal=journal,
         replicas=connections.replicas,
-        stored=stored,
+        sample_index=sample_index,
         dispatcher=dispatcher,
         summary=summary,
     )

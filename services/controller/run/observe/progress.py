@@ -148,7 +148,7 @@ class Progress:
     def summary(self, ledger: Ledger) -> dict[str, Any]:
         """Returns all numbers, including those of the ledger."""
         prompts = ledger.counts()
-        ended = ("consumed", "dropped", "quarantined")
+        end_states = ("consumed", "dropped", "quarantined")
         return {
             "steps": self._steps,
             "heldout": self._heldout,
@@ -160,8 +160,8 @@ class Progress:
             },
             "prompts": {
                 "issued": prompts["issued"],
-                **{state: prompts[state] for state in ended},
-                "outstanding": prompts["issued"] - sum(prompts[state] for state in ended),
+                **{state: prompts[state] for state in end_states},
+                "outstanding": prompts["issued"] - sum(prompts[state] for state in end_states),
                 "reasons": dict(ledger.reasons()),
             },
             "weight_version": self._version,
@@ -218,8 +218,8 @@ class StepMeter:
             **replicas.acceptance_length(),
         }
         self._idle_s, self._tokens = totals, tokens
-        named = {name: round(idle_s[name], 3) for name in sorted(idle_s)[:_MAX_NAMED_ROLLOUTS]}
-        return StepUse(numbers=numbers, idle_s=named)
+        rows = {name: round(idle_s[name], 3) for name in sorted(idle_s)[:_MAX_NAMED_ROLLOUTS]}
+        return StepUse(numbers=numbers, idle_s=rows)
 
 
 def sync_facts(report: SyncReport) -> dict[str, float | str]:

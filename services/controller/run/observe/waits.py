@@ -51,8 +51,8 @@ class Waits:
             yield
         finally:
             self.current = before
-            spent = time.perf_counter() - start
-            self.seconds[reason] = self.seconds.get(reason, 0.0) + spent
+            duration_s = time.perf_counter() - start
+            self.seconds[reason] = self.seconds.get(reason, 0.0) + duration_s
 
     def add_work(self, seconds: float) -> None:
         """Records seconds in which the trainer accumulated early groups during the wait for others."""
@@ -60,13 +60,13 @@ class Waits:
 
     def for_data(self) -> float:
         """Returns the seconds in which no batch could be formed and the trainer was idle."""
-        waited = self.seconds.get("no_data", 0.0) + self.seconds.get("barrier", 0.0)
-        return max(waited - self._worked, 0.0)
+        waited_s = self.seconds.get("no_data", 0.0) + self.seconds.get("barrier", 0.0)
+        return max(waited_s - self._worked, 0.0)
 
     def pop(self) -> dict[str, float]:
         """Returns and resets the waiting times."""
-        spent, self.seconds, self._worked = self.seconds, {}, 0.0
-        return spent
+        seconds, self.seconds, self._worked = self.seconds, {}, 0.0
+        return seconds
 
 
 @dataclass(slots=True, kw_only=True)
@@ -117,25 +117,25 @@ class StallReporter:
 
     def waiting_reason(self) -> tuple[str, str]:
         """Returns a stable code for what the run waits for, and a message."""
-        waited = self.waits.current
-        if waited is not None and waited != "no_data":
-            return _REASONS[waited]
+        reason = self.waits.current
+        if reason is not None and reason != "no_data":
+            return _REASONS[reason]
         if self.activity() == "TRAINING":
             return "StepIsLong", "the trainer is training the batch"
         ledger = self.ledger
         ready, running = ledger.count(GroupState.READY), ledger.count(*RUNNING)
         readiness = f"{ready} of {self.groups_per_step} groups are finished"
-        ended = ", ".join(f"{count} {name}" for name, count in sorted(ledger.reasons().items()))
-        lost = f"; dropped so far: {ended}" if ended else ""
+        counts = ", ".join(f"{count} {name}" for name, count in sorted(ledger.reasons().items()))
+        drops = f"; dropped so far: {counts}" if counts else ""
         if running:
-            return "WaitsForGroups", f"{readiness}, {running} are being generated{lost}"
+            return "WaitsForGroups", f"{readiness}, {running} are being generated{drops}"
         waiting = ledger.count(*WAITING)
         if waiting:
             return (
                 "NoGroupRuns",
-                f"{readiness}, {waiting} wait for a rollout, none is running; check the rollouts{lost}",
+                f"{readiness}, {waiting} wait for a rollout, none is running; check the rollouts{drops}",
             )
         return (
             "NoGroupRuns",
-            f"{readiness}; no other group may start before new weights are served{lost}",
+            f"{readiness}; no other group may start before new weights are served{drops}",
         )

@@ -120,22 +120,22 @@ class Journal:
         data = {"rows": dict(rows), "steps": steps}
         before = await self._database.run(known)
         if before is None or before.data != data:
-            listed = ", ".join(f"data.{split}: {count:,}" for split, count in rows.items())
-            message = f"rows: {listed}; {steps:,} steps"
+            row_counts = ", ".join(f"data.{split}: {count:,}" for split, count in rows.items())
+            message = f"rows: {row_counts}; {steps:,} steps"
             await self._record(
                 Note("DataOpened", message, data),
                 lambda connection: set_target_steps(connection, self.run_id, steps),
             )
         earlier = {} if before is None else before.data["rows"]
-        changed = [name for name, count in rows.items() if earlier.get(name, count) != count]
-        if changed:
-            listed = ", ".join(
-                f"data.{name}: {earlier[name]:,}, now {rows[name]:,}" for name in changed
+        changed_sets = [name for name, count in rows.items() if earlier.get(name, count) != count]
+        if changed_sets:
+            row_counts = ", ".join(
+                f"data.{name}: {earlier[name]:,}, now {rows[name]:,}" for name in changed_sets
             )
             await self.record_event(
                 Note(
                     "DataChanged",
-                    f"the data has other rows than before ({listed}); the run continues with the new "
+                    f"the data has other rows than before ({row_counts}); the run continues with the new "
                     "ones, in another order",
                     {"before": earlier, "rows": dict(rows)},
                 )
@@ -210,7 +210,7 @@ class Journal:
     def _load(self) -> Recovered:
         with self._database.read() as connection:
             step = ledger_store.newest_step(connection, self.run_id)
-            begun = ledger_store.read_steps(connection, self.run_id, after=step, limit=1)
+            started_steps = ledger_store.read_steps(connection, self.run_id, after=step, limit=1)
             offset = ledger_store.read_version_offset(connection, self.run_id)
             start = _read_start_step(connection, self.run_id, step)
             run = get_run(connection, self.run_id)
@@ -224,7 +224,7 @@ class Journal:
                 step=step,
                 version_offset=offset,
                 published=_read_published(connection, run),
-                begun=begun[0] if begun else None,
+                begun=started_steps[0] if started_steps else None,
                 syncs_ms=tuple(
                     float(data["sync_ms"])
                     for data in event_data(connection, self.run_id, "WeightsPublished")
@@ -277,16 +277,16 @@ def _read_evaluations(
     settled = start - 1
     versions: set[int] = set()
     served: dict[int, int] = {}
-    begun: StartedEvaluation | None = None
-    lost: list[StartedEvaluation] = []
+    evaluation_start: StartedEvaluation | None = None
+    interrupted: list[StartedEvaluation] = []
     types = ("WeightsPublished", "ValidationStarted", "Validated", "Rewound")
     for type_, data in typed_event_data(connection, run_id, types):
         if type_ == "Rewound":
             if _loses_steps(data):
                 settled = min(settled, int(data["step"]))
                 served.clear()
-                lost += [] if begun is None else [begun]
-                begun = None
+                interrupted += [] if evaluation_start is None else [evaluation_start]
+                evaluation_start = None
             continue
         version = int(data["version"])
         step = int(data.get("step", version - offset))
@@ -295,19 +295,19 @@ def _read_evaluations(
             continue
         evaluation = StartedEvaluation(version, step, data["reason"])
         if type_ == "ValidationStarted":
-            begun = evaluation
+            evaluation_start = evaluation
             continue
         versions.add(version)
-        if evaluation in lost:  # its step is evaluated again once it has been trained again
-            lost.remove(evaluation)
+        if evaluation in interrupted:  # its step is evaluated again once it has been trained again
+            interrupted.remove(evaluation)
             continue
         settled = max(settled, step)
-        if begun == evaluation:
-            begun = None
+        if evaluation_start == evaluation:
+            evaluation_start = None
     return EvaluationRecord(
         versions=frozenset(versions),
         settled_step=settled,
-        begun=begun,
-        lost=tuple(lost),
+        begun=evaluation_start,
+        lost=tuple(interrupted),
         served=tuple((version, step) for version, step in served.items() if step > settled),
     )

@@ -48,7 +48,7 @@ def with_replicas(spec: RunSpec, count: int) -> RunSpec:
     return spec.model_copy(update={"rollout": rollout})
 
 
-def restore_size(run_id: str, *, asked: int, has: int) -> Work:
+def restore_size(run_id: str, *, replicas: int, has: int) -> Work:
     """Returns a write that resets a run to its current size after a requested size failed.
 
     A size that was requested meanwhile stays.
@@ -57,7 +57,7 @@ def restore_size(run_id: str, *, asked: int, has: int) -> Work:
     def write(connection: sa.Connection) -> None:
         run = get_run(connection, run_id)
         spec = parse_spec(run.spec_json)
-        if spec.rollout.replicas == asked:
+        if spec.rollout.replicas == replicas:
             columns = spec_columns(with_replicas(spec, has))
             update_run(connection, run, generation=run.generation + 1, **columns)
 

@@ -60,8 +60,8 @@ def find_fatal(errors: Sequence[BaseException]) -> BaseException | None:
 
 def explain(errors: Sequence[BaseException]) -> tuple[str, str]:
     """Returns the stable code and the message with which a run fails."""
-    if lost := next((e for e in errors if isinstance(e, WorkerLostError)), None):
-        return lost.code, str(lost)
+    if loss := next((e for e in errors if isinstance(e, WorkerLostError)), None):
+        return loss.code, str(loss)
     error = errors[0]
     reason = error.reason if isinstance(error, ServiceError) else type(error).__name__
     return reason, "; ".join(dict.fromkeys(str(error) for error in errors))

@@ -80,8 +80,8 @@ def ready_checkpoints(connection: sa.Connection, run_id: str) -> list[Checkpoint
 def steps_in_use(connection: sa.Connection, run_id: str) -> list[int]:
     """Returns steps of a run from whose checkpoints other runs, which have not ended, start."""
     specs = connection.execute(sa.select(RUNS.c.spec_json).where(IS_UNFINISHED)).scalars()
-    used = {json.loads(spec)["trainer"]["checkpoint"].get("start_from") for spec in specs}
-    return [row.step for row in ready_checkpoints(connection, run_id) if row.path in used]
+    paths = {json.loads(spec)["trainer"]["checkpoint"].get("start_from") for spec in specs}
+    return [row.step for row in ready_checkpoints(connection, run_id) if row.path in paths]
 
 
 def steps_being_replaced(connection: sa.Connection, run_id: str) -> list[int]:
@@ -96,11 +96,11 @@ def relocate_checkpoints(database: Database, state_directory: Path) -> None:
     table = CHECKPOINTS.c
     with database.read() as connection:
         rows = connection.execute(sa.select(table.checkpoint_id, table.run_id, table.path)).all()
-    moved = [(row.checkpoint_id, path) for row in rows if (path := _moved(row, state_directory))]
-    if not moved:
+    paths = [(row.checkpoint_id, path) for row in rows if (path := _moved(row, state_directory))]
+    if not paths:
         return
     with database.write_unfenced() as connection:
-        for checkpoint_id, path in moved:
+        for checkpoint_id, path in paths:
             query = sa.update(CHECKPOINTS).where(table.checkpoint_id == checkpoint_id)
             connection.execute(query.values(path=path))
 
@@ -170,14 +170,18 @@ class CheckpointStore:
     def runs_saved_at(self, paths: Collection[Path]) -> list[str]:
         """Returns runs that have a checkpoint at one of the paths, in a parent of it, or directly in it."""
         around = {str(folder) for path in paths for folder in (path, *path.parents)}
-        here = {str(path) for path in paths}
+        paths_here = {str(path) for path in paths}
         query = sa.select(CHECKPOINTS.c.run_id, CHECKPOINTS.c.path)
         with self._database.read() as connection:
             rows = connection.execute(query.where(CHECKPOINTS.c.state != "DELETED")).all()
         # URLs are compared as Path writes them, too.
-        saved = [(row.run_id, PurePath(row.path)) for row in rows]
+        saved_runs = [(row.run_id, PurePath(row.path)) for row in rows]
         return sorted(
-            {run for run, path in saved if str(path) in around or str(path.parent) in here}
+            {
+                run
+                for run, path in saved_runs
+                if str(path) in around or str(path.parent) in paths_here
+            }
         )
 
 
@@ -318,16 +322,16 @@ class Checkpoints:
             size_bytes=size_bytes,
         )
 
-    async def _save_samples(self, taken: Collection[str]) -> tuple[str, str]:
+    async def _save_samples(self, in_use: Collection[str]) -> tuple[str, str]:
         """Saves a snapshot; returns its name and an empty text or, if it failed, an empty name and the cause.
 
         Without a snapshot, the samples are generated again.
 
         Args:
-            taken: Snapshot names in use by checkpoints. The first other name is used, so that there
+            in_use: Snapshot names in use by checkpoints. The first other name is used, so that there
                 is at most one snapshot besides those of checkpoints.
         """
-        name = next(name for name in map("slot-{}".format, itertools.count()) if name not in taken)
+        name = next(name for name in map("slot-{}".format, itertools.count()) if name not in in_use)
         try:
             await self._queue.save_snapshot(self._run_id, name)
         except (
@@ -352,7 +356,7 @@ class Checkpoints:
                 {name: getattr(checkpoint, name) for name in Checkpoint.__slots__}
             )
         )
-        ready = [saved.step for saved in ready_checkpoints(connection, self._run_id)]
+        ready = [row.step for row in ready_checkpoints(connection, self._run_id)]
         outdated = _outdated(ready, keep=self._keep) - set(keep_steps)
         connection.execute(
             CHECKPOINTS.update()

@@ -103,8 +103,8 @@ class GpuTimeSharing:
 
     def take_seconds(self) -> dict[str, float]:
         """Returns and resets the seconds spent on switches, by phase and in total."""
-        spent, self._seconds = self._seconds, {}
-        return {**spent, "gpu_switch_s": sum(spent.values())} if spent else {}
+        seconds, self._seconds = self._seconds, {}
+        return {**seconds, "gpu_switch_s": sum(seconds.values())} if seconds else {}
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

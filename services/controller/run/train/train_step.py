@@ -162,7 +162,7 @@ class EarlyTraining:
 
         One call sends all groups that are READY when the trainer is free, so that its batches are large.
         """
-        sent: set[tuple[str, int]] = set()
+        groups_sent: set[tuple[str, int]] = set()
 
         def due() -> list[Group]:
             ready = self.ledger.in_state(GroupState.READY)
@@ -172,14 +172,14 @@ class EarlyTraining:
             return [
                 group
                 for group in ready
-                if (group.group_id, group.attempt) not in sent
+                if (group.group_id, group.attempt) not in groups_sent
                 and not gate.is_stale(group.oldest_version, trainer_version=weight_version)
             ]
 
         while True:
             await self.scheduler.wait_until(lambda: bool(due()))
             groups, begin = due(), time.perf_counter()
-            sent |= {(group.group_id, group.attempt) for group in groups}
+            groups_sent |= {(group.group_id, group.attempt) for group in groups}
             try:
                 await self.trainer.accumulate(
                     step,
@@ -256,9 +256,9 @@ class TrainSteps:
     ) -> None:
         # A trainer that has already trained the step repeats its answer, even if the samples are
         # gone.
-        stored = [group for group in batch if group in self.scheduler.stored]
+        stored_groups = [group for group in batch if group in self.scheduler.stored]
         version = step - 1 + self.version_offset
-        samples = self.scheduler.stored.meta(stored)
+        samples = self.scheduler.stored.meta(stored_groups)
         with self.waits("scoring"):
             samples = await self.connections.scoring.add_fields(
                 samples,
@@ -299,7 +299,7 @@ class TrainSteps:
             # weights under their own version.
             await self._commit(step, batch, trained, spread=spread, begin=begin, wait_s=wait_s)
         await self._report_nothing_learned(step, samples, trained)
-        await self.scheduler.release(stored)
+        await self.scheduler.release(stored_groups)
 
     @asynccontextmanager
     async def _weights_may_change(self) -> AsyncIterator[None]:
@@ -321,12 +321,12 @@ class TrainSteps:
             True if the step is trained.
         """
         batch = self.ledger.in_state(GroupState.TRAINING)
-        lost = [group for group in batch if group not in self.scheduler.stored]
-        if self.connections.trained == step or not lost:
+        lost_groups = [group for group in batch if group not in self.scheduler.stored]
+        if self.connections.trained == step or not lost_groups:
             await self.train(step, batch, begin=time.perf_counter())
             return True
         self.ledger.put_back(batch)
-        for group in lost:
+        for group in lost_groups:
             self.ledger.requeue(group)
         await self.journal.forget_step(step, self.ledger)
         return False
@@ -372,8 +372,8 @@ class TrainSteps:
             events.append(_rewound(step, numbers, version=step + self.version_offset))
         if trained.left_out:
             events.append(_left_out(step, trained.left_out))
-        reported = {**data, "rollouts": {"idle_s": use.idle_s}}
-        note = Note("StepCommitted", text, reported, step, None, self.progress.summary(self.ledger))
+        details = {**data, "rollouts": {"idle_s": use.idle_s}}
+        note = Note("StepCommitted", text, details, step, None, self.progress.summary(self.ledger))
         await self.journal.commit_step(step, self.ledger, note=note, metrics=data)
         for event in events:
             await self.journal.record_event(event)
@@ -472,13 +472,13 @@ def _rewound(step: int, numbers: Mapping[str, float], *, version: int) -> Note:
 
 def _left_out(step: int, tokens: Mapping[str, int]) -> Note:
     """Returns the event that reports sequences that exceeded the trainer's memory."""
-    reported = ", ".join(
+    counts = ", ".join(
         f"{key} ({count:,} tokens)" for key, count in list(tokens.items())[:_MAX_NAMED]
     )
-    more = f" and {len(tokens) - _MAX_NAMED} more" if len(tokens) > _MAX_NAMED else ""
+    rest = f" and {len(tokens) - _MAX_NAMED} more" if len(tokens) > _MAX_NAMED else ""
     return Note(
         "SamplesLeftOut",
-        f"step {step} left out samples that do not fit into the trainer's memory: {reported}{more}; lower "
+        f"step {step} left out samples that do not fit into the trainer's memory: {counts}{rest}; lower "
         "rollout.max_response_tokens, or set trainer.activation_checkpointing, "
         "trainer.activation_offloading or trainer.context_parallel",
         {"step": step, "samples": dict(tokens)},

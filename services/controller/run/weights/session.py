@@ -208,8 +208,8 @@ class WeightSession:
             return
         await members.open(trainer, rollouts)
         if self._store is not None:
-            others = (worker.worker_id for worker in rollouts if worker.role != "rollout")
-            self._store.followers.must_follow = frozenset(others)
+            scoring_workers = (worker.worker_id for worker in rollouts if worker.role != "rollout")
+            self._store.followers.must_follow = frozenset(scoring_workers)
             await self._store.writer.form()
             self._is_formed = True
             return
@@ -254,8 +254,8 @@ class WeightSession:
         if self._store is None:
             return {}
         trouble = self._store.writer.trouble
-        written = {name: trouble for name in list(self._members.sources)[:1] if trouble.cause}
-        return written | dict(self._store.followers.troubles)
+        troubles = {name: trouble for name in list(self._members.sources)[:1] if trouble.cause}
+        return troubles | dict(self._store.followers.troubles)
 
     def served_by(self, version: int) -> tuple[str, ...]:
         """Returns the rollouts that serve a stored version, verified; empty if members meet."""
@@ -325,10 +325,10 @@ class WeightSession:
         receivers = {name: rollouts[name] for name in near}
         members = {peer: rollouts[peer], **receivers}
         await self._form_group(members, receivers=near)
-        held = await self._prepare(version, members)
-        if held[peer] != version:
+        versions = await self._prepare(version, members)
+        if versions[peer] != version:
             raise FailedPreconditionError(
-                f"{peer} must hold the served version {version}, but holds {held[peer]}"
+                f"{peer} must hold the served version {version}, but holds {versions[peer]}"
             )
         await self._transfer(version, members, base_version=-1)
         await self._adopt(version, served.digest, receivers)
@@ -396,7 +396,7 @@ class WeightSession:
         if not self._members.sources:
             return await self._record_unsent(newest)
         self._include_returning()
-        lost: list[str] = []
+        lost_rollouts: list[str] = []
         tries, version = 0, -1
 
         async def copied() -> None:
@@ -413,7 +413,7 @@ class WeightSession:
                         await copying.enter_async_context(self.trainer_lock)
                         version = newest()
                     report = await self._publish(
-                        version, tuple(lost), copied, in_turns=on_copied is not None
+                        version, tuple(lost_rollouts), copied, in_turns=on_copied is not None
                     )
                 except ServiceError as error:
                     metrics.WEIGHT_SYNCS.labels(self._run_id, error.reason).inc()
@@ -421,12 +421,12 @@ class WeightSession:
                         "weight sync failed", extra={"why": str(error), "version": version}
                     )
                     self._is_formed = False
-                    gone = await self._abort(str(error))
-                    if isinstance(error, LateError) and error.worker_id not in gone:
+                    aborted = await self._abort(str(error))
+                    if isinstance(error, LateError) and error.worker_id not in aborted:
                         raise  # the rollout lives, and would delay the others again
-                    lost += gone
-                    tries = 0 if gone else tries + 1
-                    self._drop_lost(gone, error, tries)
+                    lost_rollouts += aborted
+                    tries = 0 if aborted else tries + 1
+                    self._drop_lost(aborted, error, tries)
                 else:
                     observe(self._run_id, report)
                     self._allow(_SLOWER * report.transfer_s)
@@ -458,7 +458,7 @@ class WeightSession:
     async def _publish(
         self,
         version: int,
-        lost: tuple[str, ...],
+        lost_rollouts: tuple[str, ...],
         copied: Callable[[], Awaitable[None]],
         *,
         in_turns: bool,
@@ -471,14 +471,14 @@ class WeightSession:
             version=version,
         ):
             if self._store is not None:
-                return await self._send_stored(self._store, version, lost, copied)
-            return await self._send(version, lost, copied, in_turns=in_turns)
+                return await self._send_stored(self._store, version, lost_rollouts, copied)
+            return await self._send(version, lost_rollouts, copied, in_turns=in_turns)
 
     async def _send_stored(
         self,
         store: _Store,
         version: int,
-        lost: tuple[str, ...],
+        lost_rollouts: tuple[str, ...],
         copied: Callable[[], Awaitable[None]],
     ) -> SyncReport:
         """Writes a version to the store, and lets rollouts load it."""
@@ -488,7 +488,7 @@ class WeightSession:
         async def prepare() -> dict[str, int]:
             return await self._prepare(version, sources)
 
-        held = await prepare()
+        versions = await prepare()
         prepared_s = time.perf_counter() - start
 
         async def score() -> tuple[Canary, float]:
@@ -497,7 +497,7 @@ class WeightSession:
             return canary, time.perf_counter() - start
 
         async def write() -> None:
-            await writer.write(version, held=held.values(), prepare=prepare)
+            await writer.write(version, versions=versions.values(), prepare=prepare)
 
         works: Sequence[Coroutine[Any, Any, Any]] = (score(), write())
         (canary, copied_s), _ = await gather_in_group(works)
@@ -507,7 +507,7 @@ class WeightSession:
         )
         await followers.release(release)
         while followers.is_lacking:
-            await writer.write(version, held=(version,), prepare=prepare)
+            await writer.write(version, versions=(version,), prepare=prepare)
             await followers.release(release)
         receivers = followers.serving(version)
         return SyncReport(
@@ -520,21 +520,21 @@ class WeightSession:
             adopt_s=time.perf_counter() - written_at,
             stall_s=followers.stall_s,
             receivers=receivers,
-            lost=(*lost, *sorted(followers.lost)),
+            lost=(*lost_rollouts, *sorted(followers.lost)),
             late=tuple(sorted({*self._members.rollouts} - {*receivers} - followers.lost)),
         )
 
     async def _send(
         self,
         version: int,
-        lost: tuple[str, ...],
+        lost_rollouts: tuple[str, ...],
         copied: Callable[[], Awaitable[None]],
         *,
         in_turns: bool,
     ) -> SyncReport:
         members = self._members
         start = time.perf_counter()
-        held = await self._prepare(version, members.sources)
+        sources = await self._prepare(version, members.sources)
 
         async def score() -> tuple[Canary, float]:
             canary, scored_at = await self._score(version), time.perf_counter()
@@ -542,33 +542,36 @@ class WeightSession:
             return canary, scored_at
 
         async def send() -> tuple[Mapping[str, Any], str, Mapping[str, float], list[float]]:
-            versions = [*held.values(), *(await self._prepare(version, members.rollouts)).values()]
+            versions = [
+                *sources.values(),
+                *(await self._prepare(version, members.rollouts)).values(),
+            ]
             is_base = len(set(versions)) == 1 and versions[0] < version
             base = versions[0] if is_base else -1
             times = [time.perf_counter()]
             try:
-                sent = await self._transfer(version, members.all(), base_version=base)
+                transfers = await self._transfer(version, members.all(), base_version=base)
             except DeadlineExceededError:
                 self._allow(_SLOWER * self._timeout_s)  # a link may be slow
                 raise
-            digests = [digest for name in members.sources for digest in sent[name].digests]
+            digests = [digest for name in members.sources for digest in transfers[name].digests]
             digest = version_digest(digests)
             times.append(time.perf_counter())
             stalls = await self._adopt(version, digest, members.rollouts)
-            return sent, digest, stalls, [*times, time.perf_counter()]
+            return transfers, digest, stalls, [*times, time.perf_counter()]
 
         if in_turns:  # rollouts have no GPU until the trainer has its copy
-            (canary, copied_at), brought = await score(), await send()
+            (canary, copied_at), outcome = await score(), await send()
         else:
             works: Sequence[Coroutine[Any, Any, Any]] = (score(), send())
-            (canary, copied_at), brought = await gather_in_group(works)
-        sent, digest, stalls, (prepared, transferred, adopted) = brought
+            (canary, copied_at), outcome = await gather_in_group(works)
+        transfers, digest, stalls, (prepared, transferred, adopted) = outcome
         checked_from = time.perf_counter()
         await self._check(version, canary, members.rollouts)
         return SyncReport(
             version=version,
             digest=digest,
-            num_bytes=sum(sent[name].num_bytes for name in members.sources),
+            num_bytes=sum(transfers[name].num_bytes for name in members.sources),
             copy_s=copied_at - start,
             prepare_s=prepared - start,
             transfer_s=transferred - prepared,
@@ -576,22 +579,24 @@ class WeightSession:
             check_s=time.perf_counter() - checked_from,
             stall_s=max(stalls.values()),
             receivers=tuple(members.rollouts),
-            lost=lost,
+            lost=lost_rollouts,
         )
 
-    async def _prepare(self, version: int, some: Mapping[str, WeightSyncClient]) -> dict[str, int]:
+    async def _prepare(
+        self, version: int, members: Mapping[str, WeightSyncClient]
+    ) -> dict[str, int]:
         """Prepares members for a version; returns the version that each of them still holds."""
         plan_hash = self._members.plan.plan_hash
         epoch = self._epoch if self._store is None else self._store.writer.epoch
         return await self._members.call_all(
             {
                 name: member.prepare(epoch, version, plan_hash, timeout_s=self._adopt_s)
-                for name, member in some.items()
+                for name, member in members.items()
             }
         )
 
     async def _transfer(
-        self, version: int, some: Mapping[str, WeightSyncClient], *, base_version: int
+        self, version: int, members: Mapping[str, WeightSyncClient], *, base_version: int
     ) -> dict[str, TransferResult]:
         """Sends a version from sources to receivers, or its changes since the base version."""
         return await self._members.call_all(
@@ -599,7 +604,7 @@ class WeightSession:
                 name: member.transfer(
                     self._epoch, version, base_version=base_version, timeout_s=self._timeout_s
                 )
-                for name, member in some.items()
+                for name, member in members.items()
             }
         )
 
@@ -612,8 +617,8 @@ class WeightSession:
             try:
                 return await member.adopt(self._epoch, version, digest, timeout_s=self._adopt_s)
             except DeadlineExceededError as error:
-                what = f"adopt weight version {version}"
-                raise LateError(name, f"did not {what} within {self._adopt_s:.0f} s") from error
+                action = f"adopt weight version {version}"
+                raise LateError(name, f"did not {action} within {self._adopt_s:.0f} s") from error
 
         return await self._members.call_all(
             {name: adopt(name, member) for name, member in rollouts.items()}
@@ -642,8 +647,8 @@ class WeightSession:
 
     def _tolerance(self) -> float:
         # Adapters are sent in float32, regardless of the dtype that they are merged into.
-        sent = [spec.dtype for spec in self._members.plan.tensors]
-        return canary_tolerance(self._dtypes or sent)
+        wire_dtypes = [spec.dtype for spec in self._members.plan.tensors]
+        return canary_tolerance(self._dtypes or wire_dtypes)
 
     async def _form(self) -> None:
         if self._store is not None:
@@ -681,7 +686,7 @@ class WeightSession:
             }
         )
 
-    def _drop_lost(self, gone: list[str], error: ServiceError, tries: int) -> None:
+    def _drop_lost(self, lost_rollouts: list[str], error: ServiceError, tries: int) -> None:
         """Removes lost rollouts.
 
         Raises:
@@ -689,11 +694,14 @@ class WeightSession:
             ServiceError: ``error``, after the last retry, or if it is an InterruptedLinkError although all
                 members answer.
         """
-        self._members.remove_rollouts(gone)
-        if any(name in self._members.sources for name in gone) or not self._members.rollouts:
+        self._members.remove_rollouts(lost_rollouts)
+        if (
+            any(name in self._members.sources for name in lost_rollouts)
+            or not self._members.rollouts
+        ):
             raise UnavailableError(
-                f"{' and '.join(gone)} does not answer, so no version can be published"
+                f"{' and '.join(lost_rollouts)} does not answer, so no version can be published"
             ) from error
         is_final = isinstance(error, (InterruptedLinkError, StoreFailedError))
-        if tries == _MAX_TRIES or (is_final and not gone):
+        if tries == _MAX_TRIES or (is_final and not lost_rollouts):
             raise error

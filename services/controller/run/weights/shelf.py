@@ -50,12 +50,12 @@ class Shelf:
             held_version: Version whose bytes the rollout holds; -1 for none.
         """
         changes = self._changes(held_version, version) if 0 <= held_version < version else None
-        whole = self.find(version, -1)
-        if whole is None or (
-            changes is not None and sum(copy.num_bytes for copy in changes) <= whole.num_bytes
+        full_copy = self.find(version, -1)
+        if full_copy is None or (
+            changes is not None and sum(copy.num_bytes for copy in changes) <= full_copy.num_bytes
         ):
             return changes
-        return (whole,)
+        return (full_copy,)
 
     def retain(self, limit: int, *, newest: int, read: Collection[str]) -> list[str]:
         """Removes copies beyond the limit; returns the names of all that stay, the least useful first.

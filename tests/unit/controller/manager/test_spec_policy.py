@@ -58,6 +58,6 @@ async def test_what_the_launcher_cannot_place_is_refused_with_its_key(tmp_path: 
         await policy.check_for("default", large, "operator")
     (problem,) = refused.value.problems
     assert problem.startswith("trainer.world_size")
-    policy.check(large, "operator", known=large)  # a change of other keys
+    policy.check(large, "operator", base=large)  # a change of other keys
     (tmp_path / "topology").write_text("separate")
     await policy.check_for("default", large, "operator")

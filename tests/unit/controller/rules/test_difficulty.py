@@ -53,11 +53,11 @@ def test_one_try_after_another_is_counted_once():
 
 def test_another_controller_resumes_from_stored_histories():
     difficulty = seen((0, [0.0]), (2, [1.0]), (3, [0.5]))
-    later = Difficulty(6, SPEC, known=difficulty.take_changes())
+    later = Difficulty(6, SPEC, rates=difficulty.take_changes())
     assert [later.is_skipped(row, step=8) for row in range(4)] == [True, False, True, False]
     assert later.count_skipped(step=8) == difficulty.count_skipped(step=8)
     assert (
-        Difficulty(2, SPEC, known=[PromptRate(5, 1.0, 1, 9)]).count_skipped(step=0)["solved"] == 0
+        Difficulty(2, SPEC, rates=[PromptRate(5, 1.0, 1, 9)]).count_skipped(step=0)["solved"] == 0
     )
 
 

@@ -84,7 +84,11 @@ async def test_a_ledger_is_read_back_as_it_was_written(journal):
 
 def order_of(ledger, position=0):
     return PromptOrder(
-        Mixture({"train": 3}), seed=0, shuffle=False, position=position, returned=ledger.returned
+        Mixture({"train": 3}),
+        seed=0,
+        shuffle=False,
+        position=position,
+        returned_rows=ledger.returned,
     )
 
 
@@ -109,7 +113,9 @@ async def test_returned_rows_are_read_back(journal, is_stored_each_time):
 
 async def test_a_write_names_no_returned_row_that_did_not_change(journal, database):
     ledger = Ledger(max_attempts=3)
-    order = PromptOrder(Mixture({"train": 1000}), seed=0, shuffle=False, returned=ledger.returned)
+    order = PromptOrder(
+        Mixture({"train": 1000}), seed=0, shuffle=False, returned_rows=ledger.returned
+    )
     for _ in range(500):
         order.give_back(order.next_row())
     await journal.save(ledger)

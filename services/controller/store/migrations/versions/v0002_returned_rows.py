@@ -34,17 +34,17 @@ def upgrade() -> None:
         *map(sa.column, ("run_id", "returned_json", "reasons_json", "refilled_before")),
     )
     for ledger in connection.execute(sa.select(ledgers)).all():
-        returned = json.loads(ledger.returned_json) or {"epoch": 0, "waiting": [], "known": []}
-        waiting = set(returned["waiting"])
+        ledger_state = json.loads(ledger.returned_json) or {"epoch": 0, "waiting": [], "known": []}
+        waiting = set(ledger_state["waiting"])
         values = [
             {
                 "run_id": ledger.run_id,
                 "row": row,
                 "number": number,
-                "epoch": returned["epoch"],
+                "epoch": ledger_state["epoch"],
                 "is_waiting": row in waiting,
             }
-            for number, row in enumerate(returned["known"])
+            for number, row in enumerate(ledger_state["known"])
         ]
         if values:
             connection.execute(rows.insert(), values)

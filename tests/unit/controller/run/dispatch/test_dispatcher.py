@@ -88,7 +88,7 @@ def handout_of(ledger, *, rows=100, quarantined=(), curriculum=None):
         order=order,
         journal=Recorder(),
         replicas=rollouts,
-        stored=SampleIndex(None, "run_1/train", group_size=2, required_fields=()),
+        sample_index=SampleIndex(None, "run_1/train", group_size=2, required_fields=()),
         clock=clock,
     )
     return dispatcher, rollouts
@@ -206,7 +206,7 @@ async def test_a_prompt_that_waits_is_passed_over_and_nothing_is_held_against_it
         order=dispatcher._order,
         journal=Recorder(),
         replicas=rollouts,
-        stored=Nothing(),
+        sample_index=Nothing(),
         dispatcher=dispatcher,
     )
     waits = rollouts.assignments[:3]

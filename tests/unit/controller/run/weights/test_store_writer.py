@@ -110,7 +110,7 @@ def writer_of(cluster, followers, *, keep):
             return {name: await m.prepare(writer.epoch, version, plan) for name, m in senders}
 
         held = await prepare()
-        await writer.write(version, held=held.values(), prepare=prepare)
+        await writer.write(version, versions=held.values(), prepare=prepare)
 
     return writer, shelf, write
 
