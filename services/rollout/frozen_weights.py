@@ -91,20 +91,20 @@ class FrozenWeights:
         if device.type == "cuda":
             _pin(self._bytes[0])
 
-    def check(self, received: Mapping[str, Tensor]) -> None:
+    def check(self, weights: Mapping[str, Tensor]) -> None:
         """Checks that the trainer's frozen weights equal these.
 
         Args:
-            received: Tensors that the trainer sent.
+            weights: Tensors that the trainer sent.
 
         Raises:
             ValueError: If the frozen weights differ or an adapter belongs to an unknown weight.
         """
-        if unknown := sorted(adapters_by_weight(received).keys() - self._tensors.keys()):
+        if unknown := sorted(adapters_by_weight(weights).keys() - self._tensors.keys()):
             raise ValueError(
                 f"received adapters for weights that the model does not have: {unknown[:3]}"
             )
-        if not torch.equal(received[FROZEN_DIGEST].cpu(), self._digest):
+        if not torch.equal(weights[FROZEN_DIGEST].cpu(), self._digest):
             raise ValueError(
                 "the frozen weights of model.path differ from the trainer's; give both the "
                 "same files, or set trainer.lora.sync to merged"
@@ -120,48 +120,48 @@ class FrozenWeights:
         return Slots(self.plan, self._device, count=self._num_slots)
 
     @torch.no_grad()
-    def merge_ahead(self, received: Mapping[str, Tensor]) -> None:
+    def merge_ahead(self, weights: Mapping[str, Tensor]) -> None:
         """Merges adapters into as many buckets as there are slots, while the engine generates. Blocks.
 
         Args:
-            received: Adapters, and other tensors that replace frozen ones, on the device.
+            weights: Adapters, and other tensors that replace frozen ones, on the device.
         """
         self._merged = (-1, torch.empty(0))
-        changes = adapters_by_weight(received)
+        changes = adapters_by_weight(weights)
         count = min(len(self.slots.buffers[0]), len(self.plan.sources[0].buckets))
-        self._filled = [self._fill(index, received, changes) for index in range(count)]
+        self._filled = [self._fill(index, weights, changes) for index in range(count)]
         for event in self._filled:
             if event is not None:
                 event.synchronize()
 
     @torch.no_grad()
-    def write(self, received: Mapping[str, Tensor], place: Place) -> None:
+    def write(self, weights: Mapping[str, Tensor], copy_slot: Place) -> None:
         """Writes all weights, bucket by bucket, after :meth:`merge_ahead`. Blocks.
 
         Args:
-            received: As for :meth:`merge_ahead`.
-            place: Copies a slot to the live weights of its bucket.
+            weights: As for :meth:`merge_ahead`.
+            copy_slot: Copies a slot to the live weights of its bucket.
         """
-        changes = adapters_by_weight(received)
+        changes = adapters_by_weight(weights)
         count, num_slots = len(self.plan.sources[0].buckets), len(self.slots.buffers[0])
         for index in range(count):
             event = self._filled[index]
             if event is not None:
                 event.synchronize()
-            place(0, index, self.slots.slot(0, index))
+            copy_slot(0, index, self.slots.slot(0, index))
             if index + num_slots < count:  # the bucket in this slot has been written
-                self._filled.append(self._fill(index + num_slots, received, changes))
+                self._filled.append(self._fill(index + num_slots, weights, changes))
         self._filled = []
         self._merged = (-1, torch.empty(0))
 
     @torch.no_grad()
-    def merged(self, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def merged(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns all merged weights on the device, for engines without in-place weight updates."""
-        changes = adapters_by_weight(received)
+        changes = adapters_by_weight(weights)
         with on_device(self._device):
             return {
-                name: received[name]
-                if name in received
+                name: weights[name]
+                if name in weights
                 else self._with_adapter(name, changes).to(self._device)
                 for name in self._tensors
             }
@@ -169,22 +169,22 @@ class FrozenWeights:
     def _fill(
         self,
         index: int,
-        received: Mapping[str, Tensor],
+        weights: Mapping[str, Tensor],
         changes: Mapping[str, tuple[Tensor, Tensor]],
     ) -> torch.cuda.Event | None:
         """Starts to fill the slot of a bucket; returns an event for its completion, or None on the CPU."""
         slot = self.slots.slot(0, index)
         with on_device(self._device), torch.cuda.stream(self._stream):
-            for part in bucket_parts(self.plan, 0, index):
-                whole = self._whole(part.tensor, received, changes)
-                values = whole[part.first : part.first + part.end - part.begin]
-                slot[part.begin : part.end].copy_(values, non_blocking=True)
+            for piece in bucket_parts(self.plan, 0, index):
+                full = self._whole(piece.tensor, weights, changes)
+                values = full[piece.first : piece.first + piece.end - piece.begin]
+                slot[piece.begin : piece.end].copy_(values, non_blocking=True)
             return None if self._stream is None else self._stream.record_event()
 
     def _whole(
         self,
         tensor: int,
-        received: Mapping[str, Tensor],
+        weights: Mapping[str, Tensor],
         changes: Mapping[str, tuple[Tensor, Tensor]],
     ) -> Tensor:
         """Returns the bytes of a tensor that the engine receives, as flat uint8.
@@ -192,8 +192,8 @@ class FrozenWeights:
         Caches the last merged tensor, because it may span several buckets.
         """
         name = self.plan.tensors[tensor].name
-        if name in received:
-            return _flat(received[name])
+        if name in weights:
+            return _flat(weights[name])
         if name not in changes:
             return self._bytes[tensor]
         if self._merged[0] != tensor:
@@ -211,9 +211,9 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def _pin(part: Tensor) -> None:
+def _pin(tensor: Tensor) -> None:
     """Pins the memory of a tensor for direct transfers; torch's own pinning would round its size up."""
-    storage = part.untyped_storage()
+    storage = tensor.untyped_storage()
     runtime: Any = torch.cuda.cudart()
     if error := int(runtime.cudaHostRegister(storage.data_ptr(), storage.nbytes(), 0)):
         logger.warning(

@@ -50,13 +50,13 @@ class ProgressWatch:
             EngineStalledError: If requests run and neither tokens nor weight version changed within
                 the deadline.
         """
-        seen = (stats.tokens_total, stats.weight_version)
+        counters = (stats.tokens_total, stats.weight_version)
         if (
             stats.num_running == 0
             or stats.is_asleep
-            or seen != (self._tokens_total, self._weight_version)
+            or counters != (self._tokens_total, self._weight_version)
         ):
-            self._tokens_total, self._weight_version = seen
+            self._tokens_total, self._weight_version = counters
             self._since = now
         elif now - self._since > self.deadline_s:
             raise EngineStalledError(
@@ -75,19 +75,19 @@ class DecodeTimes:
 
     def observe(self, stats: EngineStats, *, now: float) -> None:
         """Adds the gauges at time ``now`` in seconds; skips intervals in which nothing was decoded."""
-        seen, self._seen = self._seen, (now, stats)
-        if seen is None:
+        last, self._seen = self._seen, (now, stats)
+        if last is None:
             return
-        then, before = seen
-        passed = now - then - (stats.idle_seconds - before.idle_seconds)
+        then, before = last
+        busy_s = now - then - (stats.idle_seconds - before.idle_seconds)
         tokens = stats.tokens_total - before.tokens_total
-        if passed <= 0 or tokens <= 0 or not (stats.num_running and before.num_running):
+        if busy_s <= 0 or tokens <= 0 or not (stats.num_running and before.num_running):
             return
         if abs(stats.num_running - before.num_running) > _STEADY * before.num_running:
             return
         samples = (stats.num_running + before.num_running) / 2
-        step_s = samples * passed / tokens
-        rest = math.exp(-passed / _REMEMBERED_S)
+        step_s = samples * busy_s / tokens
+        rest = math.exp(-busy_s / _REMEMBERED_S)
         new = (1.0, samples, step_s, samples * samples, samples * step_s)
         # Weighted by tokens, not by time: a mean of ratios with varying denominators would be too large.
         self._sums = [rest * old + tokens * add for old, add in zip(self._sums, new, strict=True)]

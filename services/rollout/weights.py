@@ -87,14 +87,14 @@ class WeightReceiver:
         """Merges adapters into the frozen weights and writes the result into the live weights."""
         await in_thread(partial(frozen.merge_ahead, tensors))
         try:
-            place = await self.open_weights(frozen.plan, frozen.slots.buffers)
+            copy_slot = await self.open_weights(frozen.plan, frozen.slots.buffers)
         except InvalidArgumentError as error:
             logger.warning("merging adapters into a copy of all weights", extra={"why": str(error)})
             merged = await in_thread(partial(frozen.merged, tensors))
             self._stopped_at = None
             return await self._adopt_whole(self._attached()[0], version, merged)
         try:
-            await in_thread(partial(frozen.write, tensors, place))
+            await in_thread(partial(frozen.write, tensors, copy_slot))
         except BaseException:
             await self.refuse_weights(
                 "merging adapters into the live weights failed; nothing is served until a whole version "

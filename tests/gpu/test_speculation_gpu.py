@@ -151,7 +151,7 @@ def test_proposals_on_the_gpu_are_those_of_the_torch_engine() -> None:
         expected = [
             propose_ngram(
                 tokens[slot, : lengths[slot]].long().numpy(),
-                most=most,
+                limit=most,
                 shortest=shortest,
                 longest=longest,
             )

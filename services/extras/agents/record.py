@@ -352,7 +352,7 @@ class EpisodeRecord:
                 self._episode.sample_after(
                     turns,
                     draw,
-                    started=started,
+                    cut_turn=started,
                     on_tokens=partial(listener.add, index) if listener is not None else None,
                 )
                 for index, (draw, started) in enumerate(zip(draws, begun, strict=True))

@@ -76,8 +76,8 @@ def parse_observation(answer: object, *, source: str) -> Observation:
         messages=_messages(answer.get("messages", ()), source),
         tools=None if tools is None else tuple(tools),
         is_done=is_done,
-        reward=named_numbers(answer.get("reward"), what="reward", source=source),
-        metrics=named_numbers(answer.get("metrics"), what="metrics", source=source),
+        reward=named_numbers(answer.get("reward"), subject="reward", source=source),
+        metrics=named_numbers(answer.get("metrics"), subject="metrics", source=source),
     )
     if not is_done and not observation.messages:
         raise _wrong(source, "messages", "at least one message until the episode ends", "none")

@@ -236,8 +236,8 @@ class ExternalService:
         content = bytearray()
         body_bytes = None if body is None else json_text(body).encode()
         async with self.stream(method, path, body_bytes) as response:
-            async for part in response.aiter_bytes():
-                content += part
+            async for chunk in response.aiter_bytes():
+                content += chunk
                 if len(content) > self._max_answer_bytes:
                     raise CallError(
                         "invalid_value",

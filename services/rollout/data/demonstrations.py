@@ -97,11 +97,11 @@ def of_chat(
     )
 
 
-def as_messages(value: object, what: str) -> Messages:
+def as_messages(value: object, name: str) -> Messages:
     """Returns a value that must be chat messages.
 
     Raises:
-        ValueError: If it is anything else; ``what`` names the value in the message.
+        ValueError: If it is anything else; ``name`` names the value in the message.
     """
     is_chat = isinstance(value, Sequence) and not isinstance(value, str) and bool(value)
     if not is_chat or not all(
@@ -109,7 +109,7 @@ def as_messages(value: object, what: str) -> Messages:
         for message in cast("Messages", value)
     ):
         raise ValueError(
-            f"{what} must be chat messages, each with role and content, got {value!r:.60}"
+            f"{name} must be chat messages, each with role and content, got {value!r:.60}"
         )
     return cast("Messages", value)
 
@@ -137,21 +137,21 @@ def as_tools(value: object) -> Messages:
     return tools
 
 
-def check_answered(messages: Messages, what: str) -> None:
+def check_answered(messages: Messages, name: str) -> None:
     """Checks that a conversation ends, but does not start, with a message of the assistant.
 
     Raises:
-        ValueError: If it does not; ``what`` names the conversation in the message.
+        ValueError: If it does not; ``name`` names the conversation in the message.
     """
     first, last = messages[0]["role"], messages[-1]["role"]
     if last != "assistant":
         raise ValueError(
-            f"{what} ends with a message of {last!r}, but training needs a last message of 'assistant'; "
+            f"{name} ends with a message of {last!r}, but training needs a last message of 'assistant'; "
             "add it, or set data.answer_column to the answer's column"
         )
     if first == "assistant":
         raise ValueError(
-            f"{what} starts with a message of 'assistant', which has no prompt; start with a message of "
+            f"{name} starts with a message of 'assistant', which has no prompt; start with a message of "
             "'system' or 'user'"
         )
 
@@ -161,17 +161,17 @@ def _rendered(
 ) -> Iterator[DemonstrationTurn]:
     """Yields the turns between renderings of successive prefixes of the conversation."""
     indices = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    seen = answer = ""
+    prefix = answer = ""
     for index in indices if turns == "all" else indices[-1:]:
         before, after = _around_answer(messages, tools, tokenizer, index=index)
-        if not before.startswith(seen):
-            seen, answer = _without_ending(seen, answer, before, tokenizer)
-        prompt_ids: Sequence[int] = tokenizer.encode(before[len(seen) :], continues=bool(seen))
-        if seen:
+        if not before.startswith(prefix):
+            prefix, answer = _without_ending(prefix, answer, before, tokenizer)
+        prompt_ids: Sequence[int] = tokenizer.encode(before[len(prefix) :], continues=bool(prefix))
+        if prefix:
             answer_ids, prompt_ids = _ended(answer, prompt_ids, tokenizer)
             yield DemonstrationTurn(tuple(answer_ids), is_answer=True)
         yield DemonstrationTurn(tuple(prompt_ids), is_answer=False)
-        seen, answer = after, after[len(before) :]
+        prefix, answer = after, after[len(before) :]
     answer_ids, _ = _ended(answer, [], tokenizer)
     yield DemonstrationTurn(tuple(answer_ids), is_answer=True)
 
@@ -196,31 +196,31 @@ def _around_answer(
 
 
 def _without_ending(
-    seen: str, answer: str, following: str, tokenizer: Tokenizer
+    prefix: str, answer: str, following: str, tokenizer: Tokenizer
 ) -> tuple[str, str]:
     """Returns a conversation and its last answer without the tokens that only the end of a chat has.
 
     Phi-3's template ends a chat with the end-of-sequence token, Nemotron's only the last answer.
 
     Args:
-        seen: The rendered conversation up to the end of the answer.
+        prefix: The rendered conversation up to the end of the answer.
         following: The rendered conversation with the messages after the answer.
 
     Raises:
         ValueError: If more than these tokens differ.
     """
     same = sum(
-        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(seen, following, strict=False))
+        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prefix, following, strict=False))
     )
-    starts = [seen.rfind(token) for token in tokenizer.textless_tokens if seen.endswith(token)]
-    start = max(starts, default=len(seen))
-    if start > same or len(seen) - start > len(answer):
+    starts = [prefix.rfind(token) for token in tokenizer.textless_tokens if prefix.endswith(token)]
+    start = max(starts, default=len(prefix))
+    if start > same or len(prefix) - start > len(answer):
         raise ValueError(
             "the chat template renders an earlier answer differently if messages follow it, for example "
             "without its reasoning, so that answer cannot be trained; set "
             "data.demonstration.turns to 'last', or add {% generation %} marks to the template"
         )
-    return seen[:start], answer[: len(answer) - (len(seen) - start)]
+    return prefix[:start], answer[: len(answer) - (len(prefix) - start)]
 
 
 def _ended(

@@ -101,7 +101,7 @@ class ImageReader:
         sources: Sequence[Any],
         *,
         folder: Path | None,
-        place: str,
+        origin: str,
         num_tokens: int = 0,
         earlier: "ModelInputs | None" = None,
     ) -> tuple[list[int], "ModelInputs", tuple[Picture, ...]]:
@@ -111,7 +111,7 @@ class ImageReader:
             token_ids: Tokens of the prompt or the observation, with one placeholder for each image.
             sources: The images as the row or the observation has them, in order.
             folder: Folder that paths are relative to; None forbids paths.
-            place: Name of the row or the observation, for error messages.
+            origin: Name of the row or the observation, for error messages.
             num_tokens: Number of tokens of the conversation before these.
             earlier: Earlier images of the conversation, which count towards ``data.max_images``.
 
@@ -124,34 +124,34 @@ class ImageReader:
         if marks != len(sources):
             raise refused_prompt(
                 "prompt_malformed",
-                f"{place} has {len(sources)} images, but its text has {marks} places for them; mark each "
+                f"{origin} has {len(sources)} images, but its text has {marks} places for them; mark each "
                 f"place with {MARK}, or none",
             )
         if sources and token_ids[-1] == self._placeholder:
             raise refused_prompt(
                 "prompt_malformed",
-                f"{place} ends with an image, but the model answers after text; add text after it",
+                f"{origin} ends with an image, but the model answers after text; add text after it",
             )
         num_earlier = len(earlier.tensors.get(_PLACES, ())) if earlier is not None else 0
         if num_earlier + len(sources) > self._data.max_images:
             after = f" after {num_earlier} others" * (num_earlier > 0)
             raise refused_prompt(
                 "too_many_images",
-                f"{place} has {len(sources)} images{after}, more than data.max_images "
+                f"{origin} has {len(sources)} images{after}, more than data.max_images "
                 f"({self._data.max_images}); raise it or use fewer",
             )
         if not sources:
             return list(token_ids), ModelInputs.from_values(None), ()
-        named = [(f"image {n} of {place}", source) for n, source in enumerate(sources)]
-        images = [self._read(source, folder, name) for name, source in named]
+        named_sources = [(f"image {n} of {origin}", source) for n, source in enumerate(sources)]
+        images = [self._read(source, folder, name) for name, source in named_sources]
         pictures = [_picture(image, source) for image, source in zip(images, sources, strict=True)]
         try:
-            made = self._processor(images=images, return_tensors="pt")
+            pixels = self._processor(images=images, return_tensors="pt")
         except ValueError as error:
             raise refused_prompt(
-                "image_invalid", f"{place}: the model's processor refuses an image: {error}"
+                "image_invalid", f"{origin}: the model's processor refuses an image: {error}"
             ) from error
-        values = {name: made[name] for name in ("pixel_values", "image_grid_thw")}
+        values = {name: pixels[name] for name in ("pixel_values", "image_grid_thw")}
         expanded, inputs = self.with_places(
             token_ids, values, num_tokens=num_tokens, num_earlier=num_earlier
         )
@@ -177,14 +177,14 @@ class ImageReader:
 
         merge = self._processor.merge_size**2
         counts = [math.prod(grid) // merge for grid in tensors["image_grid_thw"].tolist()]
-        expanded, places = list[int](), list[list[int]]()
+        expanded, spans = list[int](), list[list[int]]()
         for id_ in token_ids:
-            if id_ == self._placeholder and len(places) < len(counts):
-                places.append([num_earlier + len(places), num_tokens + len(expanded)])
-                expanded += [id_] * counts[len(places) - 1]
+            if id_ == self._placeholder and len(spans) < len(counts):
+                spans.append([num_earlier + len(spans), num_tokens + len(expanded)])
+                expanded += [id_] * counts[len(spans) - 1]
             else:
                 expanded.append(id_)
-        return expanded, ModelInputs.from_values({**tensors, _PLACES: places})
+        return expanded, ModelInputs.from_values({**tensors, _PLACES: spans})
 
     def _read(self, source: Any, folder: Path | None, name: str) -> Image.Image:
         """Returns an image as viewers show it, in RGB, with at most ``data.max_image_pixels``.
@@ -200,9 +200,9 @@ class ImageReader:
                     "scale it down",
                 )
             with _DECODING:
-                shown = _as_shown(image)
-                smaller = _scaled_down(shown, self._data.max_image_pixels)
-                smaller.info = {_SIZE: shown.size}
+                upright = _as_shown(image)
+                smaller = _scaled_down(upright, self._data.max_image_pixels)
+                smaller.info = {_SIZE: upright.size}
                 return smaller
         except Image.DecompressionBombError as error:
             raise refused_prompt("image_too_large", f"{name}: {error}") from error
@@ -303,24 +303,24 @@ def with_parts(
         images: Images of the row's column. Marks and parts without an image take them in order; if there are
             neither, the images precede the text of the first user message.
     """
-    rest, used = list(images), list[Any]()
+    rest, used_images = list(images), list[Any]()
     split = [list(_parts_of(line["content"], marks=bool(images))) for line in messages]
     if all(part["type"] == "text" for parts in split for part in parts):
         users = (n for n, message in enumerate(messages) if message["role"] == "user")
         split[next(users, 0)][:0] = [{"type": "image"} for _ in rest]
-    made = []
+    split_messages = []
     for message, parts in zip(messages, split, strict=True):
-        for place, part in enumerate(parts):
+        for index, part in enumerate(parts):
             if part["type"] == "text":
                 continue
             image = _own_image(part)
             if image is None and rest:
                 image = rest.pop(0)
-            used += [] if image is None else [image]
-            parts[place] = {"type": "image"}
+            used_images += [] if image is None else [image]
+            parts[index] = {"type": "image"}
         is_text = isinstance(message["content"], str) and [p["type"] for p in parts] == ["text"]
-        made.append({**message, "content": message["content"] if is_text else parts})
-    return made, used + rest
+        split_messages.append({**message, "content": message["content"] if is_text else parts})
+    return split_messages, used_images + rest
 
 
 def has_images(value: Any) -> bool:
@@ -398,9 +398,9 @@ def _as_shown(image: Image.Image) -> Image.Image:
     if not image.has_transparency_data:
         return image if image.mode == "RGB" else image.convert("RGB")
     image = image if image.mode == "RGBA" else image.convert("RGBA")
-    shown = Image.new("RGB", image.size, "white")
-    shown.paste(image, mask=image.getchannel("A"))
-    return shown
+    canvas = Image.new("RGB", image.size, "white")
+    canvas.paste(image, mask=image.getchannel("A"))
+    return canvas
 
 
 def _scaled_down(image: Image.Image, max_pixels: int) -> Image.Image:
@@ -411,7 +411,7 @@ def _scaled_down(image: Image.Image, max_pixels: int) -> Image.Image:
 
 
 def _picture(image: Image.Image, source: Any) -> Picture:
-    factor = min(1.0, *(most / side for most, side in zip(_THUMBNAIL, image.size, strict=True)))
+    factor = min(1.0, *(limit / side for limit, side in zip(_THUMBNAIL, image.size, strict=True)))
     small = image if factor == 1 else image.resize(_sides(image, factor))
     buffer = io.BytesIO()
     small.save(buffer, "PNG" if small.width * small.height <= 64 * 64 else "JPEG")

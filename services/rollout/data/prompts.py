@@ -137,8 +137,8 @@ class PromptStore:
         try:
             inputs = ModelInputs.from_values(row.get(column))
         except ValueError as error:
-            place = f"column {column!r} in row {row_index} of data.{split}"
-            raise refused_prompt("prompt_malformed", f"{place}: {error}") from error
+            origin = f"column {column!r} in row {row_index} of data.{split}"
+            raise refused_prompt("prompt_malformed", f"{origin}: {error}") from error
         rest = {name: value for name, value in row.items() if name != column}
         return replace(self._prompt(rest, split, row_index), model_inputs=inputs)
 
@@ -147,29 +147,31 @@ class PromptStore:
         column = self._data.answer_column_of(spec)
         if spec.source == "environment":
             return Prompt(token_ids=(), text="", answer=None, row=row, data_source=spec.path)
-        place, source = f"row {row_index} of data.{split}", str(row.get("data_source", spec.path))
+        origin, source = f"row {row_index} of data.{split}", str(row.get("data_source", spec.path))
         if self._num_demonstrations:
             has_rewards = self._answers_heldout or spec.rewards is not None
             is_sampled = kind_of(split) == "heldout" and has_rewards
-            return self._demonstrated(row, spec, source, place, is_sampled=is_sampled)
-        tools = self._tools(row, place)
-        text, messages, token_ids, images = self._encode(row, spec, place, tools)
+            return self._demonstrated(row, spec, source, origin, is_sampled=is_sampled)
+        tools = self._tools(row, origin)
+        text, messages, token_ids, images = self._encode(row, spec, origin, tools)
         inputs: ModelInputs | None = None
         pictures: tuple[Picture, ...] = ()
         if self._images is not None:
             folder = Path(spec.path).parent if spec.source in _FILES else Path()
             token_ids, inputs, pictures = self._images.inputs_of(
-                token_ids, images, folder=folder, place=place
+                token_ids, images, folder=folder, origin=origin
             )
             row = self._without_images(row, spec, messages)
-        self._check_length(token_ids, place)
-        shown: Sequence[int] = ()
+        self._check_length(token_ids, origin)
+        teacher_ids: Sequence[int] = ()
         if self._teacher_column is not None and kind_of(split) == "train":
-            _, _, shown, _ = self._encode(row, spec, place, tools, column=self._teacher_column)
-            self._check_length(shown, place)
+            _, _, teacher_ids, _ = self._encode(
+                row, spec, origin, tools, column=self._teacher_column
+            )
+            self._check_length(teacher_ids, origin)
         return Prompt(
             token_ids=tuple(token_ids),
-            teacher_ids=tuple(shown),
+            teacher_ids=tuple(teacher_ids),
             text=text,
             answer=None if column is None else column_value(row, column),
             row=row,
@@ -189,30 +191,30 @@ class PromptStore:
         return rest
 
     def _demonstrated(
-        self, row: Row, spec: PromptSourceSpec, source: str, place: str, *, is_sampled: bool
+        self, row: Row, spec: PromptSourceSpec, source: str, origin: str, *, is_sampled: bool
     ) -> Prompt:
         """Returns a prompt with its answer, or with the preferred and the rejected answer."""
         data = self._data
         turns = "last" if is_sampled else data.demonstration.turns
         try:
             count = 1 if is_sampled else self._num_demonstrations
-            talks = conversations_of(row, data, spec, place, count=count)
-            tools = self._tools(row, place)
+            talks = conversations_of(row, data, spec, origin, count=count)
+            tools = self._tools(row, origin)
             every = [self._shown(messages, tools, turns) for messages in talks]
         except ValueError as error:
-            raise refused_prompt("prompt_malformed", f"{place}: {error}") from error
+            raise refused_prompt("prompt_malformed", f"{origin}: {error}") from error
         if len({demonstration.prompt_ids for demonstration in every}) > 1:
             raise refused_prompt(
                 "prompt_malformed",
-                f"the answers in {place} follow different prompts, so they cannot be compared; correct the "
+                f"the answers in {origin} follow different prompts, so they cannot be compared; correct the "
                 "conversations, or set data.demonstration.turns to 'last'",
             )
-        messages, shown = talks[0], every[0]
-        self._check_length(shown.prompt_ids, place)
+        messages, first_demonstration = talks[0], every[0]
+        self._check_length(first_demonstration.prompt_ids, origin)
         return Prompt(
-            token_ids=shown.prompt_ids,
+            token_ids=first_demonstration.prompt_ids,
             text=str(messages[-2].get("content") or ""),
-            answer=shown.text,
+            answer=first_demonstration.text,
             row=row,
             data_source=source,
             messages=tuple(messages[:-1]) if data.chat_template else (),
@@ -227,18 +229,18 @@ class PromptStore:
         question, answer = (message["content"] for message in messages)
         return of_text(question, answer, self._tokenizer)
 
-    def _tools(self, row: Row, place: str) -> Messages:
+    def _tools(self, row: Row, origin: str) -> Messages:
         """Returns the tools of a row; empty if its prompt is no chat."""
         try:
             return as_tools(row.get("tools")) if self._data.chat_template else ()
         except ValueError as error:
-            raise refused_prompt("prompt_malformed", f"{place}: {error}") from error
+            raise refused_prompt("prompt_malformed", f"{origin}: {error}") from error
 
     def _encode(
         self,
         row: Row,
         spec: PromptSourceSpec,
-        place: str,
+        origin: str,
         tools: Messages,
         *,
         column: str | None = None,
@@ -259,16 +261,16 @@ class PromptStore:
             if messages[-1]["role"] == "assistant":
                 raise refused_prompt(
                     "prompt_malformed",
-                    f"{key} {column!r} in {place} ends with a message of 'assistant', but the model writes "
+                    f"{key} {column!r} in {origin} ends with a message of 'assistant', but the model writes "
                     "the next one; remove the answer from the prompt",
                 )
         else:
             raise refused_prompt(
                 "prompt_malformed",
-                f"{key} {column!r} in {place} must be text or, with data.chat_template, chat messages with "
+                f"{key} {column!r} in {origin} must be text or, with data.chat_template, chat messages with "
                 f"role and content, got {content!r:.80}",
             )
-        messages, images = self._with_images(row, messages, place)
+        messages, images = self._with_images(row, messages, origin)
         last = messages[-1]["content"]
         parts = [{"type": "text", "text": last}] if isinstance(last, str) else last
         text = "".join(part["text"] for part in parts if part["type"] == "text")
@@ -289,10 +291,10 @@ class PromptStore:
                 )
             return text, (), token_ids, images
         except ValueError as error:
-            raise refused_prompt("prompt_malformed", f"{place}: {error}") from error
+            raise refused_prompt("prompt_malformed", f"{origin}: {error}") from error
 
     def _with_images(
-        self, row: Row, messages: Sequence[Message], place: str
+        self, row: Row, messages: Sequence[Message], origin: str
     ) -> tuple[Sequence[Message], Sequence[Any]]:
         """Returns messages whose images are parts, and the images in their order."""
         value = None if self._data.image_column is None else row.get(self._data.image_column)
@@ -308,7 +310,7 @@ class PromptStore:
         if self._images is None:
             raise refused_prompt(
                 "prompt_malformed",
-                f"{place} has images, but model.images is false; set it to true, or use rows without images "
+                f"{origin} has images, but model.images is false; set it to true, or use rows without images "
                 f"(data.image_column is {self._data.image_column!r})",
             )
         # Imported here, because most runs have no images.
@@ -321,30 +323,30 @@ class PromptStore:
         except (AttributeError, KeyError, TypeError) as error:
             raise refused_prompt(
                 "prompt_malformed",
-                f"{place} has messages whose parts are not {{type: text, text}} or {{type: image, image}}: "
+                f"{origin} has messages whose parts are not {{type: text, text}} or {{type: image, image}}: "
                 f"{error!r}",
             ) from error
 
-    def _check_length(self, token_ids: Sequence[int], place: str) -> None:
+    def _check_length(self, token_ids: Sequence[int], origin: str) -> None:
         if not token_ids:
             raise refused_prompt(
-                "prompt_empty", f"{place} has an empty prompt; remove or fill the row"
+                "prompt_empty", f"{origin} has an empty prompt; remove or fill the row"
             )
         if len(token_ids) > self._data.max_prompt_tokens:
             raise refused_prompt(
                 "prompt_too_long",
-                f"{place} has {len(token_ids)} tokens, more than data.max_prompt_tokens "
+                f"{origin} has {len(token_ids)} tokens, more than data.max_prompt_tokens "
                 f"({self._data.max_prompt_tokens}); raise it or remove the row",
             )
 
 
 def conversations_of(
-    row: Row, data: DataSpec, spec: PromptSourceSpec, place: str, *, count: int
+    row: Row, data: DataSpec, spec: PromptSourceSpec, origin: str, *, count: int
 ) -> list[Messages]:
     """Returns the conversations of a row with demonstrations; each ends with one of the answers.
 
     Args:
-        place: Position of the row, for error messages.
+        origin: Position of the row, for error messages.
         count: Number of answers in a row: one, or two, the preferred one first.
 
     Raises:
@@ -353,11 +355,11 @@ def conversations_of(
     keys = {"answer_column": data.answer_column_of(spec), "rejected_column": data.rejected_column}
     columns = list(keys.items())[:count]
     talks = [
-        _conversation_of(row, data, spec, place, column, is_only=count == 1) for column in columns
+        _conversation_of(row, data, spec, origin, column, is_only=count == 1) for column in columns
     ]
     if count > 1 and talks[0] == talks[1]:
         raise ValueError(
-            f"data.answer_column {columns[0][1]!r} and data.rejected_column {columns[1][1]!r} of {place} "
+            f"data.answer_column {columns[0][1]!r} and data.rejected_column {columns[1][1]!r} of {origin} "
             "have the same answer, so neither is preferred; remove the row"
         )
     return talks
@@ -367,7 +369,7 @@ def _conversation_of(
     row: Row,
     data: DataSpec,
     spec: PromptSourceSpec,
-    place: str,
+    origin: str,
     column: tuple[str, str | None],
     *,
     is_only: bool,
@@ -375,7 +377,7 @@ def _conversation_of(
     """Returns the conversation with the answer of a column, the row's only answer or one of a pair."""
     prompt_column, (key, answer_column) = data.prompt_column_of(spec), column
     prompt = column_value(row, prompt_column)
-    what = f"data.prompt_column {prompt_column!r} of {place}"
+    source = f"data.prompt_column {prompt_column!r} of {origin}"
     if isinstance(prompt, str):
         text = data.prompt_template_of(spec).replace("{prompt}", prompt)
         messages: Messages = [{"role": "user", "content": text}]
@@ -383,26 +385,26 @@ def _conversation_of(
         messages = cast("Messages", prompt)
     else:
         raise ValueError(
-            f"{what} is {prompt!r:.60}, but data.chat_template is false; set it to true for chat "
+            f"{source} is {prompt!r:.60}, but data.chat_template is false; set it to true for chat "
             "messages, or use a column with text"
         )
     if answer_column is not None:
         answer = column_value(row, answer_column)
         if data.chat_template and isinstance(answer, Sequence) and not isinstance(answer, str):
-            turns = as_messages(answer, f"data.{key} {answer_column!r} of {place}")
+            turns = as_messages(answer, f"data.{key} {answer_column!r} of {origin}")
             is_whole = turns[0]["role"] != "assistant"
-            messages = turns if is_whole else [*as_messages(messages, what), *turns]
+            messages = turns if is_whole else [*as_messages(messages, source), *turns]
         elif isinstance(answer, str) and answer:
-            messages = [*as_messages(messages, what), {"role": "assistant", "content": answer}]
+            messages = [*as_messages(messages, source), {"role": "assistant", "content": answer}]
         else:
             fix = "use another column"
             if is_only:  # of a pair, both answers have columns
                 fix += ", or null if data.prompt_column has whole conversations"
             raise ValueError(
-                f"data.{key} {answer_column!r} of {place} must be the answer's text, got "
+                f"data.{key} {answer_column!r} of {origin} must be the answer's text, got "
                 f"{answer!r:.60}; {fix}"
             )
-    check_answered(as_messages(messages, what), what)
+    check_answered(as_messages(messages, source), source)
     return messages
 
 
@@ -481,7 +483,7 @@ class Curriculum:
         self._spec = spec
         self._calls = calls
 
-    async def check(self, row: Row, tried: PromptHistory) -> None:
+    async def check(self, row: Row, history: PromptHistory) -> None:
         """Asks the function if the prompt is worth sampling now; raises an error if it is not.
 
         Raises:
@@ -491,14 +493,16 @@ class Curriculum:
         """
         reference = self._spec.function
         assert reference is not None, "a function is asked for"
-        told = {
-            "step": tried.step,
-            "tries": tried.tries,
-            "mean_reward": tried.mean_reward if tried.tries else None,
+        record = {
+            "step": history.step,
+            "tries": history.tries,
+            "mean_reward": history.mean_reward if history.tries else None,
         }
         arguments, timeout_s = self._spec.arguments, self._spec.timeout_s
         try:
-            answer = await self._calls.call(reference, (row, told), arguments, timeout_s=timeout_s)
+            answer = await self._calls.call(
+                reference, (row, record), arguments, timeout_s=timeout_s
+            )
         except CallError as error:
             raise _curriculum_error(error.kind, error.message) from error
         if not isinstance(answer, bool):

@@ -64,8 +64,8 @@ def filtered_rows(rows: PromptSource, filters: Sequence[FilterSpec], *, key: str
     Raises:
         ValueError: If a filter cannot be applied, or no row passes; the message names the filter.
     """
-    named = [(f"{key}.filters.{index}", spec) for index, spec in enumerate(filters)]
-    tests = [(name, _test(spec, name, rows[0])) for name, spec in named]
+    named_filters = [(f"{key}.filters.{index}", spec) for index, spec in enumerate(filters)]
+    tests = [(name, _test(spec, name, rows[0])) for name, spec in named_filters]
     indices = array("q")
     for index in range(len(rows)):
         try:
@@ -82,14 +82,14 @@ def filtered_rows(rows: PromptSource, filters: Sequence[FilterSpec], *, key: str
     return indices
 
 
-def _passes(keeps: _Keeps, row: Row, place: str) -> bool:
+def _passes(keeps: _Keeps, row: Row, origin: str) -> bool:
     try:
         answer = keeps(row)
     except (Exception, SystemExit) as error:  # may be user code
-        raise ValueError(f"{place}: the filter failed with {describe_error(error)}") from error
+        raise ValueError(f"{origin}: the filter failed with {describe_error(error)}") from error
     if not isinstance(answer, bool):
         raise ValueError(  # noqa: TRY004 -- the function is wrong, not an argument's type
-            f"{place}: a filter must return True or False, but returned {answer!r:.60}"
+            f"{origin}: a filter must return True or False, but returned {answer!r:.60}"
         )
     return answer
 
@@ -138,17 +138,17 @@ def _fits(spec: FilterSpec, value: object) -> bool:
     )
 
 
-def _is_within(number: float | None, least: float | None, most: float | None) -> bool:
+def _is_within(number: float | None, least: float | None, upper: float | None) -> bool:
     """Returns True if a number is within the bounds; None passes only without bounds."""
     if number is None:
-        return least is None and most is None
-    return (least is None or number >= least) and (most is None or number <= most)
+        return least is None and upper is None
+    return (least is None or number >= least) and (upper is None or number <= upper)
 
 
 def _length(value: Sized) -> int:
     """Returns the characters of a text or of all messages of a chat, or the number of items otherwise."""
-    if isinstance(value, Sequence) and all(isinstance(part, Mapping) for part in value):
-        return sum(len(str(part.get("content", ""))) for part in value)
+    if isinstance(value, Sequence) and all(isinstance(message, Mapping) for message in value):
+        return sum(len(str(message.get("content", ""))) for message in value)
     return len(value)
 
 
@@ -250,9 +250,9 @@ def _column_key(name: str, spec: PromptSourceSpec, key: str) -> str:
 class _ChosenRows:
     """Selected rows of another source."""
 
-    def __init__(self, source: PromptSource, chosen: Sequence[int]) -> None:
+    def __init__(self, source: PromptSource, indexes: Sequence[int]) -> None:
         self._source = source
-        self._chosen = chosen
+        self._chosen = indexes
 
     def __len__(self) -> int:
         return len(self._chosen)

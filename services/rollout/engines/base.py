@@ -438,8 +438,8 @@ def _check_ids(token_ids: Sequence[int], vocab_size: int) -> None:
 def _some(names: Iterable[str]) -> str:
     """Lists up to three names, sorted."""
     ordered = sorted(names)
-    more = f" and {len(ordered) - 3} more" if len(ordered) > 3 else ""
-    return ", ".join(ordered[:3]) + more or "none"
+    rest = f" and {len(ordered) - 3} more" if len(ordered) > 3 else ""
+    return ", ".join(ordered[:3]) + rest or "none"
 
 
 # Characters at the start of a decoded text that may differ from those inside it: up to three bytes of a

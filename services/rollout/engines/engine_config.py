@@ -138,14 +138,14 @@ class EngineConfig:
         }
         return {name: value for name, value in arguments.items() if value is not None}
 
-    def check_arguments(self, known: Collection[str], *, engine: str) -> None:
+    def check_arguments(self, argument_names: Collection[str], *, engine: str) -> None:
         """Refuses arguments that the engine does not have.
 
         Raises:
             ValueError: With the unknown name and similar known ones.
         """
-        for name in sorted(set(self.arguments) - set(known)):
-            similar = get_close_matches(name, known)
+        for name in sorted(set(self.arguments) - set(argument_names)):
+            similar = get_close_matches(name, argument_names)
             meant = f"did you mean {' or '.join(similar)}?" if similar else "remove it"
             raise ValueError(
                 f"rollout.engine_arguments has {name!r}, which {engine} does not accept; {meant}"

@@ -56,13 +56,13 @@ class SpeculationSwitch:
 
     def is_on(self, num_running: int) -> bool:
         """Returns True if the next step should have proposals."""
-        measured = self._measured[_class_of(num_running)]
-        measured.num_steps += 1
-        if len(measured.drafted_s) < _TRIALS:
+        measurement = self._measured[_class_of(num_running)]
+        measurement.num_steps += 1
+        if len(measurement.drafted_s) < _TRIALS:
             return True
-        if len(measured.plain_s) < _TRIALS:
+        if len(measurement.plain_s) < _TRIALS:
             return False
-        return measured.pays != (measured.num_steps % _PERIOD < _AGAIN)
+        return measurement.pays != (measurement.num_steps % _PERIOD < _AGAIN)
 
     def record(
         self, num_running: int, *, num_tokens: int, has_drafts: bool, seconds: float
@@ -73,12 +73,12 @@ class SpeculationSwitch:
             num_tokens: Tokens that the step added to all responses.
             has_drafts: True if any request had proposed tokens.
         """
-        measured = self._measured[_class_of(num_running)]
+        measurement = self._measured[_class_of(num_running)]
         if has_drafts:
-            measured.drafted_s.append(seconds)
-            measured.gained.append(num_tokens / num_running)
+            measurement.drafted_s.append(seconds)
+            measurement.gained.append(num_tokens / num_running)
         else:
-            measured.plain_s.append(seconds)
+            measurement.plain_s.append(seconds)
 
 
 def _class_of(number: int) -> int:
@@ -105,11 +105,11 @@ class NgramSpeculator:
         """Returns True if tokens should be proposed with this number of running requests."""
         return self._switch.is_on(num_running)
 
-    def propose(self, tokens: "array[int]", *, most: int) -> Sequence[int]:
-        """Returns at most ``most`` tokens that may follow a sequence of int64 tokens."""
+    def propose(self, tokens: "array[int]", *, limit: int) -> Sequence[int]:
+        """Returns at most ``limit`` tokens that may follow a sequence of int64 tokens."""
         return propose_ngram(
             np.frombuffer(tokens, np.int64),
-            most=min(most, self.num_tokens),
+            limit=min(limit, self.num_tokens),
             shortest=self._shortest,
             longest=self._longest,
         )
@@ -139,21 +139,21 @@ class NgramSpeculator:
 def propose_ngram(
     tokens: "np.ndarray[tuple[int], np.dtype[np.int64]]",
     *,
-    most: int,
+    limit: int,
     shortest: int,
     longest: int,
 ) -> list[int]:
     """Returns the tokens after the latest of the longest earlier occurrences of a sequence's last tokens.
 
     An occurrence that overlaps the end continues with the proposed tokens, so that a proposal always has
-    ``most`` tokens, or none if nothing occurred before.
+    ``limit`` tokens, or none if nothing occurred before.
 
     Args:
         tokens: ``[L]`` int64, at least one.
         shortest: Min number of last tokens that must have occurred.
         longest: Max number of last tokens that are compared.
     """
-    if most < 1:
+    if limit < 1:
         return []
     ends = np.flatnonzero(tokens[:-1] == tokens[-1]) + 1
     length = 1
@@ -166,18 +166,18 @@ def propose_ngram(
     if length < shortest or not len(ends):
         return []
     start = int(ends[-1])
-    proposed: list[int] = tokens[start : start + most].tolist()
+    proposed: list[int] = tokens[start : start + limit].tolist()
     period = len(tokens) - start
-    while len(proposed) < most:
+    while len(proposed) < limit:
         proposed.append(proposed[len(proposed) - period])
     return proposed
 
 
-def num_equal(proposed: Sequence[int], drawn: Sequence[int]) -> int:
+def num_equal(proposed: Sequence[int], tokens: Sequence[int]) -> int:
     """Returns the number of proposed tokens before the first one that differs from the drawn token."""
     count = 0
-    for proposal, other in zip(proposed, drawn, strict=False):
-        if proposal != other:
+    for proposal, token in zip(proposed, tokens, strict=False):
+        if proposal != token:
             break
         count += 1
     return count

@@ -58,7 +58,7 @@ class Score:
 class Reward(Protocol):
     """Scores responses."""
 
-    async def score(self, given: RewardInput) -> Score:
+    async def score(self, reward_input: RewardInput) -> Score:
         """Returns a finite score.
 
         Raises:
@@ -70,7 +70,11 @@ class RemoteReward(Protocol):
     """Client of a service that scores responses."""
 
     async def score(
-        self, given: RewardInput, *, episode: Mapping[str, Any] | None = None, timeout_s: float
+        self,
+        reward_input: RewardInput,
+        *,
+        episode: Mapping[str, Any] | None = None,
+        timeout_s: float,
     ) -> Any:
         """Returns the service's score: a number, or terms by name.
 
@@ -128,7 +132,7 @@ def checked_score(value: object, *, bounds: tuple[float, float] | None, name: st
     return score
 
 
-def named_numbers(value: object, *, what: str, source: str) -> dict[str, float]:
+def named_numbers(value: object, *, subject: str, source: str) -> dict[str, float]:
     """Returns numbers by name; a number without a name is called ``reward``.
 
     Args:
@@ -144,9 +148,9 @@ def named_numbers(value: object, *, what: str, source: str) -> dict[str, float]:
     if not isinstance(value, Mapping):
         raise CallError(
             "invalid_value",
-            f"{source}: {what} must be a number or numbers by name, got {shortened(value)}",
+            f"{source}: {subject} must be a number or numbers by name, got {shortened(value)}",
         )
-    checked_names(value, source=f"{what} of {source}")
+    checked_names(value, source=f"{subject} of {source}")
     return {
         str(name): checked_score(number, bounds=None, name=f"{name} of {source}")
         for name, number in value.items()
@@ -159,12 +163,12 @@ def checked_names(names: Iterable[object], *, source: str) -> None:
     Raises:
         CallError: ``invalid_value`` if there are too many, or one is invalid.
     """
-    listed = [*names]
-    if len(listed) > MAX_TERMS:
+    names = [*names]
+    if len(names) > MAX_TERMS:
         raise CallError(
-            "invalid_value", f"{source} has {len(listed)} terms, more than the limit of {MAX_TERMS}"
+            "invalid_value", f"{source} has {len(names)} terms, more than the limit of {MAX_TERMS}"
         )
-    for name in listed:
+    for name in names:
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise CallError(
                 "invalid_value",
@@ -227,19 +231,19 @@ def token_values(spec: RewardSpec, value: object, turn_lengths: Sequence[int]) -
     if spec.per == "token":
         return numbers
     return [
-        number if place == length - 1 else 0.0
+        number if index == length - 1 else 0.0
         for number, length in zip(numbers, turn_lengths, strict=True)
-        for place in range(length)
+        for index in range(length)
     ]
 
 
-def sum_of_scores(first: Score, other: Score) -> Score:
+def sum_of_scores(first: Score, second: Score) -> Score:
     """Adds two scores; a term name that both have gets a number as suffix."""
     terms = dict(first.terms)
-    for name, term in other.terms.items():
+    for name, term in second.terms.items():
         terms[_free(name, terms)] = term
-    value = checked_score(first.value + other.value, bounds=None, name=_SUM)
-    return Score(value, terms, first.tokens or other.tokens, {**first.columns, **other.columns})
+    value = checked_score(first.value + second.value, bounds=None, name=_SUM)
+    return Score(value, terms, first.tokens or second.tokens, {**first.columns, **second.columns})
 
 
 def earned_terms(spec: RewardSpec, earned: object) -> tuple[RewardSpec, dict[str, float]]:
@@ -254,18 +258,18 @@ def earned_terms(spec: RewardSpec, earned: object) -> tuple[RewardSpec, dict[str
     Raises:
         CallError: ``invalid_value`` if there is no reward, or it has another form.
     """
-    parts = {"reward": earned} if isinstance(earned, int | float) else earned
-    if not isinstance(parts, Mapping) or not {"reward"} <= set(parts) <= {"reward", "metrics"}:
+    reward = {"reward": earned} if isinstance(earned, int | float) else earned
+    if not isinstance(reward, Mapping) or not {"reward"} <= set(reward) <= {"reward", "metrics"}:
         raise CallError(
             "invalid_value",
             "reward 'environment' needs a workflow that scores its episodes: an environment, or an agent "
             'that returns a number or {"reward": terms, "metrics": numbers}, got '
             f"{shortened(earned)}",
         )
-    terms = named_numbers(parts["reward"], what="reward", source="the episode")
-    measured = named_numbers(parts.get("metrics"), what="metrics", source="the episode")
-    values = {**measured, **terms}
-    term_specs = {name: TermSpec(weight=0.0) for name in set(measured) - set(terms)} | dict(
+    terms = named_numbers(reward["reward"], subject="reward", source="the episode")
+    metrics = named_numbers(reward.get("metrics"), subject="metrics", source="the episode")
+    values = {**metrics, **terms}
+    term_specs = {name: TermSpec(weight=0.0) for name in set(metrics) - set(terms)} | dict(
         spec.terms
     )
     # An episode that was cut short may lack some terms.
@@ -297,6 +301,6 @@ def _label(name: str) -> str:
     return name.rpartition(":")[2]
 
 
-def _free(name: str, taken: Mapping[str, float]) -> str:
-    names = (name, *(f"{name}-{number}" for number in range(2, len(taken) + 3)))
-    return next(free for free in names if free not in taken)
+def _free(name: str, terms: Mapping[str, float]) -> str:
+    names = (name, *(f"{name}-{number}" for number in range(2, len(terms) + 3)))
+    return next(free for free in names if free not in terms)

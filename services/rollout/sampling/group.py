@@ -200,14 +200,14 @@ class RunningGroup:
         self, prompt: Prompt, member: int, num_failed: int, recorded: Sequence[Turn]
     ) -> Episode:
         assignment = self.assignment
-        place = assignment.members.index(member)
-        seed = assignment.seeds[place]
+        index = assignment.members.index(member)
+        seed = assignment.seeds[index]
         stop_texts, special_ids = split_stop_texts(self._spec.sampling.stop, self._tools.tokenizer)
         episode = Episode(
             prompt,
             EpisodeLimits(
                 seed=seed if num_failed == 0 else _derived_seed(seed, num_failed),
-                temperature=assignment.temperatures[place],
+                temperature=assignment.temperatures[index],
                 top_p=self._spec.sampling.top_p,
                 top_k=self._spec.sampling.top_k,
                 # Some engines truncate only if they report masks, which held-out samples do not need.
@@ -296,9 +296,11 @@ class RunningGroup:
             if self._spec.on_reward_failure == "mask":
                 return [replace(s, finish_reason="failed", score=Score(0.0)) for s in samples]
             raise GroupError(f"reward_{failure.kind}", failure.message, retryable=True)
-        added = dict(zip([sample.member for sample in scored], scores, strict=True))
+        added_scores = dict(zip([sample.member for sample in scored], scores, strict=True))
         return [
-            replace(s, score=sum_of_scores(s.score, added[s.member])) if s.member in added else s
+            replace(s, score=sum_of_scores(s.score, added_scores[s.member]))
+            if s.member in added_scores
+            else s
             for s in samples
         ]
 

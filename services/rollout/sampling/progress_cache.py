@@ -81,7 +81,7 @@ def encode_progress(progress: MemberProgress) -> dict[str, Tensor]:
     masks = [turn.sampling_mask for turn in turns if turn.sampling_mask is not None]
     top = [turn.top_logprobs for turn in turns if turn.top_logprobs is not None]
     score = progress.score
-    stored = None if score is None else [score.value, dict(score.terms), score.tokens]
+    scores = None if score is None else [score.value, dict(score.terms), score.tokens]
     return {
         "response_ids": row_of((turn.token_ids for turn in turns), np.int32),
         "rollout_logprobs": row_of((turn.logprobs for turn in turns), np.float32),
@@ -89,7 +89,7 @@ def encode_progress(progress: MemberProgress) -> dict[str, Tensor]:
             [run for turn in turns for run in turn.version_runs], dtype=torch.int32
         ).reshape(-1, 2),
         "turns": torch.tensor(table, dtype=torch.int32).reshape(-1, 8),
-        "scores": _json_bytes(stored),
+        "scores": _json_bytes(scores),
         ROUTED_EXPERTS: _stored(routed_experts(turns)),
         SAMPLING_MASK: torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *masks])),
         SAMPLER_TOP_K: _stored(np.concatenate(top) if top else None),
@@ -120,7 +120,7 @@ def decode_progress(fields: Mapping[str, Tensor]) -> MemberProgress:
     turns: list[Turn] = []
     masks = fields[SAMPLING_MASK].numpy()
     top: TopLogprobs = _read(fields[SAMPLER_TOP_K])
-    token, run, expert, masked, placed = 0, 0, 0, 0, 0
+    token, run, expert, masked, top_start = 0, 0, 0, 0, 0
     inputs = decode_bundles(fields[TURN_INPUTS])
     pictures = json.loads(fields["pictures"].numpy().tobytes() or b"{}")
     for number, row in enumerate(table):
@@ -134,7 +134,7 @@ def decode_progress(fields: Mapping[str, Tensor]) -> MemberProgress:
                 seconds=ms / 1000,
                 routed_experts=experts[expert : expert + num_known] if num_known else None,
                 sampling_mask=masks[masked : masked + num_masked] if num_masked else None,
-                top_logprobs=top[placed : placed + num_top] if num_top else None,
+                top_logprobs=top[top_start : top_start + num_top] if num_top else None,
                 model_inputs=inputs.get(number),
                 pictures=tuple(
                     Picture(**{**picture, "size": tuple(picture["size"])})
@@ -142,7 +142,7 @@ def decode_progress(fields: Mapping[str, Tensor]) -> MemberProgress:
                 ),
             )
         )
-        masked, placed = masked + num_masked, placed + num_top
+        masked, top_start = masked + num_masked, top_start + num_top
         token, run, expert = token + num_tokens, run + num_runs, expert + num_known
     return MemberProgress(
         num_failed_scores=table[0][0] if table else 0,
@@ -169,10 +169,10 @@ def _stored(values: NDArray[Any] | None) -> Tensor:
     return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
 
 
-def _read(stored: Tensor) -> NDArray[Any]:
-    if not len(stored):
+def _read(tensor: Tensor) -> NDArray[Any]:
+    if not len(tensor):
         return np.zeros((0, 0, 0), np.uint8)
-    array: NDArray[Any] = np.load(io.BytesIO(stored.numpy().tobytes()), allow_pickle=False)
+    array: NDArray[Any] = np.load(io.BytesIO(tensor.numpy().tobytes()), allow_pickle=False)
     return array
 
 
@@ -201,15 +201,15 @@ class TransferQueueCache:
 
     async def load(self, first_attempts: Mapping[str, int]) -> Mapping[str, GroupProgress]:
         try:
-            stored = await self._metadata.get_batch(self._partition_id)
-            if stored.num_keys == 0:
+            meta = await self._metadata.get_batch(self._partition_id)
+            if meta.num_keys == 0:
                 return {}
-            serials = stored.tag("serial")
-            for place, (group_id, member) in enumerate(_members(stored)):
+            serials = meta.tag("serial")
+            for row, (group_id, member) in enumerate(_members(meta)):
                 if group_id in first_attempts:
                     member_serials = self._serials[group_id]
-                    member_serials[member] = max(int(serials[place]), member_serials.get(member, 0))
-            newest = _newest(stored, first_attempts)
+                    member_serials[member] = max(int(serials[row]), member_serials.get(member, 0))
+            newest = _newest(meta, first_attempts)
             if newest.num_keys == 0:
                 return {}
             rows = await self._data.get(newest, PARTIAL_FIELDS)
@@ -289,19 +289,19 @@ def _key(group_id: str, member: int, slot: int) -> str:
     return f"{group_id}.{member}.{slot}"
 
 
-def _members(stored: KVBatchMeta) -> list[_Member]:
-    names, members = stored.tag("group_id"), stored.tag("member")
-    return [(str(names[row]), int(members[row])) for row in range(stored.num_keys)]
+def _members(meta: KVBatchMeta) -> list[_Member]:
+    names, members = meta.tag("group_id"), meta.tag("member")
+    return [(str(names[row]), int(members[row])) for row in range(meta.num_keys)]
 
 
-def _newest(stored: KVBatchMeta, first_attempts: Mapping[str, int]) -> KVBatchMeta:
+def _newest(meta: KVBatchMeta, first_attempts: Mapping[str, int]) -> KVBatchMeta:
     """Selects, for each member whose progress may be resumed, the row with the highest serial."""
-    places: dict[_Member, int] = {}
-    serials, attempts = stored.tag("serial"), stored.tag("attempt")
-    for place, who in enumerate(_members(stored)):
+    newest_rows: dict[_Member, int] = {}
+    serials, attempts = meta.tag("serial"), meta.tag("attempt")
+    for row, who in enumerate(_members(meta)):
         first = first_attempts.get(who[0])
-        if first is None or int(attempts[place]) < first:
+        if first is None or int(attempts[row]) < first:
             continue
-        if who not in places or int(serials[place]) > int(serials[places[who]]):
-            places[who] = place
-    return stored.select(list(places.values()))
+        if who not in newest_rows or int(serials[row]) > int(serials[newest_rows[who]]):
+            newest_rows[who] = row
+    return meta.select(list(newest_rows.values()))

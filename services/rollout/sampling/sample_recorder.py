@@ -49,8 +49,8 @@ class SampleRecorder:
         self._tokenizer = tokenizer
         self._num_heldout = num_heldout
         self._texts: dict[int, str] = {}
-        named = spec.rollout.workflow_arguments.get("tool_format", "auto")
-        self._format = reply_format(tokenizer, str(named))
+        tool_format = spec.rollout.workflow_arguments.get("tool_format", "auto")
+        self._format = reply_format(tokenizer, str(tool_format))
 
     def keeps(self, assignment: GroupAssignment) -> bool:
         recording = self._spec.samples

@@ -151,18 +151,18 @@ class EpisodeWatch:
             groups: By group and member, a number that changes with each token and call.
             now: Monotonic seconds.
         """
-        seen: dict[tuple[str, int], tuple[int, float]] = {}
+        last_marks: dict[tuple[str, int], tuple[int, float]] = {}
         stalled: dict[str, str] = {}
         for group_id, marks in groups.items():
             for member, mark in marks.items():
                 before, since = self._seen.get((group_id, member), (mark, now))
-                seen[group_id, member] = (mark, since if before == mark else now)
+                last_marks[group_id, member] = (mark, since if before == mark else now)
                 if before == mark and now - since > self.deadline_s:
                     stalled[group_id] = (
                         f"member {member} generated no token and made no call for {now - since:.0f} s; check "
                         "what its workflow waits for, or raise limits.stall_timeout_s"
                     )
-        self._seen = seen
+        self._seen = last_marks
         return stalled
 
 
@@ -349,11 +349,11 @@ class GroupSampler:
         """Caches progress. A failure is only logged: after a crash the groups start from the beginning."""
         progress = {group.assignment.group_id: group.progress(running) for group in groups}
         attempts = {group.assignment.group_id: group.assignment.attempt for group in groups}
-        saved = {group_id: members for group_id, members in progress.items() if members}
-        if not saved:
+        unsaved = {group_id: members for group_id, members in progress.items() if members}
+        if not unsaved:
             return
         try:
-            await self._cache.save(saved, attempts, is_last=is_last)
+            await self._cache.save(unsaved, attempts, is_last=is_last)
         except GroupError as error:
             metrics.CACHE_FAILURES.inc()
             logger.warning("caching progress failed", extra={"why": error.message})

@@ -142,19 +142,19 @@ def placed_rewards(
         tokens: One reward for each sampled token of the judged conversation.
         trained: The conversations of the sample; tokens that are context there get 0.
     """
-    by_turn, place = dict[int, Sequence[float]](), 0
+    by_turn, start = dict[int, Sequence[float]](), 0
     for turn in judged:
         if turn.is_sampled:
-            by_turn[id(turn)] = tokens[place : place + len(turn.token_ids)]
-            place += len(turn.token_ids)
+            by_turn[id(turn)] = tokens[start : start + len(turn.token_ids)]
+            start += len(turn.token_ids)
     first, *_ = trained
-    placed = [
+    rewards = [
         number
         for conversation in trained
         for turn in conversation
         for number in by_turn.get(id(turn), (0.0,) * len(turn.token_ids))
     ]
-    return tuple(placed[len(first[0].token_ids) :])
+    return tuple(rewards[len(first[0].token_ids) :])
 
 
 def prompt_fields(samples: Sequence[Sample]) -> list[Tensor]:
@@ -164,9 +164,9 @@ def prompt_fields(samples: Sequence[Sample]) -> list[Tensor]:
     return [torch.tensor(row, dtype=torch.int32) for row in rows]
 
 
-def row_of(parts: Iterable[Sequence[float]], dtype: Any) -> Tensor:
+def row_of(rows: Iterable[Sequence[float]], dtype: Any) -> Tensor:
     """Concatenates parts into one tensor, three times as fast as ``torch.tensor`` on a flat list."""
-    return torch.from_numpy(np.fromiter(chain.from_iterable(parts), dtype=dtype))
+    return torch.from_numpy(np.fromiter(chain.from_iterable(rows), dtype=dtype))
 
 
 def sample_fields(
@@ -198,11 +198,11 @@ def sample_fields(
         turns, runs = sample.turns, sample.version_runs
         response_ids = row_of((turn.token_ids for turn in turns), np.int32)
         logprobs = row_of((turn.logprobs for turn in turns), np.float32)
-        counted = sum(count for _, count in runs)
-        if not len(response_ids) == len(logprobs) == counted:
+        num_versions = sum(count for _, count in runs)
+        if not len(response_ids) == len(logprobs) == num_versions:
             raise ValueError(
                 f"sample {sample.member} has {len(response_ids)} tokens, {len(logprobs)} logprobs and "
-                f"versions for {counted}; they must be equal"
+                f"versions for {num_versions}; they must be equal"
             )
         is_trained = sample.finish_reason != "failed"
         mask = ((turn.is_sampled and is_trained,) * len(turn.token_ids) for turn in turns)
@@ -291,19 +291,19 @@ async def demonstration_sample(
         GroupError: If the answer does not fit and may not be cut; a retry would not help.
     """
     shows = prompt.demonstrations[member]
-    most = min(spec.max_response_tokens, engine.max_tokens - len(shows.prompt_ids))
-    is_cut = shows.num_tokens > most
-    if is_cut and not (prompt.may_be_cut and most > 0):
+    room = min(spec.max_response_tokens, engine.max_tokens - len(shows.prompt_ids))
+    is_cut = shows.num_tokens > room
+    if is_cut and not (prompt.may_be_cut and room > 0):
         raise GroupError(
             "demonstration_too_long",
-            f"an answer has {shows.num_tokens} tokens, but only {most} fit after its prompt of "
+            f"an answer has {shows.num_tokens} tokens, but only {room} fit after its prompt of "
             f"{len(shows.prompt_ids)} tokens (rollout.max_response_tokens is {spec.max_response_tokens}, the "
             f"model's context {engine.max_tokens}); raise it, set data.demonstration.too_long to 'cut', or "
             "remove the row",
             retryable=False,
         )
-    shows = shows.cut(most)
-    turns = [shown(part.token_ids, is_answer=part.is_answer) for part in shows.stretches]
+    shows = shows.cut(room)
+    turns = [shown(stretch.token_ids, is_answer=stretch.is_answer) for stretch in shows.stretches]
     # The first answer of a pair is the preferred one.
     score = Score(float(member == 0))
     if not is_training:
@@ -324,18 +324,18 @@ async def demonstration_sample(
 
 
 async def _likelihood(every: Sequence[Demonstration], prompt: Prompt, engine: Engine) -> Score:
-    first, *others = [await _logprobs(shows, prompt, engine) for shows in every]
+    first, *other_logprobs = [await _logprobs(shows, prompt, engine) for shows in every]
     mean = sum(first) / len(first)
     terms = {"loss": -mean}
-    if others:
-        terms["preferred"] = float(sum(first) > sum(others[0]))
+    if other_logprobs:
+        terms["preferred"] = float(sum(first) > sum(other_logprobs[0]))
     return Score(mean, terms)
 
 
 async def _logprobs(shows: Demonstration, prompt: Prompt, engine: Engine) -> list[float]:
     """Returns the log-probabilities of the tokens that belong to the answer."""
-    response = [token for part in shows.stretches for token in part.token_ids]
-    trains = [part.is_answer for part in shows.stretches for _ in part.token_ids]
+    response = [token for stretch in shows.stretches for token in stretch.token_ids]
+    trains = [stretch.is_answer for stretch in shows.stretches for _ in stretch.token_ids]
     try:
         logprobs = await engine.score([*shows.prompt_ids, *response], prompt.model_inputs)
     except ValueError as error:

@@ -86,10 +86,10 @@ class Teacher:
         Raises:
             GroupError: If a server fails or does not answer before the deadline; a retry may succeed.
         """
-        shown = [self._prompt(prompt, sample, samples) for sample in samples]
+        prompts = [self._prompt(prompt, sample, samples) for sample in samples]
         fields: dict[str, list[Tensor]] = {}
         if TEACHER_PROMPT in self._fields:
-            fields[TEACHER_PROMPT] = [torch.tensor(ids, dtype=torch.int32) for ids in shown]
+            fields[TEACHER_PROMPT] = [torch.tensor(ids, dtype=torch.int32) for ids in prompts]
         if split not in self._services:
             return fields
         try:
@@ -97,7 +97,7 @@ class Teacher:
                 rows = await asyncio.gather(
                     *(
                         self._taught(self._services[split], ids, sample)
-                        for ids, sample in zip(shown, samples, strict=True)
+                        for ids, sample in zip(prompts, samples, strict=True)
                     )
                 )
         except (TimeoutError, CallError) as error:
@@ -118,33 +118,33 @@ class Teacher:
         if self._spec.demonstration is None:
             return prompt.teacher_ids or sample.prompt_ids
         good = [
-            other
-            for other in samples
-            if other.member != sample.member
-            and other.finish_reason != "failed"
-            and other.score.value >= self._spec.min_reward
+            peer
+            for peer in samples
+            if peer.member != sample.member
+            and peer.finish_reason != "failed"
+            and peer.score.value >= self._spec.min_reward
         ]
         if not good:
             metrics.UNTAUGHT_SAMPLES.labels(reason="no_demonstration").inc()
             return ()
-        best = max(good, key=lambda other: other.score.value)
+        best = max(good, key=lambda peer: peer.score.value)
         text = self._tokenizer.decode(best.response_ids)
         if not prompt.messages:  # the text of a chat is escaped when it is rendered
             text = self._tokenizer.escape(text)
-        told = self._spec.demonstration.replace("{response}", text)
+        instruction = self._spec.demonstration.replace("{response}", text)
         if prompt.messages:
             *earlier, last = prompt.messages
-            changed = [*earlier, {**last, "content": last["content"] + told}]
-            ids = self._tokenizer.apply_chat_template(changed, prompt.tools)
+            conversation = [*earlier, {**last, "content": last["content"] + instruction}]
+            ids = self._tokenizer.apply_chat_template(conversation, prompt.tools)
         else:
-            ids = self._tokenizer.encode_prompt(prompt.text + told)
+            ids = self._tokenizer.encode_prompt(prompt.text + instruction)
         if len(ids) + len(sample.response_ids) > self._max_tokens:
             metrics.UNTAUGHT_SAMPLES.labels(reason="too_long").inc()
             return ()
         return ids
 
     async def _taught(
-        self, service: ExternalService, shown: Sequence[int], sample: Sample
+        self, service: ExternalService, prompt_ids: Sequence[int], sample: Sample
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Returns logprobs ``[R]`` and distributions ``[R, K + 1, 2]`` of a sample's response.
 
@@ -158,7 +158,7 @@ class Teacher:
         for number, (first, *turns) in enumerate(conversations):
             start, rest = end + len(first.token_ids), list(token_ids(turns))
             end = start + len(rest)
-            context = list(first.token_ids) if number else list(shown)
+            context = list(first.token_ids) if number else list(prompt_ids)
             if not context or not rest:
                 continue
             async with self._places:
@@ -219,11 +219,11 @@ def parsed(
     top = np.full((len(response), top_k + 1, 2), _OTHERS, np.float32)
     try:
         rows = (_of_vllm if server == "vllm" else _of_sglang)(json.loads(body), response)
-        for place, (logprob, likely) in enumerate(rows):
-            logprobs[place] = logprob
-            top[place, :top_k] = np.reshape(likely[:top_k], (top_k, 2))  # raises if there are fewer
+        for row, (logprob, likely) in enumerate(rows):
+            logprobs[row] = logprob
+            top[row, :top_k] = np.reshape(likely[:top_k], (top_k, 2))  # raises if there are fewer
             rest = 1.0 - math.fsum(math.exp(value) for _, value in likely[:top_k])
-            top[place, top_k, 1] = math.log(rest) if rest > 0 else _NOBODY
+            top[row, top_k, 1] = math.log(rest) if rest > 0 else _NOBODY
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise CallError(
             "invalid_value",

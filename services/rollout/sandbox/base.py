@@ -148,7 +148,7 @@ async def restore(sandbox: Sandbox, archive: bytes) -> None:
     await _checked(sandbox, command, archive, "unpacking the image or snapshot")
 
 
-async def _encoded_output(sandbox: Sandbox, command: str, what: str) -> bytes:
+async def _encoded_output(sandbox: Sandbox, command: str, subject: str) -> bytes:
     """Returns output that is encoded in base64, which every kind transports unchanged."""
     # Base64 has four characters for three bytes, and line breaks.
     limit = _MAX_FILE_BYTES * 3 // 2
@@ -156,21 +156,21 @@ async def _encoded_output(sandbox: Sandbox, command: str, what: str) -> bytes:
         command, stdin=b"", timeout_s=_FILE_TIMEOUT_S, output_bytes=limit
     )
     if result.is_truncated:
-        raise SandboxError(f"{what} has more than {_MAX_FILE_BYTES} bytes")
+        raise SandboxError(f"{subject} has more than {_MAX_FILE_BYTES} bytes")
     if result.exit_status != 0:
-        raise SandboxError(f"reading {what} failed: {_shown(result)}")
+        raise SandboxError(f"reading {subject} failed: {_shown(result)}")
     try:
         return base64.b64decode(result.output)
     except ValueError as error:
-        raise SandboxError(f"reading {what} failed: {_shown(result)}") from error
+        raise SandboxError(f"reading {subject} failed: {_shown(result)}") from error
 
 
-async def _checked(sandbox: Sandbox, command: str, stdin: bytes, what: str) -> None:
+async def _checked(sandbox: Sandbox, command: str, stdin: bytes, subject: str) -> None:
     result = await sandbox.execute(
         command, stdin=stdin, timeout_s=_FILE_TIMEOUT_S, output_bytes=1 << 12
     )
     if result.exit_status != 0:
-        raise SandboxError(f"{what} failed: {_shown(result)}")
+        raise SandboxError(f"{subject} failed: {_shown(result)}")
 
 
 def _shown(result: CommandResult) -> str:

@@ -194,13 +194,15 @@ class SandboxPool:
 
 def _made(spec: SandboxSpec, hosts: SandboxHosts) -> SandboxKind:
     try:
-        made: Any = load_callable(SANDBOXES[spec.kind])
+        make_kind: Any = load_callable(SANDBOXES[spec.kind])
     except ImportError as error:
         raise ValueError(
             f"rollout.sandbox.kind {spec.kind!r} needs a package that is not installed ({error.name}): pip "
             f"install 'slipstream[{spec.kind}]' where rollouts run"
         ) from error
-    kind: SandboxKind = made(spec, hosts) if spec.kind in ("kubernetes", "e2b") else made(spec)
+    kind: SandboxKind = (
+        make_kind(spec, hosts) if spec.kind in ("kubernetes", "e2b") else make_kind(spec)
+    )
     return kind
 
 

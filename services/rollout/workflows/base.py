@@ -232,9 +232,9 @@ class Episode:
             running: Partial results of the requests that the engine is decoding.
         """
         reached = self.conversations or ([tuple(self.turns)] if self.turns else [])
-        for request_id, (before, started) in self._active.items():
+        for request_id, (before, cut_turn) in self._active.items():
             result = running.get(request_id)
-            turn = started if result is None else started.continued(result)
+            turn = cut_turn if result is None else cut_turn.continued(result)
             reached = with_turn(reached, before, turn)
         return flattened(
             tuple(turn for turn in conversation if turn.token_ids or not turn.is_cut)
@@ -247,9 +247,11 @@ class Episode:
         Args:
             number: Index of the turn if several followed.
         """
-        place, before = len(turns), tuple(turns)
+        num_turns, before = len(turns), tuple(turns)
         recorded = [
-            row[place] for row in self._recorded if len(row) > place and row[:place] == before
+            row[num_turns]
+            for row in self._recorded
+            if len(row) > num_turns and row[:num_turns] == before
         ]
         following = list(dict.fromkeys(recorded))
         return following[number] if number < len(following) else None
@@ -275,9 +277,9 @@ class Episode:
             Interrupted: If generation was interrupted; the sampled tokens are recorded.
             ValueError: If the response has no room left.
         """
-        started = self._next_recorded(sampled=True)
+        cut_turn = self._next_recorded(sampled=True)
         room = self.remaining_tokens
-        if started is None and room < 1:
+        if cut_turn is None and room < 1:
             raise ValueError("the response has no tokens left; check remaining_tokens first")
         draw = SamplingChoice(
             seed=self.limits.seed,
@@ -285,7 +287,7 @@ class Episode:
             max_tokens=room if max_tokens is None else min(room, max_tokens),
             stop_texts=self.limits.stop_texts,
         )
-        turn = await self.sample_after(self.turns, draw, started=started)
+        turn = await self.sample_after(self.turns, draw, cut_turn=cut_turn)
         self.turns.append(turn)
         if turn.is_cut:
             raise Interrupted
@@ -307,10 +309,12 @@ class Episode:
         if turn is None:
             begin = time.perf_counter()
             answer = call()
-            seen = await answer if isinstance(answer, Awaitable) else answer
+            observation = await answer if isinstance(answer, Awaitable) else answer
             continues = bool(self.turns or self.prompt_ids)
             ids = (
-                self.tokenizer.encode(seen, continues=continues) if isinstance(seen, str) else seen
+                self.tokenizer.encode(observation, continues=continues)
+                if isinstance(observation, str)
+                else observation
             )
             turn = ids if isinstance(ids, Turn) else observed(ids)
             self._check_ids(turn.token_ids)
@@ -375,13 +379,13 @@ class Episode:
         turns: Sequence[Turn],
         draw: SamplingChoice,
         *,
-        started: Turn | None = None,
+        cut_turn: Turn | None = None,
         on_tokens: OnTokens | None = None,
     ) -> Turn:
         """Samples the turn that follows the given ones, which need not be the episode's own.
 
         Args:
-            started: The turn as far as it was sampled before an interruption; None for a new turn.
+            cut_turn: The turn as far as it was sampled before an interruption; None for a new turn.
             on_tokens: Receives the turn's tokens, as far as the engine streams them.
 
         Returns:
@@ -390,14 +394,14 @@ class Episode:
         Raises:
             GroupError: If the engine refuses the context.
         """
-        started = started or NOTHING_SAMPLED
+        cut_turn = cut_turn or NOTHING_SAMPLED
         if on_tokens is not None:
-            on_tokens(started.token_ids, started.logprobs)
-        if self.is_interrupted or not started.is_cut:
-            return started
-        wanted = draw.max_tokens - len(started.token_ids)
-        request = self._request(tuple(turns), started, draw, wanted, on_tokens)
-        self._active[request.request_id] = (tuple(turns), started)
+            on_tokens(cut_turn.token_ids, cut_turn.logprobs)
+        if self.is_interrupted or not cut_turn.is_cut:
+            return cut_turn
+        num_left = draw.max_tokens - len(cut_turn.token_ids)
+        request = self._request(tuple(turns), cut_turn, draw, num_left, on_tokens)
+        self._active[request.request_id] = (tuple(turns), cut_turn)
         begin = time.perf_counter()
         try:
             result = await self._engine.generate(request)
@@ -405,27 +409,27 @@ class Episode:
             raise GroupError("request_refused", str(error), retryable=False) from error
         finally:
             del self._active[request.request_id]
-        if result.finish_reason == "length" and request.max_tokens < wanted:
+        if result.finish_reason == "length" and request.max_tokens < num_left:
             result = replace(result, finish_reason="aborted")
-        return started.continued(result, time.perf_counter() - begin)
+        return cut_turn.continued(result, time.perf_counter() - begin)
 
     def _request(
         self,
         turns: tuple[Turn, ...],
-        started: Turn,
+        cut_turn: Turn,
         draw: SamplingChoice,
-        wanted: int,
+        max_tokens: int,
         on_tokens: OnTokens | None,
     ) -> GenerationRequest:
         before = () if self.is_served else self.prompt.token_ids
-        versions = sampled_versions((*turns, started))
-        routed = routed_experts((*turns, started))
+        versions = sampled_versions((*turns, cut_turn))
+        routed = routed_experts((*turns, cut_turn))
         return GenerationRequest(
             request_id=f"{self._request_id}#{next(self._numbers)}",
-            context_ids=before + token_ids((*turns, started)),
-            max_tokens=self._within_segment(wanted, num_sampled((*turns, started))),
+            context_ids=before + token_ids((*turns, cut_turn)),
+            max_tokens=self._within_segment(max_tokens, num_sampled((*turns, cut_turn))),
             seed=draw.seed,
-            draw_offset=draw.offset + len(started.token_ids),
+            draw_offset=draw.offset + len(cut_turn.token_ids),
             model_inputs=self._inputs_before(turns),
             experts_from=0 if routed is None else len(routed),
             oldest_version=min(versions, default=None),
@@ -438,7 +442,7 @@ class Episode:
                 self.tokenizer.stop_ids | self.limits.stop_token_ids | draw.stop_token_ids
             ),
             stop_texts=draw.stop_texts,
-            turn_tokens=len(started.token_ids),
+            turn_tokens=len(cut_turn.token_ids),
             on_tokens=on_tokens,
         )
 
@@ -447,10 +451,10 @@ class Episode:
         first = None if self.is_served else self.prompt.model_inputs
         return joined_inputs([first, *(turn.model_inputs for turn in turns)])
 
-    def _within_segment(self, wanted: int, done: int) -> int:
+    def _within_segment(self, max_tokens: int, num_earlier: int) -> int:
         """Limits a number of new tokens to the rest of the current segment."""
         segment = self.limits.segment_tokens
-        return wanted if segment is None else min(wanted, segment - done % segment)
+        return max_tokens if segment is None else min(max_tokens, segment - num_earlier % segment)
 
     def _next_recorded(self, *, sampled: bool) -> Turn | None:
         """Returns the next recorded turn, or None. Raises ValueError if the resumed workflow differs."""

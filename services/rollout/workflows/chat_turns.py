@@ -66,7 +66,7 @@ def following_ids(
         ids = tokenizer.encode(rest, continues=True)
         if not any(message.get("content") == mark for message in chat):
             # Skip the rest of the call, which the policy has already written in its own format.
-            ends = [place for place, id_ in enumerate(ids) if id_ in tokenizer.turn_end_ids]
+            ends = [index for index, id_ in enumerate(ids) if id_ in tokenizer.turn_end_ids]
             if not ends:
                 problem = problem or "no token of the template ends an assistant's turn"
                 continue

@@ -94,7 +94,7 @@ class ReasoningFormat:
             return before.strip(), rest.lstrip()
         if not is_open:
             return "", text
-        end = min([place for mark in calls if (place := text.find(mark)) >= 0], default=len(text))
+        end = min([index for mark in calls if (index := text.find(mark)) >= 0], default=len(text))
         return text[:end].strip(), text[end:]
 
 
@@ -137,8 +137,8 @@ class ReplyFormat:
             marks = self.tools.begins if has_tools else ()
             reasoning, text = self.reasoning.split(text, is_open=is_open, calls=marks)
         calls = tuple(self.tools.find(text, tools)) if has_tools else ()
-        reported = [call for call in calls if call.is_reported]
-        content = text[: reported[0].place].strip() if reported else text
+        reported_calls = [call for call in calls if call.is_reported]
+        content = text[: reported_calls[0].place].strip() if reported_calls else text
         return ParsedReply(self._plain(content), self._plain(reasoning), calls)
 
     def opens_reasoning(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> bool:
@@ -210,9 +210,9 @@ def _reply_format(tokenizer: Tokenizer, name: str) -> ReplyFormat:
 
 def _hermes(text: str, _tools: Tools) -> Iterator[ParsedCall]:
     """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Hermes, Qwen2.5, Qwen3)."""
-    for place, inner, is_closed in _blocks(text, "<tool_call>", "</tool_call>"):
+    for start, inner, is_closed in _blocks(text, "<tool_call>", "</tool_call>"):
         if inner.startswith("{") and (inner.endswith("}") or not is_closed):
-            call = _json_call(place, inner)
+            call = _json_call(start, inner)
             if is_closed or not call.problem:
                 yield call
 
@@ -236,21 +236,21 @@ def _blocks(text: str, begin: str, end: str) -> Iterator[tuple[int, str, bool]]:
         start = text.find(begin, stop)
 
 
-def _json_call(place: int, text: str) -> ParsedCall:
+def _json_call(start: int, text: str) -> ParsedCall:
     try:
         call = json.loads(text)
         name = call["name"]
         arguments = call.get("arguments", call.get("parameters", {}))
     except (*_NO_JSON, KeyError, TypeError) as error:
         return ParsedCall(
-            place,
+            start,
             _name_in(text),
             {},
             problem=f"a call must be JSON with name and arguments ({error})",
         )
     if not isinstance(name, str):
-        return ParsedCall(place, "", {}, problem="a call's name must be text")
-    return ParsedCall(place, name, {} if arguments is None else arguments)
+        return ParsedCall(start, "", {}, problem="a call's name must be text")
+    return ParsedCall(start, name, {} if arguments is None else arguments)
 
 
 def _name_in(text: str) -> str:
@@ -294,7 +294,7 @@ def _xml_parameters(body: str) -> Iterator[tuple[str, str]]:
 
 def _glm(text: str, tools: Tools) -> Iterator[ParsedCall]:
     """``<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`` (GLM-4.5 to 4.7)."""
-    for place, inner, _ in _blocks(text, "<tool_call>", "</tool_call>"):
+    for start, inner, _ in _blocks(text, "<tool_call>", "</tool_call>"):
         name = inner.partition("<arg_key>")[0].strip()
         if not name or any(mark in name for mark in '<>{}"\n '):
             continue
@@ -303,14 +303,14 @@ def _glm(text: str, tools: Tools) -> Iterator[ParsedCall]:
             key, _, rest = pair.partition("</arg_key>")
             value = rest.partition("<arg_value>")[2].partition("</arg_value>")[0]
             arguments[key.strip()] = _typed(value, types, key.strip())
-        yield ParsedCall(place, name, arguments)
+        yield ParsedCall(start, name, arguments)
 
 
 def _deepseek_v3(text: str, _tools: Tools) -> Iterator[ParsedCall]:
     """DeepSeek V3 and R1 (a fenced block after ``function<sep>NAME``), and V3.1 (``NAME<sep>JSON``)."""
     section = text.find("<｜tool▁calls▁begin｜>")
     blocks = _blocks(text, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
-    for number, (place, inner, _) in enumerate(blocks):
+    for number, (start, inner, _) in enumerate(blocks):
         kind, separator, rest = inner.partition("<｜tool▁sep｜>")
         if not separator:
             continue
@@ -318,30 +318,30 @@ def _deepseek_v3(text: str, _tools: Tools) -> Iterator[ParsedCall]:
         if name == "function" and "```" in rest:
             name, _, body = rest.partition("\n")
             body = body.strip().removeprefix("```json").removesuffix("```")
-        at = section if number == 0 and 0 <= section < place else place
+        at = section if number == 0 and 0 <= section < start else start
         yield _named_call(at, name.strip(), body)
 
 
 def _kimi_k2(text: str, _tools: Tools) -> Iterator[ParsedCall]:
     """``<|tool_call_begin|>functions.NAME:INDEX<|tool_call_argument_begin|>JSON<|tool_call_end|>``."""
     section = text.find("<|tool_calls_section_begin|>")
-    for number, (place, inner, _) in enumerate(
+    for number, (start, inner, _) in enumerate(
         _blocks(text, "<|tool_call_begin|>", "<|tool_call_end|>")
     ):
         id_, separator, body = inner.partition("<|tool_call_argument_begin|>")
         id_ = id_.strip()
         name, _, index = id_.removeprefix("functions.").rpartition(":")
         if separator and name and index.isdigit():
-            at = section if number == 0 and 0 <= section < place else place
+            at = section if number == 0 and 0 <= section < start else start
             yield _named_call(at, name, body, id_)
 
 
-def _named_call(place: int, name: str, body: str, id_: str = "") -> ParsedCall:
+def _named_call(start: int, name: str, body: str, id_: str = "") -> ParsedCall:
     try:
-        return ParsedCall(place, name, json.loads(body) if body.strip() else {}, id_)
+        return ParsedCall(start, name, json.loads(body) if body.strip() else {}, id_)
     except _NO_JSON as error:
         return ParsedCall(
-            place, name, body, id_, problem=f"the arguments of {name} must be JSON ({error})"
+            start, name, body, id_, problem=f"the arguments of {name} must be JSON ({error})"
         )
 
 
@@ -362,8 +362,8 @@ def _llama3_json(text: str, _tools: Tools) -> Iterator[ParsedCall]:
         arguments = call.get("parameters", call.get("arguments"))
         if isinstance(call.get("name"), str) and isinstance(arguments, dict):
             before = text[:start].rstrip()
-            place = len(before) - len(mark) if before.endswith(mark) else start
-            yield ParsedCall(place, call["name"], arguments)
+            start_of_call = len(before) - len(mark) if before.endswith(mark) else start
+            yield ParsedCall(start_of_call, call["name"], arguments)
 
 
 def _pythonic(text: str, _tools: Tools) -> Iterator[ParsedCall]:
@@ -393,17 +393,17 @@ def _mistral(text: str, _tools: Tools) -> Iterator[ParsedCall]:
     start = text.find(mark)
     while start >= 0:
         stop = text.find(mark, start + 1)
-        part = text[start + len(mark) : len(text) if stop < 0 else stop].strip()
-        if part.startswith(("[", "{")):
+        body = text[start + len(mark) : len(text) if stop < 0 else stop].strip()
+        if body.startswith(("[", "{")):
             try:
-                value, _ = _DECODER.raw_decode(part)
+                value, _ = _DECODER.raw_decode(body)
             except _NO_JSON as error:
                 yield ParsedCall(start, "", {}, problem=f"calls must be JSON ({error})")
                 return
             for call in value if isinstance(value, list) else [value]:
                 yield _json_call(start, json.dumps(call))
-        elif "{" in part:
-            head, _, rest = part.partition("{")
+        elif "{" in body:
+            head, _, rest = body.partition("{")
             id_ = head.partition("[CALL_ID]")[2].partition("[ARGS]")[0].strip()
             name = head.partition("[")[0].strip()
             try:
@@ -421,7 +421,7 @@ def _gemma(begin: str, end: str, quote: str) -> Callable[[str, Tools], Iterator[
     """``<begin>call:NAME{KEY:VALUE, ...}<end>`` with quoted texts (FunctionGemma, Gemma 4)."""
 
     def find(text: str, tools: Tools) -> Iterator[ParsedCall]:
-        for place, inner, _ in _blocks(text, begin, end):
+        for start, inner, _ in _blocks(text, begin, end):
             name, separator, body = inner.removeprefix("call:").partition("{")
             name = name.strip()
             if not inner.startswith("call:") or not separator or not name:
@@ -430,7 +430,7 @@ def _gemma(begin: str, end: str, quote: str) -> Callable[[str, Tools], Iterator[
                 values = _GemmaObject("{" + body, quote).read()
             except (IndexError, RecursionError):
                 yield ParsedCall(
-                    place, name, {}, problem=f"the arguments of {name} must end with a brace"
+                    start, name, {}, problem=f"the arguments of {name} must end with a brace"
                 )
                 continue
             types = _types(tools, name)
@@ -438,7 +438,7 @@ def _gemma(begin: str, end: str, quote: str) -> Callable[[str, Tools], Iterator[
                 key: _typed(value, types, key) if isinstance(value, str) else value
                 for key, value in values.items()
             }
-            yield ParsedCall(place, name, arguments)
+            yield ParsedCall(start, name, arguments)
 
     return find
 
@@ -543,8 +543,8 @@ def _typed(text: str, schemas: Mapping[str, Any] | None, key: str) -> Any:
 def _names_of_types(schema: Any) -> set[str]:
     if not isinstance(schema, Mapping):
         return set()
-    named = schema.get("type", ())
-    names = {named} if isinstance(named, str) else set(map(str, named))
+    type_names = schema.get("type", ())
+    names = {type_names} if isinstance(type_names, str) else set(map(str, type_names))
     for key in ("anyOf", "oneOf", "allOf"):
         for alternative in schema.get(key) or ():
             names |= _names_of_types(alternative)
@@ -554,9 +554,9 @@ def _names_of_types(schema: Any) -> set[str]:
 def _harmony(text: str, *, has_tools: bool) -> ParsedReply:
     """Messages of several channels (gpt-oss): analysis is reasoning, commentary may call a tool."""
     content, reasoning, calls = [], [], []
-    place = 0
-    for part in text.split("<|start|>"):
-        header, separator, body = part.partition("<|message|>")
+    start = 0
+    for message in text.split("<|start|>"):
+        header, separator, body = message.partition("<|message|>")
         for end in ("<|end|>", "<|call|>", "<|return|>"):
             body = body.partition(end)[0]
         recipient = header.partition("to=")[2]
@@ -564,12 +564,12 @@ def _harmony(text: str, *, has_tools: bool) -> ParsedReply:
         if not separator:
             content.append(header if "<|channel|>" not in header else "")
         elif recipient and has_tools:
-            calls.append(_named_call(place, recipient.removeprefix("functions."), body))
+            calls.append(_named_call(start, recipient.removeprefix("functions."), body))
         elif "<|channel|>analysis" in header:
             reasoning.append(body)
         else:
             content.append(body)
-        place += len(part) + len("<|start|>")
+        start += len(message) + len("<|start|>")
     return ParsedReply(
         "\n".join(filter(None, content)), "\n".join(filter(None, reasoning)), tuple(calls)
     )

@@ -80,10 +80,10 @@ def history_of(episode: Episode) -> Mapping[str, Any]:
     """
     judged = (observed(episode.prompt_ids), *episode.response_turns)
     last = tuple(episode.turns)
-    others = [messages_of(episode, talk) for talk in episode.conversations if talk != last]
+    rest = [messages_of(episode, talk) for talk in episode.conversations if talk != last]
     return {
         "messages": messages_of(episode, judged),
-        "other_conversations": others,
+        "other_conversations": rest,
         "finish_reason": episode.finish_reason,
         "seconds": sum(turn.seconds for turn in episode.turns),
     }

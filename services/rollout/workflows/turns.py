@@ -118,13 +118,13 @@ def routed_experts(turns: Iterable[Turn]) -> RoutedExperts | None:
 
 def sampling_mask(turns: Iterable[Turn]) -> SamplingMask:
     """Returns the tokens that could be drawn for each token of all turns."""
-    parts = [
+    masks = [
         np.full(len(turn.token_ids), ALL_TOKENS, np.int32)
         if turn.sampling_mask is None
         else turn.sampling_mask
         for turn in turns
     ]
-    return np.concatenate(parts) if parts else np.zeros(0, np.int32)
+    return np.concatenate(masks) if masks else np.zeros(0, np.int32)
 
 
 def top_logprobs(turns: Iterable[Turn], count: int) -> TopLogprobs:
@@ -135,12 +135,12 @@ def top_logprobs(turns: Iterable[Turn], count: int) -> TopLogprobs:
     rows = []
     for turn in turns:
         table = np.zeros((len(turn.token_ids), count + 1, 2), np.float32)
-        if (reported := turn.top_logprobs) is not None:
-            num_known = reported.shape[1] - 1
+        if (table_of_turn := turn.top_logprobs) is not None:
+            num_known = table_of_turn.shape[1] - 1
             table[:, :, 0] = -1
             table[:, :, 1] = NO_LOGPROB
-            table[:, :num_known] = reported[:, :-1]
-            table[:, -1] = reported[:, -1]
+            table[:, :num_known] = table_of_turn[:, :-1]
+            table[:, -1] = table_of_turn[:, -1]
         rows.append(table)
     return np.concatenate(rows) if rows else np.zeros((0, count + 1, 2), np.float32)
 
@@ -152,8 +152,8 @@ def joined_inputs(bundles: "Iterable[ModelInputs | None]") -> "ModelInputs | Non
     return type(present[0]).joined(present) if present else None
 
 
-def _concatenated(parts: Sequence[NDArray[Any] | None]) -> NDArray[Any] | None:
-    present = [part for part in parts if part is not None]
+def _concatenated(arrays: Sequence[NDArray[Any] | None]) -> NDArray[Any] | None:
+    present = [array for array in arrays if array is not None]
     return np.concatenate(present) if present else None
 
 
@@ -207,9 +207,9 @@ def with_turn(
         conversations: Conversations, none of which continues another.
     """
     grown_conversations, grown = list(conversations), (*before, turn)
-    for place, conversation in enumerate(grown_conversations):
+    for index, conversation in enumerate(grown_conversations):
         if len(conversation) <= len(before) and all(map(operator.is_, conversation, before)):
-            grown_conversations[place] = grown
+            grown_conversations[index] = grown
             return grown_conversations
     return [*grown_conversations, grown]
 
@@ -224,17 +224,17 @@ def merged(reached: Sequence[Conversation], recorded: Sequence[Conversation]) ->
     for old in recorded:
         if any(_reaches(new, old) for new in reached):
             continue
-        begun = [place for place, new in enumerate(conversations) if old[: len(new)] == new]
-        if begun:
-            conversations[begun[0]] = old
+        prefixes = [index for index, new in enumerate(conversations) if old[: len(new)] == new]
+        if prefixes:
+            conversations[prefixes[0]] = old
         else:
             unreached.append(old)
     return [*conversations, *unreached[-_MAX_UNREACHED:]]
 
 
 def flattened(conversations: Iterable[Conversation]) -> tuple[Turn, ...]:
-    first, *others = [conversation for conversation in conversations if conversation] or [()]
-    further = [turn for other in others for turn in (_as_prompt(other[0]), *other[1:])]
+    first, *rest = [conversation for conversation in conversations if conversation] or [()]
+    further = [turn for talk in rest for turn in (_as_prompt(talk[0]), *talk[1:])]
     return (*first, *further)
 
 
@@ -257,13 +257,13 @@ def divided(turns: Iterable[Turn]) -> list[Conversation]:
 
 def trained_once(conversations: Iterable[Conversation]) -> list[Conversation]:
     """Converts repeated sampled turns to observed ones, so that no token trains twice."""
-    seen: set[int] = set()
+    turn_ids: set[int] = set()
     result = []
     for conversation in conversations:
         result.append(
-            tuple(_as_context(turn) if id(turn) in seen else turn for turn in conversation)
+            tuple(_as_context(turn) if id(turn) in turn_ids else turn for turn in conversation)
         )
-        seen |= set(map(id, conversation))
+        turn_ids |= set(map(id, conversation))
     return result
 
 

@@ -57,24 +57,24 @@ async def both(**changes: object) -> tuple[list[GenerationResult], list[Generati
     return expected, got, drafts.num_accepted / drafts.num_tokens
 
 
-def propose(tokens: list[int], most: int = 4, shortest: int = 1, longest: int = 3) -> list[int]:
-    return propose_ngram(np.array(tokens), most=most, shortest=shortest, longest=longest)
+def propose(tokens: list[int], limit: int = 4, shortest: int = 1, longest: int = 3) -> list[int]:
+    return propose_ngram(np.array(tokens), limit=limit, shortest=shortest, longest=longest)
 
 
 def test_a_proposal_follows_the_latest_of_the_longest_occurrences() -> None:
-    assert propose([7, 1, 2, 3, 9, 2, 3, 8, 5, 1, 2, 3], most=2) == [9, 2]
-    assert propose([1, 2, 5, 1, 2, 6, 1, 2], most=2) == [6, 1]
-    assert propose([1, 2, 3, 4]) == propose([1]) == propose([1, 1], most=0) == []
+    assert propose([7, 1, 2, 3, 9, 2, 3, 8, 5, 1, 2, 3], limit=2) == [9, 2]
+    assert propose([1, 2, 5, 1, 2, 6, 1, 2], limit=2) == [6, 1]
+    assert propose([1, 2, 3, 4]) == propose([1]) == propose([1, 1], limit=0) == []
 
 
 def test_a_proposal_that_overlaps_the_end_repeats_itself() -> None:
-    assert propose([5, 1, 2, 1, 2], most=5) == [1, 2, 1, 2, 1]
-    assert propose([4, 4], most=3) == [4, 4, 4]
+    assert propose([5, 1, 2, 1, 2], limit=5) == [1, 2, 1, 2, 1]
+    assert propose([4, 4], limit=3) == [4, 4, 4]
 
 
 def test_short_occurrences_propose_nothing() -> None:
     assert propose([1, 2, 9, 5, 2], shortest=2) == []
-    assert propose([1, 2, 9, 1, 2], shortest=2, most=1) == [9]
+    assert propose([1, 2, 9, 1, 2], shortest=2, limit=1) == [9]
 
 
 def test_tokens_are_equal_up_to_the_first_difference() -> None:
@@ -292,7 +292,7 @@ def test_tokens_after_proposals_have_the_policys_distribution() -> None:
             found += [result.token_ids for _, result in batch.step(0)]
     drafts = engine.stats().drafts
     assert 0.02 < drafts.num_accepted / drafts.num_drafts < 0.98
-    proposed = propose(list(context), most=1)[0]
+    proposed = propose(list(context), limit=1)[0]
     with torch.no_grad():
         after = model(torch.tensor([(*context, proposed)])).logits[0, -2:]
     expected = torch.softmax(after, -1).numpy()

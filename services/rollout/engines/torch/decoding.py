@@ -82,26 +82,26 @@ class SlotCache(Cache):
             tokens = max(num_tokens, 2 * tokens)
         if (slots, tokens) == (self.num_slots, self.num_tokens):
             return
-        for stored in (self._keys, self._values):
-            for layer, old in stored.items():
-                stored[layer] = old.new_zeros(slots, old.shape[1], tokens, old.shape[3])
-                stored[layer][: old.shape[0], :, : old.shape[2]] = old
-        for stored in (self._inputs, self._states):
-            for layer, old in stored.items():
-                stored[layer] = old.new_zeros(slots, *old.shape[1:])
-                stored[layer][: old.shape[0]] = old
+        for buffers in (self._keys, self._values):
+            for layer, old in buffers.items():
+                buffers[layer] = old.new_zeros(slots, old.shape[1], tokens, old.shape[3])
+                buffers[layer][: old.shape[0], :, : old.shape[2]] = old
+        for buffers in (self._inputs, self._states):
+            for layer, old in buffers.items():
+                buffers[layer] = old.new_zeros(slots, *old.shape[1:])
+                buffers[layer][: old.shape[0]] = old
         self.num_slots, self.num_tokens = slots, tokens
 
     def clear(self) -> None:
         """Frees all memory; requests must be stored again."""
-        for stored in (self._keys, self._values, self._inputs, self._states):
-            stored.clear()
+        for buffers in (self._keys, self._values, self._inputs, self._states):
+            buffers.clear()
         self.num_slots = self.num_tokens = 0
 
     def reset_states(self, slots: Tensor) -> None:
         """Empties the recurrent states of some slots, as before a request's first token."""
-        for stored in (*self._inputs.values(), *self._states.values()):
-            stored[slots] = 0
+        for states in (*self._inputs.values(), *self._states.values()):
+            states[slots] = 0
 
     def begin_prefill(self, targets: Tensor, sources: Tensor, *, first: int = 0) -> None:
         """Begins a pass over a part of contexts; tokens before the part must be stored already.
@@ -175,10 +175,10 @@ class SlotCache(Cache):
         """Stores the last of a layer's new inputs and returns all that its convolution sees."""
         size = int(kwargs["conv_kernel_size"])
         before = self._recurrent(self._inputs, layer_idx)
-        seen = conv_states if before is None else torch.cat([before, conv_states], -1)
-        newest = pad(seen, (max(0, size - seen.shape[-1]), 0))[..., -size:]
+        inputs = conv_states if before is None else torch.cat([before, conv_states], -1)
+        newest = pad(inputs, (max(0, size - inputs.shape[-1]), 0))[..., -size:]
         self._keep(self._inputs, layer_idx, newest)
-        return seen
+        return inputs
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
@@ -186,19 +186,19 @@ class SlotCache(Cache):
         self._keep(self._states, layer_idx, recurrent_states)
         return recurrent_states
 
-    def _recurrent(self, stored: dict[int, Tensor], layer: int) -> Tensor | None:
-        if layer not in stored or (self._positions is None and self._first == 0):
+    def _recurrent(self, states_by_layer: dict[int, Tensor], layer: int) -> Tensor | None:
+        if layer not in states_by_layer or (self._positions is None and self._first == 0):
             return None
         if self._positions is None:
-            return stored[layer][self._holders()]
-        return stored[layer][: len(self._positions)]
+            return states_by_layer[layer][self._holders()]
+        return states_by_layer[layer][: len(self._positions)]
 
-    def _keep(self, stored: dict[int, Tensor], layer: int, states: Tensor) -> None:
+    def _keep(self, states_by_layer: dict[int, Tensor], layer: int, states: Tensor) -> None:
         assert self._targets is not None, "no forward pass is prepared"
-        if layer not in stored:
-            stored[layer] = states.new_zeros(self.num_slots, *states.shape[1:])
+        if layer not in states_by_layer:
+            states_by_layer[layer] = states.new_zeros(self.num_slots, *states.shape[1:])
         slot_states = states if self._positions is not None else states[self._sources]
-        stored[layer][self._targets] = slot_states
+        states_by_layer[layer][self._targets] = slot_states
 
     def _holders(self) -> Tensor:
         """Returns ``[rows]`` int64: for each row of a prefill pass, a slot that stores it."""
@@ -209,8 +209,8 @@ class SlotCache(Cache):
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
         """Copies slots over others, to close the holes that finished requests leave."""
-        for stored in (self._keys, self._values, self._inputs, self._states):
-            for layer_states in stored.values():
+        for buffers in (self._keys, self._values, self._inputs, self._states):
+            for layer_states in buffers.values():
                 layer_states[targets] = layer_states[sources]
 
 
@@ -361,8 +361,8 @@ def draw_tokens(
     # A number is at most 1 - 2**-52, so the target is below the total, and the first entry above it
     # belongs to a token of positive probability.
     targets = (numbers * cumulative[:, -1])[:, None]
-    drawn = torch.searchsorted(cumulative, targets, right=True).squeeze(1)
-    tokens = torch.where(is_greedy, scaled.argmax(dim=-1), drawn)
+    sampled = torch.searchsorted(cumulative, targets, right=True).squeeze(1)
+    tokens = torch.where(is_greedy, scaled.argmax(dim=-1), sampled)
     top = most_likely(logprobs, num_top) if num_top else None
     return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1), allowed, top
 
@@ -378,8 +378,8 @@ def most_likely(logprobs: Tensor, count: int) -> Tensor:
     """
     values, ids = logprobs.topk(min(count, logprobs.shape[1]))
     rest = logprobs.scatter(1, ids, -math.inf).logsumexp(-1, keepdim=True)
-    places = pad(ids.float(), (0, 1), value=-1.0)
-    return torch.stack([places, torch.cat([values, rest], 1).clamp(min=NO_LOGPROB)], -1)
+    ids_column = pad(ids.float(), (0, 1), value=-1.0)
+    return torch.stack([ids_column, torch.cat([values, rest], 1).clamp(min=NO_LOGPROB)], -1)
 
 
 def _truncate(probabilities: Tensor, truncation: Truncation) -> Tensor:
@@ -387,7 +387,7 @@ def _truncate(probabilities: Tensor, truncation: Truncation) -> Tensor:
 
     Like vLLM and transformers, ``top_p`` is relative to the ``top_k`` most probable tokens.
     """
-    ordered, places = probabilities.sort(dim=-1, descending=True)
+    ordered, indices = probabilities.sort(dim=-1, descending=True)
     rank = torch.arange(ordered.shape[1], device=ordered.device)
     before = ordered.cumsum(dim=-1) - ordered
     top_k = torch.where(truncation.top_k == 0, ordered.shape[1], truncation.top_k)
@@ -396,7 +396,7 @@ def _truncate(probabilities: Tensor, truncation: Truncation) -> Tensor:
     allowed &= before < truncation.top_p[:, None] * total
     allowed &= ordered >= truncation.min_p[:, None] * ordered[:, :1]
     allowed[:, 0] = True
-    return torch.zeros_like(ordered).scatter(1, places, ordered * allowed)
+    return torch.zeros_like(ordered).scatter(1, indices, ordered * allowed)
 
 
 def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -802,8 +802,8 @@ class DecodeBatch:
             append_version(row.version_runs, weight_version, count)
             counts.append(count)
         if outputs.experts is not None:
-            chosen = self._to_array(outputs.experts)
-            for row, count, experts in zip(self._rows, counts, chosen, strict=True):
+            experts_of_rows = self._to_array(outputs.experts)
+            for row, count, experts in zip(self._rows, counts, experts_of_rows, strict=True):
                 row.experts.append(experts[:count])
         if outputs.allowed is not None:
             self._note_masks(outputs.allowed, counts)
@@ -842,7 +842,7 @@ class DecodeBatch:
         return [
             # The last token of a response is no input, so that proposals end one token earlier.
             self._speculator.propose(
-                row.tokens, most=row.request.max_tokens - len(row.logprobs) - 1
+                row.tokens, limit=row.request.max_tokens - len(row.logprobs) - 1
             )
             # A proposal may contain the placeholders of a prompt's images.
             if row.request.model_inputs is None
@@ -853,7 +853,7 @@ class DecodeBatch:
     def _inputs(self, drafts: Sequence[Sequence[int]]) -> StepInputs:
         requests = [row.request for row in self._rows]
         seeds = np.array([request.seed % 2**64 for request in requests], dtype=np.uint64)
-        drawn = np.array([row.num_sampled for row in self._rows], dtype=np.uint64)
+        num_drawn = np.array([row.num_sampled for row in self._rows], dtype=np.uint64)
         width = max(map(len, drafts))
         if width and self._device.type == "cuda":
             assert self._speculator is not None
@@ -872,7 +872,7 @@ class DecodeBatch:
             positions=positions,
             rotary_positions=positions + offsets,
             temperatures=np.array([r.temperature for r in requests], dtype=np.float32),
-            numbers=uniforms(seeds[:, None], drawn[:, None] + steps.astype(np.uint64)),
+            numbers=uniforms(seeds[:, None], num_drawn[:, None] + steps.astype(np.uint64)),
         )
 
     def _truncation(self) -> Truncation | None:
@@ -975,7 +975,7 @@ class DecodeBatch:
         if model_inputs is not None:
             arguments = model_arguments(self._model.base_model, [model_inputs], self._device)
             num_tokens = longest
-        chosen: list[RoutedExperts] = []
+        experts: list[RoutedExperts] = []
         starts = range(0, max(1, longest - 1), num_tokens)
         for first, end in pairwise([*starts, longest]):
             self._cache.begin_prefill(targets, sources, first=first)
@@ -991,32 +991,32 @@ class DecodeBatch:
             )
             if self._watch is not None:
                 chosen_experts = self._to_array(self._watch.chosen())
-                chosen.append(
+                experts.append(
                     chosen_experts.reshape(num_rows, end - first, *chosen_experts.shape[1:])
                 )
-        return np.concatenate(chosen, axis=1) if chosen else None
+        return np.concatenate(experts, axis=1) if experts else None
 
     def _note_masks(self, allowed: Tensor, counts: Sequence[int]) -> None:
         """Adds the masks of each request's new tokens."""
-        places = [
-            (slot, place)
+        slot_steps = [
+            (slot, step)
             for slot, row in enumerate(self._rows)
             if row.request.returns_mask
-            for place in range(counts[slot])
+            for step in range(counts[slot])
         ]
-        slots = [slot for slot, _ in places]
-        rows, ids = allowed[slots, [place for _, place in places]].nonzero(as_tuple=True)
+        slots = [slot for slot, _ in slot_steps]
+        rows, ids = allowed[slots, [step for _, step in slot_steps]].nonzero(as_tuple=True)
         sizes = torch.bincount(rows, minlength=len(slots)).tolist()
-        told = ids.int().cpu()
-        for slot, mask in zip(slots, told.split(sizes), strict=True):
+        mask_ids = ids.int().cpu()
+        for slot, mask in zip(slots, mask_ids.split(sizes), strict=True):
             encoded = mask.numpy().copy()
             encoded[0] = ~encoded[0]
             self._rows[slot].masks.append(encoded)
 
     def _note_top(self, top: Tensor, counts: Sequence[int]) -> None:
         """Adds the most likely tokens in place of each request's new tokens."""
-        reported = top.cpu().numpy()
-        for row, count, tables in zip(self._rows, counts, reported, strict=True):
+        top_tables = top.cpu().numpy()
+        for row, count, tables in zip(self._rows, counts, top_tables, strict=True):
             if row.request.top_logprobs:
                 row.top.append(fewer_top(tables[:count], row.request.top_logprobs))
 

@@ -75,7 +75,9 @@ def use_decoding_kernels(model: PreTrainedModel, *, is_invariant: bool = False) 
     experts = (
         value for name, value in model.named_parameters() if OF_EXPERTS in name and value.ndim == 3
     )
-    if any(size * held.element_size() % _ROW_BYTES for held in experts for size in held.shape[1:]):
+    if any(
+        size * weight.element_size() % _ROW_BYTES for weight in experts for size in weight.shape[1:]
+    ):
         model.set_experts_implementation("eager")
 
 
@@ -298,9 +300,11 @@ class TorchEngine:
     async def abort(self, request_ids: Collection[str] | None = None) -> None:
         async with self._between_steps:
             waiting = [item.request.request_id for item in self._waiting]
-            ended = {name for name in waiting if request_ids is None or name in request_ids}
-            self._resolve([(name, _NOTHING_YET) for name in ended])
-            self._waiting = [item for item in self._waiting if item.request.request_id not in ended]
+            aborted = {name for name in waiting if request_ids is None or name in request_ids}
+            self._resolve([(name, _NOTHING_YET) for name in aborted])
+            self._waiting = [
+                item for item in self._waiting if item.request.request_id not in aborted
+            ]
             heapq.heapify(self._waiting)
             self._resolve(self._batch.abort(request_ids))
         await self._notify()
