@@ -366,7 +366,7 @@ class Episode:
                 token_ids,
                 images,
                 folder=None,
-                place="an observation",
+                origin="an observation",
                 num_tokens=num_before + num_tokens(turns),
                 earlier=self._inputs_before(turns),
             )
