@@ -105,7 +105,7 @@ class Run:
             "order": order,
             "journal": self.journal,
             "replicas": self.rollouts,
-            "stored": stored,
+            "sample_index": stored,
         }
         clock = SimpleNamespace(monotonic=lambda: self.now)
         self.spec = CurrentSpec(spec)
