@@ -113,9 +113,9 @@ class Ranks:
             yield
         except (ServiceError, ValueError) as error:
             failure = error
-        mine = [failure is not None, *(isinstance(failure, kind) for kind in _SHARED)]
+        flags = [failure is not None, *(isinstance(failure, kind) for kind in _SHARED)]
         everyone = self.everyone or self
-        failures, *shared = everyone.sum(torch.tensor(mine, dtype=torch.int64)).tolist()
+        failures, *shared = everyone.sum(torch.tensor(flags, dtype=torch.int64)).tolist()
         if not failures:
             return
         causes = everyone.gather("" if failure is None else str(failure))
@@ -171,14 +171,14 @@ class MetricTotals:
             highest = torch.maximum(highest, self._maxima[name])
         self._maxima[name] = highest
 
-    def merge(self, other: "MetricTotals") -> None:
+    def merge(self, totals: "MetricTotals") -> None:
         """Adds the totals of another instance."""
-        for name, squares in other._squares.items():  # noqa: SLF001 -- of the same class
-            self._add_squares(name, *other._sums[name], squares)  # noqa: SLF001
-        for name, (total, count) in other._sums.items():  # noqa: SLF001
+        for name, squares in totals._squares.items():  # noqa: SLF001 -- of the same class
+            self._add_squares(name, *totals._sums[name], squares)  # noqa: SLF001
+        for name, (total, count) in totals._sums.items():  # noqa: SLF001
             known_total, known_count = self._sums.get(name, (0.0, 0.0))
             self._sums[name] = known_total + total, known_count + count
-        for name, highest in other._maxima.items():  # noqa: SLF001
+        for name, highest in totals._maxima.items():  # noqa: SLF001
             maximum = self._maxima.get(name, highest)
             self._maxima[name] = torch.maximum(maximum, highest)
 
@@ -213,13 +213,13 @@ class MetricTotals:
         spread = [name for name in names if name in self._squares]
         if not spread:
             return {}
-        places = [names.index(name) for name in spread]
+        spread_indices = [names.index(name) for name in spread]
         totals, size = torch.stack([torch.stack(self._sums[name]).cpu() for name in spread]).unbind(
             1
         )
         squares = torch.stack([self._squares[name].cpu() for name in spread])
-        squares = squares + size * (totals / size.clamp(min=1) - averages[places]).square()
-        variances = ranks.sum(squares) / counts[places].clamp(min=1)
+        squares = squares + size * (totals / size.clamp(min=1) - averages[spread_indices]).square()
+        variances = ranks.sum(squares) / counts[spread_indices].clamp(min=1)
         deviations = [DEVIATIONS[name] for name in spread]
         return dict(zip(deviations, variances.sqrt().tolist(), strict=True))
 
@@ -241,12 +241,12 @@ def spread_like(local: Tensor, tensor: Tensor, *, shape: Sequence[int] | None = 
     """
     if not isinstance(tensor, DTensor):
         return local
-    whole = tensor if shape is None else torch.empty(shape, device="meta")
+    full_tensor = tensor if shape is None else torch.empty(shape, device="meta")
     return DTensor.from_local(
         local,
         tensor.device_mesh,
         tensor.placements,
         run_check=False,
-        shape=whole.shape,
-        stride=whole.stride(),
+        shape=full_tensor.shape,
+        stride=full_tensor.stride(),
     )

@@ -146,8 +146,8 @@ def observe_step(run: str, step: int, result: "StepResult") -> None:
         elif name in _LABELLED:
             gauge, label = _LABELLED[name]
             gauge.labels(run, label).set(value)
-    for what in _NONFINITE:
-        NONFINITE.labels(run, what).inc(metrics.get(f"nonfinite_{what}", 0.0))
+    for kind in _NONFINITE:
+        NONFINITE.labels(run, kind).inc(metrics.get(f"nonfinite_{kind}", 0.0))
     LEFT_OUT.labels(run).inc(metrics.get("left_out_sequences", 0.0))
     if "mfu" in metrics:
         MFU.labels(run).set(metrics["mfu"])
@@ -169,8 +169,8 @@ def begin_run(run: str) -> None:
     """Creates the counters of a run at 0; an alert on growth would miss one that first appears at 1."""
     for outcome in ("ok", "failed"):
         CHECKPOINTS.labels(run, outcome)
-    for what in _NONFINITE:
-        NONFINITE.labels(run, what)
+    for kind in _NONFINITE:
+        NONFINITE.labels(run, kind)
     LEFT_OUT.labels(run)
 
 
@@ -185,9 +185,9 @@ def counted_checkpoint(run: str) -> Iterator[None]:
         CHECKPOINTS.labels(run, outcome).inc()
 
 
-def observe_saving(run: str, written: int, total: int) -> None:
+def observe_saving(run: str, num_written: int, total: int) -> None:
     """Exports the progress of a checkpoint in bytes; zeros if none is running."""
-    SAVING_BYTES.labels(run, "written").set(written)
+    SAVING_BYTES.labels(run, "written").set(num_written)
     SAVING_BYTES.labels(run, "all").set(total)
 
 
@@ -199,11 +199,11 @@ def observe_uploads(run: str, status: "UploadStatus") -> None:
     UPLOADED_STEP.labels(run).set(status.stored_step)
 
 
-def observe_checkpoint(run: str, step: int, saved: "SavedCheckpoint") -> None:
+def observe_checkpoint(run: str, step: int, checkpoint: "SavedCheckpoint") -> None:
     """Exports size, time and free space of a saved checkpoint."""
-    for phase, spent in saved.seconds.items():
-        CHECKPOINT_SECONDS.labels(run, phase).observe(spent)
+    for phase, duration_s in checkpoint.seconds.items():
+        CHECKPOINT_SECONDS.labels(run, phase).observe(duration_s)
     CHECKPOINT_STEP.labels(run).set(step)
-    CHECKPOINT_BYTES.labels(run).set(saved.num_bytes)
-    FREE_BYTES.labels(run).set(saved.free_bytes)
+    CHECKPOINT_BYTES.labels(run).set(checkpoint.num_bytes)
+    FREE_BYTES.labels(run).set(checkpoint.free_bytes)
     CHECKPOINT_TIME.labels(run).set_to_current_time()

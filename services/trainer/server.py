@@ -104,10 +104,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         with metrics.counted_checkpoint(self._run_id), unwrapped():
             async with TaskGroup() as tasks:
                 reporting = tasks.create_task(self._report_saving(request.step))
-                saved = await self._leader.save(request.step, tuple(request.keep_steps))
+                checkpoint = await self._leader.save(request.step, tuple(request.keep_steps))
                 reporting.cancel()
-        metrics.observe_checkpoint(self._run_id, request.step, saved)
-        return pb.SaveCheckpointResponse(path=saved.location, size_bytes=saved.num_bytes)
+        metrics.observe_checkpoint(self._run_id, request.step, checkpoint)
+        return pb.SaveCheckpointResponse(path=checkpoint.location, size_bytes=checkpoint.num_bytes)
 
     async def AwaitUploads(
         self, request: pb.AwaitUploadsRequest, context: _Context
@@ -130,11 +130,11 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         """Reports the progress of a checkpoint until cancelled."""
         try:
             while True:
-                written, total = self._leader.save_progress()
-                metrics.observe_saving(self._run_id, written, total)
-                size = f": {size_text(written)} of {size_text(total)}" if total else ""
-                size += ", hashing" if total and written == total else ""
-                gauges = {"checkpoint_written_bytes": written, "checkpoint_bytes": total}
+                num_written, total = self._leader.save_progress()
+                metrics.observe_saving(self._run_id, num_written, total)
+                size = f": {size_text(num_written)} of {size_text(total)}" if total else ""
+                size += ", hashing" if total and num_written == total else ""
+                gauges = {"checkpoint_written_bytes": num_written, "checkpoint_bytes": total}
                 self._on_saving(f"saving step {step}{size}", gauges)
                 await asyncio.sleep(_REPORT_INTERVAL_S)
         finally:

@@ -107,12 +107,12 @@ def fetch_model_inputs(fetch: Fetch, meta: KVBatchMeta) -> list[SampleInputs]:
     if MODEL_INPUTS not in meta.field_names:
         return []
     column = meta.column(MODEL_INPUTS)
-    places = list(zip(column.blob_indexes, column.offsets, strict=True))
-    distinct = {place: row for row, place in reversed(list(enumerate(places)))}
-    fetched = fetch(meta.select(list(distinct.values())), (MODEL_INPUTS,))[MODEL_INPUTS]
-    bundles = map(ModelInputs.from_encoded, fetched.unbind())
+    locations = list(zip(column.blob_indexes, column.offsets, strict=True))
+    distinct = {location: row for row, location in reversed(list(enumerate(locations)))}
+    columns = fetch(meta.select(list(distinct.values())), (MODEL_INPUTS,))[MODEL_INPUTS]
+    bundles = map(ModelInputs.from_encoded, columns.unbind())
     by_place, by_digest = dict(zip(distinct, bundles, strict=True)), dict[str, ModelInputs]()
-    prompts = [by_digest.setdefault(by_place[at].digest, by_place[at]) for at in places]
+    prompts = [by_digest.setdefault(by_place[at].digest, by_place[at]) for at in locations]
     if TURN_INPUTS not in meta.field_names:
         return [SampleInputs(prompt) for prompt in prompts]
     turns = map(decode_bundles, fetch(meta, (TURN_INPUTS,))[TURN_INPUTS].unbind())
@@ -126,19 +126,19 @@ def of_vocabulary(fetch: Fetch, vocab_size: int) -> Fetch:
     """
 
     def checked(meta: KVBatchMeta, fields: Sequence[str]) -> dict[str, Jagged]:
-        fetched = fetch(meta, fields)
-        for name in {"prompt_ids", "response_ids"} & fetched.keys():
-            values = fetched[name].values
+        columns = fetch(meta, fields)
+        for name in {"prompt_ids", "response_ids"} & columns.keys():
+            values = columns[name].values
             strange = ((values < 0) | (values >= vocab_size)).nonzero()
             if len(strange):
-                place = int(strange[0])
-                row = int((fetched[name].offsets() <= place).sum()) - 1
+                index = int(strange[0])
+                row = int((columns[name].offsets() <= index).sum()) - 1
                 raise InvalidArgumentError(
-                    f"sample {meta.keys[row]} has the token {int(values[place])} in {name}, but the model "
+                    f"sample {meta.keys[row]} has the token {int(values[index])} in {name}, but the model "
                     f"has 0 to {vocab_size - 1}; check that model.tokenizer belongs to model.path",
                     key=meta.keys[row],
                 )
-        return fetched
+        return columns
 
     return checked
 

@@ -69,17 +69,17 @@ async def serve_trainer(settings: TrainerSettings) -> None:
         session = await stack.enter_async_context(
             WorkerSession(settings, role="trainer", port=port)
         )
-        built = await load(stack, session, command_group, settings, build_rank)
+        trainer = await load(stack, session, command_group, settings, build_rank)
         addresses = await asyncio.to_thread(
             command_group.gather, f"{settings.advertise_host}:{port}"
         )
-        if built.rank.runner.engine.weights.sends_rows:
+        if trainer.rank.runner.engine.weights.sends_rows:
             member.source_addresses = addresses
-        leader.attach(built.rank, command_group, step=built.step)
+        leader.attach(trainer.rank, command_group, step=trainer.step)
         if session.spec.topology.is_colocated:  # rollouts load next, into the same GPU memory
             await leader.sleep()
         report_ready(settings.ready_file, {"role": "trainer", "gpus": ",".join(gpu_names())})
-        session.report(state="ready", activity="", weight_version=built.step)
+        session.report(state="ready", activity="", weight_version=trainer.step)
         stack.push_async_callback(asyncio.to_thread, leader.stop)
         await _train_until_stopped(leader, session, command_group, settings)
 
@@ -95,8 +95,8 @@ async def _train_until_stopped(
 
 async def follow_trainer(start: FollowerStart) -> None:
     """Executes the commands of rank 0 of the trainer."""
-    built = await start.build(build_rank)
-    follower = Follower(start.command_group, built.rank)
+    trainer = await start.build(build_rank)
+    follower = Follower(start.command_group, trainer.rank)
     async with _serve_rows(start.settings, follower) as address:
         await asyncio.to_thread(start.command_group.gather, address)
         await asyncio.to_thread(follower.follow)
@@ -158,25 +158,25 @@ async def serve_critic(settings: TrainerSettings) -> None:
 
         port = await stack.enter_async_context(serve(settings.bind, register))
         session = await stack.enter_async_context(WorkerSession(settings, role="critic", port=port))
-        built = await load(stack, session, command_group, settings, build_critic)
-        leader.attach(built.rank, command_group, values=built.values, step=built.step)
+        critic = await load(stack, session, command_group, settings, build_critic)
+        leader.attach(critic.rank, command_group, values=critic.values, step=critic.step)
         report_ready(settings.ready_file, {"grpc": f"{settings.advertise_host}:{port}"})
-        session.report(state="ready", activity="", weight_version=built.step)
+        session.report(state="ready", activity="", weight_version=critic.step)
         stack.push_async_callback(asyncio.to_thread, leader.stop)
         await _train_until_stopped(leader, session, command_group, settings)
 
 
 async def follow_critic(start: FollowerStart) -> None:
     """Executes the commands of rank 0 of the critic."""
-    built = await start.build(build_critic)
-    follower = Follower(start.command_group, built.rank, values=built.values)
+    critic = await start.build(build_critic)
+    follower = Follower(start.command_group, critic.rank, values=critic.values)
     await asyncio.to_thread(follower.follow)
 
 
 def _reporter(run_id: str, report: Callable[[int], None]) -> Callable[[int, StepResult], None]:
     def on_step(step: int, result: StepResult) -> None:
-        spent = result.metrics.get("seconds_critic", 0.0)
-        metrics.STEP_SECONDS.labels(run_id, "critic").observe(spent)
+        duration_s = result.metrics.get("seconds_critic", 0.0)
+        metrics.STEP_SECONDS.labels(run_id, "critic").observe(duration_s)
         nonfinite = result.metrics.get("nonfinite_critic", 0.0)
         metrics.NONFINITE.labels(run_id, "critic").inc(nonfinite)
         metrics.observe_loss_scale(run_id, result.metrics)

@@ -121,9 +121,9 @@ def gdpo(terms: Mapping[str, Tensor], groups: Tensor, *, weights: Mapping[str, f
     Returns:
         ``[N]`` advantages.
     """
-    parts = [weight * grpo(terms[name], groups) for name, weight in weights.items()]
+    terms_of_rewards = [weight * grpo(terms[name], groups) for name, weight in weights.items()]
     # The mean over the batch is 0, because each group's is; to subtract it would only add its rounding.
-    total = torch.stack(parts).sum(0)
+    total = torch.stack(terms_of_rewards).sum(0)
     deviation = total.square().sum().div(max(len(total) - 1, 1)).sqrt()
     return total / (deviation + _STD_EPSILON)
 

@@ -37,15 +37,15 @@ class TokenDivergence:
             teacher: ``[C, K + 1, 2]`` as from :func:`most_likely`, or ``[C, H]`` final hidden states.
         """
         if self.head is None:
-            student, others = _events(logits, teacher)
+            student, target = _events(logits, teacher)
         else:
             products = float32_products(teacher.to(self.head.weight), self.head.weight)
             # Heads of one family may be padded to different sizes.
             size = min(logits.shape[1], products.shape[1])
             numbers = self.head.scale, self.head.cap, self.temperature
-            others = bounded_logits(products[:, :size], None, numbers)[0].log_softmax(-1)
+            target = bounded_logits(products[:, :size], None, numbers)[0].log_softmax(-1)
             student = logits[:, :size].log_softmax(-1)
-        return divergence(student, others, kind=self.arguments.divergence, beta=self.arguments.beta)
+        return divergence(student, target, kind=self.arguments.divergence, beta=self.arguments.beta)
 
 
 def divergence(student: Tensor, teacher: Tensor, *, kind: str, beta: float) -> Tensor:
@@ -73,15 +73,17 @@ def _kl(p: Tensor, q: Tensor) -> Tensor:
 
 def _events(logits: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
     """Returns logprobs ``[C, K + 1]`` of policy and teacher: of the ``K`` tokens, and of all others."""
-    size, ids, others = logits.shape[1], teacher[:, :-1, 0].long(), teacher[..., 1]
+    size, ids, teacher_logprobs = logits.shape[1], teacher[:, :-1, 0].long(), teacher[..., 1]
     # A token that exists only in the teacher's padded head counts as one of all other tokens.
     is_known = functional.pad(ids < size, (0, 1))
-    rest = others.masked_fill(is_known, LOWEST).logsumexp(-1, keepdim=True)
-    teacher_events = torch.cat([others.masked_fill(~is_known, LOWEST)[:, :-1], rest], 1)
+    rest = teacher_logprobs.masked_fill(is_known, LOWEST).logsumexp(-1, keepdim=True)
+    teacher_events = torch.cat([teacher_logprobs.masked_fill(~is_known, LOWEST)[:, :-1], rest], 1)
     normalizer = logits.logsumexp(-1, keepdim=True)
     ids = ids.clamp(max=size - 1)
-    ours = torch.cat([logits.gather(1, ids), _rest(logits, ids, is_known[:, :-1])], 1) - normalizer
-    return ours.masked_fill(functional.pad(~is_known[:, :-1], (0, 1)), LOWEST), teacher_events
+    events = (
+        torch.cat([logits.gather(1, ids), _rest(logits, ids, is_known[:, :-1])], 1) - normalizer
+    )
+    return events.masked_fill(functional.pad(~is_known[:, :-1], (0, 1)), LOWEST), teacher_events
 
 
 def _rest(logits: Tensor, ids: Tensor, is_known: Tensor) -> Tensor:
@@ -101,11 +103,11 @@ def most_likely(hidden: Tensor, head: OutputHead, count: int, *, temperature: fl
     """
     count = min(count, len(head.weight))
     candidates = torch.full((len(hidden), count + 1, 2), -1.0, device=hidden.device)
-    for part in chunks(hidden, head.weight, copies=2):
-        products = float32_products(hidden[part], head.weight)
+    for rows in chunks(hidden, head.weight, copies=2):
+        products = float32_products(hidden[rows], head.weight)
         logits, _ = bounded_logits(products, None, (head.scale, head.cap, temperature))
         values, ids = logits.topk(count)
         rest = _rest(logits, ids, torch.ones_like(ids, dtype=torch.bool))
-        candidates[part, :-1, 0] = ids.float()
-        candidates[part, :, 1] = torch.cat([values, rest], 1) - logits.logsumexp(-1, keepdim=True)
+        candidates[rows, :-1, 0] = ids.float()
+        candidates[rows, :, 1] = torch.cat([values, rest], 1) - logits.logsumexp(-1, keepdim=True)
     return candidates

@@ -166,7 +166,7 @@ _REDUCED: dict[InvariantEngine | None, Callable[..., tuple[Tensor, Tensor, Tenso
 def _gradient(
     products: Tensor,
     targets: Tensor,
-    saved: tuple[Tensor, Tensor],
+    moments: tuple[Tensor, Tensor],
     grads: tuple[Tensor, Tensor],
     excluded: Tensor | None,
     numbers: _Numbers,
@@ -176,7 +176,7 @@ def _gradient(
 
     ``d logprob = onehot - p`` and ``d entropy = -p (log p + entropy)``.
     """
-    normalizer, entropy = saved
+    normalizer, entropy = moments
     grad_logprobs, grad_entropy = grads
     scaled, slope = bounded_logits(products, excluded, numbers)
     log_p = scaled - normalizer[:, None]
@@ -220,16 +220,16 @@ class _ChunkedLogprobs(torch.autograd.Function):
         divergence = torch.empty_like(logprobs)
         numbers = head.scale, head.cap, temperature
         is_plain = extra is None and head.engine is None
-        for part in chunks(hidden, weight, copies=1 if is_plain else _EAGER_COPIES):
-            products = _MULTIPLIED[head.engine](hidden[part], weight)
-            excluded = _excluded(mask, part, products)
+        for rows in chunks(hidden, weight, copies=1 if is_plain else _EAGER_COPIES):
+            products = _MULTIPLIED[head.engine](hidden[rows], weight)
+            excluded = _excluded(mask, rows, products)
             reduce = _REDUCED.get(head.engine) or _fused(_reduce, products)
-            reduced = reduce(products, targets[part], excluded, numbers)
-            logprobs[part], normalizer[part], entropy[part] = reduced
+            reduced = reduce(products, targets[rows], excluded, numbers)
+            logprobs[rows], normalizer[rows], entropy[rows] = reduced
             if extra is not None:
                 compute, teacher = extra
                 logits, _ = bounded_logits(products, excluded, numbers)
-                divergence[part] = compute(logits, teacher[part])
+                divergence[rows] = compute(logits, teacher[rows])
         ctx.save_for_backward(hidden, weight, targets, normalizer, entropy)
         ctx.numbers, ctx.mask, ctx.extra = numbers, mask, extra
         return (logprobs, entropy) if extra is None else (logprobs, entropy, divergence)
@@ -244,25 +244,25 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_weight = (
             torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         )
-        for part in chunks(hidden, weight, copies=1 if ctx.extra is None else _EAGER_COPIES):
-            products = float32_products(hidden[part], weight)
-            excluded = _excluded(ctx.mask, part, products)
+        for rows in chunks(hidden, weight, copies=1 if ctx.extra is None else _EAGER_COPIES):
+            products = float32_products(hidden[rows], weight)
+            excluded = _excluded(ctx.mask, rows, products)
             grad = _fused(_gradient, products)(
                 products,
-                targets[part],
-                (normalizer[part], entropy[part]),
-                (grad_logprobs[part], grad_entropy[part]),
+                targets[rows],
+                (normalizer[rows], entropy[rows]),
+                (grad_logprobs[rows], grad_entropy[rows]),
                 excluded,
                 ctx.numbers,
                 hidden.dtype,
             )
             if ctx.extra is not None and grad_divergence is not None:
                 grad = grad + _divergence_gradient(
-                    products, excluded, ctx.numbers, ctx.extra, part, grad_divergence[part]
+                    products, excluded, ctx.numbers, ctx.extra, rows, grad_divergence[rows]
                 ).to(grad)
-            grad_hidden[part] = grad @ weight
+            grad_hidden[rows] = grad @ weight
             if grad_weight is not None:
-                grad_weight += grad.T @ hidden[part]
+                grad_weight += grad.T @ hidden[rows]
         of_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         return grad_hidden, of_weight, *[None] * 5
 
@@ -272,7 +272,7 @@ def _divergence_gradient(
     excluded: Tensor | None,
     numbers: _Numbers,
     extra: tuple[ChunkDivergence, Tensor],
-    part: slice,
+    rows: slice,
     gradient: Tensor,
 ) -> Tensor:
     """Returns the gradient of a chunk's ``[C, V]`` products from that of its divergence."""
@@ -280,17 +280,17 @@ def _divergence_gradient(
     logits, slope = bounded_logits(products, excluded, numbers)
     with torch.enable_grad():
         leaf = logits.detach().requires_grad_()
-        (leaf_gradient,) = torch.autograd.grad(compute(leaf, teacher[part]), leaf, gradient)
+        (leaf_gradient,) = torch.autograd.grad(compute(leaf, teacher[rows]), leaf, gradient)
     return leaf_gradient * slope
 
 
-def _excluded(mask: Tensor | None, part: slice, products: Tensor) -> Tensor | None:
+def _excluded(mask: Tensor | None, token_slice: slice, products: Tensor) -> Tensor | None:
     """Returns ``[C, V]`` bool: tokens that could not be drawn, for a chunk; None if all could."""
     if mask is None:
         return None
-    bounds = torch.tensor([part.start, part.stop], device=mask.device)
+    bounds = torch.tensor([token_slice.start, token_slice.stop], device=mask.device)
     start, end = torch.searchsorted(mask[0].contiguous(), bounds).tolist()
-    rows, tokens = mask[0, start:end] - part.start, mask[1, start:end]
+    rows, tokens = mask[0, start:end] - token_slice.start, mask[1, start:end]
     excluded = torch.zeros(products.shape, dtype=torch.bool, device=products.device)
     excluded[rows] = True
     excluded[rows, tokens] = False

@@ -321,8 +321,8 @@ def m2po(tokens: LossTokens, *, second_moment: float) -> TokenLoss:
     # The mean of the smallest squares grows with their number.
     counts = torch.arange(1, len(squares) + 1, device=squares.device)
     fits = ascending.cumsum(0) <= second_moment * counts
-    stays = torch.zeros_like(leaves).scatter(0, order, fits)
-    masked = leaves & ~stays
+    is_accepted = torch.zeros_like(leaves).scatter(0, order, fits)
+    masked = leaves & ~is_accepted
     values = torch.where(masked, 0.0, -advantages * torch.exp(log_ratio))
     return TokenLoss(values, {"clip_fraction": masked.to(values.dtype)})
 

@@ -114,8 +114,8 @@ class OwnFunction(TorchDispatchMode):
         if self._sum_over_ranks is None:
             return
         count = numbers or 0
-        mine = torch.tensor([numbers is not None, has_failed, count, count * count])
-        adding, failed, total, squares = self._sum_over_ranks(mine).tolist()
+        counts = torch.tensor([numbers is not None, has_failed, count, count * count])
+        adding, failed, total, squares = self._sum_over_ranks(counts).tolist()
         if failed and not has_failed:
             self._raise_mismatch("failed on another rank; see that rank's log")
         if not failed and adding not in (0, self._num_ranks):

@@ -188,8 +188,8 @@ def _batched(
     for batch in layout.batches:
         keys = batch.queries if batch.keys is None else batch.keys
         q, k, v = (
-            tensor[places.flatten()].view(*places.shape, *tensor.shape[1:]).transpose(1, 2)
-            for tensor, places in ((query, batch.queries), (key, keys), (value, keys))
+            tensor[rows.flatten()].view(*rows.shape, *tensor.shape[1:]).transpose(1, 2)
+            for tensor, rows in ((query, batch.queries), (key, keys), (value, keys))
         )
         if is_invariant:
             visible = _visible(batch, scores.window)
@@ -235,9 +235,9 @@ def _visible(batch: AttentionBatch, window: int | None) -> Tensor:
     if window not in batch.visible:
         keys = batch.queries if batch.keys is None else batch.keys
         distance = batch.depths[:, :, None] - torch.arange(keys.shape[1], device=keys.device)
-        seen = distance >= 0
-        seen = seen if window is None else seen & (distance < window)
-        batch.visible[window] = seen[:, None]
+        visible = distance >= 0
+        visible = visible if window is None else visible & (distance < window)
+        batch.visible[window] = visible[:, None]
     return batch.visible[window]
 
 
@@ -259,25 +259,25 @@ def _as_vllm(
     )
 
 
-def copied_rows(states: Tensor, places: Tensor) -> Tensor:
+def copied_rows(states: Tensor, rows: Tensor) -> Tensor:
     """Returns the rows ``[K, ...]`` of a tensor at some places; sums gradients in float32."""
-    copied: Tensor = _CopyRows.apply(states, places)  # type: ignore[no-untyped-call]
+    copied: Tensor = _CopyRows.apply(states, rows)  # type: ignore[no-untyped-call]
     return copied
 
 
 class _CopyRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, states: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
+    def forward(ctx: Any, states: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
         ctx.num_rows = states.shape[0]
-        return states.index_select(0, places)
+        return states.index_select(0, rows)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (places,) = ctx.saved_tensors
+        (rows,) = ctx.saved_tensors
         # A prompt receives as many gradients as its group has members.
         total = grad.new_zeros((ctx.num_rows, *grad.shape[1:]), dtype=torch.float32)
-        return total.index_add_(0, places, grad.float()).to(grad.dtype), None
+        return total.index_add_(0, rows, grad.float()).to(grad.dtype), None
 
 
 def _varlen(

@@ -158,8 +158,8 @@ def declared_columns(function: object) -> tuple[str, ...]:
 
 def select(columns: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
     """Returns declared columns; one that is missing, as on a rank without work, is 0 everywhere."""
-    some = columns["loss_mask"]
-    nothing = torch.zeros(len(some), device=some.device)
+    loss_mask = columns["loss_mask"]
+    nothing = torch.zeros(len(loss_mask), device=loss_mask.device)
     return {name: columns.get(name, nothing) for name in names}
 
 

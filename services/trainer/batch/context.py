@@ -40,8 +40,8 @@ class ContextRanks:
     def own(self, tokens: Tensor, *, filler: int = 0) -> Tensor:
         """Returns this rank's tokens, padded: ``[T, ...]`` to ``[C, ...]``."""
         size = self.chunk(len(tokens))
-        part = tokens[self.rank * size :][:size]
-        return torch.cat([part, part.new_full((size - len(part), *part.shape[1:]), filler)])
+        share = tokens[self.rank * size :][:size]
+        return torch.cat([share, share.new_full((size - len(share), *share.shape[1:]), filler)])
 
     def local_heads(self, of_heads: Tensor) -> Tensor:
         """Returns this rank's heads of ``[heads]``."""
@@ -90,16 +90,16 @@ class ContextRanks:
 
     def whole(self, flags: Tensor, num_tokens: int) -> Tensor:
         """Gathers ``[C]`` bool of this rank's tokens to ``[T]`` of all."""
-        mine = flags.to(torch.uint8)
-        parts = [torch.empty_like(mine) for _ in range(self.size)]
-        distributed.all_gather(parts, mine, group=self.group)
-        return torch.cat(parts)[:num_tokens].bool()
+        rank_flags = flags.to(torch.uint8)
+        flags_of_ranks = [torch.empty_like(rank_flags) for _ in range(self.size)]
+        distributed.all_gather(flags_of_ranks, rank_flags, group=self.group)
+        return torch.cat(flags_of_ranks)[:num_tokens].bool()
 
 
 def all_to_all(
     rows: Tensor,
-    sent: list[int],
-    received: list[int] | None = None,
+    send_counts: list[int],
+    receive_counts: list[int] | None = None,
     *,
     group: distributed.ProcessGroup,
 ) -> Tensor:
@@ -107,11 +107,11 @@ def all_to_all(
 
     Args:
         rows: ``[N, ...]``, sorted by destination rank.
-        sent: Number of rows for each rank.
-        received: Number of rows from each rank; None if the same as ``sent``.
+        send_counts: Number of rows for each rank.
+        receive_counts: Number of rows from each rank; None if the same as ``send_counts``.
         group: The ranks, all of which must call it.
     """
-    result: Tensor = _AllToAll.apply(rows, sent, received or sent, group)  # type: ignore[no-untyped-call]
+    result: Tensor = _AllToAll.apply(rows, send_counts, receive_counts or send_counts, group)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -120,24 +120,24 @@ class _AllToAll(torch.autograd.Function):
     def forward(
         ctx: Any,
         rows: Tensor,
-        sent: list[int],
-        received: list[int],
+        send_counts: list[int],
+        receive_counts: list[int],
         group: distributed.ProcessGroup,
     ) -> Tensor:
-        ctx.plan = sent, received, group
-        return _moved(rows, sent, received, group)
+        ctx.plan = send_counts, receive_counts, group
+        return _moved(rows, send_counts, receive_counts, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        sent, received, group = ctx.plan
-        return _moved(gradients[0], received, sent, group), None, None, None
+        send_counts, receive_counts, group = ctx.plan
+        return _moved(gradients[0], receive_counts, send_counts, group), None, None, None
 
 
 def _moved(
-    rows: Tensor, sent: list[int], received: list[int], group: distributed.ProcessGroup
+    rows: Tensor, outgoing: list[int], incoming: list[int], group: distributed.ProcessGroup
 ) -> Tensor:
-    arrived = rows.new_empty(sum(received), *rows.shape[1:])
-    distributed.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
+    arrived = rows.new_empty(sum(incoming), *rows.shape[1:])
+    distributed.all_to_all_single(arrived, rows.contiguous(), incoming, outgoing, group=group)
     return arrived
 
 
@@ -146,9 +146,9 @@ class _AllGather(torch.autograd.Function):
     def forward(ctx: Any, values: Tensor, counts: Sequence[int], ranks: ContextRanks) -> Tensor:
         ctx.plan = counts, ranks
         filled = functional.pad(values, (0, 0) * (values.ndim - 1) + (0, max(counts) - len(values)))
-        parts = [torch.empty_like(filled) for _ in counts]
-        distributed.all_gather(parts, filled, group=ranks.group)
-        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+        rows_of_ranks = [torch.empty_like(filled) for _ in counts]
+        distributed.all_gather(rows_of_ranks, filled, group=ranks.group)
+        return torch.cat([rows[:count] for rows, count in zip(rows_of_ranks, counts, strict=True)])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:

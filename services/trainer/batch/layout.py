@@ -94,8 +94,8 @@ class AttentionLayout:
         if self.paths is None:
             return Sequences(None, None, self.cu_lengths.long(), self.depths)
         ends, offsets = self.paths.cu_lengths.long(), self.cu_lengths.long()
-        lengths, places = ends.diff(), torch.arange(len(self.paths.places), device=ends.device)
-        depths = places - ends[:-1].repeat_interleave(lengths, output_size=len(places))
+        lengths, indices = ends.diff(), torch.arange(len(self.paths.places), device=ends.device)
+        depths = indices - ends[:-1].repeat_interleave(lengths, output_size=len(indices))
         # A branch is the end of its sequence.
         shift = (ends[1:] - offsets[1:]).repeat_interleave(
             offsets.diff(), output_size=len(self.depths)
@@ -130,13 +130,13 @@ def _offsets(lengths: Sequence[int]) -> Tensor:
 
 
 def _paths(branches: Sequence[Branch], device: torch.device) -> Paths:
-    places = np.concatenate([branch.path for branch in branches])
+    paths = np.concatenate([branch.path for branch in branches])
     lengths = [len(branch.path) for branch in branches]
     return Paths(
-        places=on_device(torch.from_numpy(places), device),
+        places=on_device(torch.from_numpy(paths), device),
         cu_lengths=on_device(_offsets(lengths), device),
         max_length=max(lengths),
-        are_many=len(places) > _MAX_COPIES * sum(branch.length for branch in branches),
+        are_many=len(paths) > _MAX_COPIES * sum(branch.length for branch in branches),
     )
 
 

@@ -181,40 +181,40 @@ def pack(
     """
     if len(prompts.lengths) and int(prompts.lengths.min()) < 1:
         raise ValueError("a prompt has no token; a response needs at least one to follow")
-    answered = torch.nonzero(responses.lengths).flatten()
-    if not len(answered):
+    with_response = torch.nonzero(responses.lengths).flatten()
+    if not len(with_response):
         # Nothing is predicted, but a model needs input, and other ranks may wait for it.
         return _idle_tokens(device)
-    placed = _place(
-        prompts.select(answered),
-        responses.select(answered),
+    sequences = _place(
+        prompts.select(with_response),
+        responses.select(with_response),
         shares_prefixes=shares_prefixes,
-        experts=None if experts is None else experts.select(answered).unbind(),
-        inputs=[inputs[index] for index in answered.tolist()] if inputs else [],
+        experts=None if experts is None else experts.select(with_response).unbind(),
+        inputs=[inputs[index] for index in with_response.tolist()] if inputs else [],
     )
     predictions = _predict(
-        placed,
+        sequences,
         responses.values.to(torch.int64).numpy(),
         # Equal tokens may have different sampling masks or distributions.
         merges_equal=masks is None and distributions is None,
     )
-    layout = build_layout(placed.branches, device)
+    layout = build_layout(sequences.branches, device)
     return PackedTokens(
-        input_ids=_on_device(placed.input_ids(), device),
+        input_ids=_on_device(sequences.input_ids(), device),
         position_ids=layout.depths,
         predictors=_on_device(predictions.predictors, device),
         targets=_on_device(predictions.targets, device),
         predictions=None if predictions.index is None else _on_device(predictions.index, device),
         layout=layout,
-        work=_work(placed.branches, len(predictions.predictors)),
+        work=_work(sequences.branches, len(predictions.predictors)),
         places=predictions.predictors,
-        uses=_on_device(placed.uses(), device) if placed.is_shared else None,
-        experts=placed.experts_on(device),
+        uses=_on_device(sequences.uses(), device) if sequences.is_shared else None,
+        experts=sequences.experts_on(device),
         mask=None if masks is None else on_device(_pairs(masks.values, predictions.index), device),
         distributions=None
         if distributions is None
         else on_device(predictions.ordered(distributions), device),
-        inputs=placed.inputs_in_pack(),
+        inputs=sequences.inputs_in_pack(),
     )
 
 
@@ -303,15 +303,15 @@ class _Predictions:
 
 
 def _predict(
-    placed: _PlacedSequences, targets: NDArray[np.int64], *, merges_equal: bool
+    sequences: _PlacedSequences, targets: NDArray[np.int64], *, merges_equal: bool
 ) -> _Predictions:
     """Orders the predictions of all response tokens.
 
     Args:
         merges_equal: True to compute predictions of the same token from the same place once.
     """
-    predictors = placed.predictors()
-    if not placed.is_shared:
+    predictors = sequences.predictors()
+    if not sequences.is_shared:
         return _Predictions(predictors, targets)
     if merges_equal:
         return _Predictions(*_distinct(predictors, targets))
@@ -337,7 +337,7 @@ def _placed(
     if not inputs:
         return ()
     ends = np.cumsum([branch.length for branch in branch_list]).tolist()
-    placed = []
+    placed_inputs = []
     for number, (index, branch) in enumerate(zip(prefixes.order, branch_list, strict=True)):
         for span in inputs[index]:
             # Sequences with such a span share all of its tokens with an earlier one, or none.
@@ -346,8 +346,8 @@ def _placed(
                 while last + 1 < len(branch_list) and branch_list[last + 1].depth > span.start:
                     last += 1
                 start = int(branch.path[span.start])
-                placed.append(PlacedInputs(span.inputs, start, ends[last], span.start))
-    return tuple(placed)
+                placed_inputs.append(PlacedInputs(span.inputs, start, ends[last], span.start))
+    return tuple(placed_inputs)
 
 
 def _distinct(
@@ -355,8 +355,8 @@ def _distinct(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Returns predictors and targets of the distinct predictions, and the index of each given prediction."""
     # Sorts one combined integer per prediction, because sorting rows of two numbers takes ten times as long.
-    distinct, places = np.unique(predictors << 32 | targets, return_inverse=True)
-    return distinct >> 32, distinct & 0xFFFFFFFF, places
+    distinct, inverse = np.unique(predictors << 32 | targets, return_inverse=True)
+    return distinct >> 32, distinct & 0xFFFFFFFF, inverse
 
 
 def _work(branch_list: list[Branch], num_predictions: int) -> Work:

@@ -49,12 +49,12 @@ class StepPlan:
 
     def without(self, positions: Collection[int]) -> "StepPlan":
         """Returns the same micro-batches without some sequences."""
-        dropped = set(positions)
+        left_out = set(positions)
         updates = tuple(
-            tuple(tuple(i for i in micro if i not in dropped) for micro in micros)
+            tuple(tuple(i for i in micro if i not in left_out) for micro in micros)
             for micros in self.updates
         )
-        return StepPlan(updates, left_out=tuple(sorted(dropped.union(self.left_out))))
+        return StepPlan(updates, left_out=tuple(sorted(left_out.union(self.left_out))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +66,9 @@ class Bounds:
     too_long: int = sys.maxsize
     """Min tokens of a sequence, or of a group that stays together, that does not fit even alone."""
 
-    def intersection(self, other: "Bounds") -> "Bounds":
+    def intersection(self, bounds: "Bounds") -> "Bounds":
         """Returns the stricter of both limits."""
-        return Bounds(min(self.max_tokens, other.max_tokens), min(self.too_long, other.too_long))
+        return Bounds(min(self.max_tokens, bounds.max_tokens), min(self.too_long, bounds.too_long))
 
 
 def shard_of(
@@ -132,17 +132,17 @@ def plan_step(
     divided = []
     for members in map(set, share.updates):
         positions = [
-            place
-            for place, owner in enumerate(owners)
-            if owner in members and sizes[place] < bounds.too_long
+            index
+            for index, owner in enumerate(owners)
+            if owner in members and sizes[index] < bounds.too_long
         ]
         micros = cut(samples, positions, max_tokens=bounds.max_tokens, shares=shares_prefixes)
         # Ascending sizes: ranks then compute similar sizes at a time, and the first size that exceeds
         # memory is the smallest one.
         divided.append(sorted(micros, key=lambda micro: sum(lengths[i] for i in micro)))
     # An update without work still has one micro-batch.
-    most = ranks.max(torch.tensor([max(1, len(micros)) for micros in divided])).tolist()
-    updates = zip(divided, most, strict=True)
+    max_micros = ranks.max(torch.tensor([max(1, len(micros)) for micros in divided])).tolist()
+    updates = zip(divided, max_micros, strict=True)
     return StepPlan(
         tuple((*micros, *[()] * (count - len(micros))) for micros, count in updates),
         left_out=tuple(i for i, size in enumerate(sizes) if size >= bounds.too_long),
@@ -153,13 +153,13 @@ def cut(
     samples: Samples, positions: Sequence[int], *, max_tokens: int, shares: bool
 ) -> list[tuple[int, ...]]:
     """Divides some of the sequences into micro-batches of positions; see :func:`micro_batches`."""
-    chosen = torch.as_tensor(positions, dtype=torch.int64)
-    groups = None if samples.groups is None else samples.groups[chosen].tolist()
+    rows = torch.as_tensor(positions, dtype=torch.int64)
+    groups = None if samples.groups is None else samples.groups[rows].tolist()
     # ``unbind`` returns views; ``select`` would copy the experts, which are many times larger than tokens.
     experts = samples.experts.unbind() if shares and samples.experts is not None else None
     sequences = sharing_keys(
-        samples.prompts.select(chosen).unbind(),
-        samples.responses.select(chosen).unbind(),
+        samples.prompts.select(rows).unbind(),
+        samples.responses.select(rows).unbind(),
         None if experts is None else [experts[position] for position in positions],
         [samples.inputs[position] for position in positions] if samples.inputs else [],
     )
@@ -167,18 +167,18 @@ def cut(
     return [tuple(positions[index] for index in micro) for micro in micros]
 
 
-def num_tokens(part: Samples) -> int:
+def num_tokens(samples: Samples) -> int:
     """Counts the tokens of all sequences, including shared ones."""
-    return int(part.prompts.lengths.sum() + part.responses.lengths.sum())
+    return int(samples.prompts.lengths.sum() + samples.responses.lengths.sum())
 
 
-def bounds_of(part: Samples, *, shares: bool) -> Bounds:
+def bounds_of(samples: Samples, *, shares: bool) -> Bounds:
     """Returns limits that exclude a micro-batch of this size."""
-    tokens, everything = num_tokens(part), range(len(part.rows))
-    if len(cut(part, everything, max_tokens=1, shares=shares)) == 1:
+    tokens, everything = num_tokens(samples), range(len(samples.rows))
+    if len(cut(samples, everything, max_tokens=1, shares=shares)) == 1:
         return Bounds(too_long=tokens)
     budget = max(1, tokens // 2)
-    while len(cut(part, everything, max_tokens=budget, shares=shares)) == 1:
+    while len(cut(samples, everything, max_tokens=budget, shares=shares)) == 1:
         budget = max(1, budget // 2)
     return Bounds(max_tokens=budget)
 
@@ -225,13 +225,13 @@ def micro_batches(
     bins: list[list[int]] = []
     room: list[int] = []
     for index in sorted(range(len(units)), key=lambda i: (-sizes[i], i)):
-        place = next((b for b, free in enumerate(room) if sizes[index] <= free), None)
-        if place is None:
+        bin_index = next((b for b, free in enumerate(room) if sizes[index] <= free), None)
+        if bin_index is None:
             bins.append([index])
             room.append(max_tokens - sizes[index])
         else:
-            bins[place].append(index)
-            room[place] -= sizes[index]
+            bins[bin_index].append(index)
+            room[bin_index] -= sizes[index]
     even = _balance(sizes, len(bins))
     if all(sum(sizes[index] for index in members) <= max_tokens for members in even):
         bins = even
@@ -247,7 +247,7 @@ def _whole_groups(
     units = []
     for rows in members.values():
         tree = find_prefixes([sequences[i] for i in rows]) if shares else unshared(len(rows))
-        units.append(Prefixes(tuple(rows[place] for place in tree.order), tree.shared))
+        units.append(Prefixes(tuple(rows[row_index] for row_index in tree.order), tree.shared))
     return units
 
 
@@ -272,7 +272,7 @@ def _deal(
     dealt, least, num_parts = None, 0.0, 1
     most_parts = 2 * max(map(len, groups)) if divides and num_ranks > 1 else 1
     while dealt is None or num_parts < most_parts:
-        units = [part for group in groups for part in _parts(group, num_parts)]
+        units = [cut_unit for group in groups for cut_unit in _parts(group, num_parts)]
         costs = [work(unit) for unit in units]
         shares = _balance(costs, num_ranks)
         load = max(sum(costs[index] for index in share) for share in shares)
@@ -318,7 +318,7 @@ def _cut(family: Prefixes, lengths: Sequence[int], max_tokens: int) -> list[Pref
 
     Each cut is in the second half of what fits, between the neighbours that share the fewest tokens.
     """
-    parts, start, end = [], 0, len(family.order)
+    cuts, start, end = [], 0, len(family.order)
     while start < end:
         stop, tokens = start + 1, lengths[family.order[start]]
         while stop < end:
@@ -329,6 +329,6 @@ def _cut(family: Prefixes, lengths: Sequence[int], max_tokens: int) -> list[Pref
         if stop < end:
             halfway = (start + stop) // 2 + 1
             stop = min(range(stop, halfway - 1, -1), key=family.shared.__getitem__)
-        parts.append(part(family, start, stop))
+        cuts.append(part(family, start, stop))
         start = stop
-    return parts
+    return cuts

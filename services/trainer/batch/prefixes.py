@@ -84,8 +84,8 @@ def sharing_keys(
     numbers: dict[tuple[str, bytes], int] = {}
     for sequence, spans in zip(sequences, inputs, strict=False):
         for span in spans:
-            whole = (span.inputs.digest, sequence[span.start : span.end].tobytes())
-            number = numbers.setdefault(whole, len(numbers) + 1)
+            content = (span.inputs.digest, sequence[span.start : span.end].tobytes())
+            number = numbers.setdefault(content, len(numbers) + 1)
             sequence[span.start] = token_ids(sequence[span.start]) | number << _ID_BITS
     return sequences
 
@@ -106,8 +106,8 @@ def _digests(experts: Tensor) -> NDArray[np.int64]:
     padded = np.zeros((len(rows), 8 * words), np.uint8)
     padded[:, : rows.shape[1]] = rows
     factors = np.random.default_rng(0).integers(1 << 63, size=words, dtype=np.uint64) * 2 + 1
-    mixed: NDArray[np.uint64] = (padded.view(np.uint64) * factors).sum(1)
-    return (mixed >> np.uint64(33)).astype(np.int64)
+    products: NDArray[np.uint64] = (padded.view(np.uint64) * factors).sum(1)
+    return (products >> np.uint64(33)).astype(np.int64)
 
 
 def find_prefixes(sequences: Sequence[NDArray[np.int64]]) -> Prefixes:
@@ -135,10 +135,10 @@ def worthwhile(sequences: Sequence[NDArray[np.int64]]) -> Prefixes:
 def families(prefixes: Prefixes, lengths: Sequence[int]) -> list[Prefixes]:
     """Cuts sorted sequences into families whose neighbours share a substantial prefix."""
     starts = [0]
-    for place in range(1, len(prefixes.order)):
-        before, after = prefixes.order[place - 1 : place + 1]
-        if prefixes.shared[place] <= _LEAST_SHARE * min(lengths[before], lengths[after]):
-            starts.append(place)
+    for index in range(1, len(prefixes.order)):
+        before, after = prefixes.order[index - 1 : index + 1]
+        if prefixes.shared[index] <= _LEAST_SHARE * min(lengths[before], lengths[after]):
+            starts.append(index)
     ends = [*starts[1:], len(prefixes.order)]
     return [part(prefixes, start, end) for start, end in zip(starts, ends, strict=True)]
 
@@ -162,8 +162,8 @@ def branches(prefixes: Prefixes, lengths: Sequence[int]) -> list[Branch]:
     return result
 
 
-def _common(first: NDArray[np.int64], other: NDArray[np.int64]) -> int:
+def _common(first: NDArray[np.int64], second: NDArray[np.int64]) -> int:
     """Returns the length of the common prefix of two sequences."""
-    length = min(len(first), len(other))
-    differences = np.flatnonzero(first[:length] != other[:length])
+    length = min(len(first), len(second))
+    differences = np.flatnonzero(first[:length] != second[:length])
     return int(differences[0]) if len(differences) else length

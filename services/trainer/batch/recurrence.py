@@ -83,8 +83,8 @@ def _packed(
         return (output if context is None else context.own(output))[None]
     outputs = []
     for batch in layout.batches:
-        places = batch.queries if batch.keys is None else batch.keys
-        rows = copied_rows(states, places.flatten()).view(*places.shape, -1)
+        indices = batch.queries if batch.keys is None else batch.keys
+        rows = copied_rows(states, indices.flatten()).view(*indices.shape, -1)
         output = forward(rows, **prepare(module, rows))
         if batch.keys is not None:
             output = output.gather(1, batch.depths[:, :, None].expand(-1, -1, output.shape[2]))
@@ -164,10 +164,10 @@ def pack_delta_net(module: nn.Module, states: Tensor, layout: AttentionLayout) -
 
 def _sequences(module: Any, states: Tensor, sequences: Sequences) -> Tensor:
     """Computes ``[K, H]`` of sequences that are laid end to end."""
-    mixed, z, beta, decay = _projected(module, states)
-    mixed = _convolution(mixed)(mixed, module.conv1d.weight[:, 0], sequences.depths)
+    qkv, z, beta, decay = _projected(module, states)
+    qkv = _convolution(qkv)(qkv, module.conv1d.weight[:, 0], sequences.depths)
     sizes = (module.key_dim, module.key_dim, module.value_dim)
-    query, key, value = mixed[None].split(sizes, -1)
+    query, key, value = qkv[None].split(sizes, -1)
     rule = delta_rule()
     assert rule is not None
     output, _ = rule(
@@ -194,12 +194,12 @@ def _projected(module: Any, states: Tensor) -> tuple[Tensor, Tensor, Tensor, Ten
             module.in_proj_b(states),
             module.in_proj_a(states),
         )
-    parts = module.fix_query_key_value_ordering(
+    projections = module.fix_query_key_value_ordering(
         module.in_proj_qkvz(states)[None], module.in_proj_ba(states)[None]
     )
-    query, key, value, z, beta, decay = (part[0] for part in parts)
-    mixed = torch.cat([tensor.flatten(1) for tensor in (query, key, value)], -1)
-    return mixed, z, beta, decay
+    query, key, value, z, beta, decay = (projection[0] for projection in projections)
+    qkv = torch.cat([tensor.flatten(1) for tensor in (query, key, value)], -1)
+    return qkv, z, beta, decay
 
 
 def _convolution(values: Tensor) -> Any:

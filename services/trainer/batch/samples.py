@@ -111,9 +111,9 @@ class Sequences:
 
     def of_samples(self, columns: Tensor) -> Tensor:
         """Maps values of the sequences' response tokens to those of the samples, 0 at further prompts."""
-        whole = columns.new_zeros(len(self.is_response), *columns.shape[1:])
-        whole[self.is_response] = columns
-        return whole
+        padded = columns.new_zeros(len(self.is_response), *columns.shape[1:])
+        padded[self.is_response] = columns
+        return padded
 
 
 def sequences_of(fields: Mapping[str, Jagged]) -> Sequences:
@@ -151,16 +151,16 @@ def sequences_of(fields: Mapping[str, Jagged]) -> Sequences:
     firsts = torch.cumsum(further + 1, 0) - further - 1
     sequence_of = row_of + torch.cumsum(begins, 0)
     inner, lengths = (
-        torch.bincount(sequence_of[chosen], minlength=len(samples))
-        for chosen in (is_prompt, ~is_prompt)
+        torch.bincount(sequence_of[mask], minlength=len(samples))
+        for mask in (is_prompt, ~is_prompt)
     )
-    whole = Jagged(responses.values[is_prompt], inner).unbind()
+    token_rows = Jagged(responses.values[is_prompt], inner).unbind()
     for first, prompt in zip(firsts.tolist(), prompts.unbind(), strict=True):
-        whole[first] = prompt.to(responses.values.dtype)
+        token_rows[first] = prompt.to(responses.values.dtype)
     sequences = Sequences(
         samples=samples,
         numbers=torch.arange(len(samples)) - firsts[samples],
-        prompts=Jagged.from_list(whole),
+        prompts=Jagged.from_list(token_rows),
         responses=Jagged(responses.values[~is_prompt], lengths),
         is_response=~is_prompt,
         is_observed=None if is_observed is None else is_observed[~is_prompt],
@@ -176,13 +176,13 @@ def sequences_of(fields: Mapping[str, Jagged]) -> Sequences:
 def _with_experts(sequences: Sequences, experts: Jagged) -> Sequences:
     """Splits the experts of samples by sequence; a sample has experts for all tokens but its last."""
     lengths = sequences.prompts.lengths + sequences.responses.lengths
-    values, rows, place = [], experts.unbind(), 0
+    values, rows, position = [], experts.unbind(), 0
     for sample, number, length in zip(
         sequences.samples.tolist(), sequences.numbers.tolist(), lengths.tolist(), strict=True
     ):
-        place = 0 if number == 0 else place
-        values.append(rows[sample][place : place + length - 1])
-        place += length
+        position = 0 if number == 0 else position
+        values.append(rows[sample][position : position + length - 1])
+        position += length
     return replace(sequences, experts=Jagged.from_list(values))
 
 
@@ -259,22 +259,22 @@ class Samples:
         return Jagged(everything, self.responses.lengths).select(positions).values
 
     def select(self, positions: Sequence[int]) -> "Samples":
-        chosen = torch.as_tensor(positions, dtype=torch.int64)
+        indices = torch.as_tensor(positions, dtype=torch.int64)
         token_places = self.places(positions)
         return Samples(
-            rows=self.rows[chosen],
-            numbers=self.numbers[chosen],
-            prompts=self.prompts.select(chosen),
-            responses=self.responses.select(chosen),
-            rewards=self.rewards[chosen],
+            rows=self.rows[indices],
+            numbers=self.numbers[indices],
+            prompts=self.prompts.select(indices),
+            responses=self.responses.select(indices),
+            rewards=self.rewards[indices],
             tokens={name: column[token_places] for name, column in self.tokens.items()},
-            experts=None if self.experts is None else self.experts.select(chosen),
-            masks=None if self.masks is None else self.masks.select(chosen),
+            experts=None if self.experts is None else self.experts.select(indices),
+            masks=None if self.masks is None else self.masks.select(indices),
             teacher_prompts=None
             if self.teacher_prompts is None
-            else self.teacher_prompts.select(chosen),
-            inputs=tuple(self.inputs[place] for place in positions) if self.inputs else (),
-            groups=None if self.groups is None else self.groups[chosen],
+            else self.teacher_prompts.select(indices),
+            inputs=tuple(self.inputs[index] for index in positions) if self.inputs else (),
+            groups=None if self.groups is None else self.groups[indices],
         )
 
     @property
@@ -377,9 +377,9 @@ class BatchFacts:
     @property
     def lost_baseline(self) -> Tensor:
         """``[N]`` bool: the greedy response of the sample's group failed, so its baseline is unknown."""
-        lost = torch.zeros(int(self.groups.max()) + 1, dtype=torch.bool)
-        lost[self.groups[self.is_greedy & self.is_failed]] = True
-        return lost[self.groups]
+        has_lost = torch.zeros(int(self.groups.max()) + 1, dtype=torch.bool)
+        has_lost[self.groups[self.is_greedy & self.is_failed]] = True
+        return has_lost[self.groups]
 
     @classmethod
     def from_meta(cls, meta: KVBatchMeta) -> "BatchFacts":
@@ -443,19 +443,19 @@ def wanted_fields(meta: KVBatchMeta, spec: RunSpec) -> tuple[str, ...]:
 
 def _fields_of_rollouts(spec: RunSpec) -> dict[str, str]:
     """Returns the fields that rollouts must add for this run, with what needs each."""
-    needed = dict.fromkeys(
+    providers = dict.fromkeys(
         spec.teacher_fields, "rollouts add for the run's teacher; check their logs"
     )
-    needed |= dict.fromkeys(spec.reward_columns, "a reward fills; check the rollouts' logs")
+    providers |= dict.fromkeys(spec.reward_columns, "a reward fills; check the rollouts' logs")
     if spec.algorithm.score_centering is not None:
-        needed[SAMPLER_TOP_K] = (
+        providers[SAMPLER_TOP_K] = (
             "algorithm.score_centering needs; let the rollouts write it, or set the key to null"
         )
     if spec.rollout.sampling.is_truncated:
-        needed[SAMPLING_MASK] = (
+        providers[SAMPLING_MASK] = (
             "rollout.sampling.top_k needs; let the rollouts write it, or set top_p to 1 and top_k to 0"
         )
-    return needed
+    return providers
 
 
 def build_samples(
@@ -482,36 +482,38 @@ def build_samples(
         IncompleteBatchError: If the lengths of the fields do not match.
     """
     _check_lengths(fields)
-    parts = sequences_of(fields)
-    chosen = torch.as_tensor(rows, dtype=torch.int64)[parts.samples]
+    sequences = sequences_of(fields)
+    sample_rows = torch.as_tensor(rows, dtype=torch.int64)[sequences.samples]
     tokens = {"response_mask": fields["response_mask"].values.bool()}
     for name in fetched_columns(fields):
         tokens[name] = fields[name].values.float()
     if "version_runs" in fields:
         runs = fields["version_runs"].values.to(torch.int64)
         tokens["token_versions"] = torch.repeat_interleave(runs[:, 0], runs[:, 1])
-    tokens = {name: column[parts.is_response] for name, column in tokens.items()}
+    tokens = {name: column[sequences.is_response] for name, column in tokens.items()}
     samples = Samples(
-        rows=chosen,
-        numbers=parts.numbers,
-        prompts=parts.prompts,
-        responses=parts.responses,
-        rewards=fields["rewards"].values.float()[parts.samples],
+        rows=sample_rows,
+        numbers=sequences.numbers,
+        prompts=sequences.prompts,
+        responses=sequences.responses,
+        rewards=fields["rewards"].values.float()[sequences.samples],
         tokens=tokens,
-        experts=parts.experts,
-        masks=parts.masks,
-        inputs=parts.inputs_of(inputs),
-        groups=cohort.groups[chosen] if spec.loss_kind.compares_members else None,
+        experts=sequences.experts,
+        masks=sequences.masks,
+        inputs=sequences.inputs_of(inputs),
+        groups=cohort.groups[sample_rows] if spec.loss_kind.compares_members else None,
     )
-    trains = cohort.is_member[chosen]
+    trains = cohort.is_member[sample_rows]
     if TEACHER_PROMPT in fields:
-        samples = replace(samples, teacher_prompts=_teacher_prompts(fields[TEACHER_PROMPT], parts))
+        samples = replace(
+            samples, teacher_prompts=_teacher_prompts(fields[TEACHER_PROMPT], sequences)
+        )
         # A sample without a teacher prompt has no teacher: no other response of its group was good enough.
-        trains = trains & (fields[TEACHER_PROMPT].lengths > 0)[parts.samples]
+        trains = trains & (fields[TEACHER_PROMPT].lengths > 0)[sequences.samples]
     if spec.advantage_kind.needs_greedy:
-        trains = trains & ~cohort.lost_baseline[chosen]
+        trains = trains & ~cohort.lost_baseline[sample_rows]
     if spec.overlong.mask_truncated:
-        trains = trains & ~cohort.is_truncated[chosen]
+        trains = trains & ~cohort.is_truncated[sample_rows]
     loss_mask = tokens["response_mask"] & samples.segments.expand(trains)
     if "token_versions" in tokens:
         versions = tokens["token_versions"]
@@ -527,10 +529,10 @@ def _teacher_prompts(teacher_prompts: Jagged, sequences: Sequences) -> Jagged:
 
     It is the given one for the first sequence of a sample, unless that is empty, otherwise the sequence's.
     """
-    shown, prompts = teacher_prompts.unbind(), sequences.prompts.unbind()
-    for place, sample in enumerate(sequences.samples.tolist()):
-        if sequences.numbers[place] == 0 and len(shown[sample]):
-            prompts[place] = shown[sample].to(prompts[place])
+    teacher_ids, prompts = teacher_prompts.unbind(), sequences.prompts.unbind()
+    for index, sample in enumerate(sequences.samples.tolist()):
+        if sequences.numbers[index] == 0 and len(teacher_ids[sample]):
+            prompts[index] = teacher_ids[sample].to(prompts[index])
     return Jagged.from_list(prompts)
 
 

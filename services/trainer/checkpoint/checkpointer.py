@@ -34,7 +34,7 @@ class Snapshot:
 
     @property
     def num_bytes(self) -> int:
-        return sum(part.num_bytes for part in self.parts.values())
+        return sum(state.num_bytes for state in self.parts.values())
 
 
 class Checkpointer:
@@ -74,8 +74,8 @@ class Checkpointer:
             facts: Plain numbers to store, including each engine's ``num_updates``
                 (:func:`compatibility.counter`).
         """
-        parts = {folder: engine.save() for folder, engine in self._engines.items()}
-        return Snapshot(step=step, parts=parts, facts={**facts, "model": self._model})
+        states = {folder: engine.save() for folder, engine in self._engines.items()}
+        return Snapshot(step=step, parts=states, facts={**facts, "model": self._model})
 
     def write(self, snapshot: Snapshot, keep_steps: Collection[int] = ()) -> Path:
         """Writes a snapshot. Blocks; runs in a thread while training continues. All ranks must call it.
@@ -125,8 +125,8 @@ class Checkpointer:
         unfinished = manifest.unfinished_of(self._root, snapshot.step)
         if self._is_first:
             manifest.remove_leftovers(self._root)
-        for subfolder, part in snapshot.parts.items():
-            part.write(unfinished / subfolder)
+        for subfolder, state in snapshot.parts.items():
+            state.write(unfinished / subfolder)
         folder = manifest.folder_of(self._root, snapshot.step)
         if self._is_first:
             not_stored = set() if self.store is None else self.store.pending_steps()
@@ -163,8 +163,8 @@ class Checkpointer:
             raise compatibility.OtherCheckpointError(
                 f"checkpoint {folder} cannot be loaded: {'; '.join(problems)}"
             )
-        for part, engine in self._engines.items():
-            engine.load(folder / part, num_updates=int(facts[compatibility.counter(part)]))
+        for name, engine in self._engines.items():
+            engine.load(folder / name, num_updates=int(facts[compatibility.counter(name)]))
         if is_own and before is None and self._is_first:
             self._submit_until(folder)
         return facts

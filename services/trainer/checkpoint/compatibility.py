@@ -64,12 +64,12 @@ def model_facts(spec: RunSpec, config: Any, tokenizer: Tokenizer) -> dict[str, A
 
 
 def mismatches(
-    facts: Mapping[str, Any], own: Mapping[str, Any] | None, *, parts: Collection[str]
+    facts: Mapping[str, Any], model: Mapping[str, Any] | None, *, parts: Collection[str]
 ) -> Iterator[str]:
     """Yields the differences that prevent a run from using a checkpoint, each with the key to change.
 
     Args:
-        own: Result of :func:`model_facts` for the run; None if the models are known to be equal.
+        model: Result of :func:`model_facts` for the run; None if the models are known to be equal.
         parts: Subfolders that the run loads.
     """
     if any(counter(part) not in facts for part in parts):
@@ -78,39 +78,42 @@ def mismatches(
             "algorithm.advantage of the checkpoint's run, or a checkpoint of a run with a critic"
         )
     saved = facts.get("model")
-    if saved is None or own is None:
+    if saved is None or model is None:
         return
-    sizes = {key: value for key, value in own["sizes"].items() if saved["sizes"].get(key) != value}
+    sizes = {
+        key: value for key, value in model["sizes"].items() if saved["sizes"].get(key) != value
+    }
     if sizes:
-        theirs = _listed({key: saved["sizes"].get(key) for key in sizes})
+        checkpoint_sizes = _listed({key: saved["sizes"].get(key) for key in sizes})
         yield (
-            f"model.path: the checkpoint's model has {theirs}, but this run's model has {_listed(sizes)}; "
-            "set model.path and model.tokenizer to those of the checkpoint's run"
+            f"model.path: the checkpoint's model has {checkpoint_sizes}, but this run's model has "
+            f"{_listed(sizes)}; set model.path and model.tokenizer to those of the checkpoint's run"
         )
-    elif saved["tokens"] != own["tokens"]:
+    elif saved["tokens"] != model["tokens"]:
         yield (
             "model.tokenizer: the checkpoint was trained with another vocabulary; set model.tokenizer to the "
             "tokenizer of the checkpoint's run"
         )
     # Checkpoints of earlier releases lack some facts about the adapters, and the facts compared below.
-    if not _are_equal(saved["lora"], own["lora"]):
+    if not _are_equal(saved["lora"], model["lora"]):
         yield (
             f"trainer.lora: the checkpoint has {_adapters(saved['lora'])}, but this run trains "
-            f"{_adapters(own['lora'])}; set trainer.lora, model.path and model.revision to those of the "
-            "checkpoint's run, or export it (python -m services.extras.export.checkpoint) and set "
+            f"{_adapters(model['lora'])}; set trainer.lora, model.path and model.revision to those "
+            "of the checkpoint's run, or export it (python -m services.extras.export.checkpoint) and set "
             "model.path to the folder"
         )
-    if saved.get("optimizer", own["optimizer"]) != own["optimizer"]:
+    if saved.get("optimizer", model["optimizer"]) != model["optimizer"]:
         yield (
-            f"trainer.optimizer.kind: the checkpoint has the state of {saved['optimizer']!r}, but this run's "
-            f"optimizer is {own['optimizer']!r}; set it to that of the checkpoint's run"
+            f"trainer.optimizer.kind: the checkpoint has the state of {saved['optimizer']!r}, but this "
+            f"run's optimizer is {model['optimizer']!r}; set it to that of the checkpoint's run"
         )
-    if saved.get("loss", own["loss"]) != own["loss"]:
+    if saved.get("loss", model["loss"]) != model["loss"]:
         yield (
             f"algorithm.loss: the checkpoint's model has a head for {saved['loss']}, but this run's model "
-            f"has one for {own['loss']}; start a reward model only from one, and a policy only from a policy"
+            f"has one for {model['loss']}; start a reward model only from one, and a policy only from a "
+            "policy"
         )
-    if saved.get("vision", own["vision"]) != own["vision"]:
+    if saved.get("vision", model["vision"]) != model["vision"]:
         yield (
             "trainer.freeze_vision_tower: the checkpoint's run "
             f"{'trained' if saved['vision'] else 'did not train'} a vision tower; set model.images and "

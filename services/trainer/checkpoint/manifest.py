@@ -42,8 +42,8 @@ def unfinished_of(root: Path, step: int) -> Path:
 def remove_leftovers(root: Path) -> None:
     """Removes the folders that a trainer left when it was killed while it wrote or deleted a checkpoint."""
     for prefix in (_UNFINISHED, _DELETED):
-        for left in root.glob(f"{prefix}{STEP_PREFIX}*"):
-            shutil.rmtree(left, ignore_errors=True)
+        for leftover in root.glob(f"{prefix}{STEP_PREFIX}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def publish(
@@ -71,10 +71,10 @@ def publish(
         The published folder.
     """
     unfinished, folder = unfinished_of(root, step), folder_of(root, step)
-    written = [file for file in sorted(unfinished.rglob("*")) if file.is_file()]
+    written_files = [file for file in sorted(unfinished.rglob("*")) if file.is_file()]
     files = {
         str(file.relative_to(unfinished)): {"size": file.stat().st_size, "sha256": digest}
-        for file, digest in zip(written, _digests(written), strict=True)
+        for file, digest in zip(written_files, _digests(written_files), strict=True)
     }
     document = {"step": step, "facts": facts, "files": files}
     if upload:

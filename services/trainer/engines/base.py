@@ -76,7 +76,7 @@ class UpdateLoss(Protocol):
     tally: MetricTotals
     """Receives the metrics."""
 
-    def weight(self, part: Samples) -> Tensor:
+    def weight(self, samples: Samples) -> Tensor:
         """Returns the scalar weight of a micro-batch in a further loss, which is a mean over micro-batches.
 
         The weights of all micro-batches of an update sum to 1 once its gradients have their final scale.
@@ -84,7 +84,7 @@ class UpdateLoss(Protocol):
 
     def __call__(
         self,
-        part: Samples,
+        samples: Samples,
         scores: Tensor,
         entropy: Tensor | None = None,
         divergence: Tensor | None = None,
@@ -94,8 +94,8 @@ class UpdateLoss(Protocol):
         Args:
             scores: ``[R]`` float32 with gradient: logprobs of a policy, values of a critic.
             entropy: ``[R]`` float32 with gradient; None for a critic.
-            divergence: ``[R]`` float32 with gradient, from the distributions in ``part``: the divergence from
-                the teacher's, or the term of score centering; None without them.
+            divergence: ``[R]`` float32 with gradient, from the distributions in ``samples``: the
+                divergence from the teacher's, or the term of score centering; None without them.
         """
 
 

@@ -79,4 +79,4 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in _PEAKS.items() if part in name), None)
+    return next((peak for model_name, peak in _PEAKS.items() if model_name in name), None)

@@ -200,7 +200,7 @@ def decoder_states(model: PreTrainedModel, packed: PackedTokens, *, multiple: in
     begin = {"input_ids": functional.pad(packed.input_ids, padding)[None]}
     if packed.states is not None:
         begin = {"inputs_embeds": functional.pad(packed.states, (0, 0, *padding))[None]}
-    bundles = [placed.inputs for placed in packed.inputs]
+    bundles = [model_inputs_of_span.inputs for model_inputs_of_span in packed.inputs]
     if bundles and vision_tower(model) is not None:
         spans = [(span.start, span.end, span.depth) for span in packed.inputs]
         for bundle in bundles:

@@ -42,8 +42,8 @@ class Routing:
         self._chosen: dict[int, Tensor] = {}
         self._differs: dict[int, Tensor] = {}
         self._routers = list(routers_of(model))
-        for place, router in enumerate(self._routers):
-            router.register_forward_hook(partial(self._route, place))
+        for layer, router in enumerate(self._routers):
+            router.register_forward_hook(partial(self._route, layer))
 
     @property
     def num_layers(self) -> int:
@@ -69,12 +69,12 @@ class Routing:
         A token that sequences share counts as often as it would without sharing.
         """
         num_local = self._num_local
-        chosen = torch.stack([self._chosen[place][:num_local] for place in sorted(self._chosen)])
-        times = torch.ones_like(chosen)
+        experts = torch.stack([self._chosen[layer][:num_local] for layer in sorted(self._chosen)])
+        times = torch.ones_like(experts)
         if self._uses is not None:
             times *= self._uses[:num_local, None]
-        counts = chosen.new_zeros(len(chosen), self._num_experts)
-        return counts.scatter_add_(1, chosen.flatten(1), times.flatten(1))
+        counts = experts.new_zeros(len(experts), self._num_experts)
+        return counts.scatter_add_(1, experts.flatten(1), times.flatten(1))
 
     def differences(self) -> tuple[Tensor, Tensor] | None:
         """Returns the tokens for which a layer and the engine differ, and those with known experts.
@@ -98,17 +98,19 @@ class Routing:
         their sum (arXiv:2412.19437, equation 18).
         """
         size = self._num_local
-        logits = torch.cat([self._logits[place][:size] for place in sorted(self._logits)]).float()
+        logits = torch.cat([self._logits[layer][:size] for layer in sorted(self._logits)]).float()
         if self._kind == "sigmoid":
             scores = logits.sigmoid()
             probabilities = scores / (scores.sum(1, keepdim=True) + _LEAST_SUM)
         else:
             probabilities = logits.softmax(1)
-        chosen, probability = self.counts().sum(0).float(), probabilities.sum(0)
+        choices, probability = self.counts().sum(0).float(), probabilities.sum(0)
         if self._context is not None:
-            chosen, probability = self._context.summed(torch.stack([chosen, probability])).unbind()
+            choices, probability = self._context.summed(
+                torch.stack([choices, probability])
+            ).unbind()
         num_choices = len(self._logits) * self._num_tokens
-        return self._num_experts * (chosen / num_choices * probability / num_choices).sum()
+        return self._num_experts * (choices / num_choices * probability / num_choices).sum()
 
     @property
     def _num_local(self) -> int:
@@ -124,36 +126,36 @@ class Routing:
         Args:
             counts: ``[layers, E]``, over all ranks.
         """
-        for router, chosen in zip(self._routers, counts.double(), strict=True):
+        for router, choices in zip(self._routers, counts.double(), strict=True):
             bias: Tensor = router.get_buffer(_BIAS)
-            bias += rate * torch.sign(chosen.mean() - chosen).to(bias)
+            bias += rate * torch.sign(choices.mean() - choices).to(bias)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _route(
-        self, place: int, router: Any, inputs: Any, output: tuple[Tensor, Tensor, Tensor]
+        self, layer: int, router: Any, inputs: Any, output: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        logits, weights, chosen = output
+        logits, weights, experts = output
         if self._replayed is not None:
-            wanted = self._replayed[:, place]
-            is_replayed = (wanted >= 0).all(1, keepdim=True)
-            others = (wanted.sort(1).values != chosen.sort(1).values).any(1, keepdim=True)
-            self._differs[place] = (is_replayed & others).squeeze(1)
+            replay = self._replayed[:, layer]
+            is_replayed = (replay >= 0).all(1, keepdim=True)
+            differs = (replay.sort(1).values != experts.sort(1).values).any(1, keepdim=True)
+            self._differs[layer] = (is_replayed & differs).squeeze(1)
             if self._is_replaying:
-                chosen = torch.where(is_replayed, wanted, chosen)
+                experts = torch.where(is_replayed, replay, experts)
                 weights = torch.where(
-                    is_replayed, self._weights(router, logits, chosen).to(weights), weights
+                    is_replayed, self._weights(router, logits, experts).to(weights), weights
                 )
-        self._logits[place], self._chosen[place] = logits, chosen
-        return logits, weights, chosen
+        self._logits[layer], self._chosen[layer] = logits, experts
+        return logits, weights, experts
 
-    def _weights(self, router: Any, logits: Tensor, chosen: Tensor) -> Tensor:
+    def _weights(self, router: Any, logits: Tensor, expert_ids: Tensor) -> Tensor:
         """Returns the ``[T, K]`` weights that the router gives to chosen experts."""
         if self._kind == "softmax_of_chosen":
-            return logits.gather(1, chosen).softmax(1)
+            return logits.gather(1, expert_ids).softmax(1)
         if self._kind == "sigmoid":
-            weights = logits.sigmoid().gather(1, chosen)
+            weights = logits.sigmoid().gather(1, expert_ids)
         else:
-            weights = functional.softmax(logits, 1, dtype=torch.float32).gather(1, chosen)
+            weights = functional.softmax(logits, 1, dtype=torch.float32).gather(1, expert_ids)
         if getattr(router, "norm_topk_prob", True):
             weights = weights / (weights.sum(1, keepdim=True) + _LEAST_SUM)
         return weights * getattr(router, "routed_scaling_factor", 1.0)

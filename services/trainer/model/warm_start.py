@@ -95,11 +95,11 @@ def base_folder(
     with _alone(folder):
         if not (folder / SAFE_WEIGHTS_NAME).is_file():
             shutil.rmtree(folder, ignore_errors=True)
-            made = load_model(model, tokenizer, dtype=torch.float32, device=device, seed=seed)
-            attention = made.config._attn_implementation  # noqa: SLF001 -- its only name
-            train(made, tokenizer, model.warm_start, seed=seed, progress=progress)
-            made.set_attn_implementation(attention)
-            _keep(made, tokenizer, folder)
+            base_model = load_model(model, tokenizer, dtype=torch.float32, device=device, seed=seed)
+            attention = base_model.config._attn_implementation  # noqa: SLF001 -- its only name
+            train(base_model, tokenizer, model.warm_start, seed=seed, progress=progress)
+            base_model.set_attn_implementation(attention)
+            _keep(base_model, tokenizer, folder)
     return folder
 
 
@@ -147,23 +147,23 @@ def train(
 def _schedule(step: int, steps: int) -> float:
     if step <= _WARMUP_STEPS:
         return step / _WARMUP_STEPS
-    done = (step - _WARMUP_STEPS) / max(1, steps - _WARMUP_STEPS)
-    cosine = 0.5 * (1.0 + math.cos(math.pi * done))
+    progress = (step - _WARMUP_STEPS) / max(1, steps - _WARMUP_STEPS)
+    cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
     return _FINAL_FRACTION + (1.0 - _FINAL_FRACTION) * cosine
 
 
 def _draw(spec: WarmStartSpec, tokenizer: Tokenizer, *, seed: int) -> list[tuple[Tensor, Tensor]]:
-    wanted = spec.batch_size * _EXAMPLES_PER_DRAW
+    count = spec.batch_size * _EXAMPLES_PER_DRAW
     function = load_callable(spec.examples)
-    called = f"model.warm_start.examples {spec.examples!r}, called with ({wanted}, {seed}),"
+    call = f"model.warm_start.examples {spec.examples!r}, called with ({count}, {seed}),"
     try:
-        pairs: list[tuple[str, str]] = list(function(wanted, seed))
+        pairs: list[tuple[str, str]] = list(function(count, seed))
     except Exception as error:
-        raise ValueError(f"{called} raised {type(error).__name__}: {error}") from error
+        raise ValueError(f"{call} raised {type(error).__name__}: {error}") from error
     is_pairs = all(isinstance(pair, Sequence) and len(pair) == 2 and all(pair) for pair in pairs)
-    if len(pairs) != wanted or not is_pairs:
+    if len(pairs) != count or not is_pairs:
         raise ValueError(
-            f"{called} must return {wanted} pairs of non-empty prompt and response, but returned "
+            f"{call} must return {count} pairs of non-empty prompt and response, but returned "
             f"{len(pairs)} items, first {pairs[0] if pairs else None!r}"
         )
     eos = [tokenizer.eos_id]
@@ -202,9 +202,9 @@ def _keep(model: PreTrainedModel, tokenizer: Tokenizer, folder: Path) -> None:
     ``save_pretrained`` of transformers writes nothing on ranks above 0, which may be the only ones of a
     host.
     """
-    held = {name: value.detach() for name, value in stored_tensors(model).items()}
-    stored = as_stored(held, model.config.to_dict())
-    tensors = {name: value.contiguous() for name, value in stored.items()}
+    model_tensors = {name: value.detach() for name, value in stored_tensors(model).items()}
+    checkpoint_tensors = as_stored(model_tensors, model.config.to_dict())
+    tensors = {name: value.contiguous() for name, value in checkpoint_tensors.items()}
     with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=folder.parent) as temporary:
         unfinished = Path(temporary) / folder.name
         unfinished.mkdir()

@@ -187,15 +187,15 @@ class CommandGroup:
             target=self._listen, args=(store,), name="rank-failures", daemon=True
         )
         listener.start()
-        ended = threading.Event()
+        has_ended = threading.Event()
         watch = threading.Thread(
-            target=_watch_connections, args=(ended,), name="rank-connections", daemon=True
+            target=_watch_connections, args=(has_ended,), name="rank-connections", daemon=True
         )
         watch.start()
         try:
             yield
         finally:
-            ended.set()
+            has_ended.set()
             if distributed.is_initialized() and distributed.get_rank() == 0:
                 _default_store().compare_set(_END, "", _ENDED_NORMALLY)
                 _default_store().set(_ROLL_CALL, "")
@@ -255,8 +255,8 @@ class CommandGroup:
         if silent:
             verb = "does" if len(silent) == 1 else "do"
             return f"{', '.join(names[rank] for rank in sorted(silent))} {verb} not answer; {cause}"
-        there = [names[rank] for rank, where in hosts.items() if f"[{where[0]}]" in cause]
-        return f"lost a connection to {' or '.join(there)}; {cause}" if there else cause
+        lost_hosts = [names[rank] for rank, where in hosts.items() if f"[{where[0]}]" in cause]
+        return f"lost a connection to {' or '.join(lost_hosts)}; {cause}" if lost_hosts else cause
 
     async def failed(self) -> Never:
         """Waits until a rank fails.
@@ -316,10 +316,10 @@ class CommandGroup:
         """Returns the texts of all ranks, in rank order. All ranks must call it."""
         if self._size == 1:
             return [text]
-        mine = torch.zeros(_MAX_TEXT_BYTES, dtype=torch.uint8)
-        mine[: len(text)] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-        messages = [torch.zeros_like(mine) for _ in range(self._size)]
-        distributed.all_gather(messages, mine)
+        buffer = torch.zeros(_MAX_TEXT_BYTES, dtype=torch.uint8)
+        buffer[: len(text)] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        messages = [torch.zeros_like(buffer) for _ in range(self._size)]
+        distributed.all_gather(messages, buffer)
         return [bytes(message.tolist()).rstrip(b"\0").decode() for message in messages]
 
     def receive(self) -> Command:
@@ -330,9 +330,9 @@ class CommandGroup:
         return Command(CommandKind(kind), step, weight_version, payload)
 
 
-def _watch_connections(ended: threading.Event) -> None:
+def _watch_connections(has_ended: threading.Event) -> None:
     watch_connections()
-    while not ended.wait(_WATCH_EVERY_S):
+    while not has_ended.wait(_WATCH_EVERY_S):
         watch_connections()
 
 

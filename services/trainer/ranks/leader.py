@@ -132,9 +132,9 @@ class Leader:
         # After the run went back to a checkpoint, retrained steps have the same number but other versions.
         is_repeated = command.weight_version in (None, self._newest_version)
         if command.step == newest and result is not None and is_repeated:
-            answered: Future[StepResult] = Future()
-            answered.set_result(result)
-            return answered
+            future: Future[StepResult] = Future()
+            future.set_result(result)
+            return future
         self._check_next(command.step)
         # The copied context lets log lines of the thread carry the step's trace.
         return self._thread.submit(copy_context().run, self._train, command)
@@ -155,7 +155,7 @@ class Leader:
             idle = self._idle.step_begins(command.waits)
             self._command_group.broadcast(Command(CommandKind.TRAIN, payload=command.to_bytes()))
             result = rank.train(command)
-            result.metrics.update({f"idle_seconds_{why}": spent for why, spent in idle.items()})
+            result.metrics.update({f"idle_seconds_{why}": idle_s for why, idle_s in idle.items()})
             self._newest, self._newest_version = (command.step, result), command.version
             self._idle.step_ended()
             return result
@@ -298,7 +298,7 @@ async def _shielded(work: "Future[_T]") -> _T:
     """Awaits work that continues if its caller is cancelled."""
     waiting = asyncio.wrap_future(work)
     # The caller may be gone when the work fails; asyncio would log the exception as never retrieved.
-    waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
+    waiting.add_done_callback(lambda task: task.cancelled() or task.exception())
     return await asyncio.shield(waiting)
 
 

@@ -258,11 +258,11 @@ class Rank:
         step, meta, version = command.step, command.batch, command.version
         if command.num_steps is not None:
             self.runner.num_steps = command.num_steps
-        left = self._without_accumulated(meta, version)
+        remaining = self._without_accumulated(meta, version)
         try:
-            result = self._trained(step, left, version)
+            result = self._trained(step, remaining, version)
         except OomLimitError:
-            if left is meta or self._spec.trainer.world_size > 1:
+            if remaining is meta or self._spec.trainer.world_size > 1:
                 raise
             # Accumulated gradients are dropped, so the whole step starts over.
             result = self._trained(step, meta, version)
@@ -309,8 +309,8 @@ class Rank:
                 meta, weight_version, num_updates=self._spec.trainer.updates_per_step
             )
         if self._any_rank_has(nonfinite := nonfinite_inputs(share.samples, share.cohort)):
-            what = "reward" if "rewards" in nonfinite else "logprob"
-            metrics = {"nonfinite_inputs": 1.0, f"nonfinite_{what}": 1.0}
+            kind = "reward" if "rewards" in nonfinite else "logprob"
+            metrics = {"nonfinite_inputs": 1.0, f"nonfinite_{kind}": 1.0}
             result = StepResult(metrics=metrics, skipped=True)
             self._drop_accumulated()
         else:
@@ -389,10 +389,10 @@ class Rank:
         is_outdated = False
         with self._ranks.fail_together("fetch its share of the batch"):
             if shard.rows:
-                fetched = self._fetch(meta.select(shard.rows), fields)
-                is_outdated = _is_outdated(fetched, weight_version)
+                columns = self._fetch(meta.select(shard.rows), fields)
+                is_outdated = _is_outdated(columns, weight_version)
                 samples = build_samples(
-                    fetched,
+                    columns,
                     shard.rows,
                     cohort,
                     spec=self._spec.algorithm,
@@ -432,10 +432,10 @@ def _samples_of(meta: KVBatchMeta) -> list[_Sample]:
     return list(zip(meta.keys, meta.tags.get("attempt", meta.keys), strict=True))
 
 
-def _is_outdated(fetched: Mapping[str, Jagged], weight_version: int) -> bool:
+def _is_outdated(columns: Mapping[str, Jagged], weight_version: int) -> bool:
     """Returns True if proximal logprobs belong to other weights than the step starts from.
 
     This happens if the trainer went back to a checkpoint after they were computed; it then computes its own.
     """
-    versions = fetched.get("proximal_version")
+    versions = columns.get("proximal_version")
     return versions is not None and bool((versions.values != weight_version).any())

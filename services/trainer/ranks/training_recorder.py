@@ -40,19 +40,19 @@ class TrainingRecorder:
         }
         self._keys = {row: key for row, key in enumerate(meta.keys) if is_recorded[group_of(key)]}
 
-    def collect(self, part: Samples, logprobs: Tensor) -> None:
+    def collect(self, samples: Samples, logprobs: Tensor) -> None:
         """Collects a micro-batch with its logprobs ``[R]`` under the weights that it is trained with."""
-        rows = part.rows.tolist()
+        rows = samples.rows.tolist()
         if self._keys.keys().isdisjoint(rows):
             return
-        lengths = part.responses.lengths.tolist()
-        tokens = {**part.tokens, "trained_logprobs": logprobs.detach().float().cpu()}
+        lengths = samples.responses.lengths.tolist()
+        tokens = {**samples.tokens, "trained_logprobs": logprobs.detach().float().cpu()}
         columns = {name: values.split(lengths) for name, values in tokens.items()}
-        for index, (row, number) in enumerate(zip(rows, part.numbers.tolist(), strict=True)):
+        for index, (row, number) in enumerate(zip(rows, samples.numbers.tolist(), strict=True)):
             if row in self._keys:
                 fields = {name: values[index] for name, values in columns.items()}
                 if number > 0:
-                    fields = _after_prompt(fields, int(part.prompts.lengths[index]))
+                    fields = _after_prompt(fields, int(samples.prompts.lengths[index]))
                 self._collected.setdefault(self._keys[row], {})[number] = fields
 
     def discard(self) -> None:
@@ -108,8 +108,8 @@ def _facts(row: Mapping[str, Tensor], weight_version: int) -> dict[str, float | 
 
 def _mean(values: Tensor, mask: Tensor) -> float | None:
     """Returns the mean of the masked values; None if the mask is empty or the mean is not finite."""
-    chosen = values[mask].double()
-    mean = float(chosen.mean()) if len(chosen) else math.nan
+    values_trained = values[mask].double()
+    mean = float(values_trained.mean()) if len(values_trained) else math.nan
     return mean if math.isfinite(mean) else None
 
 

@@ -96,9 +96,9 @@ class CreditAssigner:
         Raises:
             ValueError: If an advantage is not finite.
         """
-        both, no = idle_samples().select([0, 0]), torch.zeros(2, dtype=torch.bool)
-        both = replace(both, rows=torch.arange(2), rewards=torch.tensor([0.0, 1.0]))
-        both = both.with_tokens(loss_mask=~no, response_mask=~no)
+        samples, no = idle_samples().select([0, 0]), torch.zeros(2, dtype=torch.bool)
+        samples = replace(samples, rows=torch.arange(2), rewards=torch.tensor([0.0, 1.0]))
+        samples = samples.with_tokens(loss_mask=~no, response_mask=~no)
         cohort = BatchFacts(
             groups=torch.zeros(2, dtype=torch.int64),
             lengths=(2, 2),
@@ -108,7 +108,7 @@ class CreditAssigner:
             is_greedy=no,
             is_failed=no,
         )
-        rank_samples = both if self._ranks.rank == 0 else both.select([])
+        rank_samples = samples if self._ranks.rank == 0 else samples.select([])
         advantages = self(rank_samples, cohort, kl_coefficient=0.0).advantages
         if not bool(advantages.isfinite().all()):
             raise ValueError(
@@ -124,27 +124,27 @@ class CreditAssigner:
         by_sample = samples.by_sample
         # A response counts in its group even if the policy sampled none of its tokens.
         shaped = scores - by_sample.sum(segments.sum(penalty))
-        whole = self._gathered(shaped, samples, cohort)
+        all_scores = self._gathered(shaped, samples, cohort)
         lengths = self._gathered(by_sample.sum(segments.count(mask)), samples, cohort)
         member = cohort.is_member
         _, groups = torch.unique(cohort.groups[member], return_inverse=True)
-        places = torch.where(member, member.cumsum(0) - 1, -1)
+        positions = torch.where(member, member.cumsum(0) - 1, -1)
         num_prompts = int(cohort.groups.max()) + 1 if len(cohort.groups) else 0
-        greedy_scores = whole.new_full((num_prompts,), torch.nan)
-        greedy_scores[cohort.groups[cohort.is_greedy]] = whole[cohort.is_greedy]
+        greedy_scores = all_scores.new_full((num_prompts,), torch.nan)
+        greedy_scores[cohort.groups[cohort.is_greedy]] = all_scores[cohort.is_greedy]
         # Samples of groups that lost their greedy baseline do not train.
         greedy_scores[cohort.groups[cohort.lost_baseline]] = 0.0
         values = samples.tokens.get("values")
         earned = samples.tokens.get(TOKEN_REWARDS, torch.zeros(len(mask))).to(torch.float64)
         rest = by_sample.expand(scores - by_sample.sum(segments.sum(earned)))
         batch = ScoredBatch(
-            scores=whole[member],
+            scores=all_scores[member],
             groups=groups,
             lengths=lengths[member],
             greedy_scores=greedy_scores,
             prompts=cohort.groups[samples.rows],
             terms=_terms(cohort),
-            places=places[samples.rows],
+            places=positions[samples.rows],
             segments=segments,
             # In each sequence, the last sampled token receives the reward that no token earned.
             rewards=earned + torch.where(segments.last(mask), segments.expand(rest), 0.0) - penalty,
@@ -184,9 +184,9 @@ class CreditAssigner:
 
     def _gathered(self, values: Tensor, samples: Samples, cohort: BatchFacts) -> Tensor:
         """Combines values of each rank's samples into those of the whole batch, ``[N]``."""
-        whole = torch.zeros(len(cohort.groups), dtype=torch.float64)
-        whole[samples.rows[samples.is_first]] = values.to(torch.float64)
-        return self._ranks.sum(whole)
+        totals = torch.zeros(len(cohort.groups), dtype=torch.float64)
+        totals[samples.rows[samples.is_first]] = values.to(torch.float64)
+        return self._ranks.sum(totals)
 
 
 def _terms(cohort: BatchFacts) -> dict[str, Tensor]:

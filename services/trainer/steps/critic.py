@@ -25,20 +25,20 @@ class ValueLoss:
         self.totals = totals
         self._spec = spec
 
-    def weight(self, part: Samples) -> Tensor:
+    def weight(self, samples: Samples) -> Tensor:
         """Returns the micro-batch's share of the tokens that train."""
-        return part.tokens["loss_mask"].sum() / self.totals[0].clamp(min=1)
+        return samples.tokens["loss_mask"].sum() / self.totals[0].clamp(min=1)
 
     def __call__(
         self,
-        part: Samples,
+        samples: Samples,
         scores: Tensor,
         entropy: Tensor | None = None,
         divergence: Tensor | None = None,
     ) -> Tensor:
         """Returns a micro-batch's share of the loss."""
         device = scores.device
-        columns, (tokens, sequences) = part.to(device).tokens, self.totals.to(device).unbind()
+        columns, (tokens, sequences) = samples.to(device).tokens, self.totals.to(device).unbind()
         mask = columns["loss_mask"]
         error = value_loss(
             torch.where(mask, scores, 0.0),
@@ -52,7 +52,7 @@ class ValueLoss:
         return aggregate(
             error.values,
             mask,
-            part.segments.to(device),
+            samples.segments.to(device),
             mode="token-mean",
             denominators=Denominators(tokens=tokens, sequences=sequences, horizon=1),
         )

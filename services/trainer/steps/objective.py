@@ -119,8 +119,8 @@ class Objective:
         mode = self._spec.aggregation
         if mode == "token-sum":  # is not rescaled
             return torch.tensor(sample_share)
-        place = 0 if mode == "token-mean" else 1
-        return counts[place] / unit[place].clamp(min=1)
+        unit_of_mode = 0 if mode == "token-mean" else 1
+        return counts[unit_of_mode] / unit[unit_of_mode].clamp(min=1)
 
     def __call__(
         self,
@@ -192,14 +192,14 @@ class Objective:
         Raises:
             ValueError: If the result is not finite or has no gradient.
         """
-        idle, ones = idle_samples(), torch.ones(1)
+        idle, one_each = idle_samples(), torch.ones(1)
         for mask in (torch.tensor([True]), torch.tensor([False])):
             logprobs = torch.tensor([-0.5], requires_grad=True)
             value = self(
                 logprobs,
-                ones,
-                idle.with_tokens(loss_mask=mask, advantages=ones),
-                denominators=self.denominators(ones, ones),
+                one_each,
+                idle.with_tokens(loss_mask=mask, advantages=one_each),
+                denominators=self.denominators(one_each, one_each),
                 kl_coefficient=0.0,
                 tally=MetricTotals(),
             )
@@ -239,7 +239,7 @@ class Objective:
             weights = weights / self._mean_weight
         accepted = mask
         for rule in spec.rejections:
-            stays = correction.rejection_mask(
+            accepted_ratios = correction.rejection_mask(
                 log_ratio,
                 mask,
                 segments,
@@ -249,8 +249,8 @@ class Objective:
                 upper=rule.upper,
             )
             if rule.negative_only:
-                stays = stays | (mask & (tokens["advantages"] >= 0))
-            accepted = accepted & stays
+                accepted_ratios = accepted_ratios | (mask & (tokens["advantages"] >= 0))
+            accepted = accepted & accepted_ratios
         old = rollout if self._correction == "bypass" else proximal
         return _Comparison(old, proximal, rollout, weights, accepted)
 
@@ -361,13 +361,13 @@ class PolicyLoss:
         self._kl_coefficient = kl_coefficient
         self._keeps_logprobs = keeps_logprobs
 
-    def weight(self, part: Samples) -> Tensor:
+    def weight(self, samples: Samples) -> Tensor:
         """Returns the micro-batch's part of the total weight, by its tokens."""
-        return part.counted.sum() / self._num_tokens.clamp(min=1) * self.total_weight
+        return samples.counted.sum() / self._num_tokens.clamp(min=1) * self.total_weight
 
     def __call__(
         self,
-        part: Samples,
+        samples: Samples,
         scores: Tensor,
         entropy: Tensor | None = None,
         divergence: Tensor | None = None,
@@ -376,13 +376,13 @@ class PolicyLoss:
         if entropy is None:  # a reward model has none
             entropy = torch.zeros_like(scores)
         if self._keeps_logprobs:
-            self.trained.append((part, scores.detach()))
+            self.trained.append((samples, scores.detach()))
         if self._denominators is None:
             self._denominators = self._objective.denominators(*self.unit.to(scores.device).unbind())
         return self._objective(
             scores,
             entropy,
-            part.to(scores.device),
+            samples.to(scores.device),
             divergence=divergence,
             denominators=self._denominators,
             kl_coefficient=self._kl_coefficient,

@@ -254,15 +254,15 @@ def utilization(early: StepAccumulator, engine: TrainEngine, *, num_gpus: int) -
     """
     work = torch.tensor(astuple(early.work), dtype=torch.float64)
     sequence_tokens, tokens, squares, predictions = engine.ranks.sum(work).tolist()
-    used = {
+    use = {
         "shared_token_fraction": 1.0 - tokens / max(sequence_tokens, 1.0),
         **_balance(early, engine, num_tokens=tokens),
         "compilations": float(num_compiled() - early.compiled_before),
     }
     device = engine.device
     if device.type != "cuda":
-        return used
-    used |= gpu_memory(device)
+        return use
+    use |= gpu_memory(device)
     peak = peak_flops(device)
     if peak is not None:
         flops = training_flops(
@@ -272,8 +272,8 @@ def utilization(early: StepAccumulator, engine: TrainEngine, *, num_gpus: int) -
             squares=squares,
             predictions=predictions,
         )
-        used["mfu"] = flops / early.seconds / peak / num_gpus
-    return used
+        use["mfu"] = flops / early.seconds / peak / num_gpus
+    return use
 
 
 def _balance(early: StepAccumulator, engine: TrainEngine, *, num_tokens: float) -> dict[str, float]:
@@ -286,13 +286,13 @@ def _balance(early: StepAccumulator, engine: TrainEngine, *, num_tokens: float) 
     Args:
         num_tokens: Tokens that all ranks computed.
     """
-    ranks, mine = engine.ranks, float(early.work.tokens)
-    most, fewest = ranks.max(torch.tensor([mine, -mine], dtype=torch.float64)).tolist()
+    ranks, tokens = engine.ranks, float(early.work.tokens)
+    highest, fewest = ranks.max(torch.tensor([tokens, -tokens], dtype=torch.float64)).tolist()
     num_packs = float(ranks.sum(torch.tensor(early.num_packs)))
     capacity = num_packs * engine.bounds.max_tokens
     return {
         "rank_tokens_min": -fewest,
-        "rank_tokens_max": most,
-        "rank_tokens_ratio": most / (num_tokens / ranks.size) if num_tokens else 1.0,
+        "rank_tokens_max": highest,
+        "rank_tokens_ratio": highest / (num_tokens / ranks.size) if num_tokens else 1.0,
         "pack_fill": num_tokens / capacity if capacity else 0.0,
     }

@@ -175,7 +175,7 @@ class StepRunner:
         self.entropy_weight, self._objective.entropy_coefficient = adapted_entropy(
             self.entropy_weight, self._spec.algorithm, entropy=metrics.get("entropy", math.nan)
         )
-        metrics |= {f"seconds_{phase}": spent for phase, spent in early.timer.seconds.items()}
+        metrics |= {f"seconds_{phase}": seconds for phase, seconds in early.timer.seconds.items()}
         metrics |= utilization(early, self.engine, num_gpus=self._spec.trainer.world_size)
         return StepResult(
             metrics=metrics,
@@ -251,8 +251,8 @@ class StepRunner:
             with timer("ref_logprob"):
                 # Without a reference, the policy before its updates is its own teacher.
                 teacher = self._reference or self.engine
-                shown = teacher.forward_logprobs(samples.of_teacher, plan, teaches=distill)
-            samples = samples.with_tokens(**{column: shown})
+                values = teacher.forward_logprobs(samples.of_teacher, plan, teaches=distill)
+            samples = samples.with_tokens(**{column: values})
         if self.critic is not None:
             with timer("critic"):
                 samples = samples.with_tokens(
@@ -276,8 +276,8 @@ class StepRunner:
         mask = samples.tokens["loss_mask"]
         tally.mean("advantage_abs_mean", credit.advantages.abs(), mask)
         tally.mean("zero_advantage_fraction", (credit.advantages == 0).float(), mask)
-        counted = cohort.is_member[samples.rows] & samples.is_first
-        tally.mean("score_mean", credit.shaped_scores, counted)
+        counted_samples = cohort.is_member[samples.rows] & samples.is_first
+        tally.mean("score_mean", credit.shaped_scores, counted_samples)
         if credit.returns is not None:
             samples = samples.with_tokens(returns=credit.returns)
         return samples.with_tokens(advantages=credit.advantages)
@@ -335,17 +335,17 @@ class StepRunner:
         """
 
         def make_loss(micros: Micros) -> PolicyLoss:
-            added = num_counted(samples.counted, samples, micros, self._ranks)
-            counts = early.counts + added
+            counts_added = num_counted(samples.counted, samples, micros, self._ranks)
+            counts = early.counts + counts_added
             unit = counts if early.unit is None else early.unit
             weight = 1.0 / self._objective.rescaling(unit, counts) - early.weight
             if sample_share is not None:
-                weight = self._objective.early_weight(added, unit, sample_share=sample_share)
+                weight = self._objective.early_weight(counts_added, unit, sample_share=sample_share)
             return PolicyLoss(
                 self._objective,
                 counts=counts,
                 unit=unit,
-                num_tokens=added[0],
+                num_tokens=counts_added[0],
                 total_weight=weight,
                 kl_coefficient=self.kl_coefficient if self._kl_in_loss else 0.0,
                 keeps_logprobs=self.on_trained is not None,
@@ -360,8 +360,8 @@ class StepRunner:
                 loss_scale=self._updates.loss_scale,
             )
         if self.on_trained is not None:
-            for part, logprobs in passes.loss_of.trained:
-                self.on_trained(part, logprobs)
+            for micro_batch, logprobs in passes.loss_of.trained:
+                self.on_trained(micro_batch, logprobs)
         early.tally.merge(passes.loss_of.tally)
         early.work += passes.work
         early.num_packs += len(passes.micros)
@@ -407,16 +407,16 @@ def without_unscored(samples: Samples, plan: StepPlan) -> tuple[Samples, StepPla
     if samples.groups is not None:
         # If the loss compares the members of a group, either all of them train or none.
         left_out = torch.isin(samples.groups, samples.groups[left_out])
-    gone = samples.segments.expand(left_out)
+    is_unscored = samples.segments.expand(left_out)
     # If all logprobs and values are 0, a sequence gets no penalty; its reward still counts in its group.
     wiped = {
         name: samples.tokens[name].masked_fill(
-            gone.view(-1, *[1] * (samples.tokens[name].ndim - 1)), 0.0
+            is_unscored.view(-1, *[1] * (samples.tokens[name].ndim - 1)), 0.0
         )
         for name in SCORED
         if name in samples.tokens
     }
-    samples = samples.with_tokens(**wiped, loss_mask=samples.tokens["loss_mask"] & ~gone)
+    samples = samples.with_tokens(**wiped, loss_mask=samples.tokens["loss_mask"] & ~is_unscored)
     return samples, plan.without(left_out.nonzero().flatten().tolist())
 
 

@@ -31,9 +31,11 @@ def learning_rate(spec: OptimizerSpec, *, update: int, num_updates: int) -> floa
     if spec.schedule == "constant":
         return spec.learning_rate
     length = max(1, num_updates - spec.warmup_steps)
-    done = min(1.0, (update - spec.warmup_steps) / length)
-    left = 1.0 - done if spec.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
-    return spec.learning_rate * (_FINAL_FRACTION + (1.0 - _FINAL_FRACTION) * left)
+    progress = min(1.0, (update - spec.warmup_steps) / length)
+    decay = (
+        1.0 - progress if spec.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    )
+    return spec.learning_rate * (_FINAL_FRACTION + (1.0 - _FINAL_FRACTION) * decay)
 
 
 Outcome = Literal["applied", "overflow", "not_finite"]
@@ -89,19 +91,19 @@ class LossScale:
             )
         self.value, self._num_updates = self.value / _SCALE_FACTOR, 0
 
-    def facts(self, part: str) -> dict[str, float]:
+    def facts(self, folder_name: str) -> dict[str, float]:
         """Returns the state for a checkpoint, with the names for an engine's subfolder."""
-        return dict(zip(_scale_names(part), (self.value, self._num_updates), strict=True))
+        return dict(zip(_scale_names(folder_name), (self.value, self._num_updates), strict=True))
 
-    def restore(self, facts: Mapping[str, float], part: str) -> None:
+    def restore(self, facts: Mapping[str, float], folder_name: str) -> None:
         """Restores the state of a checkpoint; does nothing if its run had another dtype and stored none."""
-        scale, updates = _scale_names(part)
+        scale, updates = _scale_names(folder_name)
         if scale in facts:
             self.value, self._num_updates = float(facts[scale]), int(facts[updates])
 
 
-def _scale_names(part: str) -> tuple[str, str]:
-    prefix = f"{part}." if part else ""
+def _scale_names(folder_name: str) -> tuple[str, str]:
+    prefix = f"{folder_name}." if folder_name else ""
     return f"{prefix}loss_scale", f"{prefix}loss_scale_updates"
 
 
@@ -152,18 +154,18 @@ class Updates:
             )
         if self._scale is not None:
             scale = (torch.ones(()) if scale is None else scale) / self._scale.value
-        taken = self._engine.optimizer_step(rate, scale=scale)
-        self.count += taken.moved
+        step = self._engine.optimizer_step(rate, scale=scale)
+        self.count += step.moved
         outcome: Outcome = "applied"
         if not is_finite:
             outcome = "not_finite"  # a lower scale would not help
-        elif not math.isfinite(taken.grad_norm):
+        elif not math.isfinite(step.grad_norm):
             outcome = "not_finite" if self._scale is None else "overflow"
         if self._scale is not None and outcome == "overflow":
             self._scale.back_off()
-        elif self._scale is not None and taken.moved:
+        elif self._scale is not None and step.moved:
             self._scale.grow()
-        return AppliedUpdate(outcome, taken, rate if taken.moved else 0.0)
+        return AppliedUpdate(outcome, step, rate if step.moved else 0.0)
 
     def describe_scale(self, outcomes: Sequence[Outcome], prefix: str = "") -> dict[str, float]:
         """Returns the metrics of loss scaling after a step; none if the loss is not scaled."""
@@ -174,15 +176,15 @@ class Updates:
             f"{prefix}overflow_updates": float(outcomes.count("overflow")),
         }
 
-    def facts(self, part: str) -> dict[str, float]:
+    def facts(self, folder_name: str) -> dict[str, float]:
         """Returns the numbers that a checkpoint stores, with the names for an engine's subfolder."""
-        scale = {} if self._scale is None else self._scale.facts(part)
-        return {counter(part): self.count, **scale}
+        scale = {} if self._scale is None else self._scale.facts(folder_name)
+        return {counter(folder_name): self.count, **scale}
 
-    def restore(self, facts: Mapping[str, float], part: str) -> None:
-        self.count = int(facts[counter(part)])
+    def restore(self, facts: Mapping[str, float], folder_name: str) -> None:
+        self.count = int(facts[counter(folder_name)])
         if self._scale is not None:
-            self._scale.restore(facts, part)
+            self._scale.restore(facts, folder_name)
 
 
 class NotFiniteError(InternalError):

@@ -143,8 +143,8 @@ class _HostMemory:
                 return forward(*args, **kwargs)
             before = None if self._newest is None else self._newest()
             # The addresses of the weights that FSDP has gathered for this pass.
-            held = chain(layer.parameters(), layer.buffers())
-            weights = frozenset(_address(local_part(weight)) for weight in held)
+            leaves = chain(layer.parameters(), layer.buffers())
+            weights = frozenset(_address(local_part(weight)) for weight in leaves)
             activations = _LayerActivations(self._device, self._stream, weights, before)
             self._newest = ref(activations)
             with saved_tensors_hooks(activations.pack, activations.unpack):

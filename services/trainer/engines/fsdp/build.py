@@ -74,7 +74,7 @@ def build(args: EngineArgs) -> dict[ModelRole, TrainEngine]:
     spec = fitted_to_gpu(args.spec, settings, device=topology.device)
     oom_limits = load_oom_limits(settings, spec.trainer, ranks=topology.data)
     loader = Loader(spec, settings, topology, args.progress)
-    stays, may_compile = loader.memory_asleep()
+    contents, may_compile = loader.memory_asleep()
     engines: dict[ModelRole, FsdpEngine] = {}
     for role in args.roles:
         module: Policy | Critic
@@ -90,7 +90,7 @@ def build(args: EngineArgs) -> dict[ModelRole, TrainEngine]:
             spec=spec,
             topology=topology,
             oom_limits=oom_limits,
-            stays=stays,
+            contents=contents,
             compiles_asleep=may_compile,
         )
     if "policy" in engines:
@@ -230,9 +230,9 @@ class Loader:
             return "nothing", False
         gpu_bytes = torch.cuda.get_device_properties(device).total_memory
         config = load_config(spec.model, self._tokenizer)
-        stays = resident_memory(spec, config, gpu_bytes=gpu_bytes)
-        return stays, spec.trainer.compile and compiles_asleep(
-            spec, config, contents=stays, gpu_bytes=gpu_bytes
+        contents = resident_memory(spec, config, gpu_bytes=gpu_bytes)
+        return contents, spec.trainer.compile and compiles_asleep(
+            spec, config, contents=contents, gpu_bytes=gpu_bytes
         )
 
     def _on_meta(self, make: Callable[[PreTrainedModel], _Module]) -> _Module:
@@ -275,19 +275,19 @@ def fitted_to_gpu(spec: RunSpec, settings: TrainerSettings, *, device: torch.dev
     gpu_bytes = torch.cuda.get_device_properties(device).total_memory
     engines = 0 if spec.topology.is_colocated else settings.gpu_neighbours.count("rollout")
     memory = trainer_memory(spec, config, gpu_bytes=gpu_bytes, engines=engines)
-    chosen = fitted(spec, config, gpu_bytes=gpu_bytes, engines=engines)
+    fitted_spec = fitted(spec, config, gpu_bytes=gpu_bytes, engines=engines)
     logger.info(
         "memory planned",
         extra={
             "table": memory.table(spec.trainer.world_size),
-            "activation_checkpointing": str(chosen.trainer.activation_checkpointing),
+            "activation_checkpointing": str(fitted_spec.trainer.activation_checkpointing),
         },
     )
     memory.check(spec.trainer.world_size)
     # Workers on the same GPUs may hold memory that they release before the first step.
     if spec.topology.placement == "disaggregated" and not settings.gpu_neighbours:
         check_free_memory(memory.used, device)
-    return chosen
+    return fitted_spec
 
 
 def fill(module: nn.Module, folder: Path, *, device: torch.device) -> None:
@@ -302,10 +302,12 @@ def fill(module: nn.Module, folder: Path, *, device: torch.device) -> None:
     """
     materialize(module, device=device)
     model: Any = module.get_submodule("model")
-    held = stored_tensors(model)
+    leaves = stored_tensors(model)
     for parameter in set(module.parameters()) - set(model.parameters()):
         nn.init.zeros_(parameter)
-    base = {plain_name(name): leaf.detach() for name, leaf in held.items() if not is_adapter(name)}
+    base = {
+        plain_name(name): leaf.detach() for name, leaf in leaves.items() if not is_adapter(name)
+    }
     config = model.config.to_dict()
     read_weights(base, folder, config)
     for name, layer in quantized_layers(model).items():

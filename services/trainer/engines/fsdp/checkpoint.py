@@ -53,9 +53,9 @@ class ShardWriter(HuggingFaceStorageWriter):
         with ThreadPoolExecutor(THREADS) as pool:
             for _ in pool.map(write, enumerate(_files(plan, planner), start=1)):
                 """Raise the error of a write, if one failed."""
-        done: Future[list[WriteResult]] = Future()
-        done.set_result([])
-        return done
+        future: Future[list[WriteResult]] = Future()
+        future.set_result([])
+        return future
 
 
 def _files(plan: SavePlan, planner: SavePlanner) -> Iterator[dict[str, tuple[WriteItem, Tensor]]]:
@@ -78,14 +78,14 @@ def _files(plan: SavePlan, planner: SavePlanner) -> Iterator[dict[str, tuple[Wri
 
 def _write(file: Path, items: dict[str, tuple[WriteItem, Tensor]]) -> None:
     """Writes one file, with the offsets of each shard in its whole tensor."""
-    places = {}
+    offsets = {}
     for name, (item, _) in items.items():
         assert item.tensor_data is not None, "a tensor has its place"
-        places[name] = {"saved_offsets": list(item.tensor_data.chunk.offsets)}
-    about = {"DCP_SHARDING_INFO": json.dumps(places), "DCP_VERSION": "1.0", "format": "pt"}
+        offsets[name] = {"saved_offsets": list(item.tensor_data.chunk.offsets)}
+    about = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
     save_file({name: tensor for name, (_, tensor) in items.items()}, file, metadata=about)
-    with file.open("rb") as written:
-        os.fsync(written.fileno())
+    with file.open("rb") as descriptor:
+        os.fsync(descriptor.fileno())
 
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")

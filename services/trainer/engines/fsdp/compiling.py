@@ -77,7 +77,7 @@ def _train(module: Policy | Critic, packed: PackedTokens, spec: TrainerSpec) -> 
     begin_micro_batch(module, is_last=True, spec=spec)
     scores = module(packed)
     # The gradients of squares have the same layout as those of a loss.
-    torch.stack([part.square().sum() for part in parts_of(scores)]).sum().backward()
+    torch.stack([columns.square().sum() for columns in parts_of(scores)]).sum().backward()
     module.zero_grad(set_to_none=True)
 
 
@@ -99,17 +99,17 @@ def _first_layers(module: nn.Module) -> Iterator[None]:
 
 def num_compiled(kinds: Sequence[object]) -> int:
     """Returns how many leading layers contain each kind twice, or once if the model has one layer of it."""
-    left = Counter({kind: min(count, _LAYERS_PER_KIND) for kind, count in Counter(kinds).items()})
+    rest = Counter({kind: min(count, _LAYERS_PER_KIND) for kind, count in Counter(kinds).items()})
     for number, kind in enumerate(kinds):
-        if not +left:
+        if not +rest:
             return number
-        left[kind] -= 1
+        rest[kind] -= 1
     return len(kinds)
 
 
 def _kind(layer: nn.Module) -> object:
     """Returns a key for layers with the same code: their modules, attention and checkpointing are equal."""
-    modules = tuple(type(part) for part in layer.modules())
+    modules = tuple(type(module) for module in layer.modules())
     return modules, getattr(layer, "attention_type", None), type(layer.forward)
 
 

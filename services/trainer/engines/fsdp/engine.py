@@ -69,7 +69,7 @@ class FsdpEngine:
         spec: RunSpec,
         topology: RankTopology,
         oom_limits: OomLimits | None = None,
-        stays: Stays = "nothing",
+        contents: Stays = "nothing",
         compiles_asleep: bool = False,
     ) -> None:
         self.module = module
@@ -89,7 +89,7 @@ class FsdpEngine:
             in_host = spec.trainer.cpu_offload == "optimizer"
             self.optimizer = optim.build_optimizer(module, spec.trainer.optimizer, in_host=in_host)
             optimizers.append(self.optimizer)
-        self._state = OffloadedState([module], optimizers, device=self.device, stays=stays)
+        self._state = OffloadedState([module], optimizers, device=self.device, contents=contents)
         if self._parameters:
             self._checkpoint = ModelCheckpoint(
                 module,
@@ -175,12 +175,14 @@ class FsdpEngine:
         for number, micro in enumerate(micros):
             is_last = number + 1 == len(micros)
             begin_micro_batch(self.module, is_last=is_last, spec=self._spec.trainer)
-            part = samples.select(micro) if micro else idle_samples()
+            batch = samples.select(micro) if micro else idle_samples()
             with catch_oom(number):
-                packed = pack_samples(part, self.device, shares_prefixes=self._spec.shares_prefixes)
-                loss = loss_of(part, *parts_of(self.module(packed)))
+                packed = pack_samples(
+                    batch, self.device, shares_prefixes=self._spec.shares_prefixes
+                )
+                loss = loss_of(batch, *parts_of(self.module(packed)))
                 if self._balancer is not None:
-                    loss += self._balancer.loss(part, loss_of)
+                    loss += self._balancer.loss(batch, loss_of)
                 # Data parallelism averages gradients over ranks, but the loss is a sum over them.
                 (loss * (self.ranks.size * loss_scale)).backward()
             passes.loss += loss.detach()
@@ -199,14 +201,14 @@ class FsdpEngine:
             optim.scale_gradients(self._parameters, scale.to(self.device))
         norm = self._gradient_norm()
         grad_norm = norm.item()
-        moved = learning_rate > 0 and math.isfinite(grad_norm)
-        if moved:
+        is_updated = learning_rate > 0 and math.isfinite(grad_norm)
+        if is_updated:
             optim.set_learning_rate(self.optimizer, learning_rate)
             optim.clip_gradients(self._parameters, norm, self._spec.trainer.optimizer.max_grad_norm)
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        counts = None if self._balancer is None else self._balancer.updated(moved=moved)
-        return OptimizerStep(grad_norm, moved=moved, expert_counts=counts)
+        counts = None if self._balancer is None else self._balancer.updated(is_updated=is_updated)
+        return OptimizerStep(grad_norm, moved=is_updated, expert_counts=counts)
 
     def _gradient_norm(self) -> Tensor:
         """Returns the float32 norm of the gradients over all ranks, the same on every rank."""
@@ -270,7 +272,7 @@ class Balancer:
         """Clears the counts before an update's first micro-batch, also if the update is repeated."""
         self._update = None
 
-    def loss(self, part: Samples, loss_of: UpdateLoss) -> Tensor | float:
+    def loss(self, samples: Samples, loss_of: UpdateLoss) -> Tensor | float:
         """Returns a micro-batch's share of the balancing loss, after its forward pass.
 
         Args:
@@ -282,21 +284,21 @@ class Balancer:
         self._update = counts if self._update is None else self._update + counts
         if self._compares:
             nothing = torch.zeros(0), torch.zeros(0, dtype=torch.bool)
-            differs, counted = self._routing.differences() or nothing
-            loss_of.tally.mean("routing_differs", differs.float(), counted)
+            differs, num_compared = self._routing.differences() or nothing
+            loss_of.tally.mean("routing_differs", differs.float(), num_compared)
         if self._spec.kind != "loss":
             return 0.0
         loss = self._routing.balance_loss()
-        trained = part.tokens["loss_mask"]
+        trained = samples.tokens["loss_mask"]
         value = loss.detach().expand(len(trained))
         loss_of.tally.mean("balance_loss", value, trained.to(loss.device))
-        return self._coefficient * loss * loss_of.weight(part).to(loss.device)
+        return self._coefficient * loss * loss_of.weight(samples).to(loss.device)
 
-    def updated(self, *, moved: bool) -> Tensor | None:
+    def updated(self, *, is_updated: bool) -> Tensor | None:
         """Moves the routers' biases; returns the counts of an update. All ranks must call it.
 
         Args:
-            moved: True if the update changed weights.
+            is_updated: True if the update changed weights.
 
         Returns:
             ``[layers, experts]`` tokens that chose each expert, over all ranks; None for a dense model.
@@ -305,7 +307,7 @@ class Balancer:
             return None
         # Tensor-parallel ranks count the same tokens.
         counts, self._update = self._ranks.sum(self._update) // self._tensor_parallel, None
-        if self._spec.kind == "bias" and moved:
+        if self._spec.kind == "bias" and is_updated:
             self._routing.move_biases(counts, self._spec.bias_rate)
         return counts
 
@@ -338,9 +340,9 @@ def score_tokens(
     pending = [micro for work in plan.updates for micro in work]
     while pending:
         micro = pending.pop(0)
-        part = samples.select(micro) if micro else idle_samples()
+        micro_batch = samples.select(micro) if micro else idle_samples()
         try:
-            scores = forward(pack_samples(part, device, shares_prefixes=shares_prefixes))
+            scores = forward(pack_samples(micro_batch, device, shares_prefixes=shares_prefixes))
             if result.ndim < scores.ndim:
                 result = result.new_full((len(result), *scores.shape[1:]), UNSCORED)
             if micro:
@@ -350,8 +352,8 @@ def score_tokens(
             cause = str(error).partition("\n")[0]
         # Here the error is out of scope, and so are the tensors that its frames held.
         _forget_pass(module, device)
-        size = f"{num_tokens(part):,} tokens in {len(micro)} sequence(s) to score"
-        bounds = bounds_of(part, shares=shares_prefixes)
+        size = f"{num_tokens(micro_batch):,} tokens in {len(micro)} sequence(s) to score"
+        bounds = bounds_of(micro_batch, shares=shares_prefixes)
         if micro:
             oom_limits.record_and_raise(bounds, size, cause)
         if not oom_limits.is_alone or not micro:

@@ -30,12 +30,12 @@ class OffloadedState:
         optimizers: Sequence[torch.optim.Optimizer],
         *,
         device: torch.device,
-        stays: Stays = "nothing",
+        contents: Stays = "nothing",
     ) -> None:
         self._modules = modules
         self._optimizers = optimizers
         self._device = device
-        self._stays = stays
+        self._stays = contents
         self._buffers: list[Tensor] = []
         self._moved: dict[int, tuple[UntypedStorage, Tensor]] = {}
         self._is_away = False

@@ -73,8 +73,8 @@ def add_adapters(model: PreTrainedModel, spec: LoraSpec) -> None:
 
 def _fused(model: nn.Module) -> dict[str, Tensor]:
     """Returns the fused matrices of experts, by name."""
-    named = model.named_parameters()
-    return {name: held for name, held in named if OF_EXPERTS in name and held.ndim == 3}
+    parameters = model.named_parameters()
+    return {name: leaf for name, leaf in parameters if OF_EXPERTS in name and leaf.ndim == 3}
 
 
 def _named(target: str, modules: Iterable[str]) -> list[str]:
@@ -137,8 +137,8 @@ def begin_adapters(module: nn.Module, *, seed: int) -> None:
 def _held(tensor: Tensor) -> tuple[slice, ...]:
     if not isinstance(tensor, DTensor):
         return (slice(None),)
-    place = tensor.shape, tensor.device_mesh, tensor.placements
-    sizes, firsts = compute_local_shape_and_global_offset(*place)
+    layout = tensor.shape, tensor.device_mesh, tensor.placements
+    sizes, firsts = compute_local_shape_and_global_offset(*layout)
     return tuple(slice(first, first + size) for size, first in zip(sizes, firsts, strict=True))
 
 
@@ -150,8 +150,8 @@ def merged_parameters(model: nn.Module, *, merges: bool = True) -> Iterator[tupl
     Args:
         merges: True if adapters are merged; otherwise they are left out.
     """
-    for name, held in _without_adapters(model):
-        value = held.weight if isinstance(held, QuantizedLinear) else whole(held)
+    for name, tensor in _without_adapters(model):
+        value = tensor.weight if isinstance(tensor, QuantizedLinear) else whole(tensor)
         owner, base, leaf = name.partition(_BASE)
         if base and leaf == "weight" and merges:
             value = merged_weight(value, *_scaled_adapter(model.get_submodule(owner)))
@@ -164,7 +164,7 @@ def _merged_experts(model: nn.Module, name: str, value: Tensor) -> Tensor:
     """Returns a parameter of a layer's experts, with its adapter merged if it has one."""
     owner, _, leaf = name.rpartition(".")
     experts: Any = model.get_submodule(owner)
-    down, up = (getattr(experts, part, None) for part in expert_adapter(leaf))
+    down, up = (getattr(experts, adapter, None) for adapter in expert_adapter(leaf))
     if down is None or up is None:
         return value
     change = experts.lora_scaling * (whole(up) @ whole(down))
@@ -175,17 +175,20 @@ def _merged_experts(model: nn.Module, name: str, value: Tensor) -> Tensor:
 def merged_shapes(model: nn.Module) -> list[tuple[str, torch.Size]]:
     """Returns names and shapes of what :func:`merged_parameters` yields, in its order."""
     return [
-        (plain_name(name), torch.Size((held.out_features, held.in_features)))
-        if isinstance(held, QuantizedLinear)
-        else (plain_name(name), held.shape)
-        for name, held in _without_adapters(model)
+        (plain_name(name), torch.Size((tensor.out_features, tensor.in_features)))
+        if isinstance(tensor, QuantizedLinear)
+        else (plain_name(name), tensor.shape)
+        for name, tensor in _without_adapters(model)
     ]
 
 
 def _without_adapters(model: nn.Module) -> Iterator[tuple[str, Tensor | QuantizedLinear]]:
     """Yields the stored tensors and the quantized layers by the names of their weights."""
-    held: dict[str, Tensor | QuantizedLinear] = {**stored_tensors(model), **quantized_layers(model)}
-    return ((name, value) for name, value in held.items() if _ADAPTER not in name)
+    leaves: dict[str, Tensor | QuantizedLinear] = {
+        **stored_tensors(model),
+        **quantized_layers(model),
+    }
+    return ((name, value) for name, value in leaves.items() if _ADAPTER not in name)
 
 
 def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -209,9 +212,9 @@ def _scaled_adapter(layer: Any) -> tuple[Tensor, Tensor]:
 def adapter_shapes(model: nn.Module) -> list[tuple[str, torch.Size]]:
     """Returns names and shapes of what :func:`adapter_parameters` yields, in its order."""
     return [
-        (owner + end, part[layer.active_adapters[0]].weight.shape)
+        (owner + end, adapter[layer.active_adapters[0]].weight.shape)
         for owner, layer in _adapted(model)
-        for end, part in ((LORA_DOWN, layer.lora_A), (LORA_UP, layer.lora_B))
+        for end, adapter in ((LORA_DOWN, layer.lora_A), (LORA_UP, layer.lora_B))
     ]
 
 

@@ -86,10 +86,10 @@ class OomLimits:
         self._file.parent.mkdir(parents=True, exist_ok=True)
         sizes = {"max_tokens": self.bounds.max_tokens, "too_long": self.bounds.too_long}
         write_atomically(self._file, json.dumps({"memory": self._memory, **sizes}))
-        whole = bounds.too_long < Bounds().too_long
+        is_one_sequence = bounds.too_long < Bounds().too_long
         change = (
             "leave out sequences of this length"
-            if whole
+            if is_one_sequence
             else f"limit micro-batches to {bounds.max_tokens:,} tokens"
         )
         raise OomLimitError(size, cause, consequence=f"all ranks restart and {change}")
@@ -111,8 +111,8 @@ def load_oom_limits(settings: TrainerSettings, trainer: TrainerSpec, *, ranks: R
         if recorded["memory"] == memory:
             bounds = bounds.intersection(Bounds(recorded["max_tokens"], recorded["too_long"]))
     # Files may appear late on a host, but ranks that share samples must plan with the same limits.
-    mine = torch.tensor([-bounds.max_tokens, -bounds.too_long])
-    bounds = Bounds(*(-(ranks.everyone or ranks).max(mine)).tolist())
+    negated_limits = torch.tensor([-bounds.max_tokens, -bounds.too_long])
+    bounds = Bounds(*(-(ranks.everyone or ranks).max(negated_limits)).tolist())
     was_recorded = bounds != budget_of(trainer)
     if was_recorded:
         limits = {"max_tokens": bounds.max_tokens, "too_long": bounds.too_long}
@@ -231,13 +231,13 @@ class OomRetry:
         if not self._oom_limits.was_lowered:
             return work
         max_tokens, shares = self._oom_limits.bounds.max_tokens, self._spec.shares_prefixes
-        parts = (
-            part
+        packs = (
+            pack
             for micro in work
             if micro
-            for part in cut(samples, micro, max_tokens=max_tokens, shares=shares)
+            for pack in cut(samples, micro, max_tokens=max_tokens, shares=shares)
         )
-        return tuple(parts) or ((),)
+        return tuple(packs) or ((),)
 
     def _recover(self) -> None:
         """Releases the memory of the failed pass and drops all gradients of the update."""

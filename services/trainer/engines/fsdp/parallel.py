@@ -247,7 +247,7 @@ def _shard(
         else OffloadPolicy(),
     }
     if spec.keeps_gathered and not spec.offloads_weights:
-        options["ignored_params"] = {held for held in module.parameters() if not held.requires_grad}
+        options["ignored_params"] = {leaf for leaf in module.parameters() if not leaf.requires_grad}
     if topology.experts is not None:
         for experts in _experts(layers):
             fully_shard(experts, **{**options, "mesh": topology.experts["copies"]})
@@ -299,9 +299,9 @@ def free_gathered(module: nn.Module) -> None:
     FSDP keeps the parameters of the root, and on a single rank those of all layers, for a backward pass;
     kept over an update they would be stale.
     """
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
+    for submodule in module.modules():
+        if isinstance(submodule, FSDPModule):
+            submodule.reshard()
 
 
 _TENSOR_PLAN: dict[str, Any] = {
@@ -343,8 +343,8 @@ def _share(experts: nn.Module, topology: RankTopology) -> None:
     mesh, tensor = topology.experts["experts"], topology.mesh["tp"]
     for name, parameter in list(experts.named_parameters()):
         shard = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
-        part = DTensor.from_local(shard, mesh, (Shard(0),), run_check=False)
-        setattr(experts, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
+        sharded = DTensor.from_local(shard, mesh, (Shard(0),), run_check=False)
+        setattr(experts, name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
     peers = None
     if tensor.size() > 1:
         peers = TokenPeers(tensor.get_group(), tensor.get_local_rank(), tensor.size())
@@ -370,8 +370,8 @@ def _sum_gradients(
     return torch.cat([latent, summed], -1)
 
 
-def _check_model(module: nn.Module, **parts: int) -> None:
+def _check_model(module: nn.Module, **degrees: int) -> None:
     config: Any = module.get_submodule("model").config
-    problems = check_trainer(config.to_dict(), **parts)
+    problems = check_trainer(config.to_dict(), **degrees)
     if problems:
         raise ValueError("; ".join(problems))

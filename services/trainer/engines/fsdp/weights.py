@@ -88,8 +88,8 @@ class WeightExport:
     @torch.no_grad()
     def _frozen_digest(self) -> Tensor:
         """Returns the digest of the frozen weights, named without adapters, that receivers must have."""
-        parts = merged_parameters(self._policy.model, merges=False)
-        return frozen_digest((name, value) for name, value in parts if name not in self._buffers)
+        tensors = merged_parameters(self._policy.model, merges=False)
+        return frozen_digest((name, value) for name, value in tensors if name not in self._buffers)
 
     def weight_rows(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the rows that this rank holds, without a gather; skips tensors without such rows."""
