@@ -39,9 +39,9 @@ def following_tokens(
     calls = messages[reply_index].tool_calls or (
         ToolCall(id="0" * 9, function=FunctionCall(name="")),
     )
-    named = calls[-1].model_copy(update={"function": FunctionCall(name=mark)})
+    marked_call = calls[-1].model_copy(update={"function": FunctionCall(name=mark)})
     as_text = Message(role="assistant", content=mark)
-    as_call = Message(role="assistant", content="", tool_calls=(*calls[:-1], named))
+    as_call = Message(role="assistant", content="", tool_calls=(*calls[:-1], marked_call))
     chats = []
     for reply_message in (as_text, as_call):
         chat = [*messages]

@@ -113,7 +113,7 @@ class Endpoint:
 
     def app(self) -> ASGIApp:
         chat = self._answers(self._chat)
-        others = Starlette(
+        application = Starlette(
             routes=[
                 Route(_CHAT_PATH, chat, methods=["POST"]),
                 Route("/v1/completions", self._answers(self._complete), methods=["POST"]),
@@ -129,7 +129,7 @@ class Endpoint:
                 response = await chat(Request(scope, receive))
                 await response(scope, receive, send)
             else:
-                await others(scope, receive, send)
+                await application(scope, receive, send)
 
         return serve
 

@@ -134,12 +134,12 @@ class EpisodeRecord:
     async def chat(self, request: ChatRequest, listener: Listener | None = None) -> Replies:
         tools = hashlib.sha256(repr(request.tools).encode()).digest()
         meanings = (tools, *(message.meaning for message in request.messages))
-        earlier = _longest(self._chats, lambda seen: _begins(meanings[:-1], seen.meanings))
+        earlier = _longest(self._chats, lambda chat: _begins(meanings[:-1], chat.meanings))
         reasoning = earlier.reasoning if earlier else ()
-        added = request.messages[len(reasoning) :]
+        new_messages = request.messages[len(reasoning) :]
         with_reasoning = partial(self._with_reasoning, request, reasoning)
         request, reasoned = await _computed(with_reasoning, request)
-        is_rewritten = any(message.role == "assistant" for message in added)
+        is_rewritten = any(message.role == "assistant" for message in new_messages)
         if earlier is not None and reasoned != earlier.kept:
             earlier, is_rewritten = None, True
         self._episode.num_rewritten += is_rewritten
@@ -173,7 +173,7 @@ class EpisodeRecord:
                 meanings=(*meanings, choice.message.meaning),
                 reasoning=(
                     *reasoning,
-                    *[""] * len(added),
+                    *[""] * len(new_messages),
                     choice.message.reasoning_content or "",
                 ),
                 kept=reasoned | {len(request.messages)}
@@ -190,15 +190,17 @@ class EpisodeRecord:
         """Continues a text or a list of tokens."""
         prompt = request.prompt
         if isinstance(prompt, str):
-            earlier = _longest(self._texts, lambda seen: _continues(prompt, seen))
+            earlier = _longest(self._texts, lambda conversation: _continues(prompt, conversation))
             seen_text = earlier.text if earlier else ""
             rest, continues = prompt.removeprefix(seen_text), earlier is not None
-            added = await _computed(partial(self._encoded, rest, continues=continues), request)
+            new_tokens = await _computed(partial(self._encoded, rest, continues=continues), request)
         else:
             conversations = [*self._texts, *self._chats]
-            earlier = _longest(conversations, lambda seen: _begins(prompt, token_ids(seen.turns)))
-            added = list(prompt[num_tokens(earlier.turns) :] if earlier else prompt)
-        turns = self._extended(earlier, observed(added))
+            earlier = _longest(
+                conversations, lambda conversation: _begins(prompt, token_ids(conversation.turns))
+            )
+            new_tokens = list(prompt[num_tokens(earlier.turns) :] if earlier else prompt)
+        turns = self._extended(earlier, observed(new_tokens))
         context_hash = _hash(turns, earlier)
         if listener is not None:
             listener.begin(num_prompt_tokens=num_tokens(turns), is_open=False)
@@ -274,32 +276,32 @@ class EpisodeRecord:
             reply_index=reply_index,
             last_id=next(iter(earlier.turns[-1].token_ids[-1:]), None),
         )
-        added = await _computed(following, request)
+        new_tokens = await _computed(following, request)
         new = request.messages[reply_index + 1 :]
-        return self._extended(earlier, await self._observed(added, new, earlier.turns))
+        return self._extended(earlier, await self._observed(new_tokens, new, earlier.turns))
 
     async def _observed(
-        self, added: Sequence[int], messages: Sequence[Message], after: tuple[Turn, ...]
+        self, new_ids: Sequence[int], messages: Sequence[Message], after: tuple[Turn, ...]
     ) -> Turn:
         """Returns the turn of added tokens, with the images of the messages that they contain."""
         images = [url for message in messages for url in message.images]
         if not images:
-            return observed(added)
+            return observed(new_ids)
         try:
-            return await self._episode.look(added, images, after=after)
+            return await self._episode.look(new_ids, images, after=after)
         except CallError as error:
             raise ApiError(400, error.message, code=error.kind, param="messages") from error
 
-    def _extended(self, earlier: _Conversation | None, added: Turn) -> tuple[Turn, ...]:
+    def _extended(self, earlier: _Conversation | None, turn: Turn) -> tuple[Turn, ...]:
         """Returns the recorded turns and the added one; if it has no tokens, the last reply is continued.
 
         Raises:
             ApiError: If there are no tokens at all, or no room for a reply.
         """
         turns = earlier.turns if earlier else ()
-        if not turns and not added.token_ids:
+        if not turns and not turn.token_ids:
             raise invalid("the prompt has no tokens; expected at least one", param="prompt")
-        turns = (*turns, added) if added.token_ids else turns
+        turns = (*turns, turn) if turn.token_ids else turns
         if self._room(turns) < 1:
             self._episode.is_full = True
             limits = self._episode.limits
@@ -346,16 +348,18 @@ class EpisodeRecord:
             )
             for index in range(request.n)
         ]
-        begun = [self._episode.replayed(turns, number=number + index) for index in range(request.n)]
+        cut_turns = [
+            self._episode.replayed(turns, number=number + index) for index in range(request.n)
+        ]
         try:
             sampled = await gather_in_group(
                 self._episode.sample_after(
                     turns,
                     draw,
-                    cut_turn=started,
+                    cut_turn=cut_turn,
                     on_tokens=partial(listener.add, index) if listener is not None else None,
                 )
-                for index, (draw, started) in enumerate(zip(draws, begun, strict=True))
+                for index, (draw, cut_turn) in enumerate(zip(draws, cut_turns, strict=True))
             )
         except GroupError as error:
             raise invalid(str(error)) from None
@@ -369,9 +373,11 @@ class EpisodeRecord:
             return None
         tokenizer = self._episode.tokenizer
         text = tokenizer.decode(turn.token_ids)
-        places = {stop: place for stop in stop_texts if (place := text.find(stop)) >= 0}
+        positions = {stop: position for stop in stop_texts if (position := text.find(stop)) >= 0}
         last = tokenizer.decode(turn.token_ids[-1:], keeps_special=True)
-        return min(places, key=places.__getitem__, default=last if last in stop_texts else None)
+        return min(
+            positions, key=positions.__getitem__, default=last if last in stop_texts else None
+        )
 
     def _stops(
         self, request: ChatRequest | CompletionRequest
@@ -393,8 +399,8 @@ class EpisodeRecord:
 
     def _seed(self, context: bytes, request_seed: int | None, *, number: int, index: int) -> int:
         """Returns a distinct seed for each reply to a context, equal if the agent repeats its requests."""
-        which = f"{number + index}" if request_seed is None else f"{request_seed}+{index}"
-        text = f"{self._episode.limits.seed}/{which}/".encode() + context
+        suffix = f"{number + index}" if request_seed is None else f"{request_seed}+{index}"
+        text = f"{self._episode.limits.seed}/{suffix}/".encode() + context
         return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1
 
     def _encoded(self, text: str, *, continues: bool) -> list[int]:
@@ -446,12 +452,12 @@ def _hash(turns: Sequence[Turn], earlier: _Conversation | None) -> "_Hash":
     return context_hash
 
 
-def _begins(whole: Sequence[Any], part: Sequence[Any]) -> bool:
-    return tuple(whole[: len(part)]) == tuple(part)
+def _begins(sequence: Sequence[Any], prefix: Sequence[Any]) -> bool:
+    return tuple(sequence[: len(prefix)]) == tuple(prefix)
 
 
-def _continues(prompt: str, seen: _Conversation) -> bool:
+def _continues(prompt: str, conversation: _Conversation) -> bool:
     """Returns True if a text continues at the end of a reply that the agent could see."""
-    if prompt == seen.text:
-        return seen.turns[-1].finish_reason == "length"
-    return prompt.startswith(seen.text) and seen.has_visible_reply
+    if prompt == conversation.text:
+        return conversation.turns[-1].finish_reason == "length"
+    return prompt.startswith(conversation.text) and conversation.has_visible_reply

@@ -46,19 +46,23 @@ class CompletionFormatter:
             yield self._event([{"index": index, "delta": delta, "finish_reason": None}])
 
     def tokens_events(self, new: NewTokens) -> Iterator[str]:
-        part = {
+        choice_chunk = {
             "index": new.reply_index,
             **({"delta": _delta(new.piece)} if self._is_chat else {"text": new.piece.content}),
             "finish_reason": None,
             "logprobs": self._logprobs(new.token_ids, new.logprobs, begin=new.begin),
         }
-        yield self._event([part])
+        yield self._event([choice_chunk])
 
     def end_events(self, index: int, choice: Choice, rest: Piece) -> Iterator[str]:
         """Yields the last event of a reply: finish reason, tool calls, and the text that was held back."""
         if not self._is_chat:
-            part = {"index": index, "text": rest.content, "finish_reason": choice.finish_reason}
-            yield self._event([part])
+            choice_chunk = {
+                "index": index,
+                "text": rest.content,
+                "finish_reason": choice.finish_reason,
+            }
+            yield self._event([choice_chunk])
             return
         delta = {"role": "assistant", **_delta(rest), **_tool_calls(choice.message)}
         for number, call in enumerate(delta.get("tool_calls", ())):
@@ -73,9 +77,9 @@ class CompletionFormatter:
     def error_event(self, error: ApiError) -> str:
         return f"data: {json.dumps(error.body)}\n\n"
 
-    def _event(self, choices: list[dict[str, Any]], **more: Any) -> str:
+    def _event(self, choices: list[dict[str, Any]], **fields: Any) -> str:
         name = f"{self._name}.chunk" if self._is_chat else self._name
-        chunk = {**self._head, "object": name, "choices": choices, **more}
+        chunk = {**self._head, "object": name, "choices": choices, **fields}
         return f"data: {json.dumps(chunk)}\n\n"
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
@@ -95,12 +99,12 @@ class CompletionFormatter:
         self, tokens: Sequence[int], logprobs: Sequence[float], *, begin: int
     ) -> dict[str, Any] | None:
         """Returns logprobs of sampled tokens, if the request asks for them."""
-        wanted = self._request.logprobs
-        if wanted is None or wanted is False:
+        num_logprobs = self._request.logprobs
+        if num_logprobs is None or num_logprobs is False:
             return None
         texts = [self._tokenizer.decode([token]) for token in tokens]
         if isinstance(self._request, CompletionRequest):
-            offsets = [begin + sum(map(len, texts[:place])) for place in range(len(texts))]
+            offsets = [begin + sum(map(len, texts[:index])) for index in range(len(texts))]
             return {
                 "tokens": texts,
                 "token_logprobs": list(logprobs),

@@ -195,8 +195,8 @@ class Message(BaseModel):
             text = [
                 (part.text, part.url) for part in self.content or () if not isinstance(part, str)
             ]
-        said = (self.role, text, self.name, calls_text, self.tool_call_id)
-        return hashlib.sha256(repr(said).encode()).digest()
+        identity = (self.role, text, self.name, calls_text, self.tool_call_id)
+        return hashlib.sha256(repr(identity).encode()).digest()
 
     def for_template(self) -> dict[str, Any]:
         """Returns the message as chat templates expect it, with the arguments of calls as objects."""
@@ -352,6 +352,6 @@ def _refused(problems: Sequence[Any]) -> ApiError:
     first = problems[0]
     if first["type"] == "unsupported":
         return invalid(first["msg"], param=first["ctx"]["param"])
-    param = ".".join(str(part) for part in first["loc"]) or None
+    param = ".".join(str(step) for step in first["loc"]) or None
     message = f"{param}: {first['msg']}" if param else str(first["msg"])
     return invalid(message, param=param)

@@ -79,11 +79,11 @@ class AgentProcess:
         """Runs one episode; cancelling this coroutine cancels the agent."""
         await self.start()
         number, pending = next(self._numbers), self._pending
-        ended: asyncio.Future[Any] = asyncio.Future()
-        pending[number] = ended
+        result: asyncio.Future[Any] = asyncio.Future()
+        pending[number] = result
         self._send({"id": number, "keywords": dict(keywords)})
         try:
-            return await ended
+            return await result
         finally:
             if pending.pop(number, None) is not None:
                 self._send({"cancel": number})

@@ -101,8 +101,8 @@ class Session:
         if episode.images is not None:
             limit += episode.images.max_request_bytes
         body = bytearray()
-        async for part in request.stream():
-            body += part
+        async for chunk in request.stream():
+            body += chunk
             if len(body) > limit:
                 episode.is_full = True
                 raise too_long(

@@ -143,8 +143,8 @@ class ReplyStream:
         """Yields events for the tokens that the engine did not stream, and the reply's last events."""
         text, turn = self._texts[index], choice.turn
         streamed = text.num_tokens
-        if left := turn.token_ids[streamed:]:
-            yield from self._tokens(index, left, turn.logprobs[streamed:])
+        if last_ids := turn.token_ids[streamed:]:
+            yield from self._tokens(index, last_ids, turn.logprobs[streamed:])
         yield from self._formatter.end_events(index, choice, text.rest(choice))
 
 
@@ -207,11 +207,11 @@ class VisibleText:
 
     def rest(self, choice: Choice) -> Piece:
         """Returns the content and reasoning of the complete reply that were not returned before."""
-        whole = Piece(choice.message.text, choice.message.reasoning_content or "")
+        piece = Piece(choice.message.text, choice.message.reasoning_content or "")
         return Piece(
             *(
-                text[len(sent) :] if text.startswith(sent) else ""
-                for text, sent in zip(whole, self._sent, strict=True)
+                text[len(sent_text) :] if text.startswith(sent_text) else ""
+                for text, sent_text in zip(piece, self._sent, strict=True)
             )
         )
 
@@ -226,11 +226,11 @@ class VisibleText:
             return Piece(reasoning=reasoning)
         if self._reasoning is not None and not self._sent.content:
             self._held = self._held.lstrip()
-        seen = self._held[: _first_mark(self._held, self._marks)]
+        visible = self._held[: _first_mark(self._held, self._marks)]
         if self._marks:  # a reply before a call or a stop text ends without spaces
-            seen = seen.rstrip()
-        self._held = self._held[len(seen) :]
-        return Piece(seen, reasoning)
+            visible = visible.rstrip()
+        self._held = self._held[len(visible) :]
+        return Piece(visible, reasoning)
 
     def _new_reasoning(self) -> str:
         """Removes new reasoning from the held text and returns it; tracks where reasoning begins and ends."""
@@ -262,10 +262,14 @@ class VisibleText:
 
 def _first_mark(text: str, marks: Sequence[str]) -> int:
     """Returns the position of the first mark, or possible start of one, in a text."""
-    places = [len(text)]
+    positions = [len(text)]
     for mark in marks:
         position = text.find(mark)
         starts = range(max(0, len(text) - len(mark) + 1), len(text))
-        begun = next((start for start in starts if mark.startswith(text[start:])), None)
-        places += [place for place in (position, begun) if place is not None and place >= 0]
-    return min(places)
+        start_of_mark = next((start for start in starts if mark.startswith(text[start:])), None)
+        positions += [
+            mark_position
+            for mark_position in (position, start_of_mark)
+            if mark_position is not None and mark_position >= 0
+        ]
+    return min(positions)

@@ -55,14 +55,17 @@ def restore(file: Path, database: Path, *, overwrite: bool) -> int:
     if not file.is_file():
         raise NotFoundError(f"the file {file} does not exist")
     database.parent.mkdir(parents=True, exist_ok=True)
-    used = f"a controller uses {database}; stop it first"
-    with locked(database, fcntl.LOCK_EX, used), _complete_copy(file, database) as (copy, num_runs):
+    refusal = f"a controller uses {database}; stop it first"
+    with (
+        locked(database, fcntl.LOCK_EX, refusal),
+        _complete_copy(file, database) as (copy, num_runs),
+    ):
         if database.exists() and not overwrite:
             raise FailedPreconditionError(
                 f"{database} exists; copy it with 'slipstream backup', then replace it with --force"
             )
-        for left in ("-wal", "-shm"):  # a log belongs to the database that it was written for
-            database.with_name(database.name + left).unlink(missing_ok=True)
+        for suffix in ("-wal", "-shm"):  # a log belongs to the database that it was written for
+            database.with_name(database.name + suffix).unlink(missing_ok=True)
         copy.replace(database)
     return num_runs
 

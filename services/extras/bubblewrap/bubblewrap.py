@@ -127,12 +127,14 @@ def prefix(
         options: Further arguments of bubblewrap.
     """
     binds = [
-        part
+        argument
         for path in (*software(), *readable)
-        for part in ("--ro-bind-try", str(path), str(path))
+        for argument in ("--ro-bind-try", str(path), str(path))
     ]
     writable = [
-        part for folder in folders for part in ("--size", str(disk_bytes), "--tmpfs", folder)
+        argument
+        for folder in folders
+        for argument in ("--size", str(disk_bytes), "--tmpfs", folder)
     ]
     # Software may lie below a writable folder, so it is mounted after them.
     return [
@@ -153,8 +155,8 @@ def first_process(info: int, timeout_s: float = 0.0) -> int | None:
         timeout_s: Max seconds between two parts of bubblewrap's output.
     """
     output = b""
-    while select.select([info], [], [], timeout_s)[0] and (part := os.read(info, 1 << 12)):
-        output += part
+    while select.select([info], [], [], timeout_s)[0] and (chunk := os.read(info, 1 << 12)):
+        output += chunk
         with suppress(ValueError, KeyError):  # bubblewrap writes it in several parts
             first, _ = json.JSONDecoder().raw_decode(output.decode())
             return int(first["child-pid"])
@@ -367,10 +369,10 @@ class BubblewrapSandbox:
                     exit_status=_KILLED_STATUS, output=b"", is_truncated=False, limit="memory"
                 )
             assert self._process.stderr is not None
-            said = (await self._process.stderr.read(1 << 12)).decode(errors="replace").strip()
+            message = (await self._process.stderr.read(1 << 12)).decode(errors="replace").strip()
             raise SandboxError(
-                f"the sandbox died (status {exit_status}): {said or 'no message'}; if the host is short of "
-                "memory, lower rollout.sandbox.max_running or memory_bytes"
+                f"the sandbox died (status {exit_status}): {message or 'no message'}; if the host is short "
+                "of memory, lower rollout.sandbox.max_running or memory_bytes"
             ) from error
 
 

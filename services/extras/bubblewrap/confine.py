@@ -110,10 +110,10 @@ def restrict_files(*, readable: Iterable[Path], writable: Iterable[Path]) -> Non
 
 
 def _allow(libc: ctypes.CDLL, rules: int, path: Path, access: int) -> None:
-    place = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    rule = _PathBeneath(access, place)
+    descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    rule = _PathBeneath(access, descriptor)
     _checked(libc.syscall(_ADD_RULE, rules, _RULE_PATH_BENEATH, ctypes.byref(rule), 0))
-    os.close(place)
+    os.close(descriptor)
 
 
 def _all_rights(version: int) -> int:

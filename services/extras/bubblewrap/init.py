@@ -51,10 +51,10 @@ class _Limits:
 
     def exceeded(self) -> str:
         """Returns the name of a limit that all processes together exceed, or an empty string."""
-        others = _others()
-        if len(others) > self._processes:
+        processes = _others()
+        if len(processes) > self._processes:
             return "processes"
-        if sum(map(_memory_of, others)) > self._memory_bytes or _locks_are_many():
+        if sum(map(_memory_of, processes)) > self._memory_bytes or _locks_are_many():
             return "memory"
         # An empty file takes memory, but nothing of the size of its file system.
         if any(map(self._has_more_files, self._folders)):
@@ -123,11 +123,11 @@ class _Output:
 
     def read(self) -> bool:
         """Reads once; returns False at the end of the output."""
-        part = os.read(self.reader, _READ_BYTES)
+        chunk = os.read(self.reader, _READ_BYTES)
         room = self._max_bytes - len(self.content)
-        self.is_truncated |= len(part) > room
-        self.content += part[:room]
-        return bool(part)
+        self.is_truncated |= len(chunk) > room
+        self.content += chunk[:room]
+        return bool(chunk)
 
     def read_rest(self) -> None:
         """Reads the available output without waiting: a background process may keep the pipe open."""
@@ -166,8 +166,8 @@ def _start(command: bytes, content: bytes, output: _Output) -> int:
 
 def _wait(process: int, output: _Output, deadline: float, limits: _Limits) -> str:
     """Reads output until a command ends; returns the name of a limit that it exceeded, or an empty string."""
-    ended = os.pidfd_open(process)
-    watched = [sys.stdin.fileno(), ended, output.reader]
+    descriptor = os.pidfd_open(process)
+    watched = [sys.stdin.fileno(), descriptor, output.reader]
     check_at = time.monotonic() + _CHECK_S
     try:
         while (left_s := deadline - time.monotonic()) > 0:
@@ -176,14 +176,14 @@ def _wait(process: int, output: _Output, deadline: float, limits: _Limits) -> st
                 sys.exit()  # the next request comes after this answer, so this is the end of the input
             if output.reader in ready and not output.read():
                 watched.remove(output.reader)
-            if ended in ready:
+            if descriptor in ready:
                 return ""
             if time.monotonic() >= check_at:
                 if limit := limits.exceeded():
                     return limit
                 check_at = time.monotonic() + _CHECK_S
     finally:
-        os.close(ended)
+        os.close(descriptor)
     return "time"
 
 

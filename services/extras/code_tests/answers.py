@@ -151,9 +151,9 @@ def _mapping(answer: Mapping[str, Any], row: Mapping[str, Any]) -> Tests:
         if answer.get(key):
             code = _parsed(answer[key])
             prefix = str(answer.get("import_prefix") or "")
-            return _code(list(code) if isinstance(code, list) else [code], row, given=prefix)
+            return _code(list(code) if isinstance(code, list) else [code], row, preamble=prefix)
     sets = [_parsed(answer[key]) for key in _SETS if answer.get(key)]
-    pairs = [pair for part in sets or [answer] for pair in _pairs(part, row)]
+    pairs = [pair for test_set in sets or [answer] for pair in _pairs(test_set, row)]
     return _tests_of(pairs, row)
 
 
@@ -307,13 +307,13 @@ def _value(text: str) -> Any:
     return text
 
 
-def _code(parts: Sequence[Any], row: Mapping[str, Any], *, given: str = "") -> JudgedTests:
-    trees = [_tree(part) for part in parts]
+def _code(statements: Sequence[Any], row: Mapping[str, Any], *, preamble: str = "") -> JudgedTests:
+    trees = [_tree(statement) for statement in statements]
     if not all(any(map(_checks, tree.body)) for tree in trees):
         trees = [ast.Module([node for tree in trees for node in tree.body], [])]
     tests = tuple(_test(tree, row) for tree in trees)
-    prelude = f"{given}\n{_prelude(row)}"
-    before = (given, *_program_prelude(row)) if given else _program_prelude(row)
+    prelude = f"{preamble}\n{_prelude(row)}"
+    before = (preamble, *_program_prelude(row)) if preamble else _program_prelude(row)
     is_leetcode = any(test["entry"].startswith("Solution") for test in tests)
     return JudgedTests(tests, (_LEETCODE, *before) if is_leetcode else before, prelude)
 
@@ -427,8 +427,8 @@ def _check_reach(tree: ast.Module) -> None:
             raise _refused(f"got tests that use {name}, which cannot reach the program's process")
         if isinstance(node, ast.Await):
             raise _refused("got tests that await what the program defines")
-        changed = node.targets if isinstance(node, ast.Assign) else []
-        for target in changed:
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        for target in targets:
             if ast.unparse(target) in _STREAMS:
                 raise _refused(f"got tests that replace {ast.unparse(target)} of the program")
 

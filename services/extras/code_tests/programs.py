@@ -130,11 +130,11 @@ os._exit(0)
 """
 
 
-def run_python(parts: Sequence[str], stdin: str, limits: Limits) -> str | None:
+def run_python(sources: Sequence[str], stdin: str, limits: Limits) -> str | None:
     """Runs a Python program.
 
     Args:
-        parts: Parts of the program that run in order and share their names. A part is in the memory of the
+        sources: Parts of the program that run in order and share their names. A part is in the memory of the
             process only once all earlier ones have ended.
 
     Returns:
@@ -144,19 +144,19 @@ def run_python(parts: Sequence[str], stdin: str, limits: Limits) -> str | None:
         SandboxKilledError: If the program was killed, but not by its limits.
         RuntimeError: If this host cannot deny the program access to the network or to files.
     """
-    contents = [part.encode() for part in parts]
+    contents = [source.encode() for source in sources]
     program = b"".join(len(content).to_bytes(8, "big") + content for content in contents)
     status, output = _run(_LAUNCHER, [program], stdin, limits)
     return output if status == 0 else None
 
 
 def run_judged(
-    parts: Sequence[str], request: Mapping[str, Any], limits: Limits
+    sources: Sequence[str], request: Mapping[str, Any], limits: Limits
 ) -> list[dict[str, Any]]:
     """Runs a Python program, and its tests in a second process that the program cannot see.
 
     Args:
-        parts: Code of the prompt, and the program.
+        sources: Code of the prompt, and the program.
         request: Tests; see :func:`services.extras.code_tests.judging.judge.judge`.
 
     Returns:
@@ -166,7 +166,7 @@ def run_judged(
         SandboxKilledError: If the program was killed, but not by its limits.
         RuntimeError: If this host cannot deny the program access to the network or to files.
     """
-    contents = [json.dumps(content).encode() for content in ([*parts], dict(request))]
+    contents = [json.dumps(content).encode() for content in ([*sources], dict(request))]
     _, output = _run(_JUDGED_LAUNCHER, contents, "", limits, last_line=LAST_LINE)
     # The last line is incomplete if the judge was killed while it wrote it.
     lines = output.removesuffix(LAST_LINE).split("\n")[:-1]
@@ -262,9 +262,9 @@ def _wait(
         ending: File and its last line, after which there is nothing to wait for.
     """
     deadline = time.monotonic() + limits.seconds
-    while (left := deadline - time.monotonic()) > 0:
+    while (left_s := deadline - time.monotonic()) > 0:
         try:
-            process.wait(min(left, _CHECK_S))
+            process.wait(min(left_s, _CHECK_S))
         except subprocess.TimeoutExpired:
             if ending is not None and _ends_with(*ending):
                 return True

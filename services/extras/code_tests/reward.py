@@ -41,8 +41,8 @@ def code_tests(
     program = find_program(answer_part(response))
     limits = Limits(seconds=seconds, memory_bytes=memory_bytes, reads_files=reads_files)
     if isinstance(tests, OutputTests):
-        passed = (prints(program, *pair, limits) for pair in tests.pairs)
-        return sum(passed) / len(tests.pairs) if partial_credit else float(all(passed))
+        verdicts = (prints(program, *pair, limits) for pair in tests.pairs)
+        return sum(verdicts) / len(tests.pairs) if partial_credit else float(all(verdicts))
     completed = f"{row.get('prompt', '')}\n{textwrap.indent(program, '    ')}"
     if not compiles(program) and compiles(completed):  # the body of the prompt's function
         program = completed

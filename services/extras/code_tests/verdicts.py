@@ -23,8 +23,8 @@ def prints(program: str, stdin: str, expected: str, limits: Limits) -> bool:
 
 def same_output(expected: str, output: str) -> bool:
     """Compares outputs word by word; numbers with a fraction are compared by value."""
-    wanted, printed = expected.split(), output.split()
-    return len(wanted) == len(printed) and all(map(_same_word, wanted, printed))
+    words, printed = expected.split(), output.split()
+    return len(words) == len(printed) and all(map(_same_word, words, printed))
 
 
 def _same_word(expected: str, printed: str) -> bool:
@@ -33,11 +33,11 @@ def _same_word(expected: str, printed: str) -> bool:
     if not ("." in expected or "." in printed) or len(expected) + len(printed) > 200:
         return False
     try:
-        wanted, value = Decimal(expected), Decimal(printed)
+        expected_number, value = Decimal(expected), Decimal(printed)
     except InvalidOperation:
         return False
-    return wanted == value or isclose(
-        wanted, value, rel_tol=_PRECISION, abs_tol=0.0 if wanted else _PRECISION
+    return expected_number == value or isclose(
+        expected_number, value, rel_tol=_PRECISION, abs_tol=0.0 if expected_number else _PRECISION
     )
 
 
@@ -79,7 +79,7 @@ def _verdicts(
                     f"code_tests: test {len(readings) + 1} judges no program: {verdict['unjudged']}; correct "
                     "or remove the row"
                 )
-            readings.append([bool(passed) for passed in verdict["passed"]])
+            readings.append([bool(is_passed) for is_passed in verdict["passed"]])
         if len(verdicts) < len(rest) and not (verdicts and verdicts[-1].get("ended")):
             readings.append([False])
         has_started = bool(verdicts) and verdicts[-1].get("started", True)

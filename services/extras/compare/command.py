@@ -19,15 +19,15 @@ Either = Annotated[str, typer.Argument(help="Name of a run, or the start of its 
 
 
 def compare(
-    one: Either,
-    other: Either,
+    first_name: Either,
+    second_name: Either,
     url: Url = None,
     state_directory: StateDirectory = DEFAULT_STATE,
 ) -> None:
     """Compare two runs: results, and keys of their specifications that differ."""
 
     async def work(api: Api) -> tuple[RunView, RunView]:
-        ids = [await find_run(api, run_name) for run_name in (one, other)]
+        ids = [await find_run(api, run_name) for run_name in (first_name, second_name)]
         first, second = await asyncio.gather(*map(api.get, ids))
         return first, second
 
@@ -38,11 +38,11 @@ def compare(
     console.print(table, highlight=False)
 
 
-def _rows(one: RunView, other: RunView) -> Iterator[tuple[str, tuple[str, str]]]:
-    results = [_results(run) for run in (one, other)]
+def _rows(first: RunView, second: RunView) -> Iterator[tuple[str, tuple[str, str]]]:
+    results = [_results(run) for run in (first, second)]
     for name in results[0]:
         yield name, (results[0][name], results[1][name])
-    specs = [dict(flat(run.spec)) for run in (one, other)]
+    specs = [dict(flat(run.spec)) for run in (first, second)]
     for key in dict.fromkeys([*specs[0], *specs[1]]):
         values = tuple(spec.get(key) for spec in specs)
         if values[0] != values[1] and key != "name":

@@ -245,8 +245,8 @@ def _tensor_of(entry: Any) -> TensorStorageMetadata:
     )
 
 
-def _files_of(stored: dict[Any, Any]) -> Iterator[tuple[MetadataIndex, _StorageInfo]]:
-    for key, value in stored.items():
+def _files_of(entries: dict[Any, Any]) -> Iterator[tuple[MetadataIndex, _StorageInfo]]:
+    for key, value in entries.items():
         index, info = _values(key, "MetadataIndex"), _values(value, "_StorageInfo")
         if info.get("transform_descriptors"):
             raise ValueError("its files are compressed; save the model without transforms")

@@ -95,7 +95,7 @@ class HttpEnvironment:
         self._wait_s = wait_s
 
     async def check(self) -> None:
-        answer = await self.request("GET", "/v1", None, what="answer", wait_s=self.timeout_s)
+        answer = await self.request("GET", "/v1", None, action="answer", wait_s=self.timeout_s)
         if answer.get("protocol") != PROTOCOL:
             raise CallError(
                 "invalid_value",
@@ -111,7 +111,7 @@ class HttpEnvironment:
         if sandbox is not None:
             body["sandbox"] = dict(sandbox)
         answer = await self.request(
-            "POST", "/v1/episodes", body, what="start an episode", wait_s=self._wait_s
+            "POST", "/v1/episodes", body, action="start an episode", wait_s=self._wait_s
         )
         name = answer.pop("episode", None)
         if not isinstance(name, str):
@@ -127,7 +127,7 @@ class HttpEnvironment:
         path: str,
         body: Mapping[str, Any] | None,
         *,
-        what: str,
+        action: str,
         wait_s: float,
     ) -> dict[str, Any]:
         """Sends a request, with retries, and returns the answer.
@@ -148,10 +148,10 @@ class HttpEnvironment:
                 async with asyncio.timeout(min(self.timeout_s, left_s)):
                     response = await self._service.send(method, path, body)
                 if response.status_code not in _BUSY:
-                    return self._checked(response, what)
+                    return self._checked(response, action)
                 why, is_busy = f"had no free episode slot for {wait_s:g} s", True
             except TimeoutError as error:
-                message = f"environment {self.name!r} did not {what} in time: it {why}"
+                message = f"environment {self.name!r} did not {action} in time: it {why}"
                 raise CallError("timeout", message) from error
             except (httpx.TransportError, BusyError) as error:
                 why = f"does not respond ({error!r})"
@@ -159,12 +159,12 @@ class HttpEnvironment:
             if loop.time() - begin + delay_s > limit_s:
                 raise CallError(
                     "timeout" if is_busy else "exception",
-                    f"environment {self.name!r} did not {what}: it {why}",
+                    f"environment {self.name!r} did not {action}: it {why}",
                 )
             await asyncio.sleep(delay_s)
         raise AssertionError  # delays() is infinite
 
-    def _checked(self, response: httpx.Response, what: str) -> dict[str, Any]:
+    def _checked(self, response: httpx.Response, action: str) -> dict[str, Any]:
         try:
             answer = json.loads(response.content)
         except (ValueError, RecursionError):
@@ -173,7 +173,7 @@ class HttpEnvironment:
             status = f"it returned status {response.status_code}: {answer}"
             reason = answer.get("error", status) if isinstance(answer, Mapping) else status
             raise CallError(
-                "exception", f"environment {self.name!r} did not {what}: {reason!s:.500}"
+                "exception", f"environment {self.name!r} did not {action}: {reason!s:.500}"
             )
         if not isinstance(answer, dict):
             raise CallError(
@@ -199,7 +199,7 @@ class HttpSession:
             "POST",
             self._path,
             body,
-            what=f"answer step {self._step}",
+            action=f"answer step {self._step}",
             wait_s=environment.timeout_s,
         )
         if (number := answer.pop("step", None)) != self._step:
@@ -213,7 +213,7 @@ class HttpSession:
     async def close(self) -> Observation:
         environment = self._environment
         answer = await environment.request(
-            "DELETE", self._path, None, what="end its episode", wait_s=environment.timeout_s
+            "DELETE", self._path, None, action="end its episode", wait_s=environment.timeout_s
         )
         return parse_end(answer, source=_source(environment.name))
 

@@ -63,8 +63,8 @@ class Guard:
             response = JSONResponse({"error": message}, status, {"Connection": "close"})
             await response(scope, receive, send)
             return
-        whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-        await self._app(scope, lambda: _next(whole, receive), send)
+        messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+        await self._app(scope, lambda: _next(messages, receive), send)
 
     def _refusal(self, path: str, headers: Headers) -> tuple[int, str] | None:
         scheme, _, token = headers.get("authorization", "").partition(" ")
@@ -106,8 +106,8 @@ class Guard:
         return bytes(body)
 
 
-async def _next(left: list[Message], receive: Receive) -> Message:
-    return left.pop() if left else await receive()
+async def _next(messages: list[Message], receive: Receive) -> Message:
+    return messages.pop() if messages else await receive()
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -144,8 +144,8 @@ class HarborTask:
             f"cat {REWARDS}/reward.json 2>/dev/null || cat {REWARDS}/reward.txt 2>/dev/null"
         )
         if result.exit_status != 0:
-            said = (await self._box.run(f"tail -c 500 {REWARDS}/test-stdout.txt")).text
-            raise RuntimeError(f"the tests of {self._folder.name!r} wrote no reward: {said}")
+            output = (await self._box.run(f"tail -c 500 {REWARDS}/test-stdout.txt")).text
+            raise RuntimeError(f"the tests of {self._folder.name!r} wrote no reward: {output}")
         return _rewards(result.text, self._folder.name)
 
     def _in_workdir(self, command: str, variables: Mapping[str, str]) -> str:
@@ -202,8 +202,8 @@ def _config(folder: Path) -> Mapping[str, Any]:
 def _value(config: Mapping[str, Any], key: str) -> Any:
     """Returns the value of a dotted key; None if the key is missing."""
     value: Any = config
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
     return value
 
 

@@ -131,10 +131,12 @@ class Host:
         episode = self._episodes[name] = _Episode()
         try:
             episode.inner = await _call(self._make, **self._arguments)
-            more = {}
+            options = {}
             if fields.get("sandbox") is not None:
-                more["sandbox"] = sandbox_argument(fields["sandbox"], episode.inner.reset)
-            answer = await _call(episode.inner.reset, fields["task"], seed=fields["seed"], **more)
+                options["sandbox"] = sandbox_argument(fields["sandbox"], episode.inner.reset)
+            answer = await _call(
+                episode.inner.reset, fields["task"], seed=fields["seed"], **options
+            )
         except BaseException:
             del self._episodes[name]
             raise
@@ -147,8 +149,8 @@ class Host:
         if number == episode.step and not episode.is_busy:
             return episode.answer
         if episode.is_busy or number != episode.step + 1:
-            done = "is running" if episode.is_busy else "is the last one"
-            raise _RefusedError(409, f"step {number} cannot follow: step {episode.step} {done}")
+            state = "is running" if episode.is_busy else "is the last one"
+            raise _RefusedError(409, f"step {number} cannot follow: step {episode.step} {state}")
         self._is_used(episode)
         try:
             answer = _as_answer(await _call(episode.inner.step, fields["message"]))
@@ -209,8 +211,8 @@ async def _body(request: Request, *keys: str) -> dict[str, Any]:
 
 def _refusal(message: str, status: int) -> JSONResponse:
     """Returns an error answer; escapes characters that UTF-8 cannot encode, which a user's error may have."""
-    shown = message[:_MAX_ERROR_CHARACTERS].encode(errors="backslashreplace").decode()
-    return JSONResponse({"error": shown}, status)
+    text = message[:_MAX_ERROR_CHARACTERS].encode(errors="backslashreplace").decode()
+    return JSONResponse({"error": text}, status)
 
 
 def _bounded(answer: dict[str, Any]) -> bytes:

@@ -193,9 +193,9 @@ async def local_environments(
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="slipstream-env-"))
         environments = []
         for number in range(processes):
-            (place := Path(folder, str(number))).mkdir(mode=0o700)
+            (subfolder := Path(folder, str(number))).mkdir(mode=0o700)
             environment = LocalEnvironment(
-                reference, arguments, folder=place, timeout_s=timeout_s, wait_s=wait_s
+                reference, arguments, folder=subfolder, timeout_s=timeout_s, wait_s=wait_s
             )
             stack.push_async_callback(environment.stop)
             environments.append(environment)

@@ -235,19 +235,21 @@ class OpenEnvSession:
                 "exception",
                 f"environment {self._name!r} rejected {kind}: {content.get('message')!s:.500}",
             )
-        seen = content.get("observation")
+        observation = content.get("observation")
         if self._observe is not None:
-            if not isinstance(seen, Mapping) or self._observe not in seen:
+            if not isinstance(observation, Mapping) or self._observe not in observation:
                 raise CallError(
                     "invalid_value",
-                    f"environment {self._name!r} returned the observation {seen!r:.200}, which has no "
+                    f"environment {self._name!r} returned the observation {observation!r:.200}, which has no "
                     f"{self._observe!r}; set rollout.workflow_arguments.arguments.observe to one of its keys",
                 )
-            seen = seen[self._observe]
+            observation = observation[self._observe]
         reward = content.get("reward")
         return parse_observation(
             {
-                "messages": seen if isinstance(seen, str) else json.dumps(seen, ensure_ascii=False),
+                "messages": observation
+                if isinstance(observation, str)
+                else json.dumps(observation, ensure_ascii=False),
                 "done": content.get("done", False),
                 "reward": None if reward is None else float(reward),
             },

@@ -134,5 +134,5 @@ def _is_list(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
-def _wrong(source: str, what: str, expected: str, came: object) -> CallError:
-    return CallError("invalid_value", f"{source}: {what} must be {expected}, got {came!r:.200}")
+def _wrong(source: str, name: str, expected: str, came: object) -> CallError:
+    return CallError("invalid_value", f"{source}: {name} must be {expected}, got {came!r:.200}")

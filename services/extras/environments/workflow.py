@@ -122,8 +122,8 @@ class Environments:
         task = dict(episode.prompt.row)
         sandbox = None if episode.sandbox is None else episode.sandbox.access
         beginning = self._environment.begin(task, seed=_seed(task), sandbox=sandbox)
-        session, seen = await self._timed("begin", beginning)
-        seen_so_far = [seen]
+        session, observation = await self._timed("begin", beginning)
+        seen_so_far = [observation]
         try:
             talk = (
                 _Chat(episode, self._max_turn_tokens, self._history)
@@ -131,10 +131,10 @@ class Environments:
                 else _Text(episode, self._max_turn_tokens)
             )
             for _ in range(self._max_turns):
-                if seen.is_done or (said := await talk.answer(seen)) is None:
+                if observation.is_done or (answer := await talk.answer(observation)) is None:
                     break
-                seen = await self._timed("step", session.step(said))
-                seen_so_far.append(seen)
+                observation = await self._timed("step", session.step(answer))
+                seen_so_far.append(observation)
         except BaseException:
             # The time is limited and errors are ignored: the environment may have failed, or the caller waits
             # until this task has stopped.
@@ -143,7 +143,7 @@ class Environments:
                     await session.close()
             raise
         end = await self._timed("close", session.close())
-        episode.earned = self._earned([*seen_so_far, end], is_over=seen.is_done)
+        episode.earned = self._earned([*seen_so_far, end], is_over=observation.is_done)
         await self._trained.choose(episode)
 
     def _earned(self, observations: Sequence[Observation], *, is_over: bool) -> Mapping[str, Any]:
@@ -155,18 +155,18 @@ class Environments:
                 "cannot train; return a message from reset, or remove such rows from the data",
             )
         terms: dict[str, float] = {}
-        measured: dict[str, float] = {}
+        measurements: dict[str, float] = {}
         for observation in observations:
             for term, value in observation.reward.items():
                 terms[term] = terms.get(term, 0.0) + value
-            measured |= observation.metrics
+            measurements |= observation.metrics
         if is_over and not terms:
             raise CallError(
                 "invalid_value",
                 f"environment {self._name!r} ended an episode without a reward; return at least one term, "
                 "for example with 0",
             )
-        return {"reward": terms, "metrics": measured}
+        return {"reward": terms, "metrics": measurements}
 
     @asynccontextmanager
     async def _opened(self, reach: AddressPolicy) -> AsyncIterator[Environment]:
@@ -223,15 +223,17 @@ class _Chat:
         self._messages: list[ChatMessage] = []
         self._tools: tuple[Message, ...] = ()
 
-    async def answer(self, seen: Observation) -> Message | None:
+    async def answer(self, observation: Observation) -> Message | None:
         """Returns the policy's reply to an observation; None if the response has no room for it.
 
         Raises:
             CallError: If the observation cannot be rendered for the policy.
         """
-        self._tools = self._tools if seen.tools is None else seen.tools
+        self._tools = self._tools if observation.tools is None else observation.tools
         try:
-            self._messages += [ChatMessage.model_validate(message) for message in seen.messages]
+            self._messages += [
+                ChatMessage.model_validate(message) for message in observation.messages
+            ]
             request = ChatRequest(
                 model=MODEL_NAME,
                 messages=tuple(self._messages),
@@ -258,7 +260,7 @@ class _Text:
         self._episode = episode
         self._max_tokens = max_tokens
 
-    async def answer(self, seen: Observation) -> Message | None:
+    async def answer(self, observation: Observation) -> Message | None:
         """Returns the policy's reply to an observation; None if the response has no room for it.
 
         Raises:
@@ -267,7 +269,7 @@ class _Text:
         """
         episode = self._episode
         try:
-            messages = [ChatMessage.model_validate(message) for message in seen.messages]
+            messages = [ChatMessage.model_validate(message) for message in observation.messages]
             turn = await self._turn(messages)
         except ValueError as error:
             raise CallError("invalid_value", f"messages of the environment: {error}") from error
@@ -284,8 +286,8 @@ class _Text:
             episode.is_full = True
             return None
         episode.turns.append(turn)
-        said = await episode.generate(max_tokens=self._max_tokens)
-        return {"role": "assistant", "content": episode.text(said)}
+        reply_turn = await episode.generate(max_tokens=self._max_tokens)
+        return {"role": "assistant", "content": episode.text(reply_turn)}
 
     async def _turn(self, messages: Sequence[ChatMessage]) -> Turn:
         """Returns the observed turn of messages. Raises ValueError if a text cannot be tokenized."""
@@ -300,10 +302,10 @@ class _Text:
         mark_ids = [] if episode.images is None else episode.images.mark_ids
         tokens = [] if episode.turns else encode("")
         for message in messages:
-            parts = message.content or ""
-            for part in [parts] if isinstance(parts, str) else parts:
-                text = part if isinstance(part, str) else part.text
-                has_image = not isinstance(part, str) and part.url
+            segments = message.content or ""
+            for segment in [segments] if isinstance(segments, str) else segments:
+                text = segment if isinstance(segment, str) else segment.text
+                has_image = not isinstance(segment, str) and segment.url
                 tokens += mark_ids if has_image else tokenizer.encode(text, continues=True)
         return await episode.look(tokens, images)
 

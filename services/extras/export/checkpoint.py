@@ -74,14 +74,14 @@ def export_checkpoint(checkpoint: Path, spec: RunSpec, folder: Path) -> None:
         add_adapters(trained, lora)
         if lora.base_dtype is not None:
             quantize_base(trained, lora.base_dtype, dtype=dtype)
-    saved = stored_tensors(trained)
+    tensors = stored_tensors(trained)
     if not spec.model.is_tiny:
         frozen = {
             name for name, parameter in trained.named_parameters() if not parameter.requires_grad
         }
-        saved = {name: value for name, value in saved.items() if name not in frozen}
+        tensors = {name: value for name, value in tensors.items() if name not in frozen}
     load_shards(
-        {_PREFIX + name: value.detach() for name, value in saved.items()},
+        {_PREFIX + name: value.detach() for name, value in tensors.items()},
         storage_reader=HuggingFaceStorageReader(str(checkpoint)),
         no_dist=True,
     )
@@ -114,20 +114,24 @@ def _replace(
         False if the source has no other tensors and takes no images; nothing is written then.
     """
     names = stored_names(source)
-    stored = as_stored(tensors, config.to_dict(), expected_names=names)
+    new_tensors = as_stored(tensors, config.to_dict(), expected_names=names)
     if config.tie_word_embeddings:
-        embedding = next(stored[name] for name in stored if name.endswith("embed_tokens.weight"))
-        stored |= {name: embedding for name in names if name.endswith("lm_head.weight")}
-    if not names - stored.keys() and image_kind(config.to_dict()) is None:
+        embedding = next(
+            new_tensors[name] for name in new_tensors if name.endswith("embed_tokens.weight")
+        )
+        new_tensors |= {name: embedding for name in names if name.endswith("lm_head.weight")}
+    if not names - new_tensors.keys() and image_kind(config.to_dict()) is None:
         return False
     folder.mkdir(parents=True, exist_ok=True)
     for path in sorted(source.iterdir()):
         if path.suffix == ".safetensors":
             with safe_open(path, "pt") as file:
-                held = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- no dict
+                old_tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- no dict
             replaced = {
-                name: stored[name].to(value.dtype).contiguous() if name in stored else value
-                for name, value in held.items()
+                name: new_tensors[name].to(value.dtype).contiguous()
+                if name in new_tensors
+                else value
+                for name, value in old_tensors.items()
             }
             save_file(replaced, folder / path.name, metadata={"format": "pt"})
         elif path.suffix == ".json":

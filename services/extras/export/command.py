@@ -101,17 +101,17 @@ def _best(run: RunView) -> int:
 async def _checkpoint(api: Api, run_id: str, checkpoint_id: str, *, step: int | None) -> str:
     checkpoints = (await api.call(ListCheckpoints(run_id=run_id))).items
     ready = [item for item in checkpoints if item.state == "READY"]
-    chosen = [
+    ready_checkpoints = [
         item for item in ready if checkpoint_id in ("", item.id) and step in (None, item.step)
     ]
-    if not chosen:
+    if not ready_checkpoints:
         ids = ", ".join(item.id for item in ready) or "none"
         raise ApiError(
             f"{run_id} has no ready checkpoint {checkpoint_id}; its ready checkpoints are {ids}"
             if checkpoint_id
             else f"{run_id} has no checkpoint; 'slipstream checkpoint' saves one if the run is active"
         )
-    return str(chosen[0].path)
+    return str(ready_checkpoints[0].path)
 
 
 def _write(checkpoint: Path, spec: RunSpec, folder: Path, *, format_: str) -> None:
@@ -124,9 +124,9 @@ def _write(checkpoint: Path, spec: RunSpec, folder: Path, *, format_: str) -> No
             export_checkpoint(checkpoint, spec, folder)
         else:
             folder.parent.mkdir(parents=True, exist_ok=True)
-            with TemporaryDirectory(dir=folder.parent) as written:
-                export_checkpoint(checkpoint, spec, Path(written))
-                resolve_name(FORMATS[format_].writer)(Path(written), folder)
+            with TemporaryDirectory(dir=folder.parent) as folder_name:
+                export_checkpoint(checkpoint, spec, Path(folder_name))
+                resolve_name(FORMATS[format_].writer)(Path(folder_name), folder)
     folder.chmod(_FOLDER_MODE)
     for path in folder.rglob("*"):
         path.chmod(_FOLDER_MODE if path.is_dir() else _FILE_MODE)

@@ -100,14 +100,14 @@ class Backend(Protocol):
     def drafts(self) -> DraftTotals | None:
         """Proposals since the start; None without speculation."""
 
-    async def serve(self, started: Callable[[], None]) -> None:
-        """Starts the engine, calls ``started``, and serves until cancelled.
+    async def serve(self, on_start: Callable[[], None]) -> None:
+        """Starts the engine, calls ``on_start``, and serves until cancelled.
 
         Raises:
             EngineDiedError: If the engine died.
         """
 
-    async def submit(self, part: Segment) -> SegmentStream:
+    async def submit(self, segment: Segment) -> SegmentStream:
         """Submits a segment; from then on, :meth:`abort_segments` can end it."""
 
     async def abort_segments(self, segment_ids: Collection[str]) -> None:
@@ -244,14 +244,14 @@ class Slots:
 
     def reject_waiting(self, request_ids: Collection[str] | None) -> None:
         """Ends the wait of requests (None: all) without giving them a slot."""
-        left: list[_WaitingRequest] = []
+        still_waiting: list[_WaitingRequest] = []
         for waiting in self._waiting:
             if request_ids is not None and waiting.request_id not in request_ids:
-                left.append(waiting)
+                still_waiting.append(waiting)
             elif not waiting.admitted.done():
                 waiting.admitted.set_result(False)
-        self._waiting = left
-        heapq.heapify(left)
+        self._waiting = still_waiting
+        heapq.heapify(still_waiting)
 
     def close(self) -> None:
         self._is_open = False
@@ -489,17 +489,17 @@ class ExternalEngine:
     async def abort(self, request_ids: Collection[str] | None = None) -> None:
         """Ends requests; their results keep the tokens so far."""
         self._places.reject_waiting(request_ids)
-        ended = [
+        aborted = [
             progress
             for name, progress in self._running.items()
             if request_ids is None or name in request_ids
         ]
-        for progress in ended:
+        for progress in aborted:
             progress.is_aborted = True
         async with self._gate.closed():
-            await self._cut(ended)
+            await self._cut(aborted)
         await self._gate.recheck_waiting()
-        await asyncio.gather(*[progress.ended.wait() for progress in ended])
+        await asyncio.gather(*[progress.ended.wait() for progress in aborted])
 
     async def peek(self) -> dict[str, GenerationResult]:
         """Returns the tokens so far of each running request."""
@@ -590,18 +590,18 @@ class ExternalEngine:
         Raises:
             EngineDiedError: If the engine ends first, or does not reply in time.
         """
-        task, ended = asyncio.ensure_future(call), asyncio.ensure_future(self._ended.wait())
+        task, end = asyncio.ensure_future(call), asyncio.ensure_future(self._ended.wait())
         try:
             await asyncio.wait(
-                {task, ended}, timeout=_REPLY_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED
+                {task, end}, timeout=_REPLY_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED
             )
             if task.done():
                 return task.result()
-            reason = "died" if ended.done() else f"did not reply within {_REPLY_TIMEOUT_S:.0f} s"
+            reason = "died" if end.done() else f"did not reply within {_REPLY_TIMEOUT_S:.0f} s"
             raise EngineDiedError(f"the engine {reason} when asked to {operation}")
         finally:
             task.cancel()
-            ended.cancel()
+            end.cancel()
 
     async def _pause_segments(self) -> None:
         """Freezes running requests, or cuts them if the backend cannot freeze."""
@@ -630,13 +630,13 @@ class ExternalEngine:
 
     def stats(self) -> EngineStats:
         """Returns gauges. KV usage counts a prefix that several requests share once for each request."""
-        held = sum(progress.num_tokens for progress in self._running.values())
+        held_tokens = sum(progress.num_tokens for progress in self._running.values())
         capacity = self.backend.kv_capacity_tokens if self._started.is_set() else 1
         return EngineStats(
             num_running=len(self._places.running),
             num_waiting=self._places.num_waiting,
             tokens_total=self._tokens_total,
-            kv_used_fraction=min(held / capacity, 1.0),
+            kv_used_fraction=min(held_tokens / capacity, 1.0),
             idle_seconds=self._busy.idle_seconds,
             weight_version=self._weight_version,
             prompt_tokens_total=self._prompt_tokens_total,
@@ -656,8 +656,8 @@ class ExternalEngine:
                         return progress.result("aborted")
                     assert not self._is_blank, "an engine without weights cannot decode"
                     version = self._weight_version
-                    part = progress.next_segment(str(self._num_caches))
-                    stream = await self.backend.submit(part)
+                    segment = progress.next_segment(str(self._num_caches))
+                    stream = await self.backend.submit(segment)
                 reason = await self._collect(stream, progress, version)
             finally:
                 if stream is not None:
@@ -686,14 +686,14 @@ class ExternalEngine:
 
     async def _cut(self, running: Iterable[RequestProgress]) -> None:
         """Ends the current segments of requests and waits until they have ended."""
-        parts = [progress for progress in running if progress.segment_id is not None]
+        cut_requests = [progress for progress in running if progress.segment_id is not None]
         await self.backend.abort_segments(
-            [progress.segment_id for progress in parts if progress.segment_id]
+            [progress.segment_id for progress in cut_requests if progress.segment_id]
         )
         try:
             async with asyncio.timeout(_ABORT_TIMEOUT_S):
-                await asyncio.gather(*[progress.segment_ended.wait() for progress in parts])
+                await asyncio.gather(*[progress.segment_ended.wait() for progress in cut_requests])
         except TimeoutError as error:
             raise EngineDiedError(
-                f"the engine did not abort {len(parts)} requests within {_ABORT_TIMEOUT_S:.0f} s"
+                f"the engine did not abort {len(cut_requests)} requests within {_ABORT_TIMEOUT_S:.0f} s"
             ) from error

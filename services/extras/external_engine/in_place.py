@@ -67,18 +67,18 @@ async def place_in_workers(
             "weight_sync.mode shadow"
         )
 
-    def place(source: int, index: int, received: Tensor) -> None:
+    def place(source: int, index: int, bucket: Tensor) -> None:
         slot = f"{source}.{index % len(slots[source])}"
-        if received.is_cuda:
-            torch.cuda.current_stream(received.device).synchronize()
+        if bucket.is_cuda:
+            torch.cuda.current_stream(bucket.device).synchronize()
         else:
-            room[slot][: len(received)].copy_(received)
-        parts = [
-            (spec.name, spec.dtype, part.first, part.begin, part.end)
-            for part in bucket_parts(plan, source, index)
-            for spec in [plan.tensors[part.tensor]]
+            room[slot][: len(bucket)].copy_(bucket)
+        segments = [
+            (spec.name, spec.dtype, segment.first, segment.begin, segment.end)
+            for segment in bucket_parts(plan, source, index)
+            for spec in [plan.tensors[segment.tensor]]
         ]
-        order = json.dumps({"slot": slot, "parts": parts})
+        order = json.dumps({"slot": slot, "parts": segments})
         asyncio.run_coroutine_threadsafe(load(order), loop).result(_PLACE_TIMEOUT_S)
 
     return place
@@ -87,7 +87,7 @@ async def place_in_workers(
 class BucketWriter(Protocol):
     """Worker's state between two open commands."""
 
-    def write(self, slot: str, parts: Sequence[Sequence[Any]]) -> None:
+    def write(self, slot: str, segments: Sequence[Sequence[Any]]) -> None:
         """Writes a slot's parts: name, dtype, first byte in the tensor, begin and end byte in the slot."""
 
 
@@ -168,14 +168,14 @@ class _Writer:
             target = FlatTarget(piece, shapes[piece.source], parameters[piece.target])
             self._targets[piece.source].append(target)
 
-    def write(self, slot: str, parts: Sequence[Sequence[Any]]) -> None:
+    def write(self, slot: str, segments: Sequence[Sequence[Any]]) -> None:
         """Copies a slot's parts: name, dtype, first byte in the tensor, begin and end byte in the slot."""
         pairs = []
-        for name, dtype, first, begin, end in parts:
+        for name, dtype, first, begin, end in segments:
             values = self._slots[slot][begin:end].view(getattr(torch, dtype))
             for target in self._targets[name]:
                 pairs += target.pairs(first // values.itemsize, values)
-        copy_all([place for place, _ in pairs], [values for _, values in pairs])
+        copy_all([target_view for target_view, _ in pairs], [values for _, values in pairs])
 
 
 class FlatTarget:
@@ -213,8 +213,8 @@ class FlatTarget:
             begin = max(self._begin, column)
             end = min(self._begin + self._place.shape[1], column + width)
             if begin < end:
-                place = self._place[row : row + num_rows, begin - self._begin : end - self._begin]
-                pairs.append((place, block[:, begin - column : end - column]))
+                target = self._place[row : row + num_rows, begin - self._begin : end - self._begin]
+                pairs.append((target, block[:, begin - column : end - column]))
             values = values[num_rows * width :]
             row, column = row + num_rows, 0
         return pairs

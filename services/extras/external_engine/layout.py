@@ -83,8 +83,8 @@ def plan_pieces(
     Raises:
         UnknownLayoutError: If no such pieces exist.
     """
-    stored = {engine_name(name, targets): name for name in sources}
-    sources = {stored_name: sources[name] for stored_name, name in stored.items()}
+    names = {engine_name(name, targets): name for name in sources}
+    sources = {stored_name: sources[name] for stored_name, name in names.items()}
     pieces: list[Piece] = []
     for name, shape in sources.items():
         owner, _, leaf = name.rpartition(".experts.")
@@ -94,22 +94,22 @@ def plan_pieces(
                 target = f"{owner}.experts.routed_experts.{_EXPERTS[leaf]}"
             pieces += _place_experts(name, shape, target, targets, rank=rank, ranks=ranks)
         elif _is_tower_fused(name) and targets.get(name) == (shape[0] // ranks, *shape[1:]):
-            whole, part = shape[0] // 3, shape[0] // ranks // 3
+            full_length, length = shape[0] // 3, shape[0] // ranks // 3
             pieces += [
                 Piece(
                     source=name,
                     dim=0,
-                    start=number * whole + rank * part,
-                    length=part,
+                    start=number * full_length + rank * length,
+                    length=length,
                     target=name,
-                    target_start=number * part,
+                    target_start=number * length,
                 )
                 for number in range(3)
             ]
         else:
             pieces.append(_place(name, shape, sources, targets, rank=rank, ranks=ranks))
     _check_filled(pieces, targets)
-    return [replace(piece, source=stored[piece.source]) for piece in pieces]
+    return [replace(piece, source=names[piece.source]) for piece in pieces]
 
 
 def engine_name(name: str, targets: Collection[str]) -> str:
@@ -128,7 +128,7 @@ def engine_name(name: str, targets: Collection[str]) -> str:
 
 
 def _is_tower_fused(name: str) -> bool:
-    return name.startswith("visual.") and any(part in name for part in _TOWER_FUSED)
+    return name.startswith("visual.") and any(mark in name for mark in _TOWER_FUSED)
 
 
 def is_wrapper(targets: Collection[str]) -> bool:
@@ -151,8 +151,8 @@ def copy_weights(
     Raises:
         UnknownLayoutError: If the layout of the parameters is unknown.
     """
-    place = (rank, ranks, has_plain_experts)
-    pieces = _planned(tuple(_shapes(sources).items()), tuple(_shapes(targets).items()), place)
+    rank_layout = (rank, ranks, has_plain_experts)
+    pieces = _planned(tuple(_shapes(sources).items()), tuple(_shapes(targets).items()), rank_layout)
     copy_all(
         [targets[p.target].narrow(p.dim, p.target_start, p.length) for p in pieces],
         [sources[p.source].narrow(p.dim, p.start, p.length) for p in pieces],
@@ -174,8 +174,8 @@ def differing_sources(
     Raises:
         UnknownLayoutError: If the layout of the parameters is unknown.
     """
-    place = (rank, ranks, has_plain_experts)
-    pieces = _planned(tuple(_shapes(sources).items()), tuple(_shapes(targets).items()), place)
+    rank_layout = (rank, ranks, has_plain_experts)
+    pieces = _planned(tuple(_shapes(sources).items()), tuple(_shapes(targets).items()), rank_layout)
     return sorted({piece.source for piece in pieces if not _holds(piece, sources, targets)})
 
 
@@ -195,10 +195,10 @@ def _bits(tensor: Tensor) -> Tensor:
 def _planned(
     sources: tuple[tuple[str, Shape], ...],
     targets: tuple[tuple[str, Shape], ...],
-    place: tuple[int, int, bool],
+    rank_layout: tuple[int, int, bool],
 ) -> list[Piece]:
     """Returns the result of :func:`plan_pieces`, which is computed once for all versions of a model."""
-    rank, ranks, has_plain_experts = place
+    rank, ranks, has_plain_experts = rank_layout
     return plan_pieces(
         dict(sources), dict(targets), rank=rank, ranks=ranks, has_plain_experts=has_plain_experts
     )
@@ -258,19 +258,35 @@ def _place_experts(
 ) -> list[Piece]:
     """Returns the pieces for this rank's experts, or for its slices of all experts."""
     _rows(targets, target, name)
-    held = targets[target]
-    if len(shape) == len(held) and held == (shape[0] // ranks, *shape[1:]) and not shape[0] % ranks:
-        slices = [(0, rank * held[0], held[0], 0)]
-    elif name.endswith("down_proj") and held == (*shape[:2], shape[2] // ranks):
-        slices = [(2, rank * held[2], held[2], 0)]
-    elif name.endswith("gate_up_proj") and held == (shape[0], shape[1] // ranks, shape[2]):
-        half, length = shape[1] // 2, held[1] // 2
-        slices = [(1, part * half + rank * length, length, part * length) for part in (0, 1)]
+    target_shape = targets[target]
+    if (
+        len(shape) == len(target_shape)
+        and target_shape == (shape[0] // ranks, *shape[1:])
+        and not shape[0] % ranks
+    ):
+        slices = [(0, rank * target_shape[0], target_shape[0], 0)]
+    elif name.endswith("down_proj") and target_shape == (*shape[:2], shape[2] // ranks):
+        slices = [(2, rank * target_shape[2], target_shape[2], 0)]
+    elif name.endswith("gate_up_proj") and target_shape == (shape[0], shape[1] // ranks, shape[2]):
+        half, length = shape[1] // 2, target_shape[1] // 2
+        slices = [
+            (1, half_index * half + rank * length, length, half_index * length)
+            for half_index in (0, 1)
+        ]
     else:
-        raise UnknownLayoutError(f"{name!r} of shape {shape} does not fit into {held} of {ranks}")
+        raise UnknownLayoutError(
+            f"{name!r} of shape {shape} does not fit into {target_shape} of {ranks}"
+        )
     return [
-        Piece(source=name, dim=dim, start=start, length=length, target=target, target_start=place)
-        for dim, start, length, place in slices
+        Piece(
+            source=name,
+            dim=dim,
+            start=start,
+            length=length,
+            target=target,
+            target_start=target_start,
+        )
+        for dim, start, length, target_start in slices
     ]
 
 
@@ -302,11 +318,11 @@ def _check_filled(pieces: Sequence[Piece], targets: Mapping[str, Shape]) -> None
     for piece in pieces:
         filled[piece.target] = filled.get(piece.target, 0) + piece.length
     for name, shape in targets.items():
-        places = [piece for piece in pieces if piece.target == name]
-        if not places:
+        pieces_of_target = [piece for piece in pieces if piece.target == name]
+        if not pieces_of_target:
             raise UnknownLayoutError(f"no tensor fills the parameter {name!r}")
         is_padded = name.endswith(("embed_tokens.weight", "lm_head.weight"))
-        if filled[name] != shape[places[0].dim] and not is_padded:
+        if filled[name] != shape[pieces_of_target[0].dim] and not is_padded:
             raise UnknownLayoutError(
-                f"tensors fill {filled[name]} of {shape[places[0].dim]} rows of {name!r}"
+                f"tensors fill {filled[name]} of {shape[pieces_of_target[0].dim]} rows of {name!r}"
             )

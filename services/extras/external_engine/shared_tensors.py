@@ -67,12 +67,12 @@ def open_shared(description: str) -> dict[str, Tensor]:
     typed: dict[tuple[int, torch.dtype], Tensor] = {}
     opened = {}
     for name, buffer, offset, shape, stride, dtype in _entries(described["tensors"]):
-        whole = typed.get((buffer, dtype))
-        if whole is None:
+        buffer_view = typed.get((buffer, dtype))
+        if buffer_view is None:
             size = buffers[buffer].nbytes // dtype.itemsize * dtype.itemsize
-            whole = typed[buffer, dtype] = buffers[buffer][:size].view(dtype)
+            buffer_view = typed[buffer, dtype] = buffers[buffer][:size].view(dtype)
         # One operation per tensor: a model has hundreds, and decoding waits.
-        opened[name] = whole.as_strided(shape, stride, offset)
+        opened[name] = buffer_view.as_strided(shape, stride, offset)
     return opened
 
 
@@ -121,15 +121,15 @@ def _memory_folder() -> str | None:
 
 def _cuda_handles(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Returns handles of the tensors' memory blocks: usually one, the arena of a received version."""
-    places = tuple((name, tensor.data_ptr(), tensor.shape) for name, tensor in tensors.items())
-    if places not in _DESCRIBED:
+    layouts = tuple((name, tensor.data_ptr(), tensor.shape) for name, tensor in tensors.items())
+    if layouts not in _DESCRIBED:
         _DESCRIBED.clear()
-        _DESCRIBED[places] = _describe(tensors)
-    owners, described = _DESCRIBED[places]
+        _DESCRIBED[layouts] = _describe(tensors)
+    owners, described = _DESCRIBED[layouts]
     handles = []
     for owner in owners:
-        parts = tensors[owner].untyped_storage()._share_cuda_()
-        handles.append([part.hex() if isinstance(part, bytes) else part for part in parts])
+        fields = tensors[owner].untyped_storage()._share_cuda_()
+        handles.append([field.hex() if isinstance(field, bytes) else field for field in fields])
     for device in {tensors[owner].device for owner in owners}:
         torch.cuda.synchronize(device)
     return {"handles": handles, "tensors": described}
@@ -155,7 +155,7 @@ def _describe(tensors: Mapping[str, Tensor]) -> tuple[list[str], str]:
 
 
 def _open_cuda(handle: list[Any]) -> Tensor:
-    parts = [bytes.fromhex(part) if isinstance(part, str) else part for part in handle]
+    fields = [bytes.fromhex(field) if isinstance(field, str) else field for field in handle]
     torch.cuda.init()
-    storage = torch.UntypedStorage._new_shared_cuda(*parts)  # noqa: SLF001 -- the counterpart
+    storage = torch.UntypedStorage._new_shared_cuda(*fields)  # noqa: SLF001 -- the counterpart
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -49,8 +49,8 @@ class LongTail:
     """Standard deviation of the logarithm; with 1.0, one response in a hundred is ten times the median."""
 
     def length(self, seed: int) -> int:
-        drawn = Random(seed).gauss(math.log(self.median), self.sigma)  # noqa: S311 -- a simulation
-        return max(1, round(math.exp(drawn)))
+        log_length = Random(seed).gauss(math.log(self.median), self.sigma)  # noqa: S311 -- a simulation
+        return max(1, round(math.exp(log_length)))
 
 
 def build(config: EngineConfig) -> "FakeEngine":
@@ -245,11 +245,11 @@ class FakeEngine:
         since = now if self._since is None else self._since
         while self._running and self._may_step:
             step_s, until_end = self._step_seconds(len(self._running)), self._steps_to_next_end()
-            passed = int((now - since) / step_s + 1e-6)
-            num_steps = min(passed, until_end)
+            num_due = int((now - since) / step_s + 1e-6)
+            num_steps = min(num_due, until_end)
             self._step(num_steps)
             self._since = since = since + num_steps * step_s
-            if passed <= until_end:
+            if num_due <= until_end:
                 return
         self._idle_seconds += now - since
         self._since = now
@@ -303,10 +303,10 @@ class FakeEngine:
 
     def _result(self, row: _Row, reason: FinishReason) -> GenerationResult:
         first = row.request.draw_offset
-        drawn = self._stop_token + 1 + row.request.seed * 31
+        base_token = self._stop_token + 1 + row.request.seed * 31
         num_tokens = sum(count for _, count in row.version_runs)
-        places = range(drawn + first, drawn + first + num_tokens)
-        tokens = [place % self._vocab_size for place in places]
+        token_range = range(base_token + first, base_token + first + num_tokens)
+        tokens = [token % self._vocab_size for token in token_range]
         if reason == "stop":
             tokens[-1] = self._stop_token
         logprobs: tuple[float, ...] = ()

@@ -62,7 +62,7 @@ class AdapterLoader:
         The way is ``unknown`` if kernels changed the layout, as on a CPU.
         """
         model = self.model_runner.model
-        place = {
+        ranks = {
             "rank": get_tensor_model_parallel_rank(),
             "ranks": get_tensor_model_parallel_world_size(),
         }
@@ -71,7 +71,7 @@ class AdapterLoader:
         }
         try:
             with torch.no_grad():
-                differing = differing_sources(open_shared(description), parameters, **place)
+                differing = differing_sources(open_shared(description), parameters, **ranks)
         except UnknownLayoutError as error:
             logger.warning("the base is verified by its files only", extra={"why": str(error)})
             return {"way": "unknown", "differing": []}
@@ -102,8 +102,8 @@ class AdapterLoader:
         adapted = set()
         for module in manager.modules:
             owner, _, leaf = module.rpartition(".")
-            parts = manager.packed_modules_mapping.get(leaf, [leaf])
-            adapted |= {f"{owner}.{part}" for part in parts}
+            leaves = manager.packed_modules_mapping.get(leaf, [leaf])
+            adapted |= {f"{owner}.{source_leaf}" for source_leaf in leaves}
         names = {name.removesuffix(LORA_UP).removesuffix(LORA_DOWN) for name in tensors}
         # Engines put the language model of a model with a vision tower into a wrapper.
         unknown = [n for n in sorted(names) if not {n, f"language_model.{n}"} & adapted]

@@ -337,7 +337,7 @@ class SharedServer:
         for adapter in session.retired:
             _cut(adapter)
         if self._shares is not None and not any(
-            other.run == session.run for other in self._sessions.values()
+            peer.run == session.run for peer in self._sessions.values()
         ):
             self._shares.leave(session.run)
         await self._remove_unused(session)

@@ -30,8 +30,8 @@ async def read_body(request: Request) -> dict[str, Any]:
         RefusedError: If it contains another type or too many bytes.
     """
     content = bytearray()
-    async for part in request.stream():
-        content += part
+    async for chunk in request.stream():
+        content += chunk
         if len(content) > _MAX_BODY_BYTES:
             raise RefusedError(413, f"the request has more than {_MAX_BODY_BYTES} bytes")
     try:

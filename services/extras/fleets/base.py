@@ -33,8 +33,8 @@ class BaseCheckpoint:
         try:
             tensors = open_shared(self.description())
             read_weights(tensors, find_folder(model), config.to_dict())
-            parts = ((name, value) for name, value in tensors.items() if name not in buffers)
-            self.digest = bytes(frozen_digest(parts).tolist()).hex()
+            frozen = ((name, value) for name, value in tensors.items() if name not in buffers)
+            self.digest = bytes(frozen_digest(frozen).tolist()).hex()
         except BaseException:
             self.close()
             raise

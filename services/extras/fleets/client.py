@@ -377,19 +377,19 @@ class FleetServer(ABC):
 
     def _answer(self, status: int, text: bytes) -> Any:
         """Returns the content of an answer; raises the error that its status means."""
-        shown = reason_of(text)
+        reason = reason_of(text)
         if status in (408, 412, 425, 429) or status >= 500:
-            raise ServerAwayError(f"{self.address} answered {status}: {shown}")
+            raise ServerAwayError(f"{self.address} answered {status}: {reason}")
         if status == 409:
-            raise ServerBusyError(f"{self.address}: {shown}")
+            raise ServerBusyError(f"{self.address}: {reason}")
         if status in (404, 405):
-            raise ServerRefusedError(f"{self.address} {self.wrong_path} ({shown})")
+            raise ServerRefusedError(f"{self.address} {self.wrong_path} ({reason})")
         if status != 200:
-            raise ServerRefusedError(f"{self.address} answered {status}: {shown}")
+            raise ServerRefusedError(f"{self.address} answered {status}: {reason}")
         try:
             return json.loads(text)
         except ValueError as error:
-            raise ServerRefusedError(f"{self.address} answered no JSON: {shown}") from error
+            raise ServerRefusedError(f"{self.address} answered no JSON: {reason}") from error
 
 
 def retry_after_s(response: httpx.Response) -> float:
@@ -410,8 +410,8 @@ def reason_of(text: bytes) -> str:
 
 async def _text(response: httpx.Response) -> bytes:
     content = bytearray()
-    async for part in response.aiter_bytes():
-        content += part
+    async for chunk in response.aiter_bytes():
+        content += chunk
         if len(content) > _MAX_ANSWER_BYTES:
             raise CallError("invalid_value", f"an answer has more than {_MAX_ANSWER_BYTES} bytes")
     return bytes(content)

@@ -106,9 +106,9 @@ class FleetDirectory:
             for argument, value in spec["rollout"]["engine_arguments"].items()
             if argument != "fleet"
         }
-        if both := sorted({"addresses", "token"} & arguments.keys()):
+        if conflicts := sorted({"addresses", "token"} & arguments.keys()):
             raise InvalidArgumentError(
-                f"{key} has fleet and {', '.join(both)}, which the fleet determines; remove one of them"
+                f"{key} has fleet and {', '.join(conflicts)}, which the fleet determines; remove one of them"
             )
         entry = entries[name]
         arguments["addresses"] = list(entry.addresses)
@@ -143,7 +143,8 @@ class FleetDirectory:
                     f"({type(error).__name__}); an administrator must correct it"
                 )
                 servers = [
-                    FleetServerView(address=each, problem=problem) for each in entry.addresses
+                    FleetServerView(address=entry_address, problem=problem)
+                    for entry_address in entry.addresses
                 ]
                 return FleetView(name=name, servers=servers)
         async with httpx.AsyncClient(
@@ -216,8 +217,8 @@ def _refused(address: str, status: int, content: bytes) -> FleetServerView:
 async def _content(answer: httpx.Response) -> bytes:
     """Reads an answer. Raises ValueError if it is too long for a state."""
     content = bytearray()
-    async for part in answer.aiter_bytes():
-        content += part
+    async for chunk in answer.aiter_bytes():
+        content += chunk
         if len(content) > _MAX_STATE_BYTES:
             raise ValueError(f"its state has more than {_MAX_STATE_BYTES} bytes")
     return bytes(content)

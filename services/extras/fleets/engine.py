@@ -99,14 +99,14 @@ class FleetBackend:
     def kv_capacity_tokens(self) -> int:
         return max(1, sum(server.kv_capacity_tokens for server in self.fleet.attached))
 
-    async def serve(self, started: Callable[[], None]) -> None:
+    async def serve(self, on_start: Callable[[], None]) -> None:
         """Attaches to the servers and keeps them on the newest weights until cancelled."""
         try:
             with unwrapped():
                 async with TaskGroup() as tasks:
                     tasks.create_task(self.fleet.run())
                     await self.fleet.wait_attached()
-                    started()
+                    on_start()
         except ServerRefusedError as error:
             raise EngineDiedError(f"no server can serve this run: {error}") from error
         finally:
@@ -114,21 +114,21 @@ class FleetBackend:
                 stream.cut()
             await self.fleet.close()
 
-    async def submit(self, part: Segment) -> SegmentStream:
+    async def submit(self, segment: Segment) -> SegmentStream:
         """Begins a segment under the fleet's version; it waits for a server by itself."""
-        if part.max_tokens < 1:  # it was cut between its last token and the reason of its end
+        if segment.max_tokens < 1:  # it was cut between its last token and the reason of its end
             return _Ended()
-        request = part.request
+        request = segment.request
         prefix = hash(request.context_ids[: len(request.context_ids) - request.draw_offset])
         stream = FleetStream(
-            part,
+            segment,
             lambda: self.fleet.lease(prefix, self._failures.get(request.request_id, {})),
             self.fleet.lose,
             lambda server, reason: self._fail(request.request_id, server, reason),
             self.fleet.slow_down,
             lambda server: self._note_tokens(request.request_id, server),
         )
-        self._streams[part.segment_id] = stream
+        self._streams[segment.segment_id] = stream
         return _OwnedStream(self._streams, stream)
 
     def _note_tokens(self, request_id: str, server: FleetServer) -> None:

@@ -186,11 +186,11 @@ class Fleet:
 
     async def _follow_routers(self, tasks: TaskGroup) -> None:
         """Adds the servers that routers list, and removes those that no router lists any more."""
-        listed = {address for servers in self._routers.values() for address in servers}
-        for address in listed:
+        listed_addresses = {address for servers in self._routers.values() for address in servers}
+        for address in listed_addresses:
             self._add(address, tasks)
         for server in [*self._servers]:
-            if server.address not in {*listed, *self._addresses}:
+            if server.address not in {*listed_addresses, *self._addresses}:
                 self._servers.remove(server)
                 self._keeping.pop(server.address).cancel()
                 self._excluded.pop(server.address, None)
@@ -209,7 +209,9 @@ class Fleet:
         started_at = clock()
         while not self.attached:
             if self._servers and len(self._excluded) == len(self._servers) - len(self._routers):
-                is_busy = any(isinstance(each, ServerBusyError) for each in self._excluded.values())
+                is_busy = any(
+                    isinstance(error, ServerBusyError) for error in self._excluded.values()
+                )
                 # An owner that was killed keeps its servers until its lease ends.
                 if not is_busy or clock() - started_at > LEASE_S + _PROBE_EVERY_S:
                     raise ServerRefusedError("; ".join(map(str, self._excluded.values())))
@@ -353,8 +355,11 @@ class Fleet:
         if not scores or version != self.version:
             raise NoServerError("no server of the fleet scored the text")
         agreeing = {
-            address: sum(difference(one, other) <= self._tolerance for other in scores.values())
-            for address, one in scores.items()
+            address: sum(
+                difference(scores_of_server, second) <= self._tolerance
+                for second in scores.values()
+            )
+            for address, scores_of_server in scores.items()
         }
         # With no majority another server decides each time: the trainer's logprobs show which one is right.
         self._num_scored += 1
@@ -426,23 +431,23 @@ class Fleet:
     async def _bring_or_ask(self, server: FleetServer) -> None:
         """Brings a server to the newest weights, or asks a router for its servers."""
         # Some routers pass on what they do not know themselves, so that a router is asked first.
-        listed = None if server.address in self._plain else await server.list_servers()
-        if listed is None:
+        servers = None if server.address in self._plain else await server.list_servers()
+        if servers is None:
             await self._bring(server)
             # Not before it has attached: what answers may be a proxy whose router has not started.
             self._plain.add(server.address)
             return
         try:
-            check_hosts(listed, self._allowed_hosts)
+            check_hosts(servers, self._allowed_hosts)
         except ValueError as error:
             raise ServerRefusedError(f"{server.address}: {error}") from error
-        if not listed:
+        if not servers:
             raise ServerAwayError(f"the router {server.address} lists no server")
         self._excluded.pop(server.address, None)
         self._problems.pop(server.address, None)
-        if listed != self._routers.get(server.address):
-            self._routers[server.address] = listed
-            self._report("EngineRouterListed", f"{server.address} lists {', '.join(listed)}")
+        if servers != self._routers.get(server.address):
+            self._routers[server.address] = servers
+            self._report("EngineRouterListed", f"{server.address} lists {', '.join(servers)}")
 
     async def _bring(self, server: FleetServer) -> None:
         if not server.session:
@@ -518,12 +523,12 @@ class Fleet:
         self, server: FleetServer, scored: Sequence[float], expected: Sequence[float]
     ) -> str:
         """Returns how the logprobs of the canary differ; empty if they agree."""
-        found = difference(scored, expected)
-        if found <= self._tolerance:
+        distance = difference(scored, expected)
+        if distance <= self._tolerance:
             return ""
         return (
             f"{server.address} serves other weights than the fleet: the canary's logprobs differ by "
-            f"{found:.3g} on average, more than {self._tolerance:.3g}"
+            f"{distance:.3g} on average, more than {self._tolerance:.3g}"
         )
 
     def _is_serving(self, server: FleetServer) -> bool:
@@ -538,12 +543,12 @@ class Fleet:
         idlest = min(servers, key=lambda server: server.num_running)
         near = self._prefixes.get(prefix)
         is_near = near in servers and near.num_running <= idlest.num_running + _SLACK
-        chosen = near if near is not None and is_near else idlest
-        self._prefixes[prefix] = chosen
+        best = near if near is not None and is_near else idlest
+        self._prefixes[prefix] = best
         self._prefixes.move_to_end(prefix)
         while len(self._prefixes) > _MAX_PREFIXES:
             self._prefixes.popitem(last=False)
-        return chosen
+        return best
 
     def _detach(self, server: FleetServer) -> None:
         server.detach()
@@ -573,8 +578,8 @@ class Fleet:
 
     def _notify(self) -> None:
         SERVING.set(len(self.serving))
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+        event, self._changed = self._changed, asyncio.Event()
+        event.set()
 
     async def _change(self) -> None:
         await self._changed.wait()

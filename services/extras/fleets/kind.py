@@ -62,12 +62,14 @@ def is_server_address(address: Any) -> bool:
     if not isinstance(address, str) or not address.isprintable() or " " in address:
         return False
     try:
-        parts = urlsplit(address)
-        has_host = bool(parts.hostname) and parts.port != 0
+        address_parts = urlsplit(address)
+        has_host = bool(address_parts.hostname) and address_parts.port != 0
     except ValueError:
         return False
-    is_bare = parts.path in ("", "/") and not (parts.query or parts.fragment or parts.username)
-    return parts.scheme in ("http", "https") and has_host and is_bare
+    is_bare = address_parts.path in ("", "/") and not (
+        address_parts.query or address_parts.fragment or address_parts.username
+    )
+    return address_parts.scheme in ("http", "https") and has_host and is_bare
 
 
 KIND: Final = FleetKind(

@@ -134,8 +134,8 @@ class LocalVllm(LocalServer):
         return cached_config_folder(config, folder)
 
     def command(self, model: Path, options: Sequence[str]) -> list[str]:
-        named = ("--model", str(model), "--disable-log-stats", *options)
-        return server_command(named, is_cpu=self.is_cpu)
+        arguments = ("--model", str(model), "--disable-log-stats", *options)
+        return server_command(arguments, is_cpu=self.is_cpu)
 
     @property
     def environment(self) -> Mapping[str, str]:
@@ -155,12 +155,12 @@ class LocalSglang(LocalServer):
     def command(self, model: Path, options: Sequence[str]) -> list[str]:
         of_cpu = as_options(ENGINES["sglang"].cpu_arguments) if self.is_cpu else []
         device = "cpu" if self.is_cpu else "cuda"
-        named = ("--model-path", str(model), "--device", device, "--api-key", TOKEN)
+        arguments = ("--model-path", str(model), "--device", device, "--api-key", TOKEN)
         return [
             sys.executable,
             "-m",
             "sglang.launch_server",
-            *named,
+            *arguments,
             *SGLANG_OPTIONS,
             *of_cpu,
             *options,

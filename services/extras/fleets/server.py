@@ -385,8 +385,8 @@ class FleetMember:
         self._version, self._digest = None, ""
 
     def _check_session(self, request: Request) -> _Session:
-        session, given = self._session, request.headers.get(SESSION_HEADER, "")
-        if session is None or not hmac.compare_digest(session.session_id, given):
+        session, session_id = self._session, request.headers.get(SESSION_HEADER, "")
+        if session is None or not hmac.compare_digest(session.session_id, session_id):
             raise RefusedError(
                 412, "this session has ended: the server was restarted, or another owner attached"
             )
@@ -470,6 +470,6 @@ def _authorize(request: Request, path: str) -> None:
             f"VLLM_API_KEY, or with {WITHOUT_TOKEN}=1 if only trusted hosts reach it",
         )
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    given = token.encode() if scheme.lower() == "bearer" else b""
-    if keys and not any(hmac.compare_digest(key.encode(), given) for key in keys):
+    credentials = token.encode() if scheme.lower() == "bearer" else b""
+    if keys and not any(hmac.compare_digest(key.encode(), credentials) for key in keys):
         raise RefusedError(401, "the token is missing or wrong; vLLM has it from VLLM_API_KEY")

@@ -150,12 +150,12 @@ class SglangServer(FleetServer):
             if engine.get(name) != value:
                 yield f"{name} is {engine.get(name)!r}; start SGLang with {fix}"
         longest = int(config.config.get_text_config().max_position_embeddings)
-        needed = min(longest, config.arguments.get("context_length", longest))
-        most = min(int(engine["max_req_input_len"]), int(engine["max_total_num_tokens"]))
-        if most < needed:
+        num_needed = min(longest, config.arguments.get("context_length", longest))
+        num_supported = min(int(engine["max_req_input_len"]), int(engine["max_total_num_tokens"]))
+        if num_supported < num_needed:
             yield (
-                f"its requests have {most} tokens at most, but the run's may have {needed}; raise "
-                f"--context-length, or set rollout.engine_arguments.context_length to {most}"
+                f"its requests have {num_supported} tokens at most, but the run's may have {num_needed}; "
+                f"raise --context-length, or set rollout.engine_arguments.context_length to {num_supported}"
             )
 
     async def check(self) -> None:
@@ -219,13 +219,13 @@ class SglangServer(FleetServer):
     @asynccontextmanager
     async def _beating(self) -> AsyncIterator[None]:
         """Shows that this owner lives while the block runs, of which one operation may outlast a lease."""
-        ended = asyncio.Event()
+        has_ended = asyncio.Event()
 
         async def beat() -> None:
-            while not ended.is_set():
+            while not has_ended.is_set():
                 try:
                     async with asyncio.timeout(_BEAT_S):
-                        await ended.wait()
+                        await has_ended.wait()
                 except TimeoutError:
                     # The operations have their own deadlines and reasons.
                     with suppress(ServerAwayError, ServerRefusedError):
@@ -238,7 +238,7 @@ class SglangServer(FleetServer):
         try:
             yield
             # A beat that was cancelled might arrive after the version's label, and replace it.
-            ended.set()
+            has_ended.set()
             await beating
         finally:
             beating.cancel()
@@ -498,5 +498,5 @@ def _serialized(tensors: Sequence[tuple[str, Tensor]]) -> str:
 
     Clones have their own storages, as a pickled view would contain the whole arena.
     """
-    named = [(name, tensor.clone()) for name, tensor in tensors]
-    return base64.b64encode(pickle.dumps(named)).decode()
+    copies = [(name, tensor.clone()) for name, tensor in tensors]
+    return base64.b64encode(pickle.dumps(copies)).decode()

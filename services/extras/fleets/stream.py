@@ -176,8 +176,8 @@ def _error_in_response(server: FleetServer, error: object) -> Exception:
 async def _refuse(server: FleetServer, response: httpx.Response) -> None:
     """Raises the error that a status other than 200 means."""
     status, text = response.status_code, bytearray()
-    async for part in response.aiter_bytes():
-        text += part
+    async for chunk in response.aiter_bytes():
+        text += chunk
         if len(text) > _MAX_ERROR_BYTES:
             break
     message = (
@@ -199,8 +199,8 @@ async def _lines(server: FleetServer, response: httpx.Response) -> AsyncIterator
         ServerFailedError: If a line has more than ``_MAX_LINE_BYTES``.
     """
     line = bytearray()
-    async for part in response.aiter_bytes():
-        for piece in part.splitlines(keepends=True):
+    async for chunk in response.aiter_bytes():
+        for piece in chunk.splitlines(keepends=True):
             line += piece
             if len(line) > _MAX_LINE_BYTES:
                 raise ServerFailedError(
@@ -240,5 +240,5 @@ async def _events(server: FleetServer, response: httpx.Response) -> AsyncIterato
 
 
 def _malformed(server: FleetServer, text: bytes) -> ServerFailedError:
-    shown = text[:200].decode(errors="replace")
-    return ServerFailedError(f"{server.address} sent a malformed event: {shown}")
+    sample = text[:200].decode(errors="replace")
+    return ServerFailedError(f"{server.address} sent a malformed event: {sample}")

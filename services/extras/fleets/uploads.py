@@ -75,15 +75,15 @@ class Upload:
             raise RefusedError(409, f"{error}; announce the version again") from error
         position = 0
         try:
-            async for part in request.stream():
+            async for chunk in request.stream():
                 # A later announcement reuses the memory.
                 self._check(request)
                 if staged is not self._staged:
                     raise RefusedError(409, f"version {staged.version} is no longer expected")
-                end = position + len(part)
+                end = position + len(chunk)
                 if end > len(bucket):
                     raise RefusedError(413, f"bucket {index} has {len(bucket)} bytes, not more")
-                bucket[position:end] = memoryview(part)
+                bucket[position:end] = memoryview(chunk)
                 position = end
         except ClientDisconnect as error:
             raise RefusedError(400, f"bucket {index} was interrupted") from error
@@ -114,10 +114,10 @@ class Upload:
             raise RefusedError(
                 409, f"{staged.missing} of {staged.num_buckets} buckets have not arrived"
             )
-        received = staged.digest()
-        if received != digest:
+        received_digest = staged.digest()
+        if received_digest != digest:
             raise RefusedError(
                 422,
-                f"the digest of the received weights is {received[:12]}, expected {str(digest)[:12]}",
+                f"the digest of the received weights is {received_digest[:12]}, expected {str(digest)[:12]}",
             )
         return staged

@@ -151,18 +151,18 @@ class VllmServer(FleetServer):
             if engine.get(name) != value:
                 yield f"{name} is {engine.get(name)!r}; start vLLM with {fix}"
         longest = int(text.max_position_embeddings)
-        needed = min(longest, config.arguments.get("max_model_len", longest))
+        num_needed = min(longest, config.arguments.get("max_model_len", longest))
         try:
-            most, _ = int(engine["max_model_len"]), int(engine["kv_capacity_tokens"])
+            num_supported, _ = int(engine["max_model_len"]), int(engine["kv_capacity_tokens"])
         except (LookupError, TypeError, ValueError) as error:
             raise ServerRefusedError(
                 f"{self.address} describes its engine without max_model_len and kv_capacity_tokens: "
                 f"{dict(engine)!s:.300}"
             ) from error
-        if most < needed:
+        if num_supported < num_needed:
             yield (
-                f"max_model_len is {most}, but the run's requests may have {needed} tokens; raise "
-                f"--max-model-len, or set rollout.engine_arguments.max_model_len to {most}"
+                f"max_model_len is {num_supported}, but the run's requests may have {num_needed} tokens; "
+                f"raise --max-model-len, or set rollout.engine_arguments.max_model_len to {num_supported}"
             )
 
     async def check(self) -> None:
@@ -230,8 +230,8 @@ class VllmServer(FleetServer):
 
     async def _send(self, weights: FleetWeights, index: int, slots: asyncio.Semaphore) -> None:
         async def parts() -> AsyncIterator[bytes]:
-            for part in weights.parts(index):
-                yield part
+            for bucket_part in weights.parts(index):
+                yield bucket_part
 
         async with slots:
             await self._call(

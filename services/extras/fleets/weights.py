@@ -75,15 +75,15 @@ def adapter_weights(version: int, tensors: Mapping[str, Tensor]) -> FleetWeights
     Raises:
         ValueError: If the trainer sent other weights too.
     """
-    others = [
+    other_names = [
         name
         for name in tensors
         if name != FROZEN_DIGEST and not name.endswith((LORA_DOWN, LORA_UP))
     ]
-    if others or FROZEN_DIGEST not in tensors:
+    if other_names or FROZEN_DIGEST not in tensors:
         raise ValueError(
             f"servers add adapters to base weights that never change, but the trainer also sends "
-            f"{', '.join(others[:3]) or 'no digest of its base'}; set trainer.lora.sync to merged"
+            f"{', '.join(other_names[:3]) or 'no digest of its base'}; set trainer.lora.sync to merged"
         )
     adapters = {name: value for name, value in tensors.items() if name != FROZEN_DIGEST}
     specs = [

@@ -304,8 +304,8 @@ class SharedBufferGroup:
                 raise RuntimeError(f"the other members of the group are gone: {error}") from error
 
     def _send(self, flat: Tensor) -> None:
-        if (part := exported_part(flat)) is not None:
-            handle, begin = part
+        if (shared_handle := exported_part(flat)) is not None:
+            handle, begin = shared_handle
             if len(self._parts) == _MAX_PARTS:
                 # If neither end reads, both wait for space in their sockets.
                 self._await_copies()

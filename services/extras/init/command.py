@@ -198,8 +198,8 @@ def _fit(document: dict[str, Any]) -> Comments:
         return {}
     comments: dict[str, Sequence[str]] = {}
     for key, value in changes.items():
-        part, _, name = key.partition(".")
-        document.setdefault(part, {})[name] = (
+        section, _, name = key.partition(".")
+        document.setdefault(section, {})[name] = (
             value.model_dump(mode="json", exclude_defaults=True)
             if isinstance(value, SpecPart)
             else value

@@ -76,10 +76,10 @@ class PodLogs:
         self._state_directory = state_directory
         self._known: set[tuple[str, str]] = set()
 
-    async def watch(self, seen: "asyncio.Queue[Seen]") -> None:
+    async def watch(self, changes: "asyncio.Queue[Seen]") -> None:
         """Follows the containers of all observed pods until cancelled."""
         while True:
-            change = await seen.get()
+            change = await changes.get()
             if change.body is None:
                 self._known = {key for key in self._known if key[0] != change.name}
             else:
@@ -141,10 +141,10 @@ def _started(pod: Mapping[str, Any]) -> Iterator[str]:
             yield status["name"]
 
 
-def _component(run_id: str, place: str, container: str) -> str:
+def _component(run_id: str, pod_name: str, container: str) -> str:
     """Returns the worker's name, with the node if the worker has several."""
-    own = place.removeprefix(f"{run_id.replace('_', '-')}-")
-    return own if own.startswith(container) else container
+    component = pod_name.removeprefix(f"{run_id.replace('_', '-')}-")
+    return component if component.startswith(container) else container
 
 
 def with_copied_log(exit_: WorkerExit, state_directory: Path) -> WorkerExit:
@@ -197,10 +197,10 @@ async def open_pods(args: LauncherArgs) -> AsyncIterator[KubernetesLauncher | Na
                 why = {"namespace": namespace, "error": reason_of(error)}
                 logger.error("cannot use the namespace of a project", extra=why)  # noqa: TRY400
                 continue
-            launchers[namespace], started = await _open_namespace(
+            launchers[namespace], new_watches = await _open_namespace(
                 stack, tasks, core, args, namespace, owner
             )
-            watches += started
+            watches += new_watches
         for namespace, launcher in launchers.items():
             launcher.neighbours = [
                 _pod_api(core, args, name) for name in launchers.keys() - {namespace}
@@ -239,9 +239,9 @@ async def _open_namespace(
     owner: Mapping[str, str],
 ) -> tuple[KubernetesLauncher, list["asyncio.Task[None]"]]:
     """Opens the launcher of a namespace; returns it with the tasks that watch the namespace."""
-    settings, manager, own = args.settings, args.manager, CustomObjectsApi()
+    settings, manager, objects_api = args.settings, args.manager, CustomObjectsApi()
     scales = (
-        RolloutScales(own, namespace, owner=owner, on_scale=partial(_scale, manager))
+        RolloutScales(objects_api, namespace, owner=owner, on_scale=partial(_scale, manager))
         if settings.rollout_scales
         else None
     )
@@ -266,7 +266,9 @@ async def _open_namespace(
         namespace,
         field_selector="type=Warning,involvedObject.kind=Pod",
     )
-    asked = partial(own.list_namespaced_custom_object, GROUP, VERSION, namespace, PLURAL)
+    list_scales = partial(
+        objects_api.list_namespaced_custom_object, GROUP, VERSION, namespace, PLURAL
+    )
     logs = PodLogs(core, namespace, settings.state_directory)
     watches = [
         tasks.create_task(launcher.watch(await stack.enter_async_context(follow(pods)))),
@@ -277,7 +279,7 @@ async def _open_namespace(
         tasks.create_task(launcher.secrets.keep_renewed()),
     ]
     if scales is not None:
-        seen_scales = await stack.enter_async_context(follow(asked))
+        seen_scales = await stack.enter_async_context(follow(list_scales))
         watches.append(tasks.create_task(scales.watch(seen_scales)))
     return launcher, watches
 

@@ -56,8 +56,8 @@ def main() -> NoReturn:
     # PID 1 of a container ignores signals without a handler.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     path, numbers, timeout_s = sys.argv[1:]
-    wanted = [int(number) for number in numbers.split(",")]
-    names = wait_for_gpus(Path(path), wanted, timeout_s=float(timeout_s))
+    numbers_needed = [int(number) for number in numbers.split(",")]
+    names = wait_for_gpus(Path(path), numbers_needed, timeout_s=float(timeout_s))
     prefix = ["env", f"CUDA_VISIBLE_DEVICES={names}"] if names else []
     command = [*prefix, *module_command("services.common.start", "services.rollout")]
     os.execvp(command[0], command)  # noqa: S606 -- no part of it is user input

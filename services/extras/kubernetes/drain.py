@@ -96,23 +96,23 @@ class NodeDrains:
     def is_drained(self, node: str) -> bool:
         return node in self._drains
 
-    async def watch(self, seen: "asyncio.Queue[Seen]") -> None:
+    async def watch(self, changes: "asyncio.Queue[Seen]") -> None:
         """Processes changes of nodes until cancelled."""
         while True:
-            self.process(await seen.get())
+            self.process(await changes.get())
 
-    def process(self, seen: Seen) -> None:
+    def process(self, change: Seen) -> None:
         """Processes one change of a node."""
-        taints = [] if seen.body is None else self._ending_taints(seen.body)
+        taints = [] if change.body is None else self._ending_taints(change.body)
         if taints:
-            earlier = self._drains.get(seen.name)
+            earlier = self._drains.get(change.name)
             since = self._clock.time() if earlier is None else earlier.host.since
             reason = "cordoned" if taints[0] is _CORDON else f"taint {taints[0]['key']}"
-            host = DrainedHost(name=seen.name, reason=reason, since=since)
-            self._drains[seen.name] = _Drain(host, taints)
-            self.notify(seen.name)
-        elif self._drains.pop(seen.name, None) is not None:
-            self._on_in_service(seen.name)
+            host = DrainedHost(name=change.name, reason=reason, since=since)
+            self._drains[change.name] = _Drain(host, taints)
+            self.notify(change.name)
+        elif self._drains.pop(change.name, None) is not None:
+            self._on_in_service(change.name)
         self.on_changed()
 
     def notify(self, node: str) -> None:
@@ -181,15 +181,15 @@ class QueueDrain:
         """Wakes the watch after a node has changed."""
         self._changed.set()
 
-    async def watch(self, seen: "asyncio.Queue[Seen]") -> None:
+    async def watch(self, changes: "asyncio.Queue[Seen]") -> None:
         """Follows the pods until cancelled."""
         async with TaskGroup() as tasks:
-            tasks.create_task(self._follow(seen))
+            tasks.create_task(self._follow(changes))
             tasks.create_task(self._release_drained())
 
-    async def _follow(self, seen: "asyncio.Queue[Seen]") -> None:
+    async def _follow(self, changes: "asyncio.Queue[Seen]") -> None:
         while True:
-            change = await seen.get()
+            change = await changes.get()
             if change.body is None:
                 self._nodes.pop(change.name, None)
             else:

@@ -137,18 +137,18 @@ class KubernetesLauncher(LauncherDefaults):
         """
         templates = await self._load_templates(run_id)
         apis = (self._api, *self.neighbours) if templates.is_on_node_network else ()
-        others = [pod for api in apis for pod in await api.list(RUN_LABEL)]
+        pods_of_others = [pod for api in apis for pod in await api.list(RUN_LABEL)]
         bodies = build_pods(
             templates,
             run_id,
             spec,
             controller_address=self._controller_address,
             owner=self._owner,
-            used=used_ports(others),
+            ports_in_use=used_ports(pods_of_others),
             labels=None if self.labels_of is None else await self.labels_of(run_id),
         )
-        known = await self._remove_leftovers(run_id, bodies)
-        check_growth(bodies, known)
+        pods = await self._remove_leftovers(run_id, bodies)
+        check_growth(bodies, pods)
         await self._join_group(run_id, bodies)
         async with self._creating:
             await self._api.put_policy(run_policy(run_id, owner=self._owner))
@@ -158,13 +158,13 @@ class KubernetesLauncher(LauncherDefaults):
                     templates.pod_group, run_id, num_pods=len(bodies), owner=self._owner
                 )
             )
-        if known:  # existing pods have a secret, and one that starts may be reading it
+        if pods:  # existing pods have a secret, and one that starts may be reading it
             self.secrets.take_over(run_id)
         else:
             await self.secrets.put(run_id)
         self._mark_moved(bodies, self._released.pop(run_id, {}))
         for body in bodies:
-            if body["metadata"]["name"] not in known:
+            if body["metadata"]["name"] not in pods:
                 await self._create(run_id, body, bodies, templates)
         if self._scales is not None:
             await self._scales.write_replicas(run_id, spec.rollout.replicas)
@@ -172,8 +172,8 @@ class KubernetesLauncher(LauncherDefaults):
         async with self._changed:
             await self._changed.wait_for(
                 lambda: (
-                    names - known.keys()
-                    or not any(self._is_awaited(pod, known) for pod in known.values())
+                    names - pods.keys()
+                    or not any(self._is_awaited(pod, pods) for pod in pods.values())
                 )
             )
 
@@ -194,7 +194,7 @@ class KubernetesLauncher(LauncherDefaults):
         """Returns True if a run cannot go on without a pod that waits for a queue or a node."""
         if pod.is_gated:
             return not pod.is_extra
-        has_others = any(other.has_rollout and other.node for other in pods.values())
+        has_others = any(pod_of_run.has_rollout and pod_of_run.node for pod_of_run in pods.values())
         return pod.is_homeless and not (pod.has_only_rollouts and has_others)
 
     async def admitted(self, run_id: str, worker_ids: Collection[str]) -> set[str]:
@@ -261,7 +261,9 @@ class KubernetesLauncher(LauncherDefaults):
     def _ending_with(self, run_id: str, pod: PodRecord) -> frozenset[str]:
         """Returns the workers that end with a pod: those with a container in a pod of one of its workers."""
         pods = self._runs[run_id].values()
-        fellows = (other.workers for other in pods if not {*pod.workers}.isdisjoint(other.workers))
+        fellows = (
+            member.workers for member in pods if not {*pod.workers}.isdisjoint(member.workers)
+        )
         return frozenset().union(*fellows)
 
     def gpus_for(self, run_id: str) -> None:
@@ -297,21 +299,21 @@ class KubernetesLauncher(LauncherDefaults):
         if self._scales is not None:
             await self._scales.remove(run_id)
 
-    async def watch(self, seen: "asyncio.Queue[Seen]") -> None:
+    async def watch(self, changes: "asyncio.Queue[Seen]") -> None:
         """Processes observed changes of pods until cancelled."""
         while True:
-            await self._process_change(await seen.get())
+            await self._process_change(await changes.get())
 
-    async def watch_warnings(self, seen: "asyncio.Queue[Seen]") -> None:
+    async def watch_warnings(self, changes: "asyncio.Queue[Seen]") -> None:
         """Processes the warning events of pods until cancelled."""
         while True:
-            event = (await seen.get()).body
-            found = None if event is None else pod_state.warning(event)
-            if event is None or found is None:
+            event = (await changes.get()).body
+            failure = None if event is None else pod_state.warning(event)
+            if event is None or failure is None:
                 continue
             for run_id, name, pod in self._pods():
                 if pod.uid == event["involvedObject"]["uid"] and not pod.is_running:
-                    self._record_obstacle(run_id, name, found)
+                    self._record_obstacle(run_id, name, failure)
 
     def _pods(self) -> list[tuple[str, str, PodRecord]]:
         return [(run, name, pod) for run, pods in self._runs.items() for name, pod in pods.items()]
@@ -319,31 +321,31 @@ class KubernetesLauncher(LauncherDefaults):
     async def _remove_leftovers(self, run_id: str, bodies: Sequence[Pod]) -> dict[str, PodRecord]:
         """Removes pods of a run that cannot serve its workers, and returns the others."""
         watched = frozenset(self._runs.get(run_id, ()))
-        known = await self._find(run_id)
-        gone = [pod.workers for pod in known.values() if pod.is_over or pod.is_ending]
+        pods = await self._find(run_id)
+        ended_workers = [pod.workers for pod in pods.values() if pod.is_over or pod.is_ending]
         # A JobSet does not create a missing pod again, so the whole worker is replaced.
-        gone += [
+        ended_workers += [
             pod_state.workers(body)
             for body in bodies
-            if job_set.name_of(body) and body["metadata"]["name"] not in known
+            if job_set.name_of(body) and body["metadata"]["name"] not in pods
         ]
-        lost = set().union(*gone)
-        leftovers = [name for name, pod in known.items() if lost.intersection(pod.workers)]
+        lost_workers = set().union(*ended_workers)
+        leftovers = [name for name, pod in pods.items() if lost_workers.intersection(pod.workers)]
         # Suppresses the reports of their ends, which would replace the workers again.
         for name in set(leftovers) - watched:
-            known[name].reported.update(known[name].workers)
+            pods[name].reported.update(pods[name].workers)
         for name in leftovers:
             await self._remove(run_id, name)
-        return known
+        return pods
 
     async def _join_group(self, run_id: str, bodies: Sequence[Pod]) -> None:
         """Assigns the missing pods to slots of the group that a queue admitted, or to other groups."""
-        known, names = self._runs[run_id], {body["metadata"]["name"] for body in bodies}
-        members = [pod for pod in known.values() if pod.group_size and not pod.is_extra]
-        missing = [body for body in bodies if body["metadata"]["name"] not in known]
+        pods, names = self._runs[run_id], {body["metadata"]["name"] for body in bodies}
+        members = [pod for pod in pods.values() if pod.group_size and not pod.is_extra]
+        missing = [body for body in bodies if body["metadata"]["name"] not in pods]
         if not members:
             # Rollouts that have not joined the run must not occupy the quota that the group needs.
-            for name in [name for name, pod in known.items() if pod.is_extra and name not in names]:
+            for name in [name for name, pod in pods.items() if pod.is_extra and name not in names]:
                 await self._remove(run_id, name)
         sizes = (pod.group_size for pod in members)
         size = max(sizes, default=self._group_sizes.get(run_id, len(missing)))
@@ -353,14 +355,14 @@ class KubernetesLauncher(LauncherDefaults):
 
     async def _find(self, run_id: str) -> dict[str, PodRecord]:
         """Finds the pods of a run, including those of an earlier controller process."""
-        known = self._runs.setdefault(run_id, {})
+        pods = self._runs.setdefault(run_id, {})
         for body in await self._api.list(f"{RUN_LABEL}={run_id}"):
             name = job_set.place_of(body)
-            if name not in known:
+            if name not in pods:
                 self._record_pod(run_id, body)
-            known[name].is_ending |= "deletionTimestamp" in body["metadata"]
-            known[name].is_over |= pod_state.is_over(body)
-        return known
+            pods[name].is_ending |= "deletionTimestamp" in body["metadata"]
+            pods[name].is_over |= pod_state.is_over(body)
+        return pods
 
     @staticmethod
     def _mark_moved(bodies: Sequence[Pod], released: Mapping[str, str]) -> None:
@@ -377,7 +379,7 @@ class KubernetesLauncher(LauncherDefaults):
         if not name or templates.job_set is None:
             self._record_pod(run_id, await self._api.create(body))
             return
-        fellows = [other for other in bodies if job_set.name_of(other) == name]
+        fellows = [bundled for bundled in bodies if job_set.name_of(bundled) == name]
         await self._api.create_job_set(job_set.build_job_set(templates.job_set, fellows))
         for fellow in fellows:
             self._register(run_id, fellow)
@@ -392,41 +394,45 @@ class KubernetesLauncher(LauncherDefaults):
         self._runs[run_id][name] = PodRecord.from_manifest(body)
         self._start_timer(run_id, name)
 
-    async def _process_change(self, seen: Seen) -> None:
-        run_id, name = self._place_of(seen)
+    async def _process_change(self, change: Seen) -> None:
+        run_id, name = self._place_of(change)
         pod = self._runs.get(run_id, {}).get(name)
         if pod is None:
-            await self._remove_stray(seen)
+            await self._remove_stray(change)
             return
-        state = seen.body or seen.last
+        state = change.body or change.last
         for end in pod_state.ended(state) if state else ():
             self._report(run_id, end.worker_id, end.code, end.message)
-        if seen.body is None:
+        if change.body is None:
             self._unregister(run_id, name, code=-9, message="the pod was deleted")
         else:
-            self._note_start(run_id, name, seen.body)
+            self._note_start(run_id, name, change.body)
             self.on_placed(pod.node)
-            if pod.group_size and pod_state.is_deleted_unplaced(seen.body):
-                await self._clear(seen.body)
+            if pod.group_size and pod_state.is_deleted_unplaced(change.body):
+                await self._clear(change.body)
         async with self._changed:
             self._changed.notify_all()
 
-    def _place_of(self, seen: Seen) -> tuple[str, str]:
+    def _place_of(self, change: Seen) -> tuple[str, str]:
         """Returns the run and the place of a pod; a deleted pod is known only by its name."""
-        if seen.body is not None:
-            return seen.body["metadata"]["labels"][RUN_LABEL], job_set.place_of(seen.body)
-        found = ((run_id, place) for run_id, place, pod in self._pods() if pod.name == seen.name)
-        return next(found, ("", ""))
+        if change.body is not None:
+            return change.body["metadata"]["labels"][RUN_LABEL], job_set.place_of(change.body)
+        matches = (
+            (run_id, place_name)
+            for run_id, place_name, pod in self._pods()
+            if pod.name == change.name
+        )
+        return next(matches, ("", ""))
 
-    async def _remove_stray(self, seen: Seen) -> None:
+    async def _remove_stray(self, change: Seen) -> None:
         """Removes an ended pod of a run that is no longer driven."""
-        if seen.body is None or not pod_state.is_over(seen.body):
+        if change.body is None or not pod_state.is_over(change.body):
             return
-        owners = [owner["uid"] for owner in seen.body["metadata"].get("ownerReferences", [])]
-        if self._owner["uid"] not in (*owners, job_set.owner_of(seen.body)):
+        owners = [owner["uid"] for owner in change.body["metadata"].get("ownerReferences", [])]
+        if self._owner["uid"] not in (*owners, job_set.owner_of(change.body)):
             return
-        await self._clear(seen.body)
-        await self._forget(seen.body["metadata"]["labels"][RUN_LABEL])
+        await self._clear(change.body)
+        await self._forget(change.body["metadata"]["labels"][RUN_LABEL])
 
     async def _forget(self, run_id: str) -> None:
         """Deletes secret and policy of a run that no controller drives, once its last pod has ended."""
@@ -461,21 +467,21 @@ class KubernetesLauncher(LauncherDefaults):
         if pod.is_running:
             pod.obstacle = None
             pod.stop_timer()
-        elif found := pod.obstacle_of(body):
-            self._record_obstacle(run_id, name, found)
+        elif failure := pod.obstacle_of(body):
+            self._record_obstacle(run_id, name, failure)
 
     def _start_timer(self, run_id: str, name: str) -> None:
         loop = asyncio.get_running_loop()
         pod = self._runs[run_id][name]
         pod.timer = loop.call_later(self._pending_timeout_s, self._give_up, run_id, name)
 
-    def _record_obstacle(self, run_id: str, name: str, found: pod_state.StartFailure) -> None:
+    def _record_obstacle(self, run_id: str, name: str, failure: pod_state.StartFailure) -> None:
         """Records the obstacle of a pod; reports each reason once."""
         pod = self._runs[run_id][name]
-        before, pod.obstacle = pod.obstacle, found
-        if before is None or before.reason != found.reason:
-            self._on_pending(run_id, found.reason, f"pod {name}: {found.message}")
-        if found.reason in pod_state.HOPELESS:
+        before, pod.obstacle = pod.obstacle, failure
+        if before is None or before.reason != failure.reason:
+            self._on_pending(run_id, failure.reason, f"pod {name}: {failure.message}")
+        if failure.reason in pod_state.HOPELESS:
             self._give_up(run_id, name)
 
     def _give_up(self, run_id: str, name: str) -> None:
@@ -608,8 +614,8 @@ def run_secret(
     """Builds the secret from which the pods of a run read its token and its certificate."""
     data = {TOKEN_KEY: token}
     if certificate is not None:
-        parts = (certificate.chain, certificate.key, certificate.authority)
-        data |= {name: part.decode() for name, part in zip(TLS_FILES, parts, strict=True)}
+        files = (certificate.chain, certificate.key, certificate.authority)
+        data |= {name: file.decode() for name, file in zip(TLS_FILES, files, strict=True)}
     return {
         "apiVersion": "v1",
         "kind": "Secret",

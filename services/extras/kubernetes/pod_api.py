@@ -65,13 +65,13 @@ class PodApi:
         return body
 
     async def list(self, selector: str) -> list[dict[str, Any]]:
-        listed = await call_kubernetes(
+        response = await call_kubernetes(
             "list of pods",
             self._core.list_namespaced_pod,
             self._namespace,
             label_selector=selector,
         )
-        pods: list[dict[str, Any]] = self._core.api_client.sanitize_for_serialization(listed)[
+        pods: list[dict[str, Any]] = self._core.api_client.sanitize_for_serialization(response)[
             "items"
         ]
         return pods
@@ -167,18 +167,18 @@ class PodApi:
         Raises:
             FailedPreconditionError: Also if the cluster has no such pod groups.
         """
-        name, place = body["metadata"]["name"], self._pod_groups(body)
-        what = f"{body['apiVersion']} PodGroup {name}"
+        name, location = body["metadata"]["name"], self._pod_groups(body)
+        subject = f"{body['apiVersion']} PodGroup {name}"
         patch, create = (
             self._custom.patch_namespaced_custom_object,
             self._custom.create_namespaced_custom_object,
         )
         try:
             change = {"spec": body["spec"]}
-            await call_kubernetes(what, patch, *place, name, change, _content_type=_MERGE)
+            await call_kubernetes(subject, patch, *location, name, change, _content_type=_MERGE)
         except NotFoundError:
             try:
-                await call_kubernetes(what, create, *place, dict(body))
+                await call_kubernetes(subject, create, *location, dict(body))
             except NotFoundError as error:
                 raise FailedPreconditionError(
                     f"the cluster has no pod groups of {body['apiVersion']}, which workers.gang.scheduler "
@@ -217,7 +217,7 @@ class PodApi:
 
 
 async def call_kubernetes(
-    what: str, method: Callable[..., Any], *arguments: Any, **options: Any
+    subject: str, method: Callable[..., Any], *arguments: Any, **options: Any
 ) -> Any:
     """Calls a method of the Kubernetes client off the event loop.
 
@@ -230,8 +230,8 @@ async def call_kubernetes(
         return await asyncio.to_thread(method, *arguments, _request_timeout=_TIMEOUT_S, **options)
     except ApiException as error:
         if error.status == 404:
-            raise NotFoundError(f"{what} does not exist") from error
-        message = f"Kubernetes refused {what}: {_explanation(error)}"
+            raise NotFoundError(f"{subject} does not exist") from error
+        message = f"Kubernetes refused {subject}: {_explanation(error)}"
         if error.status == 429 or (error.status or 0) >= 500:
             raise UnavailableError(message) from error
         raise FailedPreconditionError(message) from error
@@ -239,10 +239,10 @@ async def call_kubernetes(
         raise UnavailableError(f"the Kubernetes API does not answer: {error}") from error
 
 
-async def delete(what: str, method: Callable[..., Any], *arguments: Any, **options: Any) -> bool:
+async def delete(subject: str, method: Callable[..., Any], *arguments: Any, **options: Any) -> bool:
     """Deletes an object; returns True if it existed. Raises the other errors of :func:`call_kubernetes`."""
     try:
-        await call_kubernetes(f"deletion of {what}", method, *arguments, **options)
+        await call_kubernetes(f"deletion of {subject}", method, *arguments, **options)
     except NotFoundError:
         return False
     return True
@@ -292,7 +292,7 @@ class Seen:
 
 @asynccontextmanager
 async def follow(
-    listing: Callable[..., Any], what: str = "pods"
+    listing: Callable[..., Any], subject: str = "pods"
 ) -> AsyncIterator["asyncio.Queue[Seen]"]:
     """Watches objects and puts every change into the yielded queue until the block ends.
 
@@ -301,14 +301,14 @@ async def follow(
 
     Args:
         listing: List method of the client, with its arguments bound.
-        what: Name of the objects, for the log.
+        subject: Name of the objects, for the log.
     """
-    seen: asyncio.Queue[Seen] = asyncio.Queue()
-    follower = _Follower(listing, what, seen, asyncio.get_running_loop())
+    changes: asyncio.Queue[Seen] = asyncio.Queue()
+    follower = _Follower(listing, subject, changes, asyncio.get_running_loop())
     # A daemon, because it may be blocked in a read that only the API server ends.
     threading.Thread(target=follower.run, name="kubernetes-watch", daemon=True).start()
     try:
-        yield seen
+        yield changes
     finally:
         follower.stop()
 
@@ -317,13 +317,13 @@ class _Follower:
     def __init__(
         self,
         listing: Callable[..., Any],
-        what: str,
-        seen: "asyncio.Queue[Seen]",
+        subject: str,
+        changes: "asyncio.Queue[Seen]",
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._listing = listing
-        self._what = what
-        self._seen = seen
+        self._what = subject
+        self._seen = changes
         self._loop = loop
         self._stopped = threading.Event()
         self._known: set[str] = set()
@@ -352,15 +352,15 @@ class _Follower:
 
     def _list(self) -> str:
         """Reports all objects and the deletions that were missed; returns the version to watch from."""
-        listed = self._listing(_request_timeout=_TIMEOUT_S)
-        found = ApiClient().sanitize_for_serialization(listed)
-        bodies = {body["metadata"]["name"]: body for body in found["items"]}
+        response = self._listing(_request_timeout=_TIMEOUT_S)
+        page = ApiClient().sanitize_for_serialization(response)
+        bodies = {body["metadata"]["name"]: body for body in page["items"]}
         for name in self._known - set(bodies):
             self._report(Seen(name=name, body=None))
         for name, body in bodies.items():
             self._report(Seen(name=name, body=body))
         self._known = set(bodies)
-        return str(found["metadata"]["resourceVersion"])
+        return str(page["metadata"]["resourceVersion"])
 
     def _stream(self, version: str) -> None:
         events = watch.Watch().stream(
@@ -381,6 +381,6 @@ class _Follower:
                 self._known.add(name)
                 self._report(Seen(name=name, body=body))
 
-    def _report(self, seen: Seen) -> None:
+    def _report(self, change: Seen) -> None:
         if not self._stopped.is_set():
-            self._loop.call_soon_threadsafe(self._seen.put_nowait, seen)
+            self._loop.call_soon_threadsafe(self._seen.put_nowait, change)

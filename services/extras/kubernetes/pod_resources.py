@@ -31,15 +31,18 @@ def size_pod(pod: Pod, *, role: str, gpus: int) -> None:
     (container,) = pod["spec"]["containers"]
     kind = kinds.get(role, {})
     per_gpu = kind.get("perGpu", per_gpu)
-    for part in ("requests", "limits"):
-        replaced, added = kind.get("resources", {}).get(part, {}), per_gpu.get(part, {})
-        if not (replaced or added):
+    for kind_of_amount in ("requests", "limits"):
+        replaced, added_amounts = (
+            kind.get("resources", {}).get(kind_of_amount, {}),
+            per_gpu.get(kind_of_amount, {}),
+        )
+        if not (replaced or added_amounts):
             continue
-        amounts = container.setdefault("resources", {}).setdefault(part, {})
+        amounts = container.setdefault("resources", {}).setdefault(kind_of_amount, {})
         amounts |= replaced
         amounts |= {
             name: more(amounts.get(name, "0"), quantity, times=gpus)
-            for name, quantity in added.items()
+            for name, quantity in added_amounts.items()
         }
     if quantity := per_gpu.get(_SHARED_MEMORY):
         for volume in pod["spec"]["volumes"]:
@@ -49,13 +52,13 @@ def size_pod(pod: Pod, *, role: str, gpus: int) -> None:
                 )
 
 
-def more(quantity: str, added: str, *, times: int) -> str:
+def more(quantity: str, addition: str, *, times: int) -> str:
     """Returns a quantity of Kubernetes plus some multiple of another one.
 
     Processors are in whole cores or thousandths, bytes in the largest unit that divides them: ``16Gi`` and 8
     times ``64Gi`` are ``528Gi``.
     """
-    total = parse_quantity(quantity) + times * parse_quantity(added)
+    total = parse_quantity(quantity) + times * parse_quantity(addition)
     for unit, size in _UNITS.items():
         if total >= size and total % size == 0:
             return f"{int(total / size)}{unit}"

@@ -108,22 +108,22 @@ def warning(event: Json) -> StartFailure | None:
 def ended(pod: Json) -> Iterator[Ended]:
     """Yields containers that ended; all of them if the pod failed as a whole, for example by eviction."""
     status = pod["status"]
-    reported = set()
+    reported_names = set()
     for container in status.get("containerStatuses", []):
         if terminated := container["state"].get("terminated"):
-            reported.add(container["name"])
-            parts = (terminated.get("reason", ""), terminated.get("message", "").strip())
+            reported_names.add(container["name"])
+            causes = (terminated.get("reason", ""), terminated.get("message", "").strip())
             yield Ended(
                 worker_id=container["name"],
                 code=_status(terminated["exitCode"]),
-                message="\n".join(part for part in parts if part),
+                message="\n".join(cause for cause in causes if cause),
             )
     # A pod that is being deleted may be Failed a moment before its containers' status is known.
     is_reported_later = "deletionTimestamp" in pod["metadata"] and "reason" not in status
     if status.get("phase") == "Failed" and not is_reported_later:
         why = f"{status.get('reason', 'Failed')}: {status.get('message', 'the pod failed')}"
         for worker_id in workers(pod):
-            if worker_id not in reported:
+            if worker_id not in reported_names:
                 yield Ended(worker_id=worker_id, code=None, message=why)
 
 

@@ -115,45 +115,47 @@ class Overrides:
         yield from _unlisted("templates", pod.templates, [*self.templates], "templates")
 
 
-def _unlisted(key: str, names: Iterable[str], listed: Sequence[str], value: str) -> Iterator[str]:
+def _unlisted(
+    key: str, names: Iterable[str], allowed_names: Sequence[str], value: str
+) -> Iterator[str]:
     """Yields the names that the administrator does not list under a value of the chart."""
     for name in names:
-        is_listed = name in listed or any(
-            prefix.endswith("/") and name.startswith(prefix) for prefix in listed
+        is_listed = name in allowed_names or any(
+            prefix.endswith("/") and name.startswith(prefix) for prefix in allowed_names
         )
         if not is_listed:
-            allowed = f"it allows {', '.join(listed)}" if listed else "it allows none"
+            allowed = f"it allows {', '.join(allowed_names)}" if allowed_names else "it allows none"
             yield (
                 f"{key}: this installation does not allow {name!r} (workers.overrides.{value}; {allowed}); "
                 "remove it, or ask the administrator to list it"
             )
 
 
-def choose_pod(pod: Pod, chosen: PodSpec, overrides: Overrides) -> None:
+def choose_pod(pod: Pod, settings: PodSpec, overrides: Overrides) -> None:
     """Applies the choices of a run, which :meth:`Overrides.problems` accepts, to a pod with one container."""
-    for name in chosen.templates:
+    for name in settings.templates:
         add_part(pod, overrides.templates[name], where=f"workers.overrides.templates.{name}")
     metadata = pod["metadata"]
-    metadata["annotations"] = {**metadata.get("annotations", {}), **chosen.annotations}
+    metadata["annotations"] = {**metadata.get("annotations", {}), **settings.annotations}
     tolerations = [
         {name: value for name, value in toleration.model_dump().items() if value}
-        for toleration in chosen.tolerations
+        for toleration in settings.tolerations
     ]
-    part: dict[str, Any] = {"nodeSelector": chosen.node_selector, "tolerations": tolerations}
-    if chosen.priority_class:
-        part["priorityClassName"] = chosen.priority_class
-    add_part(pod, part, where="pods")
-    _set_amounts(pod, chosen)
+    template: dict[str, Any] = {"nodeSelector": settings.node_selector, "tolerations": tolerations}
+    if settings.priority_class:
+        template["priorityClassName"] = settings.priority_class
+    add_part(pod, template, where="pods")
+    _set_amounts(pod, settings)
 
 
-def _set_amounts(pod: Pod, chosen: PodSpec) -> None:
+def _set_amounts(pod: Pod, settings: PodSpec) -> None:
     (container,) = pod["spec"]["containers"]
     requests = container.setdefault("resources", {}).setdefault("requests", {})
     limits = container["resources"].setdefault("limits", {})
     amounts = {
-        "cpu": chosen.cpu,
-        "memory": chosen.memory,
-        "ephemeral-storage": chosen.ephemeral_storage,
+        "cpu": settings.cpu,
+        "memory": settings.memory,
+        "ephemeral-storage": settings.ephemeral_storage,
     }
     for name, amount in amounts.items():
         if amount is not None:
@@ -161,11 +163,11 @@ def _set_amounts(pod: Pod, chosen: PodSpec) -> None:
             if name in limits or name == "memory":
                 limits[name] = amount
     for volume in pod["spec"]["volumes"]:
-        if volume["name"] == _SHARED_VOLUME and chosen.shared_memory is not None:
-            volume["emptyDir"]["sizeLimit"] = chosen.shared_memory
+        if volume["name"] == _SHARED_VOLUME and settings.shared_memory is not None:
+            volume["emptyDir"]["sizeLimit"] = settings.shared_memory
 
 
-def add_part(pod: Pod, part: Mapping[str, Any], *, where: str) -> None:
+def add_part(pod: Pod, template: Mapping[str, Any], *, where: str) -> None:
     """Adds an administrator's part to a pod with one container.
 
     Args:
@@ -174,37 +176,37 @@ def add_part(pod: Pod, part: Mapping[str, Any], *, where: str) -> None:
     Raises:
         FailedPreconditionError: If a volume or a container of the pod has the name of one of the part.
     """
-    part = copy.deepcopy(dict(part))
+    template = copy.deepcopy(dict(template))
     metadata, spec = pod["metadata"], pod["spec"]
     (container,) = spec["containers"]
     # What the controller itself writes wins.
-    metadata["labels"] = {**part.get("labels", {}), **metadata.get("labels", {})}
-    metadata["annotations"] = {**part.get("annotations", {}), **metadata.get("annotations", {})}
-    if selector := part.get("nodeSelector"):
+    metadata["labels"] = {**template.get("labels", {}), **metadata.get("labels", {})}
+    metadata["annotations"] = {**template.get("annotations", {}), **metadata.get("annotations", {})}
+    if selector := template.get("nodeSelector"):
         spec["nodeSelector"] = {**spec.get("nodeSelector", {}), **selector}
-    if tolerations := part.get("tolerations"):
+    if tolerations := template.get("tolerations"):
         spec["tolerations"] = [*spec.get("tolerations", ()), *tolerations]
     for name in _REPLACED:
-        if name in part:
-            spec[name] = part[name]
-    _add_named(spec, "volumes", part.get("volumes", ()), where=where)
-    for init in part.get("initContainers", ()):
+        if name in template:
+            spec[name] = template[name]
+    _add_named(spec, "volumes", template.get("volumes", ()), where=where)
+    for init in template.get("initContainers", ()):
         init.setdefault("securityContext", copy.deepcopy(container.get("securityContext", {})))
-    _add_named(spec, "initContainers", part.get("initContainers", ()), where=where)
-    if mounts := part.get("volumeMounts"):
+    _add_named(spec, "initContainers", template.get("initContainers", ()), where=where)
+    if mounts := template.get("volumeMounts"):
         container["volumeMounts"] = [*container.get("volumeMounts", ()), *mounts]
-    if variables := part.get("env"):
+    if variables := template.get("env"):
         container["env"] = [*variables, *container.get("env", ())]
 
 
 def _add_named(
-    spec: dict[str, Any], key: str, added: Sequence[Mapping[str, Any]], *, where: str
+    spec: dict[str, Any], key: str, items: Sequence[Mapping[str, Any]], *, where: str
 ) -> None:
-    if not added:
+    if not items:
         return
     present = spec.setdefault(key, [])
     names = {item["name"] for item in present}
-    for item in added:
+    for item in items:
         if item["name"] in names:
             raise FailedPreconditionError(
                 f"{where}.{key}: the pod already has {item['name']!r}; give it another name in the chart's "

@@ -151,36 +151,36 @@ class RLRuns:
 
     async def serve(self) -> None:
         """Mirrors objects and runs until cancelled."""
-        what = f"{PLURAL}.{GROUP} of namespace {self._namespace}"
-        async with follow(self._listing, what) as seen, TaskGroup() as tasks:
+        subject = f"{PLURAL}.{GROUP} of namespace {self._namespace}"
+        async with follow(self._listing, subject) as changes, TaskGroup() as tasks:
             tasks.create_task(self._watch_runs())
             while True:
-                self._take(await seen.get(), tasks)
+                self._take(await changes.get(), tasks)
 
-    def _take(self, seen: Seen, tasks: asyncio.TaskGroup) -> None:
-        mirror = self._mirrors.get(seen.name)
-        is_other = seen.body is None or (
-            mirror is not None and mirror.uid != seen.body["metadata"]["uid"]
+    def _take(self, change: Seen, tasks: asyncio.TaskGroup) -> None:
+        mirror = self._mirrors.get(change.name)
+        is_other = change.body is None or (
+            mirror is not None and mirror.uid != change.body["metadata"]["uid"]
         )
         if mirror is not None and is_other:
             mirror.is_gone = True
             mirror.wake()
-            del self._mirrors[seen.name]
+            del self._mirrors[change.name]
             mirror = None
-        if seen.body is None:
+        if change.body is None:
             return
         if mirror is not None:
-            mirror.body = seen.body
+            mirror.body = change.body
             mirror.wake()
-        elif not _is_settled(seen.body):
-            mirror = self._mirrors[seen.name] = _Mirror(
+        elif not _is_settled(change.body):
+            mirror = self._mirrors[change.name] = _Mirror(
                 self._manager,
                 self._api,
                 self._namespace,
-                seen.body,
+                change.body,
                 on_run=self._by_run.__setitem__,
             )
-            tasks.create_task(self._serve(seen.name, mirror))
+            tasks.create_task(self._serve(change.name, mirror))
 
     async def _serve(self, name: str, mirror: "_Mirror") -> None:
         try:
@@ -473,10 +473,10 @@ class _Mirror:
             status = {"phase": "Rejected" if self._refusal else "Suspended", "conditions": []}
             if self._refusal:
                 status["message"] = self._refusal.message
-        others = [
+        other_conditions = [
             condition for condition in status["conditions"] if condition["type"] != "SpecRejected"
         ]
-        status["conditions"] = [*others, self._rejection()]
+        status["conditions"] = [*other_conditions, self._rejection()]
         status["observedGeneration"] = self._observed
         return status
 
@@ -486,10 +486,10 @@ class _Mirror:
             f"newer copy, or submit the run again: kubectl annotate {PLURAL} {self._name} "
             f"{RESUBMIT}={self.run_id} --overwrite"
         )
-        known = _condition(self._status, "Failed")
-        is_told = known.get("reason") == _LOST
-        since = known["lastTransitionTime"] if is_told else _time(time.time())
-        others = [
+        old_condition = _condition(self._status, "Failed")
+        is_told = old_condition.get("reason") == _LOST
+        since = old_condition["lastTransitionTime"] if is_told else _time(time.time())
+        other_conditions = [
             condition
             for condition in self._status.get("conditions", ())
             if condition["type"] not in ("Complete", "Failed")
@@ -500,7 +500,7 @@ class _Mirror:
             "runId": self.run_id,
             "phase": _LOST,
             "message": message,
-            "conditions": [*others, failed],
+            "conditions": [*other_conditions, failed],
         }
 
     def _rejection(self) -> dict[str, Any]:
@@ -543,10 +543,10 @@ class RLRunApi:
             FailedPreconditionError: Also if the object was changed since it was read.
         """
         metadata = body["metadata"]
-        others = [name for name in metadata.get("finalizers", ()) if name != FINALIZER]
-        wanted = [*others, FINALIZER] if is_set else others
-        patch = {"finalizers": wanted, "resourceVersion": metadata["resourceVersion"]}
-        changed: Json = await call_kubernetes(
+        other_finalizers = [name for name in metadata.get("finalizers", ()) if name != FINALIZER]
+        finalizers = [*other_finalizers, FINALIZER] if is_set else other_finalizers
+        patch = {"finalizers": finalizers, "resourceVersion": metadata["resourceVersion"]}
+        updated: Json = await call_kubernetes(
             f"finalizer of {KIND} {metadata['name']}",
             self._custom.patch_namespaced_custom_object,
             *self._place,
@@ -554,17 +554,17 @@ class RLRunApi:
             {"metadata": patch},
             _content_type=_MERGE,
         )
-        return changed
+        return updated
 
     async def write_status(self, name: str, status: Json, *, before: Json) -> None:
         """Writes a status; removes the keys that only ``before`` has."""
-        removed = dict.fromkeys(before.keys() - status.keys())
+        removals = dict.fromkeys(before.keys() - status.keys())
         await call_kubernetes(
             f"status of {KIND} {name}",
             self._custom.patch_namespaced_custom_object_status,
             *self._place,
             name,
-            {"status": {**removed, **status}},
+            {"status": {**removals, **status}},
             _content_type=_MERGE,
         )
 
@@ -697,14 +697,14 @@ def _read_spec(body: Json) -> tuple[RunSpec, RunPatch]:
     Raises:
         SpecError: With one line for each problem.
     """
-    own = {key: body["spec"].get(key) for key in ("priority", "labels")}
+    patch_fields = {key: body["spec"].get(key) for key in ("priority", "labels")}
     try:
-        asked = RunPatch(**own)
+        patch = RunPatch(**patch_fields)
     except ValidationError as error:
         raise SpecError(
             [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
         ) from error
-    return parse_spec(_document(body)), asked
+    return parse_spec(_document(body)), patch
 
 
 def _document(body: Json) -> dict[str, Any]:
@@ -759,8 +759,10 @@ def _change(old: Json, new: Json) -> Change:
 
 
 def _condition(status: Json, type_: str) -> Json:
-    found = (each for each in status.get("conditions", ()) if each["type"] == type_)
-    return next(found, {})
+    matches = (
+        condition for condition in status.get("conditions", ()) if condition["type"] == type_
+    )
+    return next(matches, {})
 
 
 def _rejected(status: Json) -> str:

@@ -79,16 +79,16 @@ class RolloutScales:
                 await self._process_change(body)
 
     async def _process_change(self, body: Mapping[str, Any]) -> None:
-        run_id, asked = body["metadata"]["labels"][RUN_LABEL], body["spec"]["replicas"]
-        if asked == body.get("status", {}).get("replicas", asked):
+        run_id, replicas = body["metadata"]["labels"][RUN_LABEL], body["spec"]["replicas"]
+        if replicas == body.get("status", {}).get("replicas", replicas):
             self._asked.pop(run_id, None)
-        elif self._asked.get(run_id) != asked:
-            self._asked[run_id] = asked
+        elif self._asked.get(run_id) != replicas:
+            self._asked[run_id] = replicas
             try:
-                await self._on_scale(run_id, asked)
+                await self._on_scale(run_id, replicas)
             except (ServiceError, ValueError) as error:  # seen again with the next list
                 del self._asked[run_id]
-                why = {"run": run_id, "replicas": asked, "error": str(error)}
+                why = {"run": run_id, "replicas": replicas, "error": str(error)}
                 logger.warning("cannot scale the run", extra=why)
 
     async def _write_spec(self, run_id: str, replicas: int) -> None:
@@ -111,10 +111,10 @@ class RolloutScales:
             )
 
     async def _patch(
-        self, part: str, method: Callable[..., Any], name: str, changes: Mapping[str, Any]
+        self, section: str, method: Callable[..., Any], name: str, changes: Mapping[str, Any]
     ) -> None:
-        what = f"{part} of RolloutScale {name}"
-        await call_kubernetes(what, method, *self._place, name, changes, _content_type=_MERGE)
+        subject = f"{section} of RolloutScale {name}"
+        await call_kubernetes(subject, method, *self._place, name, changes, _content_type=_MERGE)
 
 
 def _name(run_id: str) -> str:

@@ -143,20 +143,20 @@ def used_ports(pods: Iterable[Mapping[str, Any]]) -> set[int]:
     return numbers
 
 
-def _node_ports(run_id: str, spec: RunSpec, used: Collection[int]) -> _Ports:
+def _node_ports(run_id: str, spec: RunSpec, ports_in_use: Collection[int]) -> _Ports:
     """Returns three ports for each worker on nodes, which no other pod uses if there are enough.
 
     Args:
-        used: Ports of existing pods.
+        ports_in_use: Ports of existing pods.
     """
-    used, num_workers = frozenset(used), len(worker_names(spec))
+    ports_in_use, num_workers = frozenset(ports_in_use), len(worker_names(spec))
     size, total = 3 * num_workers, len(_NODE_PORTS)
     begin = int.from_bytes(hashlib.blake2b(run_id.encode(), digest_size=8).digest(), "big")
     starts = (_NODE_PORTS[(begin + shift) % total] for shift in range(total))
     fitting = (
         start
         for start in starts
-        if start + size <= _NODE_PORTS.stop and used.isdisjoint(range(start, start + size))
+        if start + size <= _NODE_PORTS.stop and ports_in_use.isdisjoint(range(start, start + size))
     )
     first = next(fitting, _NODE_PORTS.start)
     return _Ports(first, first + num_workers, first + 2 * num_workers, is_meeting_shared=False)
@@ -172,15 +172,15 @@ def run_metadata(run_id: str, name: str, *, owner: Mapping[str, str]) -> dict[st
 
 def run_policy(run_id: str, *, owner: Mapping[str, str]) -> Pod:
     """Builds the NetworkPolicy that admits only traffic between the workers of a run."""
-    own = {"matchLabels": {WORKER_LABEL: "true", RUN_LABEL: run_id}}
+    selector = {"matchLabels": {WORKER_LABEL: "true", RUN_LABEL: run_id}}
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
         "metadata": run_metadata(run_id, policy_name(run_id), owner=owner),
         "spec": {
-            "podSelector": own,
+            "podSelector": selector,
             "policyTypes": ["Ingress"],
-            "ingress": [{"from": [{"podSelector": own}]}],
+            "ingress": [{"from": [{"podSelector": selector}]}],
         },
     }
 
@@ -188,11 +188,11 @@ def run_policy(run_id: str, *, owner: Mapping[str, str]) -> Pod:
 def accounting_labels(*, project: str, user: str) -> dict[str, str]:
     """Returns the labels by which costs of pods are assigned; without characters that labels cannot have."""
     values = {PROJECT_LABEL: project, USER_LABEL: user}
-    shown = {
+    shares = {
         name: re.sub(r"[^A-Za-z0-9_.-]", "-", value)[:63].strip("-_.")
         for name, value in values.items()
     }
-    return {name: value for name, value in shown.items() if value}
+    return {name: value for name, value in shares.items() if value}
 
 
 def policy_name(run_id: str) -> str:
@@ -234,8 +234,11 @@ def load_templates(folder: Path, project: str = "") -> WorkerTemplates:
 
 def _file_of(folder: Path, project: str, program: str) -> Path:
     """Returns the file with the pod template of a program, for a project if it has its own."""
-    if _PROJECT.fullmatch(project) and (own := folder / f"{project}.{program}.yaml").exists():
-        return own
+    if (
+        _PROJECT.fullmatch(project)
+        and (project_file := folder / f"{project}.{program}.yaml").exists()
+    ):
+        return project_file
     return folder / f"{program}.yaml"
 
 
@@ -277,13 +280,13 @@ def why_volatile(template: Pod, folder: str) -> str:
         (PurePosixPath(mount["mountPath"]), mount["name"])
         for mount in container.get("volumeMounts", ())
     ]
-    holders = [(place, name) for place, name in mounts if path.is_relative_to(place)]
+    holders = [(mount_path, name) for mount_path, name in mounts if path.is_relative_to(mount_path)]
     if not holders:
         return f"{folder} is in the container's own file system"
-    place, name = max(holders, key=lambda holder: len(holder[0].parts))
+    mount_path, name = max(holders, key=lambda holder: len(holder[0].parts))
     volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
     kinds = sorted(_SCRATCH_VOLUMES & volumes[name].keys())
-    return f"{place} is a volume of the pod ({kinds[0]})" if kinds else ""
+    return f"{mount_path} is a volume of the pod ({kinds[0]})" if kinds else ""
 
 
 def build_pods(
@@ -293,7 +296,7 @@ def build_pods(
     *,
     controller_address: str,
     owner: Mapping[str, str],
-    used: Collection[int] = frozenset(),
+    ports_in_use: Collection[int] = frozenset(),
     labels: Mapping[str, str] | None = None,
 ) -> list[Pod]:
     """Builds all pods of a run, named by their places. Each container is named like its worker.
@@ -303,16 +306,19 @@ def build_pods(
     Args:
         controller_address: ``host:port`` at which workers reach the controller.
         owner: Owner reference; the pods are deleted with the owner.
-        used: Ports of other pods in the networks of nodes.
+        ports_in_use: Ports of other pods in the networks of nodes.
         labels: Further labels of the pods, such as those of :func:`accounting_labels`.
 
     Raises:
         FailedPreconditionError: If no node has room for a pod, or a pod has something that the installation
             does not allow; with one line per problem.
     """
-    if found := [*pod_problems(spec, templates.topology), *templates.overrides.problems(spec)]:
-        raise FailedPreconditionError("\n".join(found))
-    ports = _node_ports(run_id, spec, used) if templates.is_on_node_network else _POD_PORTS
+    if problems_of_pods := [
+        *pod_problems(spec, templates.topology),
+        *templates.overrides.problems(spec),
+    ]:
+        raise FailedPreconditionError("\n".join(problems_of_pods))
+    ports = _node_ports(run_id, spec, ports_in_use) if templates.is_on_node_network else _POD_PORTS
     pods = []
     for place in _places(templates, spec):
         pod = copy.deepcopy(templates.pods[place.kind.program])
@@ -363,14 +369,14 @@ def _complete_pod(
     """Sets resources other than GPUs, and adds what the administrator and the run want in the pod."""
     _add_part_of(pod, place.role)
     size_pod(pod, role=place.role, gpus=gpus)
-    if (chosen := spec.pods.get(place.role)) is not None:
-        choose_pod(pod, chosen, overrides)
-    counted = pod["metadata"]["annotations"].get(_COUNTED_ANNOTATION)
+    if (settings := spec.pods.get(place.role)) is not None:
+        choose_pod(pod, settings, overrides)
+    counted_class = pod["metadata"]["annotations"].get(_COUNTED_ANNOTATION)
     priority = pod["spec"].get("priorityClassName")
-    if counted is not None and priority != counted:
+    if counted_class is not None and priority != counted_class:
         raise FailedPreconditionError(
             f"the pods of {place.role} have the priority class {priority}, but the quota of the project "
-            f"counts those of {counted}; remove pods.{place.role}.priority_class, or the template of "
+            f"counts those of {counted_class}; remove pods.{place.role}.priority_class, or the template of "
             f"pods.{place.role}.templates or workers.kinds.{place.role}.pod that sets priorityClassName"
         )
 
@@ -378,8 +384,8 @@ def _complete_pod(
 def _add_part_of(pod: Pod, role: str) -> None:
     """Adds the administrator's part of a kind of worker."""
     kinds = json.loads(pod["metadata"].get("annotations", {}).get(KINDS_ANNOTATION, "{}"))
-    part = kinds.get(role, {}).get("pod", {})
-    add_part(pod, part, where=f"workers.kinds.{role}.pod")
+    template = kinds.get(role, {}).get("pod", {})
+    add_part(pod, template, where=f"workers.kinds.{role}.pod")
 
 
 def _places(templates: WorkerTemplates, spec: RunSpec) -> Iterator[_Place]:
@@ -418,8 +424,8 @@ def _ask_for_gpus(pod: Pod, count: int) -> None:
         )
         container["resources"].setdefault("claims", []).extend({"name": name} for name in names)
     elif (kind := annotations.get(_GPU_ANNOTATION)) is not None:
-        for part in ("requests", "limits"):
-            container["resources"].setdefault(part, {})[kind] = str(count)
+        for kind_of_amount in ("requests", "limits"):
+            container["resources"].setdefault(kind_of_amount, {})[kind] = str(count)
 
 
 def _name_worker(container: Pod, place: _Place, run_id: str, controller_address: str) -> None:
@@ -487,15 +493,17 @@ def _together(name: str, pods: list[Pod]) -> Pod:
         container for pod in pods for container in pod["spec"]["containers"]
     ]
     for kind in ("volumes", "initContainers", "resourceClaims"):
-        named = {each["name"]: each for pod in pods for each in pod["spec"].get(kind, ())}
-        if named:
-            bundle["spec"][kind] = list(named.values())
+        items_by_name = {item["name"]: item for pod in pods for item in pod["spec"].get(kind, ())}
+        if items_by_name:
+            bundle["spec"][kind] = list(items_by_name.values())
     annotations = [pod["metadata"].get("annotations", {}) for pod in pods]
-    if ports := [each[_PORTS_ANNOTATION] for each in annotations if _PORTS_ANNOTATION in each]:
+    if ports := [item[_PORTS_ANNOTATION] for item in annotations if _PORTS_ANNOTATION in item]:
         annotations[0][_PORTS_ANNOTATION] = ",".join(ports)
-    first, *others = bundle["spec"]["containers"]
+    first, *other_containers = bundle["spec"]["containers"]
     if claims := first.get("resources", {}).get("claims"):
-        for container in others:  # a container without claims shares the GPUs of the trainer
+        for (
+            container
+        ) in other_containers:  # a container without claims shares the GPUs of the trainer
             container["resources"].setdefault("claims", list(claims))
     return bundle
 

@@ -34,23 +34,23 @@ def relative_comparison() -> Iterator[None]:
         grader.sympy_numeric_eq = original
 
 
-def same_numbers(one: Any, other: Any, *_: int) -> bool:
+def same_numbers(first: Any, second: Any, *_: int) -> bool:
     """Returns True if two expressions or matrices are numerically equal; 9 % also equals 9.
 
     Expressions with variables are equal only if their difference vanishes; the library then compares them
     symbolically.
     """
-    if isinstance(one, MatrixBase) and isinstance(other, MatrixBase):
-        return one.shape == other.shape and all(
-            map(same_numbers, one.doit().flat(), other.doit().flat())
+    if isinstance(first, MatrixBase) and isinstance(second, MatrixBase):
+        return first.shape == second.shape and all(
+            map(same_numbers, first.doit().flat(), second.doit().flat())
         )
-    per_cents = grader.get_pct_val(one, one), grader.get_pct_val(other, other)
+    per_cents = grader.get_pct_val(first, first), grader.get_pct_val(second, second)
     if all(isinstance(value, Integer) for value in per_cents):
         return bool(per_cents[0] == per_cents[1])
     try:
-        if one.is_number and other.is_number:
-            return _is_same(one, other)
-        return bool((one - other).evalf(n=_DIGITS) == 0)
+        if first.is_number and second.is_number:
+            return _is_same(first, second)
+        return bool((first - second).evalf(n=_DIGITS) == 0)
     except Exception:  # noqa: BLE001 -- sympy raises errors of any type
         return False
 
@@ -85,7 +85,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 def _without_floats(value: Any) -> Any:
     floats = value.atoms(Float)
-    return value.xreplace({each: Rational(str(each)) for each in floats}) if floats else value
+    return value.xreplace({number: Rational(str(number)) for number in floats}) if floats else value
 
 
 def _rational(value: Any, size: Any) -> Any:

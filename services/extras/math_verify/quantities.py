@@ -187,8 +187,8 @@ def plain_amounts(text: str) -> str:
     text = _HEXADECIMAL.sub(lambda number: str(int(number[0], 0)), text)
     text = _SIGN_BEFORE_DOLLAR.sub(r"\1-", _DOLLAR_OF.sub("", text))
     text = _CURRENCY_AFTER.sub("", _CURRENCY_BEFORE.sub("", text))
-    text = _GROUPED_BEFORE_COMMA.sub(lambda part: f"{part[1].replace('.', '')}.{part[2]}", text)
-    return _GROUPED.sub(lambda part: re.sub(r"\D", "", part[0]), text)
+    text = _GROUPED_BEFORE_COMMA.sub(lambda match: f"{match[1].replace('.', '')}.{match[2]}", text)
+    return _GROUPED.sub(lambda match: re.sub(r"\D", "", match[0]), text)
 
 
 def without_indian_groups(number: str) -> str:
@@ -213,15 +213,17 @@ def per_cents(text: str) -> str:
 
 def unscaled(text: str) -> str:
     """Returns a text without the words that scale a number."""
-    return _SCALED.sub(lambda part: f"{part['number']}{part['closing']}{part['font'] or ''}", text)
+    return _SCALED.sub(
+        lambda match: f"{match['number']}{match['closing']}{match['font'] or ''}", text
+    )
 
 
-def _product(part: re.Match[str]) -> str:
-    groups = part.groupdict()
+def _product(match: re.Match[str]) -> str:
+    groups = match.groupdict()
     word = (groups["word"] or groups.get("last") or "").strip()
     scale = _LETTERS.get(word) or {**_SCALES, **_AT_END}[word.casefold()]
-    value = Fraction(re.sub(r"[^\d.]", "", part["number"])) * scale
-    return f"{_written(value)}{part['closing']}{part['font'] or ''}"
+    value = Fraction(re.sub(r"[^\d.]", "", match["number"])) * scale
+    return f"{_written(value)}{match['closing']}{match['font'] or ''}"
 
 
 def _written(value: Fraction) -> str:

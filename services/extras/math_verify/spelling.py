@@ -218,9 +218,9 @@ _TEMPERATURE = re.compile(
 _DEGREES = re.compile(r"(\d+(?:\.\d+)?)\s*\^\s*\{?\s*\\circ\s*\}?")
 
 
-def same_text(expected: str, given: str) -> bool:
+def same_text(expected: str, answer: str) -> bool:
     """Returns True if two answers have the same text; one of two times may omit ``am`` or ``pm``."""
-    shorter, longer = sorted((as_text(expected), as_text(given)), key=len)
+    shorter, longer = sorted((as_text(expected), as_text(answer)), key=len)
     return shorter == longer or (bool(_TIME.fullmatch(longer)) and longer[:-2] == shorter)
 
 
@@ -229,7 +229,7 @@ def normalized(text: str) -> str:
 
     Styles that no reader sees as part of an answer, such as colors, are removed.
     """
-    text = _COMPATIBLE.sub(lambda part: unicodedata.normalize("NFKC", part[0]), text)
+    text = _COMPATIBLE.sub(lambda match: unicodedata.normalize("NFKC", match[0]), text)
     text = _RAISED_TEXT.sub(_unraised, _DASH.sub("-", text))
     text = "".join(map(_unfractioned, text))
     text = _OTHER_DIGITS.sub(lambda sign: str(unicodedata.digit(sign[0])), text)
@@ -326,8 +326,8 @@ def has_words(answer: str) -> bool:
 
 def base(answer: str) -> str | None:
     """Returns the base of a number such as ``123_5``, or None."""
-    found = _BASE.fullmatch(as_text(answer))
-    return found and found[1]
+    match = _BASE.fullmatch(as_text(answer))
+    return match and match[1]
 
 
 def choice(answer: str) -> tuple[str, str]:
@@ -335,15 +335,15 @@ def choice(answer: str) -> tuple[str, str]:
     plain = _OPTION.sub("", _without_fonts(_DELIMITER.sub("", answer)))
     if letter := _ONE_CHOICE.fullmatch(plain):
         return letter[1], ""
-    found = _LETTER_AND_VALUE.fullmatch(plain)
-    several = found is None or _LETTER_AND_VALUE.search(found[2])
-    return ("", "") if found is None or several else (found[1], found[2])
+    match = _LETTER_AND_VALUE.fullmatch(plain)
+    several = match is None or _LETTER_AND_VALUE.search(match[2])
+    return ("", "") if match is None or several else (match[1], match[2])
 
 
 def ratio_as_fraction(answer: str) -> str | None:
     r"""Converts ``3:2`` to ``\frac{3}{2}``; returns None if the answer is not a ratio."""
-    found = _RATIO.fullmatch(_spelled_ratio(_without_fonts(_DELIMITER.sub(" ", answer))))
-    return found and f"\\frac{{{found[1]}}}{{{found[2]}}}"
+    match = _RATIO.fullmatch(_spelled_ratio(_without_fonts(_DELIMITER.sub(" ", answer))))
+    return match and f"\\frac{{{match[1]}}}{{{match[2]}}}"
 
 
 def _spelled_ratio(answer: str) -> str:
@@ -353,10 +353,10 @@ def _spelled_ratio(answer: str) -> str:
 
 def without_condition(answer: str) -> str:
     r"""Removes the condition of ``n, n \in \mathbb{Z}`` or ``n for n > 0``; keeps piecewise answers."""
-    found = _CONDITION.search(answer)
-    if not found or "\\begin" in answer or re.search(rf"\b{_CONDITION_WORD}\b", found[1]):
+    match = _CONDITION.search(answer)
+    if not match or "\\begin" in answer or re.search(rf"\b{_CONDITION_WORD}\b", match[1]):
         return answer
-    value = answer[: found.start()]
+    value = answer[: match.start()]
     return value if value.strip() and not is_text(value) else answer
 
 
@@ -378,7 +378,7 @@ def has_magnitude(answer: str) -> bool:
 def with_magnitude(answer: str) -> str:
     r"""Converts ``5 million`` to ``5\times 10^{6}``."""
     return _MAGNITUDE.sub(
-        lambda found: f"\\times 10^{{{_EXPONENT[found[2]]}}}{found[1] or ''}", answer
+        lambda match: f"\\times 10^{{{_EXPONENT[match[2]]}}}{match[1] or ''}", answer
     )
 
 
@@ -390,13 +390,13 @@ def numbers_of_chain(answer: str) -> list[tuple[str, str]]:
         if it is no such chain.
     """
     pieces = _EQUALITY.split(_DELIMITER.sub(" ", answer))
-    parts = pieces[::2]
-    if not all(re.search(r"\d", part) for part in parts) or any(
-        _NO_NUMBER.search(_NUMERIC_COMMAND.sub("", part)) for part in parts
+    numbers = pieces[::2]
+    if not all(re.search(r"\d", number) for number in numbers) or any(
+        _NO_NUMBER.search(_NUMERIC_COMMAND.sub("", number)) for number in numbers
     ):
         return [("", answer)]
     signs = ["" if sign == "=" else sign for sign in ["=", *pieces[1::2]]]
-    return list(zip(signs, parts, strict=True))
+    return list(zip(signs, numbers, strict=True))
 
 
 def alternatives(answer: str) -> list[str]:
@@ -415,12 +415,12 @@ def as_latex(answer: str) -> str:
     tidy = _THOUSANDS.sub(",", " ".join(_DELIMITER.sub(" ", tidy).split()))
     tidy = _APPROXIMATELY.sub("=", tidy).strip().removeprefix("=").strip()
     tidy = _NUMBER_SET.sub(r"\\mathbb{\1}", _LETTER.sub(r" \1\2\3", tidy))
-    tidy = _SPELLED_OTHERWISE.sub(lambda found: _SAME_SIGN[found[0]], tidy)
+    tidy = _SPELLED_OTHERWISE.sub(lambda match: _SAME_SIGN[match[0]], tidy)
     tidy = _FUNCTION.sub(r"\\\1", _LETTER_TIMES.sub(r"\1\\times 10^", tidy))
     tidy = _POWER_OF_TEN.sub(r"\1\\times 10^{\2}", _ORDINAL.sub("", tidy))
     tidy = _MIXED.sub(r"\1\\frac{\2}{\3}", _ALL.sub("", tidy))
-    if whole := re.fullmatch(r"\\text\w*\s*\{([^{}]*\d[^{}]*)\}", tidy):
-        tidy = whole[1]
+    if text_match := re.fullmatch(r"\\text\w*\s*\{([^{}]*\d[^{}]*)\}", tidy):
+        tidy = text_match[1]
     tidy = _UNIT_IN_TEXT.sub("", tidy)
     if quantity := _QUANTITY.fullmatch(tidy):
         tidy = quantity[1]
@@ -434,8 +434,8 @@ def rewritten(latex: str) -> list[str]:
     if "," in latex:
         return []
     if "\\pm" in latex:
-        other = latex.replace("\\pm", "-").replace("\\mp", "+")
-        return [latex.replace("\\pm", "+").replace("\\mp", "-") + "," + other]
+        negative = latex.replace("\\pm", "-").replace("\\mp", "+")
+        return [latex.replace("\\pm", "+").replace("\\mp", "-") + "," + negative]
     name, _, value = latex.rpartition("=")
     return [value] if value != latex and not re.search(r"[<>]|\\(?:[lgn]e|or)", name) else []
 
@@ -449,6 +449,6 @@ def _without_fonts(answer: str) -> str:
 
 def _as_fraction(decimal: re.Match[str]) -> str:
     r"""Converts ``0.1\overline{6}`` to ``\frac{15}{90}``."""
-    whole, fixed, repeated = decimal.groups()
-    value = int(whole + fixed + repeated) - int((whole + fixed) or 0)
+    integer, fixed, repeated = decimal.groups()
+    value = int(integer + fixed + repeated) - int((integer + fixed) or 0)
     return f"\\frac{{{value}}}{{{'9' * len(repeated)}{'0' * len(fixed)}}}"

@@ -109,17 +109,17 @@ def call_tool(command: Sequence[str], name: str, arguments: Mapping[str, Any]) -
         RuntimeError: If the tool reports an error.
     """
     result = _server(tuple(command)).request("tools/call", {"name": name, "arguments": arguments})
-    text = "\n".join(part["text"] for part in result["content"] if part.get("type") == "text")
+    text = "\n".join(block["text"] for block in result["content"] if block.get("type") == "text")
     if result.get("isError"):
         raise RuntimeError(text or f"tool {name!r} failed")
-    if all(part.get("type") != "image" for part in result["content"]):
+    if all(block.get("type") != "image" for block in result["content"]):
         return text
     return [
-        {"type": "text", "text": part["text"]}
-        if part["type"] == "text"
-        else {"type": "image", "image": f"data:{part['mimeType']};base64,{part['data']}"}
-        for part in result["content"]
-        if part.get("type") in ("text", "image")
+        {"type": "text", "text": block["text"]}
+        if block["type"] == "text"
+        else {"type": "image", "image": f"data:{block['mimeType']};base64,{block['data']}"}
+        for block in result["content"]
+        if block.get("type") in ("text", "image")
     ]
 
 

@@ -143,14 +143,14 @@ class MultiTurn:
             if not calls:
                 return
             results = partial(self._results, episode, rounds, text, calls)
-            if (seen := await episode.observe(results)) is None:
+            if (observation := await episode.observe(results)) is None:
                 return
             # Derived from the observed text, so that a resumed episode sees the same results.
-            result = episode.text(seen)
-            made = tuple(
+            result = episode.text(observation)
+            executed = tuple(
                 ToolCallAndResult(name=call.name or "unknown", result=result) for call in calls
             )
-            rounds.append(ToolRound(reply=text, calls=made))
+            rounds.append(ToolRound(reply=text, calls=executed))
 
     def _calls(self, episode: Episode, turn: Turn) -> tuple[ParsedCall, ...]:
         layout = reply_format(episode.tokenizer, self._tool_format)
@@ -199,7 +199,7 @@ class MultiTurn:
                 )
             escaped = [episode.tokenizer.escape(text) for text, _ in results]
             return "".join(self._result_template.replace("{result}", text) for text in escaped)
-        made = tuple(
+        executed = tuple(
             ToolCallAndResult(name=call.name or "unknown", result=result)
             for call, (result, _) in zip(calls, results, strict=True)
         )
@@ -208,7 +208,7 @@ class MultiTurn:
             token_ids = tool_result_ids(
                 episode.tokenizer,
                 episode.prompt.messages,
-                [*rounds, ToolRound(reply=text, calls=made)],
+                [*rounds, ToolRound(reply=text, calls=executed)],
                 self._tools(episode.prompt),
                 last_id=episode.turns[-1].token_ids[-1],
             )

@@ -60,13 +60,13 @@ def fetch(url: str, kind: FetchKind, *, cache: Path, report: Report) -> Path:
         version = root / _version(objects)
         if not version.is_dir():
             _remove_parts(root)
-            part = version.with_suffix(_PART)
-            base = part if kind == "file" else part / target
+            unfinished = version.with_suffix(_PART)
+            base = unfinished if kind == "file" else unfinished / target
             total = sum(o.num_bytes for o in objects)
             progress = TransferProgress(f"downloading {url}", total, report)
             files = {o: base / o.name for o in objects}
             store.download(files, on_bytes=progress.add, persist=patience)
-            part.rename(version)
+            unfinished.rename(version)
             report("")
     return version / target
 
@@ -78,11 +78,11 @@ def _fetch_checkpoint(store: ObjectFolder, name: str, root: Path, report: Report
         version = root / manifest.upload
         if not version.is_dir():
             _remove_parts(root)
-            part = version.with_suffix(_PART)
+            unfinished = version.with_suffix(_PART)
             download_checkpoint(
-                store, name, manifest, part / name, patience=patience, report=report
+                store, name, manifest, unfinished / name, patience=patience, report=report
             )
-            part.rename(version)
+            unfinished.rename(version)
             report("")
     return version / name
 
@@ -95,12 +95,14 @@ def _fetch_record(store: ObjectFolder, name: str, root: Path, report: Report) ->
         version = root / digest
         if not version.is_dir():
             _remove_parts(root)
-            part = version.with_suffix(_PART)
-            total = sum(stored.num_bytes for stored in objects)
+            unfinished = version.with_suffix(_PART)
+            total = sum(stored_object.num_bytes for stored_object in objects)
             progress = TransferProgress(f"downloading {url}", total, report)
-            files = {stored: part / name / path for stored, path in objects.items()}
+            files = {
+                stored_object: unfinished / name / path for stored_object, path in objects.items()
+            }
             store.download(files, on_bytes=progress.add, persist=patience)
-            part.rename(version)
+            unfinished.rename(version)
             report("")
     return version / name
 
@@ -125,8 +127,8 @@ def _version(objects: Sequence[StoredObject]) -> str:
 
 def _remove_parts(root: Path) -> None:
     """Removes what killed processes left; the caller holds the lock."""
-    for part in root.glob(f"*{_PART}"):
-        shutil.rmtree(part, ignore_errors=True)
+    for unfinished in root.glob(f"*{_PART}"):
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 @contextmanager

@@ -80,7 +80,7 @@ class ObjectFolder:
         """Returns all objects whose names begin with a folder's name, in the order of their names."""
         with _explained(self.url):
             metas = obstore.list(self._store, prefix or None).collect()
-        return sorted(map(_stored, metas), key=lambda stored: stored.name)
+        return sorted(map(_stored, metas), key=lambda stored_object: stored_object.name)
 
     def head(self, name: str) -> StoredObject:
         """Returns what the store knows of an object."""
@@ -114,7 +114,7 @@ class ObjectFolder:
 
     def sizes(self) -> Mapping[str, int]:
         """Returns the bytes of each object by name."""
-        return {stored.name: stored.num_bytes for stored in self.list()}
+        return {stored_object.name: stored_object.num_bytes for stored_object in self.list()}
 
     def put(self, name: str, content: memoryview) -> None:
         """Writes an object from memory; readers see all of it or nothing."""
@@ -133,12 +133,12 @@ class ObjectFolder:
         Raises:
             DataLossError: If fewer or more bytes arrive.
         """
-        stored = self.head(name)
-        end = min(stored.num_bytes, len(target))
+        stored_object = self.head(name)
+        end = min(stored_object.num_bytes, len(target))
         for start in range(0, end, PIECE_BYTES):
             stop = min(start + PIECE_BYTES, end)
-            target[start:stop] = self._piece(stored, start, stop)
-        return stored.num_bytes
+            target[start:stop] = self._piece(stored_object, start, stop)
+        return stored_object.num_bytes
 
     def download(
         self, objects: Mapping[StoredObject, Path], *, on_bytes: OnBytes, persist: Persist
@@ -152,12 +152,14 @@ class ObjectFolder:
             DataLossError: If an object changed meanwhile.
         """
         pieces = []
-        for stored, file in objects.items():
+        for stored_object, file in objects.items():
             file.parent.mkdir(parents=True, exist_ok=True)
             with file.open("wb") as created:
-                created.truncate(stored.num_bytes)
-            starts = range(0, stored.num_bytes, PIECE_BYTES)
-            pieces += [partial(self._download_piece, stored, file, start) for start in starts]
+                created.truncate(stored_object.num_bytes)
+            starts = range(0, stored_object.num_bytes, PIECE_BYTES)
+            pieces += [
+                partial(self._download_piece, stored_object, file, start) for start in starts
+            ]
         with ThreadPoolExecutor(CONCURRENCY) as pool:
             transfers = [pool.submit(persist, piece) for piece in pieces]
             try:
@@ -167,23 +169,25 @@ class ObjectFolder:
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
         for file in objects.values():
-            with file.open("rb") as written:
-                os.fsync(written.fileno())
+            with file.open("rb") as file_to_sync:
+                os.fsync(file_to_sync.fileno())
 
-    def _download_piece(self, stored: StoredObject, file: Path, start: int) -> int:
-        content = self._piece(stored, start, min(start + PIECE_BYTES, stored.num_bytes))
+    def _download_piece(self, stored_object: StoredObject, file: Path, start: int) -> int:
+        content = self._piece(
+            stored_object, start, min(start + PIECE_BYTES, stored_object.num_bytes)
+        )
         with file.open("r+b") as output:
             output.seek(start)
             output.write(content)
         return len(content)
 
-    def _piece(self, stored: StoredObject, start: int, end: int) -> bytes:
-        options: Any = {"range": (start, end), "if_match": stored.tag or None}
-        with _explained(self.url, stored.name):
-            content = bytes(obstore.get(self._store, stored.name, options=options).bytes())
+    def _piece(self, stored_object: StoredObject, start: int, end: int) -> bytes:
+        options: Any = {"range": (start, end), "if_match": stored_object.tag or None}
+        with _explained(self.url, stored_object.name):
+            content = bytes(obstore.get(self._store, stored_object.name, options=options).bytes())
         if len(content) != end - start:
             raise DataLossError(
-                f"{self.url}/{stored.name}: {len(content)} bytes arrived instead of {end - start}"
+                f"{self.url}/{stored_object.name}: {len(content)} bytes arrived instead of {end - start}"
             )
         return content
 

@@ -92,15 +92,15 @@ def read_manifest(store: ObjectFolder, name: str) -> StoredManifest:
 def stored_checkpoints(objects: Iterable[StoredObject]) -> dict[int, StoredCheckpoint]:
     """Returns the checkpoints, published or not, to which listed objects belong, by step."""
     checkpoints: dict[int, StoredCheckpoint] = {}
-    for stored in objects:
-        if (matched := _OBJECT.fullmatch(stored.name)) is None:
+    for stored_object in objects:
+        if (matched := _OBJECT.fullmatch(stored_object.name)) is None:
             continue  # of a critic, a record, or of someone else
         step = int(matched["step"])
         checkpoint = checkpoints.setdefault(step, StoredCheckpoint(step, matched["name"]))
         if matched["upload"] is None:
             checkpoint.is_published = True
         else:
-            checkpoint.uploads.setdefault(matched["upload"], []).append(stored)
+            checkpoint.uploads.setdefault(matched["upload"], []).append(stored_object)
     return checkpoints
 
 
@@ -123,8 +123,8 @@ def download_checkpoint(
     for attempt in range(1, _DOWNLOADS + 1):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        listed = patience(lambda: store.list(prefix))
-        objects = {o: o.name.removeprefix(f"{prefix}/") for o in listed}
+        all_objects = patience(lambda: store.list(prefix))
+        objects = {o: o.name.removeprefix(f"{prefix}/") for o in all_objects}
         sizes = {path: o.num_bytes for o, path in objects.items()}
         missing = [path for path, size in manifest.sizes.items() if sizes.get(path) != size]
         if missing:
@@ -132,10 +132,10 @@ def download_checkpoint(
                 f"checkpoint {where}: {', '.join(missing[:3])} is missing or has another size",
                 url=where,
             )
-        wanted = {o: folder / path for o, path in objects.items() if path in manifest.sizes}
+        needed_objects = {o: folder / path for o, path in objects.items() if path in manifest.sizes}
         total = sum(manifest.sizes.values())
         progress = TransferProgress(f"downloading {where}", total, report)
-        store.download(wanted, on_bytes=progress.add, persist=patience)
+        store.download(needed_objects, on_bytes=progress.add, persist=patience)
         (folder / manifests.MANIFEST).write_bytes(manifest.content)
         try:
             manifests.verify(folder)

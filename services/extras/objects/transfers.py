@@ -111,8 +111,8 @@ class TransferProgress:
         report: Receives the line; None only logs it.
     """
 
-    def __init__(self, what: str, total_bytes: int, report: Report | None = None) -> None:
-        self._what = what
+    def __init__(self, subject: str, total_bytes: int, report: Report | None = None) -> None:
+        self._what = subject
         self.total_bytes = total_bytes
         self.done_bytes = 0
         self._report = report

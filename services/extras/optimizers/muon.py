@@ -53,9 +53,9 @@ class MuonWithAdamW(torch.optim.AdamW):
         buffer.lerp_(gradient, 1.0 - self._momentum)
         # Nesterov's momentum. The orthogonalization below is not elementwise and needs the whole matrix.
         ahead = spread_like(gradient.lerp(buffer, self._momentum), parameter)
-        whole = ahead.full_tensor() if isinstance(ahead, DTensor) else ahead
-        change = nn.Parameter(torch.zeros_like(whole))
-        change.grad = whole
+        full_gradient = ahead.full_tensor() if isinstance(ahead, DTensor) else ahead
+        change = nn.Parameter(torch.zeros_like(full_gradient))
+        change.grad = full_gradient
         torch.optim.Muon(
             [change],
             lr=group["lr"],

@@ -167,7 +167,7 @@ def advise(
     rates: Rates | None,
     setting: Setting,
     *,
-    others: Iterable[Setting] = (),
+    candidates: Iterable[Setting] = (),
     gpus: int | None = None,
     allows: Callable[[Setting], bool] = lambda _: True,
     slots: Callable[[int], int] | None = None,
@@ -177,7 +177,7 @@ def advise(
     Args:
         steps: Metrics of the steps, in order.
         rates: Rates that the steps have; None if a metric is missing. No change is advised without them.
-        others: The same setting in other placements, on the same GPUs.
+        candidates: The same setting in other placements, on the same GPUs.
         gpus: Number of GPUs that trainer and rollouts may use; None if only their current ones are
             known. No change that needs more is advised.
         allows: Returns False for a setting that the specification's rules reject; it is not advised.
@@ -215,7 +215,7 @@ def advise(
     # If the run needs more GPUs than there are, its workers share GPUs or have none, and other placements
     # are not predicted: their workers would, too.
     gains: dict[str, float] = {
-        candidate.placement: _gain(rates, candidate, now) for candidate in others if spare >= 0
+        candidate.placement: _gain(rates, candidate, now) for candidate in candidates if spare >= 0
     }
     return replace(advice, changes=tuple(helpful[:_MAX_CHANGES]), others=gains)
 
@@ -238,35 +238,35 @@ def _changes(
     slots: Callable[[int], int] | None,
 ) -> Iterator[Change]:
     """Yields one change for each part of the setting that can be changed alone: the best value tried."""
-    tried: dict[str, list[int]] = {
+    values_by_name: dict[str, list[int]] = {
         "rollouts": [setting.rollouts + 1] if spare_gpus >= setting.engine_gpus else [],
         "trainer_gpus": [2 * setting.trainer_gpus] if spare_gpus >= setting.trainer_gpus else [],
         "slots": [2 * setting.slots],
         "max_staleness": [bound for bound in _BOUNDS if bound > setting.max_staleness][:2],
     }
     if setting.is_colocated:  # trainer and rollouts can only get GPUs together
-        del tried["trainer_gpus"]
+        del values_by_name["trainer_gpus"]
     if not setting.dedicated_rollouts:
-        del tried["rollouts"]
-        tried["max_staleness"] = [1] if setting.max_staleness < 1 else []
+        del values_by_name["rollouts"]
+        values_by_name["max_staleness"] = [1] if setting.max_staleness < 1 else []
     # If all rollouts are colocated, no side is the bottleneck, and any helpful change counts.
-    helps = _REMEDIES[bottleneck] if setting.dedicated_rollouts else frozenset(tried)
-    for name, values in tried.items():
+    helps = _REMEDIES[bottleneck] if setting.dedicated_rollouts else frozenset(values_by_name)
+    for name, values in values_by_name.items():
         if name not in helps:
             continue
         gains = {}
         for value in values:
-            changed = replace(setting, **{name: value})  # type: ignore[arg-type]
-            if not allows(changed):
+            changed_setting = replace(setting, **{name: value})  # type: ignore[arg-type]
+            if not allows(changed_setting):
                 continue
             if name == "max_staleness":
-                changed = replace(
-                    changed,
+                changed_setting = replace(
+                    changed_setting,
                     slots=setting.slots if slots is None else slots(value),
                     partial_rollout=True,
                     accumulate_early=False,
                 )
-            gains[value] = _gain(rates, changed, now)
+            gains[value] = _gain(rates, changed_setting, now)
         if gains:
             best = max(gains, key=lambda value: gains[value])
             # Takes the smallest value with nearly the best gain.

@@ -101,7 +101,7 @@ class Advisor:
                     steps,
                     rates,
                     setting,
-                    others=other_placements(spec, setting),
+                    candidates=other_placements(spec, setting),
                     gpus=gpus,
                     allows=partial(allows, spec),
                     slots=_default_slots(spec),

@@ -97,18 +97,20 @@ def plan(  # noqa: PLR0913, PLR0917 -- the options of a command
         raise typer.Exit(2)
     try:
         memory = Memory(loaded, gpu_bytes(gpu_memory) if gpu_memory else None)
-        known = _known(loaded, memory, from_, rates, url=url)
-        found = _planned(loaded, memory, known.rates, gpus=gpus, most_staleness=max_staleness)
-        memory = _memory_of(memory, loaded, found.best.setting)
-        ways = _layouts(with_setting(loaded, found.best.setting), gpu_memory)
+        rates_known = _known(loaded, memory, from_, rates, url=url)
+        plan_of_splits = _planned(
+            loaded, memory, rates_known.rates, gpus=gpus, most_staleness=max_staleness
+        )
+        memory = _memory_of(memory, loaded, plan_of_splits.best.setting)
+        ways = _layouts(with_setting(loaded, plan_of_splits.best.setting), gpu_memory)
     except (ValueError, OSError) as error:
         fail(str(error))
         raise typer.Exit(2) from error
     if as_json:
-        write(json.dumps(_document(found, known, memory, ways), indent=2))
+        write(json.dumps(_document(plan_of_splits, rates_known, memory, ways), indent=2))
         return
-    _show(loaded, found, known, memory=memory)
-    _show_layouts(with_setting(loaded, found.best.setting), ways)
+    _show(loaded, plan_of_splits, rates_known, memory=memory)
+    _show_layouts(with_setting(loaded, plan_of_splits.best.setting), ways)
 
 
 def _known(
@@ -161,9 +163,9 @@ def _show_layouts(spec: RunSpec, ways: Sequence[Layout]) -> None:
     if not ways:
         return
     num_fitting = sum(way.fits for way in ways)
-    shown = distinct(ways)[:_MOST_LAYOUTS] or [min(ways, key=lambda way: way.memory)]
+    shown_layouts = distinct(ways)[:_MOST_LAYOUTS] or [min(ways, key=lambda way: way.memory)]
     table = Table("stages", "tensor", "experts", "context", "engine", "GB", "bubble", box=None)
-    for way in shown:
+    for way in shown_layouts:
         sizes = (
             way.pipeline_parallel,
             way.tensor_parallel,
@@ -188,13 +190,13 @@ def _measured(run: str, *, url: str | None) -> tuple[Rates, list[str]]:
     page = call_operation(url, ListMetrics, run_id=run, from_step=max(0, view.step - _NEWEST))
     setting, steps = setting_of(spec), _steps(page)
     rates = rates_of(steps, _lengths(page), setting=setting)
-    measured, predicted = measured_step_s(steps), predict(rates, setting).step_s
+    measured_s, predicted = measured_step_s(steps), predict(rates, setting).step_s
     first, *_, last = (step["step"] for step in representative_steps(steps))
     return rates, [
         f"measured in run {view.name} ({view.id}), steps {first:.0f} to {last:.0f}, model "
         f"{spec.model.path}",
-        f"check: its steps took {measured:.2f} s, predicted {predicted:.2f} s "
-        f"({100 * (predicted / measured - 1):+.0f} %)",
+        f"check: its steps took {measured_s:.2f} s, predicted {predicted:.2f} s "
+        f"({100 * (predicted / measured_s - 1):+.0f} %)",
     ]
 
 
@@ -207,10 +209,10 @@ def _steps(page: MetricPage) -> list[Step]:
 
 def _lengths(page: MetricPage) -> Mapping[int, int]:
     """Returns the number of responses by upper bound of their length, over all steps."""
-    for found in page.histograms:
-        if found.name == "response_tokens":
-            sums = [sum(counts) for counts in zip(*found.counts, strict=True)]
-            return {bound: n for bound, n in zip(found.bounds, sums, strict=True) if n}
+    for histogram in page.histograms:
+        if histogram.name == "response_tokens":
+            sums = [sum(counts) for counts in zip(*histogram.counts, strict=True)]
+            return {bound: n for bound, n in zip(histogram.bounds, sums, strict=True) if n}
     return {}
 
 
@@ -259,7 +261,7 @@ def _memory_of(memory: Memory, spec: RunSpec, setting: Setting) -> Memory:
     return memory.like(with_setting(spec, setting), gpus=1 if setting.shares_gpu else None)
 
 
-def _show(spec: RunSpec, found: SplitPlan, known: _Rates, *, memory: Memory) -> None:
+def _show(spec: RunSpec, splits: SplitPlan, rates: _Rates, *, memory: Memory) -> None:
     columns = (
         "",
         "trainer",
@@ -271,25 +273,25 @@ def _show(spec: RunSpec, found: SplitPlan, known: _Rates, *, memory: Memory) -> 
         "trainer idle",
     )
     table = Table(*columns, "rollouts idle", "slots used", "stale", "of limit", box=None)
-    for split in found.splits:
-        mark = "*" if split.setting == found.best.setting else ""
+    for split in splits.splits:
+        mark = "*" if split.setting == splits.best.setting else ""
         table.add_row(mark, *_cells(split))
-    if found.now is not None:
-        table.add_row("now", *_cells(found.now))
+    if splits.now is not None:
+        table.add_row("now", *_cells(splits.now))
     console.print(table, highlight=False)
-    if text := _tail(found.now or found.best, known.rates):
+    if text := _tail(splits.now or splits.best, rates.rates):
         print_line(console, f"\n{text}")
-    for way, reason in found.refused.items():
+    for way, reason in splits.refused.items():
         print_line(console, f"\n{way} is not possible for the trainer: {reason}")
-    print_line(console, f"\nrecommended ({_why(found)}):")
-    for key, value in _keys(found.best).items():
+    print_line(console, f"\nrecommended ({_why(splits)}):")
+    for key, value in _keys(splits.best).items():
         print_line(console, f"  {key}: {value}")
-    if text := memory.tables(found.best.setting.trainer_gpus):
+    if text := memory.tables(splits.best.setting.trainer_gpus):
         print_line(console, f"\n{text}")
     print_line(console, "\nrates:")
-    for source in known.sources:
+    for source in rates.sources:
         print_line(console, f"  {source}")
-    if not known.is_measured:
+    if not rates.is_measured:
         print_line(
             errors,
             "note: these rates are assumed; --from RUN uses the measured rates of a run after ten steps",
@@ -310,14 +312,16 @@ def _tail(split: Split, rates: Rates) -> str:
     )
 
 
-def _why(found: SplitPlan) -> str:
-    best = found.best.prediction
+def _why(splits: SplitPlan) -> str:
+    best = splits.best.prediction
     text = f"{best.samples_per_s:.1f} samples/s"
-    if found.now is not None and found.now.setting != found.best.setting:
-        text += (
-            f", {best.samples_per_s / found.now.prediction.samples_per_s:.2f}x of the current split"
-        )
-    waits = {why: spent for why, spent in best.waits.items() if spent >= 0.02 * best.step_s}
+    if splits.now is not None and splits.now.setting != splits.best.setting:
+        text += f", {best.samples_per_s / splits.now.prediction.samples_per_s:.2f}x of the current split"
+    waits = {
+        why: duration_s
+        for why, duration_s in best.waits.items()
+        if duration_s >= 0.02 * best.step_s
+    }
     if waits:
         reason = max(waits, key=lambda why: waits[why])
         text += (
@@ -327,16 +331,16 @@ def _why(found: SplitPlan) -> str:
 
 
 def _cells(split: Split) -> Iterator[str]:
-    setting, found = split.setting, split.prediction
+    setting, prediction = split.setting, split.prediction
     together = f", {setting.colocated_rollouts} colocated" if setting.is_colocated else ""
     together = ", same GPU" if setting.shares_gpu else together
     yield from (str(setting.trainer_gpus), f"{setting.rollouts}{together}")
     yield from map(str, (setting.max_staleness, setting.slots))
-    yield from (f"{found.step_s:.2f}", f"{found.samples_per_s:.1f}")
-    for share in (found.trainer_idle, found.rollout_idle, found.slots_used):
+    yield from (f"{prediction.step_s:.2f}", f"{prediction.samples_per_s:.1f}")
+    for share in (prediction.trainer_idle, prediction.rollout_idle, prediction.slots_used):
         yield f"{100 * share:.0f} %"
-    yield f"{found.staleness_mean:.1f} / {found.staleness_p95}"
-    yield f"{found.share_of_limit:.2f}"
+    yield f"{prediction.staleness_mean:.1f} / {prediction.staleness_p95}"
+    yield f"{prediction.share_of_limit:.2f}"
 
 
 def _keys(split: Split) -> dict[str, int | str]:
@@ -351,7 +355,7 @@ def _keys(split: Split) -> dict[str, int | str]:
 
 
 def _document(
-    found: SplitPlan, known: _Rates, memory: Memory, ways: Sequence[Layout]
+    splits: SplitPlan, rates: _Rates, memory: Memory, ways: Sequence[Layout]
 ) -> dict[str, Any]:
     def of(split: Split | None) -> dict[str, Any] | None:
         if split is None:
@@ -361,17 +365,17 @@ def _document(
             "trainer_idle": split.prediction.trainer_idle,
             "share_of_limit": split.prediction.share_of_limit,
         }
-        tail = asdict(tail_bound(known.rates, split.setting))
+        tail = asdict(tail_bound(rates.rates, split.setting))
         return {"keys": _keys(split), **facts, **shares, "tail": tail}
 
     return {
-        "recommended": of(found.best),
-        "now": of(found.now),
-        "splits": [of(split) for split in found.splits],
-        "refused": found.refused,
-        "memory": memory.document(found.best.setting.trainer_gpus),
+        "recommended": of(splits.best),
+        "now": of(splits.now),
+        "splits": [of(split) for split in splits.splits],
+        "refused": splits.refused,
+        "memory": memory.document(splits.best.setting.trainer_gpus),
         "layouts": [asdict(way) for way in ways],
-        "is_measured": known.is_measured,
-        "sources": list(known.sources),
-        "rates": asdict(known.rates),
+        "is_measured": rates.is_measured,
+        "sources": list(rates.sources),
+        "rates": asdict(rates.rates),
     }

@@ -25,11 +25,11 @@ def on_gpus(setting: Setting, gpus: int, *, trainer_gpus: int, is_colocated: boo
 
     Rollouts have the other GPUs or, if ``is_colocated``, all GPUs.
     """
-    left = gpus if is_colocated else gpus - trainer_gpus
+    rollout_gpus = gpus if is_colocated else gpus - trainer_gpus
     return replace(
         setting,
         trainer_gpus=trainer_gpus,
-        rollouts=left // setting.engine_gpus,
+        rollouts=rollout_gpus // setting.engine_gpus,
         colocated_rollouts=trainer_gpus // setting.engine_gpus if is_colocated else 0,
         shares_gpu=False,
     )
@@ -54,8 +54,10 @@ def with_setting(spec: RunSpec, setting: Setting) -> RunSpec:
         "rollout": {"replicas": setting.rollouts, "max_running_samples": setting.slots},
         "algorithm": {"max_staleness": setting.max_staleness},
     }
-    parts = {name: getattr(spec, name).model_copy(update=these) for name, these in changes.items()}
-    return spec.model_copy(update={"topology": topology, **parts})
+    sections = {
+        name: getattr(spec, name).model_copy(update=values) for name, values in changes.items()
+    }
+    return spec.model_copy(update={"topology": topology, **sections})
 
 
 def may_colocate(spec: RunSpec, setting: Setting) -> bool:
@@ -122,14 +124,14 @@ class GpuCapacity:
 
         If each possible number leaves some unused, all are candidates.
         """
-        most = self.gpus - self.engine_gpus
+        max_size = self.gpus - self.engine_gpus
         sizes = [
             size
-            for size in range(self.trainer_unit, most + 1, self.trainer_unit)
+            for size in range(self.trainer_unit, max_size + 1, self.trainer_unit)
             if size <= self.gpus_per_node or size % self.gpus_per_node == 0
         ]
-        whole = [size for size in sizes if (self.gpus - size) % self.engine_gpus == 0]
-        candidates = whole or [*sizes]
+        without_rest = [size for size in sizes if (self.gpus - size) % self.engine_gpus == 0]
+        candidates = without_rest or [*sizes]
         return candidates[:: max(1, -(-len(candidates) // _MAX_SPLITS))]
 
     def shared_sizes(self) -> Sequence[int]:
@@ -243,9 +245,9 @@ def plan_splits(
     if not splits:
         raise ValueError(too_few)
     best = _recommended(splits)
-    more = replace(best.setting, slots=2 * best.setting.slots)
-    if more.slots <= max_slots:
-        splits.append(Split(setting=more, prediction=_predict(rates, more)))
+    doubled = replace(best.setting, slots=2 * best.setting.slots)
+    if doubled.slots <= max_slots:
+        splits.append(Split(setting=doubled, prediction=_predict(rates, doubled)))
         best = _recommended(splits)
     now = base if base.gpus <= room.gpus else shared_setting if base.rollouts == 1 else None
     return SplitPlan(

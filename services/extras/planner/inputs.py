@@ -81,8 +81,8 @@ class Lognormal:
         """Yields random response lengths, without end."""
         middle = math.log(self.median_tokens)
         while True:
-            drawn = round(math.exp(rng.gauss(middle, self.sigma)))
-            yield min(max(1, drawn), self.max_tokens)
+            num_tokens = round(math.exp(rng.gauss(middle, self.sigma)))
+            yield min(max(1, num_tokens), self.max_tokens)
 
     def mean(self) -> float:
         """Returns the mean number of tokens, after truncation."""
@@ -131,13 +131,15 @@ class Measured:
     @classmethod
     def of_run(cls, histogram: Mapping[int, int], *, mean_tokens: float) -> "Measured":
         """Creates a histogram from a run's counts by upper bound and the mean of all responses."""
-        measured = replace(cls.of(histogram), lowest=tuple(map(lower_bound_of, sorted(histogram))))
-        least, most = (replace(measured, lean=lean).mean() for lean in (0.0, 1.0))
+        distribution = replace(
+            cls.of(histogram), lowest=tuple(map(lower_bound_of, sorted(histogram)))
+        )
+        least, greatest = (replace(distribution, lean=lean).mean() for lean in (0.0, 1.0))
         # A mean outside this range is not the mean of these lengths: if samples have several
         # sequences, it is the mean of the sequences.
-        if not least <= mean_tokens <= most or least == most:
-            return measured
-        return replace(measured, lean=(mean_tokens - least) / (most - least))
+        if not least <= mean_tokens <= greatest or least == greatest:
+            return distribution
+        return replace(distribution, lean=(mean_tokens - least) / (greatest - least))
 
     def draws(self, rng: Random) -> Iterator[int]:
         """Yields random response lengths, without end."""
@@ -222,8 +224,8 @@ class Rates:
             "decode.max_samples": decode.max_samples,
             "decode.fixed_s + decode.sample_s": decode.fixed_s + decode.sample_s,
         }
-        others = [field.name for field in fields(self) if field.name.endswith("_s")]
-        least = {name: getattr(self, name) for name in others}
+        durations = [field.name for field in fields(self) if field.name.endswith("_s")]
+        least = {name: getattr(self, name) for name in durations}
         least |= {"decode.fixed_s": decode.fixed_s, "decode.sample_s": decode.sample_s}
         slowdowns = {name: getattr(self, name) for name in ("train_slowdown", "decode_slowdown")}
         if slow := [
@@ -456,9 +458,9 @@ def _mapping(document: Any, key: str) -> Mapping[str, Any]:
 
 
 def _refuse_others(mapping: Mapping[str, Any], allowed_keys: set[str], key: str) -> None:
-    if others := sorted(mapping.keys() - allowed_keys):
+    if unknown_keys := sorted(mapping.keys() - allowed_keys):
         raise ValueError(
-            f"{key} must have only the keys {', '.join(sorted(allowed_keys))}, got {', '.join(others)}"
+            f"{key} must have only the keys {', '.join(sorted(allowed_keys))}, got {', '.join(unknown_keys)}"
         )
 
 
@@ -494,15 +496,15 @@ def representative_steps(steps: Sequence[Step]) -> Sequence[Step]:
     Raises:
         TooFewStepsError: If there are too few.
     """
-    whole = [
+    complete_steps = [
         step for step in steps if _number_of(step, "step") > _WARMUP_STEPS and step.get("seconds")
     ]
-    if len(whole) < MIN_STEPS:
+    if len(complete_steps) < MIN_STEPS:
         raise TooFewStepsError(
             f"rates need {MIN_STEPS} steps after the first {_WARMUP_STEPS} (which compile and fill the "
-            f"engines), got {len(whole)}; wait for more steps"
+            f"engines), got {len(complete_steps)}; wait for more steps"
         )
-    return whole
+    return complete_steps
 
 
 def rates_of(steps: Sequence[Step], lengths: Mapping[int, int], *, setting: Setting) -> Rates:
@@ -530,7 +532,7 @@ def rates_of(steps: Sequence[Step], lengths: Mapping[int, int], *, setting: Sett
         }
         raise TooFewStepsError(
             "the run's steps lack "
-            + ", ".join(name for name, there in missing.items() if not there)
+            + ", ".join(name for name, is_there in missing.items() if not is_there)
             + "; use a run of this release that has trained steps"
         )
     # Medians, because a step that compiled or waited for a disk is not representative.
@@ -554,7 +556,7 @@ def rates_of(steps: Sequence[Step], lengths: Mapping[int, int], *, setting: Sett
         }
         prepared_ms -= 1000 * back_s  # included in the time to prepare
     prepared_ms = max(0.0, prepared_ms)
-    fixed_s, sample_s, most = (
+    fixed_s, sample_s, max_samples = (
         fmean(_number_of(step, name) for step in decoding) for name in DECODE_TIMES
     )
     if setting.shares_gpu and setting.max_staleness > 0:
@@ -564,7 +566,7 @@ def rates_of(steps: Sequence[Step], lengths: Mapping[int, int], *, setting: Sett
         fixed_s, sample_s = fixed_s / beside, sample_s / beside
     return Rates(
         train_tokens_per_s=a_gpu / trainer_speedup(setting.trainer_gpus),
-        decode=DecodeTime(fixed_s=fixed_s, sample_s=sample_s, max_samples=max(1.0, most)),
+        decode=DecodeTime(fixed_s=fixed_s, sample_s=sample_s, max_samples=max(1.0, max_samples)),
         lengths=Measured.of_run(lengths, mean_tokens=_mean_tokens(trained)),
         step_s=median(_number_of(step, "idle_seconds_control") for step in representative),
         copy_s=ms["copy"] / 1000,

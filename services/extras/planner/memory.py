@@ -66,14 +66,14 @@ class Memory:
         """
         spec = self._spec
         engines = max(1, spec.trainer.world_size // spec.engine_gpus)
-        parts = {
+        sections = {
             "topology": TopologySpec(placement="colocated"),
             "rollout": spec.rollout.model_copy(update={"replicas": engines}),
         }
-        spec, total = spec.model_copy(update=parts), self._total or int(_H200)
-        stays = resident_memory(spec, self._config, gpu_bytes=total)
-        if stays != "nothing":
-            return None if stays == "all" else 0.0
+        spec, total = spec.model_copy(update=sections), self._total or int(_H200)
+        contents = resident_memory(spec, self._config, gpu_bytes=total)
+        if contents != "nothing":
+            return None if contents == "all" else 0.0
         return float(state_memory(spec, self._config, gpu_bytes=total))
 
     def refused(self, trainer_gpus: int) -> str:

@@ -82,12 +82,12 @@ class SimulatedEngine(Generic[_Owner]):
 
     def park(self) -> list[tuple[_Owner, int]]:
         """Removes and returns all samples with their missing tokens; call :meth:`advance` before."""
-        left = [(owner, max(1, round(end - self._tokens))) for end, _, owner in self._running]
-        left += self._waiting
+        owners = [(owner, max(1, round(end - self._tokens))) for end, _, owner in self._running]
+        owners += self._waiting
         self._running.clear()
         self._waiting.clear()
         self.stamp += 1
-        return left
+        return owners
 
     def pause(self, seconds: float) -> None:
         """Decodes nothing for some seconds."""
@@ -96,20 +96,20 @@ class SimulatedEngine(Generic[_Owner]):
 
     def advance(self, now: float) -> list[_Owner]:
         """Advances the time to ``now``; returns the owners of the samples that ended, one for each."""
-        passed, self._now = now - self._now, now
+        elapsed, self._now = now - self._now, now
         num_running = len(self._running)
         if not num_running:
-            self.idle_s += passed
-            self._debt_s = max(0.0, self._debt_s - passed)
+            self.idle_s += elapsed
+            self._debt_s = max(0.0, self._debt_s - elapsed)
             return []
-        self.slot_s += passed * num_running
-        paid = min(self._debt_s, passed)
+        self.slot_s += elapsed * num_running
+        paid = min(self._debt_s, elapsed)
         self._debt_s -= paid
-        self._tokens += (passed - paid) / self._step_s
-        ended = []
+        self._tokens += (elapsed - paid) / self._step_s
+        finished = []
         while self._running and self._running[0][0] <= self._tokens + _SAME:
-            ended.append(heappop(self._running)[2])
-        return ended
+            finished.append(heappop(self._running)[2])
+        return finished
 
     def admit(self) -> None:
         """Gives free slots to waiting samples; call :meth:`advance` before."""
@@ -167,9 +167,9 @@ def park(engines: Sequence[SimulatedEngine[SimulatedGroup]]) -> list[ParkedGroup
     """Parks all groups of some engines, oldest first; call ``advance`` of the engines before."""
     groups: dict[tuple[int, int], ParkedGroup] = {}
     for number, engine in enumerate(engines):
-        for made, tokens in engine.park():
-            key = made.group.sequence, number
-            groups.setdefault(key, ParkedGroup(made, number, [])).tokens.append(tokens)
+        for group, tokens in engine.park():
+            key = group.group.sequence, number
+            groups.setdefault(key, ParkedGroup(group, number, [])).tokens.append(tokens)
         engine.num_groups = 0
     return [groups[key] for key in sorted(groups)]
 
@@ -317,7 +317,7 @@ class Simulation:
             samples_per_s=self._setting.samples_per_step / step_s,
             limit_s=min_step_s(self._rates, self._setting),
             train_s=sum(self._work_s) / num_steps,
-            waits={why: spent / num_steps for why, spent in sorted(self._waits.items())},
+            waits={why: duration_s / num_steps for why, duration_s in sorted(self._waits.items())},
             rollout_idle=idle_s / engine_s,
             slots_used=used_s / engine_s / self._setting.slots,
             staleness_mean=fmean(by_age),
@@ -376,9 +376,9 @@ class Simulation:
 
     # Engines
 
-    def _on_start(self, made: SimulatedGroup) -> None:
-        if made.version < 0:
-            made.version = self._served[made.engines[0]]
+    def _on_start(self, group: SimulatedGroup) -> None:
+        if group.version < 0:
+            group.version = self._served[group.engines[0]]
 
     def _settle_all(self) -> None:
         for number in range(len(self._engines)):
@@ -386,11 +386,11 @@ class Simulation:
 
     def _advance(self, number: int) -> None:
         """Advances an engine's time and processes the samples that ended."""
-        for made in self._engines[number].advance(self._now):
+        for group in self._engines[number].advance(self._now):
             if self._rates.outside_s:
-                self._after(self._rates.outside_s, lambda made=made: self._ended(made))  # type: ignore[misc]
+                self._after(self._rates.outside_s, lambda group=group: self._ended(group))  # type: ignore[misc]
             else:
-                self._ended(made)
+                self._ended(group)
 
     def _update_engine(self, number: int) -> None:
         """Advances an engine, fills its slots, and schedules the end of its next sample."""
@@ -414,17 +414,17 @@ class Simulation:
 
         self._after(end - self._now, act)
 
-    def _ended(self, made: SimulatedGroup) -> None:
+    def _ended(self, group: SimulatedGroup) -> None:
         """Processes a finished sample."""
-        made.left -= 1
-        if made.left:
+        group.left -= 1
+        if group.left:
             return
-        for number in made.engines:
+        for number in group.engines:
             self._engines[number].num_groups -= 1
-        self._use.finished(made.lengths)
-        del self._running[made.group.sequence]
-        made.group.oldest_version = made.version
-        self._ready[made.group.sequence] = made
+        self._use.finished(group.lengths)
+        del self._running[group.group.sequence]
+        group.group.oldest_version = group.version
+        self._ready[group.group.sequence] = group
         # Scheduled, so that other samples that end at the same time come first.
         self._after(0.0, self._group_finished)
 
@@ -460,21 +460,21 @@ class Simulation:
         """Dispatches one group to the engines with the fewest groups."""
         size, slots = self._setting.group_size, self._setting.slots
         by_load = sorted(self._present, key=lambda n: self._engines[n].num_groups)
-        chosen = tuple(by_load[: math.ceil(size / slots)])
+        engines = tuple(by_load[: math.ceil(size / slots)])
         group = Group(sequence=self._num_issued, row=0)
-        group.oldest_version = min(self._served[number] for number in chosen)
+        group.oldest_version = min(self._served[number] for number in engines)
         lengths = tuple(next(self._lengths) for _ in range(size))
-        made = SimulatedGroup(group, lengths, chosen, size)
-        self._running[group.sequence] = made
+        new_group = SimulatedGroup(group, lengths, engines, size)
+        self._running[group.sequence] = new_group
         self._num_issued += 1
-        for number in chosen:
+        for number in engines:
             engine = self._engines[number]
             self._advance(number)
             engine.num_groups += 1
             engine.pause(self._rates.prompt_s)
         for member, length in enumerate(lengths):
-            self._engines[chosen[member % len(chosen)]].put(made, length)
-        return set(chosen)
+            self._engines[engines[member % len(engines)]].put(new_group, length)
+        return set(engines)
 
     # The trainer
 
@@ -484,8 +484,8 @@ class Simulation:
         if trainer.is_busy:
             return
         choice = choose_batch(
-            [made.group for made in self._ready.values()],
-            [made.group for made in self._running.values()],
+            [sampled_group.group for sampled_group in self._ready.values()],
+            [sampled_group.group for sampled_group in self._running.values()],
             gate=self._gate,
             trainer_version=trainer.version,
             wait_for_due=True,
@@ -493,8 +493,14 @@ class Simulation:
         )
         if choice.batch:
             batch = [self._ready.pop(group.sequence) for group in choice.batch]
-            self._staleness += [trainer.version - made.version for made in batch]
-            self._train([made for made in batch if made.group.sequence not in trainer.early])
+            self._staleness += [trainer.version - sampled_group.version for sampled_group in batch]
+            self._train(
+                [
+                    sampled_group
+                    for sampled_group in batch
+                    if sampled_group.group.sequence not in trainer.early
+                ]
+            )
             trainer.early, trainer.holds_step = set(), True
             self._dispatch()
         elif self._setting.accumulate_early and (new := self._ready.keys() - trainer.early):
@@ -504,7 +510,7 @@ class Simulation:
             self._note_wait("barrier" if choice.awaited else "no_data")
 
     def _train(self, groups: list[SimulatedGroup]) -> None:
-        tokens = sum(made.tokens for made in groups)
+        tokens = sum(group.tokens for group in groups)
         trained_s = work_s(self._rates, self._setting, tokens)
         fixed_s = self._rates.piece_s if self._setting.accumulate_early else self._rates.step_s
         switched_s = self._switch_gpus(trained_s + fixed_s) if self._setting.is_colocated else 0.0
@@ -533,8 +539,8 @@ class Simulation:
     def _note_wait(self, why: str) -> None:
         """Adds the idle time until now to the current reason, and sets the reason from now on."""
         trainer = self._trainer
-        waited = self._now - trainer.idle_since
-        self._waits[trainer.why] = self._waits.get(trainer.why, 0.0) + waited
+        waited_s = self._now - trainer.idle_since
+        self._waits[trainer.why] = self._waits.get(trainer.why, 0.0) + waited_s
         trainer.idle_since, trainer.why = self._now, why
 
     def _free(self) -> None:
@@ -629,23 +635,21 @@ def predict(rates: Rates, setting: Setting, *, num_steps: int | None = None) -> 
 
 def _scaled_down(rates: Rates, setting: Setting) -> tuple[Rates, Setting]:
     """Scales a run down to fewer and slower parts, if single groups of a step no longer matter."""
-    parts = min(setting.groups_per_step // _MAX_GROUPS, setting.slots)
-    if parts < 2:
+    divisor = min(setting.groups_per_step // _MAX_GROUPS, setting.slots)
+    if divisor < 2:
         return rates, setting
     decode = rates.decode
     slower = replace(
         rates,
-        train_tokens_per_s=rates.train_tokens_per_s / parts,
-        prompt_s=rates.prompt_s * parts,
+        train_tokens_per_s=rates.train_tokens_per_s / divisor,
+        prompt_s=rates.prompt_s * divisor,
         decode=DecodeTime(
             fixed_s=decode.fixed_s,
-            sample_s=decode.sample_s * parts,
-            max_samples=decode.max_samples / parts,
+            sample_s=decode.sample_s * divisor,
+            max_samples=decode.max_samples / divisor,
         ),
     )
     smaller = replace(
-        setting,
-        groups_per_step=setting.groups_per_step // parts,
-        slots=setting.slots // parts,
+        setting, groups_per_step=setting.groups_per_step // divisor, slots=setting.slots // divisor
     )
     return slower, smaller

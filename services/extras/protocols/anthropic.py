@@ -99,10 +99,12 @@ class MessagesRequest(BaseModel):
             raise _not_applied("tools", server_side[0], "give tools with an input_schema")
         system = self.system if isinstance(self.system, str) else _text(self.system, "system")
         messages = [Message(role="system", content=system)] if system else []
-        for place, message in enumerate(self.messages):
-            messages += _messages(message, f"messages.{place}")
+        for index, message in enumerate(self.messages):
+            messages += _messages(message, f"messages.{index}")
         ignored = {"metadata", "service_tier", "inference_geo", "context_management"}
-        more = {key: value for key, value in (self.model_extra or {}).items() if key not in ignored}
+        further_fields = {
+            key: value for key, value in (self.model_extra or {}).items() if key not in ignored
+        }
         return single_reply(
             {
                 "model": self.model,
@@ -124,7 +126,7 @@ class MessagesRequest(BaseModel):
                     for tool in self.tools
                 ],
             },
-            more,
+            further_fields,
         )
 
 
@@ -175,8 +177,8 @@ class MessagesFormatter:
         for block in _blocks(choice.message):
             if block["type"] == "tool_use":
                 yield from self._begin({**block, "input": {}})
-                part = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
-                yield _event("content_block_delta", index=self._num_blocks, delta=part)
+                delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+                yield _event("content_block_delta", index=self._num_blocks, delta=delta)
                 yield from self._close()
         usage = {"output_tokens": choice.reply_tokens}
         yield _event("message_delta", delta=self._stop(choice), usage=usage)
@@ -196,12 +198,12 @@ class MessagesFormatter:
     def _texts(self, piece: Piece) -> Iterator[str]:
         if piece.reasoning:
             yield from self._begin({"type": "thinking", "thinking": "", "signature": ""})
-            part = {"type": "thinking_delta", "thinking": piece.reasoning}
-            yield _event("content_block_delta", index=self._num_blocks, delta=part)
+            delta = {"type": "thinking_delta", "thinking": piece.reasoning}
+            yield _event("content_block_delta", index=self._num_blocks, delta=delta)
         if piece.content:
             yield from self._begin({"type": "text", "text": ""})
-            part = {"type": "text_delta", "text": piece.content}
-            yield _event("content_block_delta", index=self._num_blocks, delta=part)
+            delta = {"type": "text_delta", "text": piece.content}
+            yield _event("content_block_delta", index=self._num_blocks, delta=delta)
 
     def _begin(self, block: Mapping[str, Any]) -> Iterator[str]:
         if self._open == block["type"]:
@@ -246,12 +248,12 @@ def _messages(message: _Message, key: str) -> Iterator[Message]:
     if isinstance(message.content, str):
         yield Message(role=message.role, content=message.content)
         return
-    parts, reasoning, calls, results = list[dict[str, str]](), [], [], []
-    for place, block in enumerate(message.content):
-        extra, where = block.model_extra or {}, f"{key}.content.{place}"
+    content, reasoning, calls, results = list[dict[str, str]](), [], [], []
+    for index, block in enumerate(message.content):
+        extra, where = block.model_extra or {}, f"{key}.content.{index}"
         match block.type:
             case "text" | "image":
-                parts.append(_part(block, where))
+                content.append(_part(block, where))
             case "thinking":
                 reasoning.append(_required_text(extra, "thinking", where))
             case "redacted_thinking":
@@ -266,10 +268,10 @@ def _messages(message: _Message, key: str) -> Iterator[Message]:
             case _:
                 raise _not_applied(f"{where}.type", block.type, "send text or images")
     yield from results
-    if parts or calls or reasoning or not results:
+    if content or calls or reasoning or not results:
         yield Message(
             role=message.role,
-            content=_content(parts) if parts or not calls else None,
+            content=_content(content) if content or not calls else None,
             reasoning_content="".join(reasoning) or None,
             tool_calls=tuple(calls) or None,
         )
@@ -279,13 +281,13 @@ def _result(block: Mapping[str, Any], key: str) -> Message:
     content = block.get("content") or ""
     if not isinstance(content, str):
         blocks = parse_body(_Parts, {"parts": content}).parts
-        parts = [_part(item, f"{key}.content.{place}") for place, item in enumerate(blocks)]
+        content_parts = [_part(item, f"{key}.content.{index}") for index, item in enumerate(blocks)]
     else:
-        parts = [{"type": "text", "text": content}]
+        content_parts = [{"type": "text", "text": content}]
     if block.get("is_error"):
-        parts.insert(0, {"type": "text", "text": "Error: "})
+        content_parts.insert(0, {"type": "text", "text": "Error: "})
     return Message(
-        role="tool", content=_content(parts), tool_call_id=str(block.get("tool_use_id", ""))
+        role="tool", content=_content(content_parts), tool_call_id=str(block.get("tool_use_id", ""))
     )
 
 
@@ -320,10 +322,10 @@ class _Parts(BaseModel):
 
 def _text(blocks: Sequence[_Block], key: str) -> str:
     texts = []
-    for place, block in enumerate(blocks):
+    for index, block in enumerate(blocks):
         if block.type != "text":
-            raise _not_applied(f"{key}.{place}.type", block.type, "send text")
-        texts.append(_required_text(block.model_extra or {}, "text", f"{key}.{place}"))
+            raise _not_applied(f"{key}.{index}.type", block.type, "send text")
+        texts.append(_required_text(block.model_extra or {}, "text", f"{key}.{index}"))
     return "".join(texts)
 
 

@@ -95,7 +95,7 @@ class ResponsesRequest(BaseModel):
                 "temperature": self.temperature,
                 "stream": bool(self.stream),
                 "tool_choice": self.tool_choice,
-                "tools": [_tool(tool, place) for place, tool in enumerate(self.tools)],
+                "tools": [_tool(tool, index) for index, tool in enumerate(self.tools)],
             },
             extra,
         )
@@ -139,9 +139,9 @@ class ResponsesFormatter:
             if item["type"] != "function_call":
                 continue
             where = {"item_id": item["id"], "output_index": len(self._output)}
-            started = {**item, "arguments": "", "status": "in_progress"}
+            empty_item = {**item, "arguments": "", "status": "in_progress"}
             yield self._event(
-                "response.output_item.added", output_index=len(self._output), item=started
+                "response.output_item.added", output_index=len(self._output), item=empty_item
             )
             arguments = item["arguments"]
             kind = "response.function_call_arguments"
@@ -171,8 +171,8 @@ class ResponsesFormatter:
             assert self._open is not None
             self._open["content"][0]["text"] += text
             name = "reasoning_text" if kind == "reasoning" else "output_text"
-            more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
-            yield self._event(f"response.{name}.delta", **self._where(), delta=text, **more)
+            fields: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+            yield self._event(f"response.{name}.delta", **self._where(), delta=text, **fields)
 
     def _begin(self, kind: str) -> Iterator[str]:
         item = _item(kind, f"{self._id}_{len(self._output)}", "", "in_progress")
@@ -191,12 +191,12 @@ class ResponsesFormatter:
         if item is None:
             return
         self._open = item
-        where, part = self._where(), item["content"][0]
+        where, content_part = self._where(), item["content"][0]
         self._open = None
         name = "reasoning_text" if item["type"] == "reasoning" else "output_text"
-        more: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
-        yield self._event(f"response.{name}.done", **where, text=part["text"], **more)
-        yield self._event("response.content_part.done", **where, part=part)
+        fields: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
+        yield self._event(f"response.{name}.done", **where, text=content_part["text"], **fields)
+        yield self._event("response.content_part.done", **where, part=content_part)
         yield from self._done({**item, "status": "completed"})
 
     def _done(self, item: dict[str, Any]) -> Iterator[str]:
@@ -281,8 +281,8 @@ def parse_responses(body: bytes) -> ResponsesRequest:
 
 def _item(kind: str, id_: str, text: str, status: str) -> dict[str, Any]:
     if kind == "reasoning":
-        part = {"type": "reasoning_text", "text": text}
-        return {"type": kind, "id": id_, "summary": [], "content": [part], "status": status}
+        content_part = {"type": "reasoning_text", "text": text}
+        return {"type": kind, "id": id_, "summary": [], "content": [content_part], "status": status}
     said = {
         "type": "output_text",
         "text": text,
@@ -323,9 +323,9 @@ def _messages(inputs: str | Sequence[Mapping[str, Any]]) -> list[Message]:
             )
             turn.clear()
 
-    for place, item in enumerate(inputs):
+    for index, item in enumerate(inputs):
         kind = item.get("type", "message")
-        key = f"input.{place}"
+        key = f"input.{index}"
         if kind == "message" and item.get("role") == "assistant":
             turn["text"] = turn.get("text", "") + _text(item.get("content"), key)
         elif kind == "message":
@@ -359,19 +359,19 @@ def _messages(inputs: str | Sequence[Mapping[str, Any]]) -> list[Message]:
 
 def _content(content: object, key: str) -> Any:
     """Returns text, or parts if there are images."""
-    parts = content if isinstance(content, Sequence) and not isinstance(content, str) else ()
-    is_image = [isinstance(item, Mapping) and item.get("type") == "input_image" for item in parts]
+    items = content if isinstance(content, Sequence) and not isinstance(content, str) else ()
+    is_image = [isinstance(item, Mapping) and item.get("type") == "input_image" for item in items]
     if not any(is_image):
         return _text(content, key)
     converted = list[dict[str, str]]()
-    for place, (part, shows) in enumerate(zip(parts, is_image, strict=True)):
+    for index, (item_part, shows) in enumerate(zip(items, is_image, strict=True)):
         if not shows:
-            converted.append({"type": "text", "text": _text([part], f"{key}.{place}")})
+            converted.append({"type": "text", "text": _text([item_part], f"{key}.{index}")})
             continue
-        if not isinstance(url := part.get("image_url"), str) or not url:
+        if not isinstance(url := item_part.get("image_url"), str) or not url:
             raise invalid(
-                f"{key}.content.{place}.image_url must be a data URL or an http(s) URL, got {url!r:.80}",
-                param=f"{key}.content.{place}.image_url",
+                f"{key}.content.{index}.image_url must be a data URL or an http(s) URL, got {url!r:.80}",
+                param=f"{key}.content.{index}.image_url",
             )
         converted.append({"type": "image", "image": url})
     return converted
@@ -381,21 +381,21 @@ def _text(content: object, key: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     texts = []
-    for place, part in enumerate(content if isinstance(content, Sequence) else [content]):
-        if not isinstance(part, Mapping) or part.get("type") not in _TEXT_PARTS:
+    for index, item in enumerate(content if isinstance(content, Sequence) else [content]):
+        if not isinstance(item, Mapping) or item.get("type") not in _TEXT_PARTS:
             raise invalid(
-                f"{key}.content.{place} must be text, but is {part!r:.80}",
-                param=f"{key}.content.{place}",
+                f"{key}.content.{index} must be text, but is {item!r:.80}",
+                param=f"{key}.content.{index}",
             )
-        texts.append(str(part.get("text", "")))
+        texts.append(str(item.get("text", "")))
     return "".join(texts)
 
 
-def _tool(tool: Mapping[str, Any], place: int) -> dict[str, Any]:
+def _tool(tool: Mapping[str, Any], index: int) -> dict[str, Any]:
     if tool.get("type") != "function":
         raise invalid(
-            f"tools.{place}.type={tool.get('type')!r:.80} is not supported; give functions",
-            param=f"tools.{place}.type",
+            f"tools.{index}.type={tool.get('type')!r:.80} is not supported; give functions",
+            param=f"tools.{index}.type",
         )
     function = {key: tool[key] for key in ("name", "description", "parameters") if tool.get(key)}
     return {"type": "function", "function": function}

@@ -112,24 +112,30 @@ class ReferenceEngine:
         self.teacher = self
         """Engine of the teacher, if the loss compares the policy with one."""
         self._max_grad_norm = spec.trainer.optimizer.max_grad_norm
-        named = [tensor for tensor in self.module.named_parameters() if tensor[1].requires_grad]
+        named_parameters = [
+            tensor for tensor in self.module.named_parameters() if tensor[1].requires_grad
+        ]
         # Norms and biases do not decay; biases of fused experts have two dimensions.
-        decayed = {name for name, tensor in named if tensor.ndim > 1 and not name.endswith("bias")}
+        decayed = {
+            name
+            for name, tensor in named_parameters
+            if tensor.ndim > 1 and not name.endswith("bias")
+        }
         decay = spec.trainer.optimizer.weight_decay
         groups = [
             {
-                "params": [tensor for name, tensor in named if name in decayed],
+                "params": [tensor for name, tensor in named_parameters if name in decayed],
                 "weight_decay": decay,
             },
             {
-                "params": [tensor for name, tensor in named if name not in decayed],
+                "params": [tensor for name, tensor in named_parameters if name not in decayed],
                 "weight_decay": 0.0,
             },
         ]
-        if named:
+        if named_parameters:
             betas = spec.trainer.optimizer.betas
             self.optimizer = torch.optim.AdamW(groups, betas=betas)
-            for _, parameter in named:  # every checkpoint holds the same tensors
+            for _, parameter in named_parameters:  # every checkpoint holds the same tensors
                 self.optimizer.state[parameter] = {
                     "step": torch.zeros(()),
                     **{moment: torch.zeros_like(parameter) for moment in _MOMENTS},
@@ -233,8 +239,8 @@ class ReferenceEngine:
             return predicted.float()
         logprobs = torch.log_softmax(predicted / temperature, dim=-1)
         ids = logprobs.topk(min(teaches.top_k, logprobs.shape[1])).indices
-        places = functional.pad(ids.float(), (0, 1), value=-1.0)
-        return torch.stack([places, _events(logprobs, ids)], -1)
+        id_column = functional.pad(ids.float(), (0, 1), value=-1.0)
+        return torch.stack([id_column, _events(logprobs, ids)], -1)
 
     def _predicted(
         self, samples: Samples, position: int, *, has_logits: bool = True
@@ -260,7 +266,7 @@ class ReferenceEngine:
         self, learning_rate: float | None, *, scale: Tensor | None = None
     ) -> OptimizerStep:
         """Clips the accumulated gradients, updates the weights with them, and drops them."""
-        grad_norm, moved = math.nan, False
+        grad_norm, is_updated = math.nan, False
         if learning_rate is not None:
             parameters = [
                 trained for trained in self.module.parameters() if trained.grad is not None
@@ -269,13 +275,13 @@ class ReferenceEngine:
                 if scale is not None and parameter.grad is not None:
                     parameter.grad *= scale
             grad_norm = float(nn.utils.clip_grad_norm_(parameters, self._max_grad_norm))
-            moved = learning_rate > 0 and math.isfinite(grad_norm)
-        if moved:
+            is_updated = learning_rate > 0 and math.isfinite(grad_norm)
+        if is_updated:
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
             self.optimizer.step()
         self.optimizer.zero_grad()
-        return OptimizerStep(grad_norm, moved=moved)
+        return OptimizerStep(grad_norm, moved=is_updated)
 
     def export_weights(self, *, rows: bool = False) -> Iterator[tuple[str, Tensor]]:
         for name, value in stored_tensors(self.module.model).items():

@@ -140,11 +140,11 @@ def _regenerate(plan: "ReplayPlan", regeneration: "Regeneration", *, as_json: bo
 
 def _show(plan: "ReplayPlan", *, as_json: bool) -> int:
     """Replays a plan and shows each step; returns the exit code."""
-    parted, count = None, 0
+    divergent_step, count = None, 0
     for step in replayed(plan):
         is_start = step["step"] == plan.start_step
-        if step["tensors"] and parted is None:
-            parted = step
+        if step["tensors"] and divergent_step is None:
+            divergent_step = step
         if as_json:
             write(json.dumps(step))
         elif plan.changes and not is_start and step["step"] >= plan.first:
@@ -156,7 +156,9 @@ def _show(plan: "ReplayPlan", *, as_json: bool) -> int:
             return _DIFFERS
         count += not is_start
     if plan.changes:
-        where = "does not part" if parted is None else f"parts at step {parted['step']}"
+        where = (
+            "does not part" if divergent_step is None else f"parts at step {divergent_step['step']}"
+        )
         text = f"with {', '.join(plan.changes)} the training {where}"
     else:
         text = f"{count} steps replayed; all versions are equal bit by bit"
@@ -237,21 +239,21 @@ def _curves(step: Mapping[str, Any]) -> str:
 
 def diff(
     run_id: RunId,
-    other: RunId,
+    second: RunId,
     url: Url = None,
     state_directory: StateDirectory = DEFAULT_STATE,
 ) -> None:
     """Show the first step at which two recorded runs part, and why."""
 
     async def work(api: Api) -> list[RunView]:
-        return [await api.get(await find_run(api, text)) for text in (run_id, other)]
+        return [await api.get(await find_run(api, text)) for text in (run_id, second)]
 
-    one, two = call_api(url, work, state_directory=state_directory)
+    first, two = call_api(url, work, state_directory=state_directory)
     from services.extras.replay.comparing import compare_records
 
     try:
         difference, keys = compare_records(
-            record_folder(one, state_directory), record_folder(two, state_directory)
+            record_folder(first, state_directory), record_folder(two, state_directory)
         )
     except ServiceError as error:
         fail(str(error))

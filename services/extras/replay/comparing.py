@@ -40,7 +40,7 @@ class Difference:
     """Description for people."""
 
 
-def compare_records(first: Path, other: Path) -> tuple[Difference, dict[str, tuple[Any, Any]]]:
+def compare_records(first: Path, second: Path) -> tuple[Difference, dict[str, tuple[Any, Any]]]:
     """Compares two records step by step.
 
     Returns:
@@ -50,7 +50,7 @@ def compare_records(first: Path, other: Path) -> tuple[Difference, dict[str, tup
         NotFoundError: If one of the folders has no record.
         DataLossError: If a file is damaged.
     """
-    starts = [files.read_starts(folder)[0] for folder in (first, other)]
+    starts = [files.read_starts(folder)[0] for folder in (first, second)]
     specs = [dict(flat(start["spec"])) for start in starts]
     keys = {
         key: (specs[0].get(key), specs[1].get(key))
@@ -58,12 +58,12 @@ def compare_records(first: Path, other: Path) -> tuple[Difference, dict[str, tup
         if specs[0].get(key) != specs[1].get(key) and key != "name"
     }
     ranks = [int(start["spec"]["trainer"]["world_size"]) for start in starts]
-    steps = [files.recorded_steps(folder) for folder in (first, other)]
+    steps = [files.recorded_steps(folder) for folder in (first, second)]
     last = 0
     for step in sorted(set(steps[0]) & set(steps[1])):
         pair = [
             files.read_step(folder, step, num_ranks=count)
-            for folder, count in zip((first, other), ranks, strict=True)
+            for folder, count in zip((first, second), ranks, strict=True)
         ]
         for difference in _differences(pair[0], pair[1]):
             return difference, keys
@@ -74,16 +74,16 @@ def compare_records(first: Path, other: Path) -> tuple[Difference, dict[str, tup
     return Difference(last, "none", f"all {last} steps are equal"), keys
 
 
-def _differences(first: RecordedStep, other: RecordedStep) -> Iterator[Difference]:
+def _differences(first: RecordedStep, second: RecordedStep) -> Iterator[Difference]:
     """Yields the differences of a step, causes before their consequences."""
     step = first.numbers.step
-    if first.ranks[0].metas and other.ranks[0].metas:
-        yield from _batch_differences(first, other)
+    if first.ranks[0].metas and second.ranks[0].metas:
+        yield from _batch_differences(first, second)
     weights = [
         {name: digest for rank in record.ranks for name, digest in rank.numbers.weights.items()}
-        for record in (first, other)
+        for record in (first, second)
     ]
-    if len(first.ranks) != len(other.ranks):
+    if len(first.ranks) != len(second.ranks):
         return  # other ranks hold other rows
     if differing := [name for name in weights[0] if weights[0][name] != weights[1].get(name)]:
         if not first.ranks[0].metas:
@@ -91,7 +91,7 @@ def _differences(first: RecordedStep, other: RecordedStep) -> Iterator[Differenc
                 step, "initial weights", f"the weights to start from differ, first {differing[0]}"
             )
             return
-        numbers = ", ".join(_metric_differences(first.numbers.metrics, other.numbers.metrics))
+        numbers = ", ".join(_metric_differences(first.numbers.metrics, second.numbers.metrics))
         yield Difference(
             step,
             "weights",
@@ -100,47 +100,48 @@ def _differences(first: RecordedStep, other: RecordedStep) -> Iterator[Differenc
         )
 
 
-def _batch_differences(first: RecordedStep, other: RecordedStep) -> Iterator[Difference]:
-    step, keys = first.numbers.step, (first.meta.keys, other.meta.keys)
+def _batch_differences(first: RecordedStep, second: RecordedStep) -> Iterator[Difference]:
+    step, keys = first.numbers.step, (first.meta.keys, second.meta.keys)
     if set(keys[0]) != set(keys[1]):
         only = [sorted(set(map(group_of, set(a) - set(b)))) for a, b in (keys, keys[::-1])]
         text = f"only the first run trains the groups {only[0]}, only the second {only[1]}"
         yield Difference(step, "batch", text)
         return
     if keys[0] != keys[1]:
-        place = next(i for i, pair in enumerate(zip(*keys, strict=True)) if pair[0] != pair[1])
-        text = f"both train the same samples in another order: {keys[0][place]}, {keys[1][place]} first"
+        index = next(i for i, pair in enumerate(zip(*keys, strict=True)) if pair[0] != pair[1])
+        text = f"both train the same samples in another order: {keys[0][index]}, {keys[1][index]} first"
         yield Difference(step, "order", text)
-    numbers = first.numbers, other.numbers
+    numbers = first.numbers, second.numbers
     if numbers[0].weight_version != numbers[1].weight_version:
         versions = [side.weight_version for side in numbers]
         text = f"the step starts from version {versions[0]} and from version {versions[1]}"
         yield Difference(step, "version", text)
     seeds = [
-        dict(zip(s.meta.keys, s.meta.tags.get("seed", ()), strict=False)) for s in (first, other)
+        dict(zip(s.meta.keys, s.meta.tags.get("seed", ()), strict=False)) for s in (first, second)
     ]
     if wrong := [key for key in keys[0] if seeds[0].get(key) != seeds[1].get(key)]:
         text = (
             f"sample {wrong[0]} was sampled with another seed: {[s.get(wrong[0]) for s in seeds]}"
         )
         yield Difference(step, "seed", text)
-    yield from _field_differences(first, other)
+    yield from _field_differences(first, second)
     if numbers[0].num_steps != numbers[1].num_steps:
         counts = [side.num_steps for side in numbers]
         text = f"the learning rate is scheduled over {counts[0]} and over {counts[1]} steps"
         yield Difference(step, "schedule", text)
 
 
-def _field_differences(first_step: RecordedStep, other: RecordedStep) -> Iterator[Difference]:
+def _field_differences(first_step: RecordedStep, second_step: RecordedStep) -> Iterator[Difference]:
     step = first_step.numbers.step
-    names = [{n for rank in side.ranks for n in rank.columns} for side in (first_step, other)]
+    names = [{n for rank in side.ranks for n in rank.columns} for side in (first_step, second_step)]
     for name in sorted(names[0] | names[1], key=lambda n: ([*_FIELD_CAUSES, n].index(n), n)):
         cause = _FIELD_CAUSES.get(name, "fields")
         if name not in names[0] or name not in names[1]:
             yield Difference(step, cause, f"only one of the runs uses the field {name}")
             continue
         values = [
-            step_.fetch(first_step.meta, (name,))[name].unbind() for step_ in (first_step, other)
+            step_.fetch(first_step.meta, (name,))[name].unbind()
+            for step_ in (first_step, second_step)
         ]
         for key, first, second in zip(first_step.meta.keys, *values, strict=True):
             if not _are_equal(first, second):
@@ -150,31 +151,31 @@ def _field_differences(first_step: RecordedStep, other: RecordedStep) -> Iterato
                 break
 
 
-def _are_equal(first: Tensor, other: Tensor) -> bool:
+def _are_equal(first: Tensor, second: Tensor) -> bool:
     """Returns True for the same bits: NaN equals itself."""
-    is_alike = first.shape == other.shape and first.dtype == other.dtype
-    return is_alike and bool(torch.equal(_bits(first), _bits(other)))
+    is_alike = first.shape == second.shape and first.dtype == second.dtype
+    return is_alike and bool(torch.equal(_bits(first), _bits(second)))
 
 
 def _bits(value: Tensor) -> Tensor:
     return value.contiguous().view(-1).view(torch.uint8)
 
 
-def _described(first: Tensor, other: Tensor) -> str:
-    if first.dim() == 0 or other.dim() == 0:
-        return f"{first.item()} and {other.item()}"
-    length = min(len(first), len(other))
-    differs = (first[:length] != other[:length]).reshape(length, -1).any(1).nonzero().flatten()
+def _described(first: Tensor, second: Tensor) -> str:
+    if first.dim() == 0 or second.dim() == 0:
+        return f"{first.item()} and {second.item()}"
+    length = min(len(first), len(second))
+    differs = (first[:length] != second[:length]).reshape(length, -1).any(1).nonzero().flatten()
     if len(differs) == 0:
-        return f"{len(first)} and {len(other)} entries"
-    place = int(differs[0])
-    return f"{first[place].tolist()} and {other[place].tolist()} at place {place}"
+        return f"{len(first)} and {len(second)} entries"
+    index = int(differs[0])
+    return f"{first[index].tolist()} and {second[index].tolist()} at place {index}"
 
 
-def _metric_differences(first: Mapping[str, float], other: Mapping[str, float]) -> Iterator[str]:
+def _metric_differences(first: Mapping[str, float], second: Mapping[str, float]) -> Iterator[str]:
     for name in _FIRST_METRICS:
-        if name in first and name in other and first[name] != other[name]:
-            yield f"{name} {first[name]:.9g} and {other[name]:.9g}"
+        if name in first and name in second and first[name] != second[name]:
+            yield f"{name} {first[name]:.9g} and {second[name]:.9g}"
 
 
 _FIRST_METRICS: Sequence[str] = ("loss", "grad_norm", "learning_rate", "entropy")

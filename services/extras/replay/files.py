@@ -111,15 +111,17 @@ class RecordedStep:
                 rows = zip(columns.rows.tolist(), columns.values.unbind(), strict=True)
                 by_sample |= {names[row]: values for row, values in rows}
                 first = columns.values
-        wanted = dict(zip(self.meta.keys, names, strict=True))
-        if first is None or (missing := [k for k in meta.keys if wanted.get(k) not in by_sample]):
+        names_by_key = dict(zip(self.meta.keys, names, strict=True))
+        if first is None or (
+            missing := [k for k in meta.keys if names_by_key.get(k) not in by_sample]
+        ):
             missing = list(meta.keys) if first is None else missing
             raise NotFoundError(
                 f"step {self.numbers.step} has no record of {name} of {missing[0]}; the recorded run did "
                 "not use it",
                 field=name,
             )
-        return Jagged.from_list([by_sample[wanted[key]] for key in meta.keys])
+        return Jagged.from_list([by_sample[names_by_key[key]] for key in meta.keys])
 
 
 def _places(meta: KVBatchMeta, name: str) -> list[Any]:
@@ -192,12 +194,12 @@ def _read(file: Path) -> RankStep:
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
         recorded = header.pop("checksums")
         contents = _checksums(header, tensors)
-        changed = [
+        changed_files = [
             name for name in {**recorded, **contents} if recorded.get(name) != contents.get(name)
         ]
-        if changed:
+        if changed_files:
             raise ValueError(  # noqa: TRY301
-                f"{', '.join(sorted(changed))} of it differ from the recorded checksums"
+                f"{', '.join(sorted(changed_files))} of it differ from the recorded checksums"
             )
         scalars = set(header.pop("scalars"))
         metas = [name for name in tensors if name.startswith("meta/")]
@@ -285,16 +287,16 @@ def _sync(file: Path) -> None:
         os.fsync(stream.fileno())
 
 
-def joined(parts: Iterable[tuple[Sequence[int], Jagged]]) -> Columns:
+def joined(columns: Iterable[tuple[Sequence[int], Jagged]]) -> Columns:
     """Joins the values of several fetches.
 
     Args:
-        parts: For each fetch, the row in the batch of each value (-1 for samples of another batch), and the
+        columns: For each fetch, the row in the batch of each value (-1 for samples of another batch), and the
             values. If a sample was fetched several times, the newest value is kept.
     """
     column_rows = {
         row: value
-        for rows, values in parts
+        for rows, values in columns
         for row, value in zip(rows, values.unbind(), strict=True)
         if row >= 0
     }

@@ -85,7 +85,7 @@ def plan_replay(
             f"the record has the steps {trained[0]} to {trained[-1]}, but --from is {first} and --to is "
             f"{last}"
         )
-    changed = _changed(starts[0]["spec"], changes, num_ranks=num_ranks)
+    changed_spec = _changed(starts[0]["spec"], changes, num_ranks=num_ranks)
     if not versions:
         numbers = _read_numbers(folder, [s for s in trained if s <= last], num_ranks=num_ranks)
     targets = {
@@ -93,16 +93,16 @@ def plan_replay(
         for step, step_numbers in numbers.items()
         if step <= last and "rewound_to_step" in step_numbers.metrics
     }
-    chosen = _checkpoint(
+    checkpoint = _checkpoint(
         folder.parent, origin, before=min((first, *(t + 1 for t in targets.values())))
     )
-    start_step = origin if chosen is None else chosen[1]
-    spec = _starting_from(changed, starts[0]["spec"], chosen)
+    start_step = origin if checkpoint is None else checkpoint[1]
+    spec = _starting_from(changed_spec, starts[0]["spec"], checkpoint)
     missing = [step for step in range(start_step + 1, last + 1) if step not in numbers]
     _read_numbers(folder, missing, num_ranks=num_ranks)  # raises
-    used = [start for start in starts if start["step"] < last]
-    is_cpu = used[0]["hardware"]["device"] == "cpu"
-    differences = [*_machine_differences(used, is_cpu=is_cpu)]
+    starts_used = [start for start in starts if start["step"] < last]
+    is_cpu = starts_used[0]["hardware"]["device"] == "cpu"
+    differences = [*_machine_differences(starts_used, is_cpu=is_cpu)]
     if differences and not changes:
         raise FailedPreconditionError(
             f"a replay here would not be exact: {'; '.join(differences)}; replay on the same kind of machine "
@@ -116,10 +116,10 @@ def plan_replay(
         first=first,
         last=last,
         versions=tuple(versions),
-        threads=int(used[0]["hardware"]["threads"]),
+        threads=int(starts_used[0]["hardware"]["threads"]),
         device="cpu" if is_cpu else "cuda",
         saved=tuple(t for step, t in targets.items() if start_step < t and step > start_step),
-        notes=(*differences, *_code_differences(used, spec)),
+        notes=(*differences, *_code_differences(starts_used, spec)),
     )
 
 
@@ -161,10 +161,10 @@ def _steps_from(numbers: Mapping[int, StepNumbers], versions: Sequence[int]) -> 
         for step, step_numbers in numbers.items()
         if step_numbers.weight_version in versions
     }
-    if lost := sorted(set(versions) - set(steps)):
+    if lost_versions := sorted(set(versions) - set(steps)):
         raise InvalidArgumentError(
-            f"the weight version {lost[0]} was lost when the run went back to a checkpoint; choose responses "
-            "of other versions"
+            f"the weight version {lost_versions[0]} was lost when the run went back to a checkpoint; choose "
+            "responses of other versions"
         )
     return min(steps.values()), max(steps.values())
 
@@ -180,10 +180,14 @@ def _checkpoint(root: Path, origin: int, *, before: int) -> tuple[Path, int] | N
 
 
 def _starting_from(
-    spec: RunSpec, recorded: Mapping[str, Any], chosen: tuple[Path, int] | None
+    spec: RunSpec, recorded: Mapping[str, Any], recorded_checkpoint: tuple[Path, int] | None
 ) -> RunSpec:
-    start = recorded["trainer"]["checkpoint"]["start_from"] if chosen is None else str(chosen[0])
-    if start is not None and chosen is None:
+    start = (
+        recorded["trainer"]["checkpoint"]["start_from"]
+        if recorded_checkpoint is None
+        else str(recorded_checkpoint[0])
+    )
+    if start is not None and recorded_checkpoint is None:
         if not Path(start).is_dir():
             raise FailedPreconditionError(
                 f"the run started from the checkpoint {start}, which does not exist any more; restore it, or "
@@ -200,22 +204,22 @@ def _starting_from(
 
 def _machine_differences(starts: Sequence[Mapping[str, Any]], *, is_cpu: bool) -> Iterator[str]:
     device = torch.device("cpu" if is_cpu or not torch.cuda.is_available() else "cuda")
-    here = {**hardware(device), **packages()}
-    here["threads"] = starts[0]["hardware"]["threads"]  # the replay uses as many
+    current = {**hardware(device), **packages()}
+    current["threads"] = starts[0]["hardware"]["threads"]  # the replay uses as many
     for start in starts:
         recorded = {**start["hardware"], **start["packages"]}
-        for name in sorted({*recorded, *here}):
-            if recorded.get(name) != here.get(name):
+        for name in sorted({*recorded, *current}):
+            if recorded.get(name) != current.get(name):
                 yield (
                     f"{name} was {recorded.get(name)} from step {start['step'] + 1} on, and is "
-                    f"{here.get(name)} here"
+                    f"{current.get(name)} here"
                 )
 
 
 def _code_differences(starts: Sequence[Mapping[str, Any]], spec: RunSpec) -> Iterator[str]:
-    here = code_digests(spec)
+    digests_here = code_digests(spec)
     for start in starts:
         for name, digest in start["code"].items():
-            if name in here and here[name] != digest:
-                what = "Slipstream's code" if name == "services" else name
-                yield f"{what} is not that of the run from step {start['step'] + 1} on"
+            if name in digests_here and digests_here[name] != digest:
+                subject = "Slipstream's code" if name == "services" else name
+                yield f"{subject} is not that of the run from step {start['step'] + 1} on"

@@ -87,11 +87,11 @@ class StepRecorder:
         """Wraps ``fetch`` so that fetched samples become a part of the next step's record."""
 
         def fetch_and_record(meta: KVBatchMeta, fields: Sequence[str]) -> dict[str, Jagged]:
-            fetched = fetch(meta, fields)
+            columns = fetch(meta, fields)
             if self._keeps_samples:
-                for name, values in fetched.items():
+                for name, values in columns.items():
                     self._fetched.setdefault(name, []).append((meta.keys, values))
-            return fetched
+            return columns
 
         return fetch_and_record
 
@@ -104,18 +104,22 @@ class StepRecorder:
     def finish(self, command: StepCommand, result: StepResult, *, engine: TrainEngine) -> None:
         """Records a trained step; waits if the record of the step before is not written yet."""
         keys = set(command.batch.keys)
-        parts = self._parts if self._parts_version == command.version else []
+        early_metas = self._parts if self._parts_version == command.version else []
         # If a part does not belong to this batch, the gradients of all parts were dropped and had no effect.
-        parts = parts if all(keys.issuperset(part.keys) for part in parts) else []
+        early_metas = (
+            early_metas
+            if all(keys.issuperset(early_meta.keys) for early_meta in early_metas)
+            else []
+        )
         numbers, weights = self._numbers(command, engine)
         numbers = replace(
             numbers,
-            num_parts=len(parts),
+            num_parts=len(early_metas),
             skipped=result.skipped,
             metrics=comparable(result.metrics),
         )
-        fetched, self._fetched, self._parts = self._fetched, {}, []
-        self._submit(numbers, weights, (command.batch, *parts), fetched)
+        columns, self._fetched, self._parts = self._fetched, {}, []
+        self._submit(numbers, weights, (command.batch, *early_metas), columns)
 
     def wait(self) -> None:
         """Waits until the last step is safe on disk, before a checkpoint that continues after it.
@@ -151,25 +155,26 @@ class StepRecorder:
         numbers: StepNumbers,
         weights: Callable[[], dict[str, str]],
         metas: Sequence[KVBatchMeta],
-        fetched: Mapping[str, Sequence[tuple[Sequence[str], Jagged]]],
+        columns: Mapping[str, Sequence[tuple[Sequence[str], Jagged]]],
     ) -> None:
         self.wait()
-        self._writing = self._thread.submit(self._write, numbers, weights, metas, fetched)
+        self._writing = self._thread.submit(self._write, numbers, weights, metas, columns)
 
     def _write(
         self,
         numbers: StepNumbers,
         weights: Callable[[], dict[str, str]],
         metas: Sequence[KVBatchMeta],
-        fetched: Mapping[str, Sequence[tuple[Sequence[str], Jagged]]],
+        pieces: Mapping[str, Sequence[tuple[Sequence[str], Jagged]]],
     ) -> None:
         began = time.thread_time()
         columns: dict[str, Columns] = {}
         if metas:
             rows = {key: row for row, key in enumerate(metas[0].keys)}
-            for name, parts in fetched.items():
+            for name, columns_of_name in pieces.items():
                 columns[name] = files.joined(
-                    ([rows.get(key, -1) for key in keys], values) for keys, values in parts
+                    ([rows.get(key, -1) for key in keys], values)
+                    for keys, values in columns_of_name
                 )
         rank_metas = metas if self._rank == 0 else ()
         numbers = replace(numbers, weights=weights())
@@ -206,17 +211,17 @@ def start_digests(tensors: Iterable[tuple[str, Tensor]]) -> Callable[[], dict[st
     groups: dict[torch.device, dict[str, Tensor]] = {}
     for name, value in tensors:
         groups.setdefault(value.device, {})[name] = value.detach()
-    started: list[tuple[list[str], Tensor, torch.cuda.Event | None]] = []
+    started_sums: list[tuple[list[str], Tensor, torch.cuda.Event | None]] = []
     for device, group in groups.items():
         sums = torch.zeros(len(group), 2, dtype=torch.int64, device=device)
         write_tensor_checksums([*group.values()], sums)
         host_sums = sums.to("cpu", non_blocking=True)
         event = torch.cuda.current_stream(device).record_event() if sums.is_cuda else None
-        started.append(([*group], host_sums, event))
+        started_sums.append(([*group], host_sums, event))
 
     def finished() -> dict[str, str]:
         digests: dict[str, str] = {}
-        for names, host_sums, event in started:
+        for names, host_sums, event in started_sums:
             if event is not None:
                 event.synchronize()
             pairs = zip(names, host_sums.numpy(), strict=True)
@@ -281,8 +286,8 @@ def packages() -> dict[str, str]:
 
 def code_digests(spec: RunSpec) -> dict[str, str]:
     """Returns the SHA-256 of Slipstream's code, and of each file of the user that the run names."""
-    named = [text for _, text in flat(spec.model_dump(mode="json")) if isinstance(text, str)]
-    code_files = {parse_reference(text).file for text in named if is_reference(text)}
+    texts = [text for _, text in flat(spec.model_dump(mode="json")) if isinstance(text, str)]
+    code_files = {parse_reference(text).file for text in texts if is_reference(text)}
     contents = {
         str(file): file.read_bytes() for file in code_files if file is not None and file.is_file()
     }

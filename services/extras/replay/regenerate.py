@@ -39,14 +39,14 @@ class Response:
 
     def compare(self, tokens: Sequence[int], logprobs: Sequence[float], *, version: int) -> None:
         """Compares the next tokens with the recorded ones."""
-        for place, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True), self.num_done):
+        for index, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True), self.num_done):
             if self.difference:
                 break
-            where = f"token {place} (version {version})"
-            if token != self.tokens[place]:
-                self.difference = f"{where} is {token}, but was {self.tokens[place]}"
-            elif logprob != self.logprobs[place]:
-                change = abs(logprob - self.logprobs[place])
+            where = f"token {index} (version {version})"
+            if token != self.tokens[index]:
+                self.difference = f"{where} is {token}, but was {self.tokens[index]}"
+            elif logprob != self.logprobs[index]:
+                change = abs(logprob - self.logprobs[index])
                 self.difference = f"{where} has another logprob, by {change:.3g}"
         self.num_done += len(tokens)
 

@@ -112,11 +112,11 @@ def replay(
         yield _compared(loaded.step, rank, recorded, {}, settings)
     for step in range(loaded.step + 1, plan["last"] + 1):
         source.step = recorded = files.read_step(folder, step, num_ranks=num_ranks)
-        numbers, (meta, *parts) = recorded.numbers, recorded.ranks[0].metas
+        numbers, (meta, *early_metas) = recorded.numbers, recorded.ranks[0].metas
         if numbers.weight_version in plan["versions"]:
             yield _written(numbers.weight_version, rank, settings)
-        for part in parts:
-            rank.accumulate(part, weight_version=numbers.weight_version)
+        for early_meta in early_metas:
+            rank.accumulate(early_meta, weight_version=numbers.weight_version)
         command = StepCommand(
             step, meta, weight_version=numbers.weight_version, num_steps=numbers.num_steps
         )

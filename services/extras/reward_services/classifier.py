@@ -53,7 +53,7 @@ class Classifier:
         self._model = loaded.to(device).eval()
         self._device = device
         self._max_tokens = max_tokens
-        labels = {str(name): int(place) for name, place in loaded.config.label2id.items()}
+        labels = {str(name): int(index) for name, index in loaded.config.label2id.items()}
         if (label is None) != (loaded.config.num_labels == 1) or label not in (None, *labels):
             raise ValueError(
                 f"{model!r} has the classes {', '.join(labels)}, got --label {label!r}; omit it for a model "
@@ -117,8 +117,8 @@ class Classifier:
         logits = self._model(
             input_ids=ids.to(self._device), attention_mask=mask.long().to(self._device)
         ).logits.float()
-        chosen = logits[:, 0] if self._place is None else logits.softmax(1)[:, self._place]
-        return [float(score) for score in chosen]
+        label_scores = logits[:, 0] if self._place is None else logits.softmax(1)[:, self._place]
+        return [float(score) for score in label_scores]
 
 
 class ClassifierService:

@@ -65,7 +65,9 @@ def open_remote_reward(
 class RewardService(Protocol):
     """Remote service that scores responses."""
 
-    async def request_score(self, given: RewardInput, episode: Mapping[str, Any] | None) -> Any:
+    async def request_score(
+        self, reward_input: RewardInput, episode: Mapping[str, Any] | None
+    ) -> Any:
         """Returns the service's score: a number, or terms by name.
 
         Args:
@@ -107,7 +109,11 @@ class RemoteReward:
         await self._service.close()
 
     async def score(
-        self, given: RewardInput, *, episode: Mapping[str, Any] | None = None, timeout_s: float
+        self,
+        reward_input: RewardInput,
+        *,
+        episode: Mapping[str, Any] | None = None,
+        timeout_s: float,
     ) -> Any:
         """Returns the service's score.
 
@@ -122,7 +128,7 @@ class RemoteReward:
             )
         async with self._places:
             try:
-                score = await self._ask(given, episode, timeout_s=timeout_s)
+                score = await self._ask(reward_input, episode, timeout_s=timeout_s)
             except CallError as error:
                 # A service that responds, even with an invalid score, is not down.
                 self._breaker.record(succeeded=error.kind == "invalid_value")
@@ -131,7 +137,7 @@ class RemoteReward:
         return score
 
     async def _ask(
-        self, given: RewardInput, episode: Mapping[str, Any] | None, *, timeout_s: float
+        self, reward_input: RewardInput, episode: Mapping[str, Any] | None, *, timeout_s: float
     ) -> Any:
         """Calls the service, and calls it again while it is busy, until the deadline."""
         reason, waits = "it did not respond", delays(_FIRST_DELAY_S, _MAX_DELAY_S)
@@ -139,7 +145,7 @@ class RemoteReward:
             async with asyncio.timeout(timeout_s):
                 while True:
                     try:
-                        return await self._service.request_score(given, episode)
+                        return await self._service.request_score(reward_input, episode)
                     except BusyError as error:
                         reason = str(error)
                     await asyncio.sleep(next(waits))
@@ -172,12 +178,14 @@ class HttpRewardService:
     async def close(self) -> None:
         await self._service.close()
 
-    async def request_score(self, given: RewardInput, episode: Mapping[str, Any] | None) -> Any:
+    async def request_score(
+        self, reward_input: RewardInput, episode: Mapping[str, Any] | None
+    ) -> Any:
         body = {
-            "prompt": given.prompt,
-            "response": given.response,
-            "answer": given.answer,
-            "row": dict(given.row),
+            "prompt": reward_input.prompt,
+            "response": reward_input.response,
+            "answer": reward_input.answer,
+            "row": dict(reward_input.row),
         }
         if episode is not None:
             body["episode"] = dict(episode)
@@ -231,12 +239,14 @@ class GrpcRewardService:
         if self._channel is not None:
             await self._channel.close()
 
-    async def request_score(self, given: RewardInput, episode: Mapping[str, Any] | None) -> Any:
+    async def request_score(
+        self, reward_input: RewardInput, episode: Mapping[str, Any] | None
+    ) -> Any:
         request = pb.ScoreResponseRequest(
-            prompt=given.prompt,
-            response=given.response,
-            answer_json=json_text(given.answer),
-            row_json=json_text(given.row),
+            prompt=reward_input.prompt,
+            response=reward_input.response,
+            answer_json=json_text(reward_input.answer),
+            row_json=json_text(reward_input.row),
             episode_json="" if episode is None else json_text(episode),
         )
         stub = reward_pb2_grpc.RewardServiceStub(await self._connected())
@@ -248,10 +258,10 @@ class GrpcRewardService:
             # gRPC uses one code for a busy service and for a response that exceeds this side's
             # limit.
             is_too_large = "larger than max" in (error.details() or "")
-            returned = f"returned {error.code().name}: {error.details()}"
+            cause = f"returned {error.code().name}: {error.details()}"
             if error.code() in _BUSY and not is_too_large:
-                raise BusyError(f"it {returned}") from error
-            raise CallError("exception", f"{self._url} {returned}") from error
+                raise BusyError(f"it {cause}") from error
+            raise CallError("exception", f"{self._url} {cause}") from error
         return dict(answer.terms) or answer.score
 
     async def _connected(self) -> grpc.aio.Channel:

@@ -233,19 +233,23 @@ def _facts(sample: Mapping[str, Any]) -> str:
     """Returns the facts of a sample in one line."""
     reward = sample["reward"]
     terms = {name: f"{value:.4g}" for name, value in (sample.get("terms") or {}).items()}
-    parts = [
+    columns = [
         "no step yet" if sample.get("step") is None else f"step {sample['step']}",
         "no reward" if reward is None else f"reward {reward:.4g}",
     ]
     if len(terms) > 1:
-        parts[-1] += f" ({', '.join(f'{name} {value}' for name, value in terms.items())})"
+        columns[-1] += f" ({', '.join(f'{name} {value}' for name, value in terms.items())})"
     for name, form in (("advantage", "+.3f"), ("ratio", ".3f"), ("staleness", "d")):
         if sample.get(name) is not None:
-            parts.append(f"{name} {sample[name]:{form}}")
+            columns.append(f"{name} {sample[name]:{form}}")
     oldest, newest = sample.get("oldest_version"), sample.get("newest_version")
     versions = f"{oldest}" if oldest == newest else f"{oldest} to {newest}"
-    parts += [f"version {versions}", sample["finish_reason"], f"{sample['response_tokens']} tokens"]
-    return ", ".join([*parts, "greedy"] if sample["is_greedy"] else parts)
+    columns += [
+        f"version {versions}",
+        sample["finish_reason"],
+        f"{sample['response_tokens']} tokens",
+    ]
+    return ", ".join([*columns, "greedy"] if sample["is_greedy"] else columns)
 
 
 def _block(name: str, text: str, style: str) -> None:

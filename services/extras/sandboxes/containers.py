@@ -178,10 +178,10 @@ async def _read(process: Process, max_bytes: int) -> tuple[bytes, bool]:
     """Reads all output; returns its first bytes, and True if there were more."""
     assert process.stdout is not None
     output, is_truncated = bytearray(), False
-    while part := await process.stdout.read(_READ_BYTES):
+    while chunk := await process.stdout.read(_READ_BYTES):
         room = max_bytes - len(output)
-        is_truncated |= len(part) > room
-        output += part[:room]
+        is_truncated |= len(chunk) > room
+        output += chunk[:room]
     return bytes(output), is_truncated
 
 

@@ -88,8 +88,10 @@ class Pods:
                 f"namespace {namespace!r}; set sandboxes.enabled in the chart, or create a policy with "
                 "podSelector: {}, policyTypes: [Egress] and no egress rule"
             )
-        ended = "status.phase!=Running,status.phase!=Pending,status.phase!=Unknown"
-        await self._api.call("DELETE", "pods", labelSelector=f"{LABEL}=true", fieldSelector=ended)
+        end_states = "status.phase!=Running,status.phase!=Pending,status.phase!=Unknown"
+        await self._api.call(
+            "DELETE", "pods", labelSelector=f"{LABEL}=true", fieldSelector=end_states
+        )
 
     async def start(self, image: str) -> "Pod":
         """Starts a pod. Raises SandboxError."""
@@ -183,13 +185,13 @@ class Pod(ExecSandbox):
             self.name, "attach", stdin="true", stdout="true", container=_CONTAINER
         )
         await self._connection.send(bytes((_STDIN,)) + b"\n")
-        said = b""
-        while not said.endswith(b"\n"):
-            stream, part = await _frame(self._connection)
+        output = b""
+        while not output.endswith(b"\n"):
+            stream, chunk = await _frame(self._connection)
             if stream == _STATUS:
-                raise SandboxError(f"the pod's first process ended: {part[:500]!r}")
-            said += part
-        self._folder = said.decode().strip()
+                raise SandboxError(f"the pod's first process ended: {chunk[:500]!r}")
+            output += chunk
+        self._folder = output.decode().strip()
 
     async def _run(
         self, command: str, *, stdin: bytes, timeout_s: float, output_bytes: int
@@ -221,13 +223,18 @@ class Pod(ExecSandbox):
             return True
         waiting = state.get("waiting", {})
         unscheduled = (condition.get("message") for condition in status.get("conditions", ()))
-        said = (
+        message = (
             waiting.get("message") or waiting.get("reason") or next(filter(None, unscheduled), "")
         )
-        self.state = said or self.state
+        self.state = message or self.state
         if waiting.get("reason") in _STUCK or status.get("phase") in ("Failed", "Succeeded"):
-            ended = state.get("terminated", {})
-            reason = said or ended.get("message") or ended.get("reason") or status.get("message")
+            termination = state.get("terminated", {})
+            reason = (
+                message
+                or termination.get("message")
+                or termination.get("reason")
+                or status.get("message")
+            )
             raise SandboxError(f"the sandbox's pod does not start: {reason}")
         return False
 
@@ -329,8 +336,8 @@ class _Api:
                 proxy=None,
             )
         except InvalidStatus as error:
-            said = (error.response.body or b"").decode(errors="replace")
-            raise _refusal(error.response.status_code, said) from error
+            body = (error.response.body or b"").decode(errors="replace")
+            raise _refusal(error.response.status_code, body) from error
         except (InvalidHandshake, OSError) as error:
             raise SandboxError(f"the Kubernetes API did not connect: {error!r}") from error
 
@@ -357,14 +364,14 @@ async def _read(connection: ClientConnection, max_bytes: int) -> tuple[int, byte
     """Reads all output; returns the exit status, the first bytes, and True if there were more."""
     output, is_truncated = bytearray(), False
     while True:
-        stream, part = await _frame(connection)
+        stream, chunk = await _frame(connection)
         if stream == _STATUS:
             break
         room = max_bytes - len(output)
-        is_truncated |= len(part) > room
-        output += part[:room]
+        is_truncated |= len(chunk) > room
+        output += chunk[:room]
     await connection.close()  # the process may not have read all of its input
-    return _exit_status(part), bytes(output), is_truncated
+    return _exit_status(chunk), bytes(output), is_truncated
 
 
 async def _write(connection: ClientConnection, content: bytes) -> None:

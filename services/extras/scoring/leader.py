@@ -60,10 +60,10 @@ class Scorer:
         """
         for name, live in self.live().items():
             if isinstance(live, DTensor):
-                whole = torch.empty(live.shape, dtype=live.dtype, device=self._engine.device)
+                full_tensor = torch.empty(live.shape, dtype=live.dtype, device=self._engine.device)
                 if tensors is not None:
-                    whole.copy_(tensors[name])
-                live.copy_(distribute_tensor(whole, live.device_mesh, live.placements))
+                    full_tensor.copy_(tensors[name])
+                live.copy_(distribute_tensor(full_tensor, live.device_mesh, live.placements))
             else:
                 # Every rank holds all of it.
                 if tensors is not None:

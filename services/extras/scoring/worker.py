@@ -88,8 +88,10 @@ async def serve_logp(settings: TrainerSettings) -> None:
 
         port = await stack.enter_async_context(serve(settings.bind, register))
         session = await stack.enter_async_context(WorkerSession(settings, role="logp", port=port))
-        built = await load(stack, session, command_group, settings, build_policy)
-        leader = ScoringLeader(built.scorer, built.fields, command_group=command_group, version=-1)
+        scoring = await load(stack, session, command_group, settings, build_policy)
+        leader = ScoringLeader(
+            scoring.scorer, scoring.fields, command_group=command_group, version=-1
+        )
         servicer.attach(leader)
         report_ready(settings.ready_file, {"grpc": f"{settings.advertise_host}:{port}"})
         session.report(state="loaded", activity="")
@@ -99,8 +101,8 @@ async def serve_logp(settings: TrainerSettings) -> None:
 
 async def follow_logp(start: FollowerStart) -> None:
     """Executes the commands of rank 0 in the role logp."""
-    built = await start.build(build_policy)
-    await asyncio.to_thread(follow, start.command_group, built.scorer, built.fields)
+    scoring = await start.build(build_policy)
+    await asyncio.to_thread(follow, start.command_group, scoring.scorer, scoring.fields)
 
 
 async def serve_ref_logp(settings: TrainerSettings) -> None:
@@ -111,9 +113,12 @@ async def serve_ref_logp(settings: TrainerSettings) -> None:
         session = await stack.enter_async_context(
             WorkerSession(settings, role="ref_logp", port=port)
         )
-        built = await load(stack, session, command_group, settings, build_reference)
+        reference = await load(stack, session, command_group, settings, build_reference)
         leader = ScoringLeader(
-            built.scorer, built.fields, command_group=command_group, version=_REFERENCE_VERSION
+            reference.scorer,
+            reference.fields,
+            command_group=command_group,
+            version=_REFERENCE_VERSION,
         )
         address = session.transferqueue_address
         scoring = ReferenceScoring(
@@ -133,8 +138,8 @@ async def serve_ref_logp(settings: TrainerSettings) -> None:
 
 async def follow_ref_logp(start: FollowerStart) -> None:
     """Executes the commands of rank 0 in the role ref_logp."""
-    built = await start.build(build_reference)
-    await asyncio.to_thread(follow, start.command_group, built.scorer, built.fields)
+    scoring = await start.build(build_reference)
+    await asyncio.to_thread(follow, start.command_group, scoring.scorer, scoring.fields)
 
 
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -256,11 +261,11 @@ class ReferenceScoring:
         """Leases one group, and further available ones up to the tokens of one forward pass of all ranks."""
         topology = self._spec.topology
         num_packs = topology.scoring_ranks // topology.scoring.tensor_parallel
-        most = self._spec.trainer.tokens_per_micro_batch * num_packs
+        max_tokens = self._spec.trainer.tokens_per_micro_batch * num_packs
         waited_from = time.perf_counter()
         leases: list[KVBatchMeta] = []
         tokens, wait_s = 0, _WAIT_S
-        while tokens < most:
+        while tokens < max_tokens:
             try:
                 meta = await self._queue.acquire(self._request(wait_s))
             except DeadlineExceededError:
@@ -287,9 +292,9 @@ class ReferenceScoring:
         if not leases:
             return
         start = time.perf_counter()
-        whole = KVBatchMeta.concat(leases)
+        batch = KVBatchMeta.concat(leases)
         try:
-            await asyncio.to_thread(self._leader.add, whole)
+            await asyncio.to_thread(self._leader.add, batch)
         except NotFoundError as error:
             # One group was released meanwhile; score the others one by one.
             logger.info("samples were released", extra={"reason": str(error)})

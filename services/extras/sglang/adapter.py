@@ -54,12 +54,12 @@ def kernels(config: EngineConfig) -> dict[str, str]:
         return {}
     module_spec = importlib.util.find_spec("sgl_kernel")
     folders = (module_spec and module_spec.submodule_search_locations) or ()
-    chosen: dict[str, str] = {}
+    backends: dict[str, str] = {}
     if not any(True for folder in folders for _ in Path(folder).glob("**/flash_ops*")):
-        chosen["attention_backend"] = "triton"
+        backends["attention_backend"] = "triton"
     if importlib.util.find_spec("flashinfer") is None:
-        chosen["sampling_backend"] = "pytorch"
-    return chosen
+        backends["sampling_backend"] = "pytorch"
+    return backends
 
 
 def pins_memory() -> bool:
@@ -174,7 +174,7 @@ class SglangBackend:
         assert self._engine is not None, "the engine is not started"
         return self._engine
 
-    async def serve(self, started: Callable[[], None]) -> None:
+    async def serve(self, on_start: Callable[[], None]) -> None:
         # A failing child sends this signal, which would end this process without a message.
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGQUIT, self._note_death)
@@ -190,7 +190,7 @@ class SglangBackend:
             loop.add_signal_handler(signal.SIGQUIT, self._note_death)
             with self._watched(engine, pids):
                 self._engine = engine
-                started()
+                on_start()
                 await self._died.wait()
             raise EngineDiedError(_DIED)
         finally:
@@ -199,10 +199,10 @@ class SglangBackend:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
-    async def submit(self, part: Segment) -> "_Stream":
-        request = part.request
+    async def submit(self, segment: Segment) -> "_Stream":
+        request = segment.request
         sampling = {
-            "max_new_tokens": part.max_tokens,
+            "max_new_tokens": segment.max_tokens,
             "temperature": request.temperature,
             "top_p": request.top_p,
             "top_k": request.top_k or -1,
@@ -214,21 +214,23 @@ class SglangBackend:
             # stream.
             sampling["sampling_seed"] = request.seed % 2**63
         # SGLang aborts by name prefix, so no name may be a prefix of another.
-        name = f"{part.segment_id};"
-        wanted: dict[str, Any] = {} if self.routing is None else {"return_routed_experts": True}
+        name = f"{segment.segment_id};"
+        routing_argument: dict[str, Any] = (
+            {} if self.routing is None else {"return_routed_experts": True}
+        )
         num_top = min(request.top_logprobs, self._vocab_size)
         outputs = self._request(
             name,
-            part.context_ids,
+            segment.context_ids,
             sampling,
             request.model_inputs,
-            **wanted,
+            **routing_argument,
             stream=True,
-            extra_key=part.cache_salt,
+            extra_key=segment.cache_salt,
             logprob_start_len=-1,
             top_logprobs_num=num_top,
         )
-        stream = _Stream(self, name, outputs, experts_from=part.experts_from, num_top=num_top)
+        stream = _Stream(self, name, outputs, experts_from=segment.experts_from, num_top=num_top)
         # The stream's first turn in the event loop sends the request; only then can an abort find
         # it.
         await asyncio.sleep(0)

@@ -65,7 +65,7 @@ class ImageInputs:
         image_data: Sequence[Any],
         input_text: Sequence[int],
         request_obj: Any,
-        **others: Any,
+        **further_arguments: Any,
     ) -> MultimodalProcessorOutput:
         """Returns a request's images and positions in the form that SGLang's schedulers expect.
 
@@ -79,26 +79,26 @@ class ImageInputs:
         (inputs,) = image_data
         tensors: dict[str, Tensor] = dict(inputs["inputs"].tensors)
         grids, pixels = tensors["image_grid_thw"], tensors["pixel_values"]
-        parts = pixels.split(grids.prod(-1).tolist())
+        pixels_of_images = pixels.split(grids.prod(-1).tolist())
         placeholder, items = int(self._tokens.image_token_id), list[MultimodalDataItem]()
-        for part, grid, (_, first) in zip(
-            parts, grids, tensors["image_places"].tolist(), strict=True
+        for image_pixels, grid, (_, first) in zip(
+            pixels_of_images, grids, tensors["image_places"].tolist(), strict=True
         ):
             length = math.prod(grid.tolist()) // self._merge**2
-            held = input_text[first : first + length]
-            if len(held) != length or set(held) != {placeholder}:
+            placeholder_ids = input_text[first : first + length]
+            if len(placeholder_ids) != length or set(placeholder_ids) != {placeholder}:
                 raise ValueError(
                     f"image {len(items)} has {length} features, but the prompt has other tokens than "
                     f"{placeholder} (image_token_id) from token {first} on"
                 )
             item = MultimodalDataItem(
                 modality=Modality.IMAGE,
-                feature=part.to(self._dtype),
+                feature=image_pixels.to(self._dtype),
                 offsets=[(first, first + length - 1)],
                 model_specific_data={"image_grid_thw": grid[None]},
             )
             # SGLang caches features under this key. The extra key separates those of older weights.
-            digest = xxhash.xxh3_64(part.contiguous().numpy())
+            digest = xxhash.xxh3_64(image_pixels.contiguous().numpy())
             digest.update(f"{grid.tolist()} {request_obj.extra_key}".encode())
             item.set_hash(digest.intdigest())
             items.append(item)

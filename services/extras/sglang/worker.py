@@ -45,9 +45,9 @@ def _load_all(model: Any, tensors: Mapping[str, Tensor], *, rank: int, ranks: in
             config = model.config.to_dict()
             model.load_weights(
                 [
-                    (part_name.replace(TOWER, "visual."), part)
+                    (part_name.replace(TOWER, "visual."), weight)
                     for name, tensor in tensors.items()
-                    for part_name, part in checkpoint_names(name, tensor, config)
+                    for part_name, weight in checkpoint_names(name, tensor, config)
                 ]
             )
 

@@ -72,8 +72,8 @@ def read_allocation(environment: Mapping[str, str]) -> Allocation:
 
 def _component(environment: Mapping[str, str], group: int | None) -> Component:
     suffix = "" if group is None else f"_HET_GROUP_{group}"
-    listed = environment[f"SLURM_JOB_NODELIST{suffix}"]
-    nodes = scontrol("show", "hostnames", listed).split()
+    node_list = environment[f"SLURM_JOB_NODELIST{suffix}"]
+    nodes = scontrol("show", "hostnames", node_list).split()
     counts = task_counts(environment.get(f"SLURM_TASKS_PER_NODE{suffix}", ""))
     counts += [1] * (len(nodes) - len(counts))
     return Component(
@@ -134,7 +134,7 @@ def scontrol(*arguments: str) -> str:
     """
     command = ["scontrol", *arguments]
     try:
-        done = subprocess.run(  # noqa: S603 -- arguments of this module
+        scontrol_run = subprocess.run(  # noqa: S603 -- arguments of this module
             command, check=True, capture_output=True, text=True, timeout=_SCONTROL_S
         )
     except (subprocess.SubprocessError, OSError) as error:
@@ -142,4 +142,4 @@ def scontrol(*arguments: str) -> str:
         raise SpecError(
             [f"--launcher slurm: {' '.join(command)} failed: {str(error_output).strip()}"]
         ) from error
-    return done.stdout
+    return scontrol_run.stdout

@@ -59,8 +59,8 @@ class RunIdentities:
     def _write(self, run_id: str) -> None:
         certificate = current_identity().certificate_for(run_id)
         assert certificate is not None
-        parts = (certificate.chain, certificate.key, certificate.authority)
-        for file, content in zip(_FILES.values(), parts, strict=True):
+        contents = (certificate.chain, certificate.key, certificate.authority)
+        for file, content in zip(_FILES.values(), contents, strict=True):
             write_private(self._folder(run_id) / file, content)
         self._renew_at[run_id] = certificate.renew_at
 

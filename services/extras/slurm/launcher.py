@@ -180,14 +180,14 @@ class SlurmLauncher(LauncherDefaults):
     async def report_lost_hosts(self, run_id: str) -> None:
         """Reports the workers of nodes whose slurmd does not answer; Slurm itself may wait for minutes."""
         running = self._processes.get(run_id, {})
-        placed = {name: self._placements.find(run_id, name) for name in running}
-        nodes = {node for placement in placed.values() if placement for node in placement.nodes}
+        placements = {name: self._placements.find(run_id, name) for name in running}
+        nodes = {node for placement in placements.values() if placement for node in placement.nodes}
         causes_by_node = await asyncio.gather(
             *(silence(self._nodes[name], _SILENCE_S) for name in nodes)
         )
         silent = {name: why for name, why in zip(nodes, causes_by_node, strict=True) if why}
         self._suspects.update(silent)
-        for worker_id, placement in placed.items():
+        for worker_id, placement in placements.items():
             causes = (
                 [silent[name] for name in placement.nodes if name in silent] if placement else []
             )
@@ -204,10 +204,10 @@ class SlurmLauncher(LauncherDefaults):
                 processes[record.stem] = process
         for process in processes.values():
             process.stop()
-        ended = [self._tasks.create_task(process.wait()) for process in processes.values()]
-        if ended:
-            await asyncio.wait(ended, timeout=_STOP_GRACE_S)
-        alive = [name for name, end in zip(processes, ended, strict=True) if not end.done()]
+        ends = [self._tasks.create_task(process.wait()) for process in processes.values()]
+        if ends:
+            await asyncio.wait(ends, timeout=_STOP_GRACE_S)
+        alive = [name for name, end in zip(processes, ends, strict=True) if not end.done()]
         if alive:
             logger.warning(
                 "workers did not stop in time; killing them",
@@ -252,15 +252,15 @@ class SlurmLauncher(LauncherDefaults):
     ) -> Mapping[str, Placement]:
         present = await self._steps.nodes()
         # If Slurm does not answer, no node counts as lost.
-        lost = set(self._nodes) - present if present else set()
+        lost_nodes = set(self._nodes) - present if present else set()
         assign = partial(self._placements.assign, run_id, spec, running=running)
         try:
             try:
-                placements, absent = assign(lost_nodes=lost | self._suspects)
-                if absent and self._suspects - lost:
-                    placements, absent = assign(lost_nodes=lost)
+                placements, absent = assign(lost_nodes=lost_nodes | self._suspects)
+                if absent and self._suspects - lost_nodes:
+                    placements, absent = assign(lost_nodes=lost_nodes)
             except PlacementError:
-                placements, absent = assign(lost_nodes=lost)
+                placements, absent = assign(lost_nodes=lost_nodes)
         except PlacementError as error:
             raise FailedPreconditionError(str(error)) from error
         for worker_id, why in absent.items():

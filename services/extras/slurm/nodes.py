@@ -153,6 +153,6 @@ async def _read(process: Process, timeout_s: float) -> tuple[bytes, bytes]:
     return bytes(output), bytes(error_output)
 
 
-async def _append(stream: asyncio.StreamReader, received: bytearray) -> None:
-    while part := await stream.read(1 << 16):
-        received += part
+async def _append(stream: asyncio.StreamReader, output: bytearray) -> None:
+    while chunk := await stream.read(1 << 16):
+        output += chunk

@@ -99,8 +99,8 @@ class Placements:
 
     def available_gpus(self, run_id: str) -> int:
         """Returns the number of GPUs that no other run uses."""
-        others = {name: placed for name, placed in self._runs.items() if name != run_id}
-        return self.num_gpus - len(_used_gpus(others))
+        other_runs = {name: placements for name, placements in self._runs.items() if name != run_id}
+        return self.num_gpus - len(_used_gpus(other_runs))
 
     def assign(
         self,
@@ -122,28 +122,28 @@ class Placements:
         Raises:
             PlacementError: If a worker that the run needs has no place.
         """
-        placed = self._runs.setdefault(run_id, {})
-        wanted = list(needs(spec))
-        for worker_id in [*placed]:
-            if worker_id not in running and set(placed[worker_id].nodes) & set(lost_nodes):
-                del placed[worker_id]
-        for worker_id in placed.keys() - {need.worker_id for need in wanted}:
-            del placed[worker_id]
+        placements = self._runs.setdefault(run_id, {})
+        needs_of_run = list(needs(spec))
+        for worker_id in [*placements]:
+            if worker_id not in running and set(placements[worker_id].nodes) & set(lost_nodes):
+                del placements[worker_id]
+        for worker_id in placements.keys() - {need.worker_id for need in needs_of_run}:
+            del placements[worker_id]
         absent: dict[str, str] = {}
-        for need in wanted:
-            if need.worker_id in placed:
+        for need in needs_of_run:
+            if need.worker_id in placements:
                 continue
             try:
-                placed[need.worker_id] = self._place(need, placed, lost_nodes)
+                placements[need.worker_id] = self._place(need, placements, lost_nodes)
             except PlacementError as error:
                 if need.role != "rollout" or not lost_nodes:
                     raise
                 absent[need.worker_id] = str(error)
         if absent and not any(
-            need.worker_id in placed for need in wanted if need.role == "rollout"
+            need.worker_id in placements for need in needs_of_run if need.role == "rollout"
         ):
             raise PlacementError(next(iter(absent.values())))
-        return dict(placed), absent
+        return dict(placements), absent
 
     def restore(self, run_id: str, worker_id: str, placement: Placement) -> None:
         """Records where a worker runs that an earlier process placed."""
@@ -168,28 +168,28 @@ class Placements:
         self._runs.pop(run_id, None)
 
     def _place(
-        self, need: _Need, placed: Mapping[str, Placement], lost_nodes: Collection[str]
+        self, need: _Need, placements: Mapping[str, Placement], lost_nodes: Collection[str]
     ) -> Placement:
         if need.host:
-            return _beside(need, placed)
+            return _beside(need, placements)
         nodes = [node for node in self._nodes_of(need.role) if node.name not in lost_nodes]
-        used, workers = _used_gpus(self._runs), self.num_ranks()
+        used_gpus, workers = _used_gpus(self._runs), self.num_ranks()
         gpus_per_rank = need.gpus // need.ranks
         if gpus_per_rank and any(node.gpus for node in self._nodes_of(need.role)):
-            free = {node.name: _free_gpus(node, used) for node in nodes}
+            free = {node.name: _free_gpus(node, used_gpus) for node in nodes}
             room = {name: len(gpus) // gpus_per_rank for name, gpus in free.items()}
-            chosen = _equal(nodes, room, need.ranks)
-            if not chosen:
+            chosen_nodes = _equal(nodes, room, need.ranks)
+            if not chosen_nodes:
                 raise PlacementError(_no_gpus(need, free, lost_nodes))
-            count = need.gpus // len(chosen)
-            shares = [NodeShare(node, free[node.name][:count]) for node in chosen]
+            count = need.gpus // len(chosen_nodes)
+            shares = [NodeShare(node, free[node.name][:count]) for node in chosen_nodes]
         else:
             room = {node.name: node.tasks - workers[node.name] for node in nodes}
-            chosen = _equal(nodes, room, need.ranks)
-            if not chosen and not nodes:
+            chosen_nodes = _equal(nodes, room, need.ranks)
+            if not chosen_nodes and not nodes:
                 raise PlacementError(_no_nodes(need, lost_nodes))
             least_used = sorted(nodes, key=lambda node: -room[node.name])[:1]
-            shares = [NodeShare(node, ()) for node in chosen or least_used]
+            shares = [NodeShare(node, ()) for node in chosen_nodes or least_used]
         return Placement(need.ranks, tuple(shares))
 
     def _nodes_of(self, role: str) -> list[Node]:
@@ -198,8 +198,8 @@ class Placements:
         with_gpus = [node.component for node in self._nodes if node.gpus]
         first = min(with_gpus, default=components[0])
         later = [component for component in components if component > first]
-        wanted = later if role == "rollout" and later else [first]
-        return [node for node in self._nodes if node.component in wanted]
+        wanted_components = later if role == "rollout" and later else [first]
+        return [node for node in self._nodes if node.component in wanted_components]
 
     def num_ranks(self) -> Counter[str]:
         """Returns the number of processes on each node."""
@@ -222,8 +222,8 @@ def _used_gpus(runs: Mapping[str, Mapping[str, Placement]]) -> Counter[tuple[str
     )
 
 
-def _free_gpus(node: Node, used: Mapping[tuple[str, str], int]) -> tuple[str, ...]:
-    return tuple(gpu for gpu in node.gpus if (node.name, gpu) not in used)
+def _free_gpus(node: Node, used_gpus: Mapping[tuple[str, str], int]) -> tuple[str, ...]:
+    return tuple(gpu for gpu in node.gpus if (node.name, gpu) not in used_gpus)
 
 
 def _equal(nodes: Sequence[Node], room: Mapping[str, int], ranks: int) -> list[Node]:
@@ -239,9 +239,9 @@ def _equal(nodes: Sequence[Node], room: Mapping[str, int], ranks: int) -> list[N
     return []
 
 
-def _beside(need: _Need, placed: Mapping[str, Placement]) -> Placement:
+def _beside(need: _Need, placements: Mapping[str, Placement]) -> Placement:
     """Places a worker on the least used GPUs of the worker that it is colocated with."""
-    host = placed[need.host]
+    host = placements[need.host]
     share = host.shares[0]
     if len(host.shares) > 1 or need.gpus > max(1, len(share.gpus)):
         raise PlacementError(
@@ -249,17 +249,20 @@ def _beside(need: _Need, placed: Mapping[str, Placement]) -> Placement:
             f"node, but they are on {', '.join(host.nodes)}; lower trainer.world_size to the GPUs of a "
             "node, or set topology.placement to 'disaggregated'"
         )
-    used = Counter(
-        gpu for name, other in placed.items() if name != need.host for gpu in _own(other, share)
+    uses = Counter(
+        gpu
+        for name, placement in placements.items()
+        if name != need.host
+        for gpu in _own(placement, share)
     )
-    gpus = sorted(share.gpus, key=lambda gpu: used[gpu])[: need.gpus]
+    gpus = sorted(share.gpus, key=lambda gpu: uses[gpu])[: need.gpus]
     return Placement(need.ranks, (NodeShare(share.node, tuple(gpus)),))
 
 
 def _own(placement: Placement, share: NodeShare) -> Iterator[str]:
-    for other in placement.shares:
-        if other.node.name == share.node.name:
-            yield from other.gpus
+    for other_share in placement.shares:
+        if other_share.node.name == share.node.name:
+            yield from other_share.gpus
 
 
 _KEYS: Mapping[str, str] = {
@@ -278,10 +281,10 @@ def _no_gpus(need: _Need, free: Mapping[str, Sequence[str]], lost_nodes: Collect
     ranks = (
         f" for {need.ranks} ranks on equal shares of nodes" if need.ranks > 1 else " of one node"
     )
-    lost = f"; lost nodes: {', '.join(sorted(lost_nodes))}" if lost_nodes else ""
+    lost_note = f"; lost nodes: {', '.join(sorted(lost_nodes))}" if lost_nodes else ""
     return (
         f"{_key(need)}: {need.worker_id} needs {need.gpus} GPUs{ranks}, but the free GPUs of the "
-        f"allocation's nodes for it are: {counts}{lost}; lower it, or allocate "
+        f"allocation's nodes for it are: {counts}{lost_note}; lower it, or allocate "
         "more (sbatch --nodes, --gpus-per-node)"
     )
 

@@ -52,5 +52,8 @@ def worker_plan(
 def placement_of(file: Path, nodes: Mapping[str, Node]) -> Placement:
     """Returns the placement in the plan of a running worker."""
     plan = json.loads(file.read_text(encoding="utf-8"))
-    shares = [NodeShare(nodes[name], tuple(part["gpus"])) for name, part in plan["nodes"].items()]
+    shares = [
+        NodeShare(nodes[name], tuple(node_plan["gpus"]))
+        for name, node_plan in plan["nodes"].items()
+    ]
     return Placement(plan["ranks"], tuple(shares))

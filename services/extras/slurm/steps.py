@@ -125,10 +125,10 @@ class Steps:
 
     async def cancel(self, names: Collection[str]) -> None:
         """Kills the steps with these names, such as those that a killed srun left."""
-        listed = await self._output(
+        listing = await self._output(
             "squeue", "--steps", f"--jobs={self._jobs}", "-h", "-o", "%i %j"
         )
-        for line in listed.splitlines():
+        for line in listing.splitlines():
             step, _, name = line.strip().partition(" ")
             if name in names:
                 logger.info(
@@ -138,11 +138,11 @@ class Steps:
 
     async def nodes(self) -> set[str]:
         """Returns the nodes that the job has; Slurm removes those that fail."""
-        listed = await self._output("squeue", f"--jobs={self._jobs}", "-h", "-o", "%N")
+        listing = await self._output("squeue", f"--jobs={self._jobs}", "-h", "-o", "%N")
         hosts = await asyncio.gather(
             *(
                 self._output("scontrol", "show", "hostnames", line.strip())
-                for line in listed.splitlines()
+                for line in listing.splitlines()
                 if line.strip()
             )
         )

@@ -92,10 +92,10 @@ class StagesEngine(FsdpEngine):
                     result[samples.places(micro)] = scores.cpu()
             return result
         micro = micros[self._passes.newest]
-        part = samples.select(micro) if micro else idle_samples()
-        size = f"{num_tokens(part):,} tokens in {len(micro)} sequence(s) to score"
+        micro_batch = samples.select(micro) if micro else idle_samples()
+        size = f"{num_tokens(micro_batch):,} tokens in {len(micro)} sequence(s) to score"
         if micro:
-            bounds = bounds_of(part, shares=self._spec.shares_prefixes)
+            bounds = bounds_of(micro_batch, shares=self._spec.shares_prefixes)
             self.oom_limits.record_and_raise(bounds, size, cause)
         raise OomLimitError(size, cause)
 
@@ -103,9 +103,11 @@ class StagesEngine(FsdpEngine):
         self, samples: Samples, micros: Micros | list[tuple[int, ...]]
     ) -> tuple[list[Samples], list[PackedTokens]]:
         """Returns the samples and the pack of each micro-batch."""
-        parts = [samples.select(micro) if micro else idle_samples() for micro in micros]
+        micro_batches = [samples.select(micro) if micro else idle_samples() for micro in micros]
         pack = partial(pack_samples, device=self.device, shares_prefixes=self._spec.shares_prefixes)
-        return parts, [self.module.with_own_experts(pack(part)) for part in parts]
+        return micro_batches, [
+            self.module.with_own_experts(pack(micro_batch)) for micro_batch in micro_batches
+        ]
 
     def _attempt(
         self,
@@ -116,10 +118,10 @@ class StagesEngine(FsdpEngine):
     ) -> Passes[LossT]:
         loss_of = make_loss(micros)
         passes = Passes(loss_of, micros, torch.zeros((), device=self.device), Work())
-        parts, packs = self._packs(samples, micros)
+        micro_batches, packs = self._packs(samples, micros)
 
         def trained(number: int, columns: Columns) -> Tensor:
-            loss = loss_of(parts[number], *columns)
+            loss = loss_of(micro_batches[number], *columns)
             passes.loss += loss.detach()
             # Data parallelism averages gradients over ranks, but the loss is a sum over them.
             return loss * (self.ranks.size * loss_scale)
@@ -127,8 +129,8 @@ class StagesEngine(FsdpEngine):
         columns = self._passes.train(packs, trained)
         self._count(self.module.expert_counts)
         if self._spec.rollout.routing_replay != "off" and self._is_mixture:
-            differs, counted = self._differences(packs)
-            loss_of.tally.mean("routing_differs", differs.float(), counted)
+            differs, num_compared = self._differences(packs)
+            loss_of.tally.mean("routing_differs", differs.float(), num_compared)
         idle = torch.tensor(bubble(self.module.stage.count, len(packs)))
         loss_of.tally.mean("pipeline_bubble", idle, torch.tensor(True))
         if not self.module.stage.is_last:
@@ -159,9 +161,9 @@ class StagesEngine(FsdpEngine):
     ) -> OptimizerStep:
         """Clips the accumulated gradients, updates the weights with them, and drops them."""
         counts, self._expert_counts = self._expert_counts, None
-        taken = super().optimizer_step(learning_rate, scale=scale)
+        step = super().optimizer_step(learning_rate, scale=scale)
         if learning_rate is None or not self._is_mixture:
-            return taken
+            return step
         if counts is not None:
             counts = self._sharding.sum(counts)
         stages: list[Any] = [None] * self.module.stage.count
@@ -169,7 +171,7 @@ class StagesEngine(FsdpEngine):
             stages, None if counts is None else counts.cpu(), group=self.module.stage.group
         )
         return replace(
-            taken,
+            step,
             expert_counts=torch.cat(
                 [stage_counts for stage_counts in stages if stage_counts is not None]
             ),
@@ -178,14 +180,14 @@ class StagesEngine(FsdpEngine):
     def _gradient_norm(self) -> Tensor:
         """Returns the norm over all stages; adds the gradients of a weight that two stages hold first."""
         stage = self.module.stage
-        counted = self._parameters
+        parameters = self._parameters
         if self._tied is not None:
             weight, group = self._tied
             gradient: Any = weight.grad
             distributed.all_reduce(local_part(gradient), group=group)
             if stage.is_last:
-                counted = [parameter for parameter in counted if parameter is not weight]
-        square = optim.gradient_norm(counted).square().to(self.device)
+                parameters = [parameter for parameter in parameters if parameter is not weight]
+        square = optim.gradient_norm(parameters).square().to(self.device)
         distributed.all_reduce(square, group=stage.group)
         return square.sqrt()
 
@@ -194,17 +196,17 @@ class StagesEngine(FsdpEngine):
 
         All ranks must call it. None for a stage without it, and for a model with two separate matrices.
         """
-        stage, whole = self.module.stage, self.module.whole
+        stage, whole_model = self.module.stage, self.module.whole
         has_head = isinstance(self.module, StagedPolicy)
-        if not (self._parameters and whole.is_tied and has_head and stage.count > 1):
+        if not (self._parameters and whole_model.is_tied and has_head and stage.count > 1):
             return None
-        here = distributed.get_process_group_ranks(stage.group)
+        stage_ranks = distributed.get_process_group_ranks(stage.group)
         everyone: list[Any] = [None] * distributed.get_world_size()
-        distributed.all_gather_object(everyone, (here[0], here[-1]))
+        distributed.all_gather_object(everyone, (stage_ranks[0], stage_ranks[-1]))
         group = None
         for ends in sorted(set(everyone)):
-            made = distributed.new_group(list(ends))
-            group = made if ends == (here[0], here[-1]) else group
+            new_group = distributed.new_group(list(ends))
+            group = new_group if ends == (stage_ranks[0], stage_ranks[-1]) else group
         if group is None or not (stage.is_first or stage.is_last):
             return None
         model: Any = self.module.model

@@ -69,14 +69,14 @@ class StagePart:
         stage_experts = packed.experts[:, self.routers].to(torch.int16, copy=True)
         return replace(packed, experts=stage_experts)
 
-    def pass_states(self, received: tuple[Tensor, ...], number: Tensor) -> Tensor | PackedTokens:
+    def pass_states(self, inputs: tuple[Tensor, ...], number: Tensor) -> Tensor | PackedTokens:
         """Computes this stage's layers, or returns the pack with states for the last stage's."""
         self.number = int(number)
         packed = self.packs[self.number]
         if packed.experts is not None:
             packed = replace(packed, experts=packed.experts.long())
         if not self.stage.is_first:
-            packed = replace(packed, states=received[0][0, : self._num_tokens(packed)])
+            packed = replace(packed, states=inputs[0][0, : self._num_tokens(packed)])
         if self.stage.is_last:
             return packed
         if self.context is not None:
@@ -114,23 +114,23 @@ class StagedPolicy(StagePart, Policy):
     num_columns = 2
 
     def __init__(self, model: PreTrainedModel, stage: Stage, **options: Any) -> None:
-        whole, routers = describe(model), list(routers_of(model))
-        keep_stage(model, stage, whole.layers(stage.count)[stage.index], uses_head=True)
+        whole_model, routers = describe(model), list(routers_of(model))
+        keep_stage(model, stage, whole_model.layers(stage.count)[stage.index], uses_head=True)
         super().__init__(model, **options)
-        self.stage, self.whole, self.options, self.differs = stage, whole, {}, {}
+        self.stage, self.whole, self.options, self.differs = stage, whole_model, {}, {}
         self.replay = str(options.get("routing_replay", "off"))
         positions = [
-            place for place, router in enumerate(routers) if router in [*routers_of(model)]
+            layer for layer, router in enumerate(routers) if router in [*routers_of(model)]
         ]
         self.routers = slice(positions[0], positions[-1] + 1) if positions else slice(0)
 
     def forward(  # type: ignore[override]
-        self, *received: Tensor, number: Tensor
+        self, *states: Tensor, number: Tensor
     ) -> Tensor | tuple[Tensor, ...]:
-        passed = self.pass_states(received, number)
-        if isinstance(passed, Tensor):
-            return passed
-        scores = super().forward(passed, **self.options)
+        stage_output = self.pass_states(states, number)
+        if isinstance(stage_output, Tensor):
+            return stage_output
+        scores = super().forward(stage_output, **self.options)
         self.observe_routing()
         return scores
 
@@ -145,17 +145,17 @@ class StagedCritic(StagePart, Critic):
     num_columns = 1
 
     def __init__(self, model: PreTrainedModel, stage: Stage) -> None:
-        whole = describe(model)
-        keep_stage(model, stage, whole.layers(stage.count)[stage.index], uses_head=False)
+        whole_model = describe(model)
+        keep_stage(model, stage, whole_model.layers(stage.count)[stage.index], uses_head=False)
         super().__init__(model)
-        self.stage, self.whole, self.options, self.differs = stage, whole, {}, {}
+        self.stage, self.whole, self.options, self.differs = stage, whole_model, {}, {}
         if not stage.is_last:
             del self.head
 
     def forward(  # type: ignore[override]
-        self, *received: Tensor, number: Tensor
+        self, *states: Tensor, number: Tensor
     ) -> Tensor | tuple[Tensor, ...]:
-        passed = self.pass_states(received, number)
-        if isinstance(passed, Tensor):
-            return passed
-        return (super().forward(passed),)
+        stage_output = self.pass_states(states, number)
+        if isinstance(stage_output, Tensor):
+            return stage_output
+        return (super().forward(stage_output),)

@@ -122,9 +122,9 @@ class StagePasses:
         columns: list[Columns] = [()] * len(packs)
 
         def loss(output: Columns, number: Tensor) -> Tensor:
-            place = int(number)
-            columns[place] = tuple(column.detach().clone() for column in output)
-            return loss_of(place, output)
+            index = int(number)
+            columns[index] = tuple(column.detach().clone() for column in output)
+            return loss_of(index, output)
 
         stage = self._begin(packs, trains=True)
         is_filled = len(packs) >= self._module.stage.count
@@ -148,9 +148,9 @@ class StagePasses:
         count = _ROUND * self._module.stage.count
         columns: list[Columns] = []
         for start in range(0, len(packs), count):
-            part = packs[start : start + count]
-            stage = self._begin(part, trains=False, **options)
-            self._run(ScheduleGPipe(stage, len(part)), len(part), first=start)
+            group = packs[start : start + count]
+            stage = self._begin(group, trains=False, **options)
+            self._run(ScheduleGPipe(stage, len(group)), len(group), first=start)
             columns += self._shared([_as_columns(output) for output in stage.output_chunks])
         return columns
 
@@ -199,10 +199,10 @@ class StagePasses:
         """Returns the columns of the last stage on all stages."""
         stage = self._module.stage
         shapes = [[tuple(column.shape) for column in stage_columns] for stage_columns in columns]
-        held: list[Any] = [shapes]
+        broadcast_list: list[Any] = [shapes]
         last = stage.count - 1
-        distributed.broadcast_object_list(held, group=stage.group, group_src=last)
-        (shapes,) = held
+        distributed.broadcast_object_list(broadcast_list, group=stage.group, group_src=last)
+        (shapes,) = broadcast_list
         sizes = [
             int(torch.Size(shape).numel()) for stage_columns in shapes for shape in stage_columns
         ]
@@ -213,9 +213,9 @@ class StagePasses:
         else:
             flat = torch.empty(sum(sizes), device=self._device)
         distributed.broadcast(flat, group=stage.group, group_src=last)
-        parts = iter(flat.split(sizes))
+        pieces = iter(flat.split(sizes))
         return [
-            tuple(next(parts).view(shape) for shape in stage_columns) for stage_columns in shapes
+            tuple(next(pieces).view(shape) for shape in stage_columns) for stage_columns in shapes
         ]
 
 

@@ -56,19 +56,19 @@ class StageExport(WeightExport):
             if stage == self._stage.index:
                 assert value is not None, "a stage has the tensors that it sends"
                 gathered = value.full_tensor() if isinstance(value, DTensor) else value
-                sent = gathered.to(self._dtype_of(name)).contiguous()
+                tensor = gathered.to(self._dtype_of(name)).contiguous()
             else:
-                sent = torch.empty(shape, dtype=self._dtype_of(name), device=device)
-            distributed.broadcast(sent, group=self._stage.group, group_src=stage)
-            yield name, sent
+                tensor = torch.empty(shape, dtype=self._dtype_of(name), device=device)
+            distributed.broadcast(tensor, group=self._stage.group, group_src=stage)
+            yield name, tensor
 
     def weight_rows(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the rows that this rank sends; a tensor that two stages hold comes from the first.
 
         With tensor parallelism, all ranks of a stage must iterate: they gather its tensors one by one.
         """
-        mine = [name for name, _ in self._whole.shapes if self._sender(name) == self._stage.index]
-        for name in mine:
+        names = [name for name, _ in self._whole.shapes if self._sender(name) == self._stage.index]
+        for name in names:
             with torch.no_grad():
                 rows = self._rows(self._tensors[name])
             if rows.numel() > 0:

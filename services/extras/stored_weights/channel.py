@@ -108,8 +108,8 @@ class _Threads:
         Raises:
             AbortedError: If the channel is aborted.
         """
-        both: tuple[Future[Any], Future[Any]] = (future, self._aborted)
-        wait(both, return_when=FIRST_COMPLETED)
+        futures: tuple[Future[Any], Future[Any]] = (future, self._aborted)
+        wait(futures, return_when=FIRST_COMPLETED)
         self.check()
         return future.result()
 
@@ -189,8 +189,8 @@ class StoredSource(_Side):
         Raises:
             ServiceError: If a part or the manifest could not be written.
         """
-        parts = [self._threads.result(future) for future in self._parts]
-        content = manifest_content(self._version, self._source, parts)
+        written_parts = [self._threads.result(future) for future in self._parts]
+        content = manifest_content(self._version, self._source, written_parts)
         name = manifest_name(self._version, self._source)
         writing = self._threads.submit(lambda: self._folder.put(name, memoryview(content)))
         self._threads.result(writing)
@@ -203,11 +203,11 @@ class StoredSource(_Side):
 
     def _delete_outdated(self, names: Collection[str]) -> None:
         try:
-            manifests, others = outdated(self._folder.sizes(), names)
+            manifests, other_names = outdated(self._folder.sizes(), names)
         except NotFoundError:  # nothing was written yet
             return
         self._folder.delete(manifests)
-        self._folder.delete(others)
+        self._folder.delete(other_names)
 
     def _written_buffer(self, name: str, buffer: Tensor) -> Part:
         try:
@@ -281,18 +281,18 @@ class StoredReceiver(_Side):
                 f"version {self._version} has {len(parts)} parts, but its part {index} is needed; it is "
                 "rejected"
             )
-        part, target = parts[index], _bytes_of(flat)
-        where = f"{self._folder.url}/{part.name}"
+        part_of_bucket, target = parts[index], _bytes_of(flat)
+        where = f"{self._folder.url}/{part_of_bucket.name}"
         try:
-            size = self._folder.read_into(part.name, target)
+            size = self._folder.read_into(part_of_bucket.name, target)
         except NotFoundError as error:
             raise _gone(error) from error
-        if not size == part.size == len(target):
+        if not size == part_of_bucket.size == len(target):
             raise TransferError(
-                f"{where} has {size} bytes, its manifest states {part.size}, and {len(target)} are needed; "
-                "the version is rejected"
+                f"{where} has {size} bytes, its manifest states {part_of_bucket.size}, and {len(target)} are "
+                "needed; the version is rejected"
             )
-        if digest_of(target) != part.digest:
+        if digest_of(target) != part_of_bucket.digest:
             raise TransferError(
                 f"{where} is damaged: its digest is not that of its manifest; the version is rejected"
             )

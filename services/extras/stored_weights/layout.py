@@ -90,12 +90,12 @@ def parse_manifest(content: bytes, expected_digest: str, where: str) -> tuple[Pa
     return tuple(Part(**part) for part in document["parts"])
 
 
-def outdated(names: Iterable[str], kept: Iterable[str]) -> tuple[list[str], list[str]]:
+def outdated(names: Iterable[str], kept_versions: Iterable[str]) -> tuple[list[str], list[str]]:
     """Returns the manifests and the other objects of versions that are not kept.
 
     What has another name is not a version's: the folder may be that of a run's checkpoints and logs.
     """
-    versions = set(kept)
+    versions = set(kept_versions)
     version_names = [name for name in names if _OWN.fullmatch(name)]
     old = [name for name in version_names if name.partition("/")[0] not in versions]
     manifests = [name for name in old if name.endswith(f"/{MANIFEST}")]

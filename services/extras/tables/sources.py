@@ -76,7 +76,7 @@ class _Parquet:
         return _row_of_arrow(rows[0])
 
 
-def _check_names(fields: Any, place: str) -> None:
+def _check_names(fields: Any, key: str) -> None:
     """Raises ValueError if columns, or fields of a nested column, have the same name."""
     import pyarrow as pa
 
@@ -84,11 +84,11 @@ def _check_names(fields: Any, place: str) -> None:
     if len(kinds) < len(fields):
         (name, _), *_ = Counter(field.name for field in fields).most_common(1)
         raise ValueError(
-            f"{place} has the column {name!r} more than once; rename or remove all but one of them"
+            f"{key} has the column {name!r} more than once; rename or remove all but one of them"
         )
     for name, kind in kinds.items():
         if pa.types.is_nested(kind):
-            _check_names([kind.field(i) for i in range(kind.num_fields)], f"{place}: {name!r}")
+            _check_names([kind.field(i) for i in range(kind.num_fields)], f"{key}: {name!r}")
 
 
 def _mapped(file: Any) -> Any:

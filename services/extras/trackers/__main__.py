@@ -162,19 +162,19 @@ class Writer:
 
 def _spec_of(run: RunView, kind: str) -> TrackerSpec:
     """Returns a run's settings of a tracker; defaults if the run does not name it."""
-    named = [part for part in run.spec.get("trackers", ()) if part["kind"] == kind]
-    return TrackerSpec.model_validate(named[0] if named else {"kind": kind})
+    matching = [tracker for tracker in run.spec.get("trackers", ()) if tracker["kind"] == kind]
+    return TrackerSpec.model_validate(matching[0] if matching else {"kind": kind})
 
 
 def _scores(data: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """Yields the scores of an evaluation, and of each set and source; a single one has no name prefix."""
-    parts = [("heldout", {name: data[name] for name in ("greedy", "sampled")})]
+    sections = [("heldout", {name: data[name] for name in ("greedy", "sampled")})]
     for kind in ("by_set", "by_source"):
-        named = data.get(kind, {})
-        parts += [
-            ("heldout" if len(named) == 1 else f"heldout/{name}", named[name]) for name in named
+        sets = data.get(kind, {})
+        sections += [
+            ("heldout" if len(sets) == 1 else f"heldout/{name}", sets[name]) for name in sets
         ]
-    for prefix, scores in parts:
+    for prefix, scores in sections:
         for name, score in scores.items():
             if score is not None:
                 yield f"{prefix}/{name}", float(score)

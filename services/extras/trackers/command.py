@@ -66,8 +66,10 @@ def track(
             )
             if run:
                 run_id = await find_run(api, run)
-                written = ", ".join(await processes.follow(run_id, kinds))
-                print_line(console, f"{run_id} is written to {written}; files are in {folder}")
+                kinds_written = ", ".join(await processes.follow(run_id, kinds))
+                print_line(
+                    console, f"{run_id} is written to {kinds_written}; files are in {folder}"
+                )
             else:
                 await processes.follow_project()
 

@@ -37,8 +37,8 @@ class MlflowRun:
                 self._newest.record_step(name, metric.step)
 
     def numbers(self, moment: EventPosition, numbers: Mapping[str, float]) -> None:
-        named = {_allowed(name): number for name, number in numbers.items()}
-        new = self._newest.pop_new(moment.step, named)
+        numbers_by_name = {_allowed(name): number for name, number in numbers.items()}
+        new = self._newest.pop_new(moment.step, numbers_by_name)
         time_ms = round(1000 * moment.time)
         metrics = [Metric(name, number, time_ms, moment.step) for name, number in new.items()]
         if metrics:
@@ -66,12 +66,14 @@ def open_run(run: RunView, spec: TrackerSpec, folder: Path) -> MlflowRun:
         return MlflowRun(client, mlflow_id, list(runs[0].data.metrics))
     tags = {_TAG: run.id, **{f"slipstream.label.{key}": value for key, value in run.labels.items()}}
     begin_ms = round(1000 * run.create_time.timestamp())
-    made = client.create_run(number, start_time=begin_ms, run_name=run.name, tags=tags).info.run_id
+    run_id = client.create_run(
+        number, start_time=begin_ms, run_name=run.name, tags=tags
+    ).info.run_id
     params = [Param(_allowed(key), str(value)[:_MAX_VALUE]) for key, value in flat(run.spec)]
     for begin in range(0, len(params), _PARAMS_A_CALL):
-        client.log_batch(made, params=params[begin : begin + _PARAMS_A_CALL])
-    client.log_batch(made, tags=[RunTag(f"slipstream.tag.{tag}", "true") for tag in spec.tags])
-    return MlflowRun(client, made, [])
+        client.log_batch(run_id, params=params[begin : begin + _PARAMS_A_CALL])
+    client.log_batch(run_id, tags=[RunTag(f"slipstream.tag.{tag}", "true") for tag in spec.tags])
+    return MlflowRun(client, run_id, [])
 
 
 def _experiment(client: MlflowClient, name: str, folder: Path) -> str:

@@ -143,13 +143,13 @@ class TrackerProcesses:
         Raises:
             ApiError: If the run does not exist or names no trackers.
         """
-        wanted = kinds or await self._kinds(run_id)
-        if not wanted:
+        kinds_followed = kinds or await self._kinds(run_id)
+        if not kinds_followed:
             raise ApiError(f"{run_id} has no trackers; add --to KIND, such as --to tensorboard")
         async with TaskGroup() as tasks:
-            for kind in wanted:
+            for kind in kinds_followed:
                 tasks.create_task(self._supervise(run_id, kind))
-        return wanted
+        return kinds_followed
 
     async def incomplete(self, run_id: str) -> list[str]:
         """Returns the trackers of a run to which not all of it is written."""
@@ -167,7 +167,7 @@ class TrackerProcesses:
 
     async def _kinds(self, run_id: str) -> list[str]:
         run = await self._api.get(run_id)
-        return [part["kind"] for part in run.spec.get("trackers", ())]
+        return [tracker["kind"] for tracker in run.spec.get("trackers", ())]
 
     async def _begin(self, run_id: str, tasks: TaskGroup) -> None:
         if run_id in self._known:

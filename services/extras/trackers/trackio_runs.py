@@ -51,7 +51,7 @@ def open_run(run: RunView, spec: TrackerSpec, folder: Path) -> TrackioRun:
     # Only a local database can be queried for existing rows; elsewhere the cursor must suffice.
     is_here = not any(resolve_space_id_and_server_url(None, None))
     logs = SQLiteStorage.get_logs(spec.project, name) if is_here else None
-    made = trackio.init(
+    trackio_run = trackio.init(
         spec.project,
         name=name,
         config={**run.spec, "run_id": run.id, "tags": list(spec.tags)},
@@ -60,4 +60,4 @@ def open_run(run: RunView, spec: TrackerSpec, folder: Path) -> TrackioRun:
         auto_log_gpu=False,
         auto_log_cpu=False,
     )
-    return TrackioRun(made, logs)
+    return TrackioRun(trackio_run, logs)

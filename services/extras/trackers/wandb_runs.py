@@ -55,7 +55,7 @@ def open_run(run: RunView, spec: TrackerSpec, folder: Path) -> WandbRun:
     team, _, project = spec.project.rpartition("/")
     folder.mkdir(parents=True, exist_ok=True)
     newest = max((row.history.step.num for row in rows_of(folder, run.id)), default=-1)
-    made = wandb.init(
+    wandb_run = wandb.init(
         entity=team or None,
         project=project,
         id=run.id,
@@ -68,9 +68,9 @@ def open_run(run: RunView, spec: TrackerSpec, folder: Path) -> WandbRun:
             console="off", disable_git=True, disable_code=True, x_disable_stats=True, silent=True
         ),
     )
-    made.define_metric("step", hidden=True)
-    made.define_metric("*", step_metric="step")
-    return WandbRun(made, newest)
+    wandb_run.define_metric("step", hidden=True)
+    wandb_run.define_metric("*", step_metric="step")
+    return WandbRun(wandb_run, newest)
 
 
 def _plain(value: Any) -> Any:

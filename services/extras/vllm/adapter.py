@@ -292,7 +292,7 @@ class VllmBackend:
         assert self._llm is not None, "the engine is not started"
         return self._llm
 
-    async def serve(self, started: Callable[[], None]) -> None:
+    async def serve(self, on_start: Callable[[], None]) -> None:
         """Starts vLLM and serves until cancelled."""
         config = checkpoint_config(self._config.config)
         folder = cached_config_folder(config, Path(envs.VLLM_CACHE_ROOT) / "slipstream")
@@ -302,7 +302,7 @@ class VllmBackend:
         try:
             self._llm = llm
             await self._warm_up()
-            started()
+            on_start()
             while True:
                 await self._deliver()
         except EngineDeadError as error:
@@ -311,23 +311,25 @@ class VllmBackend:
             self._end_streams()
             llm.shutdown()
 
-    async def submit(self, part: Segment) -> "_Stream":
+    async def submit(self, segment: Segment) -> "_Stream":
         return await self._ask(
-            part.segment_id,
-            part.context_ids,
-            self._sampling(part),
-            part.cache_salt,
-            part.request.model_inputs,
-            part.request,
+            segment.segment_id,
+            segment.context_ids,
+            self._sampling(segment),
+            segment.cache_salt,
+            segment.request.model_inputs,
+            segment.request,
         )
 
     async def abort_segments(self, segment_ids: Collection[str]) -> None:
         """Ends segments; discards their tokens that vLLM has not sent yet."""
-        parts = set(segment_ids)
-        ended = [name for name, stream in self._streams.items() if stream.segment_id in parts]
+        segment_names = set(segment_ids)
+        request_names = [
+            name for name, stream in self._streams.items() if stream.segment_id in segment_names
+        ]
         with _alive():
-            await self.llm.engine_core.abort_requests_async(ended)
-        for name in ended:
+            await self.llm.engine_core.abort_requests_async(request_names)
+        for name in request_names:
             if (stream := self._streams.pop(name, None)) is None:
                 continue  # it ended by itself in the meantime
             stream.end(TokenChunk(token_ids=(), logprobs=(), finish_reason="abort"))
@@ -498,7 +500,7 @@ class VllmBackend:
         parameters: SamplingParams,
         cache_salt: str | None,
         model_inputs: ModelInputs | None = None,
-        given: GenerationRequest | None = None,
+        generation: GenerationRequest | None = None,
     ) -> "_Stream":
         prompt: Any = {"type": "token", "prompt_token_ids": list(token_ids)}
         if model_inputs is not None and model_inputs.tensors:
@@ -510,19 +512,23 @@ class VllmBackend:
         self._num_asked += 1
         unique = f"{name}#{self._num_asked}"
         request = self.llm.input_processor.process_inputs(unique, prompt, parameters, ("generate",))
-        stream = self._streams[unique] = _Stream(self, unique, segment_id=name, request=given)
+        stream = self._streams[unique] = _Stream(self, unique, segment_id=name, request=generation)
         with _alive():
             await self.llm.engine_core.add_request_async(request)
         return stream
 
-    def _sampling(self, part: Segment) -> SamplingParams:
-        request = part.request
-        experts = {} if self.routing is None else {"routed_experts_prompt_start": part.experts_from}
+    def _sampling(self, segment: Segment) -> SamplingParams:
+        request = segment.request
+        experts = (
+            {} if self.routing is None else {"routed_experts_prompt_start": segment.experts_from}
+        )
         return SamplingParams(
             **experts,
             **self._distribution(request),
-            max_tokens=part.max_tokens,
-            seed=segment_seed(request.seed, part.draw_offset) if self.capabilities.seeds else None,
+            max_tokens=segment.max_tokens,
+            seed=segment_seed(request.seed, segment.draw_offset)
+            if self.capabilities.seeds
+            else None,
             logprobs=min(request.top_logprobs, self._vocab_size),
             stop_token_ids=sorted(request.stop_token_ids),
             ignore_eos=True,
@@ -569,11 +575,11 @@ class VllmBackend:
         """Passes vLLM's next outputs to the streams that wait for them."""
         outputs = await self.llm.engine_core.get_output_async()
         if outputs.scheduler_stats is not None and outputs.scheduler_stats.spec_decoding_stats:
-            counted = outputs.scheduler_stats.spec_decoding_stats
+            draft_stats = outputs.scheduler_stats.spec_decoding_stats
             self._drafts[outputs.engine_index] = DraftTotals(
-                num_drafts=counted.num_drafts,
-                num_tokens=counted.num_draft_tokens,
-                num_accepted=counted.num_accepted_tokens,
+                num_drafts=draft_stats.num_drafts,
+                num_tokens=draft_stats.num_draft_tokens,
+                num_accepted=draft_stats.num_accepted_tokens,
             )
         for output in outputs.outputs:
             if (stream := self._streams.get(output.request_id)) is None:
@@ -652,10 +658,10 @@ class _Stream:
             return TokenChunk(token_ids=(), logprobs=(), finish_reason=reason)
         self._backend.first_token.record()
         eras, logprobs = output.new_logprobs.logprob_token_ids, output.new_logprobs.logprobs
-        drawn = logprobs if logprobs.ndim == 1 else logprobs[:, 0]
+        token_logprobs = logprobs if logprobs.ndim == 1 else logprobs[:, 0]
         return TokenChunk(
             token_ids=output.new_token_ids,
-            logprobs=drawn.tolist(),
+            logprobs=token_logprobs.tolist(),
             version_runs=self._backend.versions_of(eras.tolist(), len(output.new_token_ids)),
             cached_tokens=output.prefill_stats.num_cached_tokens if output.prefill_stats else 0,
             finish_reason=reason,
@@ -683,13 +689,13 @@ class _Stream:
             )
         return encoded_masks(masks.token_ids, masks.offsets[:-1])
 
-    def _top(self, reported: LogprobsLists) -> TopLogprobs | None:
+    def _top(self, top_lists: LogprobsLists) -> TopLogprobs | None:
         """Converts the most likely tokens in place of the new tokens, if the request asks for them."""
         if self._request is None or not self._request.top_logprobs:
             return None
-        if reported.logprobs.ndim == 1:
+        if top_lists.logprobs.ndim == 1:
             raise EngineDiedError("vLLM did not report the most likely tokens")
-        candidates, logprobs = reported.sampled_token_ranks, reported.logprobs[:, 1:]
+        candidates, logprobs = top_lists.sampled_token_ranks, top_lists.logprobs[:, 1:]
         return top_table(candidates, logprobs, self._request.top_logprobs)
 
     def _wake(self) -> None:

@@ -72,7 +72,7 @@ class RoutingWorker(CPUWorker):  # type: ignore[misc]
         batch, self._batch = self._batch, None
         prepared = None if batch is None else self._connector.prepare_output(batch)
         if prepared is not None:
-            drawn = np.array([len(token_ids) for token_ids in output.sampled_token_ids])
-            prepared.enqueue_cpu_copy(drawn, np.zeros_like(drawn))
+            num_drawn = np.array([len(token_ids) for token_ids in output.sampled_token_ids])
+            prepared.enqueue_cpu_copy(num_drawn, np.zeros_like(num_drawn))
             output.aux_output_connector_output = prepared.process_output()
         return output

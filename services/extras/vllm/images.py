@@ -24,9 +24,9 @@ MAX_IMAGE_TOKENS = "slipstream_max_image_tokens"
 """Key of the model's configuration in vLLM: max tokens of one image."""
 
 
-def _max_tokens_per_item(*arguments: Any, **named: Any) -> Mapping[str, int]:
+def _max_tokens_per_item(*arguments: Any, **keywords: Any) -> Mapping[str, int]:
     """Returns the max tokens of an image; the arguments differ between versions of vLLM."""
-    values = [*arguments, *named.values()]
+    values = [*arguments, *keywords.values()]
     processor = next(value for value in values if isinstance(value, BaseMultiModalProcessor))
     config = processor.info.ctx.model_config.hf_config
     return {"image": int(getattr(config, MAX_IMAGE_TOKENS))}
@@ -77,27 +77,29 @@ class ImageInputs:
             },
         )
         firsts = [first for _, first in tensors["image_places"].tolist()]
-        places = [
+        positions = [
             PlaceholderRange(offset=first, length=math.prod(grid) // self._merged)
             for first, grid in zip(firsts, grids.tolist(), strict=True)
         ]
-        for number, place in enumerate(places):
-            held = token_ids[place.offset : place.offset + place.length]
-            if len(held) != place.length or set(held) != {self._placeholder}:
+        for number, position in enumerate(positions):
+            placeholder_ids = token_ids[position.offset : position.offset + position.length]
+            if len(placeholder_ids) != position.length or set(placeholder_ids) != {
+                self._placeholder
+            }:
                 raise ValueError(
-                    f"image {number} has {place.length} features, but the prompt has other tokens than "
-                    f"{self._placeholder} (image_token_id) from token {place.offset} on"
+                    f"image {number} has {position.length} features, but the prompt has other tokens than "
+                    f"{self._placeholder} (image_token_id) from token {position.offset} on"
                 )
-        parts = pixels.split(sizes.tolist())
+        pixels_of_images = pixels.split(sizes.tolist())
         return {
             "type": "multimodal",
             "mm_kwargs": items,
-            "mm_placeholders": {"image": places},
+            "mm_placeholders": {"image": positions},
             # Keys of the prefix cache and of the encoder cache.
             "mm_hashes": {
                 "image": [
-                    f"{xxhash.xxh3_128_hexdigest(part.contiguous().numpy())}-{'x'.join(map(str, grid))}"
-                    for part, grid in zip(parts, grids.tolist(), strict=True)
+                    f"{xxhash.xxh3_128_hexdigest(image.contiguous().numpy())}-{'x'.join(map(str, grid))}"
+                    for image, grid in zip(pixels_of_images, grids.tolist(), strict=True)
                 ]
             },
         }

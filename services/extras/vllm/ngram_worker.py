@@ -73,8 +73,10 @@ def propose(  # type: ignore[no-untyped-def]  # noqa: ANN201, PLR0913, PLR0917 -
         count = tl.zeros((block,), dtype=tl.int64)
         # Only the first comparison reads all tokens.
         for index in tl.static_range(longest):
-            place = ends - 1 - index
-            token = tl.load(tokens + place, mask=is_equal & (place >= 0), other=-2)
+            index_of_token = ends - 1 - index
+            token = tl.load(
+                tokens + index_of_token, mask=is_equal & (index_of_token >= 0), other=-2
+            )
             is_equal = is_equal & (token == tl.sum(tl.where(nth == index, last, 0), axis=0))
             count += is_equal.to(tl.int64)
         # Prefers the longest occurrence, and of equally long ones the latest.
@@ -184,8 +186,8 @@ def _make_proposer(config: Any, device: torch.device) -> Any:
     return _PROPOSERS[0]
 
 
-def _init(self: Any, *arguments: Any, **named: Any) -> None:
-    _init_runner(self, *arguments, **named)
+def _init(self: Any, *arguments: Any, **keywords: Any) -> None:
+    _init_runner(self, *arguments, **keywords)
     if isinstance(self.speculator, NgramProposer):
         self.speculator.req_states = self.req_states
 
@@ -193,13 +195,13 @@ def _init(self: Any, *arguments: Any, **named: Any) -> None:
 class _CountedOutput(model_runner.AsyncOutput):  # type: ignore[misc]
     """Output of a step that also has the totals of proposals."""
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
         self._totals = None
         if _PROPOSERS:
-            with stream(named["copy_stream"], named["main_stream"]):
-                named["copy_stream"].wait_stream(named["main_stream"])
+            with stream(keywords["copy_stream"], keywords["main_stream"]):
+                keywords["copy_stream"].wait_stream(keywords["main_stream"])
                 self._totals = async_copy_to_np(_PROPOSERS[0].totals)
-        super().__init__(*arguments, **named)  # waits for all copies
+        super().__init__(*arguments, **keywords)  # waits for all copies
 
     def get_output(self) -> Any:
         output = super().get_output()

@@ -109,10 +109,10 @@ class QuantizedUpdate:
         return [name for name, differs in zip(self._differs, flags, strict=True) if differs]
 
     def _replace(self, owner: str, layer: _Layer) -> None:
-        whole = {name: self._whole(pieces) for name, pieces in layer.pieces.items()}
+        tensors = {name: self._whole(pieces) for name, pieces in layer.pieces.items()}
         if layer.is_quantizing:
-            whole = _quantized(layer.module, whole)
-        for name, value in whole.items():
+            tensors = _quantized(layer.module, tensors)
+        for name, value in tensors.items():
             live = getattr(layer.module, name).detach()
             if not layer.is_quantizing:
                 # The engine pads vocabularies.
@@ -159,9 +159,9 @@ class QuantizedWriter:
         self._slots, self._shapes, self._update = slots, shapes, update
         self._tensors: dict[str, tuple[Tensor, int]] = {}
 
-    def write(self, slot: str, parts: Sequence[Sequence[Any]]) -> None:
+    def write(self, slot: str, segments: Sequence[Sequence[Any]]) -> None:
         complete = []
-        for name, dtype, first, begin, end in parts:
+        for name, dtype, first, begin, end in segments:
             values = self._slots[slot][begin:end].view(getattr(torch, dtype))
             if name not in self._tensors:
                 self._tensors[name] = values.new_empty(prod(self._shapes[name])), 0
@@ -228,18 +228,18 @@ def _quantized(layer: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Ten
     }
 
 
-def _differ(first: Tensor, other: Tensor) -> Tensor:
+def _differ(first: Tensor, second: Tensor) -> Tensor:
     """Returns a scalar on the tensors' device: True if any bit differs."""
-    if not _are_alike(first, other):
+    if not _are_alike(first, second):
         return torch.ones((), dtype=torch.bool, device=first.device)
-    first, other = _words(first.detach(), other.detach())
+    first, second = _words(first.detach(), second.detach())
     rows = max(1, _COMPARED_BYTES // max(1, first.itemsize * prod(first.shape[1:])))
-    flags = [(a != b).any() for a, b in zip(first.split(rows), other.split(rows), strict=True)]
+    flags = [(a != b).any() for a, b in zip(first.split(rows), second.split(rows), strict=True)]
     return flags[0] if len(flags) == 1 else torch.stack(flags).any()
 
 
-def _are_alike(first: Tensor, other: Tensor) -> bool:
-    return first.shape == other.shape and first.dtype == other.dtype
+def _are_alike(first: Tensor, second: Tensor) -> bool:
+    return first.shape == second.shape and first.dtype == second.dtype
 
 
 def _bytes(tensors: Iterable[Tensor]) -> Tensor:
@@ -247,21 +247,21 @@ def _bytes(tensors: Iterable[Tensor]) -> Tensor:
     return torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
 
 
-def _words(first: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+def _words(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     """Views the bits of two tensors of one shape as integers, if possible eight bytes at once."""
-    if first.stride() == other.stride():
+    if first.stride() == second.stride():
         # Quantized weights are stored transposed.
         order = sorted(range(first.dim()), key=first.stride, reverse=True)
-        first, other = first.permute(order), other.permute(order)
+        first, second = first.permute(order), second.permute(order)
     size = first.itemsize
     is_dense = all(
         tensor.is_contiguous()
         and tensor.data_ptr() % 8 == 0
         and tensor.storage_offset() * size % 8 == 0
-        for tensor in (first, other)
+        for tensor in (first, second)
     )
     if is_dense and first.numel() * size % 8 == 0:
-        return first.reshape(-1).view(torch.int64), other.reshape(-1).view(torch.int64)
+        return first.reshape(-1).view(torch.int64), second.reshape(-1).view(torch.int64)
     word = _WORDS[size]
-    first, other = first.view(word), other.view(word)
-    return (first.view(1), other.view(1)) if first.dim() == 0 else (first, other)
+    first, second = first.view(word), second.view(word)
+    return (first.view(1), second.view(1)) if first.dim() == 0 else (first, second)

@@ -64,7 +64,7 @@ class TokenBatcher:
         ``n`` tokens have candidates, the logprobs are ``[n, 1 + M]``, and the candidates' ids, ``[n, M]``,
         replace the ranks.
         """
-        held, era, interval = self._held, self.era, self._interval
+        gathered, era, interval = self._held, self.era, self._interval
         ready = []
         for output in outputs:
             new = output.new_logprobs
@@ -73,9 +73,9 @@ class TokenBatcher:
                     self._complete(output)
                 ready.append(output)
                 continue
-            request = held.get(output.request_id)
+            request = gathered.get(output.request_id)
             if request is None:
-                request = held[output.request_id] = _Gathered()
+                request = gathered[output.request_id] = _Gathered()
             if not request.eras or request.eras[-1][0] != era:
                 request.eras.append((era, len(request.token_ids)))
             token_ids = output.new_token_ids
@@ -163,8 +163,8 @@ class SpeculationMeter:
         index = output.req_id_to_index
         # Without these totals, as in vLLM's first model runner, every proposal was found by the proposer.
         if (totals := getattr(output, "draft_totals", None)) is not None:
-            counted = self.totals
-            counted.num_drafts, counted.num_draft_tokens, counted.num_accepted_tokens = totals
+            stats = self.totals
+            stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens = totals
         elif drafts:
             self.totals.num_drafts += len(drafts)
             self.totals.num_draft_tokens += num_drafted
@@ -216,23 +216,23 @@ class _Gathering:
         self, step: SchedulerOutput, output: ModelRunnerOutput, **kwargs: Any
     ) -> dict[int, EngineCoreOutputs]:
         """Processes a step's tokens; returns the outputs to send to each client."""
-        sent: dict[int, EngineCoreOutputs] = super().update_from_output(step, output, **kwargs)  # type: ignore[misc]
+        results: dict[int, EngineCoreOutputs] = super().update_from_output(step, output, **kwargs)  # type: ignore[misc]
         if self._meter is not None:
             self._meter.record(step, output)
             if not self.running:  # type: ignore[attr-defined]
                 self._meter.forget_time()
-        for outputs in sent.values():
+        for outputs in results.values():
             outputs.outputs = self._gatherer.passed(outputs.outputs)
             if self._meter is not None and outputs.outputs:
                 outputs.scheduler_stats = SchedulerStats(spec_decoding_stats=self._meter.totals)
-        return sent
+        return results
 
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
     ) -> list[Request]:
-        ended: list[Request] = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
-        self._gatherer.discard_tokens(request.request_id for request in ended)
-        return ended
+        finished: list[Request] = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
+        self._gatherer.discard_tokens(request.request_id for request in finished)
+        return finished
 
     def set_pause_state(self, pause_state: PauseState) -> None:
         """Pauses or resumes; resuming after a full pause begins a new era."""

@@ -49,10 +49,10 @@ def prepare_speculation(config: VllmConfig) -> None:
             config.scheduler_config.async_scheduling = False
         return
     # vLLM captures CUDA graphs for all numbers of proposals in this table, which our scheduler replaces.
-    most = config.scheduler_config.max_num_seqs
+    max_requests = config.scheduler_config.max_num_seqs
     speculation.num_speculative_tokens_per_batch_size = [
-        (1, most, speculation.num_speculative_tokens),
-        (most + 1, most + 1, 0),
+        (1, max_requests, speculation.num_speculative_tokens),
+        (max_requests + 1, max_requests + 1, 0),
     ]
 
 

@@ -56,12 +56,12 @@ class DeferredCopies(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Intercepts copies; executes all other operations."""
-        place = None
+        location = None
         if func is torch.ops.aten.copy_.default and args[0].is_meta:
-            place = self._places.get(_storage(args[0]))
-        if place is None:
+            location = self._places.get(_storage(args[0]))
+        if location is None:
             return func(*args, **(kwargs or {}))
-        layer, name = place
+        layer, name = location
         parameter = getattr(layer, name)
         # The parameter's own loader of experts takes one expert at a time.
         parameter.weight_loader = default_weight_loader
@@ -148,9 +148,9 @@ class WeightLoader:
 
     def _begin_update(self, shapes: Mapping[str, Shape]) -> QuantizedUpdate:
         model = self.model_runner.model
-        place = tensor_place(model)
+        layout = tensor_place(model)
         return QuantizedUpdate(
-            model, self.vllm_config, shapes, rank=place["rank"], ranks=place["ranks"]
+            model, self.vllm_config, shapes, rank=layout["rank"], ranks=layout["ranks"]
         )
 
     def _quantize(self, model: Any, tensors: dict[str, Tensor]) -> Loaded:
@@ -176,9 +176,9 @@ class WeightLoader:
         """Loads weights as vLLM loads a checkpoint, so that vLLM lays out experts for its kernels."""
         config = self.vllm_config.model_config.hf_config.to_dict()
         loaded = (
-            (name, part.to(self.device))
+            (name, weight.to(self.device))
             for fused, tensor in tensors.items()
-            for name, part in checkpoint_names(_checkpoint_name(fused, model), tensor, config)
+            for name, weight in checkpoint_names(_checkpoint_name(fused, model), tensor, config)
         )
         if self.device.type == "cpu":
             _forget_kernels(model)
@@ -246,7 +246,7 @@ def _check_kernels(model: Any) -> None:
 
 
 def _methods_of_experts(model: Any) -> Iterator[Any]:
-    return (part.quant_method for part in model.modules() if hasattr(part, "w13_weight"))
+    return (module.quant_method for module in model.modules() if hasattr(module, "w13_weight"))
 
 
 def _repack_head(model: Any) -> None:

@@ -508,7 +508,7 @@ def test_runs_on_the_network_of_a_node_have_different_ports(tmp_path: Path, topo
             spec,
             controller_address="c:50051",
             owner=OWNER,
-            used=used_ports(existing),
+            ports_in_use=used_ports(existing),
         )
         for pod in pods:
             validate_manifest(pod, "1.35")
@@ -518,7 +518,12 @@ def test_runs_on_the_network_of_a_node_have_different_ports(tmp_path: Path, topo
         existing += pods
     # A run that is started again by another controller does not take the ports of its own pods.
     again = build_pods(
-        templates, "run_0", spec, controller_address="c", owner=OWNER, used=used_ports(existing)
+        templates,
+        "run_0",
+        spec,
+        controller_address="c",
+        owner=OWNER,
+        ports_in_use=used_ports(existing),
     )
     assert set(numbers(again)).isdisjoint(numbers(existing))
 

@@ -132,8 +132,8 @@ class Checks:
         An iteration over nothing is allowed only if a check that passed compares the same variable.
         """
         strong = [check for check in self.checks if not check.is_weak]
-        passed = [self.checks[number] for number in self._passed]
-        compared = [check for check in passed if not check.is_weak]
+        passed_checks = [self.checks[number] for number in self._passed]
+        compared = [check for check in passed_checks if not check.is_weak]
         if strong and not compared and not self._has_caught:
             return False
         names = frozenset[tuple[int, str, int]]().union(*(check.names for check in compared))
@@ -255,12 +255,12 @@ def _called(node: ast.AST) -> str:
 
 
 def _has(node: ast.AST, kinds: type | tuple[type, ...]) -> bool:
-    return any(isinstance(part, kinds) for part in ast.walk(node))
+    return any(isinstance(child, kinds) for child in ast.walk(node))
 
 
 def _compares(node: ast.AST) -> bool:
     return _has(node, (ast.Compare, ast.Not)) or any(
-        _called(part) in _COMPARING for part in ast.walk(node)
+        _called(child) in _COMPARING for child in ast.walk(node)
     )
 
 
@@ -349,9 +349,9 @@ class _Rewriter(ast.NodeTransformer):
     def _loop(self, node: ast.For) -> ast.AST:
         has_check = _contains_check(node.body)
         is_judging = has_check or any(
-            isinstance(part, ast.If) and _compares(part.test)
+            isinstance(child, ast.If) and _compares(child.test)
             for statement in node.body
-            for part in ast.walk(statement)
+            for child in ast.walk(statement)
         )
         values = self.visit(node.iter)
         if has_check or (is_judging and self._may_be_of_program(node.iter)):
@@ -382,14 +382,14 @@ class _Rewriter(ast.NodeTransformer):
             functions = {id(call.func) for call in ast.walk(value) if isinstance(call, ast.Call)}
             bound = {
                 name
-                for part in ast.walk(value)
-                if isinstance(part, ast.comprehension)
-                for name in _stored(part.target)
+                for child in ast.walk(value)
+                if isinstance(child, ast.comprehension)
+                for name in _stored(child.target)
             }
-            variables = [part for part in ast.walk(value) if id(part) not in functions]
-            for part in variables:
-                if isinstance(part, ast.Name) or _is_own_attribute(part):
-                    names |= {ast.unparse(part)} - bound
+            variables = [child for child in ast.walk(value) if id(child) not in functions]
+            for child in variables:
+                if isinstance(child, ast.Name) or _is_own_attribute(child):
+                    names |= {ast.unparse(child)} - bound
         scope = self._scopes[-1]
         return frozenset(
             (scope, name, self._num_assigned[scope, name])
@@ -412,7 +412,7 @@ class _Rewriter(ast.NodeTransformer):
         if isinstance(node, ast.Call):
             return self._judging_call(node)
         if isinstance(node, ast.ListComp | ast.SetComp | ast.GeneratorExp):
-            conditions = [part for step in node.generators for part in step.ifs]
+            conditions = [condition_node for step in node.generators for condition_node in step.ifs]
             if any(map(_compares, [node.elt, *conditions])):
                 self._wrap_comprehension(node)
         elif isinstance(node, ast.Compare) and len(node.ops) == 1:
@@ -466,13 +466,13 @@ class _Rewriter(ast.NodeTransformer):
         names = {getattr(function, "attr", getattr(function, "id", ""))}
         is_judging = _compares(function) or _subtracts(function) or bool(names & {*_COMPARING})
         if (is_judging or name.startswith("filter")) and self._may_be_of_program(node):
-            places = [
-                place
-                for place, value in enumerate(node.args)
-                if place and not isinstance(value, ast.Starred) and self._may_be_of_program(value)
+            indexes = [
+                index
+                for index, value in enumerate(node.args)
+                if index and not isinstance(value, ast.Starred) and self._may_be_of_program(value)
             ]
-            for place in places[:1]:
-                node.args[place] = self._wrapped("items", node.args[place])
+            for index in indexes[:1]:
+                node.args[index] = self._wrapped("items", node.args[index])
 
     def _wrap_comprehension(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp) -> None:
         for step in node.generators:
@@ -493,17 +493,17 @@ class _Rewriter(ast.NodeTransformer):
 
 def _beside(condition: ast.expr, iterated: Sequence[ast.expr]) -> list[ast.expr]:
     """Returns the comparisons in a condition that are no part of an iteration and have none."""
-    inner = {id(part) for value in iterated for part in ast.walk(value)}
-    for part in ast.walk(condition):
-        if isinstance(part, ast.ListComp | ast.SetComp | ast.GeneratorExp):
-            inner |= {id(comparison) for comparison in ast.walk(part)}
+    inner = {id(child) for value in iterated for child in ast.walk(value)}
+    for child in ast.walk(condition):
+        if isinstance(child, ast.ListComp | ast.SetComp | ast.GeneratorExp):
+            inner |= {id(comparison) for comparison in ast.walk(child)}
     values = {id(value) for value in iterated}
     return [
-        part
-        for part in ast.walk(condition)
-        if isinstance(part, ast.Compare)
-        and id(part) not in inner
-        and not any(id(value) in values for value in ast.walk(part))
+        child
+        for child in ast.walk(condition)
+        if isinstance(child, ast.Compare)
+        and id(child) not in inner
+        and not any(id(value) in values for value in ast.walk(child))
     ]
 
 

@@ -115,8 +115,8 @@ class Judge:
         peer.classes.shared = set(peer.request("share", sorted(classes)))
         public = set(peer.request("names"))
         free = free_names(source) - names.keys()
-        wanted = (free | builtin_under_test(source)) & public
-        values = {name: peer.request("name", name) for name in wanted}
+        requested = (free | builtin_under_test(source)) & public
+        values = {name: peer.request("name", name) for name in requested}
         for name in MODULES:
             sys.modules[name] = _ProgramModule(name, peer)
         names |= values
@@ -126,17 +126,17 @@ class Judge:
 
 def named_function(name: str, peer: Peer) -> Any:
     """Returns the program's function of a name such as ``add``, ``Solution.add`` or ``Solution().add``."""
-    first, *others = re.sub(r"^Solution\.", "Solution().", name).split(".")
+    first, *attributes = re.sub(r"^Solution\.", "Solution().", name).split(".")
     try:
         value = peer.request("name", first.removesuffix("()"))
     except NameError:
-        if others:
+        if attributes:
             raise
         return getattr(peer.request("name", "Solution")(), first)
     value = value() if first.endswith("()") else value
-    for other in others:
-        value = getattr(value, other.removesuffix("()"))
-        value = value() if other.endswith("()") else value
+    for attribute in attributes:
+        value = getattr(value, attribute.removesuffix("()"))
+        value = value() if attribute.endswith("()") else value
     return value
 
 
@@ -190,10 +190,10 @@ def _guard_numpy(source: str) -> None:
 
 def _guarded(compare: Callable[..., Any], size: Callable[[Any], int]) -> Callable[..., Any]:
     @functools.wraps(compare)
-    def guarded(one: Any, other: Any, *arguments: Any, **keywords: Any) -> Any:
-        if (size(one) == 0) != (size(other) == 0):
+    def guarded(first: Any, second: Any, *arguments: Any, **keywords: Any) -> Any:
+        if (size(first) == 0) != (size(second) == 0):
             raise AssertionError("nothing is compared with something")
-        return compare(one, other, *arguments, **keywords)
+        return compare(first, second, *arguments, **keywords)
 
     setattr(guarded, _GUARDED, True)
     return guarded
@@ -208,7 +208,11 @@ class _ProgramModule(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if name == "__all__":
-            return [each for each in self._peer.request("names") if not hasattr(builtins, each)]
+            return [
+                public_name
+                for public_name in self._peer.request("names")
+                if not hasattr(builtins, public_name)
+            ]
         if name.startswith("__"):
             raise AttributeError(name)
         try:

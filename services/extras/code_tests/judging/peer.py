@@ -67,7 +67,7 @@ class Remote:
         self._peer.request("method", self, "__delitem__", key)
 
     def __contains__(self, item: Any) -> bool:
-        return any(item == other for other in self)
+        return any(item == value for value in self)
 
     def __exit__(self, *_: object) -> None:
         self._peer.request("method", self, "__exit__", None, None, None)
@@ -93,10 +93,10 @@ def _forward(name: str) -> Callable[..., Any]:
 
 
 def _forward_operator(name: str) -> Callable[[Any, Any], Any]:
-    def forward(self: Any, other: Any) -> Any:
-        result = self._peer.request("operator", name, self, other)
+    def forward(self: Any, operand: Any) -> Any:
+        result = self._peer.request("operator", name, self, operand)
         # It saw the other operand, which may be the expected result.
-        if isinstance(other, Remote):
+        if isinstance(operand, Remote):
             return result
         if not isinstance(result, Remote):
             raise TypeError(f"{name} of an object of the program and a value gives no object")
@@ -106,10 +106,10 @@ def _forward_operator(name: str) -> Callable[[Any, Any], Any]:
 
 
 def _forward_comparison(name: str) -> Callable[[Any, Any], Any]:
-    def forward(self: Any, other: Any) -> Any:
-        if not isinstance(other, Remote):
+    def forward(self: Any, operand: Any) -> Any:
+        if not isinstance(operand, Remote):
             return NotImplemented
-        return self._peer.request("operator", name, self, other)
+        return self._peer.request("operator", name, self, operand)
 
     return forward
 
@@ -177,10 +177,10 @@ class Peer:
 
     def call(self, function: Remote, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Calls a function of the other side; changes that it makes to its arguments are made here, too."""
-        result, changed = self.request("call", function, arguments, keywords)
+        result, values_after = self.request("call", function, arguments, keywords)
         with suppress(TypeError, ValueError):
             values = [*arguments, *keywords.values()]
-            for before, after in zip(values, changed, strict=True):
+            for before, after in zip(values, values_after, strict=True):
                 _copy_changes(before, after)
         return result
 
@@ -224,7 +224,7 @@ class Peer:
             self._send(("result", result))
 
     def _send(self, message: tuple[Any, ...]) -> None:
-        content = json.dumps(encode(message, other=self._export)).encode()
+        content = json.dumps(encode(message, encode_other=self._export)).encode()
         content = len(content).to_bytes(8, "big") + content
         try:
             while content:
@@ -238,7 +238,7 @@ class Peer:
             raise PeerEndedError
         try:
             nodes: Nodes = json.loads(self._read(size))
-            message = Decoder(nodes, other=self._import, classes=self.classes).root()
+            message = Decoder(nodes, decode_other=self._import, classes=self.classes).root()
         except (ValueError, RecursionError) as error:
             raise PeerEndedError from error
         if not (isinstance(message, tuple) and message and isinstance(message[0], str)):
@@ -251,10 +251,10 @@ class Peer:
             ready, _, _ = select.select([self._reader], [], [], self.patience_s)
             if self.patience_s is not None:
                 self.patience_s = max(0.0, self.patience_s - (time.monotonic() - start))
-            more = os.read(self._reader, 1 << 20) if ready else b""
-            if not more:
+            chunk = os.read(self._reader, 1 << 20) if ready else b""
+            if not chunk:
                 raise PeerEndedError
-            self._buffer += more
+            self._buffer += chunk
         content = bytes(self._buffer[:count])
         del self._buffer[:count]
         return content

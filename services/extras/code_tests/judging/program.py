@@ -8,11 +8,11 @@ from services.extras.code_tests.judging.peer import Peer
 from services.extras.code_tests.judging.source import MODULE
 
 
-def serve(parts: list[str], *, reader: int, writer: int) -> None:
+def serve(sources: list[str], *, reader: int, writer: int) -> None:
     """Runs a program and answers calls until the judge ends.
 
     Args:
-        parts: Code that the prompt has, which may fail, and the program.
+        sources: Code that the prompt has, which may fail, and the program.
 
     Raises:
         BaseException: What the program raises.
@@ -21,10 +21,10 @@ def serve(parts: list[str], *, reader: int, writer: int) -> None:
     module: Any = ModuleType(MODULE)
     sys.modules[MODULE] = module
     names = module.__dict__
-    *modules, program = parts
-    for part in modules:
+    *modules, program = sources
+    for source in modules:
         try:
-            exec(compile(part, "prompt.py", "exec"), names)  # noqa: S102 -- the purpose of this process
+            exec(compile(source, "prompt.py", "exec"), names)  # noqa: S102 -- the purpose of this process
         except Exception:  # noqa: BLE001, S112 -- the program may do without it
             continue
     exec(compile(program, "program.py", "exec"), names)  # noqa: S102

@@ -18,7 +18,7 @@ _CHECKING: Final = re.compile(r"(?i)_?(?:assert|raises|fail)")
 
 def free_names(source: str) -> set[str]:
     """Returns the global names that code uses and neither it nor Python defines."""
-    used, defined = set[str](), set[str]()
+    loaded, defined = set[str](), set[str]()
 
     def visit(table: symtable.SymbolTable) -> None:
         is_module = table.get_type() == "module"
@@ -28,12 +28,12 @@ def free_names(source: str) -> set[str]:
             ):
                 defined.add(symbol.get_name())
             elif symbol.is_referenced() and (is_module or symbol.is_global()):
-                used.add(symbol.get_name())
+                loaded.add(symbol.get_name())
         for child in table.get_children():
             visit(child)
 
     visit(symtable.symtable(source, "tests.py", "exec"))
-    return {name for name in used - defined if not hasattr(builtins, name)}
+    return {name for name in loaded - defined if not hasattr(builtins, name)}
 
 
 def builtin_under_test(source: str) -> set[str]:

@@ -49,15 +49,15 @@ _READ: Final[dict[str, Callable[..., Any]]] = {
 _BASES: Final = (bool, int, float, str, *_SEQUENCES, *_WRITTEN)
 
 
-def encode(root: object, *, other: Callable[[Any], list[Any] | Mapping[str, Any]]) -> Nodes:
+def encode(root: object, *, encode_other: Callable[[Any], list[Any] | Mapping[str, Any]]) -> Nodes:
     """Encodes a value.
 
     Args:
-        other: Encodes a value of another type: as a node, or as the attributes of an object whose class both
-            sides have.
+        encode_other: Encodes a value of another type: as a node, or as the attributes of an object
+            whose class both sides have.
     """
     nodes: Nodes = []
-    places: dict[int, int] = {}
+    indexes: dict[int, int] = {}
     pending: list[tuple[int, Any]] = []
     # Keeps converted values alive, because their addresses identify them.
     alive: list[Any] = []
@@ -66,21 +66,23 @@ def encode(root: object, *, other: Callable[[Any], list[Any] | Mapping[str, Any]
         if value is None or type(value) in (bool, int, float, str):
             nodes.append(["value", value])
             return len(nodes) - 1
-        if id(value) not in places:
+        if id(value) not in indexes:
             nodes.append([])
-            places[id(value)] = len(nodes) - 1
+            indexes[id(value)] = len(nodes) - 1
             pending.append((len(nodes) - 1, value))
             alive.append(value)
-        return places[id(value)]
+        return indexes[id(value)]
 
     place_of(root)
     while pending:
-        place, value = pending.pop()
-        nodes[place] = _node(value, place_of, other)
+        index, value = pending.pop()
+        nodes[index] = _node(value, place_of, encode_other)
     return nodes
 
 
-def _node(value: Any, place_of: Callable[[Any], int], other: Callable[[Any], Any]) -> list[Any]:
+def _node(
+    value: Any, place_of: Callable[[Any], int], encode_other: Callable[[Any], Any]
+) -> list[Any]:
     kind = next((base for base in _BASES if isinstance(value, base)), None)
     if kind in _SEQUENCES:
         return [_SEQUENCES[kind], [place_of(item) for item in value]]
@@ -91,15 +93,15 @@ def _node(value: Any, place_of: Callable[[Any], int], other: Callable[[Any], Any
     if isinstance(value, dict):
         name = "counter" if isinstance(value, Counter) else "dict"
         return [name, [[place_of(key), place_of(item)] for key, item in value.items()]]
-    return _other_node(value, place_of, other)
+    return _other_node(value, place_of, encode_other)
 
 
 def _other_node(
-    value: Any, place_of: Callable[[Any], int], other: Callable[[Any], Any]
+    value: Any, place_of: Callable[[Any], int], encode_other: Callable[[Any], Any]
 ) -> list[Any]:
     if array := _array(value):
         return [array[0], place_of(array[1]), array[2]]
-    node = other(value)
+    node = encode_other(value)
     if isinstance(node, list):
         return node
     state = [[name, place_of(item)] for name, item in node.items()]
@@ -146,10 +148,10 @@ class Decoder:
     """
 
     def __init__(
-        self, nodes: Nodes, *, other: Callable[[list[Any]], Any], classes: Classes
+        self, nodes: Nodes, *, decode_other: Callable[[list[Any]], Any], classes: Classes
     ) -> None:
         self._nodes = nodes
-        self._other = other
+        self._other = decode_other
         self._classes = classes
         self._built: dict[int, Any] = {}
         self._unfilled: list[tuple[Any, list[Any]]] = []
@@ -168,13 +170,13 @@ class Decoder:
             raise ValueError(f"the encoded value is malformed: {error!r}") from error
         return root
 
-    def _value(self, place: int) -> Any:
-        node = self._nodes[place]
+    def _value(self, index: int) -> Any:
+        node = self._nodes[index]
         if node[0] == "value":
             return node[1]
-        if place not in self._built:
-            self._built[place] = self._new(node)
-        return self._built[place]
+        if index not in self._built:
+            self._built[index] = self._new(node)
+        return self._built[index]
 
     def _new(self, node: list[Any]) -> Any:
         kind, *details = node
@@ -198,14 +200,14 @@ class Decoder:
             value = self._other(node)
         return value
 
-    def _numpy(self, kind: str, place: int, dtype: str) -> Any:
+    def _numpy(self, kind: str, index: int, dtype: str) -> Any:
         import numpy  # most programs do not use it
 
-        array = numpy.array(self._plain(place), dtype=numpy.dtype(str(dtype)))
+        array = numpy.array(self._plain(index), dtype=numpy.dtype(str(dtype)))
         return array if kind == "array" else array[()]
 
-    def _plain(self, place: int) -> Any:
-        kind, value = self._nodes[place]
+    def _plain(self, index: int) -> Any:
+        kind, value = self._nodes[index]
         return value if kind == "value" else [self._plain(item) for item in value]
 
     def _fill(self, value: Any, node: list[Any]) -> None:

@@ -212,8 +212,8 @@ class ServerMember:
         try:
             self._version = None
             limit.start()
-            done = receiver.receive(group, order)
-            digest = version_digest(done.digests)
+            transferred = receiver.receive(group, order)
+            digest = version_digest(transferred.digests)
             self._version = (order.version, digest)
         except BaseException:
             self._abort()
@@ -223,7 +223,7 @@ class ServerMember:
         finally:
             limit.cancel()
             self._weights.release()
-        return {"version": order.version, "digest": digest, "digests": list(done.digests)}
+        return {"version": order.version, "digest": digest, "digests": list(transferred.digests)}
 
     def _abort(self) -> None:
         """Leaves the group; work that waits for its other members fails."""

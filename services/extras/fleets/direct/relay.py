@@ -212,7 +212,7 @@ class GroupRelay:
                 members = await self._opened([server])
                 if not members:
                     raise ServerAwayError(f"{server.address} was lost before it received weights")
-                received = await self._connected(members, again=order)
+                answers = await self._connected(members, again=order)
         except TimeoutError as error:
             raise ServerAwayError(
                 f"{server.address} did not receive version {order.version} in time"
@@ -221,7 +221,7 @@ class GroupRelay:
             raise ServerAwayError(f"{server.address} received no weights: {error}") from error
         finally:
             self._repeating.discard(server.address)
-        if not received or received[0].get("digest") != weights.digest:
+        if not answers or answers[0].get("digest") != weights.digest:
             raise ServerAwayError(
                 f"{server.address} received another version than {weights.version}"
             )
@@ -390,9 +390,9 @@ class GroupRelay:
                     for worker, answer in await server.exchange(messages, wait_s=wait_s):
                         # A job that was given up has no inbox, and its workers get no answer.
                         self._inboxes.get(answer["job"], []).append((worker, answer))
-                    received = [*inbox]
+                    arrived = [*inbox]
                     inbox.clear()
-                    for worker, answer in received:
+                    for worker, answer in arrived:
                         if answer["kind"] not in (DONE, FAILED):
                             questions.append(_Question(worker, answer, self.stores, group))
                         else:

@@ -194,7 +194,7 @@ def test_a_run_at_lag_1_on_one_gpu_is_advised_to_use_lag_4() -> None:
         steps,
         rates_of(steps, lengths, setting=setting),
         setting,
-        others=other_placements(spec, setting),
+        candidates=other_placements(spec, setting),
         gpus=1,
         slots=lambda bound: default_slots(spec, max_staleness=bound, replicas=1),
     )
