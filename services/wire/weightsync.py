@@ -134,13 +134,13 @@ class WeightSyncClient:
         *,
         base_version: int,
         timeout_s: float,
-        copy_name: str = "",
+        stored: str = "",
         manifests: Sequence[str] = (),
     ) -> TransferResult:
         """Makes the member send or receive a version, or the changes since ``base_version``.
 
         Args:
-            copy_name: Name of the version in a store; empty for members that meet.
+            stored: Name of the version in a store; empty for members that meet.
             manifests: For a receiver, the digest of each source's manifest in the store.
         """
         request = pb.TransferWeightsRequest(
@@ -148,7 +148,7 @@ class WeightSyncClient:
             version=version,
             timeout_s=timeout_s,
             base_version=base_version,
-            stored=copy_name,
+            stored=stored,
             manifests=manifests,
         )
         response = await call(self._stub.TransferWeights, request, timeout_s=timeout_s + _MARGIN_S)

@@ -270,7 +270,7 @@ class Followers:
                 copy.version,
                 base_version=copy.base_version,
                 timeout_s=timeout_s,
-                copy_name=copy.name,
+                stored=copy.name,
                 manifests=copy.manifests,
             )
         except DeadlineExceededError:

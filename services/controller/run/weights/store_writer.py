@@ -175,7 +175,7 @@ class StoreWriter:
                     version,
                     base_version=base,
                     timeout_s=self._deadline_s(),
-                    copy_name=name,
+                    stored=name,
                 )
                 for source, member in sources.items()
             }
