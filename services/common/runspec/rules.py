@@ -37,7 +37,7 @@ from services.common.runspec.rollout import (
 from services.common.runspec.run import TINY_PREFIX, RunSpec, TeacherSpec
 from services.common.runspec.topology import ScoringSpec, TaskGroupError
 from services.common.runspec.trainer import HOST_OPTIMIZERS, OPTIMIZERS, CriticSpec, LoraSpec
-from services.common.runspec.urls import urls
+from services.common.runspec.urls import url_keys
 from services.common.runspec.weight_modes import (
     HANDLE,
     HOST_MODE,
@@ -47,6 +47,7 @@ from services.common.runspec.weight_modes import (
     transport_of,
 )
 from services.common.runspec.workers import WORKERS, kinds_with_own_gpus, scoring_ranks
+from services.common.stores import url_problem, without_secrets
 
 
 def data(spec: RunSpec) -> Iterator[str]:
@@ -863,6 +864,13 @@ def _rewards_of(
             )
 
 
+def _store_urls(spec: RunSpec) -> Iterator[str]:
+    """Yields the URLs that no store can have, or that contain credentials."""
+    for key in url_keys(spec.model_dump(mode="json")):
+        if problem := url_problem(key.url):
+            yield f"{key.key}: {without_secrets(key.url)!r} {problem}"
+
+
 def _services(spec: RunSpec) -> Iterator[str]:
     """Yields problems of the addresses of teachers, agents and environments."""
     urls = {"teacher.url": spec.teacher.url} if spec.teacher is not None else {}
@@ -1671,7 +1679,7 @@ def train_engine(spec: RunSpec) -> Iterator[str]:
 
 
 _RULES: tuple[Callable[[RunSpec], Iterator[str]], ...] = (
-    urls,
+    _store_urls,
     models,
     teacher,
     data,

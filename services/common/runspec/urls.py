@@ -1,12 +1,11 @@
-"""Keys of a specification that may be URLs of object stores in place of paths, and the rule for them."""
+"""Keys of a specification that may be URLs of object stores in place of paths."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from services.common.runspec.data import set_documents
-from services.common.runspec.run import RunSpec
-from services.common.stores import FetchKind, is_url, url_problem, without_secrets
+from services.common.stores import FetchKind, is_url
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +50,3 @@ def _path_keys(document: dict[str, Any]) -> Iterator[UrlKey]:
     storage = document["weight_sync"].get("storage")
     if isinstance(storage, dict):
         yield UrlKey("weight_sync.storage.directory", storage, "directory", None)
-
-
-def urls(spec: RunSpec) -> Iterator[str]:
-    """Yields the URLs that no store can have, or that contain credentials."""
-    for key in url_keys(spec.model_dump(mode="json")):
-        if problem := url_problem(key.url):
-            yield f"{key.key}: {without_secrets(key.url)!r} {problem}"

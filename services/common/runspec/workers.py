@@ -6,13 +6,15 @@ is an entry point of the group ``slipstream.worker_roles`` (docs/adding.md).
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 from services.common.doors import Door
-from services.common.runspec.algorithm import AlgorithmSpec
-from services.common.runspec.data import DataSpec
-from services.common.runspec.rollout import RolloutSpec
-from services.common.runspec.trainer import TrainerSpec
+
+if TYPE_CHECKING:
+    from services.common.runspec.algorithm import AlgorithmSpec
+    from services.common.runspec.data import DataSpec
+    from services.common.runspec.rollout import RolloutSpec
+    from services.common.runspec.trainer import TrainerSpec
 
 
 class TopologyView(Protocol):
@@ -34,19 +36,19 @@ class SpecView(Protocol):
     """The part of ``RunSpec`` that the kinds of workers read; that module imports this one."""
 
     @property
-    def algorithm(self) -> AlgorithmSpec:
+    def algorithm(self) -> "AlgorithmSpec":
         """Advantage, loss, off-policy correction and staleness."""
 
     @property
-    def data(self) -> DataSpec:
+    def data(self) -> "DataSpec":
         """Training and held-out prompts."""
 
     @property
-    def rollout(self) -> RolloutSpec:
+    def rollout(self) -> "RolloutSpec":
         """Generation and rewards."""
 
     @property
-    def trainer(self) -> TrainerSpec:
+    def trainer(self) -> "TrainerSpec":
         """Batch, optimizer, precision, parallelism and checkpoints."""
 
     @property
