@@ -242,7 +242,7 @@ class SimulatedRun:
             "order": self._order,
             "journal": self._journal,
             "replicas": _LocalReplicas(self._rollouts),
-            "stored": stored,
+            "sample_index": stored,
         }
         dispatcher = Dispatcher(self._spec, RUN, clock=_Clock(), **shared)
         return GenerationScheduler(self._spec, dispatcher=dispatcher, **shared)

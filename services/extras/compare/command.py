@@ -19,15 +19,15 @@ Either = Annotated[str, typer.Argument(help="Name of a run, or the start of its 
 
 
 def compare(
-    first_name: Either,
-    second_name: Either,
+    one: Either,
+    other: Either,
     url: Url = None,
     state_directory: StateDirectory = DEFAULT_STATE,
 ) -> None:
     """Compare two runs: results, and keys of their specifications that differ."""
 
     async def work(api: Api) -> tuple[RunView, RunView]:
-        ids = [await find_run(api, run_name) for run_name in (first_name, second_name)]
+        ids = [await find_run(api, run_name) for run_name in (one, other)]
         first, second = await asyncio.gather(*map(api.get, ids))
         return first, second
 

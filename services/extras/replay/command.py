@@ -239,14 +239,14 @@ def _curves(step: Mapping[str, Any]) -> str:
 
 def diff(
     run_id: RunId,
-    second: RunId,
+    other: RunId,
     url: Url = None,
     state_directory: StateDirectory = DEFAULT_STATE,
 ) -> None:
     """Show the first step at which two recorded runs part, and why."""
 
     async def work(api: Api) -> list[RunView]:
-        return [await api.get(await find_run(api, text)) for text in (run_id, second)]
+        return [await api.get(await find_run(api, text)) for text in (run_id, other)]
 
     first, two = call_api(url, work, state_directory=state_directory)
     from services.extras.replay.comparing import compare_records
