@@ -78,11 +78,11 @@ def test_no_request_finds_a_fault(controller, tmp_path):
         # Streams end only when a run ends.
         *("--exclude-path-regex", "/stream$"),
     ]
-    done = subprocess.run(
+    result = subprocess.run(
         [str(Path(sys.executable).with_name("schemathesis")), *map(str, arguments)],
         capture_output=True,
         text=True,
         cwd=tmp_path,
         timeout=880,
     )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]

@@ -27,13 +27,13 @@ class Runs:
         self.ended = submitted.strip()
         self.slipstream("watch", self.ended)
         changes = ("name=longer", "trainer.steps=100000", ANOTHER_TERM)
-        settings = [part for change in changes for part in ("--set", change)]
+        settings = [argument for change in changes for argument in ("--set", change)]
         self.going = self.slipstream("submit", spec, *settings).strip()
 
     def slipstream(self, *arguments: str) -> str:
-        done = slipstream(*arguments, "--url", self.url)
-        assert done.code == 0, done.out + done.err
-        return done.out
+        result = slipstream(*arguments, "--url", self.url)
+        assert result.code == 0, result.out + result.err
+        return result.out
 
 
 @pytest.fixture(scope="module")

@@ -47,7 +47,7 @@ class Cluster:
 
     def command(self, *command: str | Path, timeout_s: float = 120.0) -> str:
         """Runs a program against the cluster; returns its output, which the error of a failure contains."""
-        done = subprocess.run(
+        result = subprocess.run(
             [str(part) for part in command],
             capture_output=True,
             text=True,
@@ -59,9 +59,9 @@ class Cluster:
             },
             check=False,
         )
-        if done.returncode != 0:
-            raise RuntimeError(f"{command} failed:\n{done.stdout}\n{done.stderr}")
-        return done.stdout
+        if result.returncode != 0:
+            raise RuntimeError(f"{command} failed:\n{result.stdout}\n{result.stderr}")
+        return result.stdout
 
 
 @contextmanager

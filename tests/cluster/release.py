@@ -111,7 +111,7 @@ class Installed:
         wanted = dict(value.split("=", 1) for value in values)
         if wanted.items() <= self.values.items():
             return
-        changes = [part for value in values for part in ("--set", value)]
+        changes = [argument for value in values for argument in ("--set", value)]
         self.helm("upgrade", "demo", str(CHART), "--reset-then-reuse-values", "--wait", *changes)
         self.values.update(wanted)
         self.ready()
@@ -164,7 +164,9 @@ def has_ended(pod: Any) -> bool:
     if (deadline := pod.metadata.deletion_timestamp) is None:
         return False
     containers = pod.status.container_statuses or []
-    return datetime.now(UTC) >= deadline or all(one.state.terminated for one in containers)
+    return datetime.now(UTC) >= deadline or all(
+        container.state.terminated for container in containers
+    )
 
 
 def _is_over(run: dict[str, Any]) -> bool:

@@ -98,9 +98,9 @@ class Provoked:
                 for part, values in (_SPEC | {"weight_sync": {}}).items()}  # fmt: skip
         path = self.folder / f"{name}.yaml"
         path.write_text(yaml.safe_dump(spec))
-        done = slipstream("submit", path, "--url", self.url)
-        assert done.code == 0, done.err
-        return done.out.strip()
+        result = slipstream("submit", path, "--url", self.url)
+        assert result.code == 0, result.err
+        return result.out.strip()
 
     def get(self, path: str) -> httpx.Response:
         """Returns the controller's response."""

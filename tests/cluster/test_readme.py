@@ -43,13 +43,13 @@ def test_a_new_user_installs_and_trains_by_the_readme(machine: Cluster, tmp_path
         "KUBECONFIG": str(machine.kubeconfig),
         "PYTHONUNBUFFERED": "1",
     }
-    done = subprocess.run(
+    result = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", f"trap 'kill $(jobs -p)' EXIT\n{script}"],
         cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    assert "all services are healthy" in done.stdout
-    assert "SUCCEEDED" in done.stdout
+    assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
+    assert "all services are healthy" in result.stdout
+    assert "SUCCEEDED" in result.stdout
     list_pods = partial(machine.core.list_namespaced_pod, f"{_NAMESPACE}-workers")
     pods = partial(list_pods, label_selector="slipstream.dev/run")
     eventually(lambda: all(map(has_ended, pods().items)), timeout_s=CLEARING_S)

@@ -314,7 +314,7 @@ def test_a_run_in_turns_is_one_pod_that_holds_both_sides_and_is_tracked(
     )
     installed.wait(run_id, lambda run: run["step"] >= 6, timeout_s=300)
     (pod,) = installed.pods(run_id)
-    assert {one.name for one in pod.spec.containers} == {"trainer-0", "rollout-0"}
+    assert {container.name for container in pod.spec.containers} == {"trainer-0", "rollout-0"}
     # The loss of either worker replaces the whole pod.
     installed.cluster.core.delete_namespaced_pod(pod.metadata.name, WORKERS, grace_period_seconds=0)
     run = installed.wait(run_id, lambda run: run["state"] == "SUCCEEDED", timeout_s=400)

@@ -206,7 +206,7 @@ async def test_sampling_masks_have_the_tokens_that_could_be_drawn(open_engine: O
         for found, top_k, top_p in ((result, 3, 1.0), (other, 9, 0.5)):
             everything = all_logprobs(0, PROMPT, found.token_ids)
             entries = found.sampling_mask.tolist()
-            starts = [place for place, entry in enumerate(entries) if entry < 0]
+            starts = [index for index, entry in enumerate(entries) if entry < 0]
             assert len(starts) == len(found.token_ids)
             for row, (start, end) in enumerate(
                 zip(starts, [*starts[1:], len(entries)], strict=True)

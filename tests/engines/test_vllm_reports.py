@@ -81,8 +81,8 @@ def _chunks(sent: list[EngineCoreOutput], **asked: Any) -> list[TokenChunk]:
 def test_masks_travel_with_their_tokens(offsets: bool) -> None:
     batcher = TokenBatcher(3, has_masks=True)
     sent = []
-    for place, support in enumerate(SUPPORTS):
-        reason = FinishReason.STOP if place == 3 else None
+    for index, support in enumerate(SUPPORTS):
+        reason = FinishReason.STOP if index == 3 else None
         sent += batcher.passed([_step("a", support, offsets=offsets, reason=reason)])
     assert [output.new_token_ids for output in sent] == [[7, 4, 0], [8]]
     first, second = _chunks(sent, top_k=3, returns_mask=True)

@@ -50,7 +50,9 @@ def _run(server: LocalServer, model: Path, folder: Path, name: str, seed: int) -
         "rollout.replicas": 1,
         "weight_sync.mode": "cpu_async",
     }
-    options = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    options = [
+        argument for key, value in settings.items() for argument in ("--set", f"{key}={value}")
+    ]
     command = (sys.executable, "-m", "services.cli.main", "run", "examples/sort4.yaml")
     return subprocess.Popen(
         [*command, "--state-directory", str(folder / name), *options],

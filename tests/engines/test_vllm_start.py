@@ -51,7 +51,7 @@ def _exit_code_of_child(tmp_path: object, *arguments: str) -> int:
         file.write(_START)
     # Another test may have set the engine's variables in this process.
     names = ENGINES["vllm"].environment
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, script, *arguments],
         env={name: value for name, value in os.environ.items() if name not in names},
         capture_output=True,
@@ -59,7 +59,7 @@ def _exit_code_of_child(tmp_path: object, *arguments: str) -> int:
         timeout=120,
         check=True,
     )
-    code: int = json.loads(done.stdout.splitlines()[-1])
+    code: int = json.loads(result.stdout.splitlines()[-1])
     return code
 
 

@@ -31,14 +31,14 @@ KILLS = 300
 
 def git(*arguments: str) -> str:
     """Returns the output of a git command."""
-    done = subprocess.run(
+    result = subprocess.run(
         ["git", *arguments, "--", *SOURCES],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
         check=True,
     )
-    return done.stdout.strip()
+    return result.stdout.strip()
 
 
 def num_kills(runs: list[dict[str, Any]], commit: str) -> int:

@@ -85,10 +85,10 @@ def replay(state: Path, *arguments: str) -> tuple[list[dict[str, Any]], str, flo
     """Replays the run; returns its steps without the start, the last message, and the duration in seconds."""
     begin = time.monotonic()
     command = ("replay", "plumbing", "--json", "--state-directory", state)
-    done = slipstream(*command, *arguments, timeout=3600)
-    assert done.code in (0, 1), done.out + done.err
-    steps = [json.loads(line) for line in done.out.splitlines()]
-    return steps[1:], done.err.strip().splitlines()[-1], time.monotonic() - begin
+    result = slipstream(*command, *arguments, timeout=3600)
+    assert result.code in (0, 1), result.out + result.err
+    steps = [json.loads(line) for line in result.out.splitlines()]
+    return steps[1:], result.err.strip().splitlines()[-1], time.monotonic() - begin
 
 
 def regenerate(state: Path, sampled: Sequence[Sequence[int]]) -> dict[str, Any]:
@@ -98,9 +98,9 @@ def regenerate(state: Path, sampled: Sequence[Sequence[int]]) -> dict[str, Any]:
     for steps in sampled:
         options = [part for step in steps for part in ("--sample", str(step))]
         command = ("replay", "plumbing", "--json", "--state-directory", state, *options)
-        done = slipstream(*command, timeout=3600)
-        assert done.code in (0, 1), done.out + done.err
-        differences += [json.loads(line)["difference"] for line in done.out.splitlines()]
+        result = slipstream(*command, timeout=3600)
+        assert result.code in (0, 1), result.out + result.err
+        differences += [json.loads(line)["difference"] for line in result.out.splitlines()]
     return {
         "responses": len(differences),
         "equal_responses": differences.count(""),
@@ -124,7 +124,7 @@ def main() -> None:
         found |= regenerate(state, [[2], [num_steps]] if is_smoke else _SAMPLED)
         steps, _, seconds = replay(state)
         equal = sum(not step["tensors"] for step in steps)
-        options = [part for setting in _OTHER_LOSS for part in ("--set", setting)]
+        options = [argument for setting in _OTHER_LOSS for argument in ("--set", setting)]
         changed, message, _ = replay(state, *options, "--to", "3")
     parted = next(step["step"] for step in changed if step["tensors"])
     found |= {

@@ -65,7 +65,7 @@ class Training:
     ) -> None:
         self.state = state if disk is None else disk.outside(state)
         """State directory, as this process sees it."""
-        overrides = [part for setting in settings for part in ("--set", setting)]
+        overrides = [argument for setting in settings for argument in ("--set", setting)]
         self._command = [
             *(disk.prefix if disk else ()),
             *prefix,

@@ -57,7 +57,7 @@ def test_packed_logprobs_and_gradients_are_those_of_single_sequences(
     differences = []
     for seed in range(4):
         rows = random_trie(random.Random(seed), vocabulary=61, most_samples=6, longest=80)
-        samples = zip(*(part.unbind() for part in rows), strict=True)
+        samples = zip(*(row.unbind() for row in rows), strict=True)
         expected = torch.cat([_own(own, *sample) for sample in samples])
         factors = torch.randn(len(expected), generator=torch.Generator().manual_seed(seed)).cuda()
         wanted = _gradient(expected @ factors, list(own.parameters()))

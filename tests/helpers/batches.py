@@ -40,8 +40,8 @@ def prompt_spans(
 ) -> tuple[tuple[InputSpan, ...], ...]:
     """Returns the input spans of sequences in which only prompts have inputs."""
     return tuple(
-        (InputSpan(0, len(prompt), given),) if given.digest else ()
-        for prompt, given in zip(prompts, inputs, strict=True)
+        (InputSpan(0, len(prompt), model_inputs),) if model_inputs.digest else ()
+        for prompt, model_inputs in zip(prompts, inputs, strict=True)
     )
 
 

@@ -30,23 +30,23 @@ def render(
     version: str = "helm4",
 ) -> list[Manifest]:
     """Returns all manifests of release ``demo`` in namespace ``train``, with workers in ``train-workers``."""
-    files = [part for name in profiles for part in ("-f", str(PROFILES / f"{name}.yaml"))]
+    files = [argument for name in profiles for argument in ("-f", str(PROFILES / f"{name}.yaml"))]
     text = _rendered(version, "--kube-version", kube_version, *files, *arguments)
     return [document for document in yaml.load_all(text, yaml.CSafeLoader) if document]
 
 
 @lru_cache
 def _rendered(version: str, *arguments: str) -> str:
-    done = helm("template", "demo", str(CHART), "-n", "train", *arguments, version=version)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    result = helm("template", "demo", str(CHART), "-n", "train", *arguments, version=version)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
 
 
 def one(manifests: Sequence[Manifest], kind: str, name: str) -> Manifest:
     """Returns the only manifest with a kind and a name."""
-    found = [m for m in manifests if m["kind"] == kind and m["metadata"]["name"] == name]
-    assert len(found) == 1, f"{len(found)} manifests are {kind} {name}"
-    return found[0]
+    matching = [m for m in manifests if m["kind"] == kind and m["metadata"]["name"] == name]
+    assert len(matching) == 1, f"{len(matching)} manifests are {kind} {name}"
+    return matching[0]
 
 
 def worker_templates(manifests: Sequence[Manifest]) -> dict[str, Manifest]:

@@ -59,7 +59,7 @@ def as_owner(url: str) -> dict[str, str]:
 
 def slipstream(*arguments: str | Path, timeout: float = 300, folder: Path = REPOSITORY) -> Finished:
     """Runs a command to its end, in a folder."""
-    done = run_forked(
+    result = run_forked(
         ["slipstream", *map(str, arguments)],
         environment=environment(),
         folder=folder,
@@ -72,12 +72,12 @@ def slipstream(*arguments: str | Path, timeout: float = 300, folder: Path = REPO
         cwd=folder,
         env=environment(),
     )
-    return Finished(done.returncode, done.stdout, done.stderr)
+    return Finished(result.returncode, result.stdout, result.stderr)
 
 
 def train(spec: Path, state_directory: Path, *overrides: str, timeout: float = 600) -> Finished:
     """Trains a specification to its end."""
-    settings = [part for override in overrides for part in ("--set", override)]
+    settings = [argument for override in overrides for argument in ("--set", override)]
     return slipstream(
         "run", spec, "--json", "--state-directory", state_directory, *settings, timeout=timeout
     )
@@ -85,15 +85,15 @@ def train(spec: Path, state_directory: Path, *overrides: str, timeout: float = 6
 
 def run_module(name: str, *arguments: str | Path) -> str:
     """Runs a module of the repository, which must succeed; returns its output."""
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", name, *map(str, arguments)],
         capture_output=True,
         text=True,
         cwd=REPOSITORY,
         env=environment(),
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
 
 
 @contextmanager

@@ -29,10 +29,10 @@ class Command:
 
 def blocks(path: Path, *languages: str) -> list[str]:
     """Returns the fenced blocks of some languages, without their indentation."""
-    found = _BLOCK.findall(path.read_text(encoding="utf-8"))
+    matches = _BLOCK.findall(path.read_text(encoding="utf-8"))
     return [
         re.sub(f"^{indent}", "", text, flags=re.MULTILINE)
-        for indent, language, text in found
+        for indent, language, text in matches
         if language in languages
     ]
 

@@ -37,13 +37,13 @@ class RunningController:
 def running_queue(folder: Path) -> Iterator[str]:
     """Yields the address of a small transferqueue that runs until the block ends."""
     ready, log = folder / "queue.ready", folder / "queue.log"
-    given = {
+    settings = {
         "ready_file": ready,
         "snapshot_folder": folder / "snapshots",
         "sample_folder": folder / "kept",
         "capacity_bytes": 1 << 24,
     }
-    with _service("transferqueue", given, ready, log) as (_, addresses):
+    with _service("transferqueue", settings, ready, log) as (_, addresses):
         yield addresses["address"]
 
 
@@ -52,7 +52,7 @@ def running_controller(folder: Path, **settings: object) -> Iterator[RunningCont
     """Runs a controller in a folder until the block ends."""
     (folder / "token").write_text(ADMIN)
     ready, log = folder / "ready", folder / "log"
-    given = {
+    own_settings = {
         "transferqueue_address": "127.0.0.1:9",
         "state_directory": folder / "state",
         "launcher": "none",
@@ -61,7 +61,7 @@ def running_controller(folder: Path, **settings: object) -> Iterator[RunningCont
         "max_active_runs": 1,
         **settings,
     }
-    with _service("controller", given, ready, log) as (process, addresses):
+    with _service("controller", own_settings, ready, log) as (process, addresses):
         yield RunningController(addresses["rest"], addresses["grpc"], log, process.pid)
 
 

@@ -92,23 +92,23 @@ def gradients_by_hand(
     centred = rewards - rewards.mean(1, keepdim=True)
     advantages = (centred / (rewards.std(1, keepdim=True) + 1e-6)).flatten().float()
     policy.model.set_attn_implementation("eager")
-    losses, seen = [], set[int]()
+    losses, seen_turns = [], set[int]()
     for advantage, conversations in zip(advantages, episodes, strict=True):
         for conversation in conversations:
             ids = torch.tensor([token_ids(conversation)], dtype=torch.int64)
             logits = policy.model(input_ids=ids).logits[0, :-1].float()
             logprobs = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-            place = 0
+            position = 0
             for turn in conversation:
-                if turn.is_sampled and id(turn) not in seen:
-                    own = logprobs[place - 1 : place - 1 + len(turn.token_ids)]
-                    ratio = (own - torch.tensor(turn.logprobs)).exp()
+                if turn.is_sampled and id(turn) not in seen_turns:
+                    turn_logprobs = logprobs[position - 1 : position - 1 + len(turn.token_ids)]
+                    ratio = (turn_logprobs - torch.tensor(turn.logprobs)).exp()
                     clipped = ratio.clamp(0.8, 1.28)
                     loss = -torch.minimum(ratio * advantage, clipped * advantage)
                     # Dual clip: bounds the loss of tokens of a bad episode that became much more likely.
                     losses.append(loss.clamp(max=-3.0 * advantage) if advantage < 0 else loss)
-                place += len(turn.token_ids)
-            seen |= set(map(id, conversation))
+                position += len(turn.token_ids)
+            seen_turns |= set(map(id, conversation))
     policy.zero_grad()
     torch.cat(losses).mean().backward()
     return {
@@ -119,5 +119,5 @@ def gradients_by_hand(
 
 
 def _packed(context: Sequence[int], new: Sequence[int]) -> PackedTokens:
-    rows = [torch.tensor(part, dtype=torch.int64) for part in (context, new)]
+    rows = [torch.tensor(ids, dtype=torch.int64) for ids in (context, new)]
     return pack(Jagged.from_list(rows[:1]), Jagged.from_list(rows[1:]), device=CPU)

@@ -53,9 +53,9 @@ class Subject:
         *,
         shares_prefixes: bool,
     ) -> PackedTokens:
-        responses = [torch.tensor(results[each.request_id].token_ids).int() for each in given]
+        responses = [torch.tensor(results[request.request_id].token_ids).int() for request in given]
         return pack(
-            Jagged.from_list([torch.tensor(each.context_ids).int() for each in given]),
+            Jagged.from_list([torch.tensor(request.context_ids).int() for request in given]),
             Jagged.from_list(responses),
             device=torch.device(self.device),
             shares_prefixes=shares_prefixes,
@@ -97,7 +97,9 @@ def decoded(
 
 def logprobs(given: list[GenerationRequest], results: dict[str, GenerationResult]) -> Tensor:
     """Returns the logprobs of all response tokens."""
-    return torch.tensor([value for each in given for value in results[each.request_id].logprobs])
+    return torch.tensor(
+        [value for request in given for value in results[request.request_id].logprobs]
+    )
 
 
 def trained(
@@ -105,7 +107,7 @@ def trained(
 ) -> tuple[tuple[Tensor, Tensor], dict[str, Tensor | None]]:
     """Returns a policy's logprobs and entropy, and the gradients of a loss of both."""
     policy = subject.policy(engine)
-    found, entropy = policy(packed)
-    (found.square().mean() + 0.1 * entropy.mean()).backward()
+    logprobs_found, entropy = policy(packed)
+    (logprobs_found.square().mean() + 0.1 * entropy.mean()).backward()
     gradients = {name: value.grad for name, value in policy.named_parameters()}
-    return (found.detach(), entropy.detach()), gradients
+    return (logprobs_found.detach(), entropy.detach()), gradients

@@ -37,8 +37,8 @@ _local = threading.local()
 
 def _of_imports(environment: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables that imported modules may read, without Slipstream's, pytest's and torch's."""
-    ours = ("SLIPSTREAM_", "PYTEST_", "TORCH")
-    return {name: value for name, value in environment.items() if not name.startswith(ours)}
+    prefixes = ("SLIPSTREAM_", "PYTEST_", "TORCH")
+    return {name: value for name, value in environment.items() if not name.startswith(prefixes)}
 
 
 _IMPORTS = _of_imports({**os.environ, "OMP_NUM_THREADS": "1"})

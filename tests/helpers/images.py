@@ -15,11 +15,11 @@ IMAGES = tuple(sorted(name for name in _TARGETS if not name.startswith("_")))
 
 def target_of(image: str) -> dict[str, Any]:
     """Returns an image's target in bake.json, with the keys that it inherits."""
-    own = _TARGETS[image]
-    found: dict[str, Any] = {"args": {}}
-    for parent in own.get("inherits", ()):
-        found |= target_of(parent)
-    return {**found, **own, "args": {**found["args"], **own.get("args", {})}}
+    target = _TARGETS[image]
+    merged: dict[str, Any] = {"args": {}}
+    for parent in target.get("inherits", ()):
+        merged |= target_of(parent)
+    return {**merged, **target, "args": {**merged["args"], **target.get("args", {})}}
 
 
 def stage_of(image: str) -> list[str]:

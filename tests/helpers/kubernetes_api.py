@@ -126,16 +126,16 @@ class KubernetesApi:
         name = request.query_params["fieldSelector"].removeprefix("metadata.name=")
 
         async def events():
-            seen = None
+            last_status = None
             while True:
                 async with self.changed:
-                    found = self.pods.get(name, {})
-                    if found.get("status") == seen:
+                    pod = self.pods.get(name, {})
+                    if pod.get("status") == last_status:
                         await self.changed.wait()
                         continue
-                seen = found.get("status")
-                kind = "MODIFIED" if found else "DELETED"
-                yield json.dumps({"type": kind, "object": found}) + "\n"
+                last_status = pod.get("status")
+                kind = "MODIFIED" if pod else "DELETED"
+                yield json.dumps({"type": kind, "object": pod}) + "\n"
 
         return StreamingResponse(events())
 
@@ -167,8 +167,8 @@ class KubernetesApi:
         process = self.processes[socket.path_params["name"]]
 
         async def read() -> None:
-            while part := await process.stdout.read(4096):
-                await socket.send_bytes(b"\1" + part)
+            while chunk := await process.stdout.read(4096):
+                await socket.send_bytes(b"\1" + chunk)
 
         reading = asyncio.ensure_future(read())
         try:
@@ -197,8 +197,8 @@ class KubernetesApi:
                     process.stdin.write((await socket.receive_bytes())[1:])
 
         writing = asyncio.ensure_future(write())
-        while part := await process.stdout.read(4096):
-            await socket.send_bytes(b"\1" + part)
+        while chunk := await process.stdout.read(4096):
+            await socket.send_bytes(b"\1" + chunk)
         status = await process.wait()
         causes = [{"reason": "ExitCode", "message": str(status)}]
         ended = (

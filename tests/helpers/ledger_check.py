@@ -57,11 +57,11 @@ def check_run(state_directory: Path, run_id: str = "") -> dict[str, int]:
             assert 0 <= staleness <= most, (step["step"], sequence)
     summary = json.loads(run["summary_json"])["staleness"]
     assert summary["max"] <= summary["bound"] == bound, summary
-    kept = state_directory / "samples" / f"{run['run_id']}.db"
+    database = state_directory / "samples" / f"{run['run_id']}.db"
     checked: dict[str, int] = {}
-    if kept.exists() and sampled:
-        checked = check_trained_tokens(kept, sampled, bound)
-        checked["groups_checked"] = check_fit(kept, sampled, algorithm)
+    if database.exists() and sampled:
+        checked = check_trained_tokens(database, sampled, bound)
+        checked["groups_checked"] = check_fit(database, sampled, algorithm)
     check_due(events, spec, num_steps=num_steps)
     published = _data(events, "WeightsPublished")
     versions = [data["version"] for data in published]

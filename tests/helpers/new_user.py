@@ -69,9 +69,9 @@ class Terminal:
 
     def slipstream(self, *arguments: str | Path) -> Finished:
         """Runs a command, which must succeed."""
-        done = self.tries(*arguments)
-        assert done.code == 0, done.out + done.err
-        return done
+        result = self.tries(*arguments)
+        assert result.code == 0, result.out + result.err
+        return result
 
     def tries(self, *arguments: str | Path) -> Finished:
         """Runs a command to its end."""

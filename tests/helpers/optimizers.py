@@ -31,8 +31,8 @@ def whole_model() -> nn.Module:
 def random_gradients(model: nn.Module, step: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(step)
     return {
-        name: torch.randn(each.shape, generator=generator)
-        for name, each in model.named_parameters()
+        name: torch.randn(parameter.shape, generator=generator)
+        for name, parameter in model.named_parameters()
     }
 
 
@@ -62,8 +62,8 @@ def update(
 
 def values_of(model: nn.Module) -> dict[str, Tensor]:
     return {
-        name: each.full_tensor() if isinstance(each, DTensor) else each.detach()
-        for name, each in model.named_parameters()
+        name: parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+        for name, parameter in model.named_parameters()
     }
 
 

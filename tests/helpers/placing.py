@@ -38,11 +38,11 @@ async def place_all(
     ]
     plan = make_plan(specs, bucket_bytes, row_shards(specs, num_sources))
     slots = Slots(plan, device)
-    place = await open_weights(plan, slots.buffers)
+    place_bucket = await open_weights(plan, slots.buffers)
     for number in range(num_sources):
         arena = WeightArena(plan, device, source=number)
         pack_weights(Source(number, num_sources, weights, specs), arena)
         for index in range(len(plan.sources[number].buckets)):
             slot = slots.slot(number, index)
             slot.copy_(arena.bucket(number, index))
-            await asyncio.to_thread(place, number, index, slot)
+            await asyncio.to_thread(place_bucket, number, index, slot)

@@ -41,8 +41,8 @@ def write_sft(folder: Path) -> Path:
     """
 
     def talk(number: int, last: str = "assistant") -> list[dict[str, str]]:
-        said = ("user", f"count {number}"), ("assistant", "1"), ("user", "on"), (last, f"{number}")
-        return [{"role": role, "content": content} for role, content in said]
+        turns = ("user", f"count {number}"), ("assistant", "1"), ("user", "on"), (last, f"{number}")
+        return [{"role": role, "content": content} for role, content in turns]
 
     rows = [talk(number) for number in range(40)]
     rows += [talk(1, last="user"), [*talk(2)[:-1], {"role": "assistant", "content": "long" * 40}]]

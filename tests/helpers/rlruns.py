@@ -48,8 +48,8 @@ class FakeRLRuns:
     def apply(self, namespace: str, name: str, spec: dict[str, Any]) -> None:
         """Creates an object or replaces its spec."""
         with self._lock:
-            known = self._objects.get((namespace, name))
-            if known is None:
+            existing = self._objects.get((namespace, name))
+            if existing is None:
                 number = next(self._versions)
                 metadata = {
                     "namespace": namespace,
@@ -58,10 +58,10 @@ class FakeRLRuns:
                     "generation": 1,
                 }
                 self._store({"metadata": metadata, "spec": copy.deepcopy(spec)}, "ADDED")
-            elif known["spec"] != spec:
-                known["spec"] = copy.deepcopy(spec)
-                known["metadata"]["generation"] += 1
-                self._store(known, "MODIFIED")
+            elif existing["spec"] != spec:
+                existing["spec"] = copy.deepcopy(spec)
+                existing["metadata"]["generation"] += 1
+                self._store(existing, "MODIFIED")
 
     def delete(self, namespace: str, name: str) -> None:
         """Deletes an object, at once unless it has finalizers."""
@@ -102,9 +102,9 @@ class FakeRLRuns:
                     if where == namespace:
                         events.put({"type": "MODIFIED", "object": copy.deepcopy(body)})
                 return _Stream(events)
-            found = [body for (where, _), body in self._objects.items() if where == namespace]
+            bodies = [body for (where, _), body in self._objects.items() if where == namespace]
             version = str(next(self._versions))
-            return {"items": copy.deepcopy(found), "metadata": {"resourceVersion": version}}
+            return {"items": copy.deepcopy(bodies), "metadata": {"resourceVersion": version}}
 
     def patch_namespaced_custom_object(self, *place: Any, **_: Any) -> dict[str, Any]:
         _, _, namespace, _, name, patch = place

@@ -19,7 +19,7 @@ class System:
 
     def train(self, spec: Path, *overrides: str) -> Finished:
         """Submits a specification and waits for the run to end."""
-        settings = [part for override in overrides for part in ("--set", override)]
+        settings = [argument for override in overrides for argument in ("--set", override)]
         submitted = slipstream("submit", spec, "--url", self.url, *settings)
         assert submitted.code == 0, submitted.err
         run_id = submitted.out.strip()

@@ -115,14 +115,14 @@ def _transcript(draws: random.Random, odds: Sequence[int]) -> str:
     is_wrapped = draws.random() < 0.5
     text = f"{_system_prompt(draws)}<|im_start|>user\n{TASK}<|im_end|>\n"
     for number in range(1, NUM_CALLS + 1):
-        said = f"Step {number}: {draws.choices(WORDS, odds)[0]}."
+        reasoning = f"Step {number}: {draws.choices(WORDS, odds)[0]}."
         shown = f"Roll {number} gave {draws.randint(1, 6)}."
         if number == NUM_CALLS:
             shown = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
         call = json.dumps({"name": "bash", "arguments": {"command": f"echo {shown}"}})
         if is_wrapped:  # by mini-swe-agent
             shown = f"<returncode>0</returncode>\n<output>\n{shown}\n</output>"
-        text += f"<|im_start|>assistant\n{said}\n<tool_call>\n{call}\n</tool_call><|im_end|>\n"
+        text += f"<|im_start|>assistant\n{reasoning}\n<tool_call>\n{call}\n</tool_call><|im_end|>\n"
         text += f"<|im_start|>user\n<tool_response>\n{shown}\n</tool_response><|im_end|>\n"
     return f"{text}<|im_start|>assistant\n{ANSWER}<|im_end|>\n"
 
@@ -138,15 +138,15 @@ def _system_prompt(draws: random.Random) -> str:
         "additionalProperties": False,
         "title": "bash_args",
     }
-    kept = draws.sample(sorted(parameters), draws.randint(2, len(parameters)))
+    names = draws.sample(sorted(parameters), draws.randint(2, len(parameters)))
     function = {
         "name": "bash",
         "description": words(),
-        "parameters": {key: parameters[key] for key in kept},
+        "parameters": {key: parameters[key] for key in names},
     }
     offered = json.dumps({"type": "function", "function": function})
-    said = f"{words()}\n\n" if draws.random() < 0.5 else ""
-    return f"<|im_start|>system\n{said}{_BEFORE_TOOLS}\n{offered}{_AFTER_TOOLS}<|im_end|>\n"
+    instruction = f"{words()}\n\n" if draws.random() < 0.5 else ""
+    return f"<|im_start|>system\n{instruction}{_BEFORE_TOOLS}\n{offered}{_AFTER_TOOLS}<|im_end|>\n"
 
 
 def _make_tokenizer(texts: Sequence[str]) -> Tokenizer:
@@ -158,7 +158,7 @@ def _make_tokenizer(texts: Sequence[str]) -> Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=512, special_tokens=[*_MARKS], initial_alphabet=alphabet, show_progress=False
     )
-    backend.train_from_iterator([part for text in texts for part in _plain(text)], trainer)
+    backend.train_from_iterator([piece for text in texts for piece in _plain(text)], trainer)
     inner = PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token=_MARKS[1], pad_token=_MARKS[1]
     )
@@ -173,9 +173,9 @@ def _plain(text: str) -> list[str]:
 
 def _encoded(tokenizer: Tokenizer, text: str) -> Iterator[tuple[int, bool]]:
     """Yields each token of a transcript with True if the policy samples it."""
-    for place, part in enumerate(_REPLY.split(text)):
-        is_reply = place % 2 == 1
-        for piece in re.split(f"({'|'.join(WORDS)})", part) if is_reply else [part]:
+    for index, segment in enumerate(_REPLY.split(text)):
+        is_reply = index % 2 == 1
+        for piece in re.split(f"({'|'.join(WORDS)})", segment) if is_reply else [segment]:
             letters = piece if piece in WORDS else [piece]
             yield from ((id_, is_reply) for letter in letters for id_ in tokenizer.encode(letter))
 

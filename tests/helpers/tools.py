@@ -18,20 +18,20 @@ def find(name: str) -> Path | None:
     for folder in (os.getenv("KUBEBUILDER_ASSETS"), str(CACHE / "bin")):
         if folder and (Path(folder) / name).exists():
             return Path(folder) / name
-    found = shutil.which(name)
-    return Path(found) if found else None
+    path = shutil.which(name)
+    return Path(path) if path else None
 
 
 def require(*names: str) -> list[Path]:
     """Returns the paths of programs; a missing one skips the test, or fails it if ``CI`` is set."""
-    found = {name: find(name) for name in names}
-    missing = [name for name, path in found.items() if path is None]
+    paths = {name: find(name) for name in names}
+    missing = [name for name, path in paths.items() if path is None]
     if missing:
         reason = f"{', '.join(missing)} not found; fetch them with {_PROVISION} {CACHE} lint"
         if os.getenv("CI"):
             pytest.fail(reason)
         pytest.skip(reason)
-    return [path for path in found.values() if path is not None]
+    return [path for path in paths.values() if path is not None]
 
 
 def skip_unless_asked(

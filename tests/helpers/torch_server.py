@@ -119,8 +119,8 @@ async def _events(client: EngineClient, body: dict[str, Any]) -> AsyncIterator[s
         tokens.extend(zip(token_ids, logprobs, strict=True))
         chunks.put_nowait(len(tokens) - len(token_ids))
 
-    asked = client.request(body, on_tokens=listen)
-    task = asyncio.ensure_future(client.engine.generate(asked))
+    request = client.request(body, on_tokens=listen)
+    task = asyncio.ensure_future(client.engine.generate(request))
     task.add_done_callback(lambda _: chunks.put_nowait(-1))
     num_sent = 0
     try:
@@ -134,7 +134,7 @@ async def _events(client: EngineClient, body: dict[str, Any]) -> AsyncIterator[s
         yield "data: [DONE]\n\n"
     finally:
         if not task.done():
-            await client.engine.abort({asked.request_id})
+            await client.engine.abort({request.request_id})
 
 
 def _event(tokens: Sequence[tuple[int, float]], reason: str | None = None) -> str:

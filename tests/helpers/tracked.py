@@ -73,7 +73,7 @@ def of_mlflow(uri: str) -> list[Point]:
     from mlflow import MlflowClient
 
     client = MlflowClient(uri)
-    ids = [each.experiment_id for each in client.search_experiments()]
+    ids = [experiment.experiment_id for experiment in client.search_experiments()]
     return [
         (name, metric.step, metric.value)
         for run in client.search_runs(ids)
@@ -116,7 +116,7 @@ def of_wandb(folder: Path) -> list[Point]:
 
 def curve(points: list[Point], name: str) -> list[int]:
     """Returns the steps at which a metric has values, once per value."""
-    return sorted(step for known, step, _ in points if known == name)
+    return sorted(step for point_name, step, _ in points if point_name == name)
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -140,15 +140,15 @@ def write(kind: str, folder: Path, *processes: Sequence[int], num_killed: int) -
         processes: The steps that each process writes, one process after the other.
         num_killed: The first processes are killed after their steps; the others end the run.
     """
-    given = json.dumps([kind, str(folder), processes, num_killed])
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.helpers.tracked", given],
+    message = json.dumps([kind, str(folder), processes, num_killed])
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.helpers.tracked", message],
         env={**os.environ, **environment(folder)},
         cwd=Path(__file__).parents[2],
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr
 
 
 def _write_all(kind: str, folder: str, processes: list[list[int]], num_killed: int) -> None:

@@ -38,8 +38,8 @@ def random_trie(
                 samples.append((whole[:cut], whole[cut:]))
     rng.shuffle(samples)
     rows = [
-        [torch.tensor(row, dtype=torch.int64) for row in part]
-        for part in zip(*samples, strict=True)
+        [torch.tensor(row, dtype=torch.int64) for row in rows_of_field]
+        for rows_of_field in zip(*samples, strict=True)
     ]
-    prompts, responses = (Jagged.from_list(part) for part in rows)
+    prompts, responses = (Jagged.from_list(rows_of_field) for rows_of_field in rows)
     return prompts, responses

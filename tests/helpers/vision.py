@@ -176,9 +176,9 @@ def plain_logprobs(
         for (_, first), count in zip(given.tensors["image_places"], counts, strict=True):
             is_image[0, first : first + count] = True
         arguments["mm_token_type_ids"] = is_image.int()
-    own = type(model.model).get_placeholder_mask.__get__(model.model)
+    find_mask = type(model.model).get_placeholder_mask.__get__(model.model)
     model.model.rope_deltas = None
-    model.model.get_placeholder_mask = lambda _, **others: own(
+    model.model.get_placeholder_mask = lambda _, **others: find_mask(
         torch.where(is_image, IMAGE, 0), **others
     )
     logits = model(input_ids=ids, use_cache=False, **arguments).logits[0, len(prompt) - 1 : -1]

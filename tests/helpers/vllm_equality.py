@@ -60,17 +60,17 @@ def main() -> None:
     family = parser.parse_args().family
     shape = {"model_type": family, **_SHAPES[family], **_COMMON}
     subject = Subject(shape, device="cuda", dtype=torch.bfloat16)
-    given = groups(160, tokens=150, vocabulary=shape["vocab_size"], context=700)
-    result = asyncio.run(_generated(subject, given))
+    requests = groups(160, tokens=150, vocabulary=shape["vocab_size"], context=700)
+    result = asyncio.run(_generated(subject, requests))
     entries: dict[str, Any] = {}
     for (temperature, number), results in result.items():
-        asked = [each for each in given if each.request_id in results]
+        answered = [request for request in requests if request.request_id in results]
         entries[f"temperature {temperature}, {number} at once"] = _compared(
-            subject, asked, results, temperature
+            subject, answered, results, temperature
         )
     temperature = _TEMPERATURES[1]
     entries["with gradients"] = _with_gradients(
-        subject, given[:8], result[temperature, _RUNNING], temperature
+        subject, requests[:8], result[temperature, _RUNNING], temperature
     )
     print(json.dumps(entries))
 
@@ -95,12 +95,12 @@ async def _generated(
         weights = {name: value.detach() for name, value in subject.model().named_parameters()}
         await engine.adopt_weights(0, weights)
         for temperature in _TEMPERATURES:
-            asked = [replace(each, temperature=temperature) for each in given]
-            results = await asyncio.gather(*map(engine.generate, asked))
-            names = [each.request_id for each in asked]
+            requests = [replace(request, temperature=temperature) for request in given]
+            results = await asyncio.gather(*map(engine.generate, requests))
+            names = [request.request_id for request in requests]
             result[temperature, _RUNNING] = dict(zip(names, results, strict=True))
             result[temperature, 1] = {
-                each.request_id: await engine.generate(each) for each in asked[::_PACK]
+                request.request_id: await engine.generate(request) for request in requests[::_PACK]
             }
     return result
 
@@ -111,8 +111,8 @@ def _compared(
     policy = subject.policy("vllm", temperature=temperature)
     parts = []
     for start in range(0, len(asked), _PACK):
-        part = asked[start : start + _PACK]
-        packed = subject.packed(part, results, shares_prefixes=start % (2 * _PACK) == 0)
+        pack = asked[start : start + _PACK]
+        packed = subject.packed(pack, results, shares_prefixes=start % (2 * _PACK) == 0)
         with torch.no_grad():
             parts.append(policy(packed)[0].cpu())
     return _difference(torch.cat(parts), logprobs(asked, results))
@@ -122,10 +122,12 @@ def _with_gradients(
     subject: Subject, asked: list[GenerationRequest], results: _Results, temperature: float
 ) -> dict[str, float]:
     policy = subject.policy("vllm", temperature=temperature)
-    found, entropy = policy(subject.packed(asked, results, shares_prefixes=True))
-    (found.sum() + entropy.sum()).backward()
+    logprobs_of_policy, entropy = policy(subject.packed(asked, results, shares_prefixes=True))
+    (logprobs_of_policy.sum() + entropy.sum()).backward()
     are_finite = all(bool(parameter.grad.isfinite().all()) for parameter in policy.parameters())
-    return _difference(found.detach().cpu(), logprobs(asked, results)) | {"are_finite": are_finite}
+    return _difference(logprobs_of_policy.detach().cpu(), logprobs(asked, results)) | {
+        "are_finite": are_finite
+    }
 
 
 def _difference(found: torch.Tensor, expected: torch.Tensor) -> dict[str, float]:

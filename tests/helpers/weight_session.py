@@ -51,8 +51,8 @@ class Member:
     async def serves_version(self, version):
         """Waits until the member reports the adoption of a version; returns the digest."""
         while True:
-            found, digest = await self.serves()
-            if found == version:
+            version_served, digest = await self.serves()
+            if version_served == version:
                 return digest
 
     def send_signal(self, signal_):

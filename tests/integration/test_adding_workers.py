@@ -24,13 +24,13 @@ def test_a_kind_of_worker_costs_a_package(plumbing, tmp_path, monkeypatch):
     for name in ("prm_kind.py", "prm.py"):
         example("adding.md", name, code)
     install_from(example("adding.md", "prm.toml", code), monkeypatch)
-    done = train(plumbing, tmp_path / "state", *OWN_GROUP)
-    assert done.code == 0, done.out + done.err
-    assert len((done.folder / "metrics.jsonl").read_text().splitlines()) == 3
-    assert (done.folder / "logs" / "prm-0.log").exists()
+    result = train(plumbing, tmp_path / "state", *OWN_GROUP)
+    assert result.code == 0, result.out + result.err
+    assert len((result.folder / "metrics.jsonl").read_text().splitlines()) == 3
+    assert (result.folder / "logs" / "prm-0.log").exists()
 
 
 def test_a_task_that_no_kind_does_is_refused(plumbing, tmp_path):
-    done = train(plumbing, tmp_path / "state", *OWN_GROUP)
-    assert done.code != 0
-    assert "UNKNOWN_TASK" in done.out + done.err
+    result = train(plumbing, tmp_path / "state", *OWN_GROUP)
+    assert result.code != 0
+    assert "UNKNOWN_TASK" in result.out + result.err

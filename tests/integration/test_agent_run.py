@@ -74,16 +74,18 @@ def test_an_agent_trains_on_what_a_service_judges(plumbing, judge, tmp_path, sys
         "rewards": [{"name": judge}],
     }
     plumbing.write_text(yaml.safe_dump(spec))
-    done = system.train(plumbing)
-    assert done.code == 0, done.out + done.err
-    summary = done.summary
+    result = system.train(plumbing)
+    assert result.code == 0, result.out + result.err
+    summary = result.summary
     assert summary["steps"] == 3
     assert summary["prompts"]["consumed"] == summary["prompts"]["issued"] == 12
-    steps = [json.loads(line) for line in (done.folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [
+        json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()
+    ]
     assert steps[0]["rollout_logprob_abs_diff_max"] <= 1e-4
     shown = slipstream(
-        *("samples", done.folder.name, "--tokens", "--limit", "0"),
-        *("--state-directory", done.folder.parent),
+        *("samples", result.folder.name, "--tokens", "--limit", "0"),
+        *("--state-directory", result.folder.parent),
     )
     contents = [json.loads(line) for line in shown.out.splitlines()]
     assert {sample["step"] for sample in contents} == {1, 2, 3}

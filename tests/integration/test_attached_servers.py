@@ -82,7 +82,7 @@ def test_a_run_trains_with_servers_of_which_one_is_killed_and_started_again(
         "weight_sync.mode": mode,
         "trainer.steps": str(STEPS),
     }
-    settings = [part for item in overrides.items() for part in ("--set", "=".join(item))]
+    settings = [argument for item in overrides.items() for argument in ("--set", "=".join(item))]
     arguments = ("run", plumbing, "--state-directory", tmp_path / "state", *settings)
     killed = servers[0]
     with started(*arguments, until=r"step +2/") as (process, lines):

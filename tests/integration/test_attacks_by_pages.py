@@ -44,12 +44,12 @@ def test_a_foreign_page_starts_nothing_on_a_developers_machine(up):
     ):
         refused = httpx.post(f"{url}/v1/runs", content=json.dumps(COMMAND), headers=headers)
         assert refused.status_code == status, (headers, refused.text)
-    own = as_owner(url)
-    assert httpx.get(f"{url}/v1/runs", headers=own).json()["items"] == []
+    owner_headers = as_owner(url)
+    assert httpx.get(f"{url}/v1/runs", headers=owner_headers).json()["items"] == []
     log = (state / "logs" / "controller.log").read_text()
     for code in ("foreign_host", "foreign_origin", "not_json", "unauthenticated"):
         assert log.count(f"request refused: {code}") == 1
-    honest = httpx.get(f"{url}/v1/quota", headers={**own, "Origin": url})
+    honest = httpx.get(f"{url}/v1/quota", headers={**owner_headers, "Origin": url})
     assert honest.status_code == 200
 
 

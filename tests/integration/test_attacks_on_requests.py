@@ -114,8 +114,8 @@ def test_lists_leave_specifications_out(rest, rpc):
     assert "spec" not in listed
     assert listed["target_steps"] == SPEC["trainer"]["steps"]
     assert rest.get(f"/v1/runs/{listed['id']}").json()["spec"]["name"] == "listed"
-    (found,) = rpc.ListRuns(pb.ListRunsRequest(run_name="listed"), metadata=METADATA).runs
-    assert (found.name, found.spec_json) == (f"runs/{listed['id']}", "")
+    (run,) = rpc.ListRuns(pb.ListRunsRequest(run_name="listed"), metadata=METADATA).runs
+    assert (run.name, run.spec_json) == (f"runs/{listed['id']}", "")
 
 
 def test_rate_limited_callers_get_a_retry_time(tmp_path):

@@ -114,14 +114,17 @@ def plain_distributions(policy: Policy, queue: Queue) -> tuple[Tensor, Tensor, T
         )
     ]
     longest = max(map(len, rows))
-    ids, seen = torch.zeros(len(rows), longest, dtype=torch.int64), torch.zeros(len(rows), longest)
+    ids, is_real = (
+        torch.zeros(len(rows), longest, dtype=torch.int64),
+        torch.zeros(len(rows), longest),
+    )
     trains = torch.zeros(len(rows), longest, dtype=torch.bool)
     masks = zip(rows_of(queue, "prompt_ids"), rows_of(queue, "response_mask"), strict=True)
     for row, (tokens, (prompt, mask)) in enumerate(zip(rows, masks, strict=True)):
-        ids[row, : len(tokens)], seen[row, : len(tokens)] = tokens, 1
+        ids[row, : len(tokens)], is_real[row, : len(tokens)] = tokens, 1
         trains[row, len(prompt) : len(tokens)] = mask
     policy.model.set_attn_implementation("eager")
-    logits = policy.model(input_ids=ids, attention_mask=seen).logits[:, :-1]
+    logits = policy.model(input_ids=ids, attention_mask=is_real).logits[:, :-1]
     return logits.log_softmax(-1), ids[:, 1:], trains[:, 1:]
 
 
@@ -146,10 +149,12 @@ def rows_of(queue: Queue, name: str) -> list[Tensor]:
 
 def assert_same(found: Outcome, expected: Outcome) -> None:
     assert found["gradients"].keys() == expected["gradients"].keys()
-    ours = torch.cat([found["gradients"][name].flatten() for name in expected["gradients"]])
-    theirs = torch.cat([gradient.flatten() for gradient in expected["gradients"].values()])
-    assert (ours - theirs).abs().max() <= TOLERANCE
-    assert (ours - theirs).norm() <= TOLERANCE * theirs.norm()
+    gradients = torch.cat([found["gradients"][name].flatten() for name in expected["gradients"]])
+    expected_gradients = torch.cat(
+        [gradient.flatten() for gradient in expected["gradients"].values()]
+    )
+    assert (gradients - expected_gradients).abs().max() <= TOLERANCE
+    assert (gradients - expected_gradients).norm() <= TOLERANCE * expected_gradients.norm()
 
 
 def cross_entropy(logprobs: Tensor, trains: Tensor) -> Tensor:
@@ -168,10 +173,10 @@ def test_supervised_training_is_the_cross_entropy_of_a_plain_loop(
         rollout={"group_size": 1, "rewards": []},
         trainer={"optimizer": OPTIMIZER, "prompts_per_step": 12, **trainer},
     )
-    found = trained_by(spec, tmp_path)
+    actual = trained_by(spec, tmp_path)
     expected = plain(policy_of(spec, scale=1.5), batch_of(spec), cross_entropy)
-    assert found["metrics"]["loss"] == pytest.approx(expected["loss"], abs=TOLERANCE)
-    assert_same(found, expected)
+    assert actual["metrics"]["loss"] == pytest.approx(expected["loss"], abs=TOLERANCE)
+    assert_same(actual, expected)
 
 
 @pytest.mark.parametrize("trainer", [{}, {"tokens_per_micro_batch": 40}, {"world_size": 2}])
@@ -184,7 +189,7 @@ def test_distillation_is_the_reverse_divergence_of_a_plain_loop(
         rollout={"group_size": 1, "rewards": []},
         trainer={"optimizer": OPTIMIZER, "prompts_per_step": 12, **trainer},
     )
-    found = trained_by(spec, tmp_path)
+    actual = trained_by(spec, tmp_path)
     with torch.no_grad():
         taught = plain_logprobs(teacher_of(spec), batch_of(spec))[0]
 
@@ -195,9 +200,9 @@ def test_distillation_is_the_reverse_divergence_of_a_plain_loop(
         ).mean()
 
     expected = plain(policy_of(spec, scale=1.5), batch_of(spec), divergence)
-    assert found["metrics"]["loss"] == pytest.approx(expected["loss"], abs=TOLERANCE)
-    assert found["metrics"]["kl_ref"] == pytest.approx(expected["loss"], abs=TOLERANCE)
-    assert_same(found, expected)
+    assert actual["metrics"]["loss"] == pytest.approx(expected["loss"], abs=TOLERANCE)
+    assert actual["metrics"]["kl_ref"] == pytest.approx(expected["loss"], abs=TOLERANCE)
+    assert_same(actual, expected)
 
 
 def _distill(arguments: dict[str, Any], trainer: dict[str, Any], **teacher: Any) -> RunSpec:
@@ -238,35 +243,35 @@ def test_distributions_are_compared_as_in_a_plain_loop(
     tmp_path: Path, arguments: dict[str, Any], trainer: dict[str, Any]
 ) -> None:
     spec = _distill(arguments, trainer)
-    found = trained_by(spec, tmp_path)
+    actual = trained_by(spec, tmp_path)
     with torch.no_grad():
         taught = plain_distributions(teacher_of(spec), batch_of(spec))[0]
     policy = policy_of(spec, scale=1.5)
-    own, _, trains = plain_distributions(policy, batch_of(spec))
+    student, _, trains = plain_distributions(policy, batch_of(spec))
     if (count := arguments["top_k"]) is not None:
         indices = taught.topk(count).indices
-        own, taught = _coarse(own, indices), _coarse(taught, indices)
+        student, taught = _coarse(student, indices), _coarse(taught, indices)
 
     def kl(p: Tensor, q: Tensor) -> Tensor:
         return (p.exp() * (p - q)).sum(-1)
 
     if arguments["divergence"] == "forward_kl":
-        values = kl(taught, own)
+        values = kl(taught, student)
     elif arguments["divergence"] == "reverse_kl":
-        values = kl(own, taught)
+        values = kl(student, taught)
     else:
-        middle = (0.3 * taught.exp() + 0.7 * own.exp()).log()
-        values = 0.3 * kl(taught, middle) + 0.7 * kl(own, middle)
+        middle = (0.3 * taught.exp() + 0.7 * student.exp()).log()
+        values = 0.3 * kl(taught, middle) + 0.7 * kl(student, middle)
     loss = values[trains].mean()
     loss.backward()
-    gradients = {name: each.grad for name, each in policy.model.named_parameters()}
-    assert found["metrics"]["loss"] == pytest.approx(loss.item(), abs=TOLERANCE)
-    assert found["metrics"]["teacher_divergence"] == pytest.approx(loss.item(), abs=TOLERANCE)
-    assert_same(found, {"gradients": gradients})
+    gradients = {name: parameter.grad for name, parameter in policy.model.named_parameters()}
+    assert actual["metrics"]["loss"] == pytest.approx(loss.item(), abs=TOLERANCE)
+    assert actual["metrics"]["teacher_divergence"] == pytest.approx(loss.item(), abs=TOLERANCE)
+    assert_same(actual, {"gradients": gradients})
     if trainer.get("world_size") == 2:
         alone = trained_by(_distill(arguments, {}), tmp_path)
         for name, gradient in alone["gradients"].items():
-            torch.testing.assert_close(found["gradients"][name], gradient, atol=1e-7, rtol=1e-6)
+            torch.testing.assert_close(actual["gradients"][name], gradient, atol=1e-7, rtol=1e-6)
 
 
 @pytest.mark.parametrize("trainer", [{}, {"world_size": 2}], ids=str)
@@ -277,7 +282,7 @@ def test_the_policy_teaches_itself_with_another_prompt(
     """Samples contain the teacher's prompts; a sample without one does not train."""
     arguments = {"divergence": "forward_kl", "top_k": top_k}
     spec = _distill(arguments, trainer, path="policy", prompt_column="with_solution")
-    found = trained_by(spec, tmp_path)
+    actual = trained_by(spec, tmp_path)
     policy, queue = policy_of(spec, scale=1.5), batch_of(spec)
     policy.model.set_attn_implementation("eager")
     total, count = torch.zeros(()), 0
@@ -290,16 +295,16 @@ def test_the_policy_teaches_itself_with_another_prompt(
             ids = torch.cat([context, response]).long()
             logits = policy.model(input_ids=ids[None]).logits[0, len(context) - 1 : -1]
             both.append(logits.log_softmax(-1))
-        own, taught = both[0], both[1].detach()
+        student, taught = both[0], both[1].detach()
         if top_k is not None:
             indices = taught.topk(top_k).indices
-            own, taught = _coarse(own, indices), _coarse(taught, indices)
-        total = total + (taught.exp() * (taught - own)).sum(-1)[mask].sum()
+            student, taught = _coarse(student, indices), _coarse(taught, indices)
+        total = total + (taught.exp() * (taught - student)).sum(-1)[mask].sum()
         count += int(mask.sum())
     (total / count).backward()
-    gradients = {name: each.grad for name, each in policy.model.named_parameters()}
-    assert found["metrics"]["loss"] == pytest.approx(total.item() / count, abs=TOLERANCE)
-    assert_same(found, {"gradients": gradients})
+    gradients = {name: parameter.grad for name, parameter in policy.model.named_parameters()}
+    assert actual["metrics"]["loss"] == pytest.approx(total.item() / count, abs=TOLERANCE)
+    assert_same(actual, {"gradients": gradients})
 
 
 @pytest.mark.parametrize(
@@ -321,7 +326,7 @@ def test_preferences_are_learned_as_in_a_plain_loop(
         rollout={"group_size": 2, "rewards": []},
         trainer={"optimizer": OPTIMIZER, "prompts_per_step": 6, **trainer},
     )
-    found = trained_by(spec, tmp_path)
+    actual = trained_by(spec, tmp_path)
     with torch.no_grad():
         reference = plain_logprobs(teacher_of(spec), pairs_of(spec))[0]
     margins = torch.zeros(6)
@@ -332,8 +337,8 @@ def test_preferences_are_learned_as_in_a_plain_loop(
         return -torch.nn.functional.logsigmoid(0.5 * (ratios[0::2] - ratios[1::2])).mean()
 
     expected = plain(policy_of(spec, scale=1.5), pairs_of(spec), preference)
-    metrics = found["metrics"]
+    metrics = actual["metrics"]
     assert metrics["loss"] == pytest.approx(expected["loss"], abs=TOLERANCE)
     assert metrics["preference_margin"] == pytest.approx(margins.mean().item(), abs=1e-4)
     assert metrics["preference_accuracy"] == pytest.approx((margins > 0).float().mean().item())
-    assert_same(found, expected)
+    assert_same(actual, expected)

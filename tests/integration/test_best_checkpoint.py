@@ -38,16 +38,16 @@ def test_the_best_checkpoint_outlives_newer_ones_and_is_exported(system, plumbin
         "trainer": {"steps": 10, "prompts_per_step": 4, "checkpoint": checkpoint},
         "validation": {"every": 2, "before_train": False, "mode": "barrier"},
     }
-    for part in sets.values():
-        part["samples_per_prompt"] = 0
+    for split in sets.values():
+        split["samples_per_prompt"] = 0
     plumbing.write_text(yaml.safe_dump(spec))
-    done = system.train(plumbing)
-    assert done.code == 0, done.out + done.err
+    result = system.train(plumbing)
+    assert result.code == 0, result.out + result.err
     # The third of five evaluations was the best one.
-    assert done.summary["best"] == {"step": 6, "weight_version": 6, "score": 0.0}
-    folders = Path(done.folder, "checkpoints").glob("step-*")
+    assert result.summary["best"] == {"step": 6, "weight_version": 6, "score": 0.0}
+    folders = Path(result.folder, "checkpoints").glob("step-*")
     assert sorted(int(path.name.removeprefix("step-")) for path in folders) == [6, 10]
-    name = done.folder.name
+    name = result.folder.name
     listed = slipstream("checkpoints", name, "--url", system.url).out
     assert [line.split()[1] for line in listed.splitlines() if "READY, best" in line] == ["6"]
     exported = slipstream("export", name, tmp_path / "model", "--best", "--url", system.url)

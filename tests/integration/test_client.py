@@ -18,7 +18,7 @@ def trained(tmp_path_factory, system) -> str:
     """Trains a run with the documentation's program; returns the controller's address."""
     folder = tmp_path_factory.mktemp("client")
     write_plumbing(folder).rename(folder / "my.yaml")
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, example("client.md", "train.py", folder)],
         cwd=folder,
         env={**os.environ, "SLIPSTREAM_URL": system.url},
@@ -26,8 +26,8 @@ def trained(tmp_path_factory, system) -> str:
         text=True,
         timeout=240,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "SUCCEEDED {'step': [1, 2, 3], 'reward_mean': [" in done.stdout
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "SUCCEEDED {'step': [1, 2, 3], 'reward_mean': [" in result.stdout
     return system.url
 
 
@@ -36,7 +36,7 @@ def test_a_run_is_found_and_read(trained):
         run = client.run("plumbing")
         assert [event.type for event in run.follow(timeout_s=60)].count("StepCommitted") == 3
         assert run.wait(timeout_s=60).state == "SUCCEEDED"
-        assert [found.id for found in client.runs(label="team=blue")] == [run.id]
+        assert [run_found.id for run_found in client.runs(label="team=blue")] == [run.id]
         assert len(run.metrics("reward_mean")["reward_mean"]) == 3
         samples = list(run.samples(step=2, limit=5, order_by="worst", tokens=True))
         assert {sample.step for sample in samples} == {2}

@@ -88,7 +88,9 @@ class Kept(Scripted):
 
 async def test_mini_swe_agent_fixes_a_bug_in_its_sandbox(tmp_path: Path) -> None:
     (tmp_path / "coder.py").write_text(AGENT)
-    calls = [json.dumps({"name": "bash", "arguments": {"command": each}}) for each in COMMANDS]
+    calls = [
+        json.dumps({"name": "bash", "arguments": {"command": command}}) for command in COMMANDS
+    ]
     engine = Kept([f"Step {n}.<tool_call>{call}</tool_call>" for n, call in enumerate(calls)])
     episode = make_episode(engine, room=8000)
     episode.prompt = replace(
@@ -108,10 +110,10 @@ async def test_mini_swe_agent_fixes_a_bug_in_its_sandbox(tmp_path: Path) -> None
     assert episode.earned == {"reward": 1.0, "metrics": {"submitted": True}}
     assert sandbox.measured["sandbox_commands"] == len(COMMANDS) + 1
     (conversation,) = episode.sequences
-    sampled = [place for place, turn in enumerate(conversation) if turn.is_sampled]
+    sampled = [index for index, turn in enumerate(conversation) if turn.is_sampled]
     assert len(sampled) == len(COMMANDS)
-    for place in sampled:
-        turn, result = conversation[place], engine.results[token_ids(conversation[:place])]
+    for index in sampled:
+        turn, result = conversation[index], engine.results[token_ids(conversation[:index])]
         assert turn.token_ids == result.token_ids
         assert turn.logprobs == result.logprobs
         assert turn.version_runs == result.version_runs

@@ -49,8 +49,8 @@ def test_no_pack_is_compiled_for_after_compile_ahead() -> None:
     before = {name: value.detach().clone() for name, value in policy.named_parameters()}
     counters.clear()
     compile_ahead(policy, spec, device=CPU)
-    made = counters["stats"]["unique_graphs"]
-    assert made > 0
+    num_graphs = counters["stats"]["unique_graphs"]
+    assert num_graphs > 0
     rng = random.Random(0)
     sizes = [(1, 2), (1, 30), (7, 300), (40, 60), (5, 4000), (16, 512)]
     for num_sequences, longest in sizes:
@@ -59,6 +59,6 @@ def test_no_pack_is_compiled_for_after_compile_ahead() -> None:
         logprobs.sum().backward()
         with torch.no_grad():
             policy(pack_)
-    assert counters["stats"]["unique_graphs"] == made
+    assert counters["stats"]["unique_graphs"] == num_graphs
     for name, value in policy.named_parameters():
         torch.testing.assert_close(value.detach(), before[name], rtol=0, atol=0)

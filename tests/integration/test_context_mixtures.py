@@ -62,9 +62,11 @@ def _compare(rank: int, store: str, ranks: int, options: dict[str, Any]) -> None
         expected = _train(family, _spec(trainer, replay))
         actual = _train(family, _spec({**trainer, **options, "world_size": ranks}, replay), rank)
         for name in _TOLD:
-            wanted = expected["metrics"].get(name, -1.0)
-            found = actual["metrics"].get(name, -1.0)
-            assert found == pytest.approx(wanted, rel=2e-6, abs=1e-7), f"{case}: {name}"
+            expected_value = expected["metrics"].get(name, -1.0)
+            actual_value = actual["metrics"].get(name, -1.0)
+            assert actual_value == pytest.approx(expected_value, rel=2e-6, abs=1e-7), (
+                f"{case}: {name}"
+            )
         if replay != "off":
             assert 0.1 < actual["metrics"]["routing_differs"] < 1.0
         norm = torch.stack([value.norm() for value in expected["gradients"].values()]).norm()
@@ -116,7 +118,7 @@ def _queue(policy: Policy) -> Queue:
         policy(pack(prompts, responses, device=CPU))
     assert policy.routing is not None
     chosen = policy.routing._chosen
-    experts = torch.stack([chosen[place] for place in sorted(chosen)], 1)
+    experts = torch.stack([chosen[layer] for layer in sorted(chosen)], 1)
     experts[::2] = (experts[::2] + 1) % 8
     experts[::5] = 255
     lengths = prompts.lengths + responses.lengths - 1

@@ -105,18 +105,18 @@ def _compare(
     options = {"context_parallel": ranks, **options}
     spec = TrainerSpec(steps=1, prompts_per_step=1, world_size=ranks, **options)
     topology = build_topology(spec, device=_CPU, rank=distributed.get_rank(), world_size=ranks)
-    expected, own = _run(make(), packs)
+    expected, own_gradients = _run(make(), packs)
     module = make()
     distribute(module, spec, topology)
     with torch.no_grad():
         scored = [_scores(module, packed) for packed in packs]
     actual, gradients = _run(module, packs)
-    for found in (scored, actual):
-        for part, wanted in zip(found, expected, strict=True):
-            error = (part - wanted).norm() / wanted.norm().clamp(min=1e-6)
+    for outputs in (scored, actual):
+        for output, expected_output in zip(outputs, expected, strict=True):
+            error = (output - expected_output).norm() / expected_output.norm().clamp(min=1e-6)
             assert error <= tolerance, f"{case}: scores differ by {error}"
-    norm = torch.stack([value.norm() for value in own.values()]).norm()
-    for key, value in own.items():
+    norm = torch.stack([value.norm() for value in own_gradients.values()]).norm()
+    for key, value in own_gradients.items():
         error = (gradients[key] - value).norm() / norm
         assert error <= tolerance, f"{case}: gradient of {key} differs by {error}"
 
@@ -126,19 +126,19 @@ def _run(
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
     scores = []
     for packed in packs:
-        found = _scores(module, packed)
+        outputs = _scores(module, packed)
         # Each token has a different gradient, for both of a policy's scores.
-        weights = torch.linspace(-1.0, 1.0, found.numel()).view_as(found)
-        (found * weights).sum().backward()
-        scores.append(found.detach())
+        weights = torch.linspace(-1.0, 1.0, outputs.numel()).view_as(outputs)
+        (outputs * weights).sum().backward()
+        scores.append(outputs.detach())
     # A critic's output embedding has no gradient.
     trained = ((name, value.grad) for name, value in module.named_parameters())
     return scores, {name: _whole(gradient) for name, gradient in trained if gradient is not None}
 
 
 def _scores(module: Policy | Critic, packed: PackedTokens) -> Tensor:
-    found = module(packed)
-    return found if isinstance(found, Tensor) else torch.stack(found)
+    scores = module(packed)
+    return scores if isinstance(scores, Tensor) else torch.stack(scores)
 
 
 def _whole(value: Any) -> Tensor:
@@ -235,9 +235,9 @@ def _fetch(rank: int, store: str, shared: str) -> None:
     queue = random_queue(policy_of(spec))
     topology = build_topology(spec.trainer, device=_CPU, rank=rank, world_size=2)
     distribute(policy, spec.trainer, topology)
-    own = _Away(queue.meta, queue.fields) if rank == 1 else queue
+    rank_queue = _Away(queue.meta, queue.fields) if rank == 1 else queue
     with pytest.raises(UnavailableError, match="is away" if rank == 1 else "another rank"):
-        rank_of(spec, policy, own, topology=topology).train(StepCommand(1, queue.meta))
+        rank_of(spec, policy, rank_queue, topology=topology).train(StepCommand(1, queue.meta))
     result = rank_of(spec, policy, queue, topology=topology).train(StepCommand(1, queue.meta))
     assert not result.skipped
     distributed.destroy_process_group()

@@ -48,7 +48,7 @@ def _compare(rank: int, store: str, shared: int, families: tuple[str, ...], rank
     topology, spec = _join(rank, store, ranks, shared)
     for name in families:
         for build in (_policy, _lopsided, _adapted):
-            expected, own = _run(build(name), range(ranks))
+            expected, own_gradients = _run(build(name), range(ranks))
             policy = build(name)
             recomputed = {"activation_checkpointing": build is _lopsided}
             distribute(policy, spec.model_copy(update=recomputed), topology)
@@ -56,8 +56,8 @@ def _compare(rank: int, store: str, shared: int, families: tuple[str, ...], rank
             loss = topology.data.sum(loss) / ranks
             case = f"{name}, {build.__name__}"
             assert (loss - expected).abs() <= 1e-6 * expected.abs(), case
-            norm = torch.stack([value.norm() for value in own.values()]).norm()
-            for key, value in own.items():
+            norm = torch.stack([value.norm() for value in own_gradients.values()]).norm()
+            for key, value in own_gradients.items():
                 error = (gradients[key] - value).norm() / norm
                 assert error <= 1e-6, f"{case}: gradient of {key} differs by {error}"
     distributed.destroy_process_group()
@@ -129,12 +129,16 @@ def _packed(rank: int) -> PackedTokens:
 
 def _run(policy: Policy, parts: Any, *, scale: int = 1) -> tuple[torch.Tensor, dict[str, Any]]:
     total = torch.zeros(())
-    for part in parts:
-        logprobs, _ = policy(_packed(part))
+    for rows in parts:
+        logprobs, _ = policy(_packed(rows))
         loss = scale * logprobs.square().sum()
         loss.backward()
         total += loss.detach()
-    trained = {key: each.grad for key, each in policy.named_parameters() if each.requires_grad}
+    trained = {
+        key: parameter.grad
+        for key, parameter in policy.named_parameters()
+        if parameter.requires_grad
+    }
     return total, {key: _whole(gradient) for key, gradient in trained.items()}
 
 
@@ -166,7 +170,7 @@ def _compare_divided(
     packs = topology.data.size
     for name in families:
         for build in (_policy, _lopsided):
-            expected, own = _run(build(name), range(packs))
+            expected, own_gradients = _run(build(name), range(packs))
             policy = build(name)
             recomputed = {"activation_checkpointing": build is _lopsided}
             distribute(policy, spec.model_copy(update=recomputed), topology)
@@ -174,8 +178,8 @@ def _compare_divided(
             loss = topology.data.sum(loss) / packs
             case = f"{name}, {build.__name__}"
             assert (loss - expected).abs() <= 1e-5 * expected.abs(), case
-            norm = torch.stack([value.norm() for value in own.values()]).norm()
-            for key, value in own.items():
+            norm = torch.stack([value.norm() for value in own_gradients.values()]).norm()
+            for key, value in own_gradients.items():
                 error = (gradients[key] - value).norm() / norm
                 assert error <= 5e-6, f"{case}: gradient of {key} differs by {error}"
             measured = gradient_norm(list(policy.parameters()))

@@ -32,14 +32,14 @@ def _compare(rank: int, store: str) -> None:
     spec = TrainerSpec(steps=1, prompts_per_step=1, world_size=2, tensor_parallel=2)
     topology = build_topology(spec, device=_CPU, rank=rank, world_size=2)
     for name in _DIVIDED:
-        expected, own = _run(_policy(name))
+        expected, own_gradients = _run(_policy(name))
         divided = _policy(name)
         distribute(divided, spec, topology)
         actual, gradients = _run(divided)
         torch.testing.assert_close(
             actual, expected, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
         )
-        for key, value in own.items():
+        for key, value in own_gradients.items():
             error = (gradients[key] - value).norm() / value.norm().clamp(min=1e-6)
             assert error <= 1e-5, f"{name}: gradient of {key} differs by {error}"
     distributed.destroy_process_group()

@@ -60,15 +60,15 @@ def _train(rank: int, folder: str, spec_json: str) -> None:
         return logprobs, *others
 
     engine.module.forward = overflowing
-    before, found = _weights(trained), []
+    before, outcomes = _weights(trained), []
     for step in (1, 2):
         result = trained.train(StepCommand(step, queue.meta))
         changed = not all(torch.equal(before[name], v) for name, v in _weights(trained).items())
-        found.append([result.skipped, result.overflowed, changed, result.metrics["loss_scale"]])
+        outcomes.append([result.skipped, result.overflowed, changed, result.metrics["loss_scale"]])
         engine.module.forward = forward
     trained.checkpointer.write(trained.snapshot(2))
-    found.append(trained.runner.facts())
-    (Path(folder) / f"found-{rank}.json").write_text(json.dumps(found))
+    outcomes.append(trained.runner.facts())
+    (Path(folder) / f"found-{rank}.json").write_text(json.dumps(outcomes))
     distributed.destroy_process_group()
 
 
@@ -111,5 +111,7 @@ def test_any_number_of_ranks_resumes_the_scale_of_two(tmp_path: Path, count: int
     run_ranks(_resume, str(tmp_path), spec.model_dump_json(), count=count)
     resumed = json.loads((tmp_path / "resumed-0.json").read_text())
     assert resumed[0] == facts
-    scales = [(each["loss_scale"], each["loss_scale_updates"]) for each in resumed]
+    scales = [
+        (scale_facts["loss_scale"], scale_facts["loss_scale_updates"]) for scale_facts in resumed
+    ]
     assert scales == [(2048, 1), (4096, 0), (4096, 1), (8192, 0)]

@@ -118,14 +118,18 @@ async def test_only_calls_that_a_killed_leader_was_answering_fail(
         }
         processes = {}
         for name, host in HOSTS.items():
-            own = {"holder": name, "peer_host": host, "ready_file": tmp_path / f"{name}.ready"}
+            settings_of_name = {
+                "holder": name,
+                "peer_host": host,
+                "ready_file": tmp_path / f"{name}.ready",
+            }
             binds = {"bind": f"{host}:{grpc}", "rest_bind": f"{host}:{rest}"}
             log = tmp_path / f"{name}.log"
             processes[name] = stack.enter_context(
-                service("services.controller", log, **own, **binds, **shared)
+                service("services.controller", log, **settings_of_name, **binds, **shared)
             )
             if name == "one":
-                announced(own["ready_file"], processes[name])
+                announced(settings_of_name["ready_file"], processes[name])
         await stack.enter_async_context(endpoints.serving(grpc, rest))
         address = f"http://127.0.0.1:{rest}"
         # The second one answers as soon as it listens, although it does not lead.
@@ -138,8 +142,8 @@ async def test_only_calls_that_a_killed_leader_was_answering_fail(
             spec = load_spec(plumbing, ["trainer.steps=40"]).model_dump(mode="json")
             submitted = await client.submit(spec)
             assert not (tmp_path / "two.ready").exists()
-            done, caller = asyncio.Event(), Caller(address)
-            calling = asyncio.create_task(caller.call_until(done))
+            stop, caller = asyncio.Event(), Caller(address)
+            calling = asyncio.create_task(caller.call_until(stop))
             async for event in submitted.follow():
                 if event.type == "StepCommitted" and event.data["step"] == 5:
                     # The endpoint of an ending pod goes first.
@@ -149,7 +153,7 @@ async def test_only_calls_that_a_killed_leader_was_answering_fail(
                         processes["one"].terminate()
                     else:
                         processes["one"].kill()
-            done.set()
+            stop.set()
             await calling
             run = submitted.view
     # A killed leader takes the call with it that it was answering; the caller makes one at a time.

@@ -27,17 +27,17 @@ class Installed:
 
     def options(self) -> dict:
         """Returns options of subprocesses, which cannot import the repository."""
-        kept = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         home = {"HOME": str(self.folder), "OMP_NUM_THREADS": "1"}
-        return {"cwd": self.folder, "env": kept | home, "text": True}
+        return {"cwd": self.folder, "env": variables | home, "text": True}
 
     def call(self, *arguments: str) -> str:
         """Runs a command, which must succeed; returns its output."""
-        done = subprocess.run(
+        result = subprocess.run(
             [self.slipstream, *arguments], capture_output=True, timeout=600, **self.options()
         )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        assert result.returncode == 0, result.stdout + result.stderr
+        return result.stdout
 
     @contextmanager
     def up(self):
@@ -60,8 +60,8 @@ def dist(tmp_path_factory) -> Path:
     """Builds a source distribution, and a wheel from it alone; returns their folder."""
     folder = tmp_path_factory.mktemp("dist")
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, REPOSITORY]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
     return folder
 
 

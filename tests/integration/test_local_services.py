@@ -34,10 +34,10 @@ async def test_services_that_do_not_start_say_why_and_leave_nothing(tmp_path):
     umask = os.umask(0o022)
     before = started()
     with (
-        socket.create_server(("127.0.0.1", 0)) as taken,
+        socket.create_server(("127.0.0.1", 0)) as listener,
         pytest.raises(ServiceExitedError, match="cannot listen") as error,
     ):
-        async with local_services(tmp_path, port=taken.getsockname()[1]):
+        async with local_services(tmp_path, port=listener.getsockname()[1]):
             pytest.fail("the port is in use")
     assert "File " not in str(error.value), "a traceback hides the reason"
     assert os.umask(umask) == 0o022

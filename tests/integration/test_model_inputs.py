@@ -140,8 +140,8 @@ async def test_a_rows_tensors_reach_engine_and_trainer_and_never_the_controller(
         await queue.create_partition(TRAIN, required_fields=list(ROLLOUT_FIELDS))
         await generated(engine, data)
         metas: list[KVBatchMeta] = []
-        async for seen in queue.watch(TRAIN):  # as the controller receives them
-            metas.append(seen)
+        async for arrival in queue.watch(TRAIN):  # as the controller receives them
+            metas.append(arrival)
             if sum(meta.num_keys for meta in metas) == MEMBERS * len(ROWS):
                 break
         batch = KVBatchMeta.concat(metas)
@@ -153,14 +153,16 @@ async def test_a_rows_tensors_reach_engine_and_trainer_and_never_the_controller(
         proximal = await data.get(batch.select(scored.keys), ["proximal_logprobs"])
         rank = rank_of(spec_of(), policy, Fetching(transfers))
         result = await asyncio.to_thread(rank.train, StepCommand(1, batch))
-    given = [request.model_inputs for request in engine.requests]
-    for row, bundles in enumerate([given[:4], given[4:8], given[8:]]):
+    model_inputs = [request.model_inputs for request in engine.requests]
+    for row, bundles in enumerate([model_inputs[:4], model_inputs[4:8], model_inputs[8:]]):
         assert len(bundles) == MEMBERS
-        for each in bundles:
-            assert each is not None
+        for prompt_inputs in bundles:
+            assert prompt_inputs is not None
             expected = ROWS[row]["seen"] or {}
-            assert each.tensors.keys() == expected.keys()
-            assert all(torch.equal(each.tensors[name], expected[name]) for name in expected)
+            assert prompt_inputs.tensors.keys() == expected.keys()
+            assert all(
+                torch.equal(prompt_inputs.tensors[name], expected[name]) for name in expected
+            )
     assert {request.context_ids for request in engine.requests[:8]} == {(4, 3, 5, 3, 6)}
 
     assert max(len(meta.to_bytes()) for meta in metas) < 4096 * MEMBERS

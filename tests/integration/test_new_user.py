@@ -62,8 +62,8 @@ def test_a_wrong_column_is_named_with_the_columns_there_are(spec):
 def test_a_closed_terminal_loses_nothing_and_the_model_is_taken_away(spec, tmp_path):
     assert closed(spec, once=r"\b([3-9]|1\d)/24") == 130
     resuming = Terminal(spec.parent)
-    done = resuming.slipstream("run", spec)
-    assert re.search(r"was paused after step ([3-9]|\d\d); resuming it", done.out), done.out
+    result = resuming.slipstream("run", spec)
+    assert re.search(r"was paused after step ([3-9]|\d\d); resuming it", result.out), result.out
     # No controller runs any more.
     taking = Terminal(spec.parent)
     taking.slipstream("export", "digits", tmp_path / "model")

@@ -36,8 +36,8 @@ def steps_of(state: Path) -> list[int]:
 
 
 def stored_steps(url: str) -> list[int]:
-    found = stored_checkpoints(ObjectFolder(url).list()).values()
-    return sorted(checkpoint.step for checkpoint in found if checkpoint.is_published)
+    checkpoints = stored_checkpoints(ObjectFolder(url).list()).values()
+    return sorted(checkpoint.step for checkpoint in checkpoints if checkpoint.is_published)
 
 
 def test_a_run_lives_in_a_bucket_and_another_starts_from_its_checkpoint(

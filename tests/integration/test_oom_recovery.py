@@ -34,7 +34,7 @@ from tests.integration.test_trainer_ranks import Recorder
 def _train(rank: int, folder: str, spec_json: str) -> None:
     spec = RunSpec.model_validate_json(spec_json)
     queue = random_queue(policy_of(spec, seed=1, scale=1.5), num_groups=4)
-    found: list[Any] = []
+    outcomes: list[Any] = []
     kinds: dict[str, dict[str, bool]] = {
         "whole": {},
         "forward": {"in_backward": False},
@@ -57,9 +57,9 @@ def _train(rank: int, folder: str, spec_json: str) -> None:
         trained.train(StepCommand(2, queue.meta))
         if kind == "scores":
             divided = float(runner.engine.oom_limits.was_lowered)
-        found.append((divided, first, _flat(recorder.gradients)))
+        outcomes.append((divided, first, _flat(recorder.gradients)))
         distributed.destroy_process_group()
-    torch.save(found, f"{folder}/found.pt")
+    torch.save(outcomes, f"{folder}/found.pt")
 
 
 CAUSE = r"a rank failed.*: rank 1: a micro-batch of .* tokens in \d+ sequence.* 2\.00 GiB"
@@ -145,8 +145,8 @@ def _leave_out(rank: int, folder: str, spec_json: str) -> None:
     limited(policy, 40, in_backward=False)
     result = trained.train(StepCommand(1, queue.meta))
     if rank == 0:
-        found = {**result.metrics, "left_out": dict(result.left_out)}
-        torch.save((found, _flat(recorder.gradients)), f"{folder}/found.pt")
+        metrics = {**result.metrics, "left_out": dict(result.left_out)}
+        torch.save((metrics, _flat(recorder.gradients)), f"{folder}/found.pt")
     distributed.destroy_process_group()
 
 
@@ -175,8 +175,8 @@ def test_a_pass_that_broke_leaves_nothing_behind(tmp_path: Path, options: dict[s
     assert whole == 0
     for divided, *actual in broken:
         assert divided >= 1
-        for found, wanted in zip(actual, expected, strict=True):
-            assert (found - wanted).norm() <= 0.02 * wanted.norm()
+        for gradient, expected_gradient in zip(actual, expected, strict=True):
+            assert (gradient - expected_gradient).norm() <= 0.02 * expected_gradient.norm()
 
 
 @pytest.mark.timeout(300)
@@ -213,8 +213,8 @@ def test_ranks_leave_out_what_is_known_not_to_fit(tmp_path: Path, context_parall
     runner: Any = trained.runner
     runner.engine.optimizer = recorder
     expected = trained.train(StepCommand(1, queue.meta)).metrics
-    wanted = _flat(recorder.gradients)
-    assert (actual - wanted).norm() <= 1e-6 * wanted.norm()
+    expected_gradient = _flat(recorder.gradients)
+    assert (actual - expected_gradient).norm() <= 1e-6 * expected_gradient.norm()
     assert metrics["trained_tokens"] == expected["trained_tokens"]
     assert metrics["reward_mean"] == pytest.approx(expected["reward_mean"])
 
@@ -242,7 +242,7 @@ def test_several_ranks_continue_without_a_sequence_that_exceeds_memory(
     prompts = "".join(json.dumps({"prompt": f"question {i}"}) + "\n" for i in range(10, 42))
     (tmp_path / "prompts.jsonl").write_text(prompts)
     stops = json.dumps(list("aeioubcdfghjklmnprst"))
-    done = system.train(
+    result = system.train(
         plumbing,
         "trainer.world_size=2",
         "trainer.checkpoint.every=1",
@@ -253,9 +253,9 @@ def test_several_ranks_continue_without_a_sequence_that_exceeds_memory(
         # A slow machine may report the end of one worker twice.
         "limits.max_restarts=12",
     )
-    assert done.code == 0, done.out + done.err
-    run_id = done.folder.name
-    found = check_run(system.state, run_id)
+    assert result.code == 0, result.out + result.err
+    run_id = result.folder.name
+    checks = check_run(system.state, run_id)
     with sqlite3.connect(system.state / "slipstream.db") as connection:
         query = "SELECT type, message, data_json FROM events WHERE run_id = ?"
         events = connection.execute(query, (run_id,)).fetchall()
@@ -267,4 +267,4 @@ def test_several_ranks_continue_without_a_sequence_that_exceeds_memory(
     assert all(tokens > 21 for event in left_out_events for tokens in event["samples"].values())
     # A step that is repeated after the loss of a worker reports them again.
     left_out = {name for event in left_out_events for name in event["samples"]}
-    assert len(left_out) < found["trained"] * 4
+    assert len(left_out) < checks["trained"] * 4

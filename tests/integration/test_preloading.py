@@ -23,7 +23,7 @@ print(json.dumps({{"threads": threads, "metrics": metrics, "late": sorted(late)}
 
 
 def test_what_is_imported_beforehand_can_be_forked_and_is_all_that_takes_long():
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", LOOK],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
@@ -31,21 +31,27 @@ def test_what_is_imported_beforehand_can_be_forked_and_is_all_that_takes_long():
         text=True,
         check=True,
     )
-    seen = json.loads(done.stderr.splitlines()[-1])
-    assert "cannot import" not in done.stderr
-    assert seen["threads"] == 1
+    report = json.loads(process.stderr.splitlines()[-1])
+    assert "cannot import" not in process.stderr
+    assert report["threads"] == 1
     assert not [
-        name for name in seen["metrics"] if name.startswith(("slipstream_rollout", "slipstream_t"))
+        name
+        for name in report["metrics"]
+        if name.startswith(("slipstream_rollout", "slipstream_t"))
     ]
     heavy = {"torch", "transformers", "sympy", "grpc", "pydantic", "zmq", "httpx", "uvicorn"}
-    assert not heavy & set(seen["late"])
+    assert not heavy & set(report["late"])
 
 
 def test_a_forked_command_ends_like_one_with_its_own_imports(tmp_path):
     arguments = ("validate", "missing.yaml")
     forked = slipstream(*arguments, folder=tmp_path)
-    done = subprocess.run(
+    process = subprocess.run(
         command(*arguments), capture_output=True, text=True, cwd=tmp_path, env=environment()
     )
-    assert (forked.code, forked.out, forked.err) == (done.returncode, done.stdout, done.stderr)
+    assert (forked.code, forked.out, forked.err) == (
+        process.returncode,
+        process.stdout,
+        process.stderr,
+    )
     assert forked.code != 0

@@ -14,14 +14,14 @@ RECIPES = [
 
 
 def test_the_recipe_of_an_evaluation_reports_scores_without_a_step(tmp_path, system):
-    done = system.train(recipes(tmp_path)["evaluation"])
-    assert done.code == 0, done.out + done.err
-    assert done.summary["steps"] == 0
-    assert done.summary["heldout"]["greedy"] is not None
+    result = system.train(recipes(tmp_path)["evaluation"])
+    assert result.code == 0, result.out + result.err
+    assert result.summary["steps"] == 0
+    assert result.summary["heldout"]["greedy"] is not None
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_trains(tmp_path, system, name):
-    done = system.train(recipes(tmp_path)[name])
-    assert done.code == 0, done.out + done.err
-    assert len((done.folder / "metrics.jsonl").read_text().splitlines()) >= 3
+    result = system.train(recipes(tmp_path)[name])
+    assert result.code == 0, result.out + result.err
+    assert len((result.folder / "metrics.jsonl").read_text().splitlines()) >= 3

@@ -25,7 +25,7 @@ OTHER_LOSS = ("--set", "algorithm.entropy_coefficient=0.01")
 
 
 def test_a_run_that_was_killed_replays_bit_by_bit_and_parts_with_another_loss(plumbing, tmp_path):
-    settings = [part for setting in SETTINGS for part in ("--set", setting)]
+    settings = [argument for setting in SETTINGS for argument in ("--set", setting)]
     arguments = ("run", plumbing, "--state-directory", tmp_path / "runs", *settings)
     with started(*arguments, until=r"step +5/") as (process, _):
         ranks_of("trainer-0", tmp_path / "runs")["1"].kill()

@@ -71,8 +71,8 @@ def test_training_continues_while_rollouts_come_go_and_are_replaced(plumbing, tm
 
         def events_of(kind: str, after: int = 0) -> list[int]:
             query = {"type": kind, "after_seq": after}
-            found = api.get(f"/v1/runs/{run_id}/events", params=query).raise_for_status()
-            return [event["seq"] for event in found.json()["items"]]
+            response = api.get(f"/v1/runs/{run_id}/events", params=query).raise_for_status()
+            return [event["seq"] for event in response.json()["items"]]
 
         for count, replicas in enumerate((1, 2), start=1):
             resize(api, run_id, replicas)

@@ -40,9 +40,9 @@ def tries(state) -> dict[int, int]:
 def break_one_of_two(spec, folder, *overrides):
     """Trains twice, once with all processes killed at step 5; returns both state directories."""
     unbroken, broken = folder / "unbroken", folder / "broken"
-    done = train(spec, unbroken, *overrides)
-    assert done.code == 0, done.out + done.err
-    settings = [part for override in overrides for part in ("--set", override)]
+    result = train(spec, unbroken, *overrides)
+    assert result.code == 0, result.out + result.err
+    settings = [argument for override in overrides for argument in ("--set", override)]
     arguments = ("run", spec, "--state-directory", broken, *settings)
     with started(*arguments, until=r"step +5/") as (process, lines):
         for victim in descendants(process).values():
@@ -59,10 +59,10 @@ def test_a_run_of_several_sets_that_lost_everything_trains_the_same_samples(plum
     assert trained(broken) == trained(unbroken)
     assert check_run(broken)["rewinds"] >= 1
     # The curriculum's state is restored; prompts that were trained again are counted again.
-    seen, again = tries(unbroken), tries(broken)
-    assert sum(seen.values()) == 48
-    assert seen.keys() == again.keys()
-    assert all(again[row] >= count for row, count in seen.items())
+    tries_unbroken, again = tries(unbroken), tries(broken)
+    assert sum(tries_unbroken.values()) == 48
+    assert tries_unbroken.keys() == again.keys()
+    assert all(again[row] >= count for row, count in tries_unbroken.items())
 
 
 @pytest.mark.nightly

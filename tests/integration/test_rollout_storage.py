@@ -125,19 +125,19 @@ async def test_a_group_that_never_fits_counts_as_a_failure_of_its_prompt(
         finish_reason="stop",
         is_greedy=False,
     )
-    given = replace(assignment("g"), partition_id="small/train")
+    large_assignment = replace(assignment("g"), partition_id="small/train")
     with pytest.raises(GroupError, match=r"exceeds the whole quota of small, 100 bytes") as caught:
-        await GroupPublisher(data).publish(given, PROMPT, [sample])
+        await GroupPublisher(data).publish(large_assignment, PROMPT, [sample])
     # A group that only waited too long has another reason and is generated again, any number of times.
     assert caught.value.reason == "publish_refused"
 
 
 async def read(metadata: TransferQueueClient, **query: Any) -> list[dict[str, Any]]:
     sample_record_query = SampleRecordQuery(with_turns=True, with_tokens=True, **query)
-    found = b"".join(
+    content = b"".join(
         [lines async for lines in metadata.read_sample_records("run", sample_record_query)]
     )
-    return [json.loads(line) for line in found.splitlines()]
+    return [json.loads(line) for line in content.splitlines()]
 
 
 async def test_a_recorded_group_is_readable_after_its_release(
@@ -175,10 +175,12 @@ async def test_a_recorded_group_is_readable_after_its_release(
         record = torch.frombuffer(bytearray(b'{"step": 3, "staleness": 1}'), dtype=torch.uint8)
         columns |= {"loss_mask": [torch.ones(5) > 0], "training_record": [record]}
         await data.put("run/records", [key], columns)
-    assert {each["id"] for each in await read(metadata, step=3)} == {"g.0", "g.1"}
+    assert {line["id"] for line in await read(metadata, step=3)} == {"g.0", "g.1"}
     # At the end of a run, the last puts are stored as records, and the queue keeps nothing.
     await metadata.drop_partition("run/records")
-    assert "run/records" not in {part.partition_id for part in (await metadata.stats()).partitions}
+    assert "run/records" not in {
+        partition.partition_id for partition in (await metadata.stats()).partitions
+    }
     assert len(await read(metadata)) == 2
     await metadata.delete_sample_records("run")
     assert await read(metadata) == []
@@ -207,34 +209,36 @@ async def test_a_group_trains_if_it_cannot_be_recorded(
 async def test_cached_progress_is_found_by_another_replica_until_it_is_forgotten(
     data: DataClient, metadata: TransferQueueClient
 ) -> None:
-    one, other = (TransferQueueCache(PARTIAL, data=data, metadata=metadata) for _ in range(2))
+    first, other = (TransferQueueCache(PARTIAL, data=data, metadata=metadata) for _ in range(2))
     early: GroupProgress = {1: MemberProgress(num_failed_scores=0, turns=(CUT,))}
     late: GroupProgress = {
         0: MemberProgress(num_failed_scores=2, turns=(SAMPLED, OBSERVED, CUT)),
         1: MemberProgress(num_failed_scores=0, turns=(SAMPLED,), score=Score(0.1, {"right": 0.2})),
     }
-    assert await one.load({"g": 1}) == {}
+    assert await first.load({"g": 1}) == {}
     for _ in range(3):
-        await one.save({"g": early, "h": early}, {"g": 1, "h": 1}, is_last=False)
-    await one.save({"g": late}, {"g": 1}, is_last=True)
+        await first.save({"g": early, "h": early}, {"g": 1, "h": 1}, is_last=False)
+    await first.save({"g": late}, {"g": 1}, is_last=True)
     assert await other.load({"g": 1}) == {"g": late}
     assert await other.load({"h": 1}) == {"h": early}
     assert len((await metadata.get_batch(PARTIAL)).keys) == 3
     await other.save({"g": early}, {"g": 2}, is_last=False)
-    assert await one.load({"g": 1}) == {"g": late | early}
+    assert await first.load({"g": 1}) == {"g": late | early}
     await other.delete_progress("g", (0, 1))
-    assert await one.load({"g": 1}) == {}
-    assert await one.load({"h": 1}) == {"h": early}
+    assert await first.load({"g": 1}) == {}
+    assert await first.load({"h": 1}) == {"h": early}
 
 
 async def test_progress_of_an_attempt_before_a_new_beginning_is_never_resumed(
     data: DataClient, metadata: TransferQueueClient
 ) -> None:
-    one, late, again = (TransferQueueCache(PARTIAL, data=data, metadata=metadata) for _ in range(3))
+    first, late, again = (
+        TransferQueueCache(PARTIAL, data=data, metadata=metadata) for _ in range(3)
+    )
     old: GroupProgress = {0: MemberProgress(num_failed_scores=0, turns=(CUT,))}
     new: GroupProgress = {0: MemberProgress(num_failed_scores=0, turns=(SAMPLED,))}
     for _ in range(3):
-        await one.save({"g": old}, {"g": 1}, is_last=False)
+        await first.save({"g": old}, {"g": 1}, is_last=False)
     assert await again.load({"g": 2}) == {}
     await again.save({"g": new}, {"g": 2}, is_last=False)
     # A replica that was silent for a while still works on the first attempt.

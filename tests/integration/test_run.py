@@ -45,9 +45,9 @@ def test_ctrl_c_pauses_the_run_and_twice_cancels_it(plumbing, tmp_path):
         out, _ = process.communicate(timeout=ENDS_WITHIN_S)
         assert process.returncode == 130
     if "cancelled" in out:  # the run may have paused before the second signal
-        done = slipstream(*arguments, "--set", "trainer.steps=8", "--resume")
-        assert "ended CANCELLED after step" in done.out
-        assert done.code == 0, done.out + done.err
+        result = slipstream(*arguments, "--set", "trainer.steps=8", "--resume")
+        assert "ended CANCELLED after step" in result.out
+        assert result.code == 0, result.out + result.err
 
 
 def test_a_lost_terminal_and_a_killed_command_pause_the_run(plumbing, tmp_path):
@@ -125,37 +125,37 @@ def test_an_interrupted_run_resumes_unless_its_specification_changed(plumbing, t
     changed = ("run", plumbing, "--state-directory", tmp_path, "--set", "trainer.steps=100000")
     with started(*changed, until=r"step +2/") as (process, _):
         cut_off(process)
-    same = (*changed[:4], *(part for setting in settings for part in ("--set", setting)))
+    same = (*changed[:4], *(argument for setting in settings for argument in ("--set", setting)))
     with started(*same, until=r"step +3/") as (process, lines):
         assert "another specification; cancelling it" in "".join(lines)
         cut_off(process)
-    done = train(plumbing, tmp_path, *settings)
-    assert done.code == 0, done.out + done.err
-    assert re.search(r"was interrupted after step \d; resuming it", done.out)
-    assert len((done.folder / "metrics.jsonl").read_text().splitlines()) == 8
+    result = train(plumbing, tmp_path, *settings)
+    assert result.code == 0, result.out + result.err
+    assert re.search(r"was interrupted after step \d; resuming it", result.out)
+    assert len((result.folder / "metrics.jsonl").read_text().splitlines()) == 8
 
 
 def test_problems_are_reported_together_before_anything_starts(tmp_path):
-    done = train(
+    result = train(
         SORT4,
         tmp_path / "runs",
         "rollout.engine=vllm",
         "data.train.path=sort4.py:missing",
         "model.path=tiny:unknown",
     )
-    assert done.code == 2
-    assert "sort4.py has no 'missing'" in done.err
-    assert "tiny:qwen2-0.4m" in done.err
-    assert "vllm is not installed" in done.err
+    assert result.code == 2
+    assert "sort4.py has no 'missing'" in result.err
+    assert "tiny:qwen2-0.4m" in result.err
+    assert "vllm is not installed" in result.err
     assert not (tmp_path / "runs").exists()
 
 
 def test_a_port_in_use_is_named(plumbing, system, tmp_path):
     port = system.url.rpartition(":")[2]
-    done = slipstream("run", plumbing, "--port", port, "--state-directory", tmp_path / "runs")
-    assert done.code != 0
-    assert f"127.0.0.1:{port}" in done.err
-    assert "another port" in done.err
+    result = slipstream("run", plumbing, "--port", port, "--state-directory", tmp_path / "runs")
+    assert result.code != 0
+    assert f"127.0.0.1:{port}" in result.err
+    assert "another port" in result.err
 
 
 def test_runs_are_submitted_watched_listed_and_cancelled(plumbing, tmp_path):
@@ -219,14 +219,14 @@ def test_the_controllers_messages_stay_small_whatever_the_response_length(
     means = {}
     port = free_port()
     monkeypatch.setenv("SLIPSTREAM_CONTROLLER_METRICS_PORT", str(port))
-    known, number = Counter(), Counter()
+    last_sums, number = Counter(), Counter()
     with running_system(tmp_path / "runs") as system:
         for tokens in (4, 400):
             assert system.train(plumbing, f"rollout.max_response_tokens={tokens}").code == 0
             sums, counts, small = message_sizes(port)
             more = counts - number
-            means[tokens] = {key: (sums[key] - known[key]) / more[key] for key in more}
-            known, number = sums, counts
+            means[tokens] = {key: (sums[key] - last_sums[key]) / more[key] for key in more}
+            last_sums, number = sums, counts
     assert counts.total() > 40
     assert small == counts.total(), "a message is larger than 1 MiB"
     watched = [key for key in means[4] if "WatchBatches" in key and "received" in key]

@@ -62,9 +62,9 @@ def test_an_algorithm_runs(plumbing, system, advantage, loss, aggregation, other
         settings = tuple(key.replace("placement: reward, ", "") for key in settings)
     if advantage == "gdpo":
         settings += ("algorithm.advantage_arguments={weights: {length: 1.0}}",)
-    done = system.train(plumbing, *settings)
-    assert done.code == 0, done.out + done.err
-    steps = [json.loads(line) for line in (done.folder / "metrics.jsonl").open()]
+    result = system.train(plumbing, *settings)
+    assert result.code == 0, result.out + result.err
+    steps = [json.loads(line) for line in (result.folder / "metrics.jsonl").open()]
     assert len(steps) == 3
     assert all(math.isfinite(step["loss"]) and step["nonfinite_updates"] == 0 for step in steps)
 
@@ -75,9 +75,9 @@ def test_stale_samples_train_with_score_centering_alone(plumbing, system):
         "algorithm.correction=none",
         "algorithm.max_staleness=2",
     )
-    done = system.train(plumbing, *settings, "algorithm.score_centering=4")
-    assert done.code == 0, done.out + done.err
-    steps = [json.loads(line) for line in (done.folder / "metrics.jsonl").open()]
+    result = system.train(plumbing, *settings, "algorithm.score_centering=4")
+    assert result.code == 0, result.out + result.err
+    steps = [json.loads(line) for line in (result.folder / "metrics.jsonl").open()]
     assert len(steps) == 3
     assert all(math.isfinite(step["loss"]) and not step.get("is_skipped") for step in steps)
     assert all(0 < step["sampler_topk_mass"] <= 1 for step in steps)
@@ -87,10 +87,10 @@ def test_steps_that_overflow_in_float16_are_reported_and_their_versions_publishe
     settings = ("trainer.dtype=float16", "trainer.loss_scale.initial=1e12")
     # The entropy term always has a gradient, unlike advantages of equal rewards.
     others = ("algorithm.entropy_coefficient=1.0", "algorithm.max_nonfinite_steps=0")
-    done = system.train(plumbing, *settings, *others)
-    assert done.code == 0, done.out + done.err
-    steps = [json.loads(line) for line in (done.folder / "metrics.jsonl").open()]
+    result = system.train(plumbing, *settings, *others)
+    assert result.code == 0, result.out + result.err
+    steps = [json.loads(line) for line in (result.folder / "metrics.jsonl").open()]
     assert [step["loss_scale"] for step in steps] == [5e11, 2.5e11, 1.25e11]
     assert all(step["is_skipped"] and step["overflow_updates"] for step in steps)
-    assert done.summary["weight_version"] == 3
-    assert (done.out + done.err).count("overflowed in float16") == 3
+    assert result.summary["weight_version"] == 3
+    assert (result.out + result.err).count("overflowed in float16") == 3

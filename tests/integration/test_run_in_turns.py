@@ -10,7 +10,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def test_rollouts_of_a_mixed_run_continue_groups_that_others_parked(plumbing, system):
-    done = system.train(
+    result = system.train(
         plumbing,
         "topology.placement=mixed",
         "rollout.replicas=3",
@@ -18,13 +18,13 @@ def test_rollouts_of_a_mixed_run_continue_groups_that_others_parked(plumbing, sy
         "algorithm.max_staleness=2",
         "trainer.steps=6",
     )
-    assert done.code == 0, done.out + done.err
-    steps = [json.loads(line) for line in (done.folder / "metrics.jsonl").open()]
+    assert result.code == 0, result.out + result.err
+    steps = [json.loads(line) for line in (result.folder / "metrics.jsonl").open()]
     assert all("gpu_switch_s" in step for step in steps)
     assert max(step["staleness_max"] for step in steps) <= 2
     with closing(sqlite3.connect(system.state / "slipstream.db")) as database:
         rows = database.execute(
-            "SELECT groups_json FROM steps WHERE run_id = ?", [done.folder.name]
+            "SELECT groups_json FROM steps WHERE run_id = ?", [result.folder.name]
         ).fetchall()
     attempts = [attempt for (text,) in rows for _, _, attempt, _ in json.loads(text)]
     assert max(attempts) > 1

@@ -15,9 +15,9 @@ pytestmark = pytest.mark.timeout(300)
 async def wait_for(run, condition, *, timeout_s=120.0):
     """Returns the run once it meets a condition."""
     async with asyncio.timeout(timeout_s):
-        while not condition(seen := await run.refresh()):  # noqa: ASYNC110
+        while not condition(view := await run.refresh()):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
-    return seen
+    return view
 
 
 def is_in(*states):
@@ -32,7 +32,7 @@ async def test_a_paused_run_resumes_without_loss(plumbing, system):
     url = system.url
     async with AsyncClient(url) as client:
         run = await submit(plumbing, client, "trainer.steps=24", "rollout.partial_rollout=true")
-        await wait_for(run, lambda seen: seen.step >= 3)
+        await wait_for(run, lambda view: view.step >= 3)
         await run.pause()
         assert run.state == "PAUSING"
         paused = await wait_for(run, is_in("PAUSED"))
@@ -58,7 +58,7 @@ async def test_a_paused_run_resumes_without_loss(plumbing, system):
 async def test_a_run_is_cancelled_after_its_step_with_a_checkpoint(plumbing, system):
     async with AsyncClient(system.url) as client:
         run = await submit(plumbing, client, "trainer.steps=100000")
-        await wait_for(run, lambda seen: seen.step >= 2)
+        await wait_for(run, lambda view: view.step >= 2)
         await run.cancel(grace_seconds=60, save_checkpoint=True)
         assert run.state == "CANCELLING"
         ended = await wait_for(run, is_in("CANCELLED"))

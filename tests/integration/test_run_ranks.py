@@ -25,9 +25,9 @@ def test_two_ranks_apart_or_in_turns_train_what_one_rank_trains(plumbing, system
     trained = []
     for ranks, others in ((1, ()), (2, ()), (2, in_turns)):
         overrides = (f"trainer.world_size={ranks}", "algorithm.max_staleness=0", *others)
-        done = system.train(plumbing, *overrides)
-        assert done.code == 0, done.out + done.err
-        steps = [json.loads(line) for line in (done.folder / "metrics.jsonl").open()]
+        result = system.train(plumbing, *overrides)
+        assert result.code == 0, result.out + result.err
+        steps = [json.loads(line) for line in (result.folder / "metrics.jsonl").open()]
         assert all(("gpu_switch_s" in step) == (others is in_turns) for step in steps)
         trained.append([(step["reward_mean"], step["grad_norm"]) for step in steps])
     assert trained[0] == [pytest.approx(step, abs=1e-4) for step in trained[1]]
@@ -46,9 +46,9 @@ def test_adapters_train_the_same_sent_merged_or_alone(plumbing, system, tmp_path
     for ranks, sync in ((1, "merged"), (2, "adapter")):
         lora = f"trainer.lora={{rank: 4, sync: {sync}}}"
         overrides = (f"trainer.world_size={ranks}", "algorithm.max_staleness=0", lora, model)
-        done = system.train(plumbing, *overrides)
-        assert done.code == 0, done.out + done.err
-        steps = [json.loads(line) for line in (done.folder / "metrics.jsonl").open()]
+        result = system.train(plumbing, *overrides)
+        assert result.code == 0, result.out + result.err
+        steps = [json.loads(line) for line in (result.folder / "metrics.jsonl").open()]
         trained.append([(step["reward_mean"], step["loss"]) for step in steps])
     assert trained[0] == [pytest.approx(step, abs=1e-4) for step in trained[1]]
 
@@ -59,20 +59,20 @@ def test_two_ranks_that_share_packs_train_what_one_trains(plumbing, system):
     for options in ({}, {"world_size": 2, "context_parallel": 2}):
         overrides = [f"trainer.{name}={value}" for name, value in options.items()]
         # GAE, because its critic shares packs too.
-        done = system.train(
+        result = system.train(
             plumbing, *overrides, "algorithm.max_staleness=0", "algorithm.advantage=gae"
         )
-        assert done.code == 0, done.out + done.err
-        steps = [json.loads(line) for line in (done.folder / "metrics.jsonl").open()]
+        assert result.code == 0, result.out + result.err
+        steps = [json.loads(line) for line in (result.folder / "metrics.jsonl").open()]
         trained.append([(step["reward_mean"], step["loss"]) for step in steps])
     assert trained[0] == [pytest.approx(step, abs=1e-4) for step in trained[1]]
 
 
 def test_packs_that_cannot_be_shared_are_refused_before_the_start(plumbing, tmp_path):
     settings = ("--set", "trainer.world_size=3", "--set", "trainer.context_parallel=3")
-    done = slipstream("validate", plumbing, *settings)
-    assert done.code != 0
-    assert "trainer.context_parallel is 3" in done.out + done.err
+    result = slipstream("validate", plumbing, *settings)
+    assert result.code != 0
+    assert "trainer.context_parallel is 3" in result.out + result.err
 
 
 @pytest.mark.parametrize("rank", [pytest.param("0", marks=pytest.mark.nightly), "1"])
@@ -98,7 +98,7 @@ def test_ranks_that_cannot_load_fail_the_run_with_their_last_lines(plumbing, sys
     )
     (tmp_path / "broken.py").write_text(code)
     warm_start = f"model.warm_start={{examples: '{tmp_path}/broken.py:examples', steps: 1}}"
-    done = system.train(plumbing, "trainer.world_size=2", warm_start)
-    assert done.code != 0
-    assert "broken.py:examples" in done.out + done.err
-    assert "raised KeyError: 'gold'" in done.out + done.err
+    result = system.train(plumbing, "trainer.world_size=2", warm_start)
+    assert result.code != 0
+    assert "broken.py:examples" in result.out + result.err
+    assert "raised KeyError: 'gold'" in result.out + result.err

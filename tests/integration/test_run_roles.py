@@ -55,8 +55,8 @@ def trained(done) -> list[list[float]]:
 @pytest.mark.parametrize(("group", "processes", "settings"), ROLES)
 def test_a_separate_role_changes_no_number(plumbing, system, group, processes, settings):
     alone = trained(system.train(plumbing, *settings, "trainer.steps=4"))
-    own = topology(group, processes)
-    apart = system.train(plumbing, *settings, *own, "trainer.steps=4")
+    role_settings = topology(group, processes)
+    apart = system.train(plumbing, *settings, *role_settings, "trainer.steps=4")
     assert trained(apart) == [pytest.approx(step, abs=1e-5, rel=1e-4) for step in alone]
     assert (apart.folder / "logs" / f"{group.replace('_', '-')}-0.log").exists()
 
@@ -64,7 +64,7 @@ def test_a_separate_role_changes_no_number(plumbing, system, group, processes, s
 @pytest.mark.parametrize(("group", "processes", "settings"), KILLED_ROLES)
 def test_a_killed_process_of_a_role_loses_nothing(plumbing, tmp_path, group, processes, settings):
     overrides = (*settings, *topology(group, processes), "trainer.steps=10", "name=killed")
-    arguments = [part for setting in overrides for part in ("--set", setting)]
+    arguments = [argument for setting in overrides for argument in ("--set", setting)]
     with started(
         "run", plumbing, "--json", "--state-directory", tmp_path, *arguments, until=r"step +3/"
     ) as (process, lines):

@@ -32,15 +32,15 @@ def test_stages_train_what_one_rank_trains(plumbing, system, layout):
     trained = []
     for settings in (("trainer.world_size=1",), (*STAGES, *layout)):
         others = [setting for setting in layout if setting.startswith("algorithm.")]
-        done = system.train(
+        result = system.train(
             plumbing,
             *others,
             *settings,
             "algorithm.max_staleness=0",
             "trainer.tokens_per_micro_batch=64",
         )
-        assert done.code == 0, done.out + done.err
-        steps = [json.loads(line) for line in (done.folder / "metrics.jsonl").open()]
+        assert result.code == 0, result.out + result.err
+        steps = [json.loads(line) for line in (result.folder / "metrics.jsonl").open()]
         trained.append([(step["reward_mean"], step["grad_norm"]) for step in steps])
     assert trained[0] == [pytest.approx(step, abs=1e-4) for step in trained[1]]
 
@@ -48,7 +48,7 @@ def test_stages_train_what_one_rank_trains(plumbing, system, layout):
 @pytest.mark.parametrize("rank", [pytest.param("0", marks=pytest.mark.nightly), "1"])
 def test_a_run_continues_after_the_loss_of_a_stage(plumbing, tmp_path, rank):
     settings = (*STAGES, "trainer.world_size=2", "trainer.steps=12", "trainer.checkpoint.every=2")
-    overrides = [part for setting in settings for part in ("--set", setting)]
+    overrides = [argument for setting in settings for argument in ("--set", setting)]
     arguments = ("run", plumbing, "--json", "--state-directory", tmp_path, *overrides)
     with started(*arguments, until=r"step +4/") as (process, _):
         ranks = ranks_of("trainer-0", tmp_path)

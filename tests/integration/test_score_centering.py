@@ -55,13 +55,14 @@ def _queue(spec: RunSpec) -> Queue:
     with torch.no_grad():
         sampler = _distributions(spec, queue, seed=1)
     responses = queue.fields["response_ids"].unbind()
-    own = [
+    sampled_logprobs = [
         logprobs.gather(1, response.long()[:, None]).squeeze(1)
         for logprobs, response in zip(sampler, responses, strict=True)
     ]
     top = [most_likely(logprobs, COUNT) for logprobs in sampler]
     return queue.replaced(
-        rollout_logprobs=Jagged.from_list(own), **{SAMPLER_TOP_K: Jagged.from_list(top)}
+        rollout_logprobs=Jagged.from_list(sampled_logprobs),
+        **{SAMPLER_TOP_K: Jagged.from_list(top)},
     )
 
 
@@ -108,14 +109,14 @@ def _plain_norm(spec: RunSpec) -> float:
         )
     ):
         ids = torch.cat([prompt, response]).long()
-        own = policy.model(input_ids=ids[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-        p, q = own.detach().exp(), sampler[row].exp()
+        logprobs = policy.model(input_ids=ids[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        p, q = logprobs.detach().exp(), sampler[row].exp()
         head = torch.zeros_like(q, dtype=torch.bool).scatter(1, q.topk(COUNT).indices, True)
         alpha = (q * ~head).sum(1, keepdim=True) / (p * ~head).sum(1, keepdim=True)
         model = torch.where(head, q, alpha * p)
-        center = (model * (p / model).clamp(max=CAP) * own).sum(1)
+        center = (model * (p / model).clamp(max=CAP) * logprobs).sum(1)
         weights = (p / q).clamp(max=CAP).gather(1, response.long()[:, None]).squeeze(1)
-        values = weights * own.gather(1, response.long()[:, None]).squeeze(1) - center
+        values = weights * logprobs.gather(1, response.long()[:, None]).squeeze(1) - center
         total = total - advantages[row] * values[mask.bool()].sum()
         count += int(mask.sum())
     (total / count).backward()
@@ -137,6 +138,6 @@ def _plain_norm(spec: RunSpec) -> float:
 def test_a_step_is_that_of_a_plain_loop(tmp_path: Path, trainer: dict[str, Any]) -> None:
     spec = _spec(**trainer)
     assert spec.correction == "bypass"
-    found = _trained_by(spec, tmp_path)
-    assert found["grad_norm"] == pytest.approx(_plain_norm(spec), rel=2e-4)
-    assert 0 < found["sampler_topk_mass"] < 1
+    actual = _trained_by(spec, tmp_path)
+    assert actual["grad_norm"] == pytest.approx(_plain_norm(spec), rel=2e-4)
+    assert 0 < actual["sampler_topk_mass"] < 1

@@ -178,16 +178,16 @@ def test_two_processes_score_what_one_does(
     leader = ScoringLeader(scorer.scorer, scorer.fields, version=0)
     work(leader, queue_for(spec), spec, alone, role)
     run_ranks(_rank, 2, str(apart), spec_with(2, dtype).model_dump_json(), role, count=2)
-    expected, found = scored(alone), scored(apart)
-    assert expected.keys() == found.keys()
+    expected, actual = scored(alone), scored(apart)
+    assert expected.keys() == actual.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, atol=tolerance, rtol=0)
+        torch.testing.assert_close(actual[name], value, atol=tolerance, rtol=0)
     if role == "logp":
-        assert {int(v) for k, v in found.items() if k.startswith("proximal_version")} == {7}
+        assert {int(v) for k, v in actual.items() if k.startswith("proximal_version")} == {7}
         rollout = queue_for(spec).fields["rollout_logprobs"].values
         names = [f"proximal_logprobs-{key}" for key in queue_for(spec).meta.keys]
         torch.testing.assert_close(
-            torch.cat([found[name] for name in names]), rollout, atol=1e-5, rtol=0
+            torch.cat([actual[name] for name in names]), rollout, atol=1e-5, rtol=0
         )
 
 

@@ -60,6 +60,6 @@ def test_branches_have_the_gradient_of_a_loop_by_hand(options: Any, tmp_path: Pa
     queue, episodes = branched_episodes(policy_of(spec, seed=1, scale=1.5))
     expected = gradients_by_hand(policy_of(spec, scale=1.5), queue, episodes)
     assert content.keys() == expected.keys()
-    wanted = torch.cat([gradient.flatten() for gradient in expected.values()])
+    expected_gradient = torch.cat([gradient.flatten() for gradient in expected.values()])
     actual = torch.cat([content[name].flatten() for name in expected])
-    assert (actual - wanted).norm() <= 1e-6 * wanted.norm()
+    assert (actual - expected_gradient).norm() <= 1e-6 * expected_gradient.norm()

@@ -38,10 +38,12 @@ def test_a_service_imports_nothing_that_its_extra_does_not_install(service: str)
         if not {_normal(distribution) for distribution in distributions} & installed
     }
     program = f"absent = {absent!r}\n{_WITHOUT % service}"
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=_ROOT
     )
-    assert done.returncode == 0, f"its extra in pyproject.toml lacks a package:\n{done.stderr}"
+    assert process.returncode == 0, (
+        f"its extra in pyproject.toml lacks a package:\n{process.stderr}"
+    )
 
 
 @functools.cache
@@ -52,28 +54,32 @@ def _distributions() -> Mapping[str, list[str]]:
 
 def _installed_by(requirement: Requirement) -> set[str]:
     """Returns the names of all distributions that a requirement installs."""
-    found: set[str] = set()
-    seen: set[str] = set()
+    names: set[str] = set()
+    visited: set[str] = set()
     todo = [requirement]
     while todo:
-        each = todo.pop()
-        if str(each) in seen:
+        next_requirement = todo.pop()
+        if str(next_requirement) in visited:
             continue
-        seen.add(str(each))
-        found.add(_normal(each.name))
-        extras = each.extras or {""}
+        visited.add(str(next_requirement))
+        names.add(_normal(next_requirement.name))
+        extras = next_requirement.extras or {""}
         todo += [
-            one
-            for one in _needs(each)
-            if one.marker is None or any(one.marker.evaluate({"extra": extra}) for extra in extras)
+            needed
+            for needed in _needs(next_requirement)
+            if needed.marker is None
+            or any(needed.marker.evaluate({"extra": extra}) for extra in extras)
         ]
-    return found
+    return names
 
 
 def _needs(requirement: Requirement) -> list[Requirement]:
     if requirement.name == "slipstream":
         extras = _PROJECT["optional-dependencies"]
-        lines = [*_PROJECT["dependencies"], *(one for e in requirement.extras for one in extras[e])]
+        lines = [
+            *_PROJECT["dependencies"],
+            *(extra_line for e in requirement.extras for extra_line in extras[e]),
+        ]
         return [Requirement(line) for line in lines]
     try:
         return [Requirement(line) for line in requires(requirement.name) or ()]

@@ -19,17 +19,19 @@ SHORT = (
 
 
 def test_the_curriculum_example_trains_for_a_part_of_an_epoch(system):
-    done = system.train(EXAMPLE, *SHORT)
-    assert done.code == 0, done.out + done.err
-    steps = [json.loads(line) for line in (done.folder / "metrics.jsonl").read_text().splitlines()]
+    result = system.train(EXAMPLE, *SHORT)
+    assert result.code == 0, result.out + result.err
+    steps = [
+        json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [step["step"] for step in steps] == [1, 2, 3, 4]
     assert all(0 <= step["set_reward/two"] <= 1 for step in steps)
     # All issued prompts are trained; a third is from each set.
     sizes = [sum(step[f"set_samples/{name}"] for step in steps) for name in ("two", "four", "six")]
     assert sorted(sizes) == [42 * 8, 43 * 8, 43 * 8]
     aside = steps[-1]["skipped/solved"] + steps[-1]["skipped/hopeless"]
-    assert 0 < aside <= done.summary["prompts"]["issued"]
-    sets = done.summary["heldout"]["sets"]
+    assert 0 < aside <= result.summary["prompts"]["issued"]
+    sets = result.summary["heldout"]["sets"]
     assert sorted(sets) == ["four", "six", "two"]
     assert {"pass@1", "pass@2", "pass@4"} <= sets["six"].keys()
     assert "pass@2" not in sets["two"]
@@ -46,11 +48,13 @@ def test_a_curriculum_of_the_users_own_chooses_the_prompts(system, plumbing):
     chosen = {"function": "order.py:odd_first", "arguments": {"until": 100}}
     data = {**PLUMBING["data"], "shuffle": False, "curriculum": chosen}
     plumbing.write_text(yaml.safe_dump({**PLUMBING, "data": data}))
-    done = system.train(plumbing)
-    assert done.code == 0, done.out + done.err
-    prompts = done.summary["prompts"]
+    result = system.train(plumbing)
+    assert result.code == 0, result.out + result.err
+    prompts = result.summary["prompts"]
     assert prompts["consumed"] == 12
     assert prompts["dropped"] >= 11
-    lines = slipstream("samples", done.folder.name, "--json", "--url", system.url).out.splitlines()
+    lines = slipstream(
+        "samples", result.folder.name, "--json", "--url", system.url
+    ).out.splitlines()
     numbers = {int(json.loads(line)["prompt"].split()[1]) for line in lines}
     assert numbers <= set(range(1, 32, 2))

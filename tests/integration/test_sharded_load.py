@@ -63,9 +63,9 @@ def _loaded(folder: Path, spec: RunSpec) -> tuple[dict[str, torch.Tensor], int]:
 def _saved_model(folder: Path, preset: str, **shape: int) -> float:
     """Writes a random model in half precision; returns its size in single precision in MiB."""
     values = preset_config(preset, vocab_size=20, eos_id=1, pad_id=0) | shape
-    made = build_model(AutoConfig.for_model(**values), dtype=torch.bfloat16, device=CPU, seed=3)
-    made.save_pretrained(folder)
-    return sum(parameter.numel() for parameter in made.parameters()) * 4 / 2**20
+    model = build_model(AutoConfig.for_model(**values), dtype=torch.bfloat16, device=CPU, seed=3)
+    model.save_pretrained(folder)
+    return sum(parameter.numel() for parameter in model.parameters()) * 4 / 2**20
 
 
 def _assert_whole(weights: dict[str, torch.Tensor], folder: Path) -> None:

@@ -30,11 +30,13 @@ def _run(addresses: Connection) -> None:
 
 
 async def test_a_watched_index_that_falls_silent_is_noticed_within_a_minute() -> None:
-    ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=_run, args=(theirs,), daemon=True)
+    near_end, far_end = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(
+        target=_run, args=(far_end,), daemon=True
+    )
     process.start()
     try:
-        address = await asyncio.to_thread(ours.recv)
+        address = await asyncio.to_thread(near_end.recv)
         async with TransferQueueClient.connect(address) as index:
             await index.create_partition("run_1/train", required_fields=[])
             watching = asyncio.create_task(anext(index.watch("run_1/train")))

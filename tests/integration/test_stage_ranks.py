@@ -169,7 +169,7 @@ def queue_for(spec: RunSpec) -> Queue:
         policy(pack(prompts, responses, device=CPU))
     assert policy.routing is not None
     chosen = policy.routing._chosen
-    experts = torch.stack([chosen[place] for place in sorted(chosen)], 1)
+    experts = torch.stack([chosen[layer] for layer in sorted(chosen)], 1)
     experts[::2] = (experts[::2] + 1) % 8
     experts[::5] = 255
     lengths = prompts.lengths + responses.lengths - 1

@@ -29,9 +29,11 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         self.traces = defaultdict(list)
 
     def Export(self, request, context):
-        for found in request.resource_spans:
-            facts = {fact.key: fact.value.string_value for fact in found.resource.attributes}
-            for scope in found.scope_spans:
+        for resource_spans in request.resource_spans:
+            facts = {
+                fact.key: fact.value.string_value for fact in resource_spans.resource.attributes
+            }
+            for scope in resource_spans.scope_spans:
                 for span in scope.spans:
                     self.traces[span.trace_id.hex()].append((facts["service.name"], span))
         return trace_service_pb2.ExportTraceServiceResponse()
@@ -51,9 +53,9 @@ def collector(monkeypatch):
 
 
 def test_a_group_is_followed_from_its_prompt_to_its_gradient(plumbing, tmp_path, collector):
-    done = slipstream("run", plumbing, "--json", "--state-directory", tmp_path / "runs")
-    assert done.code == 0, done.err
-    run_id = done.folder.name
+    result = slipstream("run", plumbing, "--json", "--state-directory", tmp_path / "runs")
+    assert result.code == 0, result.err
+    run_id = result.folder.name
 
     trained = tracing.of_group(run_id, "g00000000")
     spans = collector.traces[trained.trace_id]

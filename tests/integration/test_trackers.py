@@ -63,7 +63,7 @@ def evaluated(state: Path) -> list[int]:
 @needs("tensorboard", "trackio")
 @pytest.mark.timeout(400)
 def test_curves_are_whole_though_controller_and_trackers_were_killed(tmp_path):
-    settings = [part for override in SHORT for part in ("--set", override)]
+    settings = [argument for override in SHORT for argument in ("--set", override)]
     arguments = ("run", SORT4, "--state-directory", tmp_path, *settings)
     with started(*arguments, until=r"step +6/") as (process, lines):
         children = descendants(process)
@@ -78,9 +78,9 @@ def test_curves_are_whole_though_controller_and_trackers_were_killed(tmp_path):
         "tensorboard": tracked.of_tensorboard(folder / "tensorboard"),
         "trackio": tracked.of_trackio(folder / "trackio"),
     }
-    for kind, kept in points.items():
-        assert curve(kept, "reward_mean") == [*range(1, STEPS + 1)], kind
-        assert curve(kept, "heldout/greedy") == evaluated(tmp_path), kind
+    for kind, points_of_kind in points.items():
+        assert curve(points_of_kind, "reward_mean") == [*range(1, STEPS + 1)], kind
+        assert curve(points_of_kind, "heldout/greedy") == evaluated(tmp_path), kind
     (files,) = (folder / "tensorboard").rglob("sort4-*")
     text = b"".join(path.read_bytes() for path in files.iterdir())
     assert b"samples/train" in text and b"samples/heldout" in text
@@ -88,8 +88,8 @@ def test_curves_are_whole_though_controller_and_trackers_were_killed(tmp_path):
 
 @needs("tensorboard")
 def test_a_run_that_has_ended_is_written_on_request(system, plumbing, tmp_path):
-    done = system.train(plumbing)
-    run_id = Path(done.out.splitlines()[-1]).parent.name
+    result = system.train(plumbing)
+    run_id = Path(result.out.splitlines()[-1]).parent.name
     arguments = ("track", run_id, "--url", system.url, "--folder", tmp_path)
     assert "has no trackers" in slipstream(*arguments).err
     for _ in range(2):

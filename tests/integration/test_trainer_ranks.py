@@ -187,9 +187,9 @@ def assert_same(
             expected["metrics"][name], rel=metrics, abs=metrics / 20
         )
     gradients = expected["gradients"]
-    wanted = torch.cat([gradient.flatten() for gradient in gradients.values()])
-    found = torch.cat([actual["gradients"][name].flatten() for name in gradients])
-    assert (found - wanted).norm() <= tolerance * wanted.norm()
+    expected_gradients = torch.cat([gradient.flatten() for gradient in gradients.values()])
+    gradients_found = torch.cat([actual["gradients"][name].flatten() for name in gradients])
+    assert (gradients_found - expected_gradients).norm() <= tolerance * expected_gradients.norm()
     for name, weight in expected["weights"].items():
         assert torch.equal(actual["weights"][name], weight), name
 
@@ -271,16 +271,16 @@ def test_any_number_of_ranks_gives_the_same_gradient(
 @pytest.mark.timeout(300)
 def test_a_loss_of_the_users_own_trains_two_ranks_like_the_one_it_copies(tmp_path: Path) -> None:
     file = example("adding.md", "clipped.py", tmp_path)
-    own = {"loss": f"{file}:clipped", "loss_arguments": {"low": 0.2, "high": 0.28}}
+    own_loss = {"loss": f"{file}:clipped", "loss_arguments": {"low": 0.2, "high": 0.28}}
     outcomes = []
-    for name, algorithm in (("own", own), ("ppo", {"loss": "ppo", "dual_clip": None})):
+    for name, algorithm in (("own", own_loss), ("ppo", {"loss": "ppo", "dual_clip": None})):
         folder = tmp_path / name
         folder.mkdir()
         outcomes.append(on_ranks(spec_for(algorithm=algorithm, world_size=2), folder))
-    ours, theirs = outcomes
-    assert ours["metrics"]["loss"] == theirs["metrics"]["loss"]
+    outcome, ppo_outcome = outcomes
+    assert outcome["metrics"]["loss"] == ppo_outcome["metrics"]["loss"]
     for gradient, expected in zip(
-        ours["gradients"].values(), theirs["gradients"].values(), strict=True
+        outcome["gradients"].values(), ppo_outcome["gradients"].values(), strict=True
     ):
         assert torch.equal(gradient, expected)
 
@@ -309,8 +309,8 @@ def test_one_rank_resumes_a_checkpoint_of_two(tmp_path: Path, offload: Any) -> N
     assert other.restore() == 1
     other.train(StepCommand(2, queue.meta))
     for name, value in alone.named_parameters():
-        found = dict(resumed.named_parameters())[name]
-        torch.testing.assert_close(found, value, rtol=0, atol=1e-5)
+        parameter = dict(resumed.named_parameters())[name]
+        torch.testing.assert_close(parameter, value, rtol=0, atol=1e-5)
 
 
 @pytest.mark.timeout(300)
@@ -337,12 +337,12 @@ def test_the_other_ranks_follow_rank_0(tmp_path: Path, senders: str) -> None:
     rows = [torch.load(tmp_path / f"rows-{rank}.pt", weights_only=True) for rank in (0, 1)]
     export = WeightExport(policy, dtype=torch.float32)
     for name, value in export.weight_tensors():
-        found = (
+        parameter = (
             rows[0][name]
             if senders == "leader"
             else torch.cat([r[name] for r in rows if name in r])
         )
-        torch.testing.assert_close(found, value, rtol=0, atol=1e-5)
+        torch.testing.assert_close(parameter, value, rtol=0, atol=1e-5)
     canary = json.loads((tmp_path / "canary.json").read_text())
     assert canary == pytest.approx(canary_of(rank.runner.engine).logprobs, abs=1e-4)
     assert (tmp_path / "checkpoints" / "step-00000002" / "manifest.json").is_file()

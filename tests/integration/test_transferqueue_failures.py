@@ -189,7 +189,7 @@ async def test_a_connection_that_breaks_is_opened_again(
         accepted[0].shutdown(socket.SHUT_RDWR)
         await put(data, "b")
         fetched = await asyncio.gather(*(data.get(meta, ["tokens"]) for _ in range(3)))
-        assert all(one["tokens"].values.shape == (4,) for one in fetched)
+        assert all(fields["tokens"].values.shape == (4,) for fields in fetched)
         await put(data, "c")
     assert len(accepted) == 2
 

@@ -75,34 +75,34 @@ async def two_tenants(folder: Path) -> AsyncIterator[tuple[Tenant, Tenant, KVBat
             controller = await stack.enter_async_context(TransferQueueClient.connect(address))
         for run_id in ("run_a", "run_b"):
             await controller.create_partition(f"{run_id}/train", required_fields=["tokens"])
-        ours = await stack.enter_async_context(tenant(address, "run_a"))
-        theirs = await stack.enter_async_context(tenant(address, "run_b"))
+        first_tenant = await stack.enter_async_context(tenant(address, "run_a"))
+        second_tenant = await stack.enter_async_context(tenant(address, "run_b"))
         keys = [f"g{number}.0" for number in range(8)]
         rows = [torch.full((8,), number + 1, dtype=torch.int32) for number in range(8)]
-        meta = await ours.data.put("run_a/train", keys, {"tokens": rows})
+        meta = await first_tenant.data.put("run_a/train", keys, {"tokens": rows})
         assert {blob.shard_id for blob in meta.blobs} == {"shard-0", "shard-1"}
-        yield ours, theirs, meta
+        yield first_tenant, second_tenant, meta
 
 
 async def test_a_run_reads_only_its_samples_on_every_shard(tmp_path: Path) -> None:
-    async with two_tenants(tmp_path) as (ours, _, meta):
-        fetched = await ours.data.get(meta, ["tokens"])
+    async with two_tenants(tmp_path) as (owner, _, meta):
+        fetched = await owner.data.get(meta, ["tokens"])
         assert fetched["tokens"].values.tolist() == [n + 1 for n in range(8) for _ in range(8)]
 
 
 async def test_another_run_sees_neither_metadata_nor_bytes(tmp_path: Path) -> None:
-    async with two_tenants(tmp_path) as (_, theirs, meta):
+    async with two_tenants(tmp_path) as (_, intruder, meta):
         for call in (
-            theirs.metadata.get_batch("run_a/train"),
-            theirs.metadata.drop_partition("run_a/train"),
-            theirs.metadata.create_partition("run_a/more", required_fields=[]),
-            theirs.metadata.save_snapshot("run_a", "s1"),
-            theirs.metadata.stats(),
+            intruder.metadata.get_batch("run_a/train"),
+            intruder.metadata.drop_partition("run_a/train"),
+            intruder.metadata.create_partition("run_a/more", required_fields=[]),
+            intruder.metadata.save_snapshot("run_a", "s1"),
+            intruder.metadata.stats(),
         ):
             with pytest.raises(PermissionDeniedError):
                 await call
         for blob in meta.blobs:
-            link = await theirs.data._links.to(blob.shard_id)
+            link = await intruder.data._links.to(blob.shard_id)
             with pytest.raises(PermissionDeniedError):
                 await link.connection.request(
                     codec.Read((blob.blob_id, 0, blob.size_bytes), in_arena=False), timeout_s=5
@@ -110,17 +110,17 @@ async def test_another_run_sees_neither_metadata_nor_bytes(tmp_path: Path) -> No
 
 
 async def test_another_run_cannot_write(tmp_path: Path) -> None:
-    async with two_tenants(tmp_path) as (ours, theirs, meta):
+    async with two_tenants(tmp_path) as (owner, intruder, meta):
         with pytest.raises(PermissionDeniedError):
-            await theirs.data.put("run_a/train", ["x.0"], {"tokens": [torch.zeros(2)]})
+            await intruder.data.put("run_a/train", ["x.0"], {"tokens": [torch.zeros(2)]})
         blob = meta.blobs[0]
-        link = await theirs.data._links.to(blob.shard_id)
+        link = await intruder.data._links.to(blob.shard_id)
         link.connection.send_request(codec.Write(blob.blob_id, 0), [b"\0" * blob.size_bytes])
         forged = replace(meta, partition_id="run_b/train")
         with pytest.raises(ServiceError):
             link.connection.send_request(codec.Describe("put_x", forged.to_bytes()))
             await link.connection.request(codec.Commit("put_x", (blob.checksum,)), timeout_s=5)
-        fetched = await ours.data.get(meta, ["tokens"])
+        fetched = await owner.data.get(meta, ["tokens"])
         assert fetched["tokens"].values[:8].tolist() == [1] * 8
 
 
@@ -136,20 +136,20 @@ async def test_a_run_sets_no_quota_and_makes_no_partitions(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(access, "_refusals", RareLog(access.logger))
-    async with two_tenants(tmp_path) as (ours, _, _meta):
+    async with two_tenants(tmp_path) as (owner, _, _meta):
         for call in (
-            ours.metadata.create_partition(
+            owner.metadata.create_partition(
                 "run_a/train", required_fields=["tokens"], quota_bytes=1 << 60
             ),
-            ours.metadata.create_partition("run_a/more", required_fields=[]),
-            ours.metadata.drop_partition("run_a/train"),
-            ours.metadata.save_snapshot("run_a", "s1"),
-            ours.metadata.restore_snapshot("run_a", "s1"),
+            owner.metadata.create_partition("run_a/more", required_fields=[]),
+            owner.metadata.drop_partition("run_a/train"),
+            owner.metadata.save_snapshot("run_a", "s1"),
+            owner.metadata.restore_snapshot("run_a", "s1"),
         ):
             with pytest.raises(PermissionDeniedError):
                 await call
         assert "rejected a worker's call" in caplog.text
-        assert await ours.metadata.get_batch("run_a/train")
+        assert await owner.metadata.get_batch("run_a/train")
 
 
 async def test_the_token_of_a_run_that_does_not_live_opens_nothing(tmp_path: Path) -> None:
@@ -175,14 +175,14 @@ async def test_a_worker_that_is_early_connects_once_its_run_has_started(tmp_path
 
 
 async def test_a_run_cannot_end_the_holds_of_another(tmp_path: Path) -> None:
-    async with two_tenants(tmp_path) as (ours, theirs, meta):
+    async with two_tenants(tmp_path) as (owner, intruder, meta):
         blob = meta.blobs[0]
-        link = await ours.data._links.to(blob.shard_id)
+        link = await owner.data._links.to(blob.shard_id)
         answer, _ = await link.connection.request(
             codec.Read((blob.blob_id, 0, blob.size_bytes), in_arena=False), timeout_s=5
         )
         assert isinstance(answer, codec.Data)
-        other = await theirs.data._links.to(blob.shard_id)
+        other = await intruder.data._links.to(blob.shard_id)
         for pin_id in range(1, 100):
             other.connection.send_request(codec.Unpin(pin_id))
-        assert (await ours.data.get(meta, ["tokens"]))["tokens"].values[:8].tolist() == [1] * 8
+        assert (await owner.data.get(meta, ["tokens"]))["tokens"].values[:8].tolist() == [1] * 8

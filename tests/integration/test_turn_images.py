@@ -231,7 +231,10 @@ class Cutting(Noting):
 
 def cached(progress: GroupProgress) -> GroupProgress:
     """Returns progress as another replica reads it from the transferqueue."""
-    return {m: decode_progress(encode_progress(each)) for m, each in progress.items()}
+    return {
+        m: decode_progress(encode_progress(progress_of_member))
+        for m, progress_of_member in progress.items()
+    }
 
 
 @pytest.mark.parametrize("after", [2, 6, 10, 14])
@@ -244,24 +247,24 @@ async def test_an_interrupted_episode_continues_on_another_replica_as_if_it_had_
         Cutting(rollout.policy(), max_running=8),
         Noting(rollout.policy(), max_running=8),
     ]
-    found, progress = list[list[Sample]](), dict[int, Any]()
+    samples, progress = list[list[Sample]](), dict[int, Any]()
     for engine in engines:
         engine.requests = []
         async with rollout.tools(engine) as tools, running(engine):
             group = RunningGroup(assignment_of(0), tools, SPEC)
             if isinstance(engine, Cutting):
                 engine.group, engine.after = group, after
-            found.append(await group.sample(PROMPT, progress if engine is engines[2] else {}))
+            samples.append(await group.sample(PROMPT, progress if engine is engines[2] else {}))
             if isinstance(engine, Cutting):
                 assert group.is_cut
                 progress = dict(cached(group.progress({})))
-    whole, nothing, resumed = found
+    whole, nothing, resumed = samples
     assert not nothing
-    for one, other in zip(whole, resumed, strict=True):
-        assert token_ids(one.turns) == token_ids(other.turns)
-        assert one.prompt_inputs == other.prompt_inputs
-        assert one.turn_inputs == other.turn_inputs
-        assert one.pictures == other.pictures
+    for sample, other in zip(whole, resumed, strict=True):
+        assert token_ids(sample.turns) == token_ids(other.turns)
+        assert sample.prompt_inputs == other.prompt_inputs
+        assert sample.turn_inputs == other.turn_inputs
+        assert sample.pictures == other.pictures
     requests = len(engines[1].requests) + len(engines[2].requests)
     assert requests <= len(engines[0].requests) + MEMBERS, "recorded replies are not sampled again"
 

@@ -33,9 +33,9 @@ def test_its_specification_is_valid(folder):
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_it_learns_and_its_model_is_exported(folder, system):
-    done = system.train(folder / "backwards.yaml")
-    assert done.code == 0, done.out + done.err
-    scores = json.loads((done.folder / "summary.json").read_text())["heldout"]
+    result = system.train(folder / "backwards.yaml")
+    assert result.code == 0, result.out + result.err
+    scores = json.loads((result.folder / "summary.json").read_text())["heldout"]
     assert scores["greedy"] > 0.9
     shown = slipstream("samples", "backwards", "--worst", "--url", system.url)
     assert shown.code == 0, shown.err

@@ -28,11 +28,11 @@ TOKEN = "slp_" + "a" * 43
 def service(module: str, log: Path, **settings: object) -> Iterator[subprocess.Popen[bytes]]:
     """Runs a service until the block ends."""
     prefix = f"SLIPSTREAM_{module.rpartition('.')[2].upper()}_"
-    own = {f"{prefix}{name.upper()}": str(value) for name, value in settings.items()}
+    variables = {f"{prefix}{name.upper()}": str(value) for name, value in settings.items()}
     with log.open("w") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", module],
-            env={**environment(), **own},
+            env={**environment(), **variables},
             stdout=output,
             stderr=subprocess.STDOUT,
         )

@@ -20,8 +20,8 @@ _TASK = 'def pairs(count, seed):\n    return [("1=", "1")] * count\n'
 def test_a_rank_that_is_not_the_first_makes_a_whole_model(tmp_path: Path, preset: str) -> None:
     (tmp_path / "task.py").write_text(_TASK)
     run_ranks(_make, str(tmp_path), preset, count=2)
-    (made,) = (tmp_path / "cache").glob("*/model.safetensors")
-    load_folder(made.parent, dtype=torch.float32, device=_CPU)
+    (weight_file,) = (tmp_path / "cache").glob("*/model.safetensors")
+    load_folder(weight_file.parent, dtype=torch.float32, device=_CPU)
 
 
 def _make(rank: int, folder: str, preset: str) -> None:

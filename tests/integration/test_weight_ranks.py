@@ -12,6 +12,6 @@ pytestmark = pytest.mark.timeout(240)
 def test_weights_of_two_ranks_arrive_bit_by_bit_and_pass_the_canary(senders):
     options = ("--smoke", "--trainers", "2", "--rollouts", "1", "--senders", senders)
     # The benchmark compares every live parameter with the trainer's.
-    said = run_module("bench.weightsync.end_to_end", *options)
-    figures = dict(pair.split() for pair in said.splitlines()[-1].split(", "))
+    output = run_module("bench.weightsync.end_to_end", *options)
+    figures = dict(pair.split() for pair in output.splitlines()[-1].split(", "))
     assert float(figures["tokens"]) > 0

@@ -262,7 +262,9 @@ async def test_members_that_share_a_gpu_take_weights_by_handle(caplog):
     names = ("trainer", "rollout-0", "rollout-1")
     async with session_of(*names, claims="cuda:a", **MEMBERS, **PATIENT) as parts:
         session, members, _ = parts
-        assert [(one.mode, one.backend) for one in ways(caplog)] == [("shadow", "handle")]
+        assert [(message.mode, message.backend) for message in ways(caplog)] == [
+            ("shadow", "handle")
+        ]
         for version in range(2):
             assert (await session.publish(partial(int, version))).lost == ()
             served = {await members[name].serves() for name in names[1:]}
@@ -275,11 +277,11 @@ async def test_where_nothing_can_be_opened_weights_go_through_host_memory(caplog
     walled = ["rollout-1"]
     async with session_of(*names, claims="cuda:a", walled=walled, **MEMBERS, **PATIENT) as parts:
         session, members, _ = parts
-        assert [(one.mode, one.backend) for one in ways(caplog)] == [
+        assert [(record.mode, record.backend) for record in ways(caplog)] == [
             ("shadow", "handle"),
             ("cpu_async", "auto"),
         ]
-        reasons = [one.why for one in caplog.records if "slower" in one.message]
+        reasons = [record.why for record in caplog.records if "slower" in record.message]
         assert ["no such process" in why for why in reasons] == [True]
         await session.publish(partial(int, 0))
         assert len({await members[name].serves() for name in names[1:]}) == 1
@@ -306,7 +308,9 @@ async def test_who_is_lost_in_a_transfer_by_handle_leaves_nothing_torn(how):
 
 def ways(caplog):
     """Returns the log records of the agreed modes and backends, in order."""
-    return [one for one in caplog.records if one.message == "trainer and rollouts share GPUs"]
+    return [
+        record for record in caplog.records if record.message == "trainer and rollouts share GPUs"
+    ]
 
 
 async def test_a_trainer_that_dies_in_a_transfer_by_handle_leaves_the_old_version():

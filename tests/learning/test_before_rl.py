@@ -18,12 +18,12 @@ DISTILL = REPOSITORY / "examples" / "distill.yaml"
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_demonstrations_teach_to_sort_and_rewards_improve_further(tmp_path, seed):
-    done = train(SFT, tmp_path, f"seed={seed}")
-    assert done.code == 0, done.out + done.err
-    shown = done.summary["heldout"]
+    result = train(SFT, tmp_path, f"seed={seed}")
+    assert result.code == 0, result.out + result.err
+    shown = result.summary["heldout"]
     assert shown["greedy"] >= 0.85
     assert shown["sampled"] >= 0.55
-    (checkpoint,) = (done.folder / "checkpoints").iterdir()
+    (checkpoint,) = (result.folder / "checkpoints").iterdir()
     base = tmp_path / "base"
     run_module("services.extras.export.checkpoint", checkpoint, SFT, base)
     rewarded = train(SORT4, tmp_path, f"model={{path: {base}}}", f"seed={seed}")
@@ -34,16 +34,16 @@ def test_demonstrations_teach_to_sort_and_rewards_improve_further(tmp_path, seed
 
 
 def test_pairs_of_answers_teach_to_sort(tmp_path):
-    done = train(DPO, tmp_path)
-    assert done.code == 0, done.out + done.err
-    assert done.summary["heldout"]["greedy"] >= 0.7
-    assert done.summary["heldout"]["sampled"] >= 0.45
+    result = train(DPO, tmp_path)
+    assert result.code == 0, result.out + result.err
+    assert result.summary["heldout"]["greedy"] >= 0.7
+    assert result.summary["heldout"]["sampled"] >= 0.45
 
 
 def test_a_reward_model_prefers_sorted_digits_that_it_has_not_seen(tmp_path):
-    done = train(REWARD_MODEL, tmp_path)
-    assert done.code == 0, done.out + done.err
-    (checkpoint,) = (done.folder / "checkpoints").iterdir()
+    result = train(REWARD_MODEL, tmp_path)
+    assert result.code == 0, result.out + result.err
+    (checkpoint,) = (result.folder / "checkpoints").iterdir()
     folder = tmp_path / "model"
     run_module("services.extras.export.checkpoint", checkpoint, REWARD_MODEL, folder)
     classifier, right = Classifier(str(folder)), []
@@ -57,9 +57,11 @@ def test_a_reward_model_prefers_sorted_digits_that_it_has_not_seen(tmp_path):
 
 
 def test_a_teacher_alone_teaches_to_sort(tmp_path):
-    done = train(DISTILL, tmp_path)
-    assert done.code == 0, done.out + done.err
-    steps = [json.loads(line) for line in (done.folder / "metrics.jsonl").read_text().splitlines()]
+    result = train(DISTILL, tmp_path)
+    assert result.code == 0, result.out + result.err
+    steps = [
+        json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()
+    ]
     assert steps[-1]["kl_ref"] < 0.5 * steps[0]["kl_ref"]
     scores = [step["heldout_sampled"] for step in steps if "heldout_sampled" in step]
     assert scores[-1] >= 0.5

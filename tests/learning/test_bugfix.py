@@ -17,6 +17,6 @@ BUGFIX = REPOSITORY / "examples" / "bugfix" / "bugfix.yaml"
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_more_bugs_are_fixed_after_training(tmp_path, seed):
-    done = train(BUGFIX, tmp_path, f"seed={seed}")
-    assert done.code == 0, done.out + done.err
-    assert done.summary["heldout"]["greedy"] >= 0.5  # 0.2 to 0.3 before training
+    result = train(BUGFIX, tmp_path, f"seed={seed}")
+    assert result.code == 0, result.out + result.err
+    assert result.summary["heldout"]["greedy"] >= 0.5  # 0.2 to 0.3 before training

@@ -11,8 +11,8 @@ HALVES = REPOSITORY / "examples" / "halves" / "halves.yaml"
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_helpers_learn_from_what_their_parent_earns(tmp_path, seed):
-    done = train(HALVES, tmp_path, f"seed={seed}")
-    assert done.code == 0, done.out + done.err
-    heldout = done.summary["heldout"]
+    result = train(HALVES, tmp_path, f"seed={seed}")
+    assert result.code == 0, result.out + result.err
+    heldout = result.summary["heldout"]
     assert heldout["greedy"] >= 0.93
     assert heldout["sampled"] >= 0.80

@@ -19,13 +19,13 @@ CONTROLS = f"{REPOSITORY}/tests/learning/controls.py"
 @nightly
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_synchronous_training_learns_to_sort(tmp_path, seed):
-    done = train(SORT4, tmp_path, f"seed={seed}", "algorithm.max_staleness=0")
-    assert done.code == 0, done.out + done.err
-    summary = done.summary
+    result = train(SORT4, tmp_path, f"seed={seed}", "algorithm.max_staleness=0")
+    assert result.code == 0, result.out + result.err
+    summary = result.summary
     assert summary["heldout"]["greedy"] >= 0.90
     assert summary["heldout"]["sampled"] >= 0.78
     assert summary["staleness"]["max"] == 0
-    first = json.loads((done.folder / "metrics.jsonl").read_text().splitlines()[0])
+    first = json.loads((result.folder / "metrics.jsonl").read_text().splitlines()[0])
     assert first["rollout_logprob_abs_diff_max"] <= 1e-4
     assert first["clip_fraction"] == 0
 
@@ -34,9 +34,9 @@ def test_synchronous_training_learns_to_sort(tmp_path, seed):
     "seed", [0, pytest.param(1, marks=nightly), pytest.param(2, marks=nightly)]
 )
 def test_one_step_off_training_learns_to_sort(tmp_path, seed):
-    done = train(SORT4, tmp_path, f"seed={seed}")
-    assert done.code == 0, done.out + done.err
-    summary = done.summary
+    result = train(SORT4, tmp_path, f"seed={seed}")
+    assert result.code == 0, result.out + result.err
+    summary = result.summary
     assert summary["heldout"]["greedy"] >= 0.88
     assert summary["heldout"]["sampled"] >= 0.75
     # Groups that end soon after an adoption are fresh, so the mean only shows one-step-off training.
@@ -59,7 +59,7 @@ def test_responses_cut_every_two_tokens_and_made_by_several_versions_teach_as_we
 @nightly
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_unrelated_rewards_teach_nothing(tmp_path, seed):
-    done = train(
+    result = train(
         SORT4,
         tmp_path,
         f"seed={seed}",
@@ -67,14 +67,14 @@ def test_unrelated_rewards_teach_nothing(tmp_path, seed):
         f"data.heldout.path={CONTROLS}:heldout",
         "validation.every=0",
     )
-    assert done.code == 0, done.out + done.err
-    assert done.summary["heldout"]["sampled"] <= 0.30
+    assert result.code == 0, result.out + result.err
+    assert result.summary["heldout"]["sampled"] <= 0.30
 
 
 @nightly
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_weights_that_never_reach_the_rollouts_teach_little(tmp_path, seed):
-    done = train(
+    result = train(
         SORT4,
         tmp_path,
         f"seed={seed}",
@@ -82,5 +82,5 @@ def test_weights_that_never_reach_the_rollouts_teach_little(tmp_path, seed):
         "algorithm.max_staleness=50",
         "validation.every=0",
     )
-    assert done.code == 0, done.out + done.err
-    assert done.summary["heldout"]["sampled"] <= 0.70
+    assert result.code == 0, result.out + result.err
+    assert result.summary["heldout"]["sampled"] <= 0.70

@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.learning, pytest.mark.nightly, pytest.mark.timeout(900
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
 def test_stages_learn_to_sort(tmp_path, seed, tensor_parallel):
-    done = train(
+    result = train(
         SORT4,
         tmp_path,
         f"seed={seed}",
@@ -20,15 +20,15 @@ def test_stages_learn_to_sort(tmp_path, seed, tensor_parallel):
         f"trainer.tensor_parallel={tensor_parallel}",
         "trainer.tokens_per_micro_batch=1024",
     )
-    assert done.code == 0, done.out + done.err
-    assert done.summary["heldout"]["greedy"] >= 0.88
-    assert done.summary["staleness"]["max"] <= 1
-    assert done.summary["weight_version"] == 50
+    assert result.code == 0, result.out + result.err
+    assert result.summary["heldout"]["greedy"] >= 0.88
+    assert result.summary["staleness"]["max"] <= 1
+    assert result.summary["weight_version"] == 50
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_experts_of_tensor_parallel_ranks_learn_to_sort(tmp_path, seed):
-    done = train(
+    result = train(
         SORT4,
         tmp_path,
         f"seed={seed}",
@@ -37,6 +37,6 @@ def test_experts_of_tensor_parallel_ranks_learn_to_sort(tmp_path, seed):
         "trainer.tensor_parallel=2",
         "trainer.expert_parallel=2",
     )
-    assert done.code == 0, done.out + done.err
-    assert done.summary["heldout"]["greedy"] >= 0.90
-    assert done.summary["staleness"]["max"] <= 1
+    assert result.code == 0, result.out + result.err
+    assert result.summary["heldout"]["greedy"] >= 0.90
+    assert result.summary["staleness"]["max"] <= 1

@@ -129,5 +129,5 @@ def _delete_all() -> None:
 
 
 def _run(*command: str) -> None:
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
+    result = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert result.returncode == 0, f"{' '.join(command)}: {result.stderr}"

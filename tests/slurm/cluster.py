@@ -61,11 +61,11 @@ class Cluster:
 
     def command(self, *words: str, timeout_s: float = 30.0) -> str:
         """Returns the output of a command of Slurm."""
-        done = subprocess.run(
+        result = subprocess.run(
             words, env=dict(self.environment), capture_output=True, text=True, timeout=timeout_s
         )
-        assert done.returncode == 0, (words, done.stderr)
-        return done.stdout
+        assert result.returncode == 0, (words, result.stderr)
+        return result.stdout
 
     def submit(self, script: Path, *arguments: str, options: Sequence[str] = ()) -> str:
         """Submits a batch script and returns the job's id."""

@@ -218,8 +218,8 @@ def test_code_of_a_command_imports_what_exists(command):
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_blocks_of_shells_and_of_yaml_are_well_formed(page):
     for block in blocks(page, "sh", "bash"):
-        done = subprocess.run(["bash", "-n"], input=block, capture_output=True, text=True)
-        assert done.stderr == "", block
+        result = subprocess.run(["bash", "-n"], input=block, capture_output=True, text=True)
+        assert result.stderr == "", block
     for block in blocks(page, "yaml"):
         list(yaml.safe_load_all(block))
     for block in blocks(page, "python"):

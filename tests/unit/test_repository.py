@@ -103,8 +103,8 @@ def test_every_link_between_documents_leads_somewhere():
 def _tracked() -> list[Path]:
     """Returns the files of the repository, without files that builds and runs create."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    return [Path(line) for line in done.stdout.splitlines() if (REPOSITORY / line).exists()]
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    return [Path(line) for line in result.stdout.splitlines() if (REPOSITORY / line).exists()]
 
 
 def test_tests_and_benchmarks_do_not_import_each_other():
@@ -138,11 +138,15 @@ def test_the_controller_process_never_loads_a_tensor_library():
         "import sys, services.controller.__main__\n"
         "print(sorted({'torch', 'numpy', 'zmq', 'vllm', 'sglang', 'transformers'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "[]"
 
 
 def test_the_transferqueue_process_never_loads_torch():
     code = "import sys, services.transferqueue.__main__\nprint('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "False"

@@ -25,10 +25,10 @@ def test_it_is_written_only_if_it_is_missing(tmp_path: Path, has_bytecode: bool)
     if has_bytecode:
         subprocess.run([sys.executable, "-m", "compileall", "-q", package], check=True)
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", _PROGRAM],
         env={"HOME": str(tmp_path), "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
         capture_output=True,
         check=True,
     )
-    assert json.loads(done.stdout) == ([True, "1"] if has_bytecode else [False, None])
+    assert json.loads(result.stdout) == ([True, "1"] if has_bytecode else [False, None])

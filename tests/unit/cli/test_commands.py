@@ -182,8 +182,8 @@ def _keys(value, prefix=""):
 
 def test_a_closed_pipe_ends_the_command_quietly():
     command = f"{sys.executable} -m services.cli.main --help | head -1"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
-    assert done.stderr == ""
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert result.stderr == ""
 
 
 @pytest.mark.parametrize("names", [("a\udcffb", "rows.jsonl"), ("org/model", "a\udcffb.jsonl")])

@@ -180,8 +180,10 @@ def test_a_run_without_task_groups_imports_no_role_of_an_extra() -> None:
         "worker_names(spec_with())\n"
         "print([name for name in sys.modules if name.startswith('services.extras')])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "[]"
 
 
 def test_a_name_of_slipstream_cannot_be_replaced(

@@ -698,9 +698,9 @@ def test_paths_of_every_set_are_relative_to_the_file(tmp_path):
     document = changed(data={"train": {"a": part}, "heldout": {"b": part}})
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(document))
     spec = load_spec(tmp_path / "run.yaml")
-    for found in spec.data.sets.values():
-        assert found.path == str(tmp_path / "a.jsonl")
-        assert found.rewards[0].name == f"{tmp_path}/r.py:f"
+    for split in spec.data.sets.values():
+        assert split.path == str(tmp_path / "a.jsonl")
+        assert split.rewards[0].name == f"{tmp_path}/r.py:f"
 
 
 def test_rows_that_bring_their_answers_need_an_engine_for_held_out_ones_alone():

@@ -84,21 +84,21 @@ _BAD_VALUES = [
     ],
 )
 def test_chart_lints_strictly(version: str, profiles: tuple[str, ...]) -> None:
-    files = [part for name in profiles for part in ("-f", str(PROFILES / f"{name}.yaml"))]
-    done = helm("lint", "--strict", "--quiet", str(CHART), *files, *EVERYTHING, version=version)
-    assert done.returncode == 0, done.stdout
-    assert "WARNING" not in done.stdout
-    assert "ERROR" not in done.stdout
+    files = [argument for name in profiles for argument in ("-f", str(PROFILES / f"{name}.yaml"))]
+    result = helm("lint", "--strict", "--quiet", str(CHART), *files, *EVERYTHING, version=version)
+    assert result.returncode == 0, result.stdout
+    assert "WARNING" not in result.stdout
+    assert "ERROR" not in result.stdout
 
 
 @pytest.mark.parametrize("version", ["helm3", "helm4"])
 def test_schema_refuses_each_bad_value(version: str) -> None:
     values = [part for value, _ in _BAD_VALUES for part in ("--set", value)]
-    done = helm("template", "demo", str(CHART), *values, version=version)
-    assert done.returncode != 0
+    result = helm("template", "demo", str(CHART), *values, version=version)
+    assert result.returncode != 0
     for value, path in _BAD_VALUES:
-        lines = done.stderr.splitlines()
-        assert any(all(part in line for part in path) for line in lines), (value, done.stderr)
+        lines = result.stderr.splitlines()
+        assert any(all(part in line for part in path) for line in lines), (value, result.stderr)
 
 
 @pytest.mark.parametrize(
@@ -109,9 +109,9 @@ def test_schema_refuses_each_bad_value(version: str) -> None:
     ],
 )
 def test_templates_refuse_gangs_without_a_scheduler(value: str, path: tuple[str, ...]) -> None:
-    done = helm("template", "demo", str(CHART), "--set", value)
-    assert done.returncode != 0
-    assert all(part in done.stderr for part in path), done.stderr
+    result = helm("template", "demo", str(CHART), "--set", value)
+    assert result.returncode != 0
+    assert all(part in result.stderr for part in path), result.stderr
 
 
 @pytest.mark.parametrize(
@@ -203,9 +203,9 @@ def test_the_key_and_the_issuer_are_with_the_services_and_no_worker() -> None:
 )
 def test_names_of_any_release_are_valid(release: str, overrides: str) -> None:
     values = ("--set", "transferqueue.shards=2", "--set-string", overrides)
-    done = helm("template", release, str(CHART), *values)
-    assert done.returncode == 0, done.stderr
-    manifests = [m for m in yaml.load_all(done.stdout, yaml.CSafeLoader) if m]
+    result = helm("template", release, str(CHART), *values)
+    assert result.returncode == 0, result.stderr
+    manifests = [m for m in yaml.load_all(result.stdout, yaml.CSafeLoader) if m]
     for manifest in manifests:
         name = manifest["metadata"]["name"]
         if manifest["kind"] == "Service":
@@ -216,9 +216,9 @@ def test_names_of_any_release_are_valid(release: str, overrides: str) -> None:
 
 
 def test_a_release_whose_services_would_have_invalid_names_is_refused() -> None:
-    done = helm("template", "1st", str(CHART))
-    assert done.returncode != 0
-    assert "fullnameOverride" in done.stderr
+    result = helm("template", "1st", str(CHART))
+    assert result.returncode != 0
+    assert "fullnameOverride" in result.stderr
 
 
 def test_old_kubernetes_gets_what_it_knows() -> None:
@@ -258,10 +258,10 @@ _TWO = ("--set", "controller.replicas=2,controller.database.existingSecret=datab
 
 
 def test_several_controllers_need_a_database_server() -> None:
-    done = helm("template", "demo", str(CHART), "--set", "controller.replicas=2")
-    assert done.returncode != 0
-    assert "database" in done.stderr
-    assert "existingSecret" in done.stderr
+    result = helm("template", "demo", str(CHART), "--set", "controller.replicas=2")
+    assert result.returncode != 0
+    assert "database" in result.stderr
+    assert "existingSecret" in result.stderr
 
 
 def test_several_controllers_are_replaced_one_by_one_and_answer_all_the_time() -> None:

@@ -94,9 +94,9 @@ def test_a_registry_of_all_charts_wins() -> None:
     ids=["forwarded", "https", "ingress", "gateway"],
 )
 def test_the_notes_say_where_the_api_is(values: str, url: str) -> None:
-    done = helm("install", "demo", str(CHART), "--dry-run=client", "--set", values)
-    assert done.returncode == 0, done.stderr
-    (said,) = re.findall(r"export SLIPSTREAM_URL=(\S+)", done.stdout)
+    result = helm("install", "demo", str(CHART), "--dry-run=client", "--set", values)
+    assert result.returncode == 0, result.stderr
+    (said,) = re.findall(r"export SLIPSTREAM_URL=(\S+)", result.stdout)
     assert said == url
 
 
@@ -164,11 +164,11 @@ def test_the_job_downloads_the_listed_models(tmp_path: Path) -> None:
         "def snapshot_download(name, *, repo_type, revision):\n"
         "    return f'{name} {repo_type} {revision}'\n"
     )
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, CHART / "files" / "fetch_models.py", "a/b@1", "datasets/c/d"],
         capture_output=True, text=True, check=True, env={"PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
-    assert done.stdout.splitlines() == [
+    assert result.stdout.splitlines() == [
         "a/b@1 is in a/b model 1",
         "datasets/c/d is in c/d dataset None",
     ]
@@ -235,10 +235,10 @@ def test_rollouts_start_pods_only_in_a_namespace_without_egress() -> None:
     [("", "sandboxes.apiTo"), (",sandboxes.namespace=train-workers", "sandboxes.namespace")],
 )
 def test_sandboxes_that_would_open_a_namespace_are_refused(values: str, key: str) -> None:
-    done = helm(
+    result = helm(
         *("template", "demo", str(CHART), "-n", "train", "--set", f"sandboxes.enabled=true{values}")
     )
-    assert key in done.stderr
+    assert key in result.stderr
 
 
 def test_fleets_of_the_values_are_what_the_controller_reads(tmp_path: Path) -> None:
@@ -291,9 +291,9 @@ def test_an_installation_without_fleets_has_no_file_of_them() -> None:
     ],
 )
 def test_fleets_that_runs_could_not_use_are_refused(fleet: dict[str, Any], key: str) -> None:
-    done = helm(
+    result = helm(
         *("template", "demo", str(CHART), "--set-json", f"fleets={json.dumps({'shared': fleet})}")
     )
-    assert done.returncode != 0
-    assert key in done.stderr
-    assert "fleets" in done.stderr
+    assert result.returncode != 0
+    assert key in result.stderr
+    assert "fleets" in result.stderr

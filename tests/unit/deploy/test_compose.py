@@ -114,5 +114,5 @@ def test_grafana_shows_the_dashboards_of_the_chart_from_that_prometheus():
 def test_prometheus_accepts_its_configuration():
     (promtool,) = require("promtool")
     command = [promtool, "check", "config", "--syntax-only", FOLDER / "prometheus.yaml"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr

@@ -42,21 +42,21 @@ def test_hadolint_finds_nothing() -> None:
     program = shutil.which("hadolint", path=str(sys.executable.rpartition("/")[0]))
     assert program is not None, "it comes with the extra dev"
     ignored = [f"--ignore={rule}" for rule in _IGNORED]
-    done = subprocess.run(
+    result = subprocess.run(
         [program, *ignored, DOCKERFILE], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stdout
+    assert result.returncode == 0, result.stdout
 
 
 def test_bake_builds_each_image_under_the_name_that_the_chart_pulls() -> None:
     (buildx,) = require("docker-buildx")
-    done = subprocess.run(
+    result = subprocess.run(
         [buildx, "bake", "--file", FOLDER / "bake.json", "--print"],
         cwd=ROOT, capture_output=True, text=True, check=False,
         env={"REGISTRY": "registry.example.com/", "TAG": "1.2.3", "HOME": "/nonexistent"},
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    targets = json.loads(done.stdout)["target"]
+    assert result.returncode == 0, result.stderr
+    targets = json.loads(result.stdout)["target"]
     assert set(targets) == set(IMAGES)
     for name, target in targets.items():
         assert target["tags"] == [f"registry.example.com/slipstream/{name}:1.2.3"]

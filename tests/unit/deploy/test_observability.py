@@ -96,10 +96,10 @@ def test_the_guides_autoscaler_adds_rollouts_for_a_waiting_trainer_and_takes_the
     }
     path = tmp_path / "tests.yaml"
     path.write_text(yaml.safe_dump({"tests": [test]}), encoding="utf-8")
-    done = subprocess.run(
+    result = subprocess.run(
         [promtool, "test", "rules", path], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 def test_metrics_have_units_labels_and_help() -> None:
@@ -117,13 +117,13 @@ def test_rendered_rules_are_those_of_the_alerts(tmp_path: Path) -> None:
     assert len(rules["groups"][0]["rules"]) == len(alerts.ALL)
     path = tmp_path / "rules.yaml"
     path.write_text(yaml.safe_dump(rules), encoding="utf-8")
-    done = subprocess.run(
+    result = subprocess.run(
         [promtool, "check", "rules", "--lint-fatal", path],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 def test_every_alert_fires_when_provoked_and_not_before(tmp_path: Path) -> None:
@@ -137,10 +137,10 @@ def test_every_alert_fires_when_provoked_and_not_before(tmp_path: Path) -> None:
         "tests": [as_promtool_test(case) for case in CASES],
     }
     path.write_text(yaml.safe_dump(suite), encoding="utf-8")
-    done = subprocess.run(
+    result = subprocess.run(
         [promtool, "test", "rules", path], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 @pytest.mark.parametrize("dashboard", dashboards.ALL, ids=lambda dashboard: dashboard.uid)

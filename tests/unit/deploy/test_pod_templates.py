@@ -224,6 +224,6 @@ def test_workers_of_one_pod_keep_the_init_containers_of_all(tmp_path: Path) -> N
     "part", [{"hostNetwork": True}, {"containers": [{"name": "a"}]}, {"securityContext": {}}]
 )
 def test_the_chart_knows_every_key_of_a_part(part: dict[str, Any]) -> None:
-    done = helm("template", "demo", str(CHART), *values(kinds={"trainer": {"pod": part}}))
-    assert done.returncode != 0
-    assert next(iter(part)) in done.stderr
+    result = helm("template", "demo", str(CHART), *values(kinds={"trainer": {"pod": part}}))
+    assert result.returncode != 0
+    assert next(iter(part)) in result.stderr

@@ -124,9 +124,9 @@ def test_a_quota_counts_the_pods_of_the_projects_priority_class() -> None:
     ],
 )
 def test_what_a_project_cannot_have_is_refused(project: dict[str, Any], key: str) -> None:
-    done = helm("template", "demo", str(CHART), "-n", "train", *arguments(vision=project))
-    assert done.returncode != 0
-    assert key in done.stderr
+    result = helm("template", "demo", str(CHART), "-n", "train", *arguments(vision=project))
+    assert result.returncode != 0
+    assert key in result.stderr
 
 
 @pytest.mark.parametrize("chosen", [{"priority_class": "batch"}, {"templates": ["batch"]}])
@@ -286,6 +286,6 @@ def test_a_project_can_do_without_the_claims_of_all_runs(tmp_path: Path) -> None
 
 def test_two_projects_cannot_share_a_namespace() -> None:
     shared = {"namespace": "team"}
-    done = helm("template", "demo", str(CHART), *arguments(vision=shared, speech=shared))
-    assert done.returncode != 0
-    assert "workers.projects.vision.namespace" in done.stderr
+    result = helm("template", "demo", str(CHART), *arguments(vision=shared, speech=shared))
+    assert result.returncode != 0
+    assert "workers.projects.vision.namespace" in result.stderr

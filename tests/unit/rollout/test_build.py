@@ -90,5 +90,7 @@ def test_the_engines_process_can_begin_before_the_worker_imports_torch() -> None
     look = (
         "import services.rollout.__main__, sys; print({'torch', 'transformers'} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
+    result = subprocess.run(
+        [sys.executable, "-c", look], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "set()"

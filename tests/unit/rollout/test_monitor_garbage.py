@@ -23,5 +23,5 @@ print(gc.get_stats()[2]["collected"])
 
 def test_garbage_that_outlives_young_collections_is_collected() -> None:
     command = [sys.executable, "-c", _PROGRAM]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert int(done.stdout) > 100_000
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(result.stdout) > 100_000

@@ -166,7 +166,7 @@ def test_kernels_of_gpus_see_the_same_paths(
         states = [torch.randn(len(layout.ends), heads, 8).requires_grad_() for heads in (4, 2, 2)]
         expected = attention._batched(*states, scores=scores, layout=layout)
         if is_flex:
-            batched = (part.detach().transpose(0, 1)[None] for part in states)
+            batched = (state.detach().transpose(0, 1)[None] for state in states)
             actual = attention._flex(*batched, scores=scores, layout=layout)[0]
             torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
             continue  # torch cannot compute gradients of FlexAttention on CPUs

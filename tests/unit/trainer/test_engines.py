@@ -288,10 +288,10 @@ def test_logprobs_and_gradients_relative_to_masks_are_those_of_the_reference() -
     generator, entries = torch.Generator().manual_seed(0), []
     for response in samples.responses.unbind():
         row: list[int] = []
-        for place, token in enumerate(response.tolist()):
-            others = torch.randint(0, 16, (place % 4,), generator=generator).tolist()
+        for index, token in enumerate(response.tolist()):
+            others = torch.randint(0, 16, (index % 4,), generator=generator).tolist()
             first, *rest = sorted({token, *others})
-            row += [ALL_TOKENS] if place % 5 == 4 else [~first, *rest]
+            row += [ALL_TOKENS] if index % 5 == 4 else [~first, *rest]
         entries.append(torch.tensor(row, dtype=torch.int32))
     masked = replace(samples, masks=Jagged.from_list(entries))
     logprobs, gradients = {}, {}
@@ -300,7 +300,9 @@ def test_logprobs_and_gradients_relative_to_masks_are_those_of_the_reference() -
         logprobs[name] = engine.forward_logprobs(masked, StepPlan(ALL))
         assert not torch.equal(logprobs[name], engine.forward_logprobs(samples, StepPlan(ALL)))
         _accumulate(engine, masked)
-        gradients[name] = {key: each.grad for key, each in engine.module.named_parameters()}
+        gradients[name] = {
+            key: parameter.grad for key, parameter in engine.module.named_parameters()
+        }
     torch.testing.assert_close(logprobs["fsdp"], logprobs["reference"], atol=1e-5, rtol=0)
     for key, expected in gradients["reference"].items():
         difference = (gradients["fsdp"][key] - expected).norm()
@@ -320,7 +322,9 @@ def test_gradients_with_score_centering_are_those_of_the_reference() -> None:
         engine: Any = build(model, "policy", spec)
         assert len(engine.forward_logprobs(samples, StepPlan(ALL))) == len(logits)
         _accumulate(engine, samples, spec=spec)
-        gradients[name] = {key: each.grad for key, each in engine.module.named_parameters()}
+        gradients[name] = {
+            key: parameter.grad for key, parameter in engine.module.named_parameters()
+        }
     alone: Any = BUILD["fsdp"](policy_of(SPEC, scale=1.5).model, "policy", SPEC)
     _accumulate(alone, plain, spec=spec.model_copy(update={"algorithm": _uncentered(spec)}))
     for key, expected in gradients["reference"].items():
@@ -362,7 +366,9 @@ def test_logprobs_and_gradients_are_those_of_the_reference(family: str, seed: in
     for name, engine in engines.items():
         logprobs[name] = engine.forward_logprobs(samples, StepPlan(ALL))
         _accumulate(engine, samples)
-        gradients[name] = {key: each.grad for key, each in engine.module.named_parameters()}
+        gradients[name] = {
+            key: parameter.grad for key, parameter in engine.module.named_parameters()
+        }
     torch.testing.assert_close(logprobs["fsdp"], logprobs["reference"], atol=1e-5, rtol=0)
     assert gradients["fsdp"].keys() == gradients["reference"].keys()
     for key, expected in gradients["reference"].items():

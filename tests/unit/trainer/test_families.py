@@ -210,7 +210,9 @@ def test_adapters_are_those_that_memory_is_planned_for(model: str, tmp_path: Pat
     for lora in (every, LoraSpec(rank=3, target_modules=(*named, *experts))):
         adapted = build_model(config, dtype=torch.float32, device="meta")
         add_adapters(adapted, lora)
-        trained = [each.numel() for each in adapted.parameters() if each.requires_grad]
+        trained = [
+            parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad
+        ]
         assert sum(trained) == adapter_weights(shapes, lora)
     linear = {
         f"{name}.weight"

@@ -120,7 +120,7 @@ def test_adamw_with_moments_in_8_bits_is_near_adamw() -> None:
 
 def test_matrices_have_one_byte_a_moment_and_a_scale_a_block() -> None:
     optimizer = build_optimizer(Matrices(), EIGHT_BITS)
-    shapes = {name: tuple(each.shape) for name, each in Matrices().named_parameters()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in Matrices().named_parameters()}
     used = sum(
         tensor.nbytes
         for state in optimizer.state.values()

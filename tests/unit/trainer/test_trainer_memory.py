@@ -144,9 +144,9 @@ def test_what_layers_keep_is_counted_by_where_it_is():
 
 
 def test_what_does_not_fit_is_refused_with_the_figures():
-    with pytest.raises(ValueError, match=r"80\.0 GB.* 1\d\d\.\d GB") as found:
+    with pytest.raises(ValueError, match=r"80\.0 GB.* 1\d\d\.\d GB") as error:
         memory_of(gpu_gb=80).check(1)
-    assert "optimizer" in str(found.value)
+    assert "optimizer" in str(error.value)
     memory_of().check(1)
 
 

@@ -217,9 +217,9 @@ def test_float16_is_rejected_for_families_that_exceed_its_range(tmp_path, kind, 
         model=model_of(tmp_path, kind),
         trainer={"dtype": "float16"},
     )
-    with pytest.raises(SpecError) as found:
+    with pytest.raises(SpecError) as error:
         check(spec)
-    assert ("trainer.dtype" in str(found.value)) == is_refused
+    assert ("trainer.dtype" in str(error.value)) == is_refused
 
 
 def test_a_quantized_base_of_a_mixture_is_rejected_by_its_config_alone(tmp_path):
@@ -369,14 +369,14 @@ def test_help_and_validation_load_nothing_that_they_do_not_need():
         "unneeded = {'torch', 'fastapi', 'matplotlib', 'sqlalchemy', 'uvicorn', 'slipstream_client'}\n"
         "assert not unneeded & set(sys.modules), unneeded & set(sys.modules)\n"
     )
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code],
         cwd=Path(__file__).parents[4],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr
 
 
 REWARDS = """
@@ -522,8 +522,8 @@ def test_weights_that_an_engine_must_load_are_not_written_into_it(tmp_path, kind
         rollout={"engine": "vllm"},
         **changes,
     )
-    with pytest.raises(SpecError) as found:
+    with pytest.raises(SpecError) as error:
         check(spec)
-    is_refused = "computes other tensors" in str(found.value)
+    is_refused = "computes other tensors" in str(error.value)
     assert is_refused == (kind == "falcon_h1" and key is not None)
-    assert not is_refused or f"{key} is" in str(found.value)
+    assert not is_refused or f"{key} is" in str(error.value)

@@ -105,9 +105,9 @@ def test_of_several_ranks_the_first_that_failed_is_named():
     ],
 )
 def test_the_cause_of_a_program_that_ended_is_its_exception_or_its_last_words(program, cause):
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 1
-    assert cause in first_cause(done.stderr)
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.returncode == 1
+    assert cause in first_cause(result.stderr)
 
 
 @pytest.mark.parametrize("log_format", ["text", "json"])

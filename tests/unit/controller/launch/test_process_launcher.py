@@ -226,7 +226,7 @@ async def test_what_is_started_is_written_down(tmp_path):
 def test_ranks_rendezvous_at_a_reserved_port():
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     places = [process._places(2) for _ in range(20)]
-    ports = [{place["MASTER_PORT"] for place in ranks} for ranks in places]
+    ports = [{rank["MASTER_PORT"] for rank in ranks} for ranks in places]
     assert all(len(found) == 1 for found in ports), "all ranks of a worker meet at one"
     assert max(int(port) for found in ports for port in found) < first
 

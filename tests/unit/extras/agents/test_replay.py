@@ -40,9 +40,9 @@ def sampled(conversations: list[Conversation]) -> dict[tuple[int, ...], Any]:
     """Returns tokens, logprobs and versions of each trained turn, by the tokens before it."""
     result = {}
     for conversation in conversations:
-        for place, turn in enumerate(conversation):
+        for index, turn in enumerate(conversation):
             if turn.is_sampled:
-                before = token_ids(conversation[:place])
+                before = token_ids(conversation[:index])
                 result[before] = (turn.token_ids, turn.logprobs, turn.version_runs)
     return result
 

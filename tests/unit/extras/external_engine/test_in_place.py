@@ -98,7 +98,7 @@ def test_any_range_of_a_flat_tensor_finds_its_columns(dim: int) -> None:
     shape = (3, 4, 5)
     source = torch.arange(60.0).view(shape)
     piece = Piece(source="s", dim=dim, start=1, length=2, target="t", target_start=1)
-    held = tuple(4 if each == dim else size for each, size in enumerate(shape))
+    held = tuple(4 if index == dim else size for index, size in enumerate(shape))
     expected = torch.full(held, -1.0)
     expected.narrow(dim, 1, 2).copy_(source.narrow(dim, 1, 2))
     for first, last in itertools.combinations(range(0, 61, 3), 2):

@@ -50,8 +50,10 @@ def test_an_answer_that_no_response_equals_is_a_failure(reward: Any, answer: obj
 def test_the_processes_of_rewards_that_compare_answers_do_not_import_the_specification() -> None:
     """Each replica and each check of a specification starts several of these processes."""
     code = "import sys, services.rollout.rewards.answers\nprint('pydantic' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "False"
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,9 @@ async def test_seconds_of_gpu_switches_are_taken_once():
     seconds = run.gpu_time_sharing.take_seconds()
     connections = {"rollouts_sleep_s", "trainer_wake_s", "trainer_sleep_s", "rollouts_wake_s"}
     assert seconds.keys() == connections | {"gpu_switch_s"}
-    assert seconds["gpu_switch_s"] == pytest.approx(sum(seconds[part] for part in connections))
+    assert seconds["gpu_switch_s"] == pytest.approx(
+        sum(seconds[connection] for connection in connections)
+    )
     assert run.gpu_time_sharing.take_seconds() == {}
 
 
