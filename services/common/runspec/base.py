@@ -45,11 +45,12 @@ class SpecPart(BaseModel):
     @classmethod
     def _check_value(cls, value: Any, info: ValidationInfo) -> Any:
         """Rejects YAML's ``yes`` and ``no`` for numbers, which would count as 1 and 0, and NUL in texts."""
-        annotation = cls.model_fields[info.field_name or ""].annotation
-        types = {annotation, *get_args(annotation)}
-        if isinstance(value, bool) and types & {int, float} and bool not in types:
-            raise ValueError(f"must be a finite number, got {str(value).lower()}")
-        if isinstance(value, str) and "\0" in value:
+        if isinstance(value, bool):
+            annotation = cls.model_fields[info.field_name or ""].annotation
+            types = {annotation, *get_args(annotation)}
+            if types & {int, float} and bool not in types:
+                raise ValueError(f"must be a finite number, got {str(value).lower()}")
+        elif isinstance(value, str) and "\0" in value:
             raise ValueError(f"must be text without NUL characters, got {value[:80]!r}")
         return value
 
@@ -66,12 +67,11 @@ def _not_json(value: Any) -> Iterator[str]:
     """Yields a problem for each part of a value that JSON in UTF-8 cannot express."""
     if isinstance(value, str) and _SURROGATE.search(value):
         yield f"must be text of Unicode characters, got {value[:80]!r}"
-    if isinstance(value, float) and not math.isfinite(value):
+    elif isinstance(value, float) and not math.isfinite(value):
         yield f"must have finite numbers only, got {value}"
-    if isinstance(value, Mapping):
-        value = (*value, *value.values())
-    if isinstance(value, list | tuple):
-        for item in value:
+    elif value is not None and not isinstance(value, (str, float, int, BaseModel)):
+        items = (*value, *value.values()) if isinstance(value, Mapping) else value
+        for item in items if isinstance(items, list | tuple) else ():
             yield from _not_json(item)
 
 

@@ -105,9 +105,8 @@ class ValidationResult:
 def validate_spec(document: Mapping[str, Any]) -> ValidationResult:
     """Validates a mapping without aliases."""
     repaired, problems, wrong = deepcopy(dict(document)), list[str](), set[str]()
-    null_problems: dict[
-        str, str
-    ] = {}  # problem of each key that is null although it may be left out
+    # Problem of each key that is null although it may be left out.
+    null_problems = dict[str, str]()
     for _ in range(_MAX_ROUNDS):
         try:
             spec = RunSpec.model_validate(repaired)

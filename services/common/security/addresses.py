@@ -57,7 +57,7 @@ def hosts_in(text: str) -> set[str]:
         address = _HOST_AND_PORT.fullmatch(candidate)
         host = (address["host"] if address else candidate.partition("/")[0]).strip("[]").lower()
         is_local = not address and host.endswith((".internal", ".svc", ".cluster.local"))
-        if is_local or _OLD_IP.fullmatch(host) or (_is_ip(host) and re.search(r"\d", host)):
+        if is_local or _OLD_IP.fullmatch(host) or (re.search(r"\d", host) and _is_ip(host)):
             hosts.add(host)
     return hosts
 
