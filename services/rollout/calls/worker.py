@@ -3,7 +3,6 @@
 Rewards and tools run only here: they may hang, crash or print without affecting the engine.
 """
 
-import asyncio
 import base64
 import functools
 import inspect
@@ -12,6 +11,8 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,15 @@ def main() -> None:
     with Path(os.devnull).open("rb") as nothing:
         os.dup2(nothing.fileno(), sys.stdin.fileno())
     disconnect_forks(answers.fileno(), requests.fileno())
-    # One event loop for all calls: user code may keep a client with open connections.
-    with asyncio.Runner() as runner:
+    # One event loop for all calls: user code may keep a client with open connections. Most functions need
+    # none, and asyncio is more than half of all imports.
+    with ExitStack() as stack:
+        runner = functools.cache(lambda: stack.enter_context(import_module("asyncio").Runner()))
         for line in requests:
             answers.write(_answer(json.loads(line), runner) + "\n")
 
 
-def _answer(request: dict[str, Any], runner: asyncio.Runner) -> str:
+def _answer(request: dict[str, Any], runner: Callable[[], Any]) -> str:
     """Calls the function that a request names; only loads it if there are no arguments."""
     try:
         function = _load(request["name"])
@@ -44,16 +47,14 @@ def _answer(request: dict[str, Any], runner: asyncio.Runner) -> str:
             return json.dumps({"value": None})
         value = function(*request["arguments"], **request["keywords"])
         if inspect.isawaitable(value):
-            value = runner.run(_wait_for(value))
+            value = runner().run(_wait_for(value))
         return json.dumps({"value": value}, default=_plain)
     except BaseException as error:  # noqa: BLE001 -- the edge to user code: every fault becomes an answer
         kind = "timeout" if isinstance(error, TimeoutError) else "exception"
         return json.dumps({"error": describe_error(error), "kind": kind})
 
 
-@functools.cache
-def _load(name: str) -> Callable[..., Any]:
-    return load_callable(name)
+_load = functools.cache(load_callable)
 
 
 async def _wait_for(value: Any) -> Any:
