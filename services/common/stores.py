@@ -175,7 +175,7 @@ def plain_path(text: str) -> str:
     return text.removeprefix("file://") if text.startswith("file:///") else text
 
 
-def joined(url: str, *names: str) -> str:
+def join_url(url: str, *names: str) -> str:
     """Returns the URL of an object below another URL."""
     return "/".join((url.rstrip("/"), *names))
 

@@ -150,7 +150,7 @@ async def test_an_engine_sees_images_of_later_turns(engine_name: str, kind: str)
         reused = []
         for name, own in (("second", inputs), ("again", inputs), ("other", other)):
             before = engine.stats().cached_tokens_total
-            whole = ModelInputs.joined([given, own])
+            whole = ModelInputs.concat([given, own])
             answer = await engine.generate(request(name, [*said, *seen, 5], whole))
             reused.append(engine.stats().cached_tokens_total - before)
             response = [*first.token_ids, *seen, 5, *answer.token_ids]

@@ -34,7 +34,7 @@ from services.rollout.sampling.progress_cache import (
 from services.rollout.sampling.publisher import GroupPublisher
 from services.rollout.sampling.samples import Sample
 from services.rollout.workflows.base import WorkflowResources
-from services.rollout.workflows.turns import divided, joined_inputs, observed, token_ids
+from services.rollout.workflows.turns import concat_inputs, divided, observed, token_ids
 from services.trainer.batch.plan import Bounds
 from services.trainer.engines.fsdp.oom import OomLimits
 from services.trainer.model.policy import Policy
@@ -207,7 +207,7 @@ def plain(whole: Any, sample: Sample) -> tuple[torch.Tensor, int]:
     """Returns the logprobs of the whole model's forward pass, and the number of images."""
     prompt = observed(sample.prompt_ids, model_inputs=sample.prompt_inputs)
     (turns,) = divided((prompt, *sample.turns))
-    inputs = joined_inputs(turn.model_inputs for turn in turns)
+    inputs = concat_inputs(turn.model_inputs for turn in turns)
     assert inputs is not None
     logprobs = plain_logprobs(whole, sample.prompt_ids, token_ids(sample.turns), inputs)
     return logprobs.detach(), len(inputs.tensors["image_places"])

@@ -55,7 +55,7 @@ from services.common.runspec.run import ModelSpec, RunSpec
 from services.common.runspec.trainer import OF_EXPERTS, LoraSpec
 from services.common.runspec.weight_modes import MODES, TRANSPORTS
 from services.common.security.secrets import find_plain_secrets
-from services.common.stores import OBJECT_CACHE, fetch, is_url, joined, open_checkpoints
+from services.common.stores import OBJECT_CACHE, fetch, is_url, join_url, open_checkpoints
 from services.rollout.data.prompts import check_prompt
 from services.rollout.data.sources import PromptSource, open_source
 from services.rollout.engines.base import split_stop_texts, unspelled_stop_texts
@@ -711,7 +711,7 @@ def _weight_store(spec: RunSpec) -> Iterator[str]:
 def _facts_of(folder: str) -> dict[str, Any]:
     """Returns the facts of a checkpoint in a folder or in an object store, without its other files."""
     if is_url(folder):
-        return manifest.facts_of(fetch(joined(folder, manifest.MANIFEST), "file").parent)
+        return manifest.facts_of(fetch(join_url(folder, manifest.MANIFEST), "file").parent)
     return manifest.facts_of(Path(folder))
 
 

@@ -11,7 +11,7 @@ import sqlalchemy as sa
 
 from services.common.errors import FailedPreconditionError, ServiceError
 from services.common.runspec.run import RunSpec
-from services.common.stores import is_url, joined, open_checkpoints
+from services.common.stores import is_url, join_url, open_checkpoints
 from services.controller.rules.run_state import RunState
 from services.controller.run.train.checkpoints import (
     Checkpoint,
@@ -229,7 +229,7 @@ def _remove(checkpoint: Checkpoint) -> None:
 def _delete_stored(url: str) -> None:
     """Deletes a checkpoint and that of a separate critic in an object store, if this controller may."""
     parent, _, name = url.rpartition("/")
-    for folder in (parent, joined(parent, "critic")):
+    for folder in (parent, join_url(parent, "critic")):
         try:
             open_checkpoints(folder).delete(name)
         except ServiceError as error:

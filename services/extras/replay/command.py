@@ -28,7 +28,7 @@ from services.cli.output import console, errors, fail, print_line, write
 from services.common.errors import InvalidArgumentError, NotFoundError, ServiceError
 from services.common.runspec.loader import SpecError, canonical_json, parse_spec
 from services.common.runspec.trainer import checkpoint_root
-from services.common.stores import fetch, is_url, joined
+from services.common.stores import fetch, is_url, join_url
 from services.controller.models import RunView
 
 if TYPE_CHECKING:  # they import torch
@@ -53,7 +53,7 @@ def record_folder(run: RunView, state_directory: Path) -> Path:
     if not is_url(directory) or has_all_steps(folder, run.step):
         return folder
     try:
-        return fetch(joined(directory, FOLDER), "record", report=_told)
+        return fetch(join_url(directory, FOLDER), "record", report=_told)
     except NotFoundError:  # nothing was uploaded yet
         return folder
 

@@ -287,7 +287,7 @@ def _sync(file: Path) -> None:
         os.fsync(stream.fileno())
 
 
-def joined(columns: Iterable[tuple[Sequence[int], Jagged]]) -> Columns:
+def concat_columns(columns: Iterable[tuple[Sequence[int], Jagged]]) -> Columns:
     """Joins the values of several fetches.
 
     Args:

@@ -172,7 +172,7 @@ class StepRecorder:
         if metas:
             rows = {key: row for row, key in enumerate(metas[0].keys)}
             for name, columns_of_name in pieces.items():
-                columns[name] = files.joined(
+                columns[name] = files.concat_columns(
                     ([rows.get(key, -1) for key in keys], values)
                     for keys, values in columns_of_name
                 )

@@ -1,7 +1,7 @@
 """Opens the folder of weight versions that a specification names. Imports no torch."""
 
 from services.common.fields import new_id
-from services.common.stores import StoreFolder, is_url, joined, open_folder, plain_path
+from services.common.stores import StoreFolder, is_url, join_url, open_folder, plain_path
 from services.extras.stored_weights.layout import PROBE
 from services.extras.stored_weights.local import LocalFolder
 
@@ -21,7 +21,7 @@ def check_directory(directory: str) -> None:
     Raises:
         ServiceError: If it cannot, with the store's cause.
     """
-    check_writable(open_versions(joined(directory, new_id(PROBE))))
+    check_writable(open_versions(join_url(directory, new_id(PROBE))))
 
 
 def check_writable(folder: StoreFolder) -> None:

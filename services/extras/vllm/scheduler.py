@@ -112,7 +112,7 @@ class TokenBatcher:
         if request.experts:
             output.routed_experts = np.concatenate(request.experts)
         if request.masks:
-            output.new_sampling_mask = _joined_masks(request.masks)
+            output.new_sampling_mask = _concat_masks(request.masks)
         logprobs, candidates = np.array(request.logprobs, dtype=np.float32), _NOTHING
         if sum(len(step.logprobs) for step in request.tops) == len(request.token_ids):
             # A step has as many candidates as any of its requests asks for.
@@ -126,7 +126,7 @@ class TokenBatcher:
         )
 
 
-def _joined_masks(masks: list[Any]) -> Any:
+def _concat_masks(masks: list[Any]) -> Any:
     """Joins the ``SamplingMaskLists`` of one request; a mask without offsets is that of one token."""
     sizes = np.concatenate(
         [[len(mask.token_ids)] if mask.offsets is None else np.diff(mask.offsets) for mask in masks]

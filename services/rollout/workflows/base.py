@@ -35,9 +35,9 @@ from services.rollout.workflows.turns import (
     NOTHING_SAMPLED,
     Conversation,
     Turn,
+    concat_inputs,
     divided,
     flattened,
-    joined_inputs,
     merged,
     num_sampled,
     num_tokens,
@@ -449,7 +449,7 @@ class Episode:
     def _inputs_before(self, turns: Sequence[Turn]) -> "ModelInputs | None":
         """Returns the model's inputs besides tokens for a prompt and the turns after it; None without any."""
         first = None if self.is_served else self.prompt.model_inputs
-        return joined_inputs([first, *(turn.model_inputs for turn in turns)])
+        return concat_inputs([first, *(turn.model_inputs for turn in turns)])
 
     def _within_segment(self, max_tokens: int, num_earlier: int) -> int:
         """Limits a number of new tokens to the rest of the current segment."""

@@ -145,11 +145,11 @@ def top_logprobs(turns: Iterable[Turn], count: int) -> TopLogprobs:
     return np.concatenate(rows) if rows else np.zeros((0, count + 1, 2), np.float32)
 
 
-def joined_inputs(bundles: "Iterable[ModelInputs | None]") -> "ModelInputs | None":
+def concat_inputs(bundles: "Iterable[ModelInputs | None]") -> "ModelInputs | None":
     """Joins the inputs of a prompt and its turns; None if there are none."""
     present = [bundle for bundle in bundles if bundle is not None]
     # Joined by its class, so that episodes without inputs do not import torch.
-    return type(present[0]).joined(present) if present else None
+    return type(present[0]).concat(present) if present else None
 
 
 def _concatenated(arrays: Sequence[NDArray[Any] | None]) -> NDArray[Any] | None:

@@ -89,7 +89,7 @@ class Sequences:
             bundles = {n - start: turn for n, turn in item.turns.items() if 0 <= n - start < length}
             if number == 0:
                 first = [item.prompt, *(turn for n, turn in bundles.items() if n == 0)]
-                bundles = {**bundles, 0: ModelInputs.joined(first)}
+                bundles = {**bundles, 0: ModelInputs.concat(first)}
             spans = []
             for first, bundle in sorted(bundles.items()):
                 end = prompt

@@ -15,7 +15,7 @@ from typing import Any
 
 from services.common.errors import FailedPreconditionError
 from services.common.fields import new_id
-from services.common.stores import StoredCheckpoints, joined
+from services.common.stores import StoredCheckpoints, join_url
 from services.trainer.checkpoint import compatibility, manifest
 from services.trainer.collectives import Ranks
 from services.trainer.engines.base import PendingSave, TrainEngine
@@ -103,7 +103,7 @@ class Checkpointer:
 
     def location(self, folder: Path) -> str:
         """Returns the URL of a published folder in the object store, or the folder itself without a store."""
-        return str(folder) if self.store is None else joined(self.store.url, folder.name)
+        return str(folder) if self.store is None else join_url(self.store.url, folder.name)
 
     def progress(self) -> tuple[int, int]:
         """Returns written and total bytes of all ranks, counted file by file; zeros if none is being written.

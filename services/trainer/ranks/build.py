@@ -10,7 +10,7 @@ from services.common.errors import DataLossError, FailedPreconditionError, NotFo
 from services.common.models.tokenizer import check_teacher, load_tokenizer
 from services.common.runspec.run import RunSpec
 from services.common.runspec.trainer import checkpoint_root
-from services.common.stores import StoredCheckpoints, fetch, is_url, joined, open_checkpoints
+from services.common.stores import StoredCheckpoints, fetch, is_url, join_url, open_checkpoints
 from services.trainer.checkpoint.checkpointer import Checkpointer
 from services.trainer.checkpoint.compatibility import CRITIC, critic_folder, model_facts
 from services.trainer.checkpoint.manifest import STEP_PREFIX, UnusableCheckpointError
@@ -135,7 +135,7 @@ def _store(spec: RunSpec, settings: TrainerSettings, folder: str) -> StoredCheck
     url = spec.trainer.checkpoint.directory
     if url is None or not is_url(url):
         return None
-    url = joined(url, folder) if folder else url
+    url = join_url(url, folder) if folder else url
     return open_checkpoints(url, rank=settings.rank, world_size=settings.world_size)
 
 

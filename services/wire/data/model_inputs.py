@@ -90,7 +90,7 @@ class ModelInputs:
         return cls(_decoded(data), _digest(data))
 
     @classmethod
-    def joined(cls, bundles: Sequence["ModelInputs"]) -> "ModelInputs":
+    def concat(cls, bundles: Sequence["ModelInputs"]) -> "ModelInputs":
         """Concatenates the bundles of a sequence along their first dimension, in the order of its tokens."""
         full = [bundle for bundle in bundles if bundle.digest]
         if len(full) < 2:

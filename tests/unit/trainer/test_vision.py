@@ -38,7 +38,7 @@ class Conversation:
     """Versions of the response's tokens, and the number of tokens of each."""
 
     def logprobs(self, whole: Any) -> torch.Tensor:
-        everything = ModelInputs.joined([self.given, *self.turns.values()])
+        everything = ModelInputs.concat([self.given, *self.turns.values()])
         return plain_logprobs(whole, self.prompt, self.response, everything)
 
 

@@ -37,7 +37,7 @@ class GroupSamples:
     def without(self, keys: Collection[str]) -> "GroupSamples":
         return GroupSamples(self.batch, [i for i in self.indexes if self.batch.keys[i] not in keys])
 
-    def joined_with(self, later: "GroupSamples") -> "GroupSamples":
+    def concat(self, later: "GroupSamples") -> "GroupSamples":
         metas = [self.batch.select(self.indexes), later.batch.select(later.indexes)]
         batch = KVBatchMeta.concat(metas)
         return GroupSamples(batch, range(batch.num_keys))
@@ -136,7 +136,7 @@ class SampleIndex:
         """Adds samples of a group; returns all samples once the group is complete."""
         earlier = self._incomplete.pop(group.group_id, None)
         if earlier is not None:
-            samples = earlier.joined_with(samples.without(earlier.keys))
+            samples = earlier.concat(samples.without(earlier.keys))
         if self.is_whole(samples):
             return samples
         self._incomplete[group.group_id] = samples

@@ -10,7 +10,7 @@ from typing import Final
 from services.common.errors import DataLossError, DeadlineExceededError, ServiceError
 from services.common.runspec.run import WeightSyncSpec
 from services.common.runspec.weight_modes import TRANSPORTS
-from services.common.stores import joined, without_secrets
+from services.common.stores import join_url, without_secrets
 from services.controller import metrics
 from services.wire.weightsync import WeightSyncClient
 
@@ -59,7 +59,7 @@ class StoreChannel:
         self._spec, self._storage = spec, spec.storage
         self._run_id = run_id
         self.next_epoch = next_epoch
-        self.url = joined(spec.storage.directory, run_id)
+        self.url = join_url(spec.storage.directory, run_id)
         """Folder of the run in the store, or its URL."""
 
     async def open(self, member: WeightSyncClient, epoch: int, *, receiver: int | None) -> None:

@@ -18,7 +18,7 @@ from services.common.errors import (
 )
 from services.common.local_copies import with_local_copies
 from services.common.runspec.run import RunSpec
-from services.common.stores import fetch, joined, upload
+from services.common.stores import fetch, join_url, upload
 from services.extras.objects import connection, transfers
 from services.extras.objects.connection import ObjectFolder
 from tests.helpers.batches import spec_of
@@ -36,7 +36,7 @@ MODEL = {
 @pytest.fixture
 def url(bucket: str) -> str:
     """URL of a folder with the files of a model."""
-    folder = ObjectFolder(joined(bucket, "team", "model"))
+    folder = ObjectFolder(join_url(bucket, "team", "model"))
     for name, content in MODEL.items():
         folder.write(name, content)
     return folder.url
@@ -57,7 +57,7 @@ def test_a_copy_has_the_files_of_its_kind(url: str, tmp_path: Path) -> None:
     light = fetch(url, "model without weights", cache=tmp_path)
     assert light.name == "model"
     assert files_of(light).keys() == {"config.json", "tokenizer/vocab.txt"}
-    file = fetch(joined(url, "tokenizer", "vocab.txt"), "file", cache=tmp_path)
+    file = fetch(join_url(url, "tokenizer", "vocab.txt"), "file", cache=tmp_path)
     assert (file.name, file.read_bytes()) == ("vocab.txt", b"a\nb")
 
 
@@ -95,7 +95,7 @@ def test_large_objects_arrive_whole_in_pieces(
     content = os.urandom((20 << 20) + 7)
     (tmp_path / "file").write_bytes(content)
     ObjectFolder(bucket).upload(tmp_path / "file", "large", on_bytes=lambda count: None)
-    copy = fetch(joined(bucket, "large"), "file", cache=tmp_path / "cache")
+    copy = fetch(join_url(bucket, "large"), "file", cache=tmp_path / "cache")
     assert copy.read_bytes() == content
 
 
@@ -180,11 +180,11 @@ def test_a_store_that_stays_away_fails_with_its_first_cause(
 
 def test_nothing_at_a_url_is_reported_at_once(bucket: str, tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match=r"has no objects"):
-        fetch(joined(bucket, "nothing"), "folder", cache=tmp_path)
+        fetch(join_url(bucket, "nothing"), "folder", cache=tmp_path)
     with pytest.raises(NotFoundError, match=r"does not exist"):
-        fetch(joined(bucket, "nothing"), "file", cache=tmp_path)
+        fetch(join_url(bucket, "nothing"), "file", cache=tmp_path)
     with pytest.raises(NotFoundError, match=r"no checkpoint at .*upload may still be running"):
-        fetch(joined(bucket, "step-00000001"), "checkpoint", cache=tmp_path)
+        fetch(join_url(bucket, "step-00000001"), "checkpoint", cache=tmp_path)
 
 
 def test_a_url_that_is_refused_is_not_fetched(tmp_path: Path) -> None:
@@ -198,20 +198,20 @@ def test_a_specification_gets_the_paths_of_local_copies(
     rows = b"".join(json.dumps({"prompt": str(i)}).encode() + b"\n" for i in range(3))
     ObjectFolder(bucket).write("rows.jsonl", rows)
     document = spec_of().model_dump(mode="json")
-    document["model"] |= {"path": url, "tokenizer": joined(url, "tokenizer")}
-    document["data"]["train"]["path"] = joined(bucket, "rows.jsonl")
-    document["trainer"]["checkpoint"]["directory"] = joined(bucket, "run")
+    document["model"] |= {"path": url, "tokenizer": join_url(url, "tokenizer")}
+    document["data"]["train"]["path"] = join_url(bucket, "rows.jsonl")
+    document["trainer"]["checkpoint"]["directory"] = join_url(bucket, "run")
     spec = with_local_copies(RunSpec.model_validate(document), cache=tmp_path)
     assert files_of(Path(spec.model.path)).keys() >= {"config.json", "model.safetensors"}
     assert spec.model.tokenizer is not None
     assert files_of(Path(spec.model.tokenizer)) == {"vocab.txt": b"a\nb"}
     assert Path(spec.data.sets["train"].path).read_bytes() == rows
-    assert spec.trainer.checkpoint.directory == joined(bucket, "run")
+    assert spec.trainer.checkpoint.directory == join_url(bucket, "run")
 
 
 def test_a_missing_object_names_its_key(bucket: str, tmp_path: Path) -> None:
     document = spec_of().model_dump(mode="json")
-    document["data"]["train"]["path"] = joined(bucket, "rows.jsonl")
+    document["data"]["train"]["path"] = join_url(bucket, "rows.jsonl")
     with pytest.raises(ValueError, match=r"^data\.train\.path: .*rows\.jsonl does not exist"):
         with_local_copies(RunSpec.model_validate(document), cache=tmp_path)
 
@@ -230,7 +230,7 @@ def test_a_folder_is_uploaded_to_an_empty_url_only(
     for name, content in MODEL.items():
         (tmp_path / "model" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "model" / name).write_bytes(content)
-    url = joined(bucket, "exports", "one")
+    url = join_url(bucket, "exports", "one")
     upload(tmp_path / "model", url)
     assert names[-1] == "config.json"
     assert files_of(fetch(url, "folder", cache=tmp_path / "cache")) == MODEL

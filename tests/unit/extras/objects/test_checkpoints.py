@@ -15,7 +15,7 @@ import pytest
 
 from services.common.errors import DeadlineExceededError
 from services.common.fields import new_id
-from services.common.stores import joined
+from services.common.stores import join_url
 from services.extras.objects import checkpoints, transfers
 from services.extras.objects.checkpoints import ObjectCheckpoints
 from services.extras.objects.connection import ObjectFolder
@@ -40,7 +40,7 @@ def opened(bucket: str) -> Iterator[Opener]:
 
         def open_(**arguments: int) -> ObjectCheckpoints:
             store = ObjectCheckpoints(
-                ObjectFolder(joined(bucket, "run", "checkpoints")), **arguments
+                ObjectFolder(join_url(bucket, "run", "checkpoints")), **arguments
             )
             stack.callback(store.close)
             return store
@@ -364,7 +364,7 @@ def test_readers_see_whole_checkpoints_whenever_the_writer_is_killed(
     bucket: str, relay: Relay, tmp_path: Path, kills: int
 ) -> None:
     """Kills a process at random points of restoring, saving, uploading and deleting."""
-    url, seed = joined(bucket, "run"), random.Random(7)
+    url, seed = join_url(bucket, "run"), random.Random(7)
     resumed = -1
     for number in range(kills):
         # Every third life begins on another machine.

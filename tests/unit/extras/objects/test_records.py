@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import DataLossError, NotFoundError
-from services.common.stores import fetch, joined
+from services.common.stores import fetch, join_url
 from services.extras.objects import records
 from services.extras.objects.checkpoints import ObjectCheckpoints
 from services.extras.objects.connection import ObjectFolder
@@ -59,7 +59,7 @@ def record(store: ObjectCheckpoints, root: Path, steps: range) -> dict[int, byte
 
 def fetched(store: ObjectCheckpoints, cache: Path) -> dict[int, bytes]:
     """Returns the record of each step in the store, as a replay reads it."""
-    folder = fetch(joined(store.url, files.FOLDER), "record", cache=cache)
+    folder = fetch(join_url(store.url, files.FOLDER), "record", cache=cache)
     steps = files.recorded_steps(folder)
     return {step: files.rank_file(folder, step, 0).read_bytes() for step in steps}
 
@@ -76,7 +76,7 @@ def test_a_record_is_read_whole_after_the_disk_was_lost_twice(opened: Opener, tm
         start(root, steps.start - 1)
         contents |= record(store, root, steps)
     assert fetched(store, tmp_path / "cache") == contents
-    folder = fetch(joined(store.url, files.FOLDER), "record", cache=tmp_path / "cache")
+    folder = fetch(join_url(store.url, files.FOLDER), "record", cache=tmp_path / "cache")
     assert [s["step"] for s in files.read_starts(folder)] == [0, 3, 5]
     assert files.has_all_steps(folder, 7)
     assert not files.has_all_steps(root / files.FOLDER, 7), "the last disk has the last steps only"
@@ -207,7 +207,7 @@ def _run_until_killed(url: str, root: Path, environment: dict[str, str], started
 def test_every_checkpoint_of_a_killed_process_has_the_records_of_its_steps(
     bucket: str, relay: Relay, tmp_path: Path
 ):
-    url, rng = joined(bucket, "killed"), random.Random(3)
+    url, rng = join_url(bucket, "killed"), random.Random(3)
     newest = number = 0
     while number < 6 or newest <= 3:  # on a busy machine, more lives until as many steps are stored
         root = tmp_path / f"root-{number // 2}"  # every second process has a new disk
