@@ -241,7 +241,7 @@ class SimulatedRun:
             "ledger": self._ledger,
             "order": self._order,
             "journal": self._journal,
-            "replicas": _LocalReplicas(self._rollouts),
+            "rollout_pool": _LocalReplicas(self._rollouts),
             "sample_index": stored,
         }
         dispatcher = Dispatcher(self._spec, RUN, clock=_Clock(), **shared)

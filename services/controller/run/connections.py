@@ -49,7 +49,7 @@ class RunConnections:
     """Newest step in the trainer's weights."""
     served: int
     """Oldest weight version that any receiver serves; -1 if a receiver has none, or without receivers."""
-    replicas: RolloutPool
+    rollout_pool: RolloutPool
     scoring: BatchScoring
     critic: CriticClient
     weights: WeightSession
@@ -78,13 +78,13 @@ class RunConnections:
         _agreed_rows([*rollouts_here, *rollouts], {**self.train_rows, **self.heldout_rows})
         if not rollouts_here or not await self.weights.admit(rollouts):
             return False
-        await self.replicas.add(rollouts)
+        await self.rollout_pool.add(rollouts)
         self.serving.extend(rollouts)
         return True
 
     async def remove_rollouts(self, names: Collection[str]) -> None:
         await self.weights.remove_rollouts([*names])
-        self.replicas.remove(names)
+        self.rollout_pool.remove(names)
         self.serving[:] = [worker for worker in self.serving if worker.worker_id not in names]
 
 
@@ -206,9 +206,9 @@ async def connect(
     await scoring.open(stack, optional_workers)
     critic = CriticClient(run_id)
     await critic.open(stack, optional_workers)
-    replicas = RolloutPool(max_lag=max_lag(spec))
-    stack.push_async_callback(replicas.close)
-    await replicas.open(rollouts, colocated=[worker.worker_id for worker in colocated])
+    rollout_pool = RolloutPool(max_lag=max_lag(spec))
+    stack.push_async_callback(rollout_pool.close)
+    await rollout_pool.open(rollouts, colocated=[worker.worker_id for worker in colocated])
     client = TrainerClient(
         await stack.enter_async_context(open_channel(trainer.address, "worker", run_id=run_id))
     )
@@ -218,7 +218,7 @@ async def connect(
         trainer=client,
         trained=await client.newest_step(timeout_s=spec.limits.step_timeout_s),
         served=served_version(serving),
-        replicas=replicas,
+        rollout_pool=rollout_pool,
         scoring=scoring,
         critic=critic,
         weights=weights,

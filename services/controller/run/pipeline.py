@@ -519,7 +519,7 @@ class TrainingPipeline:
         # Weight transfers to rollouts are not awaited: the rollouts end, and receive weights when
         # they restart.
         if self.spec.now.rollout.partial_rollout:
-            await self.connections.replicas.interrupt()
+            await self.connections.rollout_pool.interrupt()
         pause = self.request_queue.get("pause")
         if self._is_save_requested or pause is None or pause.options["checkpoint"]:
             await self.save()

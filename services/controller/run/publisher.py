@@ -72,7 +72,7 @@ class Publisher:
             for worker in rollouts:
                 if worker.worker_id in updated:
                     worker.weight_version = weights.version
-            self.connections.replicas.readmit_current()
+            self.connections.rollout_pool.readmit_current()
             self.scheduler.published(self._open_step(self._served))  # more slots are available
         async with self._changed:
             self._joining.update(set(names) - set(updated))
@@ -121,12 +121,12 @@ class Publisher:
 
     async def _admit_late(self) -> None:
         """Lets rollouts that have caught up receive groups; publishes again if one lacks a copy."""
-        weights, replicas = self.connections.weights, self.connections.replicas
+        weights, rollout_pool = self.connections.weights, self.connections.rollout_pool
         names = weights.served_by(weights.version)
         for worker in self.connections.serving:
             if worker.worker_id in names:
                 worker.weight_version = weights.version
-        replicas.readmit_current()
+        rollout_pool.readmit_current()
         self.scheduler.published(self._open_step(self._served))
         async with self._changed:
             self._joining.difference_update(names)
@@ -137,22 +137,22 @@ class Publisher:
 
         Tokens of a rollout that loads weights at its own pace are then within the staleness bound.
         """
-        oldest = self.connections.replicas.oldest_version()
+        oldest = self.connections.rollout_pool.oldest_version()
         return min(step, oldest - self.version_offset) if oldest >= 0 else step
 
     async def _publish(self) -> None:
         report = await self.gpu_time_sharing.publish(self._version_to_send)
         if report.lost:
             raise UnavailableError(f"{', '.join(report.lost)} did not receive weights")
-        version, replicas = report.version, self.connections.replicas
+        version, rollout_pool = report.version, self.connections.rollout_pool
         missed: list[str] = []
         for worker in self.connections.serving:
             if worker.worker_id in report.receivers:
                 worker.weight_version = version
             else:
                 missed.append(worker.worker_id)
-        replicas.exclude_missed(missed)
-        replicas.readmit_current()
+        rollout_pool.exclude_missed(missed)
+        rollout_pool.readmit_current()
         self.progress.record_sync(report)
         message = f"weight version {version} is served by every rollout"
         if report.late:

@@ -133,7 +133,7 @@ class Workers:
             trainer=self,
             trained=self.trained,
             served=self.version,
-            replicas=Rollout(self),
+            rollout_pool=Rollout(self),
             scoring=scoring,
             critic=critic,
             weights=weights,

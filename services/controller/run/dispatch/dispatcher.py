@@ -54,7 +54,7 @@ class Dispatcher:
         ledger: Ledger,
         order: PromptOrder,
         journal: Journal,
-        replicas: RolloutPool,
+        rollout_pool: RolloutPool,
         sample_index: SampleIndex,
         clock: Clock,
     ) -> None:
@@ -64,8 +64,8 @@ class Dispatcher:
         self._ledger = ledger
         self._order = order
         self._journal = journal
-        self._rollout_pool = replicas
-        self._stored = sample_index
+        self._rollout_pool = rollout_pool
+        self._sample_index = sample_index
         self._clock = clock
         # The ledger does not count groups of steps up to the checkpoint that the run starts from.
         num_steps = spec.num_steps - ledger.first_step
@@ -130,7 +130,7 @@ class Dispatcher:
         if not groups:
             return 0
         # Stored samples of restarted groups would collide with their new samples.
-        await self._stored.discard(g for g in groups if g.state is GroupState.PENDING)
+        await self._sample_index.discard(g for g in groups if g.state is GroupState.PENDING)
         by_worker: dict[str, list[GroupAssignment]] = defaultdict(list)
         for group in groups:
             shards, version = self._assign_shards(group)
@@ -247,7 +247,7 @@ class Dispatcher:
         message = f"reclaimed from rollouts that generated no token for {patience_s:.0f} s: {names}"
         data = {"groups": [*stalled], "reason": "stalled"}
         await self._journal.record_event(Note("GroupsReclaimed", message, data), self._ledger)
-        await self._stored.delete_incomplete(attempts)
+        await self._sample_index.delete_incomplete(attempts)
 
     async def reclaim_from(self, names: Collection[str]) -> None:
         """Parks groups of leaving rollouts, so that other rollouts continue them from stored tokens.
@@ -287,8 +287,10 @@ class Dispatcher:
     async def _cancel_on(self, names: Collection[str]) -> list[Group]:
         """Cancels the unfinished groups of rollouts, to continue from stored tokens; returns them."""
         # Groups that finished meanwhile are stored and will be collected.
-        by_group = await self._stored.find()
-        complete = {name for name, samples in by_group.items() if self._stored.is_whole(samples)}
+        by_group = await self._sample_index.find()
+        complete = {
+            name for name, samples in by_group.items() if self._sample_index.is_whole(samples)
+        }
         if unfinished := [name for name in self._groups_on(names) if name not in complete]:
             await self._rollout_pool.cancel(unfinished)
         cancelled = [
@@ -298,7 +300,7 @@ class Dispatcher:
         for group in cancelled:
             self.record_end(group)
             self._ledger.interrupt(group)
-        await self._stored.delete_incomplete(attempts)
+        await self._sample_index.delete_incomplete(attempts)
         return cancelled
 
     def seconds_to_next_stall(self) -> float | None:
@@ -348,7 +350,7 @@ class Dispatcher:
 
         All members go to one rollout, where they share their prompt's prefix, if its slots suffice.
         """
-        stored_members = self._stored.members(group)
+        stored_members = self._sample_index.members(group)
         members = [m for m in range(self._spec.now.samples_per_group) if m not in stored_members]
         count = math.ceil(len(members) / self._spec.now.rollout.max_running_samples)
         if count == 1:

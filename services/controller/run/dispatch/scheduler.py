@@ -145,7 +145,7 @@ class GenerationScheduler:
         ledger: Ledger,
         order: PromptOrder,
         journal: Journal,
-        replicas: RolloutPool,
+        rollout_pool: RolloutPool,
         sample_index: SampleIndex,
         dispatcher: Dispatcher,
         summary: Callable[[], Mapping[str, Any] | None] = lambda: None,
@@ -154,14 +154,14 @@ class GenerationScheduler:
         self._ledger = ledger
         self._order = order
         self._journal = journal
-        self._rollout_pool = replicas
+        self._rollout_pool = rollout_pool
         self._dispatcher = dispatcher
         self._summary = summary
         self._is_reported = False
         self._failures = GroupFailures(spec, ledger=ledger, order=order, dispatcher=dispatcher)
         self._work = asyncio.Event()
         self._finished = asyncio.Condition()
-        self.stored = sample_index
+        self.sample_index = sample_index
         self.gate = dispatcher.gate
 
     def published(self, step: int) -> None:
@@ -182,7 +182,7 @@ class GenerationScheduler:
         """
         unscored, unwanted = await self._find_stored()
         ready = self._ledger.in_state(GroupState.READY)
-        for group in (group for group in ready if group not in self.stored):
+        for group in (group for group in ready if group not in self.sample_index):
             self._ledger.requeue(group)
         assignments: dict[str, list[GroupAssignment]] = defaultdict(list)
         members = range(self._spec.now.samples_per_group)
@@ -210,7 +210,7 @@ class GenerationScheduler:
                 self._dispatcher.record_start(group, {group.worker_id: members})
                 assignments[group.worker_id].append(self._dispatcher.assignment(group, members))
         await self._journal.save(self._ledger)
-        await self.stored.delete(unwanted)
+        await self.sample_index.delete(unwanted)
         if is_shared:
             await self._rollout_pool.cancel([group.group_id for group in running])
         await self._rollout_pool.start(assignments)
@@ -231,7 +231,7 @@ class GenerationScheduler:
 
     async def collect(self) -> None:
         """Collects finished groups until it is cancelled."""
-        async for groups in self.stored.watch_arrivals():
+        async for groups in self.sample_index.watch_arrivals():
             await self._process_arrived(groups)
 
     async def replace_lost(self) -> None:
@@ -239,9 +239,11 @@ class GenerationScheduler:
 
         Groups in training are left alone: the trainer has their samples, or reports them as lost.
         """
-        async for group_ids in self.stored.watch_losses():
-            by_group = await self.stored.find()
-            complete = {name for name, samples in by_group.items() if self.stored.is_whole(samples)}
+        async for group_ids in self.sample_index.watch_losses():
+            by_group = await self.sample_index.find()
+            complete = {
+                name for name, samples in by_group.items() if self.sample_index.is_whole(samples)
+            }
             lost_groups = [self._ledger.get(group_id) for group_id in sorted(group_ids - complete)]
             groups = [group for group in lost_groups if group is not None]
             # During the calls, these attempts may fail, or be interrupted and dispatched again.
@@ -250,7 +252,7 @@ class GenerationScheduler:
             ]
             await self._rollout_pool.cancel([group_id for group_id, _ in running])
             still = self._still_running(running)
-            await self.stored.delete_incomplete(
+            await self.sample_index.delete_incomplete(
                 [(group.group_id, group.attempt) for group in still]
             )
             for group in self._still_running(running):
@@ -332,14 +334,14 @@ class GenerationScheduler:
     async def release(self, groups: Sequence[Group]) -> None:
         """Deletes the samples of groups that ended."""
         self._wake()
-        await self.stored.release(groups)
+        await self.sample_index.release(groups)
 
     async def _stop_shards(self, group: Group) -> None:
         """Ends a group on all its rollouts and deletes the samples of its finished shards."""
         if self._dispatcher.is_divided(group):
             await self._rollout_pool.cancel([group.group_id])
-        while self.stored.members(group):  # further ones may arrive meanwhile
-            await self.stored.discard([group])
+        while self.sample_index.members(group):  # further ones may arrive meanwhile
+            await self.sample_index.discard([group])
 
     async def _end_failed(self, group: Group, failure: GroupFailure) -> None:
         """Retries, drops or quarantines a group that failed, and records why."""
@@ -380,16 +382,16 @@ class GenerationScheduler:
         """
         unwanted: list[GroupSamples] = []
         unscored: set[str] = set()
-        for group_id, samples in (await self.stored.find()).items():
+        for group_id, samples in (await self.sample_index.find()).items():
             group = self._ledger.get(group_id, attempt_of(samples))
-            if group is None or group.state in WAITING or not self.stored.is_whole(samples):
+            if group is None or group.state in WAITING or not self.sample_index.is_whole(samples):
                 unwanted.append(samples)
                 continue
-            if not self.stored.is_scored(samples):
+            if not self.sample_index.is_scored(samples):
                 unscored.add(group_id)
                 continue
             if group.state not in RUNNING:
-                self.stored.add_group(group, samples)
+                self.sample_index.add_group(group, samples)
             elif not self._admit(group, samples):
                 unwanted.append(samples)
         return unscored, unwanted
@@ -405,7 +407,7 @@ class GenerationScheduler:
         unfit: list[GroupSamples] = []
         for group_id, samples in groups:
             group = self._ledger.get(group_id, attempt_of(samples))
-            if group is not None and group in self.stored:
+            if group is not None and group in self.sample_index:
                 continue
             if group is None or group.state not in RUNNING:
                 logger.info("late result of a group discarded", extra={"group": group_id})
@@ -414,7 +416,7 @@ class GenerationScheduler:
                 continue
             self._failures.reset_failures()
             self._dispatcher.record_arrived(group, samples.numbers("member"))
-            group_samples = self.stored.add(group, samples)
+            group_samples = self.sample_index.add(group, samples)
             if group_samples is None:
                 self._dispatcher.requeue_ended(group)
                 continue
@@ -423,7 +425,7 @@ class GenerationScheduler:
                 unfit.append(group_samples)
         if unfit:
             await self._journal.save(self._ledger)
-        await self.stored.delete([*late, *unfit])
+        await self.sample_index.delete([*late, *unfit])
         await self._notify()
 
     def _admit(self, group: Group, samples: GroupSamples) -> bool:
@@ -439,7 +441,7 @@ class GenerationScheduler:
             self._record_dropped([group], reason)
             return False
         self._ledger.complete(group, oldest_version=oldest_version(samples))
-        self.stored.add_group(group, samples)
+        self.sample_index.add_group(group, samples)
         return True
 
     def _why_unfit(self, samples: GroupSamples) -> str | None:

@@ -65,7 +65,7 @@ class Evaluator:
         self._partition = partition_id(run_id, "validation")
         self._rows = connections.heldout_rows
         self._attempt = connections.attempt
-        self._rollout_pool = connections.replicas
+        self._rollout_pool = connections.rollout_pool
         self._queue = queue
         self._weights = connections.weights
         self._request_queue = request_queue

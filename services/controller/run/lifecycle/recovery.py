@@ -331,7 +331,7 @@ def _scheduler(
         ledger=ledger,
         order=order,
         journal=journal,
-        replicas=connections.replicas,
+        rollout_pool=connections.rollout_pool,
         sample_index=sample_index,
         clock=clock,
     )
@@ -340,7 +340,7 @@ def _scheduler(
         ledger=ledger,
         order=order,
         journal=journal,
-        replicas=connections.replicas,
+        rollout_pool=connections.rollout_pool,
         sample_index=sample_index,
         dispatcher=dispatcher,
         summary=summary,
@@ -372,7 +372,7 @@ async def _rewind(
 ) -> Recovered:
     """Rewinds the run to the trainer's step and discards all later work."""
     step = connections.trained
-    await connections.replicas.cancel([group.group_id for group in recovered.ledger.groups])
+    await connections.rollout_pool.cancel([group.group_id for group in recovered.ledger.groups])
     await drop_partitions(queue, run_id)
     await create_partitions(queue, run_id, spec)
     message = f"the trainer lost its state after step {step}; training continues from that step"

@@ -201,9 +201,9 @@ class StepMeter:
         self._idle_s: dict[str, float] = {}
         self._tokens = 0.0
 
-    def measure(self, replicas: RolloutPool, seconds: float) -> StepUse:
+    def measure(self, rollout_pool: RolloutPool, seconds: float) -> StepUse:
         """Returns the activity of the rollouts in a step that took ``seconds``."""
-        totals, tokens = replicas.idle_seconds(), replicas.tokens_total()
+        totals, tokens = rollout_pool.idle_seconds(), rollout_pool.tokens_total()
         # Limits the differences: a new rollout was idle before it joined, and a gauge may be some seconds
         # old.
         idle_s = {
@@ -214,8 +214,8 @@ class StepMeter:
             "seconds": seconds,
             "rollout_idle_s": sum(idle_s.values()) / max(len(idle_s), 1),
             "generated_tokens_per_s": max(tokens - self._tokens, 0.0) / seconds,
-            **replicas.decode_times(),
-            **replicas.acceptance_length(),
+            **rollout_pool.decode_times(),
+            **rollout_pool.acceptance_length(),
         }
         self._idle_s, self._tokens = totals, tokens
         rows = {name: round(idle_s[name], 3) for name in sorted(idle_s)[:_MAX_NAMED_ROLLOUTS]}

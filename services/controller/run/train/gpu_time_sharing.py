@@ -68,8 +68,8 @@ class GpuTimeSharing:
             timeout_s = self.spec.now.limits.step_timeout_s
             with self._timed("rollouts_sleep_s"):
                 if self.spec.now.rollout.partial_rollout:
-                    await self.connections.replicas.park_for_others()
-                await self.connections.replicas.sleep(timeout_s=timeout_s)
+                    await self.connections.rollout_pool.park_for_others()
+                await self.connections.rollout_pool.sleep(timeout_s=timeout_s)
             with self._timed("trainer_wake_s"):
                 await self.connections.trainer.wake(timeout_s=timeout_s)
 
@@ -98,7 +98,7 @@ class GpuTimeSharing:
         with self._timed("trainer_sleep_s"):
             await self.connections.trainer.sleep(timeout_s=timeout_s)
         with self._timed("rollouts_wake_s"):
-            await self.connections.replicas.wake(timeout_s=timeout_s)
+            await self.connections.rollout_pool.wake(timeout_s=timeout_s)
         self._trainer_has_gpus = False
 
     def take_seconds(self) -> dict[str, float]:

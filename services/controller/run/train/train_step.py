@@ -183,7 +183,7 @@ class EarlyTraining:
             try:
                 await self.trainer.accumulate(
                     step,
-                    self.scheduler.stored.meta(groups),
+                    self.scheduler.sample_index.meta(groups),
                     weight_version=weight_version,
                     timeout_s=timeout_s,
                 )
@@ -256,9 +256,9 @@ class TrainSteps:
     ) -> None:
         # A trainer that has already trained the step repeats its answer, even if the samples are
         # gone.
-        stored_groups = [group for group in batch if group in self.scheduler.stored]
+        stored_groups = [group for group in batch if group in self.scheduler.sample_index]
         version = step - 1 + self.version_offset
-        samples = self.scheduler.stored.meta(stored_groups)
+        samples = self.scheduler.sample_index.meta(stored_groups)
         with self.waits("scoring"):
             samples = await self.connections.scoring.add_fields(
                 samples,
@@ -321,7 +321,7 @@ class TrainSteps:
             True if the step is trained.
         """
         batch = self.ledger.in_state(GroupState.TRAINING)
-        lost_groups = [group for group in batch if group not in self.scheduler.stored]
+        lost_groups = [group for group in batch if group not in self.scheduler.sample_index]
         if self.connections.trained == step or not lost_groups:
             await self.train(step, batch, begin=time.perf_counter())
             return True
@@ -350,7 +350,7 @@ class TrainSteps:
         self.progress.record_step(numbers, is_skipped=is_skipped)
         metrics.observe_step(self.run_id, step, self.ledger.counts())
         metrics.observe_staleness(self.run_id, spread.get("staleness", {}))
-        use = self.meter.measure(self.connections.replicas, time.perf_counter() - begin)
+        use = self.meter.measure(self.connections.rollout_pool, time.perf_counter() - begin)
         data: dict[str, Any] = {
             "step": step,
             **numbers,

@@ -104,7 +104,7 @@ class Run:
             "ledger": self.ledger,
             "order": order,
             "journal": self.journal,
-            "replicas": self.rollouts,
+            "rollout_pool": self.rollouts,
             "sample_index": stored,
         }
         clock = SimpleNamespace(monotonic=lambda: self.now)
@@ -177,7 +177,7 @@ async def test_a_group_that_exceeds_the_free_slots_of_a_rollout_is_sharded_and_w
         assert run.group.state is GroupState.GENERATING
         await run.bring(*members, attempt=1)
     assert run.group.state is GroupState.READY
-    meta = run.generation.stored.meta([run.group])
+    meta = run.generation.sample_index.meta([run.group])
     assert sorted(meta.tag("member")) == [0, 1, 2, 3, 4]
     assert run.rollouts.choose_several(3)[0] == ["rollout-1", "rollout-2", "rollout-0"]
 

@@ -23,7 +23,7 @@ class Parts:
         self.weights = self
         self.serving = [rollout("rollout-0")]
         self.missed, self.is_missing, self.late = [], set(), ()
-        self.replicas = SimpleNamespace(
+        self.rollout_pool = SimpleNamespace(
             readmit_current=lambda: None,
             oldest_version=self.oldest_version,
             exclude_missed=lambda names: self.missed.append((names, [*self.opened])),

@@ -87,7 +87,7 @@ def handout_of(ledger, *, rows=100, quarantined=(), curriculum=None):
         ledger=ledger,
         order=order,
         journal=Recorder(),
-        replicas=rollouts,
+        rollout_pool=rollouts,
         sample_index=SampleIndex(None, "run_1/train", group_size=2, required_fields=()),
         clock=clock,
     )
@@ -205,7 +205,7 @@ async def test_a_prompt_that_waits_is_passed_over_and_nothing_is_held_against_it
         ledger=ledger,
         order=dispatcher._order,
         journal=Recorder(),
-        replicas=rollouts,
+        rollout_pool=rollouts,
         sample_index=Nothing(),
         dispatcher=dispatcher,
     )

@@ -110,7 +110,10 @@ class Stage:
             }
         )
         connections = SimpleNamespace(
-            heldout_rows={"heldout": ROWS}, attempt=1, replicas=self.rollouts, weights=self.weights
+            heldout_rows={"heldout": ROWS},
+            attempt=1,
+            rollout_pool=self.rollouts,
+            weights=self.weights,
         )
 
         async def on_change(what, request):

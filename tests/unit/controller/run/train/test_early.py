@@ -14,7 +14,9 @@ class Generation:
 
     def __init__(self, ledger):
         self.gate = StalenessGate(max_staleness=0, groups_per_step=4)
-        self.stored = SimpleNamespace(meta=lambda groups: [group.sequence for group in groups])
+        self.sample_index = SimpleNamespace(
+            meta=lambda groups: [group.sequence for group in groups]
+        )
         self._ledger = ledger
         self._changed = asyncio.Condition()
 

@@ -52,7 +52,7 @@ class Weights:
 class Run:
     def __init__(self, *, is_colocated=True, partial=False):
         self.log = []
-        self.trainer, self.replicas = Side("trainer", self.log), Side("rollouts", self.log)
+        self.trainer, self.rollout_pool = Side("trainer", self.log), Side("rollouts", self.log)
         self.weights = Weights(self.log)
         spec = SimpleNamespace(
             topology=SimpleNamespace(is_colocated=is_colocated),
@@ -111,7 +111,7 @@ async def test_an_evaluation_ends_before_the_trainers_turn_and_the_next_waits_fo
 
 async def test_a_side_that_is_lost_ends_the_shift():
     run = Run()
-    run.replicas.is_lost = True
+    run.rollout_pool.is_lost = True
     with pytest.raises(UnavailableError, match="rollouts is gone"):
         await run.gpu_time_sharing.begin_training()
     assert run.log == []

@@ -62,7 +62,7 @@ def steps_of(ledger, *, staleness_max=0.0, skipped=False, **reported):
         scoring=SimpleNamespace(add_fields=pass_on),
         critic=SimpleNamespace(train=nothing),
         weights=SimpleNamespace(trainer_lock=asyncio.Lock()),
-        replicas=SimpleNamespace(
+        rollout_pool=SimpleNamespace(
             idle_seconds=dict, tokens_total=lambda: 0.0, decode_times=dict, acceptance_length=dict
         ),
     )
@@ -74,7 +74,7 @@ def steps_of(ledger, *, staleness_max=0.0, skipped=False, **reported):
         connections=connections,
         ledger=ledger,
         mixture=Mixture({"train": 4}),
-        scheduler=SimpleNamespace(stored=Samples(), release=nothing),
+        scheduler=SimpleNamespace(sample_index=Samples(), release=nothing),
         progress=Progress(BOUND),
         gpu_time_sharing=SimpleNamespace(begin_training=nothing, take_seconds=dict),
         observers=SimpleNamespace(record_step=lambda data: None),
